@@ -1,0 +1,56 @@
+"""The KV store: one slot per request in flight, all layers, allocated once."""
+
+import torch
+from torch import Tensor
+
+
+class KVRing:
+    """Keys and values of the requests in flight.
+
+    Named for ActionFlow's ring buffer; requests finish out of order, so slots come from a free list and a request's
+    rows never move.
+
+    Args:
+        layers, slots, slot_rows, kv_heads, head_dim: its shape. A slot holds the prompt, the action tokens and the
+            drafted nodes of one forward.
+
+    Attributes:
+        keys: [layers, slots, slot_rows, kv_heads, head_dim], rotated.
+        values: like keys.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        slots: int,
+        slot_rows: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (layers, slots, slot_rows, kv_heads, head_dim)
+        self.keys: Tensor = torch.empty(shape, dtype=dtype, device=device)
+        self.values: Tensor = torch.empty(shape, dtype=dtype, device=device)
+        self.slot_rows = slot_rows
+        self._free = list(range(slots))
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that no request holds."""
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """A free slot, or None when all are held."""
+        return self._free.pop() if self._free else None
+
+    def give_back(self, slot: int) -> None:
+        """Frees a slot; its rows are simply overwritten by the next request.
+
+        Raises:
+            ValueError: nobody holds it.
+        """
+        if slot in self._free or not 0 <= slot < self.keys.shape[1]:
+            raise ValueError(f"slot {slot} is not held")
+        self._free.append(slot)

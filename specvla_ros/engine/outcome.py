@@ -1,0 +1,107 @@
+"""How a frame ends: in an action, or dropped for a reason."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from specvla_ros.engine.observation import Observation
+
+
+class DropReason(str, Enum):
+    """Every reason for which a frame can end without an action."""
+
+    BAD_IMAGE = "bad_image"  # size 0, wrong step, unknown encoding, undecodable bytes
+    BAD_STAMP = "bad_stamp"  # stamp 0, negative, nanoseconds out of range, too far in the future
+    OUT_OF_ORDER = "out_of_order"  # not newer than the last frame taken
+    NO_INSTRUCTION = "no_instruction"  # nothing asked for yet
+    BAD_INSTRUCTION = "bad_instruction"  # empty, or longer than a slot holds
+    STALE = "stale"  # older than the staleness limit
+    SUPERSEDED = "superseded"  # a newer frame came before this one was admitted
+    OVERTAKEN = "overtaken"  # a newer request finished first
+    EPOCH_CHANGED = "epoch_changed"  # new instruction, reset, deactivation or clock jump
+    NOT_AN_ACTION = "not_an_action"  # the policy emitted a token that is no action token
+    NOT_FINITE = "not_finite"  # NaN or infinity in logits or action
+    ENGINE_FAULT = "engine_fault"  # an exception inside a tick
+
+
+@dataclass(frozen=True)
+class StageTimings:
+    """Seconds that one request spent in each stage. Every tick is booked whole to the stage it served."""
+
+    wait_s: float = 0.0  # receipt to admission
+    vision_s: float = 0.0  # vision tower, projector, prompt embeddings
+    prefill_s: float = 0.0  # forwards with this request's prompt
+    decode_s: float = 0.0  # forwards with this request's action tokens
+
+
+@dataclass(frozen=True)
+class DecodeRecord:
+    """How one action was decoded; the engine-side half of DecodeStats.msg, which explains the fields."""
+
+    mode: str
+    tokens_per_forward: tuple[int, ...] = ()
+    accept_lengths: tuple[int, ...] = ()
+    tree_nodes: tuple[int, ...] = ()
+    tick_s: tuple[float, ...] = ()
+    in_flight: int = 1
+
+    @property
+    def forwards(self) -> int:
+        """Packed forwards that carried the request, prefill included."""
+        return len(self.tokens_per_forward)
+
+    @property
+    def tau(self) -> float:
+        """Tokens committed per verification forward; 0 when there was none."""
+        if not self.accept_lengths:
+            return 0.0
+        return sum(a + 1 for a in self.accept_lengths) / len(self.accept_lengths)
+
+
+@dataclass(frozen=True)
+class Action:
+    """The answer to one observation.
+
+    Args:
+        observation: what it answers; the stamp travels with it.
+        names: one per value.
+        values: float64 [action_dim], un-normalised; displacements per `action_dt` of the training data.
+        tokens: the action tokens, one per value.
+        finished_ns: `time.monotonic_ns()` when the last token was committed.
+    """
+
+    observation: Observation
+    names: tuple[str, ...]
+    values: np.ndarray
+    tokens: tuple[int, ...]
+    timings: StageTimings
+    record: DecodeRecord
+    finished_ns: int
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A frame that ended without an action."""
+
+    observation: Observation
+    reason: DropReason
+    detail: str = ""
+
+
+Outcome = Action | Drop
+
+
+@dataclass
+class DropCounter:
+    """Frames dropped, by reason. Every reason is always there, so that a plot of the counts has no gaps."""
+
+    counts: dict[DropReason, int] = field(default_factory=lambda: dict.fromkeys(DropReason, 0))
+
+    def add(self, reason: DropReason) -> None:
+        """Counts one dropped frame."""
+        self.counts[reason] += 1
+
+    def by_name(self) -> dict[str, int]:
+        """The counts with plain strings as keys, in the enum's order."""
+        return {reason.value: count for reason, count in self.counts.items()}

@@ -1,0 +1,1 @@
+"""What a checkpoint is: from the raw image to the action. No scheduling."""

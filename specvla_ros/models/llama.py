@@ -1,0 +1,127 @@
+"""The Llama decoder, written around the packed forward."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specvla_kernels.layout import PackedLayout
+from specvla_kernels.packed_attention import packed_attention
+from specvla_kernels.rope_write_kv import rope_write_kv
+from specvla_ros.models.config import LlamaConfig
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """What one packed forward gives for the wanted rows, segments in order.
+
+    Args:
+        logits: float32 [n_wanted, vocab].
+        hidden: [n_wanted, hidden], behind the final norm.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class _RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class LlamaLayer(nn.Module):
+    """Pre-norm attention and SwiGLU; q, k, v are one matrix, and gate, up another: fewer and larger reads."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        hidden, dim = config.hidden_size, config.head_dim
+        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, dim
+        self.input_norm = _RMSNorm(hidden, config.rms_norm_eps)
+        self.qkv = nn.Linear(hidden, (self.heads + 2 * self.kv_heads) * dim, bias=False)
+        self.out = nn.Linear(self.heads * dim, hidden, bias=False)
+        self.post_norm = _RMSNorm(hidden, config.rms_norm_eps)
+        self.gate_up = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, hidden, bias=False)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """[n_rows, hidden] to the same; see LlamaDecoder.forward for the rest."""
+        n_rows = x.shape[0]
+        qkv = self.qkv(self.input_norm(x)).view(n_rows, -1, self.head_dim)
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        q = rope_write_kv(q, k, v, cos, sin, layout.kv_rows, keys, values)
+        attended = packed_attention(q, keys, values, layout)
+        x = x + self.out(attended.view(n_rows, -1))
+        gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class LlamaDecoder(nn.Module):
+    """Llama from embeddings to logits, over a KV ring.
+
+    Logits are at least float32, so that rounding to half precision makes no ties: on CUDA the head accumulates into
+    float32, elsewhere it is kept in float32.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(LlamaLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._rotary: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and activations, the head on a CPU excepted."""
+        return self.norm.weight.dtype
+
+    def forward(
+        self, embeddings: Tensor, layout: PackedLayout, wanted_rows: Tensor, keys: Tensor, values: Tensor
+    ) -> ForwardResult:
+        """The packed forward: one pass of all segments through all layers.
+
+        Args:
+            embeddings: [n_rows, hidden].
+            layout: where the segments lie.
+            wanted_rows: int64 [n_wanted], rows whose logits are computed.
+            keys: [layers, slots, slot_rows, kv_heads, head_dim], the ring's; the rows' own keys are written into it.
+            values: like keys.
+        """
+        cos, sin = self._rotation(layout.positions)
+        x = embeddings
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, layout, keys[i], values[i])
+        hidden = self.norm(x[wanted_rows])
+        return ForwardResult(self._logits(hidden), hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        weight = self.lm_head.weight
+        if weight.dtype in (torch.float16, torch.bfloat16):
+            return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+        return F.linear(hidden.to(weight.dtype), weight)
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, float32 [n_rows, head_dim / 2]."""
+        if self._rotary is None or self._rotary[0].device != positions.device:
+            dim = self.config.head_dim
+            exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
+            frequencies = 1.0 / self.config.rope_theta**exponents
+            steps = torch.arange(self.config.max_position_embeddings, dtype=torch.float32, device=positions.device)
+            angles = torch.outer(steps, frequencies)
+            self._rotary = (angles.cos(), angles.sin())
+        cos, sin = self._rotary
+        return cos[positions], sin[positions]

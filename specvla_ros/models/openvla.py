@@ -1,0 +1,84 @@
+"""OpenVLA: vision towers, projector and Llama, with the checkpoint's tensor names."""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from specvla_ros.models.config import OpenVLAConfig
+from specvla_ros.models.llama import LlamaDecoder, LlamaLayer
+from specvla_ros.models.projector import Projector
+from specvla_ros.models.vision_tower import VisionTower
+
+
+class OpenVLA(nn.Module):
+    """The target: the full policy that decides every token."""
+
+    def __init__(self, config: OpenVLAConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.towers = nn.ModuleList(VisionTower(tower) for tower in config.towers)
+        vision_dim = sum(tower.embed_dim for tower in config.towers)
+        self.projector = Projector(vision_dim, config.llama.hidden_size, fused=len(config.towers) > 1)
+        self.decoder = LlamaDecoder(config.llama)
+
+    def image_embeddings(self, pixel_values: Tensor) -> Tensor:
+        """Normalised pixels [3 * towers, size, size] to embeddings [image_tokens, hidden]."""
+        images = pixel_values.split(3)
+        features = [tower(image) for tower, image in zip(self.towers, images, strict=True)]
+        return self.projector(torch.cat(features, dim=1))
+
+    def prompt_embeddings(self, pixel_values: Tensor, prompt_ids: Tensor) -> Tensor:
+        """The prompt as the decoder reads it: BOS, the image, the rest of the text.
+
+        Args:
+            pixel_values: [3 * towers, size, size].
+            prompt_ids: int64 [n], BOS first.
+
+        Returns:
+            [n + image_tokens, hidden].
+        """
+        text = self.decoder.embed_tokens(prompt_ids)
+        image = self.image_embeddings(pixel_values.to(self.decoder.device, self.decoder.dtype))
+        return torch.cat((text[:1], image, text[1:]))
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Every tensor by its name in the checkpoint; fused matrices as the slices that the names stand for.
+
+        Writing into a value writes into the model: loading and saving are this one map.
+        """
+        tensors: dict[str, Tensor] = {}
+        for prefix, tower in zip(("featurizer", "fused_featurizer"), self.towers, strict=False):
+            tensors |= _named(f"vision_backbone.{prefix}", tower)
+        tensors |= _named("projector", self.projector)
+        return tensors | llama_tensors(self.decoder, "language_model.")
+
+
+def llama_tensors(decoder: LlamaDecoder, prefix: str = "") -> dict[str, Tensor]:
+    """The decoder's tensors by their names in transformers' LlamaForCausalLM."""
+    config = decoder.config
+    q_rows, kv_rows = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    tensors = {"model.embed_tokens.weight": decoder.embed_tokens.weight, "model.norm.weight": decoder.norm.weight}
+    if not config.tie_word_embeddings:
+        tensors["lm_head.weight"] = decoder.lm_head.weight
+    for i, module in enumerate(decoder.layers):
+        layer = cast(LlamaLayer, module)
+        name = f"model.layers.{i}."
+        q, k, v = layer.qkv.weight.split((q_rows, kv_rows, kv_rows))
+        gate, up = layer.gate_up.weight.chunk(2)
+        tensors |= {
+            name + "input_layernorm.weight": layer.input_norm.weight,
+            name + "self_attn.q_proj.weight": q,
+            name + "self_attn.k_proj.weight": k,
+            name + "self_attn.v_proj.weight": v,
+            name + "self_attn.o_proj.weight": layer.out.weight,
+            name + "post_attention_layernorm.weight": layer.post_norm.weight,
+            name + "mlp.gate_proj.weight": gate,
+            name + "mlp.up_proj.weight": up,
+            name + "mlp.down_proj.weight": layer.down.weight,
+        }
+    return {prefix + name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def _named(prefix: str, module: nn.Module) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": parameter.detach() for name, parameter in module.named_parameters()}

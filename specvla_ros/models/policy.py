@@ -1,0 +1,173 @@
+"""A loaded policy: everything a checkpoint directory gives, from the raw image to the action."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specvla_ros.errors import UserError
+from specvla_ros.models.action_statistics import ActionStatistics, select_statistics
+from specvla_ros.models.action_tokenizer import ActionTokenizer
+from specvla_ros.models.config import OpenVLAConfig, read_config
+from specvla_ros.models.image_processor import ImageProcessor, read_image_processor
+from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.openvla import OpenVLA
+from specvla_ros.models.prompt import PromptTokenizer, read_prompt_tokenizer
+from specvla_ros.models.weights import Progress, load_weights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A checkpoint, ready to decode. Holds no state between images."""
+
+    directory: Path
+    model: OpenVLA
+    image_processor: ImageProcessor
+    prompt: PromptTokenizer
+    action_tokenizer: ActionTokenizer
+    statistics: ActionStatistics
+
+    @property
+    def decoder(self) -> LlamaDecoder:
+        """The language model."""
+        return self.model.decoder
+
+    @property
+    def unnorm_key(self) -> str:
+        """Whose statistics turn tokens into the robot's units."""
+        return self.statistics.unnorm_key
+
+    @property
+    def action_names(self) -> tuple[str, ...]:
+        """One name per action dimension."""
+        return self.statistics.names
+
+    @property
+    def action_dim(self) -> int:
+        """Values, and tokens, per action."""
+        return len(self.statistics.low)
+
+    @property
+    def image_tokens(self) -> int:
+        """Rows of the prompt that the image takes."""
+        return self.model.config.image_tokens
+
+    def prompt_ids(self, instruction: str) -> tuple[int, ...]:
+        """Prompt ids of an instruction.
+
+        Raises:
+            UserError: the instruction is empty, or the checkpoint has no tokenizer.
+        """
+        return self.prompt.ids(instruction)
+
+    def prompt_embeddings(self, image: np.ndarray, prompt_ids: Sequence[int]) -> Tensor:
+        """RGB uint8 [height, width, 3] and prompt ids [n] to [n + image_tokens, hidden]."""
+        ids = torch.tensor(prompt_ids, dtype=torch.int64, device=self.decoder.device)
+        return self.model.prompt_embeddings(self.image_processor(image), ids)
+
+    def action(self, tokens: Sequence[int]) -> np.ndarray:
+        """Action tokens [action_dim] to float64 values in the robot's units."""
+        return self.statistics.unnormalise(self.action_tokenizer.decode(tokens))
+
+    def describe(self) -> dict[str, str | int]:
+        """What is loaded, for diagnostics and results."""
+        return {
+            "checkpoint": str(self.directory),
+            "unnorm_key": self.unnorm_key,
+            "device": str(self.decoder.device),
+            "dtype": str(self.decoder.dtype).removeprefix("torch."),
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "image_resize_strategy": self.image_processor.strategy,
+            "center_crop": str(self.image_processor.center_crop).lower(),
+        }
+
+
+def load_policy(
+    directory: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    unnorm_key: str = "",
+    center_crop: bool = False,
+    progress: Progress | None = None,
+) -> Policy:
+    """Loads an OpenVLA checkpoint from a Hugging Face directory.
+
+    Args:
+        directory: holds config.json, safetensors weights, preprocessor_config.json and tokenizer.json.
+        device: `auto` takes CUDA where it is there; `cpu`, `cuda` or `cuda:N`.
+        dtype: `float32`, `bfloat16`, `float16`; `auto`: float32 on a CPU, bfloat16 on CUDA.
+        unnorm_key: whose action statistics to use; empty: the only ones there are.
+        center_crop: as the fine-tuned checkpoints need that were trained with image augmentation.
+        progress: called with what is being done and the fraction of the tensors read.
+
+    Raises:
+        UserError: anything about the directory or an argument that does not fit, before weights are read if possible.
+    """
+    directory = Path(directory).expanduser()
+    config = read_config(directory)
+    statistics = select_statistics(config.norm_stats, unnorm_key)
+    image_processor = read_image_processor(directory, center_crop=center_crop)
+    sizes = [tower.image_size for tower in config.towers]
+    if [tower.size for tower in image_processor.towers] != sizes:
+        raise UserError(f"{directory}: preprocessor_config.json does not give the towers' image sizes {sizes}")
+    prompt = read_prompt_tokenizer(
+        directory,
+        chat=config.chat_prompt,
+        token_vocab_size=config.token_vocab_size,
+        vocab_size=config.llama.vocab_size,
+    )
+    target = _device(device)
+    model = _empty_model(config, target, _dtype(dtype, target))
+    load_weights(directory, model.checkpoint_tensors(), progress)
+    return Policy(
+        directory=directory,
+        model=model,
+        image_processor=image_processor,
+        prompt=prompt,
+        action_tokenizer=ActionTokenizer(config.token_vocab_size, config.action_bins),
+        statistics=statistics,
+    )
+
+
+def _empty_model(config: OpenVLAConfig, device: torch.device, dtype: torch.dtype) -> OpenVLA:
+    """Allocates the model without touching its memory, so that loading is the only copy."""
+    with torch.device("meta"):
+        model = OpenVLA(config)
+    model.to(dtype)
+    if device.type == "cpu":
+        model.decoder.lm_head.to(torch.float32)
+    model.to_empty(device=device)
+    if config.llama.tie_word_embeddings:
+        model.decoder.lm_head.weight = model.decoder.embed_tokens.weight
+    return model.eval().requires_grad_(False)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UserError(f"device '{name}' is not known; use auto, cpu, cuda or cuda:0")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"device '{name}' was asked for, but torch {torch.__version__} sees no CUDA GPU; "
+            "install a CUDA build of torch, check nvidia-smi, or set device to cpu"
+        )
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise UserError(f"dtype '{name}' is not known; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]

@@ -1,0 +1,98 @@
+"""From an instruction to prompt tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from specvla_ros.errors import UserError
+
+# OpenVLA was trained with this token, a lone space, before the first action token; without it most tokens change.
+LLAMA_SPACE_ID = 29871
+_VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+
+
+@dataclass(frozen=True)
+class PromptTokenizer:
+    """The checkpoint's prompt.
+
+    Args:
+        tokenizer: of the checkpoint; None when the directory has no tokenizer.json, then only ids can be given.
+        chat: OpenVLA v0.1's prompt in place of the usual one.
+        trailing_id: the token that must end the prompt; None in a vocabulary without a lone space.
+        vocab_size: ids the model has embeddings for.
+    """
+
+    tokenizer: Tokenizer | None
+    chat: bool
+    trailing_id: int | None
+    vocab_size: int
+
+    def ids(self, instruction: str) -> tuple[int, ...]:
+        """Prompt ids of an instruction, BOS first, the trailing token last.
+
+        Raises:
+            UserError: the instruction is empty, or the checkpoint has no tokenizer.
+        """
+        if not instruction.strip():
+            raise UserError("the instruction is empty; say what the robot shall do, for instance 'put carrot on plate'")
+        if self.tokenizer is None:
+            raise UserError(
+                "the checkpoint has no tokenizer.json, so instructions cannot be read; copy it there from the released "
+                "checkpoint, or give the prompt as token ids (--prompt-ids)"
+            )
+        return self.complete(self.tokenizer.encode(self.text(instruction)).ids)
+
+    def text(self, instruction: str) -> str:
+        """The prompt as text."""
+        question = f"What action should the robot take to {instruction.lower()}?"
+        return f"{_VICUNA_SYSTEM} USER: {question} ASSISTANT:" if self.chat else f"In: {question}\nOut:"
+
+    def complete(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Appends the trailing token where it is missing.
+
+        Raises:
+            UserError: no ids, or one that the model has no embedding for.
+        """
+        if not ids:
+            raise UserError("the prompt has no token ids; begin with the BOS id (1)")
+        wrong = [i for i in ids if not 0 <= i < self.vocab_size]
+        if wrong:
+            raise UserError(f"prompt id {wrong[0]} is outside the vocabulary of {self.vocab_size} ids")
+        if self.trailing_id is None or ids[-1] == self.trailing_id:
+            return tuple(ids)
+        return (*ids, self.trailing_id)
+
+
+def read_prompt_tokenizer(directory: Path, *, chat: bool, token_vocab_size: int, vocab_size: int) -> PromptTokenizer:
+    """Reads tokenizer.json if it is there.
+
+    Args:
+        token_vocab_size: tokens in the vocabulary, padding not counted; tells Llama's vocabulary from a smaller one,
+            whose own lone-space token takes the place of 29871.
+        vocab_size: rows of the embedding.
+
+    Raises:
+        UserError: tokenizer.json cannot be read, or gives ids the model does not have.
+    """
+    path = directory / "tokenizer.json"
+    tokenizer = None
+    if path.exists():
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise UserError(f"{path} cannot be read ({error}); copy the file again") from None
+        if tokenizer.get_vocab_size() > vocab_size:
+            raise UserError(
+                f"{path} has {tokenizer.get_vocab_size()} tokens, but the model has embeddings for {vocab_size}: "
+                "it belongs to another checkpoint"
+            )
+    if token_vocab_size > LLAMA_SPACE_ID:
+        trailing: int | None = LLAMA_SPACE_ID
+    else:
+        trailing = tokenizer.token_to_id("▁") if tokenizer is not None else None
+    return PromptTokenizer(tokenizer, chat, trailing, vocab_size)

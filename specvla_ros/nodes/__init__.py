@@ -1,0 +1,1 @@
+"""The ROS 2 nodes; rclpy is imported here and nowhere else."""

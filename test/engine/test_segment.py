@@ -1,0 +1,72 @@
+"""What cannot be packed is refused."""
+
+import pytest
+import torch
+
+from specvla_ros.engine.kv_ring import KVRing
+from specvla_ros.engine.segment import Segment, pack
+
+
+def tokens(n: int) -> torch.Tensor:
+    return torch.zeros(n, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(inputs=tokens(0)), "at least one node"),
+        (dict(inputs=tokens(2), wanted=3), "wanted must be 0 to 2"),
+        (dict(inputs=tokens(2), parents=(-1,)), "needs a parent"),
+        (dict(inputs=tokens(2), parents=(-1, 1)), "before itself"),
+        (dict(inputs=tokens(65), parents=(-1, *range(64))), "at most 64 nodes"),
+    ],
+)
+def test_a_segment_that_fits_nothing_is_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Segment(slot=0, prefix_len=0, **arguments)
+
+
+def embed(ids: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(len(ids), 4)
+
+
+def test_two_segments_in_one_slot_are_refused() -> None:
+    with pytest.raises(ValueError, match="slot of its own"):
+        pack([Segment(0, 0, tokens(1)), Segment(0, 5, tokens(1))], 16, embed)
+
+
+def test_a_segment_beyond_its_slot_is_refused() -> None:
+    with pytest.raises(ValueError, match="do not fit a slot of 16 rows"):
+        pack([Segment(0, 10, tokens(7))], 16, embed)
+
+
+def test_rows_positions_and_ancestors_of_a_tree() -> None:
+    tree = Segment(2, 10, tokens(4), parents=(-1, 0, 0, 2), wanted=4)
+    chain = Segment(0, 3, tokens(2))
+
+    batch = pack([chain, tree], 32, embed)
+
+    assert batch.layout.positions.tolist() == [3, 4, 10, 11, 11, 12]
+    assert batch.layout.kv_rows.tolist() == [3, 4, 74, 75, 76, 77]
+    assert batch.layout.ancestors.tolist() == [0, 0, 0b1, 0b11, 0b101, 0b1101]
+    assert batch.wanted_rows.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_the_64th_node_keeps_its_own_bit() -> None:
+    chain_tree = Segment(0, 0, tokens(64), parents=(-1, *range(63)))
+    layout = pack([chain_tree], 64, embed).layout
+    assert layout.masks[0] is not None
+    assert layout.masks[0].equal(torch.ones(64, 64, dtype=torch.bool).tril())
+
+
+def test_a_slot_is_given_back_once() -> None:
+    ring = KVRing(
+        layers=1, slots=2, slot_rows=4, kv_heads=1, head_dim=2, dtype=torch.float32, device=torch.device("cpu")
+    )
+    slots = [ring.take(), ring.take()]
+    assert sorted(slots) == [0, 1]  # type: ignore[type-var]
+    assert ring.take() is None
+    ring.give_back(0)
+    with pytest.raises(ValueError, match="not held"):
+        ring.give_back(0)
+    assert ring.take() == 0
