@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_decoder import random_decoder
+from random_decoder import random_decoder
 
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment

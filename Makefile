@@ -1,0 +1,70 @@
+# The way in without a ROS 2 on the machine. With one, use colcon: see docs/install.md.
+PYTHON ?= python3
+VENV ?= .venv
+# A CUDA machine gets PyPI's build. For the CPU-only build, add its index: make demo PIP_ARGS='--extra-index-url …'
+TORCH ?= torch==2.13.0
+PIP_ARGS ?=
+
+BIN := $(VENV)/bin
+PREFIX := $(abspath $(VENV))
+RUN := PATH="$(PREFIX)/bin:$$PATH" AMENT_PREFIX_PATH="$(PREFIX)"
+RUNTIME := $(VENV)/.runtime-installed
+TESTING := $(VENV)/.testing-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint mypy format build doctor benchmark clean
+
+help:  ## Show what can be made
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+
+demo: build  ## Show camera frames become actions over ROS 2 topics
+	@$(RUN) $(BIN)/specvla demo
+
+test: build $(TESTING)  ## Run all tests (under 10 minutes on 2 cores)
+	@$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: build $(TESTING) mypy  ## Run ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+mypy: build $(TESTING)
+	@$(BIN)/mypy
+
+format: $(TESTING)  ## Format the code
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+doctor: build  ## Say what is installed and what to fix
+	@$(RUN) $(BIN)/specvla doctor
+
+benchmark: build $(TESTING)  ## Time the plain decoder beside transformers' generate
+	@$(RUN) $(BIN)/python benchmarks/ar.py
+
+# Messages are generated in about 5 seconds; afterwards this is under a second. Modules are linked, not copied.
+build: $(RUNTIME)
+	@$(RUN) cmake -S . -B build -DCMAKE_PREFIX_PATH="$(PREFIX)" -DCMAKE_INSTALL_PREFIX="$(PREFIX)" \
+	    -DPython3_EXECUTABLE="$(PREFIX)/bin/python" -DAMENT_CMAKE_SYMLINK_INSTALL=ON > build.log 2>&1 \
+	    && $(RUN) cmake --build build --target install >> build.log 2>&1 \
+	    || { tail -n 30 build.log; echo "make: building the messages failed; the whole log is in build.log" >&2; exit 1; }
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info[:2] <= (3, 13); sys.exit(0 if ok else \
+	    "Python 3.10 to 3.13 is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 …")'
+	@command -v c++ >/dev/null || { echo "a C++ compiler is needed for the messages: apt install g++" >&2; exit 1; }
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(RUNTIME): requirements/runtime.txt requirements/ros.txt | $(VENV)/bin/python
+	@echo "installing torch, ROS 2 and the libraries into $(VENV) (a few minutes, once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+	    -r requirements/runtime.txt -r requirements/ros.txt
+	@touch $@
+
+$(TESTING): requirements/test.txt $(RUNTIME)
+	@echo "installing what the tests need"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements/test.txt
+	@touch $@
+
+clean:  ## Remove the environment and everything built
+	rm -rf $(VENV) build build.log demo

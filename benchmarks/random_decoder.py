@@ -1,0 +1,22 @@
+"""Random Llama decoders, for property tests and for timing."""
+
+import torch
+
+from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.llama import LlamaDecoder
+
+
+def random_decoder(
+    config: LlamaConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> LlamaDecoder:
+    """A decoder whose weights are scaled so that its choices depend on every input."""
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.device("meta"):
+        decoder = LlamaDecoder(config)
+    decoder.to(dtype).to_empty(device=device)
+    for parameter in decoder.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5, generator=generator)
+        else:
+            torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[1] ** -0.5, generator=generator)
+    return decoder.eval().requires_grad_(False)

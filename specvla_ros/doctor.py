@@ -1,0 +1,152 @@
+"""What is installed, what is missing, and what to do about it."""
+
+import importlib
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding.
+
+    Args:
+        name: what was looked at.
+        state: `ok`, `missing` (something asked for by the package does not work) or `note` (works without it).
+        found: what is there.
+        fix: what to do; empty when there is nothing to do.
+    """
+
+    name: str
+    state: str
+    found: str
+    fix: str = ""
+
+
+_LIBRARIES = ("numpy", "pillow", "safetensors", "tokenizers", "rosbags", "mcap", "pyyaml", "plotly", "typer", "rich")
+_INSTALL = "pip install -r requirements/runtime.txt"
+
+
+def examine() -> list[Check]:
+    """Looks at this machine. Never raises: a broken installation is a finding."""
+    checks = [_python(), *_torch(), _triton(), *(_library(name) for name in _LIBRARIES)]
+    return [*checks, *_ros(), _receive_buffer()]
+
+
+def _python() -> Check:
+    version = sys.version.split()[0]
+    good = (3, 10) <= sys.version_info[:2] <= (3, 13)
+    return Check("python", "ok" if good else "missing", version, "" if good else "use Python 3.10 to 3.13")
+
+
+def _library(name: str) -> Check:
+    try:
+        return Check(name, "ok", metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Check(name, "missing", "not installed", _INSTALL)
+
+
+def _attempt(name: str, look: Callable[[], Check], fix: str, *, state: str = "missing") -> Check:
+    """A check that imports something which may be absent or broken."""
+    try:
+        return look()
+    except ImportError as error:
+        return Check(name, state, str(error), fix)
+    except Exception as error:  # a half-installed library can raise anything
+        return Check(name, state, f"{type(error).__name__}: {error}", fix)
+
+
+def _torch() -> list[Check]:
+    def version() -> Check:
+        import torch
+
+        return Check("torch", "ok", torch.__version__)
+
+    def gpu() -> Check:
+        import torch
+
+        if not torch.cuda.is_available():
+            return Check("GPU", "note", "none", "without a CUDA GPU policies run on the CPU in float32")
+        properties = torch.cuda.get_device_properties(0)
+        memory = properties.total_memory / 2**30
+        capability = f"sm_{properties.major}{properties.minor}"
+        return Check("GPU", "ok", f"{properties.name}, {memory:.0f} GiB, {capability}, CUDA {torch.version.cuda}")
+
+    fix = "pip install torch==2.13.0; on a Jetson use NVIDIA's wheel for your JetPack"
+    checks = [_attempt("torch", version, fix)]
+    return [*checks, _attempt("GPU", gpu, fix, state="note")] if checks[0].state == "ok" else checks
+
+
+def _triton() -> Check:
+    def version() -> Check:
+        return Check("triton", "ok", importlib.import_module("triton").__version__)
+
+    return _attempt("triton", version, "only needed on a GPU; it comes with torch there", state="note")
+
+
+def _ros() -> list[Check]:
+    def rclpy() -> Check:
+        module = importlib.import_module("rclpy")
+        distro = os.environ.get("ROS_DISTRO", "wheels")
+        return Check("rclpy", "ok", f"{_version('rclpy')} ({distro}) at {os.path.dirname(str(module.__file__))}")
+
+    def rmw() -> Check:
+        implementation = importlib.import_module("rclpy.utilities").get_rmw_implementation_identifier()
+        return Check("RMW", "ok", implementation)
+
+    def messages() -> Check:
+        importlib.import_module("specvla_ros.msg")
+        return Check("messages", "ok", "specvla_ros/msg/VlaAction, DecodeStats")
+
+    def tools() -> Check:
+        path = shutil.which("ros2")
+        if path is None:
+            return Check("ros2 tools", "note", "no ros2 on the PATH", "wheels have no ros2 command; an apt ROS 2 does")
+        return Check("ros2 tools", "ok", path)
+
+    sourced = "source /opt/ros/<distro>/setup.bash, or run make build on a machine without ROS 2"
+    checks = [_attempt("rclpy", rclpy, sourced)]
+    if checks[0].state != "ok":
+        return checks
+    return [
+        *checks,
+        _attempt("RMW", rmw, "install ros-<distro>-rmw-fastrtps-cpp, and set AMENT_PREFIX_PATH to where it is"),
+        _attempt("messages", messages, "colcon build and source install/setup.bash, or make build"),
+        tools(),
+        _transports(),
+    ]
+
+
+def _transports() -> Check:
+    value = os.environ.get("FASTDDS_BUILTIN_TRANSPORTS", "")
+    if value:
+        return Check("DDS transports", "ok", value)
+    return Check(
+        "DDS transports",
+        "note",
+        "FastDDS' default",
+        "raw images over 0.5 MB get lost: export FASTDDS_BUILTIN_TRANSPORTS=LARGE_DATA (our launch files do)",
+    )
+
+
+def _receive_buffer() -> Check:
+    path = "/proc/sys/net/core/rmem_max"
+    try:
+        with open(path, encoding="ascii") as file:
+            size = int(file.read())
+    except (OSError, ValueError):
+        return Check("UDP buffer", "note", f"{path} cannot be read")
+    if size >= 2**21:
+        return Check("UDP buffer", "ok", f"{size} bytes")
+    fix = "for raw images from another machine: sysctl -w net.core.rmem_max=8388608"
+    return Check("UDP buffer", "note", f"{size} bytes", fix)
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "version unknown"
