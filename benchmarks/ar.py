@@ -1,4 +1,4 @@
-"""What does the plain decoder cost, stage by stage, and is it as fast as transformers' generate on the same weights?
+"""Times the plain decoder, stage by stage, beside transformers' generate on the same weights.
 
 Both decode 7 tokens greedily behind the same 290 prompt embeddings (OpenVLA's: 256 patches and about 34 text tokens),
 with the same weights in memory, taking turns in one process. Random weights: time does not depend on their values.
@@ -63,7 +63,9 @@ SIZES = {
 def main(
     sizes: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SIZES)}.")] = "tiny,1b",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; empty: float32 on CPU, else bfloat16.")] = "",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16 or float16; empty: float32 on CPU, else bfloat16.")
+    ] = "",
     repeats: Annotated[int, typer.Option(help="Turns of each contestant.", min=3)] = 9,
     out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
@@ -190,7 +192,9 @@ def _synchronise(device: str) -> None:
 def _hardware(device: str) -> str:
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    names = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
     return f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
 
 

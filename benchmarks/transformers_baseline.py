@@ -13,10 +13,18 @@ def transformers_llama(decoder: LlamaDecoder) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = decoder.config
-    names = (
-        "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
-        "rms_norm_eps max_position_embeddings tie_word_embeddings"
-    ).split()
+    names = [
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+    ]
     reference_config = LlamaConfig(
         **{name: getattr(config, name) for name in names},
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},

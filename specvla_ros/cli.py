@@ -2,10 +2,9 @@
 
 import json
 import sys
-from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -76,9 +75,7 @@ def predict(
     from specvla_ros.models.policy import load_policy
 
     ids = _parse_ids(prompt_ids) if prompt_ids else None
-    policy = load_policy(
-        checkpoint, device=device, dtype=dtype.value, unnorm_key=unnorm_key, center_crop=center_crop
-    )
+    policy = load_policy(checkpoint, device=device, dtype=dtype.value, unnorm_key=unnorm_key, center_crop=center_crop)
     engine = Engine(policy, EngineSettings())
     engine.warm_up()
     outcome = engine.act(Observation(pixels, instruction, stamp_ns=1, prompt_ids=ids))

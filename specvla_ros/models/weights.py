@@ -14,9 +14,9 @@ from specvla_ros.models.config import read_json
 
 Progress = Callable[[str, float], None]
 
-# A shard is mapped into memory to be read. It is mapped anew after this many bytes, so that pages already copied are
-# given back: a single-file checkpoint would otherwise be in memory twice at the end of the load.
-_REMAP_BYTES = 128 << 20
+# A shard is mapped into memory to be read. It is mapped anew after this many values, so that pages already copied are
+# given back: a single-file checkpoint would otherwise be in memory twice at the end of the load. 32 MiB in float32.
+_REMAP_VALUES = 8 << 20
 
 
 def load_weights(directory: Path, tensors: Mapping[str, Tensor], progress: Progress | None = None) -> None:
@@ -75,8 +75,8 @@ def _chunks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[st
     size = 0
     for name in names:
         chunk.append(name)
-        size += tensors[name].nbytes
-        if size >= _REMAP_BYTES:
+        size += tensors[name].numel()
+        if size >= _REMAP_VALUES:
             yield chunk
             chunk, size = [], 0
     if chunk:

@@ -114,7 +114,10 @@ def test_a_flush_empties_the_engine_at_once_and_keeps_the_order(engine: Engine) 
     engine.tick()
     engine.submit(frame(2))
     drops = engine.flush()
-    assert [(d.observation.stamp_ns, d.reason) for d in drops] == [(1, DropReason.EPOCH_CHANGED), (2, DropReason.EPOCH_CHANGED)]
+    assert [(d.observation.stamp_ns, d.reason) for d in drops] == [
+        (1, DropReason.EPOCH_CHANGED),
+        (2, DropReason.EPOCH_CHANGED),
+    ]
     assert not engine.busy
     assert engine.submit(frame(2))[0].reason is DropReason.OUT_OF_ORDER
     assert isinstance(engine.act(frame(3)), Action)
@@ -243,5 +246,3 @@ def test_every_frame_ends_exactly_once_and_no_slot_leaks(policy: Policy, steps: 
     ended += [outcome.observation for outcome in all_outcomes(engine)]
     assert sorted(map(id, ended)) == sorted(map(id, submitted))
     assert engine._ring.free_slots == 1
-
-

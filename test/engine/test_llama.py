@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from random_decoder import random_decoder
 from transformers_baseline import transformers_llama
 
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.models.config import LlamaConfig
-from random_decoder import random_decoder
 
 SHAPES = [
     LlamaConfig(64, 160, 3, 4, 4, 16, vocab_size=300, max_position_embeddings=128),

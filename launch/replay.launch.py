@@ -1,0 +1,95 @@
+"""A recorded bag through the policy node, on simulated time; ends when the bag has been played."""
+
+import os
+from pathlib import Path
+
+from ament_index_python.packages import get_package_share_directory
+from launch.actions import (
+    DeclareLaunchArgument,
+    EmitEvent,
+    IncludeLaunchDescription,
+    OpaqueFunction,
+    RegisterEventHandler,
+    SetEnvironmentVariable,
+)
+from launch.event_handlers import OnProcessExit
+from launch.events import Shutdown
+from launch.events.process import ProcessExited
+from launch.launch_description_sources import PythonLaunchDescriptionSource
+from launch.substitutions import LaunchConfiguration
+from launch_ros.actions import Node
+from launch_ros.parameter_descriptions import ParameterValue
+
+from launch import LaunchContext, LaunchDescription
+
+
+def generate_launch_description() -> LaunchDescription:
+    """Takes all arguments of bringup too, with profile:=cpu, use_sim_time:=true and the bag's topics by default."""
+    bringup = Path(get_package_share_directory("specvla_ros"), "launch", "bringup.launch.py")
+    forced = {"use_sim_time": "true"}
+    arguments = [
+        DeclareLaunchArgument("bag", description="The bag: a directory, or an .mcap or .db3 file."),
+        DeclareLaunchArgument("rate", default_value="1.0", description="Speed against real time."),
+        DeclareLaunchArgument(
+            "loop", default_value="false", choices=["true", "false"], description="Begin again at the end."
+        ),
+        DeclareLaunchArgument(
+            "profile", default_value="cpu", choices=["cpu", "desktop", "orin"], description="Parameters."
+        ),
+        DeclareLaunchArgument("image_topic", default_value="/camera/image_raw", description="The bag's image topic."),
+        DeclareLaunchArgument(
+            "instruction_topic", default_value="/instruction", description="The bag's std_msgs/String."
+        ),
+        DeclareLaunchArgument(
+            "wait_for",
+            default_value="",
+            description="Topic that the policy must listen to first; empty: the image topic.",
+        ),
+    ]
+    forwarded = {name: LaunchConfiguration(name) for name in ("profile", "image_topic", "instruction_topic")}
+    source = PythonLaunchDescriptionSource(str(bringup))
+    policy = IncludeLaunchDescription(source, launch_arguments={**forwarded, **forced}.items())
+    # Player and policy are both ours: raw images above 0.5 MB get through with this, and not with the default.
+    transports = (
+        []
+        if "FASTDDS_BUILTIN_TRANSPORTS" in os.environ
+        else [SetEnvironmentVariable("FASTDDS_BUILTIN_TRANSPORTS", "LARGE_DATA")]
+    )
+    return LaunchDescription([*transports, *arguments, policy, OpaqueFunction(function=_play)])
+
+
+def _play(context: LaunchContext) -> list:
+    from specvla_ros.evaluation.bag_reader import open_bag
+
+    def argument(name: str) -> str:
+        return LaunchConfiguration(name).perform(context)
+
+    bag = argument("bag")
+    with open_bag(bag) as opened:
+        held = {topic.name for topic in opened.topics}
+        image = argument("image_topic")
+        wait_for = argument("wait_for") or next(
+            (name for name in (image, f"{image}/compressed") if name in held), image
+        )
+        opened.topic(wait_for)  # a topic that is not there is an error that lists those that are
+    player = Node(
+        package="specvla_ros",
+        executable="bag_player",
+        name="bag_player",
+        parameters=[
+            {
+                "bag": ParameterValue(bag, value_type=str),
+                "rate": float(argument("rate")),
+                "loop": argument("loop") == "true",
+                "wait_for_subscriber": ParameterValue(wait_for, value_type=str),
+            }
+        ],
+        output="screen",
+    )
+    return [player, RegisterEventHandler(OnProcessExit(target_action=player, on_exit=_end))]
+
+
+def _end(event: ProcessExited, context: LaunchContext) -> list:
+    if event.returncode:
+        raise RuntimeError(f"the bag player ended with code {event.returncode}: its own message above says why")
+    return [EmitEvent(event=Shutdown(reason="the bag has been played"))]

@@ -1,0 +1,62 @@
+"""What VlaAction and DecodeStats say of an action: one mapping for the node and for recordings. Needs no ROS."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specvla_ros.engine.outcome import Action
+
+
+def vla_action_fields(
+    action: Action, *, seq: int, action_dt: float, publish_s: float, latency_s: float
+) -> dict[str, Any]:
+    """The fields of VlaAction.msg but its header, whose stamp and frame_id are the observation's.
+
+    Args:
+        action: what the engine answered.
+        seq: its number since activation.
+        action_dt: seconds over which the displacements are meant.
+        publish_s: seconds from the last token to publication.
+        latency_s: seconds from the image's stamp to publication.
+    """
+    timings = action.timings
+    return {
+        "seq": seq,
+        "epoch": action.observation.epoch,
+        "instruction": action.observation.instruction,
+        "names": list(action.names),
+        "values": action.values.tolist(),
+        "action_dt": action_dt,
+        "tokens": list(action.tokens),
+        "receive_s": action.observation.receive_s,
+        "wait_s": timings.wait_s,
+        "vision_s": timings.vision_s,
+        "prefill_s": timings.prefill_s,
+        "decode_s": timings.decode_s,
+        "publish_s": publish_s,
+        "latency_s": latency_s,
+    }
+
+
+def decode_stats_fields(action: Action, *, seq: int, drop_counts: Mapping[str, int]) -> dict[str, Any]:
+    """The fields of DecodeStats.msg but its header, which is that of the VlaAction.
+
+    Args:
+        action: what the engine answered.
+        seq: that of its VlaAction.
+        drop_counts: frames dropped since activation by reason, as `DropCounter.by_name` gives them.
+    """
+    record = action.record
+    return {
+        "seq": seq,
+        "epoch": action.observation.epoch,
+        "mode": record.mode,
+        "forwards": record.forwards,
+        "tokens_per_forward": list(record.tokens_per_forward),
+        "accept_lengths": list(record.accept_lengths),
+        "tree_nodes": list(record.tree_nodes),
+        "tau": record.tau,
+        "tick_s": list(record.tick_s),
+        "in_flight": record.in_flight,
+        "drop_reasons": list(drop_counts),
+        "drop_counts": list(drop_counts.values()),
+    }

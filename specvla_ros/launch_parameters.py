@@ -1,0 +1,83 @@
+"""How the launch files merge parameters: common < profile < the user's file < launch arguments that are not empty.
+
+Merged here rather than by ROS, where a file that names the node beats one for all nodes (`/**`) whatever their order.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specvla_ros.errors import UserError
+
+Value = str | bool | int | float | list[Any]
+
+
+def merge_parameters(
+    files: Sequence[Path], arguments: Mapping[str, str], *, node: str, namespace: str = ""
+) -> dict[str, Value]:
+    """The parameters of one node.
+
+    Args:
+        files: ROS 2 parameter files, the strongest last.
+        arguments: texts by parameter name; an empty one leaves the files' value alone.
+        node: the node's name.
+        namespace: its namespace, with or without slashes.
+
+    Returns:
+        Values by dotted name.
+
+    Raises:
+        UserError: a file is missing or is no parameter file, or has nothing for this node.
+    """
+    merged: dict[str, Value] = {}
+    for file in files:
+        merged |= _read(file, node, namespace.strip("/"))
+    return merged | {name: text for name, text in arguments.items() if text}
+
+
+def as_bool(name: str, text: str) -> bool:
+    """A launch argument that is true or false.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if text.lower() not in ("true", "false"):
+        raise UserError(f"launch argument {name}:={text} must be true or false")
+    return text.lower() == "true"
+
+
+def _read(file: Path, node: str, namespace: str) -> dict[str, Value]:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"parameter file {file} does not exist; give params_file:= a path from here or from /"
+        ) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"parameter file {file} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"parameter file {file} is empty or no mapping; it begins with '/**:' and 'ros__parameters:'")
+    full_name = f"{namespace}/{node}" if namespace else node
+    sections = [key for key in content if str(key).strip("/") in ("**", f"**/{node}", node, full_name)]
+    if not sections:
+        raise UserError(f"parameter file {file} has nothing for the node '{node}'; begin it with '/**:' or '{node}:'")
+    values: dict[str, Value] = {}
+    for key in sorted(sections, key=lambda each: str(each).strip("/") != "**"):
+        section = content[key]
+        parameters = section.get("ros__parameters") if isinstance(section, dict) else None
+        if not isinstance(parameters, dict):
+            raise UserError(f"parameter file {file}: '{key}' needs 'ros__parameters:' and the parameters under it")
+        values |= _flatten(parameters)
+    return values
+
+
+def _flatten(parameters: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
+    flat: dict[str, Value] = {}
+    for name, value in parameters.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -1,0 +1,89 @@
+"""Runs a node until it is told to end, with exit codes and messages meant for people."""
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+import rclpy
+from rclpy.executors import Executor, ExternalShutdownException
+from rclpy.node import Node
+
+from specvla_ros.errors import UserError
+
+AnyNode = TypeVar("AnyNode", bound=Node)
+
+_PERIOD_S = 0.5
+
+
+def run_node(
+    name: str,
+    make_node: Callable[[], AnyNode],
+    make_executor: Callable[[], Executor],
+    *,
+    finished: Callable[[AnyNode], bool],
+    close: Callable[[AnyNode], bool],
+    args: list[str] | None = None,
+) -> int:
+    """Makes a node and spins it until SIGINT, SIGTERM or its own end.
+
+    Args:
+        name: begins the messages about what cannot be started.
+        make_node: may raise UserError.
+        make_executor: called after rclpy is initialised.
+        finished: asked now and then whether the node has done its work.
+        close: stops what the node runs beside the executor; False when something would not stop.
+        args: the command line; None: the process's own.
+
+    Returns:
+        The exit code: 0, or 2 for what a user can mend. When something does not stop, the process ends here with 1.
+    """
+    try:
+        rclpy.init(args=args)
+    except KeyboardInterrupt:
+        return 0
+    except Exception as error:  # rclpy has no common type for a command line or a parameter file it cannot read
+        print(f"{name}: {_first_sentence(error)}", file=sys.stderr)
+        return 2
+    try:
+        node = make_node()
+    except UserError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        rclpy.try_shutdown()
+        return 2
+    except (KeyboardInterrupt, ExternalShutdownException):
+        rclpy.try_shutdown()
+        return 0
+    executor = make_executor()
+    executor.add_node(node)
+    with contextlib.suppress(KeyboardInterrupt, ExternalShutdownException):
+        _spin(node, executor, lambda: finished(node))
+    # A launcher and the terminal often both send SIGINT: the second must not cut the cleaning up short.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stopped = close(node)
+    executor.shutdown(timeout_sec=1.0)
+    node.destroy_node()
+    rclpy.try_shutdown()
+    if not stopped:
+        print(f"{name}: a thread did not stop in time; leaving without it", file=sys.stderr, flush=True)
+        os._exit(1)  # the interpreter's own exit would abort in a thread that hangs inside a device driver
+    return 0
+
+
+def _spin(node: Node, executor: Executor, finished: Callable[[], bool]) -> None:
+    """An exception in a callback is logged, and the node lives on."""
+    while rclpy.ok() and not finished():
+        try:
+            executor.spin_once(timeout_sec=_PERIOD_S)
+        except (KeyboardInterrupt, ExternalShutdownException):
+            raise
+        except Exception:
+            node.get_logger().error(f"a callback failed:\n{traceback.format_exc()}", throttle_duration_sec=5.0)
+
+
+def _first_sentence(error: Exception) -> str:
+    """Without the places in C files that rcl appends."""
+    return str(error).split(", at ")[0]

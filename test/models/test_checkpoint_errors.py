@@ -1,0 +1,218 @@
+"""A checkpoint that does not fit is refused with what is wrong, where, and what to do."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import copy_checkpoint, edit_json, write_checkpoint
+
+from specvla_ros.errors import UserError
+from specvla_ros.models.policy import load_policy
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("good"))
+
+
+@pytest.fixture
+def checkpoint(good: Path, tmp_path: Path) -> Path:
+    return copy_checkpoint(good, tmp_path / "checkpoint")
+
+
+def refuse(directory: Path, match: str, **arguments: str) -> None:
+    with pytest.raises(UserError, match=match):
+        load_policy(directory, **({"device": "cpu"} | arguments))
+
+
+def edit_weights(directory: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def test_a_directory_that_does_not_exist(tmp_path: Path) -> None:
+    refuse(tmp_path / "nowhere", r"nowhere does not exist; give the folder")
+
+
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json"])
+def test_a_missing_file(checkpoint: Path, name: str) -> None:
+    (checkpoint / name).unlink()
+    refuse(checkpoint, rf"{name} is missing: is .* a complete OpenVLA checkpoint")
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_damaged_config(checkpoint: Path, text: str) -> None:
+    (checkpoint / "config.json").write_text(text)
+    refuse(checkpoint, r"config\.json .*copy the file again")
+
+
+def test_missing_weights(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    refuse(checkpoint, "neither model.safetensors nor")
+    (checkpoint / "pytorch_model.bin").touch()
+    refuse(checkpoint, "convert them to safetensors")
+
+
+def test_a_tensor_of_another_shape(checkpoint: Path) -> None:
+    edit_weights(checkpoint, lambda tensors: tensors.update({"projector.fc2.bias": torch.zeros(7)}))
+    refuse(checkpoint, r"projector\.fc2\.bias has shape \[7\], but config\.json implies \[64\]")
+
+
+def test_a_missing_tensor(checkpoint: Path) -> None:
+    name = "language_model.model.layers.1.mlp.up_proj.weight"
+    edit_weights(checkpoint, lambda tensors: tensors.__delitem__(name))
+    refuse(checkpoint, rf"model\.safetensors lacks {name}")
+
+
+def test_a_truncated_shard(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    refuse(checkpoint, r"model\.safetensors is damaged or cut off .*download this file again")
+
+
+def shard(directory: Path) -> list[str]:
+    """Splits the weights over two files, as the Hub does."""
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for i, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-{i:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, directory / file)
+        weight_map |= dict.fromkeys(part, file)
+    (directory / "model.safetensors.index.json").write_text("{}")
+    edit_json(directory / "model.safetensors.index.json", lambda index: index.update(weight_map=weight_map))
+    return sorted(set(weight_map.values()))
+
+
+def test_shards_give_the_same_model(good: Path, checkpoint: Path) -> None:
+    shard(checkpoint)
+    whole, sharded = (load_policy(path, device="cpu").model.checkpoint_tensors() for path in (good, checkpoint))
+    assert whole.keys() == sharded.keys()
+    assert all(torch.equal(whole[name], sharded[name]) for name in whole)
+
+
+def test_a_missing_and_a_truncated_second_shard(checkpoint: Path) -> None:
+    second = checkpoint / shard(checkpoint)[1]
+    content = second.read_bytes()
+    second.write_bytes(content[: len(content) // 2])
+    refuse(checkpoint, rf"{second.name} is damaged or cut off")
+    second.unlink()
+    refuse(checkpoint, rf"incomplete: {second.name} missing, of 2 shards")
+
+
+def test_an_index_that_lists_too_little(checkpoint: Path) -> None:
+    shard(checkpoint)
+    edit_json(
+        checkpoint / "model.safetensors.index.json",
+        lambda index: index["weight_map"].__delitem__("language_model.lm_head.weight"),
+    )
+    refuse(checkpoint, r"does not list language_model\.lm_head\.weight")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(model_type="llama"), "only 'openvla' checkpoints"),
+        (dict(tiny_timm_model_kwargs=None, timm_model_ids=["resnet50", "vit"]), "'resnet50' is not supported; known"),
+        (dict(timm_model_ids=["vit_so400m_patch14_siglip_224"]), "disagree on the number of vision towers"),
+        (dict(timm_override_act_layers=["quick_gelu", None]), "only exact GELU"),
+        (dict(text_config={"model_type": "phi"}), "'phi' is not supported"),
+        (dict(text_config={"rope_scaling": {"type": "linear", "factor": 2}}), "only plain RoPE"),
+        (dict(text_config={"attention_bias": True}), "attention_bias is not supported"),
+        (dict(text_config={"hidden_act": "gelu"}), "only 'silu' is"),
+        (dict(text_config={"hidden_size": "wide"}), r"config\.json: ValueError"),
+        (dict(image_sizes=[224, 448]), "cannot be joined"),
+    ],
+)
+def test_a_config_of_something_else(checkpoint: Path, change: dict, message: str) -> None:
+    edit_json(checkpoint / "config.json", lambda config: config.update(change))
+    refuse(checkpoint, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            dict(image_resize_strategy="squash"),
+            "'squash' is unknown; it must be one of resize-naive, letterbox, resize-crop",
+        ),
+        (dict(means=[[0.5] * 3]), "each tower needs"),
+        (dict(means=[[0.5], [0.5]]), "three values per tower"),
+        (dict(input_sizes=[[3, 384, 384]] * 2), r"does not give the towers' image sizes \[224, 224\]"),
+    ],
+)
+def test_a_preprocessor_config_that_does_not_fit(checkpoint: Path, change: dict, message: str) -> None:
+    edit_json(checkpoint / "preprocessor_config.json", lambda config: config.update(change))
+    refuse(checkpoint, message)
+
+
+def test_a_tokenizer_of_another_model(checkpoint: Path) -> None:
+    def grow(tokenizer: dict) -> None:
+        vocab = tokenizer["model"]["vocab"]
+        vocab.update({f"word{i}": len(vocab) + i for i in range(1000)})
+
+    edit_json(checkpoint / "tokenizer.json", grow)
+    refuse(checkpoint, "belongs to another checkpoint")
+    (checkpoint / "tokenizer.json").write_text("{}")
+    refuse(checkpoint, r"tokenizer\.json cannot be read")
+
+
+def test_no_tokenizer_refuses_words_and_takes_ids(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    policy = load_policy(checkpoint, device="cpu")
+    with pytest.raises(UserError, match=r"no tokenizer\.json"):
+        policy.prompt_ids("put carrot on plate")
+    assert policy.prompt.complete([1, 5]) == (1, 5)
+    with pytest.raises(UserError, match="outside the vocabulary"):
+        policy.prompt.complete([1, 10**6])
+
+
+def test_unnorm_keys(checkpoint: Path) -> None:
+    refuse(checkpoint, "'moon_dust' is not in this checkpoint; it has: demo_bridge", unnorm_key="moon_dust")
+    edit_json(
+        checkpoint / "config.json",
+        lambda c: c["norm_stats"].update(libero_goal_no_noops=c["norm_stats"]["demo_bridge"]),
+    )
+    refuse(checkpoint, "statistics of 2 datasets; set unnorm_key to one of: demo_bridge, libero_goal_no_noops")
+    assert load_policy(checkpoint, device="cpu", unnorm_key="libero_goal").unnorm_key == "libero_goal_no_noops"
+    edit_json(checkpoint / "config.json", lambda c: c.update(norm_stats={}))
+    refuse(checkpoint, "statistics of 0 datasets")
+
+
+@pytest.mark.parametrize(
+    "action",
+    [{}, dict(q01=[0.0], q99=[1.0, 2.0]), dict(q01=[0.0], q99=[float("nan")]), dict(q01=[2.0], q99=[1.0])],
+)
+def test_malformed_statistics(checkpoint: Path, action: dict) -> None:
+    edit_json(checkpoint / "config.json", lambda c: c.update(norm_stats={"x": {"action": action}}))
+    refuse(checkpoint, r"norm_stats\['x'\]\['action'\]")
+
+
+def test_a_fine_tuned_checkpoints_statistics_take_precedence(checkpoint: Path) -> None:
+    statistics = {"mine": {"action": dict(q01=[0.0] * 7, q99=[1.0] * 7)}}
+    (checkpoint / "dataset_statistics.json").write_text("{}")
+    edit_json(checkpoint / "dataset_statistics.json", lambda value: value.update(statistics))
+    policy = load_policy(checkpoint, device="cpu")
+    assert policy.unnorm_key == "mine"
+    assert policy.statistics.mask.all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(device="tpu"), "device 'tpu' is not known"),
+        (dict(device="meta"), "device 'meta' is not known"),
+        (dict(dtype="int3"), "dtype 'int3' is not known"),
+    ],
+)
+def test_arguments_out_of_range(good: Path, arguments: dict, message: str) -> None:
+    refuse(good, message, **arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there(good: Path) -> None:
+    refuse(good, "sees no CUDA GPU; install a CUDA build of torch", device="cuda")

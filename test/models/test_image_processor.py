@@ -1,0 +1,94 @@
+"""The three resize strategies, and the centre crop of fine-tuned checkpoints."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from support.checkpoints import edit_json, write_checkpoint
+
+from specvla_ros.models.image_processor import ImageProcessor, center_crop, read_image_processor
+
+
+def processor(directory: Path, strategy: str, *, crop: bool = False) -> ImageProcessor:
+    write_checkpoint(directory)
+    edit_json(directory / "preprocessor_config.json", lambda config: config.update(image_resize_strategy=strategy))
+    return read_image_processor(directory, center_crop=crop)
+
+
+def pixels(result: np.ndarray) -> np.ndarray:
+    """The second tower's input (mean and std 0.5) back in 0 to 255, [size, size, 3]."""
+    return (result[3:].transpose(1, 2, 0) * 0.5 + 0.5) * 255
+
+
+def picture(height: int, width: int) -> np.ndarray:
+    """A different smooth ramp in each channel."""
+    y, x = np.mgrid[0:height, 0:width]
+    ramp = np.stack((255 * y / height, 255 * x / width, 127 * (y / height + x / width)), axis=-1)
+    return ramp.astype(np.uint8)
+
+
+def test_naive_squeezes_the_whole_image(tmp_path: Path) -> None:
+    image = picture(120, 300)
+    result = pixels(processor(tmp_path, "resize-naive")(image).numpy())
+    expected = Image.fromarray(image).resize((224, 224), Image.Resampling.BICUBIC)
+    np.testing.assert_allclose(result, np.asarray(expected), atol=1e-3)
+
+
+def test_the_first_tower_has_its_own_mean(tmp_path: Path) -> None:
+    result = processor(tmp_path, "resize-naive")(np.full((10, 10, 3), 255, np.uint8)).numpy()
+    np.testing.assert_allclose(
+        result[:3, 0, 0], (1 - np.array([0.485, 0.456, 0.406])) / [0.229, 0.224, 0.225], rtol=1e-5
+    )
+    np.testing.assert_allclose(result[3:, 0, 0], 1.0)
+
+
+@pytest.mark.parametrize(("height", "width"), [(100, 200), (201, 100), (224, 224)])
+def test_letterbox_keeps_the_whole_image_between_bars(tmp_path: Path, height: int, width: int) -> None:
+    image = np.full((height, width, 3), 200, np.uint8)
+    result = pixels(processor(tmp_path, "letterbox")(image).numpy())
+    bar = (1 - min(height, width) / max(height, width)) / 2
+    inside = slice(int(bar * 224) + 6, int((1 - bar) * 224) - 6)
+    shown = result[:, inside] if height > width else result[inside]
+    np.testing.assert_allclose(shown, 200, atol=1e-3)
+    if bar:
+        np.testing.assert_allclose(result[0, 0], 127, atol=1e-3)
+        np.testing.assert_allclose(result[-1, -1], 127, atol=1e-3)
+
+
+def test_crop_keeps_the_middle_of_the_longer_side(tmp_path: Path) -> None:
+    image = np.zeros((100, 300, 3), np.uint8)
+    image[:, :95] = (255, 0, 0)
+    image[:, 205:] = (0, 0, 255)
+    image[:, 95:205] = (0, 255, 0)
+    result = pixels(processor(tmp_path, "resize-crop")(image).numpy())
+    assert result.shape == (224, 224, 3)
+    np.testing.assert_allclose(result[5:-5, 5:-5], np.broadcast_to([0, 255, 0], (214, 214, 3)), atol=1e-3)
+
+
+def test_the_centre_crop_follows_tensorflows_sampling() -> None:
+    """Sample i of n lies at (1 - s) / 2 (n - 1) + i s of the image, s the root of 0.9; values are cut at 255.5 v."""
+    image = picture(224, 224)
+    result = center_crop(image, 224)
+    s = 0.9**0.5
+    for row, column in ((0, 0), (7, 200), (111, 112), (223, 223)):
+        y, x = ((1 - s) / 2 * 223 + i * s for i in (row, column))
+        y0, x0 = int(y), int(x)
+        fy, fx = y - y0, x - x0
+        corners = image[y0 : y0 + 2, x0 : x0 + 2] / 255.0
+        rows = corners[0] * (1 - fy) + corners[1] * fy
+        value = rows[0] * (1 - fx) + rows[1] * fx
+        assert np.abs(result[row, column] - np.floor(value * 255.5)).max() <= 1
+
+
+def test_the_centre_crop_takes_nine_tenths_of_the_area(tmp_path: Path) -> None:
+    image = np.full((224, 224, 3), 255, np.uint8)
+    image[6:-6, 6:-6] = 10  # (1 - 0.9487) / 2 * 224 = 5.7 pixels fall away on each side
+    result = pixels(processor(tmp_path, "resize-naive", crop=True)(image).numpy())
+    np.testing.assert_allclose(result[1:-1, 1:-1], 10, atol=1)
+
+
+def test_the_centre_crop_of_a_large_image_is_smooth(tmp_path: Path) -> None:
+    large, small = picture(480, 640), picture(224, 224)
+    crop = processor(tmp_path, "resize-naive", crop=True)
+    assert np.abs(pixels(crop(large).numpy()) - pixels(crop(small).numpy())).max() < 3

@@ -1,0 +1,28 @@
+"""Actions that no engine made."""
+
+import numpy as np
+
+from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.outcome import Action, DecodeRecord, StageTimings
+
+NAMES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
+
+
+def action(index: int = 0, *, stamp_ns: int = 1_700_000_000_123_456_789) -> Action:
+    observation = Observation(
+        np.zeros((2, 2, 3), np.uint8),
+        "put carrot on plate",
+        stamp_ns + index * 200_000_000,
+        frame_id="camera_optical_frame",
+        epoch=3,
+        receive_s=0.001,
+    )
+    return Action(
+        observation=observation,
+        names=NAMES,
+        values=np.linspace(-0.5, 0.5, 7) + index,
+        tokens=tuple(range(31744, 31751)),
+        timings=StageTimings(wait_s=0.01, vision_s=0.02, prefill_s=0.03, decode_s=0.04),
+        record=DecodeRecord("ar", (1,) * 7, (0,) * 6, (1,) * 6, (0.005,) * 7, in_flight=1),
+        finished_ns=1,
+    )
