@@ -1,6 +1,5 @@
 """A recorded bag through the policy node, on simulated time; ends when the bag has been played."""
 
-import os
 from pathlib import Path
 
 from ament_index_python.packages import get_package_share_directory
@@ -10,7 +9,6 @@ from launch.actions import (
     IncludeLaunchDescription,
     OpaqueFunction,
     RegisterEventHandler,
-    SetEnvironmentVariable,
 )
 from launch.event_handlers import OnProcessExit
 from launch.events import Shutdown
@@ -49,13 +47,7 @@ def generate_launch_description() -> LaunchDescription:
     forwarded = {name: LaunchConfiguration(name) for name in ("profile", "image_topic", "instruction_topic")}
     source = PythonLaunchDescriptionSource(str(bringup))
     policy = IncludeLaunchDescription(source, launch_arguments={**forwarded, **forced}.items())
-    # Player and policy are both ours: raw images above 0.5 MB get through with this, and not with the default.
-    transports = (
-        []
-        if "FASTDDS_BUILTIN_TRANSPORTS" in os.environ
-        else [SetEnvironmentVariable("FASTDDS_BUILTIN_TRANSPORTS", "LARGE_DATA")]
-    )
-    return LaunchDescription([*transports, *arguments, policy, OpaqueFunction(function=_play)])
+    return LaunchDescription([*arguments, policy, OpaqueFunction(function=_play)])
 
 
 def _play(context: LaunchContext) -> list:

@@ -125,6 +125,79 @@ def _parse_ids(text: str) -> tuple[int, ...]:
 
 
 @app.command()
+def replay(
+    bag: Annotated[Path, typer.Argument(help="ROS 2 bag: a directory, or an .mcap or .db3 file.", show_default=False)],
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Option(help="Directory for the results; must hold none yet.", show_default=False)],
+    image_topic: Annotated[str, typer.Option(help="Empty: /camera/image_raw, or the only one.")] = "",
+    instruction_topic: Annotated[str, typer.Option(help="Empty: /instruction.")] = "",
+    instruction: Annotated[str, typer.Option(help="In place of the bag's instruction topic.")] = "",
+    action_topic: Annotated[
+        str, typer.Option(help="Recorded actions; empty: /ground_truth/action if it is there.")
+    ] = "",
+    action_dt: Annotated[float, typer.Option(help="Seconds that an action's displacements take.", min=0.001)] = 0.2,
+    max_p95_latency_s: Annotated[float | None, typer.Option(help="Limit: 95 % of the frames answer in time.")] = None,
+    max_drop_fraction: Annotated[float | None, typer.Option(help="Limit: frames without an action, 0 to 1.")] = None,
+    max_bin_distance: Annotated[
+        float | None, typer.Option(help="Limit: mean distance to the recorded action, in bins of 256.")
+    ] = None,
+    min_action_rate_hz: Annotated[float | None, typer.Option(help="Limit: actions per second of decoding.")] = None,
+    unnorm_key: UnnormKey = "",
+    device: Device = "auto",
+    dtype: DtypeOption = Dtype.AUTO,
+    center_crop: CenterCrop = False,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
+) -> None:
+    """Decode an action for every image of a bag: frames.jsonl, summary.json, report.html and a bag of the actions.
+
+    Exit code 1 when a limit is broken or the bag could not be replayed to its end, 2 when something given is wrong.
+    """
+    from specvla_ros.engine.settings import EngineSettings
+    from specvla_ros.evaluation.replay import check_replay, replay
+    from specvla_ros.evaluation.thresholds import Thresholds
+    from specvla_ros.models.policy import load_policy
+
+    thresholds = Thresholds(
+        max_p95_latency_s=max_p95_latency_s,
+        max_drop_fraction=max_drop_fraction,
+        max_bin_distance=max_bin_distance,
+        min_action_rate_hz=min_action_rate_hz,
+    )
+    topics = {
+        "image_topic": image_topic or None,
+        "instruction_topic": instruction_topic or None,
+        "instruction": instruction or None,
+        "action_topic": action_topic or None,
+    }
+    check_replay(bag, out, **topics)
+    policy = load_policy(checkpoint, device=device, dtype=dtype.value, unnorm_key=unnorm_key, center_crop=center_crop)
+    summary = replay(
+        policy, EngineSettings(), bag, out, **topics, action_dt=action_dt, thresholds=thresholds, progress=progress
+    )
+    total = summary.latency_s.get("total", {})
+    latency = f", p95 {total['p95'] * 1e3:.1f} ms, {summary.action_rate_hz:.1f} actions/s" if total else ""
+    typer.echo(f"{summary.actions} of {summary.frames} frames answered{latency}; see {out / 'report.html'}")
+    for failure in summary.failures:
+        typer.secho(f"specvla: {failure}", fg=typer.colors.RED, err=True)
+    if summary.failures:
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Directory for checkpoint, bag and report; remade each time.")] = Path(
+        "demo"
+    ),
+) -> None:
+    """Play rendered camera frames through ROS 2 topics into a policy, and print the actions that come out."""
+    try:
+        from specvla_ros.nodes.demo import run_demo
+    except ImportError as error:
+        raise UserError(f"ROS 2 is not usable here ({error}); `specvla doctor` says what to fix") from None
+    raise typer.Exit(run_demo(out))
+
+
+@app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False) -> None:
     """Say what is installed, and what to fix. Exit code 1 if something needed is missing."""
     from dataclasses import asdict

@@ -128,7 +128,7 @@ def _transports() -> Check:
         "DDS transports",
         "note",
         "FastDDS' default",
-        "raw images over 0.5 MB can get lost: export FASTDDS_BUILTIN_TRANSPORTS=LARGE_DATA for camera and policy alike",
+        "if raw images over 0.5 MB get lost: FASTDDS_BUILTIN_TRANSPORTS=LARGE_DATA for every process",
     )
 
 

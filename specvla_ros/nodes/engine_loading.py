@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ def load_engine(
             f"the Python package '{error.name}' is missing; install it with `pip install -r requirements/runtime.txt` "
             "(on a Jetson take torch from NVIDIA's wheels); `specvla doctor` lists everything that is missing"
         ) from None
+    _leave_a_core_to_ros()
     policy = load_policy(
         parameters.checkpoint,
         device=parameters.device,
@@ -43,3 +45,14 @@ def load_engine(
         progress=progress,
     )
     return Engine(policy, parameters.engine_settings(), now_ns=now_ns)
+
+
+def _leave_a_core_to_ros() -> None:
+    """On a CPU, torch's threads wait for each other: one that must share its core with DDS slows all of them.
+
+    On two busy cores a 12 ms action took 190 ms and more before. OMP_NUM_THREADS, if set, has the last word.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))

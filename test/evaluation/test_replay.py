@@ -1,0 +1,479 @@
+"""Bags in, actions out: every frame is accounted for, the same each time, and nothing recorded is lost."""
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import bags
+from support.paths import BAGS, needs
+
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.outcome import Action, Outcome
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.errors import UserError
+from specvla_ros.evaluation.bag_reader import open_bag
+from specvla_ros.evaluation.bag_recorder import ACTION_TOPIC, DECODE_STATS_TOPIC
+from specvla_ros.evaluation.replay import check_replay, replay
+from specvla_ros.evaluation.replay_summary import ReplaySummary
+from specvla_ros.evaluation.thresholds import Thresholds
+from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.models.random_checkpoint import write_random_checkpoint
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_random_checkpoint(directory, seed=5)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a policy only waits for threads, most of all on a busy machine
+    yield load_policy(directory, device="cpu")
+    torch.set_num_threads(threads)
+
+
+Run = Callable[..., tuple[ReplaySummary, list[dict[str, Any]], Path]]
+
+
+@pytest.fixture
+def run(policy: Policy, tmp_path: Path) -> Run:
+    """Replays a bag, or entries of one, and gives summary, frames and output directory."""
+    count = 0
+
+    def play(source: Path | list[bags.Entry], **options: Any) -> tuple[ReplaySummary, list[dict[str, Any]], Path]:
+        nonlocal count
+        count += 1
+        path = source if isinstance(source, Path) else bags.write_bag(tmp_path / f"bag_{count}", source)
+        out = tmp_path / f"out_{count}"
+        summary = replay(policy, EngineSettings(), path, out, progress=False, **options)
+        return summary, read_frames(out), out
+
+    return play
+
+
+def read_frames(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "frames.jsonl").read_text().splitlines()]
+
+
+def drops_of(frames: list[dict[str, Any]]) -> list[str | None]:
+    return [frame["drop"] and frame["drop"]["reason"] for frame in frames]
+
+
+# Whole replays
+
+
+@needs(BAGS)
+@pytest.mark.parametrize("name", ["bridge_carrot_on_plate_00", "bridge_carrot_on_plate_01", "bridge_turn_lever_03"])
+def test_a_real_bag_gives_one_action_per_frame(policy: Policy, run: Run, name: str) -> None:
+    summary, frames, out = run(BAGS / name)
+    assert (summary.frames, summary.actions, summary.compared, summary.failures) == (10, 10, 10, ())
+    engine = Engine(policy, EngineSettings())
+    with open_bag(BAGS / name) as bag:
+        recorded = [message.message().data for message in bag.messages(["/ground_truth/action"])]
+        instruction = next(bag.messages(["/instruction"])).message().data
+    for frame, wanted in zip(frames, recorded, strict=True):
+        assert (frame["instruction"], frame["epoch"]) == (instruction, 1)
+        assert frame["recorded"] == wanted.tolist()
+        assert np.allclose(np.array(frame["values"]) - frame["recorded"], frame["error"], atol=0, rtol=1e-12)
+    stamps = [frame["stamp_ns"] for frame in frames]
+    assert np.diff(stamps).tolist() == [200_000_000] * 9
+    assert engine.policy.action(frames[0]["tokens"]).tolist() == frames[0]["values"]
+    assert summary.mean_abs_error["x"] == pytest.approx(np.mean([abs(frame["error"][0]) for frame in frames]))
+    with open_bag(out / "actions_bag") as bag:
+        messages = [message.message() for message in bag.messages([ACTION_TOPIC])]
+        assert bag.topic(DECODE_STATS_TOPIC).count == 10
+    assert [message.values.tolist() for message in messages] == [frame["values"] for frame in frames]
+    assert [message.header.stamp.sec * 10**9 + message.header.stamp.nanosec for message in messages] == stamps
+
+
+@needs(BAGS)
+def test_two_replays_give_the_same_tokens_and_values(run: Run) -> None:
+    first, second = (run(BAGS / "bridge_flip_pot_00")[1] for _ in range(2))
+    assert [(frame["tokens"], frame["values"]) for frame in first] == [
+        (frame["tokens"], frame["values"]) for frame in second
+    ]
+    assert len({tuple(frame["tokens"]) for frame in first}) > 1, "a policy that ignores its images proves nothing"
+
+
+def test_a_replay_gives_what_the_engine_gives(policy: Policy, run: Run) -> None:
+    _, frames, _ = run(bags.episode(3))
+    engine = Engine(policy, EngineSettings())
+    for index, frame in enumerate(frames):
+        stamp = bags.START_NS + index * bags.PERIOD_NS
+        outcome = engine.act(Observation(bags.pixels(index), "put carrot on plate", stamp))
+        assert isinstance(outcome, Action)
+        assert (frame["tokens"], frame["values"]) == (list(outcome.tokens), outcome.values.tolist())
+
+
+def test_raw_and_compressed_images_in_either_storage_give_the_same_actions(run: Run, tmp_path: Path) -> None:
+    raw = bags.episode(2)
+    compressed = [
+        ("/camera/image_raw/compressed", bags.COMPRESSED, time, bags.compressed_image(time, seed=index))
+        for index, (_, _, time, _) in enumerate(entry for entry in raw if entry[1] == bags.IMAGE)
+    ]
+    _, want, _ = run(raw)
+    _, found, _ = run(bags.write_bag(tmp_path / "sqlite", [raw[0], *compressed], sqlite=True))
+    assert [frame["tokens"] for frame in found] == [frame["tokens"] for frame in want]
+
+
+def test_what_is_written_says_what_was_run(run: Run, policy: Policy) -> None:
+    summary, frames, out = run(bags.episode(4), action_dt=0.1)
+    written = json.loads((out / "summary.json").read_text())
+    assert written == json.loads(json.dumps(summary.as_json()))
+    assert set(written["latency_s"]) == {"total", "wait", "vision", "prefill", "decode"}
+    assert written["latency_s"]["total"]["max"] == max(frame["total_s"] for frame in frames)
+    assert "no transport" in written["latency_interval"]
+    assert written["action_rate_hz"] == pytest.approx(4 / sum(frame["total_s"] for frame in frames))
+    assert re.fullmatch("[0-9a-f]{64}", *written["bag"]["sha256"].values())
+    assert written["policy"]["checkpoint"] == str(policy.directory)
+    assert written["settings"]["mode"] == "ar"
+    assert written["hardware"]["cpu"]
+    assert frames[0]["decode"]["tokens_per_forward"] == [1] * 7
+    assert 0 < sum(frames[0]["timings"].values()) <= frames[0]["total_s"]
+    with open_bag(out / "actions_bag") as bag:
+        assert {message.message().action_dt for message in bag.messages([ACTION_TOPIC])} == {0.1}
+
+
+def test_the_report_is_one_file_that_needs_no_network(run: Run) -> None:
+    entries = bags.episode(4)
+    entries[1] = ("/camera/image_raw", bags.IMAGE, bags.START_NS, bags.image(bags.START_NS, encoding="<i>odd</i>"))
+    _, _, out = run(entries)
+    html = (out / "report.html").read_text()
+    body = html[html.index("<body>") :]
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", html)
+    assert "Plotly.newPlot" in body
+    assert "dropped: bad_image" in body
+    assert "&lt;i&gt;odd&lt;/i&gt;" in body
+    assert "<i>odd" not in body
+    for name in ("x [m]", "yaw [rad]", "gripper", "decoded", "recorded", "prefill"):
+        assert name in body
+
+
+# Frames
+
+
+def test_the_recorded_action_is_the_first_from_the_image_on_and_before_the_next_one(run: Run) -> None:
+    start, period = bags.START_NS, bags.PERIOD_NS
+    first, late, simultaneous = ([value] * 7 for value in (0.01, 0.02, 0.03))
+
+    def action(time_ns: int, values: list[float]) -> bags.Entry:
+        return ("/ground_truth/action", bags.NUMBERS, time_ns, bags.numbers(values))
+
+    images = [entry for entry in bags.episode(4, actions=False) if entry[1] == bags.IMAGE]
+    entries = [
+        ("/instruction", bags.TEXT, start, bags.text("go")),
+        action(start - 1, [9.0] * 7),  # before any image
+        action(start + 5, first),
+        action(start + 6, [9.0] * 7),
+        action(start + 2 * period - 1, late),
+        action(start + 2 * period, simultaneous),
+        *images,
+    ]
+    _, frames, _ = run(entries)
+    wanted = [first, late, simultaneous, None]
+    found = [frame["recorded"] for frame in frames]
+    assert [each and each[0] for each in found] == pytest.approx([each and each[0] for each in wanted])
+
+
+@pytest.mark.parametrize("values", [[0.0] * 6, [float("nan")] * 7])
+def test_a_recorded_action_that_cannot_be_compared_is_kept_but_not_counted(run: Run, values: list[float]) -> None:
+    entries = bags.episode(2, actions=False)
+    entries.append(("/ground_truth/action", bags.NUMBERS, bags.START_NS + 1, bags.numbers(values)))
+    summary, frames, _ = run(entries)
+    assert (summary.actions, summary.compared, summary.mean_abs_error) == (2, 0, {})
+    assert frames[0]["recorded"] == [None if np.isnan(value) else value for value in values]
+    assert "error" not in frames[0]
+
+
+def test_bin_distance_is_zero_for_the_action_itself(run: Run) -> None:
+    _, frames, _ = run(bags.episode(1))
+    entries = [entry for entry in bags.episode(1) if entry[1] != bags.NUMBERS]
+    entries.append(("/ground_truth/action", bags.NUMBERS, bags.START_NS, bags.numbers(frames[0]["values"])))
+    _, (again,), _ = run(entries)
+    assert again["bin_distance"] == [0] * 7
+    assert np.abs(again["error"]).max() < 1e-6
+
+
+def test_a_new_instruction_begins_an_epoch_and_the_same_one_does_not(run: Run) -> None:
+    entries = bags.episode(5, actions=False)
+    at = [bags.START_NS + index * bags.PERIOD_NS for index in range(5)]
+    entries += [
+        ("/instruction", bags.TEXT, at[1] + 1, bags.text("put carrot on plate")),
+        ("/instruction", bags.TEXT, at[2] + 1, bags.text("turn lever")),
+        ("/instruction", bags.TEXT, at[4], bags.text("flip pot")),
+    ]
+    _, frames, _ = run(entries)
+    assert [frame["epoch"] for frame in frames] == [1, 1, 1, 2, 3]
+    assert [frame["instruction"] for frame in frames][2:] == ["put carrot on plate", "turn lever", "flip pot"]
+
+
+def test_an_instruction_given_by_the_user_overrides_the_bag(run: Run) -> None:
+    _, frames, _ = run(bags.episode(2, instruction="put carrot on plate"), instruction="flip pot")
+    assert {(frame["instruction"], frame["epoch"]) for frame in frames} == {("flip pot", 1)}
+
+
+def test_bad_frames_are_dropped_with_their_reason_and_the_others_answered(run: Run) -> None:
+    start, period = bags.START_NS, bags.PERIOD_NS
+    good = bags.image(start)
+    images = [
+        good,
+        bags.image(start + period, encoding="32FC1"),
+        bags.image(start + period, height=0),
+        bags.image(start + period, step=10),
+        bags.image(0),
+        bags.image(start),  # the first one's stamp again
+        bags.image(start + 6 * period),
+        bags.image(start + 7 * period),
+    ]
+    entries: list[bags.Entry] = [
+        ("/camera/image_raw", bags.IMAGE, start + index * period, image) for index, image in enumerate(images)
+    ]
+    entries.insert(0, ("/instruction", bags.TEXT, start + 1, bags.text("go")))  # behind the first image
+    entries.append(("/instruction", bags.TEXT, start + 7 * period, bags.text("word " * 2000)))
+    summary, frames, out = run(entries)
+    assert drops_of(frames) == [
+        "no_instruction",
+        "bad_image",
+        "bad_image",
+        "bad_image",
+        "bad_stamp",
+        None,
+        None,
+        "bad_instruction",
+    ]
+    assert "encoding '32FC1' is not supported" in frames[1]["drop"]["detail"]
+    assert (summary.actions, summary.drops["bad_image"], summary.failures) == (2, 3, ())
+    assert [frame["seq"] for frame in frames if frame["seq"] is not None] == [0, 1]
+    with open_bag(out / "actions_bag") as bag:
+        *_, stats = [message.message() for message in bag.messages([DECODE_STATS_TOPIC])]
+    assert dict(zip(stats.drop_reasons, stats.drop_counts.tolist(), strict=True))["bad_image"] == 3
+
+
+def test_a_stamp_that_goes_back_is_dropped(run: Run) -> None:
+    start, period = bags.START_NS, bags.PERIOD_NS
+    entries: list[bags.Entry] = [("/instruction", bags.TEXT, start, bags.text("go"))]
+    for place, stamp in enumerate((start, start + 2 * period, start + period, start + 2 * period, start + 3 * period)):
+        entries.append(("/camera/image_raw", bags.IMAGE, start + place * period, bags.image(stamp)))
+    _, frames, _ = run(entries)
+    assert drops_of(frames) == [None, None, "out_of_order", "out_of_order", None]
+
+
+# Failures, with nothing lost
+
+
+def test_a_bag_of_unsupported_images_fails(run: Run) -> None:
+    entries = [
+        (topic, kind, time, bags.image(time, encoding="32FC1") if kind == bags.IMAGE else message)
+        for topic, kind, time, message in bags.episode(3)
+    ]
+    summary, frames, out = run(entries)
+    assert drops_of(frames) == ["bad_image"] * 3
+    assert summary.failures == (summary.failures[0],)
+    assert "not one of 3 frames gave an action: 3 bad_image" in summary.failures[0]
+    assert "32FC1" in summary.failures[0]
+    assert (out / "report.html").exists()
+
+
+def test_a_cut_off_bag_keeps_its_results_and_fails(run: Run, tmp_path: Path) -> None:
+    path = bags.write_mcap(tmp_path / "whole.mcap", bags.episode(6), chunk_size=1)
+    whole = path.read_bytes()
+    (tmp_path / "cut.mcap").write_bytes(whole[: len(whole) // 2])
+    _, want, _ = run(path)
+    summary, frames, out = run(tmp_path / "cut.mcap")
+    assert 0 < len(frames) < 6
+    assert [frame["tokens"] for frame in frames] == [frame["tokens"] for frame in want[: len(frames)]]
+    assert "is cut off at byte" in summary.failures[0]
+    assert json.loads((out / "summary.json").read_text())["incomplete"] == summary.incomplete
+    assert "is cut off at byte" in (out / "report.html").read_text()
+
+
+class Meddling:
+    """Does something at one call of Engine.act."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, deed: Callable[[], None]) -> None:
+        self.calls, self.at, self.deed = -1, at, deed  # the first call is the warm-up
+        real = Engine.act
+
+        def act(engine: Engine, observation: Observation) -> Outcome:
+            self.calls += 1
+            if self.calls == self.at:
+                self.deed()
+            return real(engine, observation)
+
+        monkeypatch.setattr(Engine, "act", act)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_keeps_all_frames_up_to_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    before = signal.getsignal(number)
+    Meddling(monkeypatch, 3, lambda: os.kill(os.getpid(), number))
+    summary, frames, out = run(bags.episode(6))
+    assert (len(frames), summary.actions, summary.frames_in_bag) == (3, 3, 6)
+    assert summary.failures == ("interrupted after 3 of 6 frames",)
+    with open_bag(out / "actions_bag") as bag:
+        assert bag.topic(ACTION_TOPIC).count == 3
+        assert bag.damage == ""
+    assert signal.getsignal(number) is before
+
+
+def test_a_bug_is_raised_after_the_results_are_written(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("the GPU fell off the bus")
+
+    Meddling(monkeypatch, 3, fail)
+    out = tmp_path / "out"
+    with pytest.raises(RuntimeError, match="fell off the bus"):
+        replay(policy, EngineSettings(), bags.write_bag(tmp_path / "bag", bags.episode(6)), out, progress=False)
+    assert len(read_frames(out)) == 2
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["failures"] == ["RuntimeError: the GPU fell off the bus"]
+    assert (out / "report.html").exists()
+
+
+def test_a_full_disk_is_a_users_error(policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    Meddling(monkeypatch, 2, fail)
+    path = bags.write_bag(tmp_path / "bag", bags.episode(3))
+    with pytest.raises(UserError, match=r"replaying .*bag to .*out failed: .*No space left on device"):
+        replay(policy, EngineSettings(), path, tmp_path / "out", progress=False)
+    assert len(read_frames(tmp_path / "out")) == 1
+
+
+def test_a_fault_of_the_engine_fails_the_replay_and_the_next_frame_is_answered(
+    run: Run, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = type(policy).prompt_embeddings, []
+
+    def embeddings(self: Policy, *arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("out of memory")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(type(policy), "prompt_embeddings", embeddings)
+    summary, frames, _ = run(bags.episode(4))
+    assert drops_of(frames) == [None, "engine_fault", None, None]
+    assert summary.failures == (
+        "1 of 4 frames ended in a fault of the engine, the first one: RuntimeError: out of memory",
+    )
+
+
+def test_a_damaged_instruction_ends_the_replay_with_its_place(run: Run, tmp_path: Path) -> None:
+    entries = bags.episode(4, actions=False)
+    entries.append(("/instruction", bags.TEXT, bags.START_NS + 2 * bags.PERIOD_NS + 1, bags.text("turn lever")))
+    path = bags.write_mcap(tmp_path / "bag.mcap", entries, chunked=False)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"turn lever") - 4
+    data[at : at + 4] = b"\xff\xff\xff\x7f"
+    path.write_bytes(data)
+    summary, frames, _ = run(path)
+    assert len(frames) == 2
+    assert "stopped after 2 of 4 frames: topic /instruction at 17" in summary.failures[0]
+
+
+# Refused before anything is written
+
+
+def test_results_are_never_overwritten(run: Run, policy: Policy, tmp_path: Path) -> None:
+    path = bags.write_bag(tmp_path / "bag", bags.episode(2))
+    _, _, out = run(path)
+    before = (out / "frames.jsonl").read_bytes()
+    for refuse in (lambda: replay(policy, EngineSettings(), path, out), lambda: check_replay(path, out)):
+        with pytest.raises(UserError, match=r"holds the result of an earlier replay.*--out"):
+            refuse()
+    assert (out / "frames.jsonl").read_bytes() == before
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file; give a directory"):
+        check_replay(path, tmp_path / "file")
+
+
+def test_other_files_in_the_output_directory_do_no_harm(policy: Policy, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("keep me")
+    path = bags.write_bag(tmp_path / "bag", bags.episode(1))
+    assert replay(policy, EngineSettings(), path, out, progress=False).actions == 1
+    assert (out / "notes.txt").read_text() == "keep me"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"image_topic": "/nowhere"}, "has no messages on topic '/nowhere'"),
+        ({"instruction": ""}, "instruction"),
+        ({"instruction": "word " * 2000}, "tokens, but a KV slot holds"),
+    ],
+)
+def test_a_replay_that_cannot_begin_leaves_nothing_behind(
+    policy: Policy, tmp_path: Path, options: dict[str, str], words: str
+) -> None:
+    path = bags.write_bag(tmp_path / "bag", bags.episode(1))
+    with pytest.raises(UserError, match=words):
+        replay(policy, EngineSettings(), path, tmp_path / "out", progress=False, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_directory_that_cannot_be_written_is_refused(policy: Policy, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = bags.write_bag(tmp_path / "bag", bags.episode(1))
+    with pytest.raises(UserError, match="cannot be recorded"):
+        replay(policy, EngineSettings(), path, tmp_path / "file" / "out", progress=False)
+
+
+# Limits
+
+
+def test_limits_that_are_kept_do_not_fail(run: Run) -> None:
+    generous = Thresholds(max_p95_latency_s=60, max_drop_fraction=0, max_bin_distance=256, min_action_rate_hz=0.01)
+    summary, _, out = run(bags.episode(3), thresholds=generous)
+    assert summary.failures == ()
+    assert "all limits kept" in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ({"max_p95_latency_s": 1e-6}, r"the p95 latency is 0\.\d{4} s, the limit is 1e-06 s"),
+        ({"max_drop_fraction": 0.2}, r"25\.0% of the frames gave no action, the limit is 20\.0%: 1 bad_image \(the"),
+        ({"max_bin_distance": 0.5}, r"the mean distance to the recorded action is \d+\.\d bins, the limit is 0\.5"),
+        ({"min_action_rate_hz": 1e6}, r"the action rate is \d+\.\d\d Hz, the limit is 1e\+06 Hz"),
+    ],
+)
+def test_each_limit_fails_in_words(run: Run, limit: dict[str, float], words: str) -> None:
+    entries = bags.episode(4)
+    entries[3] = (*entries[3][:3], bags.image(entries[3][2], height=0))
+    summary, _, out = run(entries, thresholds=Thresholds(**limit))
+    (failure,) = summary.failures
+    assert re.match(words, failure)
+    assert "The replay failed" in (out / "report.html").read_text()
+
+
+def test_a_limit_on_the_distance_needs_recorded_actions(run: Run) -> None:
+    summary, _, _ = run(bags.episode(2, actions=False), thresholds=Thresholds(max_bin_distance=100))
+    assert "the bag has no recorded action" in summary.failures[0]
+
+
+@pytest.mark.parametrize("limit", [{"max_drop_fraction": 1.5}, {"max_p95_latency_s": -1}, {"max_bin_distance": np.nan}])
+def test_limits_without_sense_are_refused(limit: dict[str, float]) -> None:
+    with pytest.raises(UserError, match=f"the limit {next(iter(limit))}"):
+        Thresholds(**limit)
+
+
+def test_the_progress_bar_goes_to_stderr(policy: Policy, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = bags.write_bag(tmp_path / "bag", bags.episode(2))
+    replay(policy, EngineSettings(), path, tmp_path / "out")
+    captured = capfd.readouterr()
+    assert "2/2" in captured.err
+    assert captured.out == ""
