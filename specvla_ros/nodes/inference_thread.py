@@ -55,6 +55,11 @@ class InferenceThread:
         self._thread = threading.Thread(target=self._run, name="inference", daemon=True)
         self._thread.start()
 
+    @property
+    def loaded(self) -> bool:
+        """Whether `wait_loaded` would return at once."""
+        return self._loaded.done()
+
     def wait_loaded(self) -> dict[str, str]:
         """Waits until the policy is loaded and warm, and returns its description.
 

@@ -9,7 +9,7 @@ from rcl_interfaces.msg import SetParametersResult
 from rclpy.callback_groups import ReentrantCallbackGroup
 from rclpy.clock import JumpThreshold, TimeJump
 from rclpy.duration import Duration
-from rclpy.executors import MultiThreadedExecutor
+from rclpy.executors import SingleThreadedExecutor
 from rclpy.lifecycle import LifecycleNode, LifecycleNodeMixin, LifecycleState, TransitionCallbackReturn
 from rclpy.node import Node
 
@@ -31,8 +31,7 @@ from specvla_ros.nodes.stamps import stamp_problem
 
 _NS = 1e-9
 _STOP_TIMEOUT_S = 10.0
-# One thread may sit in configure for minutes; the other one keeps parameters, diagnostics and `get_state` alive.
-EXECUTOR_THREADS = 2
+_LOAD_POLL_S = 0.1
 
 
 class PolicyNode(LifecycleNode):
@@ -46,7 +45,8 @@ class PolicyNode(LifecycleNode):
     """
 
     def __init__(self, **node_arguments: Any) -> None:
-        # LifecycleNode's own constructor offers no callback group for the lifecycle services.
+        # LifecycleNode's own constructor offers no callback group for the lifecycle services; in one of their own,
+        # `get_state`, parameters and diagnostics are served while configure waits for the policy.
         Node.__init__(self, "policy", **node_arguments)
         LifecycleNodeMixin.__init__(self, callback_group=ReentrantCallbackGroup())
         self._thread: InferenceThread | None = None
@@ -88,7 +88,7 @@ class PolicyNode(LifecycleNode):
                 on_outcome=self._on_outcome,
                 on_fault=self._on_fault,
             )
-            description = self._thread.wait_loaded()
+            description = self._wait_loaded(self._thread)
         except Exception as error:
             self._release()
             self._model_health.set_failed(str(error).splitlines()[0])
@@ -98,6 +98,16 @@ class PolicyNode(LifecycleNode):
         self.get_logger().info("policy loaded: " + ", ".join(f"{key} {value}" for key, value in description.items()))
         self._instruction = InstructionInput(self, self._chosen.instruction, self._on_new_instruction)
         return TransitionCallbackReturn.SUCCESS
+
+    def _wait_loaded(self, thread: InferenceThread) -> dict[str, str]:
+        """Serves everything else meanwhile: the lifecycle wants configure's answer from within its callback.
+
+        One thread for all callbacks, since rclpy's MultiThreadedExecutor hands out the same message again until a
+        worker takes it, and so keeps the interpreter from the inference thread for seconds.
+        """
+        while not thread.loaded and self.executor is not None:
+            self.executor.spin_once(timeout_sec=_LOAD_POLL_S)
+        return thread.wait_loaded()
 
     def on_activate(self, state: LifecycleState) -> TransitionCallbackReturn:
         """Listens to images and lets actions out."""
@@ -287,7 +297,7 @@ def main() -> None:
         run_node(
             "policy",
             PolicyNode,
-            lambda: MultiThreadedExecutor(num_threads=EXECUTOR_THREADS),
+            SingleThreadedExecutor,
             finished=lambda node: False,
             close=PolicyNode.close,
         )
