@@ -1,0 +1,12 @@
+"""Settings of every test."""
+
+import os
+
+# Tests must neither hear nor reach robots on the network, nor each other. Read when ROS is initialised.
+os.environ["ROS_AUTOMATIC_DISCOVERY_RANGE"] = "LOCALHOST"
+os.environ["ROS_DOMAIN_ID"] = str(1 + os.getpid() % 200)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models only wait for each other's threads
+
+import torch
+
+torch.set_num_threads(1)
