@@ -77,6 +77,10 @@ def predict(
     ids = _parse_ids(prompt_ids) if prompt_ids else None
     policy = load_policy(checkpoint, device=device, dtype=dtype.value, unnorm_key=unnorm_key, center_crop=center_crop)
     engine = Engine(policy, EngineSettings())
+    if ids is None:
+        engine.check_instruction(instruction)
+    else:
+        ids = policy.prompt.complete(ids)
     engine.warm_up()
     outcome = engine.act(Observation(pixels, instruction, stamp_ns=1, prompt_ids=ids))
     _print_outcome(outcome, policy, as_json=as_json)

@@ -1,7 +1,7 @@
 """A policy node and its user, over real DDS, in one process and on one thread."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,12 +105,13 @@ class Robot:
 
 
 @contextmanager
-def robot(checkpoint: Path | str, **parameters: Any) -> Iterator[Robot]:
-    """A policy node with parameters, unconfigured, and its user."""
+def robot(checkpoint: Path | str, *, remaps: Sequence[str] = (), **parameters: Any) -> Iterator[Robot]:
+    """A policy node with parameters and remapped topics, unconfigured, and its user."""
     overrides = [Parameter(name, value=value) for name, value in {"checkpoint": str(checkpoint), **parameters}.items()]
     rclpy.init()
     executor = SingleThreadedExecutor()
-    policy = PolicyNode(parameter_overrides=overrides)
+    arguments = ["--ros-args", *(part for remap in remaps for part in ("-r", remap))] if remaps else []
+    policy = PolicyNode(parameter_overrides=overrides, cli_args=arguments)
     user = rclpy.create_node("user", enable_rosout=False)
     for node in (policy, user):
         executor.add_node(node)
