@@ -1,0 +1,64 @@
+"""The reference operators against their definitions, row by row, in float64."""
+
+import pytest
+import torch
+
+from specvla_kernels.layout import PackedLayout, Span
+from specvla_kernels.packed_attention import packed_attention
+from specvla_kernels.rope_write_kv import rope_write_kv
+
+
+def layout(spans: tuple[Span, ...], ancestors: list[int]) -> PackedLayout:
+    zeros = torch.zeros(len(ancestors), dtype=torch.int64)
+    return PackedLayout(spans, zeros, zeros, torch.tensor(ancestors))
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_attention_sees_the_prefix_and_its_own_ancestors_only(group: int) -> None:
+    torch.manual_seed(0)
+    kv_heads, dim, rows = 2, 8, 12
+    keys, values = (torch.full((3, rows, kv_heads, dim), float("nan"), dtype=torch.float64) for _ in range(2))
+    # A chain of 3 from the start, a chunk of 2 behind 4, a tree of 3 (a root with two children) behind 5.
+    spans = (Span(2, 0, 3, 0, False), Span(0, 3, 2, 4, False), Span(1, 5, 3, 5, True))
+    visible = [[0], [0, 1], [0, 1, 2], [*range(5)], [*range(6)], [*range(6)], [*range(7)], [*range(6), 7]]
+    for span in spans:
+        for ring in (keys, values):
+            ring[span.slot, : span.prefix_len + span.length] = torch.randn(kv_heads, dim, dtype=torch.float64)
+            ring[span.slot, : span.prefix_len + span.length] += torch.randn(
+                span.prefix_len + span.length, kv_heads, dim, dtype=torch.float64
+            )
+    q = torch.randn(8, kv_heads * group, dim, dtype=torch.float64)
+
+    out = packed_attention(q, keys, values, layout(spans, [0] * 5 + [0b1, 0b11, 0b101]))
+
+    for span in spans:
+        for row in range(span.start, span.stop):
+            for head in range(kv_heads * group):
+                k = keys[span.slot, visible[row], head // group]
+                v = values[span.slot, visible[row], head // group]
+                weights = torch.softmax(k @ q[row, head] / dim**0.5, dim=0)
+                torch.testing.assert_close(out[row, head], weights @ v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rope_rotates_pairs_half_a_head_apart_and_writes_the_given_rows(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    q, k, v = torch.randn(3, 4, 6), torch.randn(3, 2, 6), torch.randn(3, 2, 6)
+    angles = torch.rand(3, 3) * 6
+    k_ring, v_ring = (torch.full((2, 5, 2, 6), -9.0, dtype=dtype) for _ in range(2))
+    rows = torch.tensor([7, 1, 9])
+
+    rotated = rope_write_kv(q.to(dtype), k.to(dtype), v.to(dtype), angles.cos(), angles.sin(), rows, k_ring, v_ring)
+
+    def as_complex(x: torch.Tensor) -> torch.Tensor:
+        x = x.to(dtype).double()
+        return torch.complex(x[..., :3], x[..., 3:])
+
+    turn = torch.polar(torch.ones(3, 3), angles).to(torch.complex128)[:, None]
+    tolerance = dict(atol=4e-2, rtol=1e-2) if dtype == torch.bfloat16 else dict(atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(as_complex(rotated), as_complex(q) * turn, **tolerance)
+    written = k_ring.flatten(0, 1)
+    torch.testing.assert_close(as_complex(written[rows]), as_complex(k) * turn, **tolerance)
+    torch.testing.assert_close(v_ring.flatten(0, 1)[rows], v.to(dtype))
+    untouched = [row for row in range(10) if row not in rows.tolist()]
+    assert (written[untouched] == -9).all()
