@@ -83,7 +83,7 @@ def run_demo(out: Path) -> int:
         console.print("interrupted")
         return 1
     latencies = [action.latency_s * 1e3 for action in actions.values()]
-    console.print(f"live: {len(actions)} of {FRAMES} frames answered, each stamped with its frame")
+    console.print(f"\nlive: {len(actions)} of {FRAMES} frames answered, each stamped with its frame")
     if latencies:
         p50, p95 = np.percentile(latencies, (50, 95))
         console.print(f"observation-to-action latency: p50 {p50:.1f} ms, p95 {p95:.1f} ms")
