@@ -47,7 +47,8 @@ def generate_launch_description() -> LaunchDescription:
     forwarded = {name: LaunchConfiguration(name) for name in ("profile", "image_topic", "instruction_topic")}
     source = PythonLaunchDescriptionSource(str(bringup))
     policy = IncludeLaunchDescription(source, launch_arguments={**forwarded, **forced}.items())
-    return LaunchDescription([*arguments, policy, OpaqueFunction(function=_play)])
+    # The player first: a bag that cannot be opened must end the launch before a policy process has begun to start.
+    return LaunchDescription([*arguments, OpaqueFunction(function=_play), policy])
 
 
 def _play(context: LaunchContext) -> list:
