@@ -16,10 +16,16 @@ versions. Every comparison was measured side by side in one run.
 
 ## The plain decoder (`ar`) beside transformers' generate
 
-Both decode 7 tokens greedily behind the same 290 prompt embeddings, with the same weights in memory, taking turns in one
-process; medians. Random weights, since time does not depend on their values. *tiny* and *1b* name the language model;
-the vision towers of *1b* are OpenVLA's (DINOv2 ViT-L and SigLIP So400m). The bandwidth limit of a decode step is one
-read of all weights at the measured read bandwidth.
+Both decode 7 tokens greedily behind the same 290 prompt embeddings, with the same weights in memory, taking turns in
+one process; medians. Random weights, since time does not depend on their values. *tiny* and *1b* name the language
+model; the vision towers of *1b* are OpenVLA's (DINOv2 ViT-L and SigLIP So400m). The bandwidth limit of a decode step
+is one read of all weights at the measured read bandwidth.
+"""
+_LINEAR = """## One row through a linear layer on a CPU
+
+A decode step is matrix-vector products. torch's runs on one core; `specvla_kernels.linear` gives each thread its
+share of the rows.
+
 """
 _TAIL = """
 Not yet measured: any GPU. The command is `python benchmarks/ar.py --device cuda --sizes 7b --out
@@ -32,6 +38,8 @@ def main() -> None:
     parts = [_HEAD]
     for path in sorted((ROOT / "benchmarks" / "results").glob("ar_*.json")):
         parts.append(_table(json.loads(path.read_text(encoding="utf-8")), path.name))
+    linear = ROOT / "benchmarks" / "results" / "linear_cpu.json"
+    parts.append(_linear(json.loads(linear.read_text(encoding="utf-8"))))
     (ROOT / "docs" / "results.md").write_text("\n".join(parts) + _TAIL, encoding="utf-8")
 
 
@@ -53,13 +61,23 @@ def _table(result: dict[str, Any], file: str) -> str:
         f"### {result['hardware']}, {result['dtype']}",
         "",
         f"`{result['command']}` on {result['date']}; torch {result['versions']['torch']}, transformers "
-        f"{result['versions']['transformers']}; read bandwidth {result['read_bandwidth_gb_s']:.1f} GB/s. Data: `{file}`.",
+        f"{result['versions']['transformers']}; read bandwidth {result['read_bandwidth_gb_s']:.1f} GB/s. "
+        f"Data: `{file}`.",
         "",
         "| | " + " | ".join(sizes) + " |",
         "|---|" + "---|" * len(sizes),
     ]
     lines += [f"| {label} | " + " | ".join(text(figures) for figures in sizes.values()) + " |" for label, text in rows]
     return "\n".join(lines) + "\n"
+
+
+def _linear(result: dict[str, Any]) -> str:
+    rates = result["gb_per_s"]
+    return (
+        f"{_LINEAR}{rates['torch']:.1f} GB/s become {rates['ours']:.1f} GB/s: **{result['speedup']:.2f}** times as fast"
+        f" ({result['shape'][0]} × {result['shape'][1]} float32, {result['hardware']}, `{result['command']}`, "
+        f"{result['date']}, torch {result['torch']}; `linear_cpu.json`).\n"
+    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specvla_kernels.layout import PackedLayout
+from specvla_kernels.linear import linear
 from specvla_kernels.packed_attention import packed_attention
 from specvla_kernels.rope_write_kv import rope_write_kv
 from specvla_ros.models.config import LlamaConfig
@@ -54,13 +55,13 @@ class LlamaLayer(nn.Module):
     ) -> Tensor:
         """[n_rows, hidden] to the same; see LlamaDecoder.forward for the rest."""
         n_rows = x.shape[0]
-        qkv = self.qkv(self.input_norm(x)).view(n_rows, -1, self.head_dim)
+        qkv = linear(self.input_norm(x), self.qkv.weight).view(n_rows, -1, self.head_dim)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         q = rope_write_kv(q, k, v, cos, sin, layout.kv_rows, keys, values)
         attended = packed_attention(q, keys, values, layout)
-        x = x + self.out(attended.view(n_rows, -1))
-        gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        x = x + linear(attended.view(n_rows, -1), self.out.weight)
+        gate, up = linear(self.post_norm(x), self.gate_up.weight).chunk(2, dim=-1)
+        return x + linear(F.silu(gate) * up, self.down.weight)
 
 
 class LlamaDecoder(nn.Module):
@@ -112,7 +113,7 @@ class LlamaDecoder(nn.Module):
         weight = self.lm_head.weight
         if weight.dtype in (torch.float16, torch.bfloat16):
             return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-        return F.linear(hidden.to(weight.dtype), weight)
+        return linear(hidden.to(weight.dtype), weight)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, float32 [n_rows, head_dim / 2]."""

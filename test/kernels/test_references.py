@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from specvla_kernels.layout import PackedLayout, Span
+from specvla_kernels.linear import linear
 from specvla_kernels.packed_attention import packed_attention
 from specvla_kernels.rope_write_kv import rope_write_kv
 
@@ -62,3 +63,16 @@ def test_rope_rotates_pairs_half_a_head_apart_and_writes_the_given_rows(dtype: t
     torch.testing.assert_close(v_ring.flatten(0, 1)[rows], v.to(dtype))
     untouched = [row for row in range(10) if row not in rows.tolist()]
     assert (written[untouched] == -9).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("rows", "out_features"), [(1, 12), (1, 13), (5, 12)])
+def test_linear_is_the_plain_product_for_any_number_of_threads(threads: int, rows: int, out_features: int) -> None:
+    torch.manual_seed(2)
+    x, weight = torch.randn(rows, 7, dtype=torch.float64), torch.randn(out_features, 7, dtype=torch.float64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.testing.assert_close(linear(x, weight), x @ weight.T)
+    finally:
+        torch.set_num_threads(before)
