@@ -13,6 +13,18 @@ from specvla_kernels.rope_write_kv import rope_write_kv
 from specvla_ros.models.config import LlamaConfig
 
 
+def head_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """In which dtype the output head is kept so that logits are at least float32.
+
+    A half-precision head needs a product that accumulates into float32, which torch has on CUDA from 2.8 on; elsewhere
+    the head is kept in float32 (0.5 GB for OpenVLA-7B).
+    """
+    if dtype not in (torch.float16, torch.bfloat16):
+        return dtype
+    accumulates = device.type == "cuda" and "dtype" in torch.ops.aten.mm.overloads()
+    return dtype if accumulates else torch.float32
+
+
 @dataclass(frozen=True)
 class ForwardResult:
     """What one packed forward gives for the wanted rows, segments in order.
@@ -67,8 +79,7 @@ class LlamaLayer(nn.Module):
 class LlamaDecoder(nn.Module):
     """Llama from embeddings to logits, over a KV ring.
 
-    Logits are at least float32, so that rounding to half precision makes no ties: on CUDA the head accumulates into
-    float32, elsewhere it is kept in float32.
+    Logits are at least float32, so that rounding to half precision makes no ties; see `head_dtype`.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -87,7 +98,7 @@ class LlamaDecoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights and activations, the head on a CPU excepted."""
+        """Of the weights and activations; the head may be of another."""
         return self.norm.weight.dtype
 
     def forward(
@@ -111,9 +122,10 @@ class LlamaDecoder(nn.Module):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         weight = self.lm_head.weight
-        if weight.dtype in (torch.float16, torch.bfloat16):
+        kept = head_dtype(weight.dtype, weight.device)
+        if kept.itemsize == 2:
             return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-        return linear(hidden.to(weight.dtype), weight)
+        return linear(hidden.to(kept), weight.to(kept))  # only a head tied to half-precision embeddings is converted
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, float32 [n_rows, head_dim / 2]."""

@@ -13,7 +13,7 @@ from specvla_ros.models.action_statistics import ActionStatistics, select_statis
 from specvla_ros.models.action_tokenizer import ActionTokenizer
 from specvla_ros.models.config import OpenVLAConfig, read_config
 from specvla_ros.models.image_processor import ImageProcessor, read_image_processor
-from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.llama import LlamaDecoder, head_dtype
 from specvla_ros.models.openvla import OpenVLA
 from specvla_ros.models.prompt import PromptTokenizer, read_prompt_tokenizer
 from specvla_ros.models.weights import Progress, load_weights
@@ -140,12 +140,24 @@ def _empty_model(config: OpenVLAConfig, device: torch.device, dtype: torch.dtype
     with torch.device("meta"):
         model = OpenVLA(config)
     model.to(dtype)
-    if device.type == "cpu":
-        model.decoder.lm_head.to(torch.float32)
+    model.decoder.lm_head.to(head_dtype(dtype, device))
+    _check_memory(model, device)
     model.to_empty(device=device)
     if config.llama.tie_word_embeddings:
         model.decoder.lm_head.weight = model.decoder.embed_tokens.weight
     return model.eval().requires_grad_(False)
+
+
+def _check_memory(model: OpenVLA, device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    needed = sum(parameter.nbytes for parameter in model.parameters())
+    free, total = torch.cuda.mem_get_info(device)
+    if needed > free:
+        raise UserError(
+            f"the weights take {needed / 2**30:.1f} GiB, but {device} has {free / 2**30:.1f} of {total / 2**30:.1f} "
+            "GiB free: end what else runs there, choose bfloat16, or another device"
+        )
 
 
 def _device(name: str) -> torch.device:

@@ -8,6 +8,7 @@ from transformers_baseline import transformers_llama
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.llama import head_dtype
 
 SHAPES = [
     LlamaConfig(64, 160, 3, 4, 4, 16, vocab_size=300, max_position_embeddings=128),
@@ -36,3 +37,29 @@ def test_prefill_and_decode_equal_transformers(config: LlamaConfig, seed: int) -
         root = Segment(0, len(prompt) + step, torch.tensor(tokens[-1:]), parents=(-1,))
         tokens.append(int(packed_forward(decoder, [root], ring).logits[0].argmax()))
     assert tokens == expected[len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "overloads", "expected"),
+    [
+        (torch.float32, "cuda", ["dtype"], torch.float32),
+        (torch.float64, "cpu", [], torch.float64),
+        (torch.bfloat16, "cpu", ["dtype"], torch.float32),
+        (torch.bfloat16, "cuda", ["dtype"], torch.bfloat16),
+        (torch.float16, "cuda", ["default"], torch.float32),
+    ],
+)
+def test_the_head_is_kept_so_that_logits_are_not_rounded(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, device: str, overloads: list[str], expected: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.ops.aten.mm, "overloads", lambda: overloads)
+    assert head_dtype(dtype, torch.device(device)) == expected
+
+
+def test_a_tied_head_in_half_precision_gives_float32_logits() -> None:
+    decoder = random_decoder(SHAPES[3], dtype=torch.bfloat16)
+    decoder.lm_head.weight = decoder.embed_tokens.weight
+    ring = new_ring(decoder, slots=1, slot_rows=16)
+    logits = packed_forward(decoder, [Segment(0, 0, torch.arange(5))], ring).logits
+    assert logits.dtype == torch.float32
+    assert not logits.equal(logits.bfloat16().float()), "the logits were rounded"

@@ -216,3 +216,9 @@ def test_arguments_out_of_range(good: Path, arguments: dict, message: str) -> No
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_that_is_not_there(good: Path) -> None:
     refuse(good, "sees no CUDA GPU; install a CUDA build of torch", device="cuda")
+
+
+def test_a_gpu_without_room_is_told_before_anything_is_read(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1024, 2**30))
+    refuse(good, r"the weights take 0\.0 GiB, but cuda has 0\.0 of 1\.0 GiB free", device="cuda")
