@@ -26,7 +26,20 @@ class Check:
     fix: str = ""
 
 
-_LIBRARIES = ("numpy", "pillow", "safetensors", "tokenizers", "rosbags", "mcap", "pyyaml", "plotly", "typer", "rich")
+_LIBRARIES = (
+    "numpy",
+    "pillow",
+    "safetensors",
+    "tokenizers",
+    "rosbags",
+    "mcap",
+    "lz4",
+    "zstandard",
+    "pyyaml",
+    "plotly",
+    "typer",
+    "rich",
+)
 _INSTALL = "pip install -r requirements/runtime.txt"
 
 
