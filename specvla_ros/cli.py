@@ -157,6 +157,7 @@ def replay(
     Exit code 1 when a limit is broken or the bag could not be replayed to its end, 2 when something given is wrong.
     """
     from specvla_ros.engine.settings import EngineSettings
+    from specvla_ros.evaluation.bag_topics import TopicChoice
     from specvla_ros.evaluation.replay import check_replay, replay
     from specvla_ros.evaluation.thresholds import Thresholds
     from specvla_ros.models.policy import load_policy
@@ -167,16 +168,16 @@ def replay(
         max_bin_distance=max_bin_distance,
         min_action_rate_hz=min_action_rate_hz,
     )
-    topics = {
-        "image_topic": image_topic or None,
-        "instruction_topic": instruction_topic or None,
-        "instruction": instruction or None,
-        "action_topic": action_topic or None,
-    }
-    check_replay(bag, out, **topics)
+    topics = TopicChoice(
+        image_topic=image_topic or None,
+        instruction_topic=instruction_topic or None,
+        instruction=instruction or None,
+        action_topic=action_topic or None,
+    )
+    check_replay(bag, out, topics)
     policy = load_policy(checkpoint, device=device, dtype=dtype.value, unnorm_key=unnorm_key, center_crop=center_crop)
     summary = replay(
-        policy, EngineSettings(), bag, out, **topics, action_dt=action_dt, thresholds=thresholds, progress=progress
+        policy, EngineSettings(), bag, out, topics=topics, action_dt=action_dt, thresholds=thresholds, progress=progress
     )
     total = summary.latency_s.get("total", {})
     latency = f", p95 {total['p95'] * 1e3:.1f} ms, {summary.action_rate_hz:.1f} actions/s" if total else ""

@@ -16,6 +16,23 @@ _USUAL_ACTION = "/ground_truth/action"
 
 
 @dataclass(frozen=True)
+class TopicChoice:
+    """What the user says about a bag's topics; None: not said, the usual one is looked for.
+
+    Args:
+        image_topic: default: /camera/image_raw, raw or compressed, or the only image topic.
+        instruction_topic: default: /instruction.
+        instruction: in place of a topic.
+        action_topic: recorded actions to compare with; default: /ground_truth/action, where the bag has it.
+    """
+
+    image_topic: str | None = None
+    instruction_topic: str | None = None
+    instruction: str | None = None
+    action_topic: str | None = None
+
+
+@dataclass(frozen=True)
 class ReplayTopics:
     """What a replay reads.
 
@@ -35,35 +52,22 @@ class ReplayTopics:
         return tuple(topic.name for topic in (self.image, self.instruction, self.action) if topic is not None)
 
 
-def choose_topics(
-    bag: Bag,
-    *,
-    image_topic: str | None = None,
-    instruction_topic: str | None = None,
-    instruction: str | None = None,
-    action_topic: str | None = None,
-) -> ReplayTopics:
+def choose_topics(bag: Bag, choice: TopicChoice) -> ReplayTopics:
     """Takes the topics named, and finds the others.
-
-    Args:
-        bag: an open bag.
-        image_topic: default: /camera/image_raw, raw or compressed, or the only image topic.
-        instruction_topic: default: /instruction.
-        instruction: given by the user, in place of a topic.
-        action_topic: default: /ground_truth/action, where the bag has it.
 
     Raises:
         UserError: a topic is missing, of another type, or cannot be told among several.
     """
-    image = _typed(bag, image_topic, (RAW_IMAGE, COMPRESSED_IMAGE)) if image_topic else _find_image(bag)
-    if instruction is not None:
+    named = choice.image_topic
+    image = _typed(bag, named, (RAW_IMAGE, COMPRESSED_IMAGE)) if named else _find_image(bag)
+    if choice.instruction is not None:
         text = None
-    elif instruction_topic:
-        text = _typed(bag, instruction_topic, (TEXT,))
+    elif choice.instruction_topic:
+        text = _typed(bag, choice.instruction_topic, (TEXT,))
     else:
         text = _find_instruction(bag)
-    if action_topic:
-        action: Topic | None = _typed(bag, action_topic, NUMBERS)
+    if choice.action_topic:
+        action: Topic | None = _typed(bag, choice.action_topic, NUMBERS)
     else:
         action = next((each for each in bag.topics if each.name == _USUAL_ACTION and each.msgtype in NUMBERS), None)
     return ReplayTopics(image, text, action)

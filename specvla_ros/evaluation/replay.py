@@ -13,7 +13,7 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.bag_reader import Bag, open_bag
-from specvla_ros.evaluation.bag_topics import ReplayTopics, choose_topics
+from specvla_ros.evaluation.bag_topics import ReplayTopics, TopicChoice, choose_topics
 from specvla_ros.evaluation.interruption import deferred_interruption
 from specvla_ros.evaluation.provenance import file_hashes, hardware, software
 from specvla_ros.evaluation.replay_frames import bag_frames
@@ -23,6 +23,7 @@ from specvla_ros.evaluation.thresholds import Thresholds
 from specvla_ros.models.policy import Policy
 
 _NS = 1e-9
+_USUAL = TopicChoice()
 
 
 def replay(
@@ -31,10 +32,7 @@ def replay(
     bag_path: str | Path,
     out_dir: str | Path,
     *,
-    image_topic: str | None = None,
-    instruction_topic: str | None = None,
-    instruction: str | None = None,
-    action_topic: str | None = None,
+    topics: TopicChoice = _USUAL,
     action_dt: float = 0.2,
     thresholds: Thresholds | None = None,
     progress: bool = True,
@@ -49,10 +47,7 @@ def replay(
         settings: how to decode; `max_image_age_s` must be 0, as a recorded image has no age.
         bag_path: the bag's directory or file.
         out_dir: where the results go; made if missing, refused if it holds results.
-        image_topic: default: /camera/image_raw, raw or compressed, or the only image topic.
-        instruction_topic: default: /instruction.
-        instruction: in place of a topic.
-        action_topic: recorded actions to compare with; default: /ground_truth/action, where the bag has it.
+        topics: which of the bag's to read.
         action_dt: seconds over which an action's displacements are meant.
         thresholds: limits that the replay must keep.
         progress: show a progress bar on stderr.
@@ -62,24 +57,19 @@ def replay(
     """
     out = _usable_output(out_dir)
     with open_bag(bag_path) as bag:
-        topics = choose_topics(
-            bag,
-            image_topic=image_topic,
-            instruction_topic=instruction_topic,
-            instruction=instruction,
-            action_topic=action_topic,
-        )
+        chosen = choose_topics(bag, topics)
+        instruction = topics.instruction
         engine = Engine(policy, settings)
         if instruction is not None:
             engine.check_instruction(instruction)
         engine.warm_up()
-        context = _context(bag, topics, engine, instruction=instruction, action_dt=action_dt)
+        context = _context(bag, chosen, engine, instruction=instruction, action_dt=action_dt)
         ending: dict[str, Any] = dict(
-            frames_in_bag=topics.image.count, thresholds=thresholds or Thresholds(), context=context
+            frames_in_bag=chosen.image.count, thresholds=thresholds or Thresholds(), context=context
         )
         run = ReplayRun(engine, out, start_ns=bag.start_ns, action_dt=action_dt)
         try:
-            incomplete = _play_all(run, bag, topics, instruction, progress=progress)
+            incomplete = _play_all(run, bag, chosen, instruction, progress=progress)
         except BaseException as error:
             # What was replayed is worth keeping; if it cannot even be written, the first error says why.
             with suppress(OSError):
@@ -90,15 +80,7 @@ def replay(
         return run.finish(incomplete=incomplete, **ending)
 
 
-def check_replay(
-    bag_path: str | Path,
-    out_dir: str | Path,
-    *,
-    image_topic: str | None = None,
-    instruction_topic: str | None = None,
-    instruction: str | None = None,
-    action_topic: str | None = None,
-) -> None:
+def check_replay(bag_path: str | Path, out_dir: str | Path, topics: TopicChoice = _USUAL) -> None:
     """Checks what can be checked before a policy is loaded, which may take minutes.
 
     Raises:
@@ -106,13 +88,7 @@ def check_replay(
     """
     _usable_output(out_dir)
     with open_bag(bag_path) as bag:
-        choose_topics(
-            bag,
-            image_topic=image_topic,
-            instruction_topic=instruction_topic,
-            instruction=instruction,
-            action_topic=action_topic,
-        )
+        choose_topics(bag, topics)
 
 
 def _play_all(run: ReplayRun, bag: Bag, topics: ReplayTopics, instruction: str | None, *, progress: bool) -> str:

@@ -7,12 +7,12 @@ from support import bags
 
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.bag_reader import open_bag
-from specvla_ros.evaluation.bag_topics import ReplayTopics, choose_topics
+from specvla_ros.evaluation.bag_topics import ReplayTopics, TopicChoice, choose_topics
 
 
 def choose(path: Path, entries: list[bags.Entry], **names: str) -> ReplayTopics:
     with open_bag(bags.write_bag(path / "bag", entries)) as bag:
-        return choose_topics(bag, **names)
+        return choose_topics(bag, TopicChoice(**names))
 
 
 def picture(topic: str, kind: str = bags.IMAGE) -> bags.Entry:

@@ -16,6 +16,7 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.bag_reader import open_bag
 from specvla_ros.evaluation.bag_recorder import ACTION_TOPIC, DECODE_STATS_TOPIC
+from specvla_ros.evaluation.bag_topics import TopicChoice
 from specvla_ros.models.policy import Policy
 
 # Whole replays
@@ -167,7 +168,7 @@ def test_a_new_instruction_begins_an_epoch_and_the_same_one_does_not(run: Run) -
 
 
 def test_an_instruction_given_by_the_user_overrides_the_bag(run: Run) -> None:
-    _, frames, _ = run(bags.episode(2, instruction="put carrot on plate"), instruction="flip pot")
+    _, frames, _ = run(bags.episode(2, instruction="put carrot on plate"), topics=TopicChoice(instruction="flip pot"))
     assert {(frame["instruction"], frame["epoch"]) for frame in frames} == {("flip pot", 1)}
 
 

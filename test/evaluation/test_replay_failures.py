@@ -20,6 +20,7 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.bag_reader import open_bag
 from specvla_ros.evaluation.bag_recorder import ACTION_TOPIC
+from specvla_ros.evaluation.bag_topics import TopicChoice
 from specvla_ros.evaluation.replay import check_replay, replay
 from specvla_ros.evaluation.thresholds import Thresholds
 from specvla_ros.models.policy import Policy
@@ -166,7 +167,7 @@ def test_a_replay_that_cannot_begin_leaves_nothing_behind(
 ) -> None:
     path = bags.write_bag(tmp_path / "bag", bags.episode(1))
     with pytest.raises(UserError, match=words):
-        replay(policy, EngineSettings(), path, tmp_path / "out", progress=False, **options)
+        replay(policy, EngineSettings(), path, tmp_path / "out", progress=False, topics=TopicChoice(**options))
     assert not (tmp_path / "out").exists()
 
 
