@@ -10,6 +10,8 @@ PREFIX := $(abspath $(VENV))
 RUN := PATH="$(PREFIX)/bin:$$PATH" AMENT_PREFIX_PATH="$(PREFIX)"
 RUNTIME := $(VENV)/.runtime-installed
 TESTING := $(VENV)/.testing-installed
+GL := $(VENV)/.gl-looked-for
+SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint mypy format build doctor benchmark clean
@@ -17,10 +19,10 @@ TESTING := $(VENV)/.testing-installed
 help:  ## Show what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
 
-demo: build  ## Show camera frames become actions over ROS 2 topics
+demo: build $(GL)  ## Show a simulated arm do what it is told, over ROS 2 topics
 	@$(RUN) $(BIN)/specvla demo
 
-test: build $(TESTING)  ## Run all tests (under 10 minutes on 2 cores)
+test: build $(TESTING) $(GL)  ## Run all tests (under 10 minutes on 2 cores)
 	@$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: build $(TESTING) mypy  ## Run ruff and mypy
@@ -61,10 +63,19 @@ $(RUNTIME): requirements/runtime.txt requirements/ros.txt | $(VENV)/bin/python
 	    -r requirements/runtime.txt -r requirements/ros.txt
 	@touch $@
 
-$(TESTING): requirements/test.txt $(RUNTIME)
+# Pictures without a screen need Mesa (or a GPU's EGL), which pip does not bring.
+$(GL): | $(VENV)/bin/python
+	@$(BIN)/python scripts/find_gl.py || { echo "installing Mesa's software renderer (libosmesa6)"; \
+	    $(SUDO) apt-get install -y -q libosmesa6 > gl.log 2>&1 || { $(SUDO) apt-get update -q >> gl.log 2>&1 && \
+	    $(SUDO) apt-get install -y -q libosmesa6 >> gl.log 2>&1; } || \
+	    echo "make: that failed (see gl.log); the simulator will say what it needs" >&2; }
+	@touch $@
+
+$(TESTING): requirements/test.txt requirements/train.txt $(RUNTIME)
 	@echo "installing what the tests need"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements/test.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+	    -r requirements/test.txt -r requirements/train.txt
 	@touch $@
 
 clean:  ## Remove the environment and everything built
-	rm -rf $(VENV) build build.log demo
+	rm -rf $(VENV) build build.log gl.log demo

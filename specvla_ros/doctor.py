@@ -39,6 +39,8 @@ _LIBRARIES = (
     "plotly",
     "typer",
     "rich",
+    "mujoco",
+    "av",
 )
 _INSTALL = "pip install -r requirements/runtime.txt"
 
@@ -46,7 +48,7 @@ _INSTALL = "pip install -r requirements/runtime.txt"
 def examine() -> list[Check]:
     """Looks at this machine. Never raises: a broken installation is a finding."""
     checks = [_python(), *_torch(), _triton(), *(_library(name) for name in _LIBRARIES)]
-    return [*checks, *_ros(), _receive_buffer()]
+    return [*checks, _opengl(), _accelerate(), *_ros(), _receive_buffer()]
 
 
 def _python() -> Check:
@@ -98,6 +100,23 @@ def _triton() -> Check:
         return Check("triton", "ok", importlib.import_module("triton").__version__)
 
     return _attempt("triton", version, "only needed on a GPU; it comes with torch there", state="note")
+
+
+def _opengl() -> Check:
+    def backend() -> Check:
+        from specvla_ros.simulation.gl import require_gl
+
+        return Check("OpenGL", "ok", f"offscreen with MUJOCO_GL={require_gl()}")
+
+    return _attempt("OpenGL", backend, "only the simulator needs it: apt-get install libosmesa6", state="note")
+
+
+def _accelerate() -> Check:
+    try:
+        return Check("accelerate", "ok", metadata.version("accelerate"))
+    except metadata.PackageNotFoundError:
+        fix = "only training needs it: pip install -r requirements/train.txt"
+        return Check("accelerate", "note", "not installed", fix)
 
 
 def _ros() -> list[Check]:

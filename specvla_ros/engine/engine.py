@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,8 +14,10 @@ from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.request import Request
+from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.stage_clock import StageClock
+from specvla_ros.engine.tick_work import TickWork
 from specvla_ros.errors import UserError
 from specvla_ros.models.policy import Policy
 
@@ -49,6 +52,12 @@ class Engine:
         self._in_flight: list[Request] = []
         self._last_stamp_ns = 0
         self._prompt_ids: tuple[str, tuple[int, ...]] = ("", ())
+        self._work = TickWork()
+
+    @property
+    def last_work(self) -> TickWork:
+        """What the last tick computed."""
+        return self._work
 
     @property
     def busy(self) -> bool:
@@ -124,6 +133,7 @@ class Engine:
         A fault drops the requests in flight and is reported as their reason; the engine goes on.
         """
         started = time.monotonic_ns()
+        self._work = TickWork()
         try:
             outcomes = self._admit()
             if self._in_flight:
@@ -168,6 +178,7 @@ class Engine:
         """One forward for all requests in flight."""
         requests = tuple(self._in_flight)
         segments = [request.segment() for request in requests]
+        self._work = _work(requests, segments)
         result = packed_forward(self.policy.decoder, segments, self._ring)
         choices = greedy_choice(result.logits).tolist()  # the tick's one read-back
         tick_s = (time.monotonic_ns() - started_ns) * 1e-9
@@ -184,6 +195,7 @@ class Engine:
             if len(request.tokens) >= self.policy.action_dim:
                 outcomes.append(self._outcome(request))
                 self._retire(request)
+        self._work = replace(self._work, finished=len(requests) - len(self._in_flight))
         return outcomes
 
     def _retire(self, request: Request) -> None:
@@ -234,6 +246,13 @@ def _allocate_ring(policy: Policy, max_prompt: int, *, slots: int) -> KVRing:
             f"a slot of {rows} rows is longer than the model's {longest} positions: lower decode.max_text_tokens"
         )
     return new_ring(policy.decoder, slots=slots, slot_rows=rows)
+
+
+def _work(requests: Sequence[Request], segments: Sequence[Segment]) -> TickWork:
+    begun = sum(request.prefix_len == 0 for request in requests)  # its image is seen in the tick that admits it
+    prompts = sum(request.prefilling for request in requests)
+    nodes = sum(len(segment) for segment in segments if segment.parents is not None)
+    return TickWork(images=begun, prompts=prompts, nodes=nodes)
 
 
 def _book_time(request: Request, tick_s: float, vision_s: float) -> None:

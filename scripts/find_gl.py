@@ -1,0 +1,12 @@
+#!/usr/bin/env python3
+"""Exit code 0 if this machine surely draws without a screen: Mesa's OSMesa, or a GPU's EGL.
+
+EGL alone does not say so: without a GPU it needs a DRI driver beside it.
+"""
+
+import ctypes.util
+import os
+import sys
+
+gpu = any(os.path.exists(device) for device in ("/dev/nvidia0", "/dev/dri"))
+sys.exit(0 if ctypes.util.find_library("OSMesa") or (gpu and ctypes.util.find_library("EGL")) else 1)

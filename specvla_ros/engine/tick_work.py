@@ -1,0 +1,20 @@
+"""What one tick computed."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TickWork:
+    """The work of one tick, from which its time on another device can be told.
+
+    Args:
+        images: that went through the vision tower.
+        prompts: requests whose prompt was in the forward, whole or in part.
+        nodes: tree nodes of all requests in the forward.
+        finished: requests that became an action or were dropped.
+    """
+
+    images: int = 0
+    prompts: int = 0
+    nodes: int = 0
+    finished: int = 0

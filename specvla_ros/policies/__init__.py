@@ -1,0 +1,1 @@
+"""Policies that come with the package; see the model cards."""

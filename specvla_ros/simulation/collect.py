@@ -1,0 +1,172 @@
+"""Demonstrations by the scripted experts, with noise injected into what they do but not into what is recorded.
+
+Each moment is also labelled with what the experts of the other tasks would do: the same picture under another
+instruction is what teaches a policy to listen.
+
+Noise follows DART (Laskey et al. 2017, arXiv 1703.09327): the learner sees states off the expert's path together with
+the expert's correction.
+"""
+
+import errno
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from specvla_ros.errors import UserError
+from specvla_ros.simulation.demonstration_bag import DemonstrationRecord, Hindsight, write_demonstration
+from specvla_ros.simulation.episode_pool import run_episodes
+from specvla_ros.simulation.expert import demonstrate
+from specvla_ros.simulation.table_robot import TableRobot
+from specvla_ros.simulation.tasks import TASKS, choose_tasks
+from specvla_ros.simulation.world import SimulationDiverged
+
+# Evaluation draws its layouts from 0 on: what is judged was never demonstrated.
+FIRST_SEED = 1_000_000
+_NOISE = np.array([0.012, 0.012, 0.012, 0.03, 0.03, 0.05, 0.0])  # metres and radians per action, at full noise
+_NOISE_LEVELS = (0.0, 0.5, 1.0)
+_SHOVE_CHANCE = 0.04
+_SHOVE_M = 0.04
+_AFTER_SUCCESS = 3  # frames, so that the policy also knows what to do when it is done
+_NAME = re.compile(r"(?P<task>\w+)-(?P<seed>\d+)")
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """One episode to record."""
+
+    task: str
+    seed: int
+    directory: Path
+    noise: float
+
+
+@dataclass(frozen=True)
+class CollectResult:
+    """What a collection holds now.
+
+    Args:
+        wanted: episodes asked for.
+        kept: of them on the disk.
+        new: of those recorded by this call.
+        failed: episodes in which the expert did not succeed; they are not kept.
+    """
+
+    wanted: int
+    kept: int
+    new: int
+    failed: int
+
+
+def collect(
+    out: Path,
+    *,
+    tasks: list[str],
+    episodes: int,
+    noise: float = 1.0,
+    first_seed: int = FIRST_SEED,
+    workers: int = 0,
+    ray: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> CollectResult:
+    """Records demonstrations as bags `TASK-SEED`; those that are there already are kept.
+
+    Args:
+        out: directory of the bags; made if missing.
+        tasks: names; none: all.
+        episodes: per task.
+        noise: 0 none, 1 as the shipped policy was trained with.
+        first_seed: of the layouts.
+        workers: processes; 0: this one.
+        ray: on a Ray cluster.
+        on_progress: called with the episodes done and wanted.
+
+    Raises:
+        UserError: an unknown task, no OpenGL, or a full disk; what is recorded is kept, and the next call goes on.
+    """
+    chosen = choose_tasks(tasks)
+    wanted = [
+        Demonstration(task.name, first_seed + i, out / f"{task.name}-{first_seed + i:07d}", noise)
+        for i in range(episodes)
+        for task in chosen
+    ]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out} cannot be made: {error.strerror}") from None
+    jobs = [job for job in wanted if not job.directory.exists()]
+    kept, new = len(wanted) - len(jobs), 0
+    for done, (_, succeeded) in enumerate(
+        run_episodes(demonstrate_and_record, jobs, workers=workers, ray=ray), start=1
+    ):
+        new += succeeded
+        if on_progress is not None:
+            on_progress(len(wanted) - len(jobs) + done, len(wanted))
+    return CollectResult(len(wanted), kept + new, new, len(jobs) - new)
+
+
+def demonstrate_and_record(job: Demonstration) -> bool:
+    """Records one demonstration; False, and nothing is kept, when the expert fails.
+
+    Raises:
+        UserError: the disk is full or not writable.
+    """
+    robot = _robot(os.getpid())
+    rng = np.random.default_rng([job.seed, sum(map(ord, job.task))])
+    level = job.noise * rng.choice(_NOISE_LEVELS)
+    robot.reset(job.task, job.seed)
+    images: list[np.ndarray] = []
+    actions: list[np.ndarray] = []
+    others: dict[str, list[np.ndarray]] = {task.name: [] for task in TASKS if task.name != job.task}
+    shove, shoves_left, after = np.zeros(3), 0, 0
+    try:
+        while after < _AFTER_SUCCESS:
+            if len(images) == robot.max_steps:
+                return False
+            state = robot.state()
+            action = demonstrate(robot.task, state)
+            for task in TASKS:
+                if task.name in others:
+                    others[task.name].append(demonstrate(task, state))
+            images.append(robot.look())
+            actions.append(action)
+            disturbed = action + level * rng.normal(size=7) * _NOISE
+            if shoves_left == 0 and rng.random() < _SHOVE_CHANCE:
+                shove, shoves_left = level * rng.uniform(-_SHOVE_M, _SHOVE_M, 3), int(rng.integers(1, 4))
+            if shoves_left:
+                disturbed[:3] += shove
+                shoves_left -= 1
+            robot.take(disturbed)
+            for _ in range(round(robot.action_dt / robot.control_dt)):
+                robot.advance()
+            after += bool(after) or robot.succeeded()
+    except SimulationDiverged:
+        return False
+    try:
+        hindsight = {task.name: Hindsight(task.instruction, others[task.name]) for task in TASKS if task.name in others}
+        record = DemonstrationRecord(images, actions, robot.instruction, robot.action_dt, hindsight)
+        write_demonstration(job.directory, record)
+    except OSError as error:
+        full = error.errno == errno.ENOSPC
+        raise UserError(
+            f"{job.directory} cannot be written: {error.strerror}. "
+            + ("Free some space, or choose another --out; " if full else "")
+            + "what is recorded so far is kept, and the same command goes on from there"
+        ) from None
+    return True
+
+
+def episode_of(bag: Path) -> tuple[str, int] | None:
+    """Task and seed that a bag's name tells; None for a bag that was not collected here."""
+    match = _NAME.fullmatch(bag.name)
+    return (match["task"], int(match["seed"])) if match else None
+
+
+@lru_cache(maxsize=1)
+def _robot(process: int) -> TableRobot:
+    """One per process: making its OpenGL context takes longer than an episode."""
+    return TableRobot()

@@ -1,0 +1,130 @@
+"""One demonstration as a ROS 2 bag: what the camera saw, what was asked, what the expert did."""
+
+import io
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from rosbags.interfaces import Qos, QosDurability, QosHistory, QosLiveliness, QosReliability, QosTime
+from rosbags.rosbag2 import StoragePlugin, Writer
+from rosbags.typesys import Stores, get_typestore
+
+IMAGE_TOPIC = "/camera/image_raw/compressed"
+INSTRUCTION_TOPIC = "/instruction"
+ACTION_TOPIC = "/ground_truth/action"
+# What the expert would have done at each moment under another instruction (NAME: the other task).
+HINDSIGHT_ACTION_TOPIC = "/hindsight/{}/action"
+HINDSIGHT_INSTRUCTION_TOPIC = "/hindsight/{}/instruction"
+_START_NS = 1_700_000_000 * 10**9
+_JPEG_QUALITY = 95
+_FOREVER = QosTime(sec=2**31 - 1, nsec=2**32 - 1)
+
+
+@dataclass(frozen=True)
+class Hindsight:
+    """What another instruction would have asked for.
+
+    Args:
+        instruction: the other one.
+        actions: float64 [7] each, one per image.
+    """
+
+    instruction: str
+    actions: Sequence[np.ndarray]
+
+
+@dataclass(frozen=True)
+class DemonstrationRecord:
+    """One demonstration.
+
+    Args:
+        images: RGB uint8 [height, width, 3] each.
+        actions: float64 [7] each, one per image: metres and radians over action_dt, gripper 1 open.
+        instruction: that was followed.
+        action_dt: seconds between the images.
+        hindsight: by the name of the other task.
+    """
+
+    images: Sequence[np.ndarray]
+    actions: Sequence[np.ndarray]
+    instruction: str
+    action_dt: float
+    hindsight: Mapping[str, Hindsight]
+
+
+def write_demonstration(directory: Path, record: DemonstrationRecord) -> None:
+    """Writes an MCAP bag that `specvla replay` and `specvla train-policy` read; it appears when it is complete.
+
+    Args:
+        directory: of the bag; must not exist.
+        record: what to write.
+
+    Raises:
+        OSError: it cannot be written; nothing is left at `directory`.
+    """
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        _write(partial, record)
+        partial.rename(directory)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write(directory: Path, record: DemonstrationRecord) -> None:
+    store = get_typestore(Stores.ROS2_JAZZY)
+    types = store.types
+    with Writer(directory, version=9, storage_plugin=StoragePlugin.MCAP) as writer:
+
+        def channel(topic: str, msgtype: str, qos: Sequence[Qos] = ()) -> Any:
+            return writer.add_connection(topic, msgtype, typestore=store, offered_qos_profiles=qos)
+
+        def write(connection: Any, at: int, message: Any) -> None:
+            writer.write(connection, at, store.serialize_cdr(message, connection.msgtype))
+
+        images = channel(IMAGE_TOPIC, "sensor_msgs/msg/CompressedImage")
+        texts = {INSTRUCTION_TOPIC: record.instruction}
+        actions = {ACTION_TOPIC: record.actions}
+        for name, hindsight in record.hindsight.items():
+            texts[HINDSIGHT_INSTRUCTION_TOPIC.format(name)] = hindsight.instruction
+            actions[HINDSIGHT_ACTION_TOPIC.format(name)] = hindsight.actions
+        for topic, text in texts.items():
+            write(
+                channel(topic, "std_msgs/msg/String", [_latched()]), _START_NS, types["std_msgs/msg/String"](data=text)
+            )
+        channels = {topic: channel(topic, "std_msgs/msg/Float64MultiArray") for topic in actions}
+        layout = types["std_msgs/msg/MultiArrayLayout"](dim=[], data_offset=0)
+        for i, image in enumerate(record.images):
+            at = _START_NS + i * round(record.action_dt * 1e9)
+            stamp = types["builtin_interfaces/msg/Time"](sec=at // 10**9, nanosec=at % 10**9)
+            header = types["std_msgs/msg/Header"](stamp=stamp, frame_id="camera")
+            compressed = types["sensor_msgs/msg/CompressedImage"](header=header, format="jpeg", data=_jpeg(image))
+            write(images, at, compressed)
+            for topic, values in actions.items():
+                data = np.asarray(values[i], dtype=np.float64)
+                write(channels[topic], at, types["std_msgs/msg/Float64MultiArray"](layout=layout, data=data))
+
+
+def _jpeg(image: np.ndarray) -> np.ndarray:
+    stream = io.BytesIO()
+    Image.fromarray(image).save(stream, "jpeg", quality=_JPEG_QUALITY, subsampling=0)
+    return np.frombuffer(stream.getvalue(), dtype=np.uint8)
+
+
+def _latched() -> Qos:
+    return Qos(
+        history=QosHistory.KEEP_LAST,
+        depth=1,
+        reliability=QosReliability.RELIABLE,
+        durability=QosDurability.TRANSIENT_LOCAL,
+        deadline=_FOREVER,
+        lifespan=_FOREVER,
+        liveliness=QosLiveliness.AUTOMATIC,
+        liveliness_lease_duration=_FOREVER,
+        avoid_ros_namespace_conventions=False,
+    )

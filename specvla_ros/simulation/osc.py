@@ -1,0 +1,105 @@
+"""Operational-space control of the arm's pose: from 7 values in [-1, 1] to joint torques.
+
+The convention is robosuite's OSC_POSE, which LIBERO uses too: three translations (±1 is ±0.05 m) and three rotations
+(axis-angle, ±1 is ±0.5 rad) per control step in the base frame, then the gripper (+1 closes, -1 opens), at 20 Hz.
+Torques follow Khatib (1987), "A unified approach for motion and force control of robot manipulators", section III:
+the task-space inertia makes the directions independent of each other.
+"""
+
+import mujoco
+import numpy as np
+
+POSITION_SCALE_M = 0.05
+ROTATION_SCALE_RAD = 0.5
+CONTROL_HZ = 20
+_STIFFNESS = 1500.0  # [1/s²]; critically damped: the hand lags its goal by 50 ms
+_NULLSPACE_STIFFNESS = 20.0
+# The goal may lead the hand by this much: against an obstacle it must not run away and then leap.
+_LEAD_M = 0.06
+_LEAD_RAD = 0.4
+_OPEN_M = 0.04
+
+
+class OscPose:
+    """Moves the hand's pinch site to a goal pose that each control step displaces.
+
+    Args:
+        model: with joints joint1 … joint7, fingers left_finger and right_finger, and a site `pinch`.
+        low: float64 [3], the least goal position in metres, base frame: keeps the fingers above the table.
+        high: float64 [3], the largest.
+    """
+
+    def __init__(self, model: mujoco.MjModel, low: np.ndarray, high: np.ndarray) -> None:
+        self._model = model
+        self._low, self._high = low, high
+        self._site = model.site("pinch").id
+        joints = [model.joint(f"joint{i}") for i in range(1, 8)]
+        self._dofs = np.array([joint.dofadr[0] for joint in joints])
+        self._positions = np.array([joint.qposadr[0] for joint in joints])
+        self._limit = np.array([model.actuator(f"joint{i}").ctrlrange[1] for i in range(1, 8)])
+        self._arm_controls = np.array([model.actuator(f"joint{i}").id for i in range(1, 8)])
+        self._fingers = np.array([model.actuator(f"{side}_finger").id for side in ("left", "right")])
+        self._jacobian = np.zeros((6, model.nv))
+        self._inertia = np.zeros((model.nv, model.nv))
+
+    def reset(self, data: mujoco.MjData) -> None:
+        """Takes the present pose as the goal, and opens the gripper."""
+        self._goal = data.site_xpos[self._site].copy()
+        self._goal_rotation = data.site_xmat[self._site].reshape(3, 3).copy()
+        self._rest = data.qpos[self._positions].copy()
+        data.ctrl[self._fingers] = _OPEN_M
+
+    def displace(self, data: mujoco.MjData, action: np.ndarray) -> None:
+        """Moves the goal by one control step's action, float [7], clipped to [-1, 1]."""
+        action = np.clip(action, -1.0, 1.0)
+        position = data.site_xpos[self._site]
+        goal = self._goal + POSITION_SCALE_M * action[:3]
+        goal = np.clip(goal, position - _LEAD_M, position + _LEAD_M)
+        self._goal = np.clip(goal, self._low, self._high)
+        rotation = data.site_xmat[self._site].reshape(3, 3)
+        wanted = rotation_matrix(ROTATION_SCALE_RAD * action[3:6]) @ self._goal_rotation
+        lead = rotation_vector(wanted @ rotation.T)
+        size = np.linalg.norm(lead)
+        if size > _LEAD_RAD:
+            wanted = rotation_matrix(lead * (_LEAD_RAD / size)) @ rotation
+        self._goal_rotation = wanted
+        data.ctrl[self._fingers] = 0.0 if action[6] > 0 else _OPEN_M
+
+    def apply(self, data: mujoco.MjData) -> None:
+        """Sets the arm's torques for the next physics step."""
+        model, jacobian = self._model, self._jacobian
+        mujoco.mj_jacSite(model, data, jacobian[:3], jacobian[3:], self._site)
+        mujoco.mj_fullM(model, self._inertia, data.qM)
+        j = jacobian[:, self._dofs]
+        inertia = self._inertia[np.ix_(self._dofs, self._dofs)]
+        velocity = data.qvel[self._dofs]
+        inverse_j = np.linalg.solve(inertia, j.T)
+        task_inertia = np.linalg.inv(j @ inverse_j + 1e-6 * np.eye(6))
+        rotation = data.site_xmat[self._site].reshape(3, 3)
+        error = np.concatenate(
+            [self._goal - data.site_xpos[self._site], rotation_vector(self._goal_rotation @ rotation.T)]
+        )
+        force = task_inertia @ (_STIFFNESS * error - 2 * _STIFFNESS**0.5 * (j @ velocity))
+        posture = _NULLSPACE_STIFFNESS * (self._rest - data.qpos[self._positions])
+        posture -= 2 * _NULLSPACE_STIFFNESS**0.5 * velocity
+        free = inertia @ (posture - inverse_j @ (task_inertia @ (j @ posture)))
+        torque = j.T @ force + free + data.qfrc_bias[self._dofs]
+        data.ctrl[self._arm_controls] = np.clip(torque, -self._limit, self._limit)
+
+
+def rotation_matrix(vector: np.ndarray) -> np.ndarray:
+    """Rotation vector [3] in radians to a matrix [3, 3] (Rodrigues)."""
+    quaternion, matrix = np.zeros(4), np.zeros(9)
+    angle = float(np.linalg.norm(vector))
+    axis = vector / angle if angle > 0 else np.array([0.0, 0.0, 1.0])
+    mujoco.mju_axisAngle2Quat(quaternion, axis, angle)
+    mujoco.mju_quat2Mat(matrix, quaternion)
+    return matrix.reshape(3, 3)
+
+
+def rotation_vector(matrix: np.ndarray) -> np.ndarray:
+    """Rotation matrix [3, 3] to a rotation vector [3] in radians, no longer than pi."""
+    quaternion, vector = np.zeros(4), np.zeros(3)
+    mujoco.mju_mat2Quat(quaternion, np.ascontiguousarray(matrix).ravel())
+    mujoco.mju_quat2Vel(vector, quaternion, 1.0)
+    return vector

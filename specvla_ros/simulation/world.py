@@ -1,0 +1,172 @@
+"""The simulated table: physics, state and pictures."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import mujoco
+import numpy as np
+
+from specvla_ros.errors import UserError
+from specvla_ros.simulation.layout import DISTRACTORS, Layout
+from specvla_ros.simulation.osc import CONTROL_HZ, OscPose, rotation_matrix, rotation_vector
+
+_log = logging.getLogger(__name__)
+# Otherwise MuJoCo writes its warnings to a file in whatever directory the process runs in.
+mujoco.set_mju_user_warning(lambda message: _log.warning("MuJoCo: %s", message))
+
+JOINTS = (*(f"joint{i}" for i in range(1, 8)), "left_finger", "right_finger")
+CAMERA = "front"
+IMAGE_SIZE = 224
+# The pinch site is 4 mm above the fingertips at the lowest.
+WORKSPACE_LOW_M = np.array([0.30, -0.30, 0.015])
+WORKSPACE_HIGH_M = np.array([0.78, 0.30, 0.30])
+_SCENE = Path(__file__).parent / "assets" / "table.xml"
+_HOME = (0.0, 0.15, 0.0, -2.2, 0.0, 2.35, 0.785)
+_OFF_TABLE_M = 5.0
+
+
+class SimulationDiverged(RuntimeError):
+    """The physics gave a value that is not finite; the episode is void."""
+
+
+@dataclass(frozen=True)
+class WorldState:
+    """What experts and success tests look at; metres and radians, base frame.
+
+    Args:
+        hand: float64 [3], the point between the fingertips.
+        rotation: float64 [3, 3], of the hand; columns are its axes, z points out of the fingers.
+        opening: distance between the fingers, metres.
+        positions: per body float64 [3], its centre.
+        yaws: per body, its rotation about z.
+    """
+
+    hand: np.ndarray
+    rotation: np.ndarray
+    opening: float
+    positions: dict[str, np.ndarray]
+    yaws: dict[str, float]
+
+
+class World:
+    """One table. Not to be shared between threads.
+
+    Raises:
+        UserError: the installed MuJoCo cannot read the scene.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self.model = mujoco.MjModel.from_xml_path(str(_SCENE))
+        except ValueError as error:
+            raise UserError(f"{_SCENE} cannot be compiled by MuJoCo {mujoco.__version__} ({error})") from None
+        # Otherwise a diverged world silently starts again from its first state.
+        self.model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET
+        self.data = mujoco.MjData(self.model)
+        self._osc = OscPose(self.model, WORKSPACE_LOW_M, WORKSPACE_HIGH_M)
+        self._substeps = round(1.0 / CONTROL_HZ / self.model.opt.timestep)
+        self._camera = self.model.camera(CAMERA)
+        self._camera_position = self._camera.pos.copy()
+        self._camera_quaternion = self._camera.quat.copy()
+        self._bodies = [body for body in map(self._body_name, range(self.model.nbody)) if body in _MOVABLE]
+
+    @property
+    def time_s(self) -> float:
+        """Simulated seconds since the reset."""
+        return float(self.data.time)
+
+    def reset(self, layout: Layout) -> None:
+        """Sets the world to the start that a layout describes."""
+        mujoco.mj_resetData(self.model, self.data)
+        for name, value in zip(JOINTS, (*_HOME, 0.04, 0.04), strict=True):
+            self.data.joint(name).qpos = value
+        for body in _MOVABLE:
+            self._place(body, layout.poses.get(body, (_OFF_TABLE_M + len(body), 0.0, -0.4, 0.0)))
+        self._dress(layout)
+        mujoco.mj_forward(self.model, self.data)
+        self._osc.reset(self.data)
+        self._move_hand_to(layout.hand)
+        self.data.time = 0.0
+
+    def control_step(self, action: np.ndarray) -> None:
+        """One OSC_POSE step of 50 ms.
+
+        Args:
+            action: float [7] in [-1, 1]: translation (±0.05 m), rotation (±0.5 rad), gripper (+1 closes).
+
+        Raises:
+            SimulationDiverged: the action or the state after it is not finite.
+        """
+        if not np.isfinite(action).all():
+            raise SimulationDiverged("an action that is not finite was given to the arm")
+        self._osc.displace(self.data, action)
+        for _ in range(self._substeps):
+            self._osc.apply(self.data)
+            mujoco.mj_step(self.model, self.data)
+        if not (np.isfinite(self.data.qpos).all() and np.isfinite(self.data.qvel).all()):
+            raise SimulationDiverged(f"the physics diverged at {self.time_s:.2f} s")
+
+    def state(self) -> WorldState:
+        """The present state, copied."""
+        site = self.data.site("pinch")
+        opening = float(self.data.joint("left_finger").qpos[0] + self.data.joint("right_finger").qpos[0])
+        return WorldState(
+            hand=site.xpos.copy(),
+            rotation=site.xmat.reshape(3, 3).copy(),
+            opening=opening,
+            positions={body: self.data.body(body).xpos.copy() for body in self._bodies},
+            yaws={body: _yaw(self.data.body(body).xmat) for body in self._bodies},
+        )
+
+    def joint_state(self) -> tuple[np.ndarray, np.ndarray]:
+        """Positions and velocities, float64 [9] each, in the order of JOINTS; radians, and metres for the fingers."""
+        joints = [self.data.joint(name) for name in JOINTS]
+        return np.array([j.qpos[0] for j in joints]), np.array([j.qvel[0] for j in joints])
+
+    def _body_name(self, index: int) -> str:
+        return str(self.model.body(index).name)
+
+    def _place(self, body: str, pose: tuple[float, float, float, float]) -> None:
+        x, y, z, yaw = pose
+        quaternion = np.array([np.cos(yaw / 2), 0.0, 0.0, np.sin(yaw / 2)])
+        if body == "block":
+            self.model.body(body).pos[:] = x, y, z
+            self.model.body(body).quat[:] = quaternion
+            return
+        joint = self.model.joint(int(self.model.body(body).jntadr[0]))
+        self.data.qpos[joint.qposadr[0] : joint.qposadr[0] + 7] = x, y, z, *quaternion
+
+    def _dress(self, layout: Layout) -> None:
+        for name, rgb in layout.colours.items():
+            self.model.geom(name).rgba[:3] = rgb
+        self._camera.pos[:] = self._camera_position + layout.camera_shift
+        turn = np.zeros(4)
+        angle = float(np.linalg.norm(layout.camera_turn))
+        mujoco.mju_axisAngle2Quat(turn, layout.camera_turn / max(angle, 1e-12), angle)
+        mujoco.mju_mulQuat(self._camera.quat, self._camera_quaternion, turn)
+        lamp = self.model.light("lamp")
+        lamp.dir[:] = layout.lamp_direction / np.linalg.norm(layout.lamp_direction)
+        lamp.diffuse[:] = layout.lamp
+        self.model.vis.headlight.ambient[:] = layout.ambient
+
+    def _move_hand_to(self, goal: np.ndarray) -> None:
+        # By the controller itself, so that the arm's posture is one that it reaches in use.
+        for _ in range(2 * CONTROL_HZ):
+            away = goal - self.data.site("pinch").xpos
+            self.control_step(np.array([*np.clip(away / 0.05, -0.6, 0.6), 0, 0, 0, -1.0]))
+            if np.linalg.norm(away) < 0.004:
+                return
+
+
+_MOVABLE = ("red_cube", "green_cube", "blue_cube", "block", *DISTRACTORS)
+
+
+def _yaw(matrix: np.ndarray) -> float:
+    return float(np.arctan2(matrix[3], matrix[0]))
+
+
+def upright_error(rotation: np.ndarray, yaw: float) -> np.ndarray:
+    """Rotation vector [3] that turns a hand to point straight down with its fingers opening across `yaw`."""
+    down = rotation_matrix(np.array([0.0, 0.0, yaw])) @ np.diag([1.0, -1.0, -1.0])
+    return rotation_vector(down @ rotation.T)

@@ -1,0 +1,37 @@
+"""Episodes in processes: each once, whatever dies."""
+
+import pytest
+from support.episode_jobs import die, refuse, square
+
+from specvla_ros.errors import UserError
+from specvla_ros.simulation.episode_pool import run_episodes
+
+
+@pytest.mark.parametrize("workers", (0, 2))
+def test_each_job_comes_back_once(workers, tmp_path):
+    jobs = [(number, str(tmp_path)) for number in (1, 2, 4, 5)]
+    results = list(run_episodes(square, jobs, workers=workers))
+    assert sorted(results) == sorted((job, job[0] ** 2) for job in jobs)
+
+
+def test_episodes_of_a_killed_worker_are_done_again_and_counted_once(tmp_path):
+    jobs = [(number, str(tmp_path)) for number in range(8)]
+    results = list(run_episodes(square, jobs, workers=2))
+    assert sorted(job[0] for job, _ in results) == list(range(8))
+    assert len(list(tmp_path.glob("3-*"))) == 2
+
+
+def test_worker_that_dies_again_and_again_ends_with_advice():
+    with pytest.raises(UserError, match=r"died 3 times.*fewer --workers"):
+        list(run_episodes(die, [7], workers=1))
+
+
+def test_error_of_the_user_reaches_the_user():
+    with pytest.raises(UserError, match="episode 1 cannot be"):
+        list(run_episodes(refuse, [1], workers=1))
+
+
+def test_ray_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(UserError, match=r"pip install 'specvla_ros\[ray\]'"):
+        list(run_episodes(square, [], workers=0, ray=True))

@@ -1,0 +1,118 @@
+"""Time in an episode: what the policy's slowness costs, and what it must not change."""
+
+import json
+
+import numpy as np
+import pytest
+from support.expert_engine import ExpertEngine
+from support.gl import needs_gl
+
+from specvla_ros.engine.outcome import Drop, DropReason
+from specvla_ros.engine.tick_work import TickWork
+from specvla_ros.errors import UserError
+from specvla_ros.simulation.device_pace import EmulatedDevice, read_device, tick_time
+from specvla_ros.simulation.rollout import Clock, Rollout
+from specvla_ros.simulation.table_robot import TableRobot
+
+pytestmark = needs_gl
+
+
+@pytest.fixture(scope="module")
+def robot():
+    robot = TableRobot(image_size=32)
+    yield robot
+    robot.close()
+
+
+def device(total_s: float) -> EmulatedDevice:
+    return EmulatedDevice("test", "invented", 0.1 * total_s, 0.3 * total_s, 0.1 * total_s, 0.0)
+
+
+def run(robot: TableRobot, clock: Clock, total_s: float, task: str = "lift_red", seeds: int = 8):
+    rollout = Rollout(ExpertEngine(robot), robot, clock, tick_time(device(total_s)))
+    return [rollout.run(task, seed) for seed in range(seeds)]
+
+
+def test_lockstep_world_waits_however_slow_the_policy_is(robot):
+    fast, slow = (run(robot, Clock.LOCKSTEP, total_s, seeds=3) for total_s in (0.01, 3.0))
+    assert [(r.succeeded, r.steps, r.time_s) for r in fast] == [(r.succeeded, r.steps, r.time_s) for r in slow]
+    assert all(result.succeeded for result in fast)
+    assert fast[0].time_s == pytest.approx(0.2 * fast[0].steps, abs=0.2)
+    assert slow[0].latency_s == pytest.approx([3.0] * slow[0].steps)
+
+
+def test_realtime_world_moves_on_and_slowness_costs_success(robot):
+    fast, slow = (run(robot, Clock.REALTIME, total_s) for total_s in (0.02, 1.5))
+    assert all(result.succeeded for result in fast)
+    assert sum(result.succeeded for result in slow) < len(slow)
+    assert np.mean([result.time_s for result in slow]) > 1.5 * np.mean([result.time_s for result in fast])
+
+
+def test_realtime_latency_is_the_time_from_the_picture_to_the_action(robot):
+    (result,) = run(robot, Clock.REALTIME, 0.5, seeds=1)
+    # The picture is the newest of those taken each 50 ms.
+    assert all(0.5 - 1e-6 <= seconds <= 0.55 + 1e-6 for seconds in result.latency_s)
+    assert result.steps == len(result.latency_s)
+
+
+def test_a_fast_policy_does_not_make_the_arm_faster(robot):
+    lockstep = run(robot, Clock.LOCKSTEP, 0.01, seeds=4)
+    realtime = run(robot, Clock.REALTIME, 0.001, seeds=4)
+    for waited, moved in zip(lockstep, realtime, strict=True):
+        assert moved.steps > 2 * waited.steps
+        assert moved.time_s > 0.6 * waited.time_s
+
+
+def test_policy_without_actions_ends_the_episode_and_never_moves_the_robot(robot):
+    class Dead(ExpertEngine):
+        def tick(self):
+            observation, _ = self._waiting
+            self._waiting = None
+            self.last_work = TickWork(images=1, prompts=1, finished=1)
+            return [Drop(observation, DropReason.ENGINE_FAULT, "gone")]
+
+    for clock in Clock:
+        rollout = Rollout(Dead(robot), robot, clock, tick_time(device(0.1)))
+        result = rollout.run("lift_red", 0)
+        assert not result.succeeded and "no action for 10 images" in result.failure
+        assert result.drops == {"engine_fault": 10} and result.acted_on is None
+
+
+def test_world_that_diverges_ends_the_episode(robot):
+    class Wild(ExpertEngine):
+        def tick(self):
+            outcomes = super().tick()
+            for outcome in outcomes:
+                outcome.values[:] = np.nan
+            return outcomes
+
+    result = Rollout(Wild(robot), robot, Clock.LOCKSTEP, tick_time(None)).run("lift_red", 0)
+    assert "not finite" in result.failure and not result.succeeded
+
+
+@pytest.mark.parametrize("name", ("orin", "rtx5090", "h200"))
+def test_devices_of_the_package_can_be_read(name):
+    found = read_device(name)
+    assert 0 < found.vision_s < found.prefill_s and found.source.startswith("assumed")
+    assert found.tick_s(TickWork(images=1, prompts=1)) == found.vision_s + found.prefill_s
+    assert found.tick_s(TickWork(nodes=1)) == found.decode_s and found.tick_s(TickWork()) == 0
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "none of h200, orin, rtx5090, and no file"),
+        ("[", "is no JSON"),
+        ("{}", "it needs name, source and the seconds"),
+        (
+            json.dumps(dict(name="x", source="y", vision_s=-1, prefill_s=0, decode_s=0, overhead_s=0)),
+            "between 0 and 60",
+        ),
+    ],
+)
+def test_device_that_cannot_be_read_is_refused(text, message, tmp_path):
+    path = tmp_path / "device.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_device(str(path))

@@ -1,0 +1,77 @@
+"""The scripted expert in the place of the engine: decides from the true state of the moment that it is shown."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.outcome import Action, DecodeRecord, Outcome, StageTimings
+from specvla_ros.engine.tick_work import TickWork
+from specvla_ros.models.action_statistics import DEFAULT_NAMES, ActionStatistics
+from specvla_ros.simulation.expert import demonstrate
+from specvla_ros.simulation.table_robot import TableRobot
+from specvla_ros.simulation.tasks import TASKS
+
+STATISTICS = ActionStatistics(
+    "expert",
+    np.array([-0.05] * 3 + [-0.2] * 3 + [0.0]),
+    np.array([0.05] * 3 + [0.2] * 3 + [1.0]),
+    np.array([True] * 6 + [False]),
+)
+
+
+class ExpertEngine:
+    """Answers as an engine in mode `ar` does: a tick with the prompt, then one per token.
+
+    Args:
+        robot: whose state is looked at when an observation is submitted.
+    """
+
+    policy = SimpleNamespace(statistics=STATISTICS)
+
+    def __init__(self, robot: TableRobot) -> None:
+        self.robot = robot
+        self.last_work = TickWork()
+        self.reset()
+
+    def reset(self) -> None:
+        self._waiting: tuple[Observation, np.ndarray] | None = None
+        self._ticks = 0
+
+    def check_instruction(self, instruction: str) -> None:
+        self._task(instruction)
+
+    @property
+    def busy(self) -> bool:
+        return self._waiting is not None
+
+    def submit(self, observation: Observation) -> list[Outcome]:
+        assert self._waiting is None
+        self._waiting = (observation, demonstrate(self._task(observation.instruction), self.robot.state()))
+        self._ticks = 0
+        return []
+
+    def tick(self) -> list[Outcome]:
+        assert self._waiting is not None
+        first, last = self._ticks == 0, self._ticks == 6
+        self.last_work = TickWork(images=int(first), prompts=int(first), nodes=int(not first), finished=int(last))
+        self._ticks += 1
+        if not last:
+            return []
+        observation, values = self._waiting
+        self._waiting = None
+        return [
+            Action(
+                observation=observation,
+                names=DEFAULT_NAMES,
+                values=values,
+                tokens=(0,) * 7,
+                timings=StageTimings(),
+                record=DecodeRecord("ar"),
+                finished_ns=1,
+            )
+        ]
+
+    @staticmethod
+    def _task(instruction: str):
+        return next(task for task in TASKS if task.instruction == instruction)
