@@ -65,6 +65,7 @@ class OpenVLAConfig:
         action_bins: bin edges per action dimension.
         norm_stats: the checkpoint's dataset statistics by unnorm_key.
         chat_prompt: True for OpenVLA v0.1, whose prompt is Vicuna's.
+        instructions: all that the policy was taught, where config.json lists them (this package's addition).
     """
 
     towers: tuple[VisionTowerConfig, ...]
@@ -73,6 +74,7 @@ class OpenVLAConfig:
     action_bins: int
     norm_stats: Mapping[str, Any]
     chat_prompt: bool
+    instructions: tuple[str, ...] = ()
 
     @property
     def token_vocab_size(self) -> int:
@@ -136,6 +138,7 @@ def read_config(directory: Path) -> OpenVLAConfig:
             action_bins=int(raw.get("n_action_bins", 256)),
             norm_stats=read_json(statistics) if statistics.exists() else raw.get("norm_stats") or {},
             chat_prompt="vicuna" in str(raw.get("llm_backbone_id", "")),
+            instructions=tuple(str(each) for each in raw.get("instructions") or ()),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: {type(error).__name__}: {error}; compare it with a released checkpoint's") from None

@@ -121,6 +121,7 @@ def load_policy(
         chat=config.chat_prompt,
         token_vocab_size=config.token_vocab_size,
         vocab_size=config.llama.vocab_size,
+        taught=config.instructions,
     )
     target = _device(device)
     model = _empty_model(config, target, _dtype(dtype, target))

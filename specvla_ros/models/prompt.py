@@ -25,21 +25,30 @@ class PromptTokenizer:
         chat: OpenVLA v0.1's prompt in place of the usual one.
         trailing_id: the token that must end the prompt; None in a vocabulary without a lone space.
         vocab_size: ids the model has embeddings for.
+        taught: all instructions that the policy was trained on, where its config.json lists them; empty: any is asked.
     """
 
     tokenizer: Tokenizer | None
     chat: bool
     trailing_id: int | None
     vocab_size: int
+    taught: tuple[str, ...] = ()
 
     def ids(self, instruction: str) -> tuple[int, ...]:
         """Prompt ids of an instruction, BOS first, the trailing token last.
 
         Raises:
-            UserError: the instruction is empty, or the checkpoint has no tokenizer.
+            UserError: the instruction is empty, was never taught, or the checkpoint has no tokenizer.
         """
         if not instruction.strip():
             raise UserError("the instruction is empty; say what the robot shall do, for instance 'put carrot on plate'")
+        if self.taught:
+            instruction = normalise_instruction(instruction)
+            if instruction not in self.taught:
+                raise UserError(
+                    f"the policy was never taught '{instruction}'; it knows: "
+                    + "; ".join(f"'{each}'" for each in self.taught)
+                )
         if self.tokenizer is None:
             raise UserError(
                 "the checkpoint has no tokenizer.json, so instructions cannot be read; copy it there from the released "
@@ -68,13 +77,21 @@ class PromptTokenizer:
         return (*ids, self.trailing_id)
 
 
-def read_prompt_tokenizer(directory: Path, *, chat: bool, token_vocab_size: int, vocab_size: int) -> PromptTokenizer:
+def normalise_instruction(instruction: str) -> str:
+    """Lower case, single spaces, no full stop: as a list of taught instructions is compared."""
+    return " ".join(instruction.lower().split()).rstrip(".!")
+
+
+def read_prompt_tokenizer(
+    directory: Path, *, chat: bool, token_vocab_size: int, vocab_size: int, taught: tuple[str, ...] = ()
+) -> PromptTokenizer:
     """Reads tokenizer.json if it is there.
 
     Args:
         token_vocab_size: tokens in the vocabulary, padding not counted; tells Llama's vocabulary from a smaller one,
             whose own lone-space token takes the place of 29871.
         vocab_size: rows of the embedding.
+        taught: see PromptTokenizer.
 
     Raises:
         UserError: tokenizer.json cannot be read, or gives ids the model does not have.
@@ -95,4 +112,4 @@ def read_prompt_tokenizer(directory: Path, *, chat: bool, token_vocab_size: int,
         trailing: int | None = LLAMA_SPACE_ID
     else:
         trailing = tokenizer.token_to_id("▁") if tokenizer is not None else None
-    return PromptTokenizer(tokenizer, chat, trailing, vocab_size)
+    return PromptTokenizer(tokenizer, chat, trailing, vocab_size, taught)

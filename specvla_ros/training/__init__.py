@@ -1,0 +1,1 @@
+"""Training a small policy, and what speculation needs beside it."""

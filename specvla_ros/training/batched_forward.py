@@ -1,0 +1,131 @@
+"""The policy's forward pass as training needs it: many sequences of one length, without a KV ring, with gradients.
+
+It reads the parameters of the very model that is served; `test_batched_forward` holds it against the packed forward.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specvla_ros.models.llama import LlamaDecoder, LlamaLayer
+from specvla_ros.models.openvla import OpenVLA
+from specvla_ros.models.vision_tower import VisionTower
+
+
+def action_logits(model: OpenVLA, pixels: Tensor, prompt_ids: Tensor, lengths: Tensor, answers: Tensor) -> Tensor:
+    """Logits of every action token, each after the true tokens before it (teacher forcing).
+
+    All instructions of an image share its rows: a sequence is BOS, the image, then one branch per instruction that sees
+    those rows and itself. Each branch gives what a sequence of its own would.
+
+    Args:
+        pixels: [batch, 3 * towers, size, size], normalised.
+        prompt_ids: int64 [batch, asked, n], BOS first, padded on the right.
+        lengths: int64 [batch, asked], ids of each prompt that are not padding.
+        answers: int64 [batch, asked, action_dim], the action tokens.
+
+    Returns:
+        [batch, asked, action_dim, vocab].
+    """
+    batch, asked, dim = answers.shape
+    image = image_embeddings(model, pixels)
+    prefix = 1 + image.shape[1]
+    # The answer follows its prompt at once; padding goes behind both, where causal attention hides it. The last token
+    # of the answer predicts nothing.
+    width = prompt_ids.shape[2] + dim - 1
+    text_ids = F.pad(prompt_ids, (0, dim))
+    at = lengths[..., None] + torch.arange(dim, device=answers.device)
+    text_ids = text_ids.scatter(2, at, answers)[..., :width]
+    text = model.decoder.embed_tokens(text_ids).to(image.dtype)
+    branches = text[:, :, 1:].flatten(1, 2)
+    embeddings = torch.cat((text[:, 0, :1], image, branches), dim=1)
+    mask, positions = _branch_layout(prefix, asked, width - 1, image.device)
+    # The token before each answer predicts it.
+    rows = at - 2 + prefix + (width - 1) * torch.arange(asked, device=answers.device)[:, None]
+    hidden = decoder_hidden(model.decoder, embeddings, mask, positions, rows.flatten(1))
+    return F.linear(hidden, model.decoder.lm_head.weight).view(batch, asked, dim, -1)
+
+
+def _branch_layout(prefix: int, branches: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which row sees which, bool [rows, rows], and the position of each row, int64 [rows]."""
+    rows = torch.arange(prefix + branches * width, device=device)
+    branch = torch.where(rows < prefix, -1, (rows - prefix) // width)
+    positions = torch.where(rows < prefix, rows, prefix + (rows - prefix) % width)
+    causal = rows[:, None] >= rows
+    mask = causal & ((branch == -1) | (branch[:, None] == branch))
+    return mask, positions
+
+
+def image_embeddings(model: OpenVLA, pixels: Tensor) -> Tensor:
+    """[batch, 3 * towers, size, size] to [batch, image_tokens, hidden]."""
+    images = pixels.split(3, dim=1)
+    features = [_vision(cast(VisionTower, tower), image) for tower, image in zip(model.towers, images, strict=True)]
+    return model.projector(torch.cat(features, dim=2))
+
+
+def decoder_hidden(
+    decoder: LlamaDecoder, embeddings: Tensor, mask: Tensor, positions: Tensor, wanted: Tensor
+) -> Tensor:
+    """Hidden states behind the final norm.
+
+    Args:
+        decoder: the language model.
+        embeddings: [batch, rows, hidden].
+        mask: bool [rows, rows], True where a row (first) sees another.
+        positions: int64 [rows].
+        wanted: int64 [batch, n], rows whose states are asked for.
+
+    Returns:
+        [batch, n, hidden].
+    """
+    cos, sin = decoder._rotation(positions)
+    x = embeddings
+    layers = [cast(LlamaLayer, layer) for layer in decoder.layers]
+    for layer in layers:
+        x = x + _attention(layer, x, cos, sin, mask)
+        if layer is layers[-1]:  # behind the last attention the other rows serve nobody
+            x = x.gather(1, wanted[:, :, None].expand(-1, -1, x.shape[-1]))
+        gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, dim=-1)
+        x = x + layer.down(F.silu(gate) * up)
+    return decoder.norm(x)
+
+
+def _vision(tower: VisionTower, image: Tensor) -> Tensor:
+    patches = tower.patch_embed.proj(image).flatten(2).transpose(1, 2) + tower.pos_embed
+    prefix = [
+        token.expand(len(image), -1, -1).to(patches.dtype)
+        for token in (tower.cls_token, tower.reg_token)
+        if token is not None
+    ]
+    x = torch.cat((*prefix, patches), dim=1)
+    for module in tower.blocks:
+        block = cast(Any, module)
+        attended = _vision_attention(block.attn, block.norm1(x))
+        x = x + block.ls1(attended)
+        x = x + block.ls2(block.mlp(block.norm2(x)))
+    return x[:, -tower.config.patches :]
+
+
+def _vision_attention(attention: Any, x: Tensor) -> Tensor:
+    batch, tokens, dim = x.shape
+    q, k, v = attention.qkv(x).view(batch, tokens, 3, attention.heads, -1).permute(2, 0, 3, 1, 4)
+    attended = F.scaled_dot_product_attention(q, k, v)
+    return attention.proj(attended.transpose(1, 2).reshape(batch, tokens, dim))
+
+
+def _attention(layer: LlamaLayer, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+    batch, length, _ = x.shape
+    qkv = layer.qkv(layer.input_norm(x)).view(batch, length, -1, layer.head_dim).transpose(1, 2)
+    q, k, v = qkv.split((layer.heads, layer.kv_heads, layer.kv_heads), dim=1)
+    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=layer.heads != layer.kv_heads)
+    return layer.out(attended.transpose(1, 2).reshape(batch, length, -1))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on [batch, heads, length, head_dim], halves rotated as in transformers' Llama."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

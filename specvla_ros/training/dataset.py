@@ -1,0 +1,230 @@
+"""Demonstrations as arrays: read once from bags, then mapped from a file, so that memory does not limit them."""
+
+import hashlib
+import json
+import multiprocessing
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from specvla_ros.errors import UserError
+from specvla_ros.evaluation.bag_reader import Bag, open_bag
+from specvla_ros.evaluation.bag_topics import RAW_IMAGE, TopicChoice, choose_topics
+from specvla_ros.evaluation.replay_frames import bag_frames
+from specvla_ros.image_message import rgb_from_compressed, rgb_from_image
+from specvla_ros.models.prompt import normalise_instruction
+from specvla_ros.simulation.demonstration_bag import (
+    ACTION_TOPIC,
+    HINDSIGHT_ACTION_TOPIC,
+    HINDSIGHT_INSTRUCTION_TOPIC,
+)
+
+_VERSION = 1
+_MANY_BAGS = 64
+_VALIDATION_SHARE = 20  # one episode in so many
+
+
+@dataclass(frozen=True)
+class DemonstrationSet:
+    """All steps of all demonstrations.
+
+    A step is one picture with one action for each instruction that is known for it: that of its episode, and those of
+    the bag's hindsight topics. All steps have the same number of instructions.
+
+    Args:
+        images: uint8 [steps, size, size, 3], mapped from a file.
+        actions: float64 [steps, asked, action_dim], in the robot's units.
+        instruction_of: int64 [steps, asked], index into `instructions`.
+        episode_of: int64 [steps], counts the bags.
+        instructions: sorted, each once.
+    """
+
+    images: np.ndarray
+    actions: np.ndarray
+    instruction_of: np.ndarray
+    episode_of: np.ndarray
+    instructions: tuple[str, ...]
+
+    @property
+    def validation(self) -> np.ndarray:
+        """Mask [steps] of each 20th episode, which training never sees."""
+        return self.episode_of % _VALIDATION_SHARE == _VALIDATION_SHARE - 1
+
+
+def find_bags(directories: Sequence[Path]) -> tuple[Path, ...]:
+    """Every bag that is one of these directories or lies directly in one, sorted.
+
+    Raises:
+        UserError: there is none.
+    """
+    bags: list[Path] = []
+    for directory in directories:
+        if not directory.is_dir():
+            raise UserError(f"--data {directory} does not exist; `specvla collect --out {directory}` records some")
+        if (directory / "metadata.yaml").exists():
+            bags.append(directory)
+        bags += sorted(
+            path.parent for path in directory.glob("*/metadata.yaml") if not path.parent.name.startswith(".")
+        )
+    if not bags:
+        raise UserError(
+            f"no bags in {', '.join(map(str, directories))}; `specvla collect --out {directories[0]}` records some"
+        )
+    return tuple(bags)
+
+
+def load_demonstrations(
+    bags: Sequence[Path], cache: Path, size: int, on_progress: Callable[[int, int], None] | None = None
+) -> DemonstrationSet:
+    """Reads bags into `cache`, or maps what is there from an earlier call with the same bags.
+
+    Args:
+        bags: with images, an instruction, and a recorded action of seven values per image.
+        cache: directory; made again when the bags are others.
+        size: pixels; images are squeezed to it as OpenVLA's image processor does it (bicubic, on bytes).
+        on_progress: called with bags read and their number.
+
+    Raises:
+        UserError: a bag lacks actions, or they are not seven finite numbers.
+    """
+    fingerprint = _fingerprint(bags, size)
+    index = cache / "index.json"
+    if not index.exists() or json.loads(index.read_text())["fingerprint"] != fingerprint:
+        _fill(bags, cache, size, fingerprint, on_progress)
+    described = json.loads(index.read_text())
+    return DemonstrationSet(
+        images=np.load(cache / "images.npy", mmap_mode="r"),
+        actions=np.load(cache / "actions.npy"),
+        instruction_of=np.load(cache / "instruction_of.npy"),
+        episode_of=np.load(cache / "episode_of.npy"),
+        instructions=tuple(described["instructions"]),
+    )
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """One bag's steps; see DemonstrationSet."""
+
+    images: np.ndarray
+    actions: np.ndarray
+    texts: tuple[tuple[str, ...], ...]
+
+
+def _fill(
+    bags: Sequence[Path], cache: Path, size: int, fingerprint: str, on_progress: Callable[[int, int], None] | None
+) -> None:
+    shutil.rmtree(cache, ignore_errors=True)
+    cache.mkdir(parents=True)
+    actions: list[np.ndarray] = []
+    texts: list[tuple[str, ...]] = []
+    episodes: list[int] = []
+    with (cache / "images.raw").open("wb") as images:
+        for episode, (bag, steps) in enumerate(zip(bags, _read(bags, size), strict=True)):
+            if any(len(asked) != len((texts or steps.texts)[0]) for asked in steps.texts):
+                raise UserError(
+                    f"bag {bag} has {len(steps.texts[0])} instructions per image, the bags before it {len(texts[0])}: "
+                    "train on bags of one kind"
+                )
+            images.write(steps.images.tobytes())
+            actions += list(steps.actions)
+            texts += steps.texts
+            episodes += [episode] * len(steps.texts)
+            if on_progress is not None:
+                on_progress(episode + 1, len(bags))
+    if not actions:
+        raise UserError(f"the {len(bags)} bags hold no image with an instruction and a recorded action")
+    _raw_to_npy(cache, (len(actions), size, size, 3))
+    instructions = sorted({text for asked in texts for text in asked})
+    places = {text: place for place, text in enumerate(instructions)}
+    np.save(cache / "actions.npy", np.array(actions))
+    np.save(cache / "instruction_of.npy", np.array([[places[text] for text in asked] for asked in texts]))
+    np.save(cache / "episode_of.npy", np.array(episodes, dtype=np.int64))
+    described = {"fingerprint": fingerprint, "instructions": instructions, "bags": len(bags), "steps": len(actions)}
+    (cache / "index.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def _read(bags: Sequence[Path], size: int) -> Iterator[_Steps]:
+    """The bags in their order, read on all cores where there are many."""
+    if len(bags) < _MANY_BAGS:
+        yield from (_read_bag(bag, size) for bag in bags)
+        return
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_read_bag, bags, [size] * len(bags), chunksize=16)
+
+
+def _read_bag(bag: Path, size: int) -> _Steps:
+    images: list[np.ndarray] = []
+    actions: list[np.ndarray] = []
+    texts: list[tuple[str, ...]] = []
+    with open_bag(bag) as reader:
+        topics = choose_topics(reader, TopicChoice())
+        if topics.action is None:
+            raise UserError(f"bag {bag} has no recorded actions on {ACTION_TOPIC}: nothing to learn from")
+        hindsight = _hindsight(reader)
+        to_rgb = rgb_from_image if topics.image.msgtype == RAW_IMAGE else rgb_from_compressed
+        for frame in bag_frames(reader, topics):
+            others = [answers.get(frame.image.time_ns) for answers in hindsight.values()]
+            if frame.recorded is None or not frame.instruction or any(other is None for other in others):
+                continue
+            answers = [frame.recorded, *(other for other in others if other is not None)]
+            if any(len(answer) != 7 for answer in answers) or not np.isfinite(answers).all():
+                raise UserError(f"bag {bag}, image {frame.index}: the recorded action must be 7 finite numbers")
+            images.append(_squeeze(to_rgb(frame.image.message()), size))
+            actions.append(np.array(answers))
+            texts.append((normalise_instruction(frame.instruction), *hindsight))
+    return _Steps(np.array(images, dtype=np.uint8), np.array(actions), tuple(texts))
+
+
+def _squeeze(image: np.ndarray, size: int) -> np.ndarray:
+    return np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC))
+
+
+def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:
+    """What other instructions would have asked for: by instruction, the action at each time."""
+    pattern = re.compile(HINDSIGHT_ACTION_TOPIC.format(r"(\w+)"))
+    found = {match[1]: topic.name for topic in reader.topics if (match := pattern.fullmatch(topic.name))}
+    asked = {HINDSIGHT_INSTRUCTION_TOPIC.format(name): name for name in sorted(found)}
+    wanted = (*asked, *found.values())
+    if not found:
+        return {}
+    texts: dict[str, str] = {}
+    actions: dict[str, dict[int, tuple[float, ...]]] = {name: {} for name in found.values()}
+    for message in reader.messages(wanted):
+        if message.topic in actions:
+            actions[message.topic][message.time_ns] = tuple(message.message().data)
+        else:
+            texts[asked[message.topic]] = normalise_instruction(message.message().data)
+    return {texts[name]: actions[found[name]] for name in sorted(texts)}
+
+
+def _raw_to_npy(cache: Path, shape: tuple[int, ...]) -> None:
+    """Puts NumPy's header before the pixels, so that they can be mapped; a block at a time, for bounded memory."""
+    raw = cache / "images.raw"
+    target = np.lib.format.open_memmap(cache / "images.npy", mode="w+", dtype=np.uint8, shape=shape)
+    source = np.memmap(raw, dtype=np.uint8, mode="r", shape=shape)
+    for start in range(0, shape[0], 1024):
+        target[start : start + 1024] = source[start : start + 1024]
+    target.flush()
+    raw.unlink()
+
+
+def _fingerprint(bags: Sequence[Path], size: int) -> str:
+    names = "\n".join(f"{bag.resolve()} {(bag / 'metadata.yaml').stat().st_mtime_ns}" for bag in bags)
+    return hashlib.sha256(f"{_VERSION} {size}\n{names}".encode()).hexdigest()
+
+
+def action_statistics(actions: np.ndarray) -> dict[str, object]:
+    """The action statistics of OpenVLA's config.json: 1st and 99th percentile per dimension, gripper as it is.
+
+    Args:
+        actions: float64 [..., 7].
+    """
+    low, high = np.quantile(actions.reshape(-1, actions.shape[-1]), (0.01, 0.99), axis=0)
+    low[-1], high[-1] = 0.0, 1.0
+    return {"action": {"q01": low.tolist(), "q99": high.tolist(), "mask": [True] * (len(low) - 1) + [False]}}

@@ -1,0 +1,59 @@
+"""What is trained is what is served."""
+
+import numpy as np
+import pytest
+import torch
+
+from specvla_ros.engine.kv_ring import KVRing
+from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.segment import Segment
+from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.training.batched_forward import action_logits
+from specvla_ros.training.nano import NanoShape, write_nano
+
+INSTRUCTIONS = ("lift the red cube", "put the red cube on the block now")
+STATISTICS = {"d": {"action": {"q01": [-1.0] * 7, "q99": [1.0] * 7}}}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("nano")
+    shape = NanoShape(
+        image_size=28, patch_size=14, vision_dim=32, vision_depth=3, hidden_size=64, layers=3, head_dim=16
+    )
+    write_nano(directory, shape, INSTRUCTIONS, STATISTICS, seed=3)
+    policy = load_policy(directory, device="cpu")
+    policy.model.double()
+    return policy
+
+
+def served_logits(policy: Policy, image: np.ndarray, instruction: str, answer: list[int]) -> torch.Tensor:
+    """Logits of each answer token by the packed forward: the prompt, then one node per token."""
+    ring: KVRing = new_ring(policy.decoder, slots=1, slot_rows=64)
+    prompt = policy.prompt_embeddings(image, policy.prompt_ids(instruction))
+    logits = [packed_forward(policy.decoder, [Segment(0, 0, prompt)], ring).logits]
+    for i, token in enumerate(answer[:-1]):
+        node = Segment(0, len(prompt) + i, torch.tensor([token]), parents=(-1,))
+        logits.append(packed_forward(policy.decoder, [node], ring).logits)
+    return torch.cat(logits)
+
+
+@torch.no_grad()
+def test_every_branch_gives_the_logits_of_the_served_model(policy):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (3, 28, 28, 3), dtype=np.uint8)
+    prompts = [policy.prompt_ids(text) for text in INSTRUCTIONS]
+    ids = torch.zeros(3, 2, max(map(len, prompts)), dtype=torch.int64)
+    for place, prompt in enumerate(prompts):
+        ids[:, place, : len(prompt)] = torch.tensor(prompt)
+    lengths = torch.tensor([[len(prompt) for prompt in prompts]] * 3)
+    first = policy.action_tokenizer.first_id
+    answers = torch.from_numpy(rng.integers(first, first + 256, (3, 2, 7)))
+    pixels = torch.stack([policy.image_processor(image) for image in images]).double()
+
+    trained = action_logits(policy.model, pixels, ids, lengths, answers)
+
+    for i, image in enumerate(images):
+        for place, text in enumerate(INSTRUCTIONS):
+            served = served_logits(policy, image, text, answers[i, place].tolist())
+            torch.testing.assert_close(trained[i, place], served.double(), rtol=1e-6, atol=1e-6)

@@ -1,0 +1,177 @@
+"""Behaviour cloning from bags, end to end on a tiny policy."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from specvla_ros.errors import UserError
+from specvla_ros.models.action_tokenizer import ActionTokenizer
+from specvla_ros.models.policy import load_policy
+from specvla_ros.simulation.demonstration_bag import DemonstrationRecord, Hindsight, write_demonstration
+from specvla_ros.training.action_loss import action_loss
+from specvla_ros.training.batches import shuffled
+from specvla_ros.training.dataset import action_statistics, find_bags, load_demonstrations
+from specvla_ros.training.nano import NanoShape
+from specvla_ros.training.train_policy import STATE_DIRECTORY, PolicyTraining, train_policy
+
+SHAPE = NanoShape(image_size=28, patch_size=14, vision_dim=32, vision_depth=2, hidden_size=64, layers=2, head_dim=16)
+LEFT, RIGHT = "go left", "go right"
+
+
+def write_bags(directory: Path, *, bags: int = 20, steps: int = 6, hindsight: bool = True) -> None:
+    """The brightness of the picture says how far, the instruction in which direction."""
+    rng = np.random.default_rng(0)
+    for i in range(bags):
+        far = rng.uniform(0.2, 1.0, steps)
+        images = [np.full((40, 40, 3), round(200 * each), dtype=np.uint8) for each in far]
+        actions = [np.array([0.05 * each, 0.02, 0, 0, 0, 0.1 * each, 1.0]) for each in far]
+        others = {"right": Hindsight(RIGHT, [each * [-1, 1, 1, 1, 1, 1, 0] for each in actions])} if hindsight else {}
+        write_demonstration(directory / f"bag-{i:02d}", DemonstrationRecord(images, actions, LEFT, 0.2, others))
+
+
+@pytest.fixture(scope="module")
+def bags(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("bags")
+    write_bags(directory)
+    return directory
+
+
+def training(**changes) -> PolicyTraining:
+    settings = dict(steps=60, batch_size=32, learning_rate=3e-3, validate_every=20, unnorm_key="d", shape=SHAPE)
+    return PolicyTraining(**settings | changes)
+
+
+def test_bags_become_arrays_once(bags, tmp_path):
+    data = load_demonstrations(find_bags([bags]), tmp_path / "cache", 28)
+    assert data.images.shape == (120, 28, 28, 3) and data.actions.shape == (120, 2, 7)
+    assert data.instructions == (LEFT, RIGHT)
+    np.testing.assert_allclose(data.actions[:, 0, 0], -data.actions[:, 1, 0])
+    brightness = data.images.mean((1, 2, 3)) / 200
+    np.testing.assert_allclose(brightness, data.actions[:, 0, 0] / 0.05, atol=0.01)
+    assert data.validation.sum() == 6 and data.validation[-1]
+    stamp = (tmp_path / "cache" / "images.npy").stat().st_mtime_ns
+    load_demonstrations(find_bags([bags]), tmp_path / "cache", 28)
+    assert (tmp_path / "cache" / "images.npy").stat().st_mtime_ns == stamp
+
+
+def test_trained_policy_is_a_checkpoint_that_follows_image_and_instruction(bags, tmp_path):
+    history = train_policy([bags], tmp_path / "policy", training(steps=150))
+    assert history[-1].step == 150 and history[-1].loss < 0.7 * history[0].loss
+    assert not (tmp_path / "policy" / STATE_DIRECTORY).exists()
+    recorded = json.loads((tmp_path / "policy" / "training.json").read_text())
+    assert recorded["seed"] == 0 and recorded["episodes"] == 20 and len(recorded["validation"]) == len(history)
+    policy = load_policy(tmp_path / "policy")
+    assert policy.prompt.taught == (LEFT, RIGHT) and policy.unnorm_key == "d"
+    with pytest.raises(UserError, match="never taught 'go up'; it knows: 'go left'; 'go right'"):
+        policy.prompt_ids("go up")
+    assert policy.prompt_ids("Go  LEFT.") == policy.prompt_ids("go left")
+    assert history[-1].accuracy[6] > 0.95  # the gripper hangs on the instruction alone
+
+
+def test_training_that_was_stopped_goes_on_as_if_it_had_not_been(bags, tmp_path):
+    whole = train_policy([bags], tmp_path / "whole", training())
+
+    class Stop(Exception):
+        pass
+
+    def stop(progress):
+        if progress.step == 50:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train_policy([bags], tmp_path / "parts", training(), on_progress=stop)
+    steps = []
+    parts = train_policy(
+        [bags], tmp_path / "parts", training(), on_progress=lambda progress: steps.append(progress.step)
+    )
+    assert steps[0] == 41  # behind the last validation, where the state is kept
+    assert [each.step for each in parts] == [20, 40, 60]
+    assert [each.loss for each in parts] == pytest.approx([each.loss for each in whole], rel=1e-4)
+
+
+def test_killed_training_goes_on(bags, tmp_path):
+    program = (
+        "import os, signal, sys; from pathlib import Path; sys.path[:0] = {path!r}\n"
+        "from training.test_train_policy import training; from specvla_ros.training.train_policy import train_policy\n"
+        "die = lambda progress: progress.step == 30 and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "train_policy([Path({bags!r})], Path({out!r}), training(), on_progress=die)"
+    ).format(path=[str(Path(__file__).parents[1]), *sys.path], bags=str(bags), out=str(tmp_path / "policy"))
+    killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert killed.returncode == -9, killed.stderr
+    history = train_policy([bags], tmp_path / "policy", training())
+    assert [each.step for each in history] == [20, 40, 60]
+
+
+def test_other_settings_do_not_go_on_with_a_state(bags, tmp_path):
+    def stop(progress):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_policy([bags], tmp_path / "policy", training(), on_progress=stop)
+    with pytest.raises(UserError, match="state of another training"):
+        train_policy([bags], tmp_path / "policy", training(seed=1))
+
+
+def test_finished_checkpoint_is_not_written_over(bags, tmp_path):
+    train_policy([bags], tmp_path / "policy", training(steps=2))
+    with pytest.raises(UserError, match="holds a checkpoint already"):
+        train_policy([bags], tmp_path / "policy", training(steps=2))
+
+
+def test_data_that_is_not_there_or_not_enough_is_named(bags, tmp_path):
+    with pytest.raises(UserError, match="specvla collect --out"):
+        find_bags([tmp_path / "nowhere"])
+    with pytest.raises(UserError, match="no bags in"):
+        find_bags([tmp_path])
+    write_bags(tmp_path / "few", bags=3)
+    with pytest.raises(UserError, match="too few to train on"):
+        train_policy([tmp_path / "few"], tmp_path / "policy", training())
+    write_bags(tmp_path / "mixed" / "a", bags=1)
+    write_bags(tmp_path / "mixed" / "b", bags=1, hindsight=False)
+    with pytest.raises(UserError, match="train on bags of one kind"):
+        load_demonstrations(find_bags([tmp_path / "mixed" / "a", tmp_path / "mixed" / "b"]), tmp_path / "cache", 28)
+
+
+def test_order_is_the_same_wherever_it_begins():
+    steps = np.arange(100, 150)
+    whole = shuffled(steps, 8, seed=3)
+    first = [next(whole) for _ in range(15)]
+    later = shuffled(steps, 8, seed=3, start=9)
+    for batch in first[9:]:
+        np.testing.assert_array_equal(batch, next(later))
+    assert sorted(np.concatenate(first[:6])) == sorted(set(np.concatenate(first[:6])))
+
+
+def test_loss_is_least_at_the_true_bins_and_forgives_neighbours():
+    tokenizer = ActionTokenizer(300)
+    answers = torch.full((1, 7), 170)
+
+    def loss_at(token: int, *, gripper: int) -> float:
+        logits = torch.full((1, 7, 310), -20.0)
+        logits[:, :, token] = 20.0
+        logits[:, 6] = -20.0
+        logits[:, 6, gripper] = 20.0
+        return float(action_loss(logits, answers, tokenizer))
+
+    assert loss_at(170, gripper=170) < loss_at(172, gripper=170) < loss_at(190, gripper=170)
+    assert loss_at(170, gripper=170) < loss_at(170, gripper=171)
+
+
+def test_statistics_leave_the_gripper_as_it_is():
+    actions = np.random.default_rng(0).normal(size=(1000, 2, 7))
+    found = action_statistics(actions)["action"]
+    assert found["q01"][6] == 0 and found["q99"][6] == 1 and found["mask"] == [True] * 6 + [False]
+    assert found["q99"][0] == pytest.approx(np.quantile(actions[..., 0], 0.99))
+
+
+@pytest.mark.parametrize(
+    "change", [dict(steps=0), dict(batch_size=0), dict(learning_rate=0.0), dict(learning_rate=2.0)]
+)
+def test_settings_out_of_range_are_refused(change):
+    with pytest.raises(UserError, match="must"):
+        training(**change)
