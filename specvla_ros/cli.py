@@ -1,13 +1,14 @@
-"""The command line: `specvla predict`, `replay`, `demo` and `doctor`. Heavy libraries are imported when needed."""
+"""The command line `specvla`. Heavy libraries are imported when needed."""
 
 import json
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specvla_ros import cli_simulation
+from specvla_ros.cli_options import CenterCrop, Device, Dtype, DtypeOption, UnnormKey
 from specvla_ros.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,24 +23,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-
-
-class Dtype(str, Enum):
-    """Number formats of the weights."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
+app.add_typer(cli_simulation.app)
 
 
 Checkpoint = Annotated[Path, typer.Option(help="OpenVLA checkpoint: a Hugging Face directory.", show_default=False)]
-UnnormKey = Annotated[str, typer.Option(help="Dataset whose action statistics apply; empty: the only one there is.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-DtypeOption = Annotated[Dtype, typer.Option(help="auto: float32 on a CPU, bfloat16 on a GPU.")]
-CenterCrop = Annotated[
-    bool, typer.Option("--center-crop", help="Use the middle 90 %, for checkpoints fine-tuned with augmentation.")
-]
 
 
 def main() -> None:
@@ -220,3 +207,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON li
                 typer.echo(f"{'':8}{'':15} -> {check.fix}")
     if any(check.state == "missing" for check in checks):
         raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""The commands that act in simulation: `specvla simulate`, `compare`, `collect` and `train-policy`."""
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from specvla_ros.cli_options import CenterCrop, Device, Dtype, DtypeOption, UnnormKey
+from specvla_ros.errors import UserError
+
+app = typer.Typer()
+
+
+class ClockOption(str, Enum):
+    """How the world's time passes while the policy thinks."""
+
+    LOCKSTEP = "lockstep"
+    REALTIME = "realtime"
+
+
+Tasks = Annotated[list[str] | None, typer.Option("--task", help="A task's name; again for more. Default: all.")]
+Workers = Annotated[int, typer.Option(help="Worker processes; 0: this one alone.", min=0)]
+Ray = Annotated[bool, typer.Option("--ray", help="Spread the episodes over a Ray cluster (RAY_ADDRESS).")]
+
+
+@app.command()
+def simulate(
+    out: Annotated[Path, typer.Option(help="Directory of the results; one that was cut short goes on.")],
+    policy: Annotated[
+        Path | None, typer.Option(help="OpenVLA checkpoint directory. Default: the nano policy of this package.")
+    ] = None,
+    world: Annotated[str, typer.Option(help="table, or a LIBERO suite such as libero_spatial.")] = "table",
+    task: Tasks = None,
+    mode: Annotated[str, typer.Option(help="How tokens are decoded.")] = "ar",
+    episodes: Annotated[int, typer.Option(help="Per task.", min=1)] = 20,
+    seed: Annotated[int, typer.Option(help="Of the first episode's start; the others follow.", min=0)] = 0,
+    clock: Annotated[
+        ClockOption, typer.Option(help="lockstep: the world waits for the policy. realtime: it moves on meanwhile.")
+    ] = ClockOption.LOCKSTEP,
+    emulate: Annotated[
+        str, typer.Option(help="Count stage times of a device: orin, rtx5090, h200 or a JSON file. An emulation.")
+    ] = "",
+    films: Annotated[int, typer.Option(help="Episodes per task that are filmed.", min=0)] = 1,
+    workers: Workers = 0,
+    ray: Ray = False,
+    unnorm_key: UnnormKey = "",
+    device: Device = "auto",
+    dtype: DtypeOption = Dtype.AUTO,
+    center_crop: CenterCrop = False,
+) -> None:
+    """Let a policy act in simulation: success rates, latency, films; episodes.jsonl, summary.json, report.html."""
+    from specvla_ros.engine.settings import EngineSettings
+    from specvla_ros.evaluation.simulate import SimulatePlan
+    from specvla_ros.evaluation.simulate import simulate as run
+    from specvla_ros.evaluation.simulate_episode import SimulateSettings
+    from specvla_ros.shipped import nano_policy
+    from specvla_ros.simulation.rollout import Clock, EpisodeResult
+
+    settings = SimulateSettings(
+        policy=policy or nano_policy(),
+        world=world,
+        clock=Clock(clock.value),
+        emulate=emulate,
+        engine=EngineSettings(mode=mode),
+        device=device,
+        dtype=dtype.value,
+        unnorm_key=unnorm_key,
+        center_crop=center_crop,
+    )
+    plan = SimulatePlan(tuple(task or ()), episodes, seed, films, workers, ray)
+    with _progress() as bar:
+        line = bar.add_task("episodes", total=None)
+        successes: list[bool] = []
+
+        def show(result: EpisodeResult, done: int, wanted: int) -> None:
+            successes.append(result.succeeded)
+            text = f"{result.task}: {sum(successes)} of {len(successes)} succeeded"
+            bar.update(line, completed=done, total=wanted, description=text)
+
+        summary = run(settings, plan, out, show)
+    console = Console()
+    table = Table("task", "success", "moved what it names", "steps", "time [s]")
+    for name, each in summary.tasks.items():
+        numbers = ("" if v is None else f"{v:.1f}" for v in (each.steps_to_success, each.time_to_success_s))
+        table.add_row(name, str(each.success), str(each.listened or ""), *numbers)
+    console.print(table)
+    latency = summary.latency_s
+    times = f", latency p50 {latency['p50'] * 1e3:.1f} ms, p95 {latency['p95'] * 1e3:.1f} ms" if latency else ""
+    emulated = f" (emulated: {emulate})" if emulate else ""
+    console.print(f"success {summary.success}, {summary.action_rate_hz:.1f} actions/s{times}{emulated}")
+    console.print(f"see {out / 'report.html'}")
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="Results of `specvla simulate`.", show_default=False)],
+    second: Annotated[Path, typer.Argument(help="Results with other settings, same tasks and seeds.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare two simulations episode by episode (exact McNemar test)."""
+    from specvla_ros.evaluation.simulate import read_episodes
+    from specvla_ros.evaluation.simulate_summary import compare_episodes
+
+    results = [read_episodes(directory) for directory in (first, second)]
+    for directory, episodes in zip((first, second), results, strict=True):
+        if not episodes:
+            raise UserError(f"{directory} holds no episodes; `specvla simulate --out {directory}` makes some")
+    comparison = compare_episodes(*results)
+    if not comparison.first.n:
+        raise UserError(f"{first} and {second} have no episode of the same task and seed")
+    if as_json:
+        typer.echo(json.dumps(comparison.as_json()))
+        return
+    typer.echo(f"{comparison.first.n} pairs of the same task and seed")
+    typer.echo(f"{first}: {comparison.first}; it alone succeeded in {comparison.only_first}")
+    typer.echo(f"{second}: {comparison.second}; it alone succeeded in {comparison.only_second}")
+    typer.echo(f"both succeed alike: p = {comparison.p:.3g} (exact McNemar test, two-sided)")
+
+
+@app.command()
+def collect(
+    out: Annotated[Path, typer.Option(help="Directory of the bags; those that are there are kept.")],
+    episodes: Annotated[int, typer.Option(help="Per task.", min=1)] = 100,
+    task: Tasks = None,
+    noise: Annotated[float, typer.Option(help="Injected into what the expert does (DART); 0: none.", min=0.0)] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Of the first start; default: far from those of `simulate`.")] = None,
+    workers: Workers = 0,
+    ray: Ray = False,
+) -> None:
+    """Record demonstrations by the scripted experts, as ROS 2 bags."""
+    from specvla_ros.simulation.collect import FIRST_SEED
+    from specvla_ros.simulation.collect import collect as run
+
+    with _progress() as bar:
+        line = bar.add_task("demonstrations", total=None)
+        result = run(
+            out,
+            tasks=list(task or ()),
+            episodes=episodes,
+            noise=noise,
+            first_seed=FIRST_SEED if seed is None else seed,
+            workers=workers,
+            ray=ray,
+            on_progress=lambda done, wanted: bar.update(line, completed=done, total=wanted),
+        )
+    typer.echo(f"{result.kept} of {result.wanted} demonstrations in {out}, {result.new} of them new")
+    if result.failed:
+        typer.echo(f"the expert failed in {result.failed}, which are not kept")
+
+
+@app.command("train-policy")
+def train_policy(
+    data: Annotated[list[Path], typer.Option(help="Bags, or directories of bags; again for more.")],
+    out: Annotated[Path, typer.Option(help="The checkpoint's directory; a training cut short goes on.")],
+    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 8000,
+    batch_size: Annotated[int, typer.Option(help="Over all processes.", min=1)] = 64,
+    learning_rate: Annotated[float, typer.Option(help="At its peak.")] = 1.5e-3,
+    seed: Annotated[int, typer.Option(help="Of weights, order and augmentation.")] = 0,
+    validate_every: Annotated[int, typer.Option(help="Steps between validations.", min=1)] = 500,
+    unnorm_key: Annotated[str, typer.Option(help="Name of the action statistics.")] = "specvla_table",
+) -> None:
+    """Train a nano OpenVLA by behaviour cloning; several GPUs: accelerate launch -m specvla_ros.cli train-policy."""
+    try:
+        import accelerate  # noqa: F401
+    except ImportError:
+        raise UserError("training needs accelerate: pip install 'specvla_ros[train]'") from None
+    from specvla_ros.training import train_policy as training
+
+    settings = training.PolicyTraining(
+        steps=steps,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        seed=seed,
+        validate_every=validate_every,
+        unnorm_key=unnorm_key,
+    )
+    with _progress() as bar:
+        reading = bar.add_task("reading bags", total=None)
+        line = bar.add_task("training", total=steps)
+
+        def show(progress: training.Progress) -> None:
+            text = f"loss {progress.loss:.3f}, {progress.samples_per_s:.0f} samples/s"
+            if progress.validation is not None:
+                accuracy = sum(progress.validation.accuracy) / len(progress.validation.accuracy)
+                text += f"; validation loss {progress.validation.loss:.3f}, token accuracy {accuracy:.2f}"
+            bar.update(line, completed=progress.step, description=text)
+
+        history = training.train_policy(
+            data,
+            out,
+            settings,
+            on_reading=lambda done, wanted: bar.update(reading, completed=done, total=wanted),
+            on_progress=show,
+        )
+    table = Table("step", "loss", *(f"{name} accuracy / bins off" for name in ("x", "y", "z")), "gripper accuracy")
+    for each in history:
+        cells = (f"{each.accuracy[i]:.2f} / {each.bin_distance[i]:.1f}" for i in range(3))
+        table.add_row(str(each.step), f"{each.loss:.3f}", *cells, f"{each.accuracy[-1]:.3f}")
+    Console().print(table)
+    typer.echo(f"the checkpoint is in {out}; try it: specvla simulate --policy {out} --out {out}-simulated")
+
+
+def _progress() -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+        console=Console(stderr=True),
+    )
