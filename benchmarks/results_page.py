@@ -27,6 +27,16 @@ A decode step is matrix-vector products. torch's runs on one core; `specvla_kern
 share of the rows.
 
 """
+_SIMULATION = """
+## What latency costs in closed loop
+
+The nano policy at the simulated table, plain decoder, {episodes} held-out starts per task, the same for every column
+(seeds {first} to {last}; training's begin at 1000000). In *lockstep* the world waits for each action; in *realtime* it
+moves on while the policy thinks, for as long as OpenVLA-7B would need on that device. **The devices are emulated**: no such
+device ran; each stage counted for the time in `specvla_ros/simulation/devices/`, which are assumed from a roofline.
+Intervals are Wilson's at 95 %; p is the exact McNemar test against lockstep over the same starts.
+
+"""
 _TAIL = """
 Not yet measured: any GPU. The command is `python benchmarks/ar.py --device cuda --sizes 7b --out
 benchmarks/results/ar_gpu.json`; this page shows every JSON file it finds.
@@ -40,6 +50,9 @@ def main() -> None:
         parts.append(_table(json.loads(path.read_text(encoding="utf-8")), path.name))
     linear = ROOT / "benchmarks" / "results" / "linear_cpu.json"
     parts.append(_linear(json.loads(linear.read_text(encoding="utf-8"))))
+    simulation = ROOT / "benchmarks" / "results" / "simulation_nano.json"
+    if simulation.exists():
+        parts.append(_simulation(json.loads(simulation.read_text(encoding="utf-8"))))
     (ROOT / "docs" / "results.md").write_text("\n".join(parts) + _TAIL, encoding="utf-8")
 
 
@@ -78,6 +91,51 @@ def _linear(result: dict[str, Any]) -> str:
         f" ({result['shape'][0]} × {result['shape'][1]} float32, {result['hardware']}, `{result['command']}`, "
         f"{result['date']}, torch {result['torch']}; `linear_cpu.json`).\n"
     )
+
+
+def _simulation(result: dict[str, Any]) -> str:
+    columns = result["results"]
+    devices = result["devices"]
+    heads = ["lockstep" if name == "lockstep" else f"realtime, emulated {devices[name]['name']}" for name in columns]
+    rows = [("**success**", lambda each: f"**{_rate(each['success'])}**")]
+    rows += [
+        (task, lambda each, task=task: _rate(each["tasks"][task]["success"])) for task in columns["lockstep"]["tasks"]
+    ]
+    rows += [
+        ("moved what the instruction names", lambda each: _rate(each["listened"])),
+        ("latency p50 / p95", lambda each: f"{_ms(each, 'p50')} / {_ms(each, 'p95')} ms"),
+        ("actions per second", lambda each: f"{each['action_rate_hz']:.1f}"),
+        ("median time to success", lambda each: f"{_median_time(each):.1f} s"),
+        ("p against lockstep", lambda each: f"{each['against_lockstep']['p']:.2g}"),
+    ]
+    lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
+    for label, text in rows:
+        cells = [
+            "" if label.startswith(("p against", "latency")) and name == "lockstep" else text(each)
+            for name, each in columns.items()
+        ]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    text = _SIMULATION.format(
+        episodes=result["episodes_per_task"],
+        first=result["first_seed"],
+        last=result["first_seed"] + result["episodes_per_task"] - 1,
+    )
+    source = f"`{result['command']}`, {result['date']}, {result['hardware']}. Data: `simulation_nano.json`."
+    return text + "\n".join(lines) + f"\n\n{source}\n"
+
+
+def _rate(rate: dict[str, float]) -> str:
+    return f"{100 * rate['rate']:.0f} % [{100 * rate['low']:.0f}, {100 * rate['high']:.0f}]"
+
+
+def _ms(each: dict[str, Any], name: str) -> str:
+    return f"{each['latency_s'][name] * 1e3:.0f}"
+
+
+def _median_time(each: dict[str, Any]) -> float:
+    """Mean over the tasks of the median world time of their successes."""
+    times = [task["time_to_success_s"] for task in each["tasks"].values() if task["time_to_success_s"] is not None]
+    return sum(times) / len(times) if times else float("nan")
 
 
 if __name__ == "__main__":

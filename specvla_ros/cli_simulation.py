@@ -158,7 +158,7 @@ def train_policy(
     data: Annotated[list[Path], typer.Option(help="Bags, or directories of bags; again for more.")],
     out: Annotated[Path, typer.Option(help="The checkpoint's directory; a training cut short goes on.")],
     steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 8000,
-    batch_size: Annotated[int, typer.Option(help="Over all processes.", min=1)] = 64,
+    batch_size: Annotated[int, typer.Option(help="Images, over all processes.", min=1)] = 32,
     learning_rate: Annotated[float, typer.Option(help="At its peak.")] = 1.5e-3,
     seed: Annotated[int, typer.Option(help="Of weights, order and augmentation.")] = 0,
     validate_every: Annotated[int, typer.Option(help="Steps between validations.", min=1)] = 500,
@@ -185,23 +185,23 @@ def train_policy(
 
         def show(progress: training.Progress) -> None:
             text = f"loss {progress.loss:.3f}, {progress.samples_per_s:.0f} samples/s"
-            if progress.validation is not None:
-                accuracy = sum(progress.validation.accuracy) / len(progress.validation.accuracy)
-                text += f"; validation loss {progress.validation.loss:.3f}, token accuracy {accuracy:.2f}"
             bar.update(line, completed=progress.step, description=text)
+            found = progress.validation
+            if found is not None and found.step == progress.step:
+                accuracy = " ".join(f"{each:.2f}" for each in found.accuracy)
+                distance = " ".join(f"{each:.1f}" for each in found.bin_distance)
+                bar.console.print(
+                    f"step {found.step}, {found.seconds / 60:.0f} min: validation loss {found.loss:.3f}; per dimension "
+                    f"token accuracy {accuracy}, bins off {distance}"
+                )
 
-        history = training.train_policy(
+        training.train_policy(
             data,
             out,
             settings,
             on_reading=lambda done, wanted: bar.update(reading, completed=done, total=wanted),
             on_progress=show,
         )
-    table = Table("step", "loss", *(f"{name} accuracy / bins off" for name in ("x", "y", "z")), "gripper accuracy")
-    for each in history:
-        cells = (f"{each.accuracy[i]:.2f} / {each.bin_distance[i]:.1f}" for i in range(3))
-        table.add_row(str(each.step), f"{each.loss:.3f}", *cells, f"{each.accuracy[-1]:.3f}")
-    Console().print(table)
     typer.echo(f"the checkpoint is in {out}; try it: specvla simulate --policy {out} --out {out}-simulated")
 
 

@@ -10,6 +10,7 @@ the expert's correction.
 import errno
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from specvla_ros.errors import UserError
-from specvla_ros.simulation.demonstration_bag import DemonstrationRecord, Hindsight, write_demonstration
+from specvla_ros.simulation.demonstration_bag import PARTIAL, DemonstrationRecord, Hindsight, write_demonstration
 from specvla_ros.simulation.episode_pool import run_episodes
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.table_robot import TableRobot
@@ -27,7 +28,7 @@ from specvla_ros.simulation.world import SimulationDiverged
 
 # Evaluation draws its layouts from 0 on: what is judged was never demonstrated.
 FIRST_SEED = 1_000_000
-_NOISE = np.array([0.012, 0.012, 0.012, 0.03, 0.03, 0.05, 0.0])  # metres and radians per action, at full noise
+_NOISE = np.array([0.012, 0.012, 0.012, 0.02, 0.02, 0.04, 0.0])  # metres and radians per action, at full noise
 _NOISE_LEVELS = (0.0, 0.5, 1.0)
 _SHOVE_CHANCE = 0.04
 _SHOVE_M = 0.04
@@ -98,6 +99,8 @@ def collect(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{out} cannot be made: {error.strerror}") from None
+    for partial in out.glob(f".*{PARTIAL}"):  # as a killed process leaves them
+        shutil.rmtree(partial, ignore_errors=True)
     jobs = [job for job in wanted if not job.directory.exists()]
     kept, new = len(wanted) - len(jobs), 0
     for done, (_, succeeded) in enumerate(

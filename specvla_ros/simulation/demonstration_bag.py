@@ -1,6 +1,7 @@
 """One demonstration as a ROS 2 bag: what the camera saw, what was asked, what the expert did."""
 
 import io
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ ACTION_TOPIC = "/ground_truth/action"
 # What the expert would have done at each moment under another instruction (NAME: the other task).
 HINDSIGHT_ACTION_TOPIC = "/hindsight/{}/action"
 HINDSIGHT_INSTRUCTION_TOPIC = "/hindsight/{}/instruction"
+PARTIAL = ".partial"
 _START_NS = 1_700_000_000 * 10**9
 _JPEG_QUALITY = 95
 _FOREVER = QosTime(sec=2**31 - 1, nsec=2**32 - 1)
@@ -66,14 +68,14 @@ def write_demonstration(directory: Path, record: DemonstrationRecord) -> None:
     Raises:
         OSError: it cannot be written; nothing is left at `directory`.
     """
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    # A worker whose parent was killed may still be at the same episode.
+    partial = directory.with_name(f".{directory.name}-{os.getpid()}{PARTIAL}")
     try:
         _write(partial, record)
-        partial.rename(directory)
-    except OSError:
+        if not directory.exists():
+            partial.rename(directory)
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _write(directory: Path, record: DemonstrationRecord) -> None:

@@ -13,9 +13,10 @@ from specvla_ros.simulation.world import WorldState, upright_error
 STEP_S = 0.2
 MAX_STEP_M = 0.05
 _MAX_TURN_RAD = 0.2
+_TOLERATED_RAD = 0.08
 _OPEN, _CLOSE = 1.0, 0.0
 _CRUISE_M = 0.11
-_BEHIND_M = 0.055
+_BEHIND_M = 0.062
 _PUSH_HEIGHT_M = 0.022
 
 
@@ -31,6 +32,8 @@ def demonstrate(task: Task, state: WorldState) -> np.ndarray:
         move, gripper = {"lift": _lift, "push": _push, "put": _put}[task.verb](task, state)
     yaw = 0.0 if task.verb == "push" else state.yaws[task.cube] if _near(task, state) else 0.0
     turn = upright_error(state.rotation, yaw)
+    # Small tilts do no harm and cannot be seen: correcting them would only be noise to learn.
+    turn = np.where(np.abs(turn) < _TOLERATED_RAD, 0.0, turn)
     return np.concatenate(
         [np.clip(move, -MAX_STEP_M, MAX_STEP_M), np.clip(turn, -_MAX_TURN_RAD, _MAX_TURN_RAD), [gripper]]
     )
@@ -40,7 +43,7 @@ def _in_the_way(task: Task, state: WorldState) -> bool:
     """Whether a cube is between the fingers that has no business there, as after another instruction."""
     for cube in CUBES:
         away = state.hand - state.positions[cube]
-        between = np.abs(away[:2]).max() < 0.025 and -0.02 < away[2] < 0.045
+        between = np.abs(away[:2]).max() < 0.03 and -0.02 < away[2] < 0.045
         if between and (cube != task.cube or task.verb == "push"):
             return True
     return False
@@ -58,7 +61,7 @@ def _put(task: Task, state: WorldState) -> tuple[np.ndarray, float]:
     distance = float(np.linalg.norm(over))
     placed = distance < 0.03 and cube[2] < BLOCK_TOP_M + CUBE_HALF_M + 0.015
     if placed:  # let go, and leave upwards
-        return np.array([0.0, 0.0, 0.05 if state.opening > 0.06 else 0.01]), _OPEN
+        return np.array([0.0, 0.0, 0.05 if state.opening > 0.075 else 0.01]), _OPEN
     if not holds(state, task.cube):
         return _grasp(state, task.cube)
     height = BLOCK_TOP_M + CUBE_HALF_M + 0.008 + _funnel(distance - 0.01, 3.0)
@@ -71,7 +74,7 @@ def _push(task: Task, state: WorldState) -> tuple[np.ndarray, float]:
     cube, hand = state.positions[task.cube], state.hand
     aside = cube[1] - hand[1]
     behind = cube[0] - hand[0]
-    ready = abs(aside) < 0.012 and 0.02 < behind < _BEHIND_M + 0.03
+    ready = abs(aside) < 0.012 and 0.03 < behind < _BEHIND_M + 0.03
     if ready and hand[2] < _PUSH_HEIGHT_M + 0.012:
         return np.array([0.05, aside, _PUSH_HEIGHT_M - hand[2]]), _CLOSE
     away = np.array([behind - _BEHIND_M, aside])
@@ -83,7 +86,7 @@ def _grasp(state: WorldState, cube: str) -> tuple[np.ndarray, float]:
     away = state.positions[cube] - state.hand
     distance = float(np.linalg.norm(away[:2]))
     bottom = max(state.positions[cube][2], CUBE_HALF_M)
-    if distance < 0.014 and state.hand[2] < bottom + 0.012:
+    if distance < 0.018 and state.hand[2] < bottom + 0.012:
         return np.array([*away[:2], bottom - state.hand[2]]), _CLOSE
     height = bottom + _funnel(distance - 0.008, 3.0)
     return np.array([*_limited(away[:2]), height - state.hand[2]]), _OPEN
@@ -106,4 +109,4 @@ def _near(task: Task, state: WorldState) -> bool:
 def holds(state: WorldState, cube: str) -> bool:
     """Whether the fingers are closed around the cube."""
     away = np.abs(state.positions[cube] - state.hand)
-    return bool(away[:2].max() < 0.02 and away[2] < 0.02 and 0.036 < state.opening < 0.05)
+    return bool(away[:2].max() < 0.02 and away[2] < 0.02 and 0.046 < state.opening < 0.062)

@@ -6,17 +6,17 @@ import numpy as np
 
 CUBES = ("red_cube", "green_cube", "blue_cube")
 DISTRACTORS = ("cylinder", "prism")
-CUBE_HALF_M = 0.02
-BLOCK_HALF_M = 0.045
+CUBE_HALF_M = 0.025
+BLOCK_HALF_M = 0.05
 BLOCK_TOP_M = 0.03
 ZONE_NEAR_EDGE_M = 0.67
 
 _HEIGHTS = {"block": 0.015, "cylinder": 0.03, "prism": 0.015} | dict.fromkeys(CUBES, CUBE_HALF_M)
-_RADII = {"block": 0.06, "cylinder": 0.022, "prism": 0.03} | dict.fromkeys(CUBES, 0.026)
-_X_RANGE = (0.40, 0.58)
-_Y_RANGE = (-0.20, 0.20)
+_RADII = {"block": 0.065, "cylinder": 0.022, "prism": 0.03} | dict.fromkeys(CUBES, 0.032)
+_X_RANGE = (0.38, 0.60)
+_Y_RANGE = (-0.21, 0.21)
 _GAP_M = 0.04  # a finger fits between two things
-_MAX_YAW = 0.35
+_MAX_YAW = 0.3
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ _NULLSPACE_STIFFNESS = 20.0
 # The goal may lead the hand by this much: against an obstacle it must not run away and then leap.
 _LEAD_M = 0.06
 _LEAD_RAD = 0.4
-_OPEN_M = 0.04
+_OPEN_M = 0.05
 
 
 class OscPose:

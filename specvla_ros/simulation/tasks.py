@@ -10,7 +10,7 @@ from specvla_ros.simulation.layout import BLOCK_HALF_M, BLOCK_TOP_M, CUBE_HALF_M
 from specvla_ros.simulation.world import WorldState
 
 _LIFTED_M = 0.06
-_OPEN_M = 0.06
+_OPEN_M = 0.075
 
 
 @dataclass(frozen=True)

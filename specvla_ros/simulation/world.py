@@ -79,7 +79,7 @@ class World:
     def reset(self, layout: Layout) -> None:
         """Sets the world to the start that a layout describes."""
         mujoco.mj_resetData(self.model, self.data)
-        for name, value in zip(JOINTS, (*_HOME, 0.04, 0.04), strict=True):
+        for name, value in zip(JOINTS, (*_HOME, 0.05, 0.05), strict=True):
             self.data.joint(name).qpos = value
         for body in _MOVABLE:
             self._place(body, layout.poses.get(body, (_OFF_TABLE_M + len(body), 0.0, -0.4, 0.0)))

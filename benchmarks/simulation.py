@@ -1,0 +1,76 @@
+"""What latency costs: the same policy, starts and seeds, with the world waiting and with it moving on.
+
+python benchmarks/simulation.py --episodes 100 --workers 2
+
+The devices are emulated: each stage of the engine counts for the time in its table (specvla_ros/simulation/devices).
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from specvla_ros.evaluation.provenance import cpu_name, software
+from specvla_ros.evaluation.simulate import SimulatePlan, read_episodes, simulate
+from specvla_ros.evaluation.simulate_episode import SimulateSettings
+from specvla_ros.evaluation.simulate_summary import compare_episodes
+from specvla_ros.shipped import nano_policy
+from specvla_ros.simulation.device_pace import read_device
+from specvla_ros.simulation.rollout import Clock
+
+DEVICES = ("h200", "rtx5090", "orin")
+LOCKSTEP = "lockstep"
+
+
+def main() -> None:
+    """Runs what is missing, and writes the JSON file."""
+    options = _options()
+    policy = options.policy or nano_policy()
+    plan = SimulatePlan(episodes=options.episodes, first_seed=options.seed, films=0, workers=options.workers)
+    lockstep = SimulateSettings(policy)
+    settings = {LOCKSTEP: lockstep} | {
+        device: replace(lockstep, clock=Clock.REALTIME, emulate=device) for device in DEVICES
+    }
+    results: dict[str, Any] = {}
+    for name, chosen in settings.items():
+        print(f"{name} …", file=sys.stderr, flush=True)
+        summary = simulate(chosen, plan, options.work / name)
+        print(f"{name}: {summary.success}", file=sys.stderr, flush=True)
+        results[name] = summary.as_json() | {"emulation": summary.context["emulation"]}
+        del results[name]["context"]
+        comparison = compare_episodes(read_episodes(options.work / LOCKSTEP), read_episodes(options.work / name))
+        results[name]["against_lockstep"] = comparison.as_json()
+    result = {
+        "command": shlex.join(["python", "benchmarks/simulation.py", *sys.argv[1:]]),
+        "date": date.today().isoformat(),
+        "hardware": cpu_name(),
+        "software": software(),
+        "policy": policy.name,
+        "first_seed": options.seed,
+        "episodes_per_task": options.episodes,
+        "devices": {device: vars(read_device(device)) for device in DEVICES},
+        "results": results,
+    }
+    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _options() -> argparse.Namespace:
+    here = Path(__file__).parent
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", type=Path, help="checkpoint directory; default: the nano policy of the package")
+    parser.add_argument("--episodes", type=int, default=100, help="per task")
+    parser.add_argument("--seed", type=int, default=0, help="of the first start; training's begin at 1000000")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--work", type=Path, default=Path("simulation-benchmark"), help="episodes; goes on where it was"
+    )
+    parser.add_argument("--out", type=Path, default=here / "results" / "simulation_nano.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Demonstrations: complete bags, the same after being killed, disturbed in what is done but not in what is recorded."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from support.gl import needs_gl
+
+from specvla_ros.errors import UserError
+from specvla_ros.evaluation.bag_reader import open_bag
+from specvla_ros.evaluation.bag_topics import TopicChoice, choose_topics
+from specvla_ros.evaluation.replay_frames import bag_frames
+from specvla_ros.image_message import rgb_from_compressed
+from specvla_ros.simulation import demonstration_bag
+from specvla_ros.simulation.collect import FIRST_SEED, collect, episode_of
+from specvla_ros.simulation.expert import demonstrate
+from specvla_ros.simulation.table_robot import TableRobot
+from specvla_ros.simulation.tasks import TASKS
+from specvla_ros.training.dataset import load_demonstrations
+
+pytestmark = needs_gl
+
+
+def frames(bag):
+    with open_bag(bag) as reader:
+        return list(bag_frames(reader, choose_topics(reader, TopicChoice())))
+
+
+def test_bag_holds_what_the_expert_saw_and_did(tmp_path):
+    result = collect(tmp_path, tasks=["put_red"], episodes=2, noise=0.0)
+    assert (result.wanted, result.kept, result.new, result.failed) == (2, 2, 2, 0)
+    bag = tmp_path / f"put_red-{FIRST_SEED}"
+    assert episode_of(bag) == ("put_red", FIRST_SEED)
+    recorded = frames(bag)
+    assert {frame.instruction for frame in recorded} == {"put the red cube on the block"}
+    robot = TableRobot()
+    robot.reset("put_red", FIRST_SEED)
+    for frame in recorded:
+        np.testing.assert_allclose(frame.recorded, demonstrate(robot.task, robot.state()))
+        shown = rgb_from_compressed(frame.image.message()).astype(int)
+        assert np.abs(shown - robot.look()).mean() < 3  # JPEG
+        robot.take(np.array(frame.recorded))
+        for _ in range(4):
+            robot.advance()
+    assert robot.succeeded()
+    robot.close()
+
+
+def test_noise_is_in_what_is_done_not_in_what_is_recorded(tmp_path):
+    collect(tmp_path, tasks=["lift_blue"], episodes=6, noise=1.0)
+    disturbed = 0
+    robot = TableRobot(image_size=32)
+    for seed in range(FIRST_SEED, FIRST_SEED + 6):
+        robot.reset("lift_blue", seed)
+        for frame in frames(tmp_path / f"lift_blue-{seed}"):
+            if not np.allclose(frame.recorded, demonstrate(robot.task, robot.state())):
+                disturbed += 1  # followed exactly, the recorded actions would lead elsewhere
+                break
+            robot.take(np.array(frame.recorded))
+            for _ in range(4):
+                robot.advance()
+    robot.close()
+    assert 1 <= disturbed <= 6
+
+
+def test_every_picture_is_labelled_for_every_instruction(tmp_path):
+    collect(tmp_path, tasks=["push_green"], episodes=1, noise=0.0)
+    data = load_demonstrations([tmp_path / f"push_green-{FIRST_SEED}"], tmp_path / "cache", 32)
+    assert data.instructions == tuple(sorted(task.instruction for task in TASKS))
+    assert data.actions.shape[1:] == (len(TASKS), 7)
+    robot = TableRobot(image_size=32)
+    robot.reset("push_green", FIRST_SEED)
+    for place, which in enumerate(data.instruction_of[0]):
+        task = next(each for each in TASKS if each.instruction == data.instructions[which])
+        np.testing.assert_allclose(data.actions[0, place], demonstrate(task, robot.state()))
+    robot.close()
+
+
+def test_killed_collection_goes_on_where_it_stopped(tmp_path):
+    command = [sys.executable, "-m", "specvla_ros.cli", "collect", "--out", str(tmp_path), "--task", "lift_red"]
+    process = subprocess.Popen([*command, "--episodes", "200"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("lift_red-*"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = {bag.name: bag.stat().st_mtime_ns for bag in tmp_path.glob("lift_red-*")}
+    assert 3 <= len(kept) < 200
+    result = collect(tmp_path, tasks=["lift_red"], episodes=len(kept) + 2)
+    assert result.kept == len(kept) + 2 and result.new == 2
+    assert not list(tmp_path.glob(".*"))
+    assert all((tmp_path / name).stat().st_mtime_ns == stamp for name, stamp in kept.items())
+    assert all(frames(bag) for bag in tmp_path.iterdir())
+
+
+def test_full_disk_is_said_and_keeps_what_is_there(tmp_path, monkeypatch):
+    collect(tmp_path, tasks=["lift_red"], episodes=1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(demonstration_bag, "_write", full)
+    with pytest.raises(UserError, match=r"No space left on device\. Free some space.*recorded so far is kept"):
+        collect(tmp_path, tasks=["lift_red"], episodes=2)
+    assert [bag.name for bag in tmp_path.iterdir()] == [f"lift_red-{FIRST_SEED}"]
+
+
+def test_unknown_task_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no task 'dance'"):
+        collect(tmp_path / "out", tasks=["dance"], episodes=1)
