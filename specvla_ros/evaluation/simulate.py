@@ -150,11 +150,13 @@ def _tasks(world: str, names: Sequence[str]) -> list[str]:
 
         return [task.name for task in choose_tasks(list(names))]
     from specvla_ros.simulation.libero import suite_tasks
+    from specvla_ros.simulation.libero_install import require_libero
 
     known = suite_tasks(world)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UserError(f"there is no task '{unknown[0]}'; the tasks of {world} are: {', '.join(known)}")
+    require_libero()
     return list(names) or list(known)
 
 

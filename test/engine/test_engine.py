@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
@@ -14,7 +15,6 @@ from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.models.policy import Policy, load_policy
-from specvla_ros.models.random_checkpoint import write_random_checkpoint
 
 INSTRUCTION = "put carrot on plate"
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 from support import bags
+from support.random_checkpoint import write_random_checkpoint
 from support.replays import Run, read_frames
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.replay import replay
 from specvla_ros.evaluation.replay_summary import ReplaySummary
 from specvla_ros.models.policy import Policy, load_policy
-from specvla_ros.models.random_checkpoint import write_random_checkpoint
 
 
 @pytest.fixture(scope="module")

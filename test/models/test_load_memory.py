@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from specvla_ros.models.random_checkpoint import write_random_checkpoint
+from support.random_checkpoint import write_random_checkpoint
 
 _LOAD = """
 import json, resource, sys

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specvla_ros.models.random_checkpoint import write_random_checkpoint
+from support.random_checkpoint import write_random_checkpoint
 
 
 def write_checkpoint(directory: Path, *, seed: int = 0) -> Path:
