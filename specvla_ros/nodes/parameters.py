@@ -17,6 +17,7 @@ _KINDS = {
     int: "a whole number",
     float: "a number with a decimal point",
     str: "a text",
+    tuple: "a list of texts",
 }
 
 
@@ -45,7 +46,10 @@ Parameters = TypeVar("Parameters")
 
 
 def parameter(default: object, description: str, **limits: Any) -> Any:
-    """A field of a parameter dataclass; `limits` are those of `Limits`."""
+    """A field of a parameter dataclass; `limits` are those of `Limits`.
+
+    A list of texts has a tuple as its default, and never an empty one: ROS could not tell of what it is empty.
+    """
     return field(default=default, metadata={"limits": Limits(description, **limits)})
 
 
@@ -72,7 +76,8 @@ def declare_parameters(node: Node, kind: type[Parameters]) -> Parameters:
 def read_parameters(node: Node, kind: type[Parameters]) -> Parameters:
     """The values that the parameters have now."""
     names = {declared.name: ros_name(declared) for declared in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: node.get_parameter(there).value for name, there in names.items()})
+    values = {name: node.get_parameter(there).value for name, there in names.items()}
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def unknown_parameters(node: Node) -> dict[str, str]:
@@ -98,6 +103,8 @@ def problem(declared: "Field[Any]", value: object) -> str:
     if limits.choices:
         allowed = "one of: " + ", ".join(limits.choices)
     right = type(value) is kind and (not limits.choices or value in limits.choices)
+    if isinstance(value, tuple):
+        right = right and all(isinstance(each, str) for each in value)
     if right and isinstance(value, (int, float)) and limits.minimum is not None and limits.maximum is not None:
         right = math.isfinite(value) and limits.minimum <= value <= limits.maximum
     if right:

@@ -19,7 +19,7 @@ def description(name: str):  # type: ignore[no-untyped-def]
     return module.generate_launch_description()
 
 
-@pytest.mark.parametrize("name", ["bringup", "desktop", "orin", "replay"])
+@pytest.mark.parametrize("name", ["bringup", "desktop", "orin", "replay", "simulation"])
 def test_every_argument_is_described(name: str) -> None:
     arguments = description(name).get_launch_arguments()
     assert {"checkpoint", "instruction", "params_file", "image_topic"} <= {argument.name for argument in arguments}

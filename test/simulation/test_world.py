@@ -99,6 +99,13 @@ def test_world_that_diverges_says_so(world):
     world.control_step(np.zeros(7))
 
 
+def test_control_step_takes_its_time(world):
+    world.reset(draw_layout(0))
+    for _ in range(20):
+        world.control_step(np.zeros(7))
+    assert world.time_s == pytest.approx(1.0)
+
+
 def test_seeds_decide_the_start():
     same, other = draw_layout(5), draw_layout(6)
     assert draw_layout(5).poses == same.poses != other.poses

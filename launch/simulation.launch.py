@@ -1,0 +1,86 @@
+"""The policy node on the simulated robot, on simulated time; ends when the robot has had its episodes."""
+
+from pathlib import Path
+
+from ament_index_python.packages import get_package_share_directory
+from launch.actions import (
+    DeclareLaunchArgument,
+    EmitEvent,
+    IncludeLaunchDescription,
+    OpaqueFunction,
+    RegisterEventHandler,
+)
+from launch.event_handlers import OnProcessExit
+from launch.events import Shutdown
+from launch.events.process import ProcessExited
+from launch.launch_description_sources import PythonLaunchDescriptionSource
+from launch.substitutions import LaunchConfiguration
+from launch_ros.actions import Node
+from launch_ros.parameter_descriptions import ParameterValue
+
+from launch import LaunchContext, LaunchDescription
+
+IMAGE_TOPIC = "/camera/image_raw"
+INSTRUCTION_TOPIC = "/instruction"
+
+
+def generate_launch_description() -> LaunchDescription:
+    """Takes all arguments of bringup too, with profile:=cpu; the topics and the clock are the simulated robot's."""
+    bringup = Path(get_package_share_directory("specvla_ros"), "launch", "bringup.launch.py")
+    forced = {"use_sim_time": "true", "image_topic": IMAGE_TOPIC, "instruction_topic": INSTRUCTION_TOPIC}
+    arguments = [
+        DeclareLaunchArgument("checkpoint", description="Directory of the OpenVLA checkpoint."),
+        DeclareLaunchArgument(
+            "clock",
+            default_value="realtime",
+            choices=["lockstep", "realtime"],
+            description="How the world's time passes while the policy decides: not at all, or as it does.",
+        ),
+        DeclareLaunchArgument(
+            "tasks", default_value="all", description="Names of tasks, separated by commas; all: every one."
+        ),
+        DeclareLaunchArgument("episodes", default_value="3", description="Of each task; 0: without an end."),
+        DeclareLaunchArgument("seed", default_value="0", description="Of the first starts."),
+        DeclareLaunchArgument(
+            "profile", default_value="cpu", choices=["cpu", "desktop", "orin"], description="Parameters."
+        ),
+    ]
+    forwarded = {name: LaunchConfiguration(name) for name in ("checkpoint", "profile")}
+    source = PythonLaunchDescriptionSource(str(bringup))
+    policy = IncludeLaunchDescription(source, launch_arguments={**forwarded, **forced}.items())
+    # The robot first: a wrong task must end the launch before a policy process has begun to start.
+    return LaunchDescription([*arguments, OpaqueFunction(function=_act), policy])
+
+
+def _act(context: LaunchContext) -> list:
+    from specvla_ros.simulation.gl import require_gl
+    from specvla_ros.simulation.tasks import choose_tasks
+
+    def argument(name: str) -> str:
+        return LaunchConfiguration(name).perform(context)
+
+    require_gl()
+    tasks = [name.strip() for name in argument("tasks").split(",") if name.strip()] or ["all"]
+    if tasks != ["all"]:
+        choose_tasks(tasks)  # a task that is not there is an error that lists those that are
+    robot = Node(
+        package="specvla_ros",
+        executable="sim_robot",
+        name="sim_robot",
+        parameters=[
+            {
+                "tasks": tasks,
+                "episodes": int(argument("episodes")),
+                "seed": int(argument("seed")),
+                "clock": ParameterValue(argument("clock"), value_type=str),
+            }
+        ],
+        output="screen",
+    )
+    return [robot, RegisterEventHandler(OnProcessExit(target_action=robot, on_exit=_end))]
+
+
+def _end(event: ProcessExited, context: LaunchContext) -> list:
+    if event.returncode:
+        raise RuntimeError(f"the simulated robot ended with code {event.returncode}: its own message above says why")
+    return [EmitEvent(event=Shutdown(reason="the robot has had its episodes"))]
