@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specvla_ros import cli_simulation
-from specvla_ros.cli_options import CenterCrop, Device, Dtype, DtypeOption, UnnormKey
+from specvla_ros.cli_options import CenterCrop, Device, Dtype, DtypeOption, Tasks, UnnormKey
 from specvla_ros.errors import UserError
 
 if TYPE_CHECKING:
@@ -177,16 +177,22 @@ def replay(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Directory for checkpoint, bag and report; remade each time.")] = Path(
-        "demo"
-    ),
+    out: Annotated[Path, typer.Option(help="Directory for films and report; remade each time.")] = Path("demo"),
+    policy: Annotated[
+        Path | None, typer.Option(help="Checkpoint directory. Default: the nano policy of this package.")
+    ] = None,
+    task: Tasks = None,
+    episodes: Annotated[int, typer.Option(help="Per task.", min=1)] = 3,
+    seed: Annotated[int, typer.Option(help="Of the first episode's start.", min=0)] = 0,
 ) -> None:
-    """Play rendered camera frames through ROS 2 topics into a policy, and print the actions that come out."""
+    """Watch a trained policy drive a simulated arm over ROS 2 topics; type another instruction while it runs."""
     try:
         from specvla_ros.nodes.demo import run_demo
     except ImportError as error:
         raise UserError(f"ROS 2 is not usable here ({error}); `specvla doctor` says what to fix") from None
-    raise typer.Exit(run_demo(out))
+    from specvla_ros.shipped import nano_policy
+
+    raise typer.Exit(run_demo(out, policy or nano_policy(), tasks=list(task or ()), episodes=episodes, seed=seed))
 
 
 @app.command()

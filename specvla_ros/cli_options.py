@@ -21,3 +21,4 @@ DtypeOption = Annotated[Dtype, typer.Option(help="auto: float32 on a CPU, bfloat
 CenterCrop = Annotated[
     bool, typer.Option("--center-crop", help="Use the middle 90 %, for checkpoints fine-tuned with augmentation.")
 ]
+Tasks = Annotated[list[str] | None, typer.Option("--task", help="A task's name; again for more. Default: all.")]

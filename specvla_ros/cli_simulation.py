@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from specvla_ros.cli_options import CenterCrop, Device, Dtype, DtypeOption, UnnormKey
+from specvla_ros.cli_options import CenterCrop, Device, Dtype, DtypeOption, Tasks, UnnormKey
 from specvla_ros.errors import UserError
 
 app = typer.Typer()
@@ -23,7 +23,6 @@ class ClockOption(str, Enum):
     REALTIME = "realtime"
 
 
-Tasks = Annotated[list[str] | None, typer.Option("--task", help="A task's name; again for more. Default: all.")]
 Workers = Annotated[int, typer.Option(help="Worker processes; 0: this one alone.", min=0)]
 Ray = Annotated[bool, typer.Option("--ray", help="Spread the episodes over a Ray cluster (RAY_ADDRESS).")]
 

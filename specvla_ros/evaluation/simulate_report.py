@@ -121,7 +121,8 @@ def _acted_on(summary: SimulateSummary) -> str:
 def _latency(summary: SimulateSummary) -> str:
     if not summary.latency_s:
         return "<p>No action was decided.</p>"
-    what = "from the picture to the action, in world time" if _realtime(summary) else "that the policy needed"
+    usual = "from the picture to the action, in world time" if _realtime(summary) else "that the policy needed"
+    what = escape(summary.context.get("latency", usual))
     row = tuple(f"{summary.latency_s[name] * 1e3:.1f}" for name in ("p50", "p95", "p99", "mean"))
     drops = "".join(f"; {count} × {escape(reason)}" for reason, count in summary.drops.items())
     return (

@@ -1,12 +1,12 @@
-"""The demo: camera frames through real ROS 2 topics into a policy, actions out."""
+"""The demo: a simulated robot and a trained policy, in processes of their own, over real ROS 2 topics."""
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,35 +16,45 @@ from lifecycle_msgs.srv import ChangeState
 from rclpy.client import Client
 from rclpy.executors import ExternalShutdownException
 from rclpy.node import Node
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
+from sensor_msgs.msg import Image
+from std_msgs.msg import String
 
-from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.bag_reader import open_bag
-from specvla_ros.evaluation.rendered_bag import write_rendered_bag
-from specvla_ros.evaluation.replay import replay
-from specvla_ros.image_message import stamp_ns
-from specvla_ros.models.policy import load_policy
-from specvla_ros.models.random_checkpoint import write_random_checkpoint
-from specvla_ros.msg import VlaAction
-from specvla_ros.nodes.qos import ACTION
+from specvla_ros.evaluation.simulate_summary import Rate, SimulateSummary
+from specvla_ros.image_message import rgb_from_image
+from specvla_ros.models.config import read_config
+from specvla_ros.msg import SimEpisode, VlaAction
+from specvla_ros.nodes.demo_record import DemoRecord
+from specvla_ros.nodes.qos import ACTION, LATCHED_INSTRUCTION, NEWEST_IMAGE
+from specvla_ros.nodes.terminal_input import TypedLine
+from specvla_ros.simulation.gl import require_gl
+from specvla_ros.simulation.tasks import TASKS, choose_tasks
 
-INSTRUCTION = "pick up the red cube"
-FRAMES = 50
 _CONFIGURE_TIMEOUT_S = 120.0
-_PLAY_TIMEOUT_S = 60.0
-_SHOWN = 8
+_EPISODE_TIMEOUT_S = 60.0
+_CLOCK = "realtime"
 
 
 class _Watcher(Node):
-    """Brings the policy node up and collects its actions."""
+    """Brings the policy up, listens, and passes on what is typed."""
 
-    def __init__(self, on_action: Callable[[VlaAction], None]) -> None:
+    def __init__(self, record: DemoRecord) -> None:
         super().__init__("demo")
         self._change_state: Client = self.create_client(ChangeState, "/policy/change_state")
-        self.create_subscription(VlaAction, "/policy/action", on_action, ACTION)
+        self._instruction = self.create_publisher(String, "/instruction", LATCHED_INSTRUCTION)
+        self.create_subscription(VlaAction, "/policy/action", record.on_action, ACTION)
+        self.create_subscription(SimEpisode, "/sim_robot/episode", record.on_episode, LATCHED_INSTRUCTION)
+        self.create_subscription(
+            Image, "/camera/image_raw", lambda message: record.on_image(rgb_from_image(message)), NEWEST_IMAGE
+        )
+
+    def ask(self, instruction: str) -> None:
+        """Publishes an instruction."""
+        self._instruction.publish(String(data=instruction))
 
     def bring_up(self, policy: "subprocess.Popen[bytes]") -> None:
         """Configures and activates the policy.
@@ -64,68 +74,88 @@ class _Watcher(Node):
                 raise UserError("the policy node refused to start; its own message above says why")
 
 
-def run_demo(out: Path) -> int:
-    """Writes a random checkpoint and a rendered bag, plays them live and in process, and compares.
+def run_demo(out: Path, policy: Path, *, tasks: list[str], episodes: int, seed: int) -> int:
+    """Shows the policy drive the simulated arm, and writes films and a report.
+
+    Args:
+        out: directory of the results; films and report in it are made anew.
+        policy: checkpoint directory.
+        tasks: names; none: all.
+        episodes: per task.
+        seed: of the first start.
 
     Returns:
-        0 when actions came out live and equal those in process, else 1.
+        0 when the arm succeeded at least once and everything ran to its end, else 1.
+
+    Raises:
+        UserError: no OpenGL, a bad checkpoint, or a process that does not come up.
     """
-    # A policy with random weights must not be heard by a robot on the network.
+    require_gl()
+    chosen = [task.name for task in choose_tasks(tasks)]
+    taught = read_config(policy).instructions
+    # A simulated policy must not be heard by a robot on the network.
     os.environ.setdefault("ROS_AUTOMATIC_DISCOVERY_RANGE", "LOCALHOST")
+    shutil.rmtree(out / "films", ignore_errors=True)
+    record = DemoRecord(out, policy)
     console = Console()
-    console.print("[bold]specvla demo[/bold]: rendered camera frames → ROS 2 topics → an OpenVLA policy → actions")
-    console.print("[yellow]The weights are random: the actions mean nothing yet. Everything else is real.[/yellow]")
-    checkpoint, bag = _prepare(out)
-    actions: dict[int, VlaAction] = {}
+    console.print("[bold]specvla demo[/bold]: sim_robot ⇄ ROS 2 topics ⇄ an OpenVLA policy, trained for this table")
+    finished = False
     try:
-        _play_live(console, checkpoint, bag, actions)
+        finished = _act(console, record, policy, taught, _robot_parameters(chosen, episodes, seed))
     except (KeyboardInterrupt, ExternalShutdownException):
         console.print("interrupted")
-        return 1
-    latencies = [action.latency_s * 1e3 for action in actions.values()]
-    console.print(f"\nlive: {len(actions)} of {FRAMES} frames answered, each stamped with its frame")
-    if latencies:
-        p50, p95 = np.percentile(latencies, (50, 95))
-        console.print(f"observation-to-action latency: p50 {p50:.1f} ms, p95 {p95:.1f} ms")
-    equal = _compare_in_process(console, out, checkpoint, bag, actions)
-    return 0 if equal and actions else 1
+    summary = record.finish(_CLOCK)
+    _print_results(console, summary, out)
+    return 0 if finished and summary.success.successes else 1
 
 
-def _prepare(out: Path) -> tuple[Path, Path]:
-    checkpoint, bag = out / "checkpoint", out / "bag"
-    for name in ("checkpoint", "bag", "replay"):
-        shutil.rmtree(out / name, ignore_errors=True)
-    write_random_checkpoint(checkpoint)
-    write_rendered_bag(bag, frames=FRAMES, instruction=INSTRUCTION)
-    return checkpoint, bag
-
-
-def _play_live(console: Console, checkpoint: Path, bag: Path, actions: dict[int, VlaAction]) -> None:
+def _act(
+    console: Console, record: DemoRecord, checkpoint: Path, taught: tuple[str, ...], robot_parameters: list[str]
+) -> bool:
+    """Runs both nodes until the robot has had its episodes; False when one of them ended early."""
     policy = _start(
         "policy", f"checkpoint:={checkpoint}", "device:=cpu", "use_sim_time:=true", image_topic="/camera/image_raw"
     )
-    player = None
+    robot: subprocess.Popen[bytes] | None = None
     rclpy.init(args=[])
-    with Live(console=console, refresh_per_second=8, vertical_overflow="crop") as view:
-
-        def on_action(action: VlaAction) -> None:
-            actions[stamp_ns(action.header)] = action
-            view.update(_table(actions))
-
-        watcher = _Watcher(on_action)
-        try:
-            watcher.bring_up(policy)
-            player = _start("bag_player", f"bag:={bag}", "wait_for_subscriber:=/camera/image_raw")
-            deadline = time.monotonic() + _PLAY_TIMEOUT_S
-            while player.poll() is None and policy.poll() is None and time.monotonic() < deadline:
-                rclpy.spin_once(watcher, timeout_sec=0.1)
-            for _ in range(5):  # the last action may still be on its way
-                rclpy.spin_once(watcher, timeout_sec=0.1)
-        finally:
-            for process in (player, policy):
-                _stop(process)
-            watcher.destroy_node()
+    watcher = _Watcher(record)
+    try:
+        robot = _start("sim_robot", *robot_parameters)
+        watcher.bring_up(policy)
+        with TypedLine() as typed, Live(console=console, refresh_per_second=8, vertical_overflow="crop") as view:
+            note = ""
+            deadline = time.monotonic() + _EPISODE_TIMEOUT_S
+            while robot.poll() is None and policy.poll() is None and time.monotonic() < deadline:
+                finished = len(record.episodes)
+                rclpy.spin_once(watcher, timeout_sec=0.05)
+                line = typed.poll()
+                if line:
+                    note = _ask(watcher, line, taught)
+                if len(record.episodes) != finished or line:
+                    deadline = time.monotonic() + _EPISODE_TIMEOUT_S
+                view.update(_picture(record, typed, note))
+        for _ in range(5):  # the last message may still be on its way
+            rclpy.spin_once(watcher, timeout_sec=0.1)
+        if robot.poll() is None:
+            why = "the policy ended" if policy.poll() is not None else "nothing happened for a minute"
+            console.print(f"[red]{why}; what was seen so far is kept[/red]")
+        return robot.poll() == 0
+    finally:
+        for process in (robot, policy):
+            _stop(process)
+        watcher.destroy_node()
+        with contextlib.suppress(Exception):
             rclpy.try_shutdown()
+
+
+def _robot_parameters(tasks: list[str], episodes: int, seed: int) -> list[str]:
+    return [f"clock:={_CLOCK}", f"tasks:=[{', '.join(tasks)}]", f"episodes:={episodes}", f"seed:={seed}"]
+
+
+def _ask(watcher: _Watcher, line: str, taught: tuple[str, ...]) -> str:
+    watcher.ask(line)
+    known = not taught or line.lower().strip(" .!") in taught
+    return "" if known else f"the policy was never taught “{line}”; it knows: {'; '.join(taught)}"
 
 
 def _start(name: str, *parameters: str, image_topic: str = "") -> "subprocess.Popen[bytes]":
@@ -133,8 +163,8 @@ def _start(name: str, *parameters: str, image_topic: str = "") -> "subprocess.Po
     if image_topic:
         arguments += ["-r", f"image:={image_topic}", "-r", f"image/compressed:={image_topic}/compressed"]
     code = f"from specvla_ros.nodes.{name} import main; main()"
-    quiet = ["--log-level", "warn"]
-    return subprocess.Popen([sys.executable, "-c", code, "--ros-args", *arguments, *quiet])
+    quiet = ["--log-level", "error"]
+    return subprocess.Popen([sys.executable, "-c", code, "--ros-args", *arguments, *quiet], stdin=subprocess.DEVNULL)
 
 
 def _stop(process: "subprocess.Popen[bytes] | None") -> None:
@@ -148,29 +178,35 @@ def _stop(process: "subprocess.Popen[bytes] | None") -> None:
         process.wait()
 
 
-def _table(actions: dict[int, VlaAction]) -> Table:
-    newest = list(actions.values())[-_SHOWN:]
-    table = Table(title=f"/policy/action   “{newest[-1].instruction}”   {len(actions)} actions")
-    for name in ("stamp", *newest[-1].names, "ms"):
-        table.add_column(name, justify="right", no_wrap=True)
-    first_ns = min(actions)
-    for action in newest:
-        values = (f"{value:+.2f}" for value in action.values)
-        stamp = f"+{(stamp_ns(action.header) - first_ns) * 1e-9:.1f} s"
-        table.add_row(stamp, *values, f"{action.latency_s * 1e3:.0f}")
-    return table
+def _picture(record: DemoRecord, typed: TypedLine, note: str) -> Group:
+    episode = record.episode
+    now = Table.grid(padding=(0, 2))
+    if episode is not None:
+        state = {SimEpisode.RUNNING: "", SimEpisode.SUCCEEDED: "[green]done[/green]"}.get(
+            episode.state, "[red]not done"
+        )
+        now.add_row("instruction", f"[bold]{episode.instruction}[/bold]  {state}")
+        now.add_row("episode", f"{episode.episode + 1}, {episode.time_s:.1f} s, {episode.actions} actions")
+    if record.action is not None:
+        p50 = float(np.median([latency for _, latency in record.recent])) * 1e3
+        now.add_row("policy", f"{record.action_rate_hz:.1f} actions/s, {p50:.0f} ms from image to action")
+        values = "  ".join(
+            f"{name} {value:+.3f}" for name, value in zip(record.action.names, record.action.values, strict=True)
+        )
+        now.add_row("action", values)
+    tasks = Table("task", "instruction", "succeeded")
+    for task in TASKS:
+        mine = [each.succeeded for each in record.episodes if each.task == task.name]
+        tasks.add_row(task.name, task.instruction, f"{sum(mine)} of {len(mine)}" if mine else "")
+    ask = Text(f"another instruction, then Enter: {typed.text}▏" if typed.usable else "")
+    return Group(now, tasks, Text(note, style="red"), ask)
 
 
-def _compare_in_process(
-    console: Console, out: Path, checkpoint: Path, bag: Path, actions: dict[int, VlaAction]
-) -> bool:
-    """Replays the same bag without DDS; True when all live actions equal the replayed ones."""
-    replay(load_policy(checkpoint, device="cpu"), EngineSettings(), bag, out / "replay", progress=False)
-    with open_bag(out / "replay" / "actions_bag") as recorded:
-        replayed = {stamp_ns(each.message().header): each.message() for each in recorded.messages(("/policy/action",))}
-    equal = sum(
-        stamp in replayed and list(replayed[stamp].tokens) == list(action.tokens) for stamp, action in actions.items()
-    )
-    console.print(f"in process: {len(replayed)} actions, {equal} of {len(actions)} live actions are equal")
-    console.print(f"report: {out / 'replay' / 'report.html'}")
-    return equal == len(actions)
+def _print_results(console: Console, summary: SimulateSummary, out: Path) -> None:
+    done: Rate = summary.success
+    console.print(f"the arm did {done.successes} of {done.n} tasks ({done}, {_CLOCK})")
+    if summary.latency_s:
+        p50, p95 = summary.latency_s["p50"] * 1e3, summary.latency_s["p95"] * 1e3
+        rate = f"{summary.action_rate_hz:.1f} actions/s"
+        console.print(f"observation-to-action latency: p50 {p50:.1f} ms, p95 {p95:.1f} ms; {rate}")
+    console.print(f"report with films: {out / 'report.html'}")

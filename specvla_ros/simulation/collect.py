@@ -1,5 +1,8 @@
 """Demonstrations by the scripted experts, with noise injected into what they do but not into what is recorded.
 
+In half of the episodes the expert decides anew before its action is through, after 0.05 s to 0.2 s: a policy that
+decides faster than its training data must know what it sees then, such as fingers half closed.
+
 Each moment is also labelled with what the experts of the other tasks would do: the same picture under another
 instruction is what teaches a policy to listen.
 
@@ -32,6 +35,7 @@ _NOISE = np.array([0.012, 0.012, 0.012, 0.02, 0.02, 0.04, 0.0])  # metres and ra
 _NOISE_LEVELS = (0.0, 0.5, 1.0)
 _SHOVE_CHANCE = 0.04
 _SHOVE_M = 0.04
+_HASTY_SHARE = 0.5
 _AFTER_SUCCESS = 3  # frames, so that the policy also knows what to do when it is done
 _NAME = re.compile(r"(?P<task>\w+)-(?P<seed>\d+)")
 
@@ -125,10 +129,13 @@ def demonstrate_and_record(job: Demonstration) -> bool:
     images: list[np.ndarray] = []
     actions: list[np.ndarray] = []
     others: dict[str, list[np.ndarray]] = {task.name: [] for task in TASKS if task.name != job.task}
-    shove, shoves_left, after = np.zeros(3), 0, 0
+    times_s: list[float] = []
+    per_action = round(robot.action_dt / robot.control_dt)
+    hasty = rng.random() < _HASTY_SHARE
+    shove, shoves_left, passed, after = np.zeros(3), 0, 0, 0
     try:
         while after < _AFTER_SUCCESS:
-            if len(images) == robot.max_steps:
+            if passed >= robot.max_steps * per_action:
                 return False
             state = robot.state()
             action = demonstrate(robot.task, state)
@@ -137,6 +144,7 @@ def demonstrate_and_record(job: Demonstration) -> bool:
                     others[task.name].append(demonstrate(task, state))
             images.append(robot.look())
             actions.append(action)
+            times_s.append(passed * robot.control_dt)
             disturbed = action + level * rng.normal(size=7) * _NOISE
             if shoves_left == 0 and rng.random() < _SHOVE_CHANCE:
                 shove, shoves_left = level * rng.uniform(-_SHOVE_M, _SHOVE_M, 3), int(rng.integers(1, 4))
@@ -144,14 +152,16 @@ def demonstrate_and_record(job: Demonstration) -> bool:
                 disturbed[:3] += shove
                 shoves_left -= 1
             robot.take(disturbed)
-            for _ in range(round(robot.action_dt / robot.control_dt)):
+            lasting = int(rng.integers(1, per_action + 1)) if hasty else per_action
+            for _ in range(lasting):
                 robot.advance()
+            passed += lasting
             after += bool(after) or robot.succeeded()
     except SimulationDiverged:
         return False
     try:
         hindsight = {task.name: Hindsight(task.instruction, others[task.name]) for task in TASKS if task.name in others}
-        record = DemonstrationRecord(images, actions, robot.instruction, robot.action_dt, hindsight)
+        record = DemonstrationRecord(images, actions, robot.instruction, times_s, hindsight)
         write_demonstration(job.directory, record)
     except OSError as error:
         full = error.errno == errno.ENOSPC

@@ -45,16 +45,16 @@ class DemonstrationRecord:
 
     Args:
         images: RGB uint8 [height, width, 3] each.
-        actions: float64 [7] each, one per image: metres and radians over action_dt, gripper 1 open.
+        actions: float64 [7] each, one per image: metres and radians over 0.2 s, gripper 1 open.
         instruction: that was followed.
-        action_dt: seconds between the images.
+        times_s: of the images, from 0.
         hindsight: by the name of the other task.
     """
 
     images: Sequence[np.ndarray]
     actions: Sequence[np.ndarray]
     instruction: str
-    action_dt: float
+    times_s: Sequence[float]
     hindsight: Mapping[str, Hindsight]
 
 
@@ -102,7 +102,7 @@ def _write(directory: Path, record: DemonstrationRecord) -> None:
         channels = {topic: channel(topic, "std_msgs/msg/Float64MultiArray") for topic in actions}
         layout = types["std_msgs/msg/MultiArrayLayout"](dim=[], data_offset=0)
         for i, image in enumerate(record.images):
-            at = _START_NS + i * round(record.action_dt * 1e9)
+            at = _START_NS + round(record.times_s[i] * 1e9)
             stamp = types["builtin_interfaces/msg/Time"](sec=at // 10**9, nanosec=at % 10**9)
             header = types["std_msgs/msg/Header"](stamp=stamp, frame_id="camera")
             compressed = types["sensor_msgs/msg/CompressedImage"](header=header, format="jpeg", data=_jpeg(image))

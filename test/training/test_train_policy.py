@@ -31,7 +31,10 @@ def write_bags(directory: Path, *, bags: int = 20, steps: int = 6, hindsight: bo
         images = [np.full((40, 40, 3), round(200 * each), dtype=np.uint8) for each in far]
         actions = [np.array([0.05 * each, 0.02, 0, 0, 0, 0.1 * each, 1.0]) for each in far]
         others = {"right": Hindsight(RIGHT, [each * [-1, 1, 1, 1, 1, 1, 0] for each in actions])} if hindsight else {}
-        write_demonstration(directory / f"bag-{i:02d}", DemonstrationRecord(images, actions, LEFT, 0.2, others))
+        write_demonstration(
+            directory / f"bag-{i:02d}",
+            DemonstrationRecord(images, actions, LEFT, [0.2 * k for k in range(steps)], others),
+        )
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,80 @@
+"""The demo, as a newcomer runs it, with the policy that is shipped."""
+
+import contextlib
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+
+import av
+import pytest
+from support.gl import needs_gl
+
+from specvla_ros.errors import UserError
+from specvla_ros.shipped import nano_policy
+
+COMMAND = [sys.executable, "-m", "specvla_ros.cli", "demo", "--episodes", "1"]
+
+
+@needs_gl
+def test_arm_acts_over_topics_and_leaves_a_report_with_films(tmp_path):
+    run = subprocess.run(
+        [*COMMAND, "--out", str(tmp_path), "--task", "lift_red", "--task", "push_green"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "the arm did" in run.stdout, run.stdout + run.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert set(summary["tasks"]) == {"lift_red", "push_green"} and summary["success"]["episodes"] == 2
+    assert run.returncode == (0 if summary["success"]["successes"] else 1)
+    assert summary["latency_s"]["p50"] > 0 and summary["action_rate_hz"] > 1
+    for task in summary["tasks"]:
+        (path,) = (tmp_path / "films").glob(f"{task}-*.mp4")
+        with av.open(str(path)) as film:
+            assert sum(1 for _ in film.decode(video=0)) > 5
+    assert "data:video/mp4" in (tmp_path / "report.html").read_text()
+
+
+@needs_gl
+def test_typed_instruction_is_what_the_arm_is_judged_by(tmp_path):
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "--out", str(tmp_path), "--task", "put_red"], stdin=slave, stdout=slave, stderr=slave, close_fds=True
+    )
+    os.close(slave)
+    os.set_blocking(master, False)
+    shown, typed, deadline = "", False, time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+        with contextlib.suppress(OSError):
+            shown += os.read(master, 1 << 16).decode(errors="ignore")
+        if not typed and "actions/s" in shown:
+            os.write(master, b"push the green cube into the white zone\n")
+            typed = True
+    assert process.wait(10) in (0, 1) and typed
+    os.close(master)
+    assert set(json.loads((tmp_path / "summary.json").read_text())["tasks"]) == {"push_green"}
+
+
+@needs_gl
+def test_policy_that_cannot_be_loaded_ends_with_one_sentence(tmp_path):
+    run = subprocess.run(
+        [*COMMAND, "--out", str(tmp_path / "out"), "--policy", str(tmp_path / "none")], capture_output=True, text=True
+    )
+    assert run.returncode == 2 and "does not exist" in run.stderr and "Traceback" not in run.stderr
+
+
+def test_shipped_policy_is_small_and_complete():
+    directory = nano_policy()
+    names = {path.name for path in directory.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "training.json"} <= names
+    assert sum(path.stat().st_size for path in directory.iterdir()) < 16e6
+
+
+def test_missing_shipped_policy_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr("specvla_ros.shipped.__file__", str(tmp_path / "shipped.py"))
+    with pytest.raises(UserError, match="name a checkpoint with --policy"):
+        nano_policy()
