@@ -174,7 +174,7 @@ def test_one_action_is_one_period_of_the_world() -> None:
 
 
 BAD = {
-    "an image that was never sent": lambda now: action(now + 1),
+    "an image that was never sent": lambda now: action(now + 10**10),
     "no stamp": lambda now: action(0),
     "another instruction": lambda now: action(now, instruction="lift the blue cube"),
     "NaN": lambda now: action(now, [math.nan] + [0.0] * 6),
