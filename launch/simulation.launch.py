@@ -19,6 +19,7 @@ from launch_ros.actions import Node
 from launch_ros.parameter_descriptions import ParameterValue
 
 from launch import LaunchContext, LaunchDescription
+from specvla_ros.shipped import nano_policy
 
 IMAGE_TOPIC = "/camera/image_raw"
 INSTRUCTION_TOPIC = "/instruction"
@@ -29,7 +30,11 @@ def generate_launch_description() -> LaunchDescription:
     bringup = Path(get_package_share_directory("specvla_ros"), "launch", "bringup.launch.py")
     forced = {"use_sim_time": "true", "image_topic": IMAGE_TOPIC, "instruction_topic": INSTRUCTION_TOPIC}
     arguments = [
-        DeclareLaunchArgument("checkpoint", description="Directory of the OpenVLA checkpoint."),
+        DeclareLaunchArgument(
+            "checkpoint",
+            default_value=str(nano_policy()),
+            description="Directory of the OpenVLA checkpoint; default: the package's nano policy.",
+        ),
         DeclareLaunchArgument(
             "clock",
             default_value="realtime",
