@@ -32,10 +32,11 @@ from specvla_ros.nodes.demo_record import DemoRecord
 from specvla_ros.nodes.qos import ACTION, LATCHED_INSTRUCTION, NEWEST_IMAGE
 from specvla_ros.nodes.terminal_input import TypedLine
 from specvla_ros.simulation.gl import require_gl
+from specvla_ros.simulation.rollout import EpisodeResult
 from specvla_ros.simulation.tasks import TASKS, choose_tasks
 
 _CONFIGURE_TIMEOUT_S = 120.0
-_EPISODE_TIMEOUT_S = 60.0
+_SILENCE_S = 60.0  # without news of an episode
 _CLOCK = "realtime"
 
 
@@ -124,15 +125,17 @@ def _act(
         watcher.bring_up(policy)
         with TypedLine() as typed, Live(console=console, refresh_per_second=8, vertical_overflow="crop") as view:
             note = ""
-            deadline = time.monotonic() + _EPISODE_TIMEOUT_S
+            deadline = time.monotonic() + _SILENCE_S
             while robot.poll() is None and policy.poll() is None and time.monotonic() < deadline:
-                finished = len(record.episodes)
+                news, finished = record.episode, len(record.episodes)
                 rclpy.spin_once(watcher, timeout_sec=0.05)
                 line = typed.poll()
                 if line:
                     note = _ask(watcher, line, taught)
-                if len(record.episodes) != finished or line:
-                    deadline = time.monotonic() + _EPISODE_TIMEOUT_S
+                if record.episode is not news:
+                    deadline = time.monotonic() + _SILENCE_S
+                if len(record.episodes) > finished and not console.is_terminal:
+                    console.print(_sentence(record.episodes[-1]))  # a log has no live view
                 view.update(_picture(record, typed, note))
         for _ in range(5):  # the last message may still be on its way
             rclpy.spin_once(watcher, timeout_sec=0.1)
@@ -162,7 +165,9 @@ def _start(name: str, *parameters: str, image_topic: str = "") -> "subprocess.Po
     arguments = [part for parameter in parameters for part in ("-p", parameter)]
     if image_topic:
         arguments += ["-r", f"image:={image_topic}", "-r", f"image/compressed:={image_topic}/compressed"]
-    code = f"from specvla_ros.nodes.{name} import main; main()"
+    # A demo that is killed must not leave a policy behind on the topics of the next one.
+    end_with = f"from specvla_ros.nodes.parent import end_with_parent; end_with_parent({os.getpid()})"
+    code = f"{end_with}; from specvla_ros.nodes.{name} import main; main()"
     quiet = ["--log-level", "error"]
     return subprocess.Popen([sys.executable, "-c", code, "--ros-args", *arguments, *quiet], stdin=subprocess.DEVNULL)
 
@@ -200,6 +205,10 @@ def _picture(record: DemoRecord, typed: TypedLine, note: str) -> Group:
         tasks.add_row(task.name, task.instruction, f"{sum(mine)} of {len(mine)}" if mine else "")
     ask = Text(f"another instruction, then Enter: {typed.text}▏" if typed.usable else "")
     return Group(now, tasks, Text(note, style="red"), ask)
+
+
+def _sentence(result: EpisodeResult) -> str:
+    return f"{result.instruction}: {'done' if result.succeeded else 'not done'} after {result.time_s:.1f} s"
 
 
 def _print_results(console: Console, summary: SimulateSummary, out: Path) -> None:

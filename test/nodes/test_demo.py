@@ -7,6 +7,7 @@ import pty
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import av
 import pytest
@@ -24,9 +25,10 @@ def test_arm_acts_over_topics_and_leaves_a_report_with_films(tmp_path):
         [*COMMAND, "--out", str(tmp_path), "--task", "lift_red", "--task", "push_green"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     assert "the arm did" in run.stdout, run.stdout + run.stderr
+    assert "lift the red cube: " in run.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert set(summary["tasks"]) == {"lift_red", "push_green"} and summary["success"]["episodes"] == 2
     assert run.returncode == (0 if summary["success"]["successes"] else 1)
@@ -46,7 +48,7 @@ def test_typed_instruction_is_what_the_arm_is_judged_by(tmp_path):
     )
     os.close(slave)
     os.set_blocking(master, False)
-    shown, typed, deadline = "", False, time.monotonic() + 120
+    shown, typed, deadline = "", False, time.monotonic() + 400
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
         with contextlib.suppress(OSError):
@@ -57,6 +59,34 @@ def test_typed_instruction_is_what_the_arm_is_judged_by(tmp_path):
     assert process.wait(10) in (0, 1) and typed
     os.close(master)
     assert set(json.loads((tmp_path / "summary.json").read_text())["tasks"]) == {"push_green"}
+
+
+@needs_gl
+def test_nothing_outlives_a_demo_that_is_killed(tmp_path):
+    demo = subprocess.Popen([*COMMAND, "--out", str(tmp_path)], stdout=subprocess.DEVNULL)
+    children = _wait_for(lambda: children if len(children := _children(demo.pid)) == 2 else None)
+    time.sleep(3)  # Python has started in them
+    demo.kill()
+    demo.wait()
+    assert _wait_for(lambda: not any(map(_runs, children)) or None)
+
+
+def _children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _runs(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+def _wait_for(answer):
+    deadline = time.monotonic() + 120
+    while (found := answer()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found
 
 
 @needs_gl
