@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers_baseline import transformers_llama
 
+from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.models.config import LlamaConfig, VisionTowerConfig
@@ -132,7 +133,7 @@ def _ours(decoder: LlamaDecoder, ring: Any, prompt: torch.Tensor, tokens: int) -
         if len(out) == tokens:
             return out
         root = torch.tensor(out[-1:], device=prompt.device)
-        segment = Segment(0, len(prompt) + len(out) - 1, root, parents=(-1,))
+        segment = Segment(0, len(prompt) + len(out) - 1, root, ancestry=Ancestry.of((-1,)))
 
 
 def _generate(model: Any, prompt: torch.Tensor, tokens: int) -> list[int]:

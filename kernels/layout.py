@@ -1,5 +1,6 @@
 """Where each segment of a packed forward lies: in the packed rows and in the KV ring."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -7,6 +8,63 @@ import torch
 from torch import Tensor
 
 MAX_TREE_NODES = 64  # a node's ancestors are the bits of one int64
+
+
+@dataclass(frozen=True)
+class Ancestry:
+    """Who descends from whom; parents come before their children.
+
+    Args:
+        parents: int64 [n]; -1 for a node that follows the slot's committed rows directly.
+        depths: int64 [n]; 0 where the parent is -1.
+        ancestors: int64 [n]; bit j set: node j is an ancestor or the node itself.
+    """
+
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+
+    def __len__(self) -> int:
+        return self.parents.shape[0]
+
+    @staticmethod
+    def of(parents: Sequence[int], device: torch.device | str = "cpu") -> "Ancestry":
+        """From parents known on the host.
+
+        Raises:
+            ValueError: a parent is not before its node, no nodes, or more than 64.
+        """
+        n = len(parents)
+        if not 0 < n <= MAX_TREE_NODES:
+            raise ValueError(f"a tree holds 1 to {MAX_TREE_NODES} nodes, got {n}")
+        if any(not -1 <= parent < node for node, parent in enumerate(parents)):
+            raise ValueError(f"each of the {n} nodes needs a parent before itself or -1, got {tuple(parents)}")
+        return Ancestry.on_device(torch.tensor(parents, dtype=torch.int64, device=device), levels=n - 1)
+
+    @staticmethod
+    def on_device(parents: Tensor, levels: int) -> "Ancestry":
+        """From parents [n] that only the device knows, without reading them back.
+
+        Args:
+            levels: no node is deeper than this.
+        """
+        bits = torch.ones_like(parents) << torch.arange(parents.shape[0], device=parents.device)
+        ancestors, depths, above = bits, torch.zeros_like(parents), parents
+        for _ in range(levels):
+            there, node = above >= 0, above.clamp(min=0)
+            ancestors = ancestors | torch.where(there, bits[node], 0)
+            depths = depths + there
+            above = torch.where(there, parents[node], -1)
+        return Ancestry(parents, depths, ancestors)
+
+    def without_root(self) -> "Ancestry":
+        """The nodes behind node 0, for a forward in which that node is the end of another segment."""
+        return Ancestry(self.parents[1:] - 1, self.depths[1:] - 1, (self.ancestors[1:] >> 1) & ~(1 << 63))
+
+    def matrix(self) -> Tensor:
+        """Bool [n, n]: column j is an ancestor of row i, or i itself."""
+        nodes = torch.arange(len(self), device=self.ancestors.device)
+        return (self.ancestors[:, None] >> nodes) & 1 == 1
 
 
 @dataclass(frozen=True)
@@ -66,3 +124,23 @@ class PackedLayout:
             among = nodes[:, None] >= nodes
         prefix = torch.ones(span.length, span.prefix_len, dtype=torch.bool, device=device)
         return torch.cat((prefix, among), dim=1)
+
+
+def pack_layout(parts: Sequence[tuple[Span, Ancestry | None]], slot_rows: int, device: torch.device) -> PackedLayout:
+    """Lays segments side by side.
+
+    Args:
+        parts: each segment's place, and its ancestry if it is a tree; spans in packed order.
+        slot_rows: rows per slot of the ring.
+        device: where the layout goes; nothing is read back from it.
+    """
+    positions: list[Tensor] = []
+    kv_rows: list[Tensor] = []
+    ancestors: list[Tensor] = []
+    for span, ancestry in parts:
+        nodes = torch.arange(span.length, device=device)
+        positions.append(span.prefix_len + (nodes if ancestry is None else ancestry.depths))
+        kv_rows.append(span.slot * slot_rows + span.prefix_len + nodes)
+        ancestors.append(torch.zeros_like(nodes) if ancestry is None else ancestry.ancestors)
+    spans = tuple(span for span, _ in parts)
+    return PackedLayout(spans, *(torch.cat(rows) for rows in (positions, kv_rows, ancestors)))

@@ -191,7 +191,7 @@ class Engine:
                 outcomes.append(Drop(request.observation, DropReason.NOT_FINITE, "the policy's logits hold NaN"))
                 self._retire(request)
                 continue
-            _commit(request, segment.parents, mine)
+            _commit(request, (-1,) if segment.ancestry is not None else None, mine)
             if len(request.tokens) >= self.policy.action_dim:
                 outcomes.append(self._outcome(request))
                 self._retire(request)
@@ -251,7 +251,7 @@ def _allocate_ring(policy: Policy, max_prompt: int, *, slots: int) -> KVRing:
 def _work(requests: Sequence[Request], segments: Sequence[Segment]) -> TickWork:
     begun = sum(request.prefix_len == 0 for request in requests)  # its image is seen in the tick that admits it
     prompts = sum(request.prefilling for request in requests)
-    nodes = sum(len(segment) for segment in segments if segment.parents is not None)
+    nodes = sum(len(segment) for segment in segments if segment.ancestry is not None)
     return TickWork(images=begun, prompts=prompts, nodes=nodes)
 
 

@@ -13,7 +13,7 @@ def packed_forward(decoder: LlamaDecoder, segments: Sequence[Segment], ring: KVR
     Each segment gets what it would get alone, to rounding.
 
     Returns:
-        Logits and hidden states of each segment's last `wanted` nodes, segments in order.
+        Logits of each segment's last `wanted` nodes, and hidden states of all nodes, segments in order.
     """
     batch = pack(segments, ring.slot_rows, decoder.embed_tokens)
     return decoder(batch.embeddings, batch.layout, batch.wanted_rows, ring.keys, ring.values)

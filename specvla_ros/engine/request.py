@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import DecodeRecord, StageTimings
 from specvla_ros.engine.segment import Segment
@@ -49,7 +50,7 @@ class Request:
         if self.prefilling:
             return Segment(self.slot, 0, self.prompt)
         root = torch.tensor(self.tokens[-1:], dtype=torch.int64, device=self.prompt.device)
-        return Segment(self.slot, self.prefix_len, root, parents=(-1,))
+        return Segment(self.slot, self.prefix_len, root, ancestry=Ancestry.of((-1,)))
 
     def timings(self) -> StageTimings:
         """Seconds spent in each stage so far."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specvla_kernels.layout import MAX_TREE_NODES, PackedLayout, Span
+from specvla_kernels.layout import Ancestry, PackedLayout, Span, pack_layout
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,19 @@ class Segment:
         slot: the request's KV slot.
         prefix_len: rows already committed in the slot.
         inputs: embeddings [n, hidden], or int64 token ids [n].
-        parents: None for a chain. For a tree: each node's parent as an index into the segment, less than the node's
-            own; -1 for a node that follows the prefix directly (the root).
+        ancestry: None for a chain. For a tree: who descends from whom; -1 for a node that follows the prefix directly
+            (the root).
         wanted: how many of the last nodes need logits: 0 for a chunk that does not end the prompt, 1 for the end of a
             prefill, n for a tree.
 
     Raises:
-        ValueError: no nodes, parents that do not fit the nodes, a tree over 64 nodes, wanted out of range.
+        ValueError: no nodes, an ancestry that does not fit them, wanted out of range.
     """
 
     slot: int
     prefix_len: int
     inputs: Tensor
-    parents: tuple[int, ...] | None = None
+    ancestry: Ancestry | None = None
     wanted: int = 1
 
     def __post_init__(self) -> None:
@@ -42,12 +42,8 @@ class Segment:
             raise ValueError("a segment needs at least one node")
         if not 0 <= self.wanted <= n:
             raise ValueError(f"wanted must be 0 to {n}, got {self.wanted}")
-        if self.parents is None:
-            return
-        if len(self.parents) != n or any(not -1 <= parent < node for node, parent in enumerate(self.parents)):
-            raise ValueError(f"each of the {n} nodes needs a parent before itself or -1, got {self.parents}")
-        if n > MAX_TREE_NODES:
-            raise ValueError(f"a tree holds at most {MAX_TREE_NODES} nodes, got {n}")
+        if self.ancestry is not None and len(self.ancestry) != n:
+            raise ValueError(f"{n} nodes have an ancestry of {len(self.ancestry)}")
 
     def __len__(self) -> int:
         return self.inputs.shape[0]
@@ -72,57 +68,36 @@ def pack(segments: Sequence[Segment], slot_rows: int, embed: Callable[[Tensor], 
     """Concatenates segments.
 
     Args:
-        segments: at least one, of different slots.
+        segments: at least one. A slot's second segment is a tree that begins where its first, a chain, ends.
         slot_rows: rows per slot of the ring they are to be written to.
         embed: token ids [n] to embeddings [n, hidden].
 
     Raises:
-        ValueError: two segments share a slot, or one does not fit its slot.
+        ValueError: two segments of a slot that do not follow each other, or one that does not fit its slot.
     """
-    if len({segment.slot for segment in segments}) != len(segments):
-        raise ValueError(f"each segment needs a slot of its own, got {[segment.slot for segment in segments]}")
+    ends: dict[int, int] = {}
     for segment in segments:
+        if ends.get(segment.slot, segment.prefix_len) != segment.prefix_len:
+            raise ValueError(f"two segments of slot {segment.slot} do not follow each other")
+        # Behind a tree there is no one place to go on from.
+        ends[segment.slot] = segment.prefix_len + len(segment) if segment.ancestry is None else -1
         if segment.prefix_len + len(segment) > slot_rows:
             raise ValueError(
                 f"{segment.prefix_len} committed rows and {len(segment)} nodes do not fit a slot of {slot_rows} rows"
             )
-    spans: list[Span] = []
-    positions: list[int] = []
-    kv_rows: list[int] = []
-    ancestors: list[int] = []
+    parts: list[tuple[Span, Ancestry | None]] = []
     wanted: list[int] = []
     start = 0
     for segment in segments:
-        n, prefix = len(segment), segment.prefix_len
-        depths, masks = _ancestry(segment)
-        spans.append(Span(segment.slot, start, n, prefix, segment.parents is not None))
-        positions += [prefix + depth for depth in depths]
-        first_row = segment.slot * slot_rows + prefix
-        kv_rows += range(first_row, first_row + n)
-        ancestors += masks
+        n = len(segment)
+        span = Span(segment.slot, start, n, segment.prefix_len, is_tree=segment.ancestry is not None)
+        parts.append((span, segment.ancestry))
         wanted += range(start + n - segment.wanted, start + n)
         start += n
     embedded = [s.inputs if s.inputs.is_floating_point() else embed(s.inputs) for s in segments]
     device = embedded[0].device
-
-    def upload(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
     return PackedBatch(
         embeddings=embedded[0] if len(embedded) == 1 else torch.cat(embedded),
-        layout=PackedLayout(tuple(spans), upload(positions), upload(kv_rows), upload(ancestors)),
-        wanted_rows=upload(wanted),
+        layout=pack_layout(parts, slot_rows, device),
+        wanted_rows=torch.tensor(wanted, dtype=torch.int64, device=device),
     )
-
-
-def _ancestry(segment: Segment) -> tuple[Sequence[int], list[int]]:
-    """Depth of each node, and its ancestors and itself as bits (0 in a chain, where the order says it)."""
-    if segment.parents is None:
-        return range(len(segment)), [0] * len(segment)
-    depths: list[int] = []
-    masks: list[int] = []
-    for node, parent in enumerate(segment.parents):
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        mask = (masks[parent] if parent >= 0 else 0) | 1 << node
-        masks.append(mask)
-    return depths, [mask - (1 << 64) if mask >= 1 << 63 else mask for mask in masks]

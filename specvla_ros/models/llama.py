@@ -27,11 +27,11 @@ def head_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """What one packed forward gives for the wanted rows, segments in order.
+    """What one packed forward gives, segments in order.
 
     Args:
-        logits: float32 [n_wanted, vocab].
-        hidden: [n_wanted, hidden], behind the final norm.
+        logits: float32 [n_wanted, vocab], of the wanted rows.
+        hidden: [n_rows, hidden], of all rows, behind the final norm.
     """
 
     logits: Tensor
@@ -49,13 +49,18 @@ class _RMSNorm(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Pre-norm attention and SwiGLU; q, k, v are one matrix, and gate, up another: fewer and larger reads."""
+    """Pre-norm attention and SwiGLU; q, k, v are one matrix, and gate, up another: fewer and larger reads.
 
-    def __init__(self, config: LlamaConfig) -> None:
+    Args:
+        config: the layer's shape.
+        input_norm: False leaves out the norm in front of the attention, as in EAGLE's draft layer.
+    """
+
+    def __init__(self, config: LlamaConfig, *, input_norm: bool = True) -> None:
         super().__init__()
         hidden, dim = config.hidden_size, config.head_dim
         self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, dim
-        self.input_norm = _RMSNorm(hidden, config.rms_norm_eps)
+        self.input_norm: _RMSNorm | nn.Identity = _RMSNorm(hidden, config.rms_norm_eps) if input_norm else nn.Identity()
         self.qkv = nn.Linear(hidden, (self.heads + 2 * self.kv_heads) * dim, bias=False)
         self.out = nn.Linear(self.heads * dim, hidden, bias=False)
         self.post_norm = _RMSNorm(hidden, config.rms_norm_eps)
@@ -113,22 +118,23 @@ class LlamaDecoder(nn.Module):
             keys: [layers, slots, slot_rows, kv_heads, head_dim], the ring's; the rows' own keys are written into it.
             values: like keys.
         """
-        cos, sin = self._rotation(layout.positions)
+        cos, sin = self.rotation(layout.positions)
         x = embeddings
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, layout, keys[i], values[i])
-        hidden = self.norm(x[wanted_rows])
-        return ForwardResult(self._logits(hidden), hidden)
+        hidden = self.norm(x)
+        return ForwardResult(self.logits(hidden[wanted_rows]), hidden)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] behind the final norm to float32 [n, vocab]; float64 in a float64 model."""
         weight = self.lm_head.weight
         kept = head_dtype(weight.dtype, weight.device)
         if kept.itemsize == 2:
             return torch.mm(hidden, weight.T, out_dtype=torch.float32)
         return linear(hidden.to(kept), weight.to(kept))  # only a head tied to half-precision embeddings is converted
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, float32 [n_rows, head_dim / 2]."""
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """RoPE's cosines and sines of int64 positions [n_rows], float32 [n_rows, head_dim / 2]."""
         if self._rotary is None or self._rotary[0].device != positions.device:
             dim = self.config.head_dim
             exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim

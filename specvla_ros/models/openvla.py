@@ -67,7 +67,7 @@ def llama_tensors(decoder: LlamaDecoder, prefix: str = "") -> dict[str, Tensor]:
         q, k, v = layer.qkv.weight.split((q_rows, kv_rows, kv_rows))
         gate, up = layer.gate_up.weight.chunk(2)
         tensors |= {
-            name + "input_layernorm.weight": layer.input_norm.weight,
+            name + "input_layernorm.weight": cast(Tensor, layer.input_norm.weight),
             name + "self_attn.q_proj.weight": q,
             name + "self_attn.k_proj.weight": k,
             name + "self_attn.v_proj.weight": v,

@@ -80,7 +80,7 @@ def decoder_hidden(
     Returns:
         [batch, n, hidden].
     """
-    cos, sin = decoder._rotation(positions)
+    cos, sin = decoder.rotation(positions)
     x = embeddings
     layers = [cast(LlamaLayer, layer) for layer in decoder.layers]
     for layer in layers:

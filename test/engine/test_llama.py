@@ -5,6 +5,7 @@ import torch
 from random_decoder import random_decoder
 from transformers_baseline import transformers_llama
 
+from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.models.config import LlamaConfig
@@ -34,7 +35,7 @@ def test_prefill_and_decode_equal_transformers(config: LlamaConfig, seed: int) -
 
     tokens = [int(result.logits[-1].argmax())]
     for step in range(11):
-        root = Segment(0, len(prompt) + step, torch.tensor(tokens[-1:]), parents=(-1,))
+        root = Segment(0, len(prompt) + step, torch.tensor(tokens[-1:]), ancestry=Ancestry.of((-1,)))
         tokens.append(int(packed_forward(decoder, [root], ring).logits[0].argmax()))
     assert tokens == expected[len(prompt) :].tolist()
 

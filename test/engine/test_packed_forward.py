@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_decoder import random_decoder
 
+from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.models.config import LlamaConfig
@@ -84,7 +85,7 @@ def test_a_segment_gets_in_a_pack_what_it_gets_alone(model, plan, data) -> None:
         as_embeddings = data.draw(st.booleans())
         inputs = decoder.embed_tokens(tokens) if as_embeddings else tokens
         wanted = nodes if parents is not None else data.draw(st.integers(0, nodes))
-        segments.append(Segment(slot, prefix, inputs, parents, wanted))
+        segments.append(Segment(slot, prefix, inputs, None if parents is None else Ancestry.of(parents), wanted))
 
     packed = packed_forward(decoder, segments, packed_ring)
     alone = [packed_forward(decoder, [segment], lone_ring) for segment in segments]
@@ -109,7 +110,7 @@ def test_each_node_of_a_tree_gets_what_its_own_path_gets_as_a_chain(model, prefi
     if prefix:
         packed_forward(decoder, [Segment(1, 0, before, wanted=0)], ring)
 
-    logits = packed_forward(decoder, [Segment(1, prefix, tokens, parents, len(parents))], ring).logits
+    logits = packed_forward(decoder, [Segment(1, prefix, tokens, Ancestry.of(parents), len(parents))], ring).logits
 
     for node in {0, len(parents) // 2, len(parents) - 1}:
         path = []

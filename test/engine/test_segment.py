@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.segment import Segment, pack
 
@@ -16,9 +17,7 @@ def tokens(n: int) -> torch.Tensor:
     [
         (dict(inputs=tokens(0)), "at least one node"),
         (dict(inputs=tokens(2), wanted=3), "wanted must be 0 to 2"),
-        (dict(inputs=tokens(2), parents=(-1,)), "needs a parent"),
-        (dict(inputs=tokens(2), parents=(-1, 1)), "before itself"),
-        (dict(inputs=tokens(65), parents=(-1, *range(64))), "at most 64 nodes"),
+        (dict(inputs=tokens(2), ancestry=Ancestry.of((-1,))), "2 nodes have an ancestry of 1"),
     ],
 )
 def test_a_segment_that_fits_nothing_is_refused(arguments: dict, message: str) -> None:
@@ -26,13 +25,24 @@ def test_a_segment_that_fits_nothing_is_refused(arguments: dict, message: str) -
         Segment(slot=0, prefix_len=0, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("parents", "message"), [((), "1 to 64 nodes"), ((-1, 1), "before itself"), ((-1, *range(64)), "1 to 64 nodes")]
+)
+def test_an_ancestry_that_is_none_is_refused(parents: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Ancestry.of(parents)
+
+
 def embed(ids: torch.Tensor) -> torch.Tensor:
     return torch.zeros(len(ids), 4)
 
 
-def test_two_segments_in_one_slot_are_refused() -> None:
-    with pytest.raises(ValueError, match="slot of its own"):
-        pack([Segment(0, 0, tokens(1)), Segment(0, 5, tokens(1))], 16, embed)
+def test_two_segments_of_a_slot_must_follow_each_other() -> None:
+    root = Segment(0, 5, tokens(1), ancestry=Ancestry.of((-1,)))
+    for first in (Segment(0, 0, tokens(1)), Segment(0, 4, tokens(1), ancestry=Ancestry.of((-1,)))):
+        with pytest.raises(ValueError, match="do not follow each other"):
+            pack([first, root], 16, embed)
+    assert pack([Segment(0, 4, tokens(1)), root], 16, embed).layout.positions.tolist() == [4, 5]
 
 
 def test_a_segment_beyond_its_slot_is_refused() -> None:
@@ -41,7 +51,7 @@ def test_a_segment_beyond_its_slot_is_refused() -> None:
 
 
 def test_rows_positions_and_ancestors_of_a_tree() -> None:
-    tree = Segment(2, 10, tokens(4), parents=(-1, 0, 0, 2), wanted=4)
+    tree = Segment(2, 10, tokens(4), ancestry=Ancestry.of((-1, 0, 0, 2)), wanted=4)
     chain = Segment(0, 3, tokens(2))
 
     batch = pack([chain, tree], 32, embed)
@@ -53,7 +63,7 @@ def test_rows_positions_and_ancestors_of_a_tree() -> None:
 
 
 def test_the_64th_node_keeps_its_own_bit() -> None:
-    chain_tree = Segment(0, 0, tokens(64), parents=(-1, *range(63)))
+    chain_tree = Segment(0, 0, tokens(64), ancestry=Ancestry.of((-1, *range(63))))
     layout = pack([chain_tree], 64, embed).layout
     assert layout.masks[0] is not None
     assert layout.masks[0].equal(torch.ones(64, 64, dtype=torch.bool).tril())

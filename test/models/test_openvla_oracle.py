@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from support.paths import ORACLES, needs
 
-from specvla_kernels.layout import PackedLayout, Span
+from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
@@ -59,13 +59,13 @@ def test_logits_and_hidden_states_equal_the_original(variant: str, index: int) -
     ring = new_ring(policy.decoder, slots=2, slot_rows=320)
     segments = [Segment(1, 0, prompt)]
     for step, token in enumerate(case["generated_ids"][:-1]):
-        segments.append(Segment(1, len(prompt) + step, torch.tensor([token]), parents=(-1,)))
+        segments.append(Segment(1, len(prompt) + step, torch.tensor([token]), ancestry=Ancestry.of((-1,))))
 
     results = [packed_forward(policy.decoder, [segment], ring) for segment in segments]
 
     expected = arrays(variant, "cases")
     logits = torch.cat([result.logits for result in results]).numpy()
-    hidden = torch.cat([result.hidden for result in results]).numpy()
+    hidden = torch.cat([result.hidden[-1:] for result in results]).numpy()
     np.testing.assert_allclose(logits, expected["logits"][index], atol=1e-4, rtol=0)
     np.testing.assert_allclose(hidden, expected["last_hidden"][index], atol=1e-4, rtol=0)
 

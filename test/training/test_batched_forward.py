@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
@@ -33,7 +34,7 @@ def served_logits(policy: Policy, image: np.ndarray, instruction: str, answer: l
     prompt = policy.prompt_embeddings(image, policy.prompt_ids(instruction))
     logits = [packed_forward(policy.decoder, [Segment(0, 0, prompt)], ring).logits]
     for i, token in enumerate(answer[:-1]):
-        node = Segment(0, len(prompt) + i, torch.tensor([token]), parents=(-1,))
+        node = Segment(0, len(prompt) + i, torch.tensor([token]), ancestry=Ancestry.of((-1,)))
         logits.append(packed_forward(policy.decoder, [node], ring).logits)
     return torch.cat(logits)
 

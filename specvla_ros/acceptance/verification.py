@@ -1,0 +1,117 @@
+"""What an acceptance rule judges, and what it says."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specvla_ros.drafting.tree import Tree
+
+NOT_A_NUMBER = -1
+NO_NODE = -1
+
+
+class Why(IntEnum):
+    """Why a drafted token was taken, or not."""
+
+    TARGET = 0  # the target's own token, not drafted
+    EXACT = 1  # drafted, and the target's own choice
+    NEAR = 2  # within the bins of tolerance
+    DEFERRED = 3  # the target was unsure, and what follows it agrees with
+    IRRELEVANT = 4  # among the tokens that depend least on the image
+    SHIFTED = 5  # the target's own choice a few places away
+    REJECTED = 6
+
+
+@dataclass(frozen=True)
+class ActionIds:
+    """Which token ids are actions.
+
+    Args:
+        first: the lowest action token, the highest value.
+        stop: one past the highest, the lowest value.
+        bins: distinct values; the ids `first` and `first + 1` decode alike.
+    """
+
+    first: int
+    stop: int
+    bins: int
+
+    def contain(self, tokens: Tensor) -> Tensor:
+        """Bool of the shape of tokens."""
+        return (tokens >= self.first) & (tokens < self.stop)
+
+    def bin_of(self, tokens: Tensor) -> Tensor:
+        """int64 of the shape of tokens: the index of the value, counted from the lowest; clipped for other tokens."""
+        return (self.stop - 1 - tokens).clamp(0, self.bins - 1)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """One tree behind its forward.
+
+    Args:
+        tree: n nodes, the root first.
+        choices: int64 [n], the target's greedy choice behind each node; NOT_A_NUMBER where its logits hold a NaN.
+        logits: float32 [n, vocab], the target's.
+        hidden: [n, hidden], the target's last hidden states, behind the final norm.
+        actions: which ids are actions.
+        place: action tokens committed in this answer so far, the root included: the dimension of the next one.
+        visual: [image_tokens, hidden], last hidden states of the image's rows; None where no rule asks for them.
+    """
+
+    tree: Tree
+    choices: Tensor
+    logits: Tensor
+    hidden: Tensor
+    actions: ActionIds
+    place: int
+    visual: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A rule's word on each node.
+
+    Args:
+        may_end: bool [n]; True: all of the path from the root to this node may be committed. True at the root.
+        why: int64 [n], a `Why` for each node, for the case that it lies on the path; the root's is not read.
+    """
+
+    may_end: Tensor
+    why: Tensor
+
+
+class AcceptanceRule(Protocol):
+    """Decides which paths may be committed; runs on the device and never waits for it."""
+
+    needs_visual: bool
+
+    def judge(self, verification: Verification) -> Judgement:
+        """The rule's word on each node."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What one verification commits: the path's nodes, and the token behind each of them.
+
+    Args:
+        nodes: int64 [levels + 1], nodes whose keys and values join the slot's prefix, the root first; then NO_NODE.
+        tokens: int64 [levels + 1], the token committed behind each of these nodes: accepted drafts, then the target's
+            own choice behind the last node. NOT_A_NUMBER where that is none.
+        bins_off: int64 [levels + 1], how far each token is from the target's own choice, in bins.
+        why: int64 [levels + 1], a `Why` for each token.
+        count: int64 [], nodes on the path, 1 or more; also the number of tokens.
+    """
+
+    nodes: Tensor
+    tokens: Tensor
+    bins_off: Tensor
+    why: Tensor
+    count: Tensor
+
+    def packed(self) -> Tensor:
+        """int64 [4 * (levels + 1) + 1] for one read-back: nodes, tokens, bins_off, why, count."""
+        return torch.cat((self.nodes, self.tokens, self.bins_off, self.why, self.count.reshape(1)))

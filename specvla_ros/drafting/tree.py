@@ -1,0 +1,43 @@
+"""The draft tree: drafted tokens and their ancestry, on the device."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specvla_kernels.layout import Ancestry
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Drafted tokens behind a root; the root is node 0, the last committed token.
+
+    Args:
+        tokens: int64 [n].
+        ancestry: of the n nodes; only the root's parent is -1.
+        log_probs: float32 [n], the draft's log-probability of the path to the node; 0 at the root; -inf where the
+            source of the draft knows none.
+        valid: bool [n]; False marks padding, which is never accepted. The root is valid.
+        levels: no node is deeper than this; known to the host.
+    """
+
+    tokens: Tensor
+    ancestry: Ancestry
+    log_probs: Tensor
+    valid: Tensor
+    levels: int
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    @staticmethod
+    def of_root(root: Tensor) -> "Tree":
+        """The tree of a plain decode step: int64 [] or [1] to one node."""
+        tokens = root.reshape(1)
+        return Tree(
+            tokens=tokens,
+            ancestry=Ancestry.on_device(torch.full_like(tokens, -1), levels=0),
+            log_probs=torch.zeros(1, device=tokens.device),
+            valid=torch.ones(1, dtype=torch.bool, device=tokens.device),
+            levels=0,
+        )
