@@ -59,7 +59,7 @@ class Ancestry:
 
     def without_root(self) -> "Ancestry":
         """The nodes behind node 0, for a forward in which that node is the end of another segment."""
-        return Ancestry(self.parents[1:] - 1, self.depths[1:] - 1, (self.ancestors[1:] >> 1) & ~(1 << 63))
+        return Ancestry(self.parents[1:] - 1, self.depths[1:] - 1, (self.ancestors[1:] >> 1) & (1 << 63) - 1)
 
     def matrix(self) -> Tensor:
         """Bool [n, n]: column j is an ancestor of row i, or i itself."""

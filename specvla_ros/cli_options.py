@@ -1,9 +1,13 @@
 """Options that several commands share."""
 
 from enum import Enum
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from specvla_ros.engine.settings import EngineSettings
 
 
 class Dtype(str, Enum):
@@ -22,3 +26,21 @@ CenterCrop = Annotated[
     bool, typer.Option("--center-crop", help="Use the middle 90 %, for checkpoints fine-tuned with augmentation.")
 ]
 Tasks = Annotated[list[str] | None, typer.Option("--task", help="A task's name; again for more. Default: all.")]
+Mode = Annotated[str, typer.Option(help="How tokens are decoded; short for -p decode.mode:=…")]
+Parameters = Annotated[
+    list[str] | None,
+    typer.Option("-p", "--param", help="name:=value, as the policy node takes it: decode.*, draft.*, acceptance.*"),
+]
+ParamsFile = Annotated[Path | None, typer.Option(help="ROS parameter file (a profile) with decode.*, draft.*, ….")]
+
+
+def engine_settings(mode: str, parameters: list[str] | None, params_file: Path | None) -> "EngineSettings":
+    """What --mode, -p and --params-file describe.
+
+    Raises:
+        UserError: an unknown parameter or a value out of range.
+    """
+    from specvla_ros.decode_parameters import read_decode_parameters
+
+    short = [f"decode.mode:={mode}"] if mode else []
+    return read_decode_parameters([*(parameters or ()), *short], params_file).engine_settings()

@@ -10,7 +10,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from specvla_ros.cli_options import CenterCrop, Device, Dtype, DtypeOption, Tasks, UnnormKey
+from specvla_ros.cli_options import (
+    CenterCrop,
+    Device,
+    Dtype,
+    DtypeOption,
+    Mode,
+    Parameters,
+    ParamsFile,
+    Tasks,
+    UnnormKey,
+    engine_settings,
+)
 from specvla_ros.errors import UserError
 
 app = typer.Typer()
@@ -35,7 +46,9 @@ def simulate(
     ] = None,
     world: Annotated[str, typer.Option(help="table, or a LIBERO suite such as libero_spatial.")] = "table",
     task: Tasks = None,
-    mode: Annotated[str, typer.Option(help="How tokens are decoded.")] = "ar",
+    mode: Mode = "",
+    param: Parameters = None,
+    params_file: ParamsFile = None,
     episodes: Annotated[int, typer.Option(help="Per task.", min=1)] = 20,
     seed: Annotated[int, typer.Option(help="Of the first episode's start; the others follow.", min=0)] = 0,
     clock: Annotated[
@@ -53,7 +66,6 @@ def simulate(
     center_crop: CenterCrop = False,
 ) -> None:
     """Let a policy act in simulation: success rates, latency, films; episodes.jsonl, summary.json, report.html."""
-    from specvla_ros.engine.settings import EngineSettings
     from specvla_ros.evaluation.simulate import SimulatePlan
     from specvla_ros.evaluation.simulate import simulate as run
     from specvla_ros.evaluation.simulate_episode import SimulateSettings
@@ -65,7 +77,7 @@ def simulate(
         world=world,
         clock=Clock(clock.value),
         emulate=emulate,
-        engine=EngineSettings(mode=mode),
+        engine=engine_settings(mode, param, params_file),
         device=device,
         dtype=dtype.value,
         unnorm_key=unnorm_key,
@@ -92,6 +104,9 @@ def simulate(
     times = f", latency p50 {latency['p50'] * 1e3:.1f} ms, p95 {latency['p95'] * 1e3:.1f} ms" if latency else ""
     emulated = f" (emulated: {emulate})" if emulate else ""
     console.print(f"success {summary.success}, {summary.action_rate_hz:.1f} actions/s{times}{emulated}")
+    tally = summary.decode
+    if tally.accepted:
+        console.print(f"{tally.forwards_per_action:.2f} forwards per action, {tally.tau:.2f} tokens per verification")
     console.print(f"see {out / 'report.html'}")
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -70,24 +71,61 @@ class Verification:
     place: int
     visual: Tensor | None = None
 
+    @cached_property
+    def on_path(self) -> Tensor:
+        """Bool [n, n]: column j is an ancestor of row e, or e itself."""
+        return self.tree.ancestry.matrix()
+
+    @cached_property
+    def wanted(self) -> Tensor:
+        """int64 [n]: the target's own choice in the place of each node; NOT_A_NUMBER at the root."""
+        parents = self.tree.ancestry.parents
+        return torch.where(parents >= 0, self.choices[parents.clamp(min=0)], NOT_A_NUMBER)
+
+    @cached_property
+    def exact(self) -> Tensor:
+        """Bool [n]: the node's token is the target's own choice."""
+        return (self.tree.tokens == self.wanted) & (self.tree.ancestry.parents >= 0)
+
+    @cached_property
+    def both_actions(self) -> Tensor:
+        """Bool [n]: the node's token and the target's choice in its place are action tokens."""
+        return self.actions.contain(self.tree.tokens) & self.actions.contain(self.wanted)
+
+    @cached_property
+    def bins_off(self) -> Tensor:
+        """int64 [n]: bins between the node's token and the target's choice in its place; 0 at the root.
+
+        Where both are text a difference counts 1; where one of them is, as many bins as there are.
+        """
+        tokens, wanted = self.tree.tokens, self.wanted
+        one_is = self.actions.contain(tokens) ^ self.actions.contain(wanted)
+        apart = (self.actions.bin_of(tokens) - self.actions.bin_of(wanted)).abs()
+        text = torch.where(one_is, self.actions.bins, (tokens != wanted).to(torch.int64))
+        off = torch.where(self.both_actions, apart, text)
+        return torch.where(self.tree.ancestry.parents >= 0, off, 0)
+
 
 @dataclass(frozen=True)
 class Judgement:
     """A rule's word on each node.
 
     Args:
-        may_end: bool [n]; True: all of the path from the root to this node may be committed. True at the root.
-        why: int64 [n], a `Why` for each node, for the case that it lies on the path; the root's is not read.
+        keeps: bool [n, n]; row e, column j: on a path that ends at node e, node j may be committed. Read where j is an
+            ancestor of e, or e itself; the root is not asked about.
+        why: int64 [n], a `Why` for each node that is kept.
     """
 
-    may_end: Tensor
+    keeps: Tensor
     why: Tensor
 
 
 class AcceptanceRule(Protocol):
     """Decides which paths may be committed; runs on the device and never waits for it."""
 
-    needs_visual: bool
+    @property
+    def needs_visual(self) -> bool:
+        """Whether `Verification.visual` must be there."""
 
     def judge(self, verification: Verification) -> Judgement:
         """The rule's word on each node."""

@@ -3,28 +3,48 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from specvla_ros.acceptance.strict import NOT_A_NUMBER, accept_strict, greedy_choice
+from specvla_kernels.commit_kv import commit_kv
+from specvla_ros.acceptance.make_rule import bins_of, make_rule
+from specvla_ros.acceptance.settings import AcceptanceSettings
+from specvla_ros.acceptance.verification import NOT_A_NUMBER, AcceptanceRule, ActionIds
+from specvla_ros.drafting.draft_input import DraftInput
+from specvla_ros.drafting.drafter import Drafter
+from specvla_ros.engine.answer import AnswerFormat
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.request import Request
-from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.stage_clock import StageClock
 from specvla_ros.engine.tick_work import TickWork
+from specvla_ros.engine.verify import Commit, ToVerify, verify
 from specvla_ros.errors import UserError
 from specvla_ros.models.policy import Policy
 
 _log = logging.getLogger(__name__)
 
-_MAX_IN_FLIGHT = {"ar": 1}
+_MAX_IN_FLIGHT = {"ar": 1, "spec": 1}
 _ROW_MULTIPLE = 16  # slots begin on a multiple of an attention tile's rows
+
+
+@dataclass(frozen=True)
+class _Share:
+    """One request's share of a forward: hidden states [rows, hidden] of all its rows, the tree's last."""
+
+    request: Request
+    hidden: Tensor
+    prefill: bool
+
+    @property
+    def of_tree(self) -> Tensor:
+        return self.hidden[-len(self.request.tree) :]
 
 
 class Engine:
@@ -46,8 +66,12 @@ class Engine:
         self.settings = settings
         self._now_ns = now_ns
         self._clock = StageClock(policy.decoder.device)
-        self._max_prompt = policy.image_tokens + settings.max_text_tokens
-        self._ring = _allocate_ring(policy, self._max_prompt, slots=_MAX_IN_FLIGHT[settings.mode])
+        self._answer = _answer_format(policy, settings)
+        slots = _MAX_IN_FLIGHT[settings.mode]
+        self._ring = _allocate_ring(policy, settings, self._answer, slots=slots)
+        draft = settings.draft if settings.mode != "ar" else None
+        self._drafter = Drafter(policy, draft, slots=slots, slot_rows=self._ring.slot_rows)
+        self.set_acceptance(settings.acceptance)
         self._waiting: Observation | None = None
         self._in_flight: list[Request] = []
         self._last_stamp_ns = 0
@@ -68,6 +92,28 @@ class Engine:
     def in_flight(self) -> int:
         """Requests in flight."""
         return len(self._in_flight)
+
+    def rule_for(self, settings: AcceptanceSettings) -> AcceptanceRule:
+        """The acceptance rule that settings describe, for this policy.
+
+        Raises:
+            UserError: they do not fit its action statistics.
+        """
+        return make_rule(settings, self.policy)
+
+    def set_acceptance(self, settings: AcceptanceSettings) -> None:
+        """Takes another acceptance rule from the next tick on.
+
+        Raises:
+            UserError: it does not fit the policy; the old one stays.
+        """
+        self._rule: AcceptanceRule = self.rule_for(settings)
+        self._drafter.set_tolerance(bins_of(settings, self.policy))
+        self.settings = replace(self.settings, acceptance=settings)
+
+    def describe(self) -> dict[str, str | int]:
+        """What is loaded and how it decodes, for diagnostics and results."""
+        return self.policy.describe() | {"decode.mode": self.settings.mode, "drafts": ", ".join(self._drafter.sources)}
 
     def warm_up(self) -> None:
         """Decodes one black image, so that the first real one finds memory and kernels ready.
@@ -117,6 +163,7 @@ class Engine:
     def reset(self) -> list[Drop]:
         """Flushes, and takes any stamp next: for a clock that jumped, or another recording."""
         self._last_stamp_ns = 0
+        self._drafter.forget()
         return self.flush()
 
     def act(self, observation: Observation) -> Outcome:
@@ -170,53 +217,104 @@ class Engine:
         self._clock.stop()
         slot = self._ring.take()
         assert slot is not None
-        self._in_flight.append(Request(observation, slot, prompt, wait_s))
+        tree = self._drafter.behind_prompt(observation.epoch, levels=self._answer.action_dim)
+        self._in_flight.append(Request(observation, slot, prompt, prompt_ids, wait_s, tree))
         self._waiting = None
         return []
 
     def _step(self, started_ns: int) -> list[Outcome]:
         """One forward for all requests in flight."""
         requests = tuple(self._in_flight)
-        segments = [request.segment() for request in requests]
-        self._work = _work(requests, segments)
-        result = packed_forward(self.policy.decoder, segments, self._ring)
-        choices = greedy_choice(result.logits).tolist()  # the tick's one read-back
-        tick_s = (time.monotonic_ns() - started_ns) * 1e-9
+        segments = [request.segments() for request in requests]
+        self._work = _work(requests)
+        result = packed_forward(self.policy.decoder, [each for mine in segments for each in mine], self._ring)
+        hidden = result.hidden.split([sum(map(len, mine)) for mine in segments])
+        shares = [_Share(*each) for each in zip(requests, hidden, (r.prefilling for r in requests), strict=True)]
+        commits = verify(result.logits, [self._to_verify(share) for share in shares], self._rule, self._answer.actions)
         vision_s = self._clock.read_s()
         outcomes: list[Outcome] = []
-        for request, segment in zip(requests, segments, strict=True):
-            mine, choices = choices[: segment.wanted], choices[segment.wanted :]
-            _book_time(request, tick_s, vision_s)
-            if NOT_A_NUMBER in mine:
+        drafts: list[DraftInput] = []
+        for share, commit in zip(shares, commits, strict=True):
+            request = share.request
+            if NOT_A_NUMBER in commit.tokens:
                 outcomes.append(Drop(request.observation, DropReason.NOT_FINITE, "the policy's logits hold NaN"))
                 self._retire(request)
-                continue
-            _commit(request, (-1,) if segment.ancestry is not None else None, mine)
-            if len(request.tokens) >= self.policy.action_dim:
+            elif self._commit(request, commit):
+                request.book_time(_seconds_since(started_ns), vision_s, prefill=share.prefill)
                 outcomes.append(self._outcome(request))
                 self._retire(request)
+            else:
+                drafts.append(self._draft_input(share, commit))
+        self._draft(drafts)
+        for share in shares:
+            if share.request in self._in_flight:
+                share.request.book_time(_seconds_since(started_ns), vision_s, prefill=share.prefill)
         self._work = replace(self._work, finished=len(requests) - len(self._in_flight))
         return outcomes
+
+    def _to_verify(self, share: _Share) -> ToVerify:
+        request = share.request
+        if share.prefill and self._rule.needs_visual:
+            request.visual = share.hidden[1 : 1 + self.policy.image_tokens]  # behind BOS
+        return ToVerify(request.tree, share.of_tree, self._answer.place(request.tokens), request.visual)
+
+    def _commit(self, request: Request, commit: Commit) -> bool:
+        """Makes a forward's rows and tokens final; True when the answer is complete."""
+        known = len(request.tokens)
+        commit_kv(self._ring.keys, self._ring.values, request.slot, request.root_row, commit.nodes)
+        request.commit(commit)
+        end = self._answer.end(request.tokens, known)
+        request.cut(end or len(request.tokens))
+        return end > 0
+
+    def _draft_input(self, share: _Share, commit: Commit) -> DraftInput:
+        """What a drafter is told of the rows just committed."""
+        request = share.request
+        hidden = share.of_tree[list(commit.nodes)]
+        following = self.policy.decoder.embed_tokens(commit.on_device)
+        if share.prefill:
+            hidden = torch.cat((share.hidden[: len(request.prompt) - 1], hidden))
+            following = torch.cat((request.prompt[1:], following))
+        return DraftInput(
+            slot=request.slot,
+            prefix_len=request.prefix_len,
+            hidden=hidden,
+            following=following,
+            root=commit.on_device[-1],
+            levels=self._answer.missing(request.tokens) - 1,
+            place=self._answer.place(request.tokens),
+            epoch=request.observation.epoch,
+            context=(*request.prompt_ids, *request.tokens),
+        )
+
+    def _draft(self, inputs: list[DraftInput]) -> None:
+        """Grows the trees that the next forward verifies."""
+        if not inputs:
+            return
+        trees = {each.slot: tree for each, tree in zip(inputs, self._drafter.draft(inputs), strict=True)}
+        for request in self._in_flight:
+            request.tree = trees.get(request.slot, request.tree)
 
     def _retire(self, request: Request) -> None:
         self._in_flight.remove(request)
         self._ring.give_back(request.slot)
 
     def _outcome(self, request: Request) -> Outcome:
-        tokens = tuple(request.tokens[: self.policy.action_dim])
+        tokens = self._answer.action(request.tokens)
         strangers = [token for token in tokens if not self.policy.action_tokenizer.is_action(token)]
         if strangers:
             return Drop(request.observation, DropReason.NOT_AN_ACTION, f"token {strangers[0]} is no action token")
         values = self.policy.action(tokens)
         if not np.isfinite(values).all():
             return Drop(request.observation, DropReason.NOT_FINITE, f"the action is {values.tolist()}")
+        self._drafter.observe(request.observation.epoch, tokens)
         return Action(
             observation=request.observation,
             names=self.policy.action_names,
             values=values,
             tokens=tokens,
             timings=request.timings(),
-            record=request.record(self.settings.mode, len(self._in_flight)),
+            record=request.record(self.settings.mode, self.settings.acceptance.rule, len(self._in_flight)),
             finished_ns=time.monotonic_ns(),
         )
 
@@ -237,44 +335,32 @@ class Engine:
         return ids
 
 
-def _allocate_ring(policy: Policy, max_prompt: int, *, slots: int) -> KVRing:
-    rows = max_prompt + policy.action_dim
+def _answer_format(policy: Policy, settings: EngineSettings) -> AnswerFormat:
+    tokenizer = policy.action_tokenizer
+    ids = ActionIds(tokenizer.first_id, tokenizer.vocab_size, bins=len(tokenizer.centers))
+    return AnswerFormat(policy.action_dim, ids, settings.max_reasoning_tokens)
+
+
+def _allocate_ring(policy: Policy, settings: EngineSettings, answer: AnswerFormat, *, slots: int) -> KVRing:
+    """Slots with rows for the prompt, the answer, and the nodes that are verified behind them."""
+    scratch = settings.draft.nodes if settings.mode != "ar" else 0
+    rows = policy.image_tokens + settings.max_text_tokens + answer.longest + scratch
     rows += -rows % _ROW_MULTIPLE
     longest = policy.decoder.config.max_position_embeddings
     if rows > longest:
         raise UserError(
-            f"a slot of {rows} rows is longer than the model's {longest} positions: lower decode.max_text_tokens"
+            f"a slot of {rows} rows is longer than the model's {longest} positions: lower decode.max_text_tokens, "
+            "decode.max_reasoning_tokens or draft.nodes"
         )
     return new_ring(policy.decoder, slots=slots, slot_rows=rows)
 
 
-def _work(requests: Sequence[Request], segments: Sequence[Segment]) -> TickWork:
+def _work(requests: Sequence[Request]) -> TickWork:
     begun = sum(request.prefix_len == 0 for request in requests)  # its image is seen in the tick that admits it
     prompts = sum(request.prefilling for request in requests)
-    nodes = sum(len(segment) for segment in segments if segment.ancestry is not None)
+    nodes = sum(len(request.tree) - request.prefilling for request in requests)
     return TickWork(images=begun, prompts=prompts, nodes=nodes)
 
 
-def _book_time(request: Request, tick_s: float, vision_s: float) -> None:
-    """Books the tick to the stage it served: the vision tower runs in the tick that begins a prefill."""
-    request.tick_s.append(tick_s)
-    if request.prefilling:
-        request.vision_s += vision_s
-        request.prefill_s += tick_s - vision_s
-    else:
-        request.decode_s += tick_s
-
-
-def _commit(request: Request, parents: tuple[int, ...] | None, choices: list[int]) -> None:
-    """Makes a forward's rows and tokens final."""
-    if parents is None:
-        request.prefix_len = request.prompt.shape[0]
-        committed: tuple[int, ...] = (choices[0],)
-    else:
-        accepted = accept_strict(choices, request.tokens[-1:], parents)
-        request.prefix_len += len(accepted.path)
-        request.accept_lengths.append(len(accepted.path) - 1)
-        request.tree_nodes.append(len(parents))
-        committed = accepted.tokens
-    request.tokens += committed
-    request.tokens_per_forward.append(len(committed))
+def _seconds_since(started_ns: int) -> float:
+    return (time.monotonic_ns() - started_ns) * 1e-9

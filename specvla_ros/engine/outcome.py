@@ -40,9 +40,12 @@ class DecodeRecord:
     """How one action was decoded; the engine-side half of DecodeStats.msg, which explains the fields."""
 
     mode: str
+    acceptance: str = "strict"
     tokens_per_forward: tuple[int, ...] = ()
     accept_lengths: tuple[int, ...] = ()
     tree_nodes: tuple[int, ...] = ()
+    bins_off: tuple[int, ...] = ()
+    why: tuple[int, ...] = ()
     tick_s: tuple[float, ...] = ()
     in_flight: int = 1
 
@@ -56,7 +59,8 @@ class DecodeRecord:
         """Tokens committed per verification forward; 0 when there was none."""
         if not self.accept_lengths:
             return 0.0
-        return sum(a + 1 for a in self.accept_lengths) / len(self.accept_lengths)
+        verified = self.tokens_per_forward[-len(self.accept_lengths) :]
+        return sum(verified) / len(verified)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def simulate(
     read_config(settings.policy)
     if settings.emulate:
         read_device(settings.emulate)
-    tasks = _tasks(settings.world, plan.tasks)
+    tasks = tasks_of(settings.world, plan.tasks)
     done = _begin(settings, out)
     wanted = [(task, plan.first_seed + i) for i in range(plan.episodes) for task in tasks]
     jobs = [
@@ -144,7 +144,12 @@ def _policy_files(policy: Path) -> list[Path]:
     return sorted(path for path in policy.iterdir() if path.suffix in (".json", ".safetensors"))
 
 
-def _tasks(world: str, names: Sequence[str]) -> list[str]:
+def tasks_of(world: str, names: Sequence[str]) -> list[str]:
+    """The tasks of a world: those named, or all.
+
+    Raises:
+        UserError: a task that the world has not, or LIBERO is not installed.
+    """
     if world == TABLE:
         from specvla_ros.simulation.tasks import choose_tasks
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
+from specvla_ros.evaluation.decode_report import decode_section
 from specvla_ros.evaluation.report_page import context_rows, figure, table, write_page
 from specvla_ros.evaluation.simulate_summary import SimulateSummary
 
@@ -38,6 +39,7 @@ def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[
         _acted_on(summary),
         "<h2>Latency</h2>",
         _latency(summary),
+        decode_section(summary.decode),
         _films(path, films),
         "<h2>Where this comes from</h2>",
         table(("", ""), context_rows(summary.context)),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from specvla_ros.engine.decode_tally import DecodeTally
 from specvla_ros.evaluation.proportions import mcnemar_p, wilson_interval
 from specvla_ros.simulation.rollout import EpisodeResult
 
@@ -70,6 +71,7 @@ class SimulateSummary:
         latency_s: observation-to-action latency: p50, p95, p99, mean; empty without an action.
         action_rate_hz: actions per second of world time.
         drops: observations without an action, by reason.
+        decode: how the actions were decoded.
         context: what it was made with.
     """
 
@@ -79,6 +81,7 @@ class SimulateSummary:
     latency_s: dict[str, float]
     action_rate_hz: float
     drops: dict[str, int]
+    decode: DecodeTally
     context: Mapping[str, Any]
 
     def as_json(self) -> dict[str, Any]:
@@ -94,6 +97,8 @@ class SimulateSummary:
             "latency_s": self.latency_s,
             "action_rate_hz": self.action_rate_hz,
             "drops": self.drops,
+            "decode": self.decode.as_json()
+            | {"tau": self.decode.tau, "forwards_per_action": self.decode.forwards_per_action},
             "context": dict(self.context),
         }
 
@@ -117,6 +122,7 @@ def summarise_episodes(episodes: Sequence[EpisodeResult], *, context: Mapping[st
         latency_s=_percentiles(latency),
         action_rate_hz=sum(episode.steps for episode in episodes) / world_s if world_s else 0.0,
         drops=dict(drops),
+        decode=DecodeTally.sum(DecodeTally.of_json(episode.decode) for episode in episodes if episode.decode),
         context=context,
     )
 

@@ -16,9 +16,10 @@ from rosgraph_msgs.msg import Clock
 
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.bag_reader import Bag, BagMessage, OfferedQos, open_bag
-from specvla_ros.nodes.parameters import declare_parameters, parameter
+from specvla_ros.nodes.parameters import declare_parameters
 from specvla_ros.nodes.qos import CLOCK
 from specvla_ros.nodes.spinning import run_node
+from specvla_ros.parameter_fields import parameter
 
 _NS = 1_000_000_000
 _STOP_TIMEOUT_S = 5.0

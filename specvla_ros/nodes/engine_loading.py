@@ -44,7 +44,7 @@ def load_engine(
         center_crop=parameters.center_crop,
         progress=progress,
     )
-    return Engine(policy, parameters.engine_settings(), now_ns=now_ns)
+    return Engine(policy, parameters.engine_settings(parameters.max_image_age_s), now_ns=now_ns)
 
 
 def _leave_a_core_to_ros() -> None:

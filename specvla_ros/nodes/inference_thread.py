@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from specvla_ros.acceptance.settings import AcceptanceSettings
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.errors import UserError
@@ -50,6 +51,7 @@ class InferenceThread:
         self._requests: list[Callable[[Engine], None]] = []
         self._newest: Observation | None = None
         self._stopping = False
+        self._check_acceptance: Callable[[AcceptanceSettings], object] | None = None
         self._loaded: Future[dict[str, str]] = Future()
         # A daemon, so that a hanging driver cannot keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="inference", daemon=True)
@@ -107,6 +109,16 @@ class InferenceThread:
 
         self._request(change)
 
+    def set_acceptance(self, settings: AcceptanceSettings) -> None:
+        """Changes the engine's acceptance rule behind the tick under way; before it is loaded this does nothing.
+
+        Raises:
+            UserError: the settings do not fit the policy.
+        """
+        if self._check_acceptance is not None:
+            self._check_acceptance(settings)
+            self._request(lambda engine: engine.set_acceptance(settings))
+
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread after the tick under way and frees the engine; False when it did not end in time."""
         with self._wake:
@@ -135,6 +147,7 @@ class InferenceThread:
         engine = self._make_engine()
         if engine is not None:
             self._serve(engine)
+        self._check_acceptance = None
         del engine
         _free_device_memory()
 
@@ -147,7 +160,8 @@ class InferenceThread:
             # The traceback would keep a half-loaded model alive.
             self._settle(error if isinstance(error, UserError) else _unexpected(error))
             return None
-        self._settle({key: str(value) for key, value in engine.policy.describe().items()})
+        self._check_acceptance = engine.rule_for
+        self._settle({key: str(value) for key, value in engine.describe().items()})
         return engine
 
     def _report(self, what: str, fraction: float) -> None:

@@ -24,7 +24,7 @@ from specvla_ros.nodes.health import InferenceHealth, InputHealth, ModelHealth
 from specvla_ros.nodes.image_input import Frame, ImageInput
 from specvla_ros.nodes.inference_thread import InferenceThread
 from specvla_ros.nodes.instruction import InstructionInput
-from specvla_ros.nodes.parameters import declare_parameters, unknown_parameters
+from specvla_ros.nodes.parameters import declare_parameters, read_parameters, unknown_parameters
 from specvla_ros.nodes.policy_parameters import PolicyParameters
 from specvla_ros.nodes.spinning import run_node
 from specvla_ros.nodes.stamps import stamp_problem
@@ -80,6 +80,7 @@ class PolicyNode(LifecycleNode):
 
     def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
         """Loads and warms up the policy; what a user can mend is refused, and configure may be tried again."""
+        self._chosen = read_parameters(self, PolicyParameters)
         try:
             self._chosen.check()
             self._thread = InferenceThread(
@@ -232,9 +233,17 @@ class PolicyNode(LifecycleNode):
         self.get_logger().warning(f"{why}: everything in flight is void, epoch {epoch} begins")
 
     def _on_set_parameters(self, parameters: list[Any]) -> SetParametersResult:
-        for parameter in parameters:
-            if parameter.name == "max_image_age_s" and self._thread is not None:
-                self._thread.set_max_image_age(parameter.value)
+        if self._thread is None:  # they are read when the policy is loaded
+            return SetParametersResult(successful=True)
+        changed = {parameter.name: parameter.value for parameter in parameters}
+        if any(name.startswith("acceptance.") for name in changed):
+            try:
+                chosen = read_parameters(self, PolicyParameters, changed)
+                self._thread.set_acceptance(chosen.acceptance_settings())
+            except UserError as error:
+                return SetParametersResult(successful=False, reason=str(error))
+        if "max_image_age_s" in changed:
+            self._thread.set_max_image_age(changed["max_image_age_s"])
         return SetParametersResult(successful=True)
 
     # Outcomes, on the inference thread

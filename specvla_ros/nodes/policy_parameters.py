@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass
 
-from specvla_ros.engine.settings import MODES, EngineSettings
+from specvla_ros.decode_parameters import DecodeParameters
 from specvla_ros.errors import UserError
-from specvla_ros.nodes.parameters import parameter
+from specvla_ros.parameter_fields import parameter
 
 TRANSPORTS = ("auto", "raw", "compressed")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class PolicyParameters:
+class PolicyParameters(DecodeParameters):
     """Every parameter of the policy node; the descriptions are those that `ros2 param describe` shows."""
 
     checkpoint: str = parameter("", "Directory of the OpenVLA checkpoint in Hugging Face format.")
@@ -36,14 +36,6 @@ class PolicyParameters:
         maximum=10.0,
         writable=True,
     )
-    decode_mode: str = parameter("ar", "How tokens are decoded.", name="decode.mode", choices=MODES)
-    decode_max_text_tokens: int = parameter(
-        128,
-        "Longest prompt text [tokens]; a longer instruction is refused.",
-        name="decode.max_text_tokens",
-        minimum=1,
-        maximum=4096,
-    )
     max_image_age_s: float = parameter(
         1.0,
         "An image older than this gets no action [s]; 0 switches the check off.",
@@ -60,16 +52,6 @@ class PolicyParameters:
     )
     diagnostics_period_s: float = parameter(1.0, "Time between two diagnostics [s].", minimum=0.05, maximum=60.0)
 
-    def engine_settings(self) -> EngineSettings:
-        """The engine's share.
-
-        Raises:
-            UserError: the values do not fit together.
-        """
-        return EngineSettings(
-            mode=self.decode_mode, max_text_tokens=self.decode_max_text_tokens, max_image_age_s=self.max_image_age_s
-        )
-
     def check(self) -> None:
         """What can be told before anything is loaded.
 
@@ -81,4 +63,4 @@ class PolicyParameters:
                 "parameter 'checkpoint' is empty; set it to the directory of an OpenVLA checkpoint, "
                 "for example checkpoint:=/data/openvla-7b"
             )
-        self.engine_settings()
+        self.engine_settings(self.max_image_age_s)

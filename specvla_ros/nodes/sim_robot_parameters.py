@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from specvla_ros.nodes.parameters import parameter
+from specvla_ros.parameter_fields import parameter
 from specvla_ros.simulation.rollout import Clock
 from specvla_ros.simulation.table_robot import IMAGE_SIZE
 from specvla_ros.simulation.tasks import Task, choose_tasks

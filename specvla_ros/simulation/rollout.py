@@ -4,9 +4,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
+from specvla_ros.engine.decode_tally import DecodeTally
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Outcome
@@ -42,6 +44,7 @@ class EpisodeResult:
         roughness: mean size of the change from action to action, normalised units per dimension but the gripper.
         acted_on: the cube that was moved most; None: none, or a world without cubes.
         failure: why the episode ended early; empty: it did not.
+        decode: how its actions were decoded, as `DecodeTally.as_json` gives it.
     """
 
     task: str
@@ -55,6 +58,7 @@ class EpisodeResult:
     roughness: float = 0.0
     acted_on: str | None = None
     failure: str = ""
+    decode: dict[str, Any] = field(default_factory=dict)
 
 
 OnStep = Callable[[], None]
@@ -69,16 +73,24 @@ class Rollout:
         clock: how time passes.
         tick_time: seconds of a tick; see device_pace.
         on_step: called after each `control_dt` of the world, for a film.
+        on_look: called with each observation that the engine is given.
     """
 
     def __init__(
-        self, engine: Engine, robot: SimulatedRobot, clock: Clock, tick_time: TickTime, on_step: OnStep | None = None
+        self,
+        engine: Engine,
+        robot: SimulatedRobot,
+        clock: Clock,
+        tick_time: TickTime,
+        on_step: OnStep | None = None,
+        on_look: Callable[[Observation], None] | None = None,
     ) -> None:
         self._engine = engine
         self._robot = robot
         self._clock = clock
         self._tick_time = tick_time
         self._on_step = on_step
+        self._on_look = on_look
         self._per_action = round(robot.action_dt / robot.control_dt)
 
     def run(self, task: str, seed: int, instruction: str = "") -> EpisodeResult:
@@ -103,6 +115,7 @@ class Rollout:
         self._actions: list[Action] = []
         self._latency_s: list[float] = []
         self._drops: dict[str, int] = {}
+        self._tally = DecodeTally()
         self._silent = 0
         failure = ""
         try:
@@ -126,6 +139,7 @@ class Rollout:
             roughness=_roughness(self._engine, self._actions),
             acted_on=self._robot.acted_on(),
             failure=failure,
+            decode=self._tally.as_json(),
         )
 
     def _lockstep(self) -> None:
@@ -156,11 +170,14 @@ class Rollout:
 
     def _observe(self) -> Observation:
         self._pictured = self._passed
-        return Observation(
+        observation = Observation(
             image=self._robot.look(),
             instruction=self._instruction,
             stamp_ns=_START_NS + round(self._passed * self._robot.control_dt * 1e9),
         )
+        if self._on_look is not None:
+            self._on_look(observation)
+        return observation
 
     def _tick(self, outcomes: list[Outcome]) -> float:
         started = time.perf_counter()
@@ -175,6 +192,7 @@ class Rollout:
                 continue
             self._silent = 0
             self._actions.append(outcome)
+            self._tally.add(outcome.record)
             age_s = self._thought_s - (outcome.observation.stamp_ns - _START_NS) * 1e-9
             self._latency_s.append(age_s if seconds is None else seconds)
             self._robot.take(outcome.values)

@@ -119,12 +119,12 @@ def _attention(layer: LlamaLayer, x: Tensor, cos: Tensor, sin: Tensor, mask: Ten
     batch, length, _ = x.shape
     qkv = layer.qkv(layer.input_norm(x)).view(batch, length, -1, layer.head_dim).transpose(1, 2)
     q, k, v = qkv.split((layer.heads, layer.kv_heads, layer.kv_heads), dim=1)
-    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=layer.heads != layer.kv_heads)
     return layer.out(attended.transpose(1, 2).reshape(batch, length, -1))
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE on [batch, heads, length, head_dim], halves rotated as in transformers' Llama."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)

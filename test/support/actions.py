@@ -23,6 +23,14 @@ def action(index: int = 0, *, stamp_ns: int = 1_700_000_000_123_456_789) -> Acti
         values=np.linspace(-0.5, 0.5, 7) + index,
         tokens=tuple(range(31744, 31751)),
         timings=StageTimings(wait_s=0.01, vision_s=0.02, prefill_s=0.03, decode_s=0.04),
-        record=DecodeRecord("ar", (1,) * 7, (0,) * 6, (1,) * 6, (0.005,) * 7, in_flight=1),
+        record=DecodeRecord(
+            "ar",
+            tokens_per_forward=(1,) * 7,
+            accept_lengths=(0,) * 6,
+            tree_nodes=(1,) * 6,
+            bins_off=(0,) * 7,
+            why=(0,) * 7,
+            tick_s=(0.005,) * 7,
+        ),
         finished_ns=1,
     )

@@ -1,0 +1,101 @@
+"""Bin-distance acceptance: an action token near the target's own choice will do (Spec-VLA, section 4.2)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specvla_ros.acceptance.verification import Judgement, Verification, Why
+from specvla_ros.errors import UserError
+from specvla_ros.models.action_statistics import DEFAULT_NAMES, ActionStatistics
+
+_METRES = ("x", "y", "z")
+
+
+@dataclass(frozen=True)
+class BinDistance:
+    """Keeps an action token at most r bins from the target's own choice for the same prefix (Spec-VLA eq. 5).
+
+    Distances are between bins, not ids: the two lowest action ids decode alike. The published code compares raw ids of
+    any token, so that with r = 9 it also takes ids that are no actions, and the -1 that pads its shorter paths.
+
+    Args:
+        bins: r per action dimension; a dimension beyond the last is strict.
+    """
+
+    bins: tuple[int, ...]
+    needs_visual: bool = False
+
+    def judge(self, verification: Verification) -> Judgement:
+        """Exact tokens, and action tokens within the tolerance of their dimension."""
+        exact = verification.exact
+        near = verification.both_actions & (verification.bins_off <= self._tolerance(verification))
+        why = torch.where(exact, int(Why.EXACT), int(Why.NEAR))
+        return Judgement((exact | near).expand(len(exact), -1), why)
+
+    def _tolerance(self, verification: Verification) -> Tensor:
+        """int64 [n]: r of each node's dimension."""
+        r = torch.tensor((*self.bins, 0), device=verification.choices.device)
+        is_action = verification.actions.contain(verification.tree.tokens)
+        is_action = is_action & (verification.tree.ancestry.parents >= 0)
+        before = (verification.on_path & is_action).sum(dim=1) - is_action.to(torch.int64)
+        return r[(verification.place + before).clamp(max=len(self.bins))]
+
+
+def tolerance_in_bins(
+    statistics: ActionStatistics, values: int, *, metres: float, radians: float, gripper_bins: int
+) -> tuple[int, ...]:
+    """Physical tolerances as whole bins per dimension, rounded down.
+
+    Args:
+        statistics: of the checkpoint; a bin of a dimension is 2 / `values` of half its range.
+        values: bin centres per dimension (255).
+        metres: for x, y, z; 0: strict.
+        radians: for roll, pitch, yaw; 0: strict.
+        gripper_bins: for dimensions that the statistics do not scale.
+
+    Raises:
+        UserError: a tolerance smaller than one bin of its dimension, or statistics whose units are not known.
+    """
+    if statistics.names != DEFAULT_NAMES:
+        raise UserError(
+            "acceptance.tolerance_m and acceptance.tolerance_rad need actions named x y z roll pitch yaw gripper; this "
+            f"checkpoint has {len(statistics.low)} dimensions without units: set acceptance.bins instead"
+        )
+    bins = []
+    widths = (statistics.high - statistics.low) / values
+    for name, width, scaled in zip(statistics.names, widths, statistics.mask, strict=True):
+        tolerance, unit = (metres, "m") if name in _METRES else (radians, "rad")
+        if not scaled:
+            bins.append(gripper_bins)
+        elif not tolerance or not width:  # a dimension that never moved in training has one value
+            bins.append(0)
+        elif tolerance < width:
+            raise UserError(
+                f"a tolerance of {tolerance:g} {unit} is smaller than one bin of {name}, which is {width:g} {unit}: "
+                f"set it to that or more, or to 0 for strict"
+            )
+        else:
+            bins.append(min(values - 1, int(np.floor(tolerance / width * (1 + 1e-12)))))
+    return tuple(bins)
+
+
+def spread_bins(bins: Sequence[int], mask: Sequence[bool], gripper_bins: int) -> tuple[int, ...]:
+    """One tolerance for all moving dimensions, or one per dimension as given.
+
+    Args:
+        bins: one number, or one per dimension.
+        mask: which dimensions the statistics scale; the others take `gripper_bins` when one number is given.
+
+    Raises:
+        UserError: neither one number nor one per dimension.
+    """
+    if len(bins) == 1:
+        return tuple(bins[0] if scaled else gripper_bins for scaled in mask)
+    if len(bins) != len(mask):
+        raise UserError(
+            f"acceptance.bins has {len(bins)} numbers, but the action has {len(mask)} dimensions: give one, or one each"
+        )
+    return tuple(bins)

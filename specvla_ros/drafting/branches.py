@@ -1,0 +1,73 @@
+"""Chains that the host knows, as branches of a draft tree."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specvla_kernels.layout import Ancestry
+from specvla_ros.drafting.tree import Tree
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Chains that begin at the root, with common beginnings joined.
+
+    Args:
+        tokens: one per node.
+        parents: of each node, as an index into these nodes; -1: the root.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @staticmethod
+    def of(chains: Sequence[Sequence[int]], *, levels: int, most: int) -> "Branches":
+        """Joins chains.
+
+        Args:
+            chains: drafted tokens, the first behind the root.
+            levels: of each chain, so many tokens are taken.
+            most: nodes in all; what comes last is left out.
+        """
+        places: dict[tuple[int, int], int] = {}
+        for chain in chains:
+            node = -1
+            for token in chain[:levels]:
+                if (node, token) not in places:
+                    if len(places) >= most:
+                        break
+                    places[node, token] = len(places)
+                node = places[node, token]
+        return Branches(tuple(token for _, token in places), tuple(parent for parent, _ in places))
+
+    @property
+    def levels(self) -> int:
+        """Nodes on the longest branch."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 1)
+        return max(depths, default=0)
+
+
+def add_branches(tree: Tree, branches: Branches) -> Tree:
+    """The tree with the branches below its root.
+
+    What the tree holds is not known to the host, so that a token may be there twice; it is then accepted once. Nothing
+    is known of the branches' probability: their log_probs are -inf, the last in a tie.
+    """
+    if not len(branches):
+        return tree
+    device, n = tree.tokens.device, len(tree)
+    parents = torch.tensor([parent + n if parent >= 0 else 0 for parent in branches.parents], device=device)
+    levels = max(tree.levels, branches.levels)
+    return Tree(
+        tokens=torch.cat((tree.tokens, torch.tensor(branches.tokens, device=device))),
+        ancestry=Ancestry.on_device(torch.cat((tree.ancestry.parents, parents)), levels),
+        log_probs=torch.cat((tree.log_probs, torch.full_like(parents, -torch.inf, dtype=tree.log_probs.dtype))),
+        valid=torch.cat((tree.valid, torch.ones_like(parents, dtype=torch.bool))),
+        levels=levels,
+    )

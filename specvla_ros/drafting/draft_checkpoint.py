@@ -1,0 +1,113 @@
+"""Draft heads on disk, in the format of EAGLE and SpecVLA."""
+
+import json
+import pickle
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specvla_ros.drafting.eagle_head import EagleHead
+from specvla_ros.errors import UserError
+from specvla_ros.models.config import LlamaConfig, read_json
+from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.weights import load_weights, save_weights
+
+
+def load_draft_head(directory: Path, decoder: LlamaDecoder) -> EagleHead:
+    """Loads a draft head for a target, in the target's dtype and on its device.
+
+    Reads model.safetensors, or pytorch_model.bin as SpecVLA publishes it. The embeddings that such a file carries are
+    not read: they are the target's.
+
+    Raises:
+        UserError: a file is missing or damaged, or the head was made for another target.
+    """
+    if not directory.is_dir():
+        raise UserError(f"draft.head: {directory} does not exist; give the folder that holds the head's config.json")
+    config = _config(directory, decoder.config)
+    with torch.device("meta"):
+        head = EagleHead(config)
+    head.to(decoder.dtype).to_empty(device=decoder.device)
+    tensors = head.checkpoint_tensors()
+    pickled = directory / "pytorch_model.bin"
+    if (directory / "model.safetensors").exists() or not pickled.exists():
+        load_weights(directory, tensors)
+    else:
+        _copy(pickled, _unpickle(pickled), tensors, decoder)
+    return head.eval().requires_grad_(False)
+
+
+def save_draft_head(directory: Path, head: EagleHead) -> None:
+    """Writes config.json and model.safetensors."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = asdict(head.config) | {"model_type": "llama", "num_hidden_layers": 1, "fc_bias": True}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_weights(directory / "model.safetensors", {n: t.cpu() for n, t in head.checkpoint_tensors().items()})
+
+
+def _config(directory: Path, target: LlamaConfig) -> LlamaConfig:
+    path = directory / "config.json"
+    raw = read_json(path)
+    layers = raw.get("num_hidden_layers", 1)
+    if layers != 1:
+        raise UserError(f"{path}: a draft head has one layer, this is a model of {layers}")
+    heads = int(raw.get("num_attention_heads", target.num_attention_heads))
+    try:
+        hidden = int(raw["hidden_size"])
+        config = LlamaConfig(
+            hidden_size=hidden,
+            intermediate_size=int(raw["intermediate_size"]),
+            num_hidden_layers=1,
+            num_attention_heads=heads,
+            num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=int(raw.get("head_dim") or hidden // heads),
+            vocab_size=target.vocab_size,
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope_theta=float(raw.get("rope_theta", target.rope_theta)),
+            max_position_embeddings=target.max_position_embeddings,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: {type(error).__name__}: {error}; is this a draft head's config.json?") from None
+    if config.hidden_size != target.hidden_size:
+        raise UserError(
+            f"{directory} is a draft head for a target of hidden size {config.hidden_size}, but this target has "
+            f"{target.hidden_size}: train one for it with `specvla train-draft`"
+        )
+    if (config.head_dim, config.rope_theta) != (target.head_dim, target.rope_theta):
+        raise UserError(
+            f"{path}: head_dim {config.head_dim} and rope_theta {config.rope_theta:g} are not the target's "
+            f"({target.head_dim}, {target.rope_theta:g}): the head was made for another target"
+        )
+    return config
+
+
+def _unpickle(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path} is damaged or holds more than tensors ({error}); download it again") from None
+    if not isinstance(tensors, dict):
+        raise UserError(f"{path} holds no tensors by name; is it a draft head?")
+    return tensors
+
+
+def _copy(path: Path, found: dict[str, Tensor], tensors: dict[str, Tensor], decoder: LlamaDecoder) -> None:
+    missing = [name for name in tensors if name not in found]
+    if missing:
+        raise UserError(f"{path} lacks {missing[0]} and {len(missing) - 1} more tensors: it is no EAGLE draft head")
+    vocab = found["embed_tokens.weight"].shape[0] if "embed_tokens.weight" in found else decoder.config.vocab_size
+    if vocab != decoder.config.vocab_size:
+        raise UserError(
+            f"{path}: the head was made for a vocabulary of {vocab} ids, this target has {decoder.config.vocab_size}"
+        )
+    extra = [name for name in found if name not in tensors and name != "embed_tokens.weight"]
+    if extra:
+        raise UserError(f"{path} has {extra[0]}, which this kind of draft head does not: it is of another kind")
+    for name, tensor in tensors.items():
+        if tuple(found[name].shape) != tuple(tensor.shape):
+            raise UserError(
+                f"{path}: {name} has shape {list(found[name].shape)}, but config.json implies {list(tensor.shape)}"
+            )
+        tensor.copy_(found[name])

@@ -1,0 +1,32 @@
+"""What a drafter is told behind each forward."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DraftInput:
+    """One request, with the rows committed since its drafter was last told.
+
+    Args:
+        slot: its KV slot.
+        prefix_len: committed rows of the slot.
+        hidden: [m, hidden], the target's last hidden states of rows `prefix_len - m` to `prefix_len - 1`.
+        following: [m, hidden], embedding of the token behind each of these rows; the last is the root's.
+        root: int64 [], the last committed token, whose keys and values are not written yet.
+        levels: the tree may be this deep: one less than the tokens still missing.
+        place: action tokens committed so far, the root included: the dimension of the first drafted token.
+        epoch: the instruction epoch.
+        context: ids of the prompt and the answer so far.
+    """
+
+    slot: int
+    prefix_len: int
+    hidden: Tensor
+    following: Tensor
+    root: Tensor
+    levels: int
+    place: int
+    epoch: int = 0
+    context: tuple[int, ...] = ()

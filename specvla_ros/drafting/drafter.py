@@ -1,0 +1,113 @@
+"""All sources of drafted tokens together: one tree per request."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from specvla_ros.acceptance.verification import ActionIds
+from specvla_ros.drafting.branches import Branches, add_branches
+from specvla_ros.drafting.children import WindowMass
+from specvla_ros.drafting.draft_checkpoint import load_draft_head
+from specvla_ros.drafting.draft_input import DraftInput
+from specvla_ros.drafting.eagle_drafter import EagleDrafter
+from specvla_ros.drafting.prompt_lookup import look_up
+from specvla_ros.drafting.settings import DraftSettings
+from specvla_ros.drafting.temporal import TemporalDrafter
+from specvla_ros.drafting.tree import Tree
+from specvla_ros.errors import UserError
+from specvla_ros.models.policy import Policy
+
+DRAFT_FOLDER = "draft"
+
+
+class Drafter:
+    """Grows the tree that a request's next forward verifies.
+
+    Args:
+        policy: the target.
+        settings: None: nothing is drafted, as plain decoding wants it.
+        slots: requests in flight at most.
+        slot_rows: committed rows of a slot at most.
+
+    Raises:
+        UserError: nothing to draft with, or the draft head does not fit the target.
+    """
+
+    def __init__(self, policy: Policy, settings: DraftSettings | None, *, slots: int, slot_rows: int) -> None:
+        tokenizer = policy.action_tokenizer
+        self._actions = ActionIds(tokenizer.first_id, tokenizer.vocab_size, bins=len(tokenizer.centers))
+        self._device = policy.decoder.device
+        self._settings = settings or DraftSettings()
+        self._eagle: EagleDrafter | None = None
+        self._temporal = TemporalDrafter(self._actions) if settings and settings.temporal else None
+        self._lookup = settings.prompt_lookup_tokens if settings else 0
+        if settings is None:
+            return
+        directory = _head_directory(policy, settings)
+        if directory is not None:
+            head = load_draft_head(directory, policy.decoder)
+            self._eagle = EagleDrafter(head, policy.decoder, settings, slots=slots, slot_rows=slot_rows)
+        if not self.sources:
+            raise UserError(
+                f"decode.mode spec has nothing to draft with: {policy.directory / DRAFT_FOLDER} is not there; set "
+                "draft.head to a draft head's directory (specvla train-draft makes one), or draft.temporal to true"
+            )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of what drafts."""
+        named = {"head": self._eagle, "temporal": self._temporal, "prompt_lookup": self._lookup}
+        return tuple(name for name, source in named.items() if source)
+
+    @property
+    def head_forwards(self) -> int:
+        """Forwards of the draft head for one tree of full depth; 0 without a head."""
+        return self._settings.depth if self._eagle is not None else 0
+
+    def set_tolerance(self, bins: tuple[int, ...]) -> None:
+        """Tells what acceptance will tolerate, in bins per action dimension."""
+        if self._eagle is not None and self._settings.children == "window_mass":
+            self._eagle.children = WindowMass(self._settings.top_k, self._actions, bins)
+
+    def draft(self, inputs: Sequence[DraftInput]) -> list[Tree]:
+        """One tree per request, of at most `draft.nodes` nodes."""
+        nodes = self._settings.nodes
+        branches = [Branches.of(self._chains(each), levels=each.levels, most=nodes - 1) for each in inputs]
+        if self._eagle is not None:
+            trees = self._eagle.draft(inputs, [nodes - len(each) for each in branches])
+        else:
+            trees = [Tree.of_root(each.root) for each in inputs]
+        return [add_branches(tree, each) for tree, each in zip(trees, branches, strict=True)]
+
+    def behind_prompt(self, epoch: int, *, levels: int) -> Tree:
+        """What a prompt's own forward may verify: the previous action costs no hidden states.
+
+        The root stands for the prompt's last row; its token is not read.
+        """
+        root = Tree.of_root(torch.zeros(1, dtype=torch.int64, device=self._device))
+        chains = self._temporal.chains(epoch, 0) if self._temporal is not None else []
+        return add_branches(root, Branches.of(chains, levels=levels, most=self._settings.nodes - 1))
+
+    def observe(self, epoch: int, tokens: tuple[int, ...]) -> None:
+        """Takes a finished action."""
+        if self._temporal is not None:
+            self._temporal.observe(epoch, tokens)
+
+    def forget(self) -> None:
+        """Forgets earlier actions."""
+        if self._temporal is not None:
+            self._temporal.forget()
+
+    def _chains(self, request: DraftInput) -> list[tuple[int, ...]]:
+        chains = self._temporal.chains(request.epoch, request.place) if self._temporal is not None else []
+        if self._lookup:
+            chains.append(look_up(request.context, self._lookup))
+        return chains
+
+
+def _head_directory(policy: Policy, settings: DraftSettings) -> Path | None:
+    if settings.head:
+        return Path(settings.head).expanduser()
+    beside = policy.directory / DRAFT_FOLDER
+    return beside if beside.is_dir() else None

@@ -1,0 +1,102 @@
+"""The draft head behind its drafter: any mix of requests, any split of the rows, and nothing from stale rows."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_decoder import random_decoder
+from support.draft_heads import random_head
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specvla_ros.acceptance.verification import ActionIds
+from specvla_ros.drafting.children import WindowMass
+from specvla_ros.drafting.draft_input import DraftInput
+from specvla_ros.drafting.eagle_drafter import EagleDrafter
+from specvla_ros.drafting.settings import DraftSettings
+from specvla_ros.drafting.tree import Tree
+from specvla_ros.models.config import LlamaConfig
+
+CONFIG = LlamaConfig(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)
+DECODER = random_decoder(CONFIG, seed=0, dtype=torch.float64)
+HEAD = random_head(DECODER, seed=1)
+SETTINGS = DraftSettings(top_k=3, depth=4, nodes=12)
+
+
+def drafter(**arguments: Any) -> EagleDrafter:
+    made = EagleDrafter(HEAD, DECODER, SETTINGS, slots=4, slot_rows=40, **arguments)
+    made._keys.fill_(float("nan"))
+    made._values.fill_(float("nan"))
+    return made
+
+
+def rows(seed: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden, following = torch.randn(2, n, 32, generator=generator, dtype=torch.float64)
+    return hidden, following
+
+
+def request(seed: int, slot: int, prefix: int, first: int, levels: int) -> DraftInput:
+    """Rows `first` to `prefix` of the sequence that `seed` makes."""
+    hidden, following = rows(seed, 40)
+    root = torch.tensor(seed % 50)
+    return DraftInput(slot, prefix, hidden[first:prefix], following[first:prefix], root, levels, place=1)
+
+
+def same(one: Tree, other: Tree) -> None:
+    assert one.tokens.equal(other.tokens)
+    assert one.ancestry.parents.equal(other.ancestry.parents)
+    torch.testing.assert_close(one.log_probs, other.log_probs, atol=1e-9, rtol=1e-9)
+    assert one.levels == other.levels
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 30), st.integers(0, 5)), min_size=1, max_size=4))
+def test_several_requests_at_once_get_what_each_gets_alone(wanted: list[tuple[int, int, int]]) -> None:
+    requests = [request(seed, slot, prefix, 0, levels) for slot, (seed, prefix, levels) in enumerate(wanted)]
+    together = drafter().draft(requests)
+    for each, tree in zip(requests, together, strict=True):
+        same(tree, drafter().draft([each])[0])
+        assert len(tree) <= SETTINGS.nodes and tree.levels == min(each.levels, SETTINGS.depth)
+        assert tree.tokens[0] == each.root
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 99), st.lists(st.integers(1, 30), min_size=1, max_size=4, unique=True), st.integers(0, 4))
+def test_rows_fed_in_any_split_give_the_same_tree(seed: int, ends: list[int], levels: int) -> None:
+    ends.sort()
+    stepwise, first = drafter(), 0
+    for end in ends:
+        # In between a tree is grown too: its scratch rows are written over.
+        (tree,) = stepwise.draft([request(seed, 2, end, first, levels)])
+        first = end
+    same(tree, drafter().draft([request(seed, 2, ends[-1], 0, levels)])[0])
+
+
+def test_node_limits_are_each_requests_own() -> None:
+    trees = drafter().draft([request(1, 0, 5, 0, 4), request(2, 1, 9, 0, 4)], nodes=[4, 9])
+    assert [len(tree) for tree in trees] == [4, 9]
+
+
+class _NoReadBack(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not any(name in str(func) for name in ("_local_scalar_dense", "nonzero", "masked_select")), func
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_read_back() -> Iterator[None]:
+    with _NoReadBack():
+        yield
+
+
+@pytest.mark.parametrize("children", [None, WindowMass(3, ActionIds(30, 46, 15), (2,) * 7)], ids=["top_k", "window"])
+def test_a_tree_grows_without_a_read_back(children: Any) -> None:
+    made = drafter(children=children)
+    requests = [request(3, 0, 7, 0, 4)]
+    with no_read_back():
+        (tree,) = made.draft(requests)
+    assert len(tree) == SETTINGS.nodes

@@ -1,0 +1,164 @@
+"""Sources of drafted tokens beside the head, and how a tree's children are chosen."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specvla_ros.acceptance.verification import ActionIds
+from specvla_ros.drafting.branches import Branches, add_branches
+from specvla_ros.drafting.children import WindowMass, top_k
+from specvla_ros.drafting.dynamic_tree import TreeGrowth
+from specvla_ros.drafting.prompt_lookup import look_up
+from specvla_ros.drafting.settings import DraftSettings
+from specvla_ros.drafting.temporal import TemporalDrafter
+from specvla_ros.drafting.tree import Tree
+from specvla_ros.errors import UserError
+
+ACTIONS = ActionIds(first=10, stop=26, bins=15)  # ids 10 and 11 decode alike
+VOCAB = 30
+
+
+def log_probs(seed: int, rows: int = 3, sharpness: float = 2.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, VOCAB, generator=generator, dtype=torch.float64) * sharpness).log_softmax(-1)
+
+
+@given(st.integers(0, 10**6), st.integers(0, 6), st.integers(1, 5))
+def test_window_mass_takes_what_covers_most_of_what_is_left(seed: int, r: int, k: int) -> None:
+    given_ = log_probs(seed)
+    tokens, scores = WindowMass(k, ACTIONS, (r,) * 7)(given_, 3)
+    for row, chosen, score in zip(given_.exp().tolist(), tokens.tolist(), scores.tolist(), strict=True):
+        left = [row[ACTIONS.stop - 1 - b] for b in range(15)]
+        left[14] += row[10]
+        taken = []
+        for token, found in zip(chosen, score, strict=True):
+            mass = [sum(left[max(0, b - r) : b + r + 1]) for b in range(15)]
+            bin_ = min(ACTIONS.stop - 1 - token, 14)
+            assert mass[bin_] == pytest.approx(max(mass), rel=1e-5, abs=1e-12)
+            if max(mass) > 0:
+                assert found == pytest.approx(torch.tensor(mass[bin_]).log().item(), abs=1e-4)
+                assert all(abs(bin_ - other) > r for other in taken)
+                taken.append(bin_)
+            else:
+                assert found == -torch.inf
+            for covered in range(max(0, bin_ - r), min(15, bin_ + r + 1)):
+                left[covered] = 0.0
+
+
+@given(st.integers(0, 10**6), st.integers(1, 8))
+def test_window_mass_without_tolerance_is_top_k_over_the_bins(seed: int, k: int) -> None:
+    given_ = log_probs(seed)
+    given_[:, 10] = -torch.inf  # the id that shares its bin
+    restricted = torch.full_like(given_, -torch.inf)
+    restricted[:, 10:26] = given_[:, 10:26]
+    ours, likeliest = WindowMass(k, ACTIONS, (0,) * 7)(given_, 0), top_k(k)(restricted, 0)
+    assert ours[0].equal(likeliest[0])
+    torch.testing.assert_close(ours[1], likeliest[1], atol=1e-9, rtol=1e-6)
+
+
+def test_a_dimension_beyond_the_tolerances_has_none() -> None:
+    given_ = log_probs(1)
+    assert WindowMass(4, ACTIONS, (5,))(given_, 3)[0].equal(WindowMass(4, ACTIONS, ())(given_, 0)[0])
+
+
+@given(st.data(), st.integers(1, 5), st.integers(1, 5), st.integers(1, 40))
+def test_a_grown_tree_is_a_tree_of_the_best(data: st.DataObject, k: int, levels: int, nodes: int) -> None:
+    growth = TreeGrowth(torch.tensor(3), levels=levels, nodes=nodes)
+    considered = [0.0]
+    for level in range(levels):
+        beam = len(growth.beam_tokens)
+        rows = log_probs(data.draw(st.integers(0, 99)), beam, sharpness=data.draw(st.sampled_from([0.0, 1.0, 40.0])))
+        rows = rows.to(torch.float32)
+        if data.draw(st.integers(0, 9)) == 0:
+            rows[data.draw(st.integers(0, beam - 1))] = torch.nan
+        growth.expand(*top_k(k)(rows, level))
+        considered.append(beam * k)
+    tree = growth.finish()
+    parents, tokens = tree.ancestry.parents.tolist(), tree.tokens.tolist()
+    n = len(tree)
+    assert n == min(nodes, 1 + int(sum(considered)))
+    assert parents[0] == -1 and all(0 <= parent < node for node, parent in enumerate(parents) if node)
+    assert (
+        len({(p, t) for p, t, ok in zip(parents, tokens, tree.valid.tolist(), strict=True) if ok}) == tree.valid.sum()
+    )
+    assert tree.ancestry.depths.max() <= levels
+    for node in range(1, n):
+        assert tree.ancestry.depths[node] == tree.ancestry.depths[parents[node]] + 1
+        assert tree.ancestry.ancestors[node] == tree.ancestry.ancestors[parents[node]] | 1 << node
+        assert tree.log_probs[node] <= tree.log_probs[parents[node]]
+    assert tree.valid.equal(tree.log_probs > -torch.inf)
+
+
+def test_temporal_holds_and_extrapolates_within_one_epoch() -> None:
+    drafter = TemporalDrafter(ACTIONS)
+    assert drafter.chains(0, 1) == []
+    drafter.observe(0, (12, 20, 25))
+    assert drafter.chains(0, 1) == [(20, 25)]
+    drafter.observe(0, (12, 18, 25))
+    assert drafter.chains(0, 0) == [(12, 18, 25), (12, 16, 25)]
+    assert drafter.chains(0, 2) == [(25,)], "the line is the same as holding still"
+    drafter.observe(0, (12, 11, 25))
+    assert drafter.chains(0, 1)[1] == (10, 25), "never outside the action ids"
+    assert drafter.chains(1, 1) == []
+    drafter.observe(1, (13, 13, 13))
+    assert drafter.chains(1, 0) == [(13, 13, 13)], "an action of another epoch is no slope"
+    drafter.forget()
+    assert drafter.chains(1, 0) == []
+
+
+def test_prompt_lookup_takes_the_longest_and_most_recent_match() -> None:
+    assert look_up([1, 2, 3, 9, 1, 2, 3, 8, 2, 3], 4) == (8, 2, 3)
+    assert look_up([5, 1, 2, 7, 9, 2, 4, 1, 2], 2) == (7, 9), "two tokens beat one that is nearer"
+    assert look_up([1, 2, 3], 4) == ()
+    assert look_up([4], 4) == look_up([], 4) == ()
+    assert look_up([7, 7], 3) == (7,)
+
+
+def test_branches_join_what_they_share() -> None:
+    branches = Branches.of([(1, 2, 3), (1, 2, 4), (5,)], levels=3, most=9)
+    assert branches.tokens == (1, 2, 3, 4, 5)
+    assert branches.parents == (-1, 0, 1, 1, -1)
+    assert branches.levels == 3
+    assert Branches.of([(1, 2, 3), (4,)], levels=2, most=9).tokens == (1, 2, 4)
+    assert Branches.of([(1, 2, 3), (4,)], levels=3, most=2).tokens == (1, 2)
+    assert len(Branches.of([], levels=3, most=2)) == 0
+
+
+def test_branches_hang_below_the_root_of_any_tree() -> None:
+    growth = TreeGrowth(torch.tensor(3), levels=2, nodes=6)
+    for level in range(2):
+        growth.expand(*top_k(2)(log_probs(level, len(growth.beam_tokens)), level))
+    tree = growth.finish()
+    both = add_branches(tree, Branches.of([(1, 2, 3), (4,)], levels=3, most=9))
+    assert both.tokens.tolist() == [*tree.tokens.tolist(), 1, 2, 3, 4]
+    assert both.ancestry.parents.tolist() == [*tree.ancestry.parents.tolist(), 0, 6, 7, 0]
+    assert both.levels == 3 and both.ancestry.depths.tolist()[-4:] == [1, 2, 3, 1]
+    assert both.valid.all() and (both.log_probs[-4:] == -torch.inf).all()
+    assert add_branches(tree, Branches((), ())) is tree
+    alone = add_branches(Tree.of_root(torch.tensor(3)), Branches.of([(1, 2)], levels=5, most=3))
+    assert alone.ancestry.ancestors.tolist() == [0b1, 0b11, 0b111]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(top_k=0), r"draft\.top_k must be 1 to 64"),
+        (dict(nodes=65), r"draft\.nodes must be 1 to 64"),
+        (dict(depth=0), r"draft\.depth must be"),
+        (dict(top_k=20, depth=5), "80 nodes in one forward"),
+        (dict(children="best"), r"draft\.children is 'best'"),
+        (dict(prompt_lookup_tokens=64), r"draft\.prompt_lookup_tokens"),
+    ],
+)
+def test_settings_out_of_range_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        DraftSettings(**arguments)
+
+
+def test_every_pair_of_sizes_that_is_allowed_fits_a_forward() -> None:
+    for k, depth in itertools.product(range(1, 65), range(1, 64)):
+        if k * (depth - 1) <= 64:
+            assert DraftSettings(top_k=k, depth=depth).beam_nodes <= 64

@@ -1,0 +1,217 @@
+"""Speculative decoding: strict loses nothing, relaxed stays in its bounds, the ring holds what a recompute gives."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.draft_heads import write_random_head
+from support.random_checkpoint import write_random_checkpoint
+
+from specvla_kernels.layout import Ancestry
+from specvla_ros.acceptance.settings import AcceptanceSettings
+from specvla_ros.drafting.draft_input import DraftInput
+from specvla_ros.drafting.settings import DraftSettings
+from specvla_ros.drafting.tree import Tree
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.outcome import Action
+from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.segment import Segment
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.errors import UserError
+from specvla_ros.models.policy import Policy, load_policy
+
+STRICT = EngineSettings("spec", draft=DraftSettings(temporal=True))
+SHAPES = [dict(seed=3, hidden_size=96, layers=4), dict(seed=8, hidden_size=64, layers=1)]
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=str)
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_random_checkpoint(directory, **request.param)
+    loaded = load_policy(directory, device="cpu")
+    write_random_head(directory / "draft", loaded.decoder)
+    loaded.model.to(torch.float64)
+    loaded.decoder.lm_head.to(torch.float64)
+    return loaded
+
+
+def frame(stamp_ns: int, *, seed: int | None = None, epoch: int = 0) -> Observation:
+    rng = np.random.default_rng(stamp_ns if seed is None else seed)
+    return Observation(rng.integers(0, 256, (48, 64, 3), dtype=np.uint8), "put carrot on plate", stamp_ns, epoch=epoch)
+
+
+def decoded(engine: Engine, observation: Observation) -> Action:
+    action = engine.act(observation)
+    assert isinstance(action, Action), action
+    return action
+
+
+class Scripted:
+    """Drafts trees of any shape around what a plain decoder said, right, nearly right or wrong."""
+
+    sources = ("script",)
+
+    def __init__(self, data: st.DataObject, answer: Sequence[int], *, low: int, high: int) -> None:
+        self._data = data
+        self._answer = answer
+        self._low, self._high = low, high
+
+    def draft(self, inputs: Sequence[DraftInput]) -> list[Tree]:
+        return [self._tree(each.root, each.place, each.levels) for each in inputs]
+
+    def behind_prompt(self, epoch: int, *, levels: int) -> Tree:
+        return self._tree(torch.zeros((), dtype=torch.int64), 0, levels)
+
+    def _tree(self, root: torch.Tensor, place: int, levels: int) -> Tree:
+        draw = self._data.draw
+        parents, depths, tokens, valid = [-1], [0], [int(root)], [True]
+        for _ in range(draw(st.integers(0, 12)) if levels else 0):
+            parent = draw(st.sampled_from([i for i, depth in enumerate(depths) if depth < levels]))
+            at = place + depths[parent]
+            right = self._answer[at] if at < len(self._answer) else self._low
+            off = draw(st.sampled_from([0, 0, 0, 1, -1, 3, -8]))
+            tokens.append(max(self._low, min(self._high, right + off)))
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+            valid.append(draw(st.integers(0, 9)) > 0)
+        log_probs = torch.tensor([0.0, *(draw(st.floats(-5, 0)) for _ in tokens[1:])])
+        ancestry = Ancestry.of(parents)
+        return Tree(torch.tensor(tokens), ancestry, log_probs, torch.tensor(valid), levels=max(depths))
+
+    def observe(self, epoch: int, tokens: tuple[int, ...]) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+    def set_tolerance(self, bins: tuple[int, ...]) -> None:
+        pass
+
+
+def scripted_engine(policy: Policy, data: st.DataObject, answer: Sequence[int], chosen: EngineSettings) -> Engine:
+    engine = Engine(policy, chosen)
+    first = policy.action_tokenizer.first_id
+    engine._drafter = Scripted(data, answer, low=first, high=policy.action_tokenizer.vocab_size - 1)  # type: ignore[assignment]
+    engine._ring.keys.fill_(float("nan"))
+    engine._ring.values.fill_(float("nan"))
+    return engine
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), seed=st.integers(0, 5))
+def test_strict_yields_the_plain_decoders_tokens_whatever_is_drafted(
+    policy: Policy, data: st.DataObject, seed: int
+) -> None:
+    plain = decoded(Engine(policy, EngineSettings()), frame(1, seed=seed))
+    engine = scripted_engine(policy, data, plain.tokens, STRICT)
+    action = decoded(engine, frame(1, seed=seed))
+    assert action.tokens == plain.tokens
+    assert sum(action.record.tokens_per_forward) == len(plain.tokens)
+    assert set(action.record.bins_off) == {0}
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), seed=st.integers(0, 5), bins=st.lists(st.integers(0, 9), min_size=7, max_size=7))
+def test_relaxed_stays_within_its_bounds_given_its_own_prefix(
+    policy: Policy, data: st.DataObject, seed: int, bins: list[int]
+) -> None:
+    plain = decoded(Engine(policy, EngineSettings()), frame(1, seed=seed))
+    relaxed = replace(STRICT, acceptance=AcceptanceSettings("bin_distance", bins=tuple(bins)))
+    action = decoded(scripted_engine(policy, data, plain.tokens, relaxed), frame(1, seed=seed))
+    for place, (token, off) in enumerate(zip(action.tokens, action.record.bins_off, strict=True)):
+        own = plain_choice(policy, frame(1, seed=seed), action.tokens[:place])
+        ids = [policy.action_tokenizer.vocab_size - 1 - each for each in (token, own)]
+        apart = abs(min(ids[0], 254) - min(ids[1], 254))
+        assert off == apart <= bins[place]
+
+
+def plain_choice(policy: Policy, observation: Observation, tokens: Sequence[int]) -> int:
+    """The target's own token behind a prefix, without a cache."""
+    prompt = policy.prompt_embeddings(observation.image, policy.prompt_ids(observation.instruction))
+    sequence = torch.cat((prompt, policy.decoder.embed_tokens(torch.tensor(tokens, dtype=torch.int64))))
+    ring = new_ring(policy.decoder, slots=1, slot_rows=len(sequence))
+    return int(packed_forward(policy.decoder, [Segment(0, 0, sequence)], ring).logits[0].argmax())
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_committed_keys_and_values_equal_a_recompute(policy: Policy, data: st.DataObject) -> None:
+    observation = frame(1, seed=2)
+    plain = decoded(Engine(policy, EngineSettings()), observation)
+    relaxed = replace(STRICT, acceptance=AcceptanceSettings("bin_distance", bins=(5,) * 7))
+    engine = scripted_engine(policy, data, plain.tokens, relaxed)
+    engine.submit(observation)
+    engine.tick()
+    while engine.in_flight:
+        (request,) = engine._in_flight
+        committed = torch.tensor(request.tokens[:-1], dtype=torch.int64)
+        sequence = torch.cat((request.prompt, policy.decoder.embed_tokens(committed)))
+        assert len(sequence) == request.prefix_len
+        ring = new_ring(policy.decoder, slots=1, slot_rows=len(sequence))
+        packed_forward(policy.decoder, [Segment(0, 0, sequence)], ring)
+        for ours, fresh in ((engine._ring.keys, ring.keys), (engine._ring.values, ring.values)):
+            torch.testing.assert_close(ours[:, request.slot, : len(sequence)], fresh[:, 0], atol=1e-9, rtol=1e-9)
+        engine.tick()
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        DraftSettings(),
+        DraftSettings(top_k=3, depth=2, nodes=7),
+        DraftSettings(children="window_mass", nodes=12, temporal=True),
+        DraftSettings(nodes=1),
+        DraftSettings(temporal=True, prompt_lookup_tokens=4),
+    ],
+    ids=str,
+)
+def test_strict_equals_plain_with_the_real_sources(policy: Policy, draft: DraftSettings) -> None:
+    plain = Engine(policy, EngineSettings())
+    bold = AcceptanceSettings("bin_distance", bins=(0,))
+    for acceptance in (AcceptanceSettings(), bold):
+        engine = Engine(policy, EngineSettings("spec", draft=draft, acceptance=acceptance))
+        for stamp in range(1, 8):
+            # The same picture again and again: what the last action was is then right.
+            observation = frame(stamp, seed=stamp // 3)
+            ours, theirs = decoded(engine, observation), decoded(plain, observation)
+            if acceptance.rule == "strict":
+                assert ours.tokens == theirs.tokens
+            np.testing.assert_allclose(ours.values, theirs.values)
+        plain.reset()
+
+
+def test_a_picture_seen_before_is_decoded_in_its_own_prefill(policy: Policy) -> None:
+    engine = Engine(policy, STRICT)
+    first, again = (decoded(engine, frame(stamp, seed=1)) for stamp in (1, 2))
+    assert again.tokens == first.tokens
+    assert again.record.tokens_per_forward == (7,)
+    other_epoch = decoded(engine, frame(3, seed=1, epoch=1))
+    assert other_epoch.record.tokens_per_forward[0] == 1, "an action of another instruction is no draft"
+    engine.reset()
+    assert decoded(engine, frame(4, seed=1, epoch=1)).record.tokens_per_forward[0] == 1
+
+
+def test_the_acceptance_can_change_between_ticks(policy: Policy) -> None:
+    engine = Engine(policy, STRICT)
+    decoded(engine, frame(1, seed=1))
+    engine.set_acceptance(AcceptanceSettings("bin_distance", bins=(254,)))
+    loose = decoded(engine, frame(2, seed=2))
+    assert loose.record.acceptance == "bin_distance"
+    assert max(loose.record.bins_off) > 0 and loose.record.bins_off[-1] == 0, "the gripper stays strict"
+    with pytest.raises(UserError, match="one bin of x"):
+        engine.set_acceptance(AcceptanceSettings("bin_distance", tolerance_m=1e-6))
+    assert engine.settings.acceptance.bins == (254,), "the old rule stays"
+
+
+def test_nothing_to_draft_with_is_refused(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, hidden_size=64, layers=1)
+    bare = load_policy(tmp_path, device="cpu")
+    with pytest.raises(UserError, match="nothing to draft with"):
+        Engine(bare, EngineSettings("spec"))
+    Engine(bare, EngineSettings("spec", draft=DraftSettings(temporal=True)))

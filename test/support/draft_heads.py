@@ -1,0 +1,23 @@
+"""Draft heads with random weights."""
+
+from pathlib import Path
+
+import torch
+
+from specvla_ros.drafting.draft_checkpoint import save_draft_head
+from specvla_ros.drafting.eagle_head import EagleHead
+from specvla_ros.models.llama import LlamaDecoder
+
+
+def random_head(decoder: LlamaDecoder, *, seed: int = 0) -> EagleHead:
+    head = EagleHead(decoder.config).to(decoder.dtype).requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in head.parameters():
+        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.copy_(values * 0.1 if parameter.ndim == 2 else 1 + 0.1 * values)
+    return head
+
+
+def write_random_head(directory: Path, decoder: LlamaDecoder, *, seed: int = 0) -> Path:
+    save_draft_head(directory, random_head(decoder, seed=seed))
+    return directory

@@ -1,0 +1,86 @@
+"""Trees behind a forward, made by hand or by hypothesis."""
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import strategies as st
+
+from specvla_kernels.layout import Ancestry
+from specvla_ros.acceptance.strict import greedy_choice
+from specvla_ros.acceptance.verification import ActionIds, Verification
+from specvla_ros.drafting.tree import Tree
+
+VOCAB = 24
+ACTIONS = ActionIds(first=12, stop=20, bins=7)  # ids 20 to 23 pad the vocabulary; 12 and 13 decode alike
+
+
+def make_tree(
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    *,
+    log_probs: Sequence[float] | None = None,
+    valid: Sequence[bool] | None = None,
+) -> Tree:
+    ancestry = Ancestry.of(parents)
+    return Tree(
+        tokens=torch.tensor(tokens),
+        ancestry=ancestry,
+        log_probs=torch.tensor(log_probs if log_probs is not None else [0.0] * len(tokens)),
+        valid=torch.tensor(valid if valid is not None else [True] * len(tokens)),
+        levels=int(ancestry.depths.max()),
+    )
+
+
+def verify_tree(
+    tree: Tree,
+    logits: torch.Tensor,
+    *,
+    actions: ActionIds = ACTIONS,
+    place: int = 1,
+    hidden: torch.Tensor | None = None,
+    visual: torch.Tensor | None = None,
+) -> Verification:
+    states = hidden if hidden is not None else torch.zeros(len(tree), 4)
+    return Verification(tree, greedy_choice(logits), logits, states, actions, place, visual)
+
+
+def one_hot(choices: Sequence[int], vocab: int) -> torch.Tensor:
+    """Logits whose argmax is given, all others alike."""
+    return torch.nn.functional.one_hot(torch.tensor(choices), vocab).float() * 20
+
+
+@st.composite
+def verifications(draw: st.DrawFn, *, chain: bool = False) -> Verification:
+    """Any tree with text, digits, actions and padding; the target often agrees, or nearly so, and is often unsure."""
+    n = draw(st.integers(1, 16))
+    parents = [-1, *(node - 1 if chain else draw(st.integers(0, node - 1)) for node in range(1, n))]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    sharpness = draw(st.sampled_from([0.3, 2.0, 12.0]))
+    logits = torch.randn(n, VOCAB, generator=generator) * sharpness
+    if draw(st.booleans()):
+        logits[:, 8:12] -= 30  # mostly actions
+        logits[:, 20:] -= 30
+    if draw(st.integers(0, 5)) == 0:
+        logits[draw(st.integers(0, n - 1)), 0] = float("nan")
+    choices = greedy_choice(logits).tolist()
+    tokens = [draw(st.integers(0, VOCAB - 1))]
+    for node in range(1, n):
+        wanted = choices[parents[node]]
+        nearby = [max(0, min(VOCAB - 1, wanted + step)) for step in (-2, -1, 1, 2)]
+        tokens.append(draw(st.sampled_from([max(wanted, 0)] * 6 + nearby + [draw(st.integers(0, VOCAB - 1))])))
+    tree = make_tree(
+        tokens,
+        parents,
+        log_probs=[
+            0.0,
+            *draw(st.lists(st.sampled_from([-3.0, -1.0, -0.5, float("-inf")]), min_size=n - 1, max_size=n - 1)),
+        ],
+        valid=[True, *draw(st.lists(st.sampled_from([True] * 7 + [False]), min_size=n - 1, max_size=n - 1))],
+    )
+    return verify_tree(
+        tree,
+        logits,
+        place=draw(st.integers(1, 6)),
+        hidden=torch.randn(n, 6, generator=generator),
+        visual=torch.randn(5, 6, generator=generator),
+    )

@@ -1,0 +1,62 @@
+"""Parameters of decoding, as the command line takes them."""
+
+from pathlib import Path
+
+import pytest
+
+from specvla_ros.decode_parameters import DecodeParameters, read_decode_parameters
+from specvla_ros.errors import UserError
+
+PROFILE = """
+/**:
+  ros__parameters:
+    device: cpu
+    decode:
+      mode: spec
+    draft.nodes: 16
+    acceptance:
+      rule: bin_distance
+      bins: [1, 2, 3, 4, 5, 6, 0]
+"""
+
+
+def test_the_defaults_are_the_engines() -> None:
+    assert read_decode_parameters() == DecodeParameters()
+    assert read_decode_parameters().engine_settings().mode == "ar"
+
+
+def test_assignments_win_over_the_file(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.yaml"
+    profile.write_text(PROFILE)
+    chosen = read_decode_parameters(["draft.nodes:=8", "acceptance.fly_theta:=1"], profile).engine_settings()
+    assert (chosen.mode, chosen.draft.nodes) == ("spec", 8)
+    assert chosen.acceptance.bins == (1, 2, 3, 4, 5, 6, 0)
+    assert chosen.acceptance.fly_theta == 1.0
+
+
+def test_one_number_of_bins_is_a_list_of_one() -> None:
+    assert read_decode_parameters(["acceptance.bins:=5"]).acceptance_bins == (5,)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("draft.nodes", "write it as name:=value"),
+        ("draft.node:=3", r"did you mean 'draft\.nodes'"),
+        ("draft.nodes:=65", "a whole number from 1 to 64"),
+        ("draft.nodes:=many", "a whole number"),
+        ("acceptance.rule:=kind", "one of: strict, bin_distance, fly, lvspec, composite"),
+        ("acceptance.bins:=-1", "from 0 to 254"),
+        ("acceptance.bins:=[1, 300]", "from 0 to 254"),
+        ("draft.temporal:=1", "true or false"),
+    ],
+)
+def test_what_is_wrong_is_refused(assignment: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_decode_parameters([assignment])
+
+
+def test_two_tolerances_at_once_are_refused() -> None:
+    parameters = read_decode_parameters(["acceptance.bins:=5", "acceptance.tolerance_m:=0.01"])
+    with pytest.raises(UserError, match="say the same thing"):
+        parameters.engine_settings()
