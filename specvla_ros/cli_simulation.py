@@ -84,7 +84,7 @@ def simulate(
         center_crop=center_crop,
     )
     plan = SimulatePlan(tuple(task or ()), episodes, seed, films, workers, ray)
-    with _progress() as bar:
+    with progress_bar() as bar:
         line = bar.add_task("episodes", total=None)
         successes: list[bool] = []
 
@@ -150,7 +150,7 @@ def collect(
     from specvla_ros.simulation.collect import FIRST_SEED
     from specvla_ros.simulation.collect import collect as run
 
-    with _progress() as bar:
+    with progress_bar() as bar:
         line = bar.add_task("demonstrations", total=None)
         result = run(
             out,
@@ -193,7 +193,7 @@ def train_policy(
         validate_every=validate_every,
         unnorm_key=unnorm_key,
     )
-    with _progress() as bar:
+    with progress_bar() as bar:
         reading = bar.add_task("reading bags", total=None)
         line = bar.add_task("training", total=steps)
 
@@ -219,7 +219,8 @@ def train_policy(
     typer.echo(f"the checkpoint is in {out}; try it: specvla simulate --policy {out} --out {out}-simulated")
 
 
-def _progress() -> Progress:
+def progress_bar() -> Progress:
+    """A bar with counts and the time left, on stderr."""
     return Progress(
         SpinnerColumn(),
         BarColumn(),

@@ -1,0 +1,78 @@
+"""The commands about speculation: `specvla train-draft` and `specvla sweep`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specvla_ros.cli_options import Device, Dtype, DtypeOption, UnnormKey
+from specvla_ros.errors import UserError
+
+app = typer.Typer()
+
+
+@app.command("train-draft")
+def train_draft(
+    data: Annotated[
+        list[str], typer.Option(help="Bags or directories of bags; or `sim`: what the target does at the table.")
+    ],
+    out: Annotated[Path, typer.Option(help="The draft head's directory; a training cut short goes on.")],
+    target: Annotated[
+        Path | None, typer.Option(help="OpenVLA checkpoint directory. Default: the nano policy of this package.")
+    ] = None,
+    frames: Annotated[int, typer.Option(help="Images at most that the target is asked about.", min=1)] = 20000,
+    max_gb: Annotated[float, typer.Option(help="Disk at most for features [GB]; they are removed at the end.")] = 20.0,
+    epochs: Annotated[int, typer.Option(help="Passes over the features.", min=1)] = 20,
+    batch_size: Annotated[int, typer.Option(help="Answers, over all processes.", min=1)] = 16,
+    learning_rate: Annotated[float, typer.Option(help="At its peak; 5e-5 suits 7 B targets.")] = 5e-5,
+    own_steps: Annotated[
+        int, typer.Option(help="Tokens deep that the head learns from its own features; 1: from the target's.", min=1)
+    ] = 1,
+    seed: Annotated[int, typer.Option(help="Of weights, order and noise.")] = 0,
+    unnorm_key: UnnormKey = "",
+    device: Device = "auto",
+    dtype: DtypeOption = Dtype.AUTO,
+) -> None:
+    """Train an EAGLE draft head on the target's own answers; several GPUs: accelerate launch -m specvla_ros.cli …."""
+    try:
+        import accelerate  # noqa: F401
+    except ImportError:
+        raise UserError("training needs accelerate: pip install 'specvla_ros[train]'") from None
+    from specvla_ros.cli_simulation import progress_bar
+    from specvla_ros.models.policy import load_policy
+    from specvla_ros.shipped import nano_policy
+    from specvla_ros.training import train_draft as training
+    from specvla_ros.training.draft_data import SIMULATION
+
+    if SIMULATION in data and len(data) > 1:
+        raise UserError("--data sim cannot be mixed with bags: train twice, or choose one")
+    settings = training.DraftTraining(epochs, batch_size, learning_rate, own_steps, seed)
+    policy = load_policy(target or nano_policy(), device=device, dtype=dtype.value, unnorm_key=unnorm_key)
+    with progress_bar() as bar:
+        asking = bar.add_task("asking the target", total=frames)
+        shards = training.collect_features(
+            policy,
+            None if data == [SIMULATION] else [Path(each) for each in data],
+            out,
+            seed=seed,
+            frames=frames,
+            max_bytes=max_gb * 1e9,
+            on_frame=lambda done: bar.update(asking, completed=done),
+        )
+        line = bar.add_task("training", total=None)
+        shown = 0
+
+        def show(progress: training.DraftProgress) -> None:
+            nonlocal shown
+            bar.update(line, completed=progress.step, total=progress.steps, description=f"loss {progress.loss:.4f}")
+            found = progress.validation
+            if found is not None and found.epoch > shown:
+                shown = found.epoch
+                places = ", ".join(f"{place}: {length:.2f}" for place, length in found.accept_length_by_place)
+                bar.console.print(
+                    f"epoch {found.epoch}: {found.tau:.2f} tokens per forward on {found.samples} held-out answers; "
+                    f"accept length by place {places}"
+                )
+
+        training.train_draft(policy, shards, out, settings, show)
+    typer.echo(f"the draft head is in {out}; try it: specvla simulate --mode spec -p draft.head:={out} --out …")

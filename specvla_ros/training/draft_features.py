@@ -1,0 +1,183 @@
+"""What a draft head learns from: the target's own answers, with its hidden states, in shards on disk."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specvla_kernels.layout import Ancestry
+from specvla_ros.acceptance.strict import greedy_choice
+from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.segment import Segment
+from specvla_ros.errors import UserError
+from specvla_ros.models.policy import Policy
+
+_SHARD = 256  # samples
+_BATCH = 16  # requests of one packed forward
+_NAMES = ("lengths", "prompts", "hidden", "tokens")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer of the target.
+
+    Args:
+        prompt: [prompt_len, hidden], the embeddings it was asked with.
+        hidden: [prompt_len + action_dim - 1, hidden], behind the final norm: of the prompt, then of each action token
+            but the last.
+        tokens: int64 [action_dim].
+    """
+
+    prompt: Tensor
+    hidden: Tensor
+    tokens: Tensor
+
+
+Frame = tuple[np.ndarray, str]  # RGB uint8 [height, width, 3], and what is asked
+
+
+@torch.inference_mode()
+def answer(policy: Policy, frames: Sequence[Frame]) -> list[Sample]:
+    """Has the target answer, greedily, with all frames in one packed forward per token.
+
+    Frames to which it says anything but an action are left out.
+    """
+    prompts = [policy.prompt_embeddings(image, policy.prompt_ids(asked)) for image, asked in frames]
+    decoder, dim = policy.decoder, policy.action_dim
+    ring = new_ring(decoder, slots=len(prompts), slot_rows=max(map(len, prompts)) + dim)
+    result = packed_forward(decoder, [Segment(slot, 0, prompt) for slot, prompt in enumerate(prompts)], ring)
+    hidden = [[rows] for rows in result.hidden.split([len(prompt) for prompt in prompts])]
+    tokens = [greedy_choice(result.logits)]
+    root = Ancestry.of((-1,), decoder.device)
+    for step in range(dim - 1):
+        roots = [
+            Segment(slot, len(prompt) + step, tokens[-1][slot : slot + 1], root) for slot, prompt in enumerate(prompts)
+        ]
+        result = packed_forward(decoder, roots, ring)
+        for mine, row in zip(hidden, result.hidden.split(1), strict=True):
+            mine.append(row)
+        tokens.append(greedy_choice(result.logits))
+    answers = torch.stack(tokens, dim=1)
+    first = policy.action_tokenizer.first_id
+    meant = ((answers >= first) & (answers < policy.action_tokenizer.vocab_size)).all(1).tolist()
+    return [
+        Sample(prompt, torch.cat(mine), one)
+        for prompt, mine, one, good in zip(prompts, hidden, answers, meant, strict=True)
+        if good
+    ]
+
+
+class FeatureStore:
+    """Shards of samples in a directory; each is written whole or not at all.
+
+    Args:
+        directory: made if it is not there.
+        described: what the features are made of; features of anything else are not mixed with them.
+
+    Raises:
+        UserError: the directory holds features made of something else.
+    """
+
+    def __init__(self, directory: Path, described: dict[str, object]) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / "features.json"
+        text = json.dumps(described, indent=2, sort_keys=True) + "\n"
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            raise UserError(
+                f"{directory} holds features of another target or other data (see {path}); choose another --out, or "
+                "remove that directory"
+            )
+        path.write_text(text, encoding="utf-8")
+
+    @property
+    def shards(self) -> list[Path]:
+        """The finished shards, in order."""
+        return sorted(self._directory.glob("shard-*.safetensors"))
+
+    @property
+    def bytes_used(self) -> int:
+        """Of all shards."""
+        return sum(shard.stat().st_size for shard in self.shards)
+
+    def fill(
+        self,
+        policy: Policy,
+        frames: Iterable[Frame],
+        *,
+        limit_bytes: float,
+        on_frame: Callable[[int], None] | None = None,
+    ) -> None:
+        """Answers frames and keeps what the target said, until they end or the disk's share is used up.
+
+        Called again with the same frames it goes on behind the last whole shard.
+
+        Args:
+            policy: the target.
+            frames: always in the same order.
+            limit_bytes: of all shards together.
+            on_frame: called with the number of frames done.
+        """
+        source = iter(frames)
+        done = len(self.shards) * _SHARD
+        for _ in islice(source, done):
+            pass
+        while self.bytes_used < limit_bytes:
+            samples: list[Sample] = []
+            taken = 0
+            while taken < _SHARD and (batch := list(islice(source, min(_BATCH, _SHARD - taken)))):
+                samples += answer(policy, batch)
+                taken += len(batch)
+                if on_frame is not None:
+                    on_frame(done + taken)
+            if samples:
+                self._write(samples)
+            done += taken
+            if taken < _SHARD:
+                return
+
+    def _write(self, samples: Sequence[Sample]) -> None:
+        kept = torch.bfloat16  # half the disk; the training adds more noise than the rounding
+        tensors = {
+            "lengths": torch.tensor([len(sample.prompt) for sample in samples]),
+            "prompts": torch.cat([sample.prompt for sample in samples]).to("cpu", kept),
+            "hidden": torch.cat([sample.hidden for sample in samples]).to("cpu", kept),
+            "tokens": torch.stack([sample.tokens for sample in samples]).cpu(),
+        }
+        path = self._directory / f"shard-{len(self.shards):05d}.safetensors"
+        partial = path.with_suffix(".partial")
+        try:
+            save_file(tensors, partial)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise UserError(f"{path} cannot be written ({error}); the shards before it are kept") from None
+        partial.replace(path)
+
+
+def read_shard(path: Path) -> list[Sample]:
+    """A shard's samples, bfloat16, on the CPU."""
+    with safe_open(path, framework="pt") as file:
+        lengths, prompts, hidden, tokens = (file.get_tensor(name) for name in _NAMES)
+    sizes = lengths.tolist()
+    beyond = tokens.shape[1] - 1
+    return [
+        Sample(*each)
+        for each in zip(prompts.split(sizes), hidden.split([size + beyond for size in sizes]), tokens, strict=True)
+    ]
+
+
+def shuffled_samples(shards: Sequence[Path], *, seed: int, epoch: int, at_once: int = 8) -> Iterator[Sample]:
+    """All samples of an epoch in a random order that needs no more than `at_once` shards in memory."""
+    order = np.random.default_rng([seed, epoch])
+    shards = [shards[i] for i in order.permutation(len(shards))]
+    for start in range(0, len(shards), at_once):
+        samples = [sample for shard in shards[start : start + at_once] for sample in read_shard(shard)]
+        for i in order.permutation(len(samples)):
+            yield samples[i]

@@ -1,0 +1,73 @@
+"""The draft head as it is trained equals the draft head as it drafts."""
+
+import pytest
+import torch
+from random_decoder import random_decoder
+from support.draft_heads import random_head
+
+from specvla_kernels.layout import Span, pack_layout
+from specvla_ros.models.config import LlamaConfig
+from specvla_ros.training.draft_features import Sample
+from specvla_ros.training.draft_forward import draft_features
+from specvla_ros.training.train_draft import collate
+
+CONFIG = LlamaConfig(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)
+DECODER = random_decoder(CONFIG, seed=0, dtype=torch.float64)
+HEAD = random_head(DECODER, seed=1)
+ANSWER = 6
+
+
+def sample(seed: int, prompt: int) -> Sample:
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = torch.randn(prompt, 32, generator=generator)
+    hidden = torch.randn(prompt + ANSWER, 32, generator=generator)
+    return Sample(embeddings, hidden, torch.randint(50, (ANSWER + 1,), generator=generator))
+
+
+class Served:
+    """The head over its keys and values, a row at a time."""
+
+    def __init__(self) -> None:
+        self._keys, self._values = (torch.full((1, 64, 2, 8), float("nan"), dtype=torch.float64) for _ in range(2))
+        self._row = 0
+
+    def feed(self, following: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        span = Span(0, 0, len(following), self._row, is_tree=False)
+        layout = pack_layout([(span, None)], 64, following.device)
+        self._row += len(following)
+        return HEAD(following, hidden, layout, DECODER.rotation(layout.positions), self._keys, self._values)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_each_step_is_what_a_tree_of_that_depth_is_fed_with(steps: int) -> None:
+    samples = [sample(1, 9), sample(2, 4)]
+    batch = collate(samples, DECODER.embed_tokens)
+    following, hidden = batch.following.double(), batch.hidden.double()
+    cos, sin = DECODER.rotation(torch.arange(following.shape[1]))
+    features = draft_features(HEAD, following, hidden, batch.padding, cos, sin, answer=ANSWER, steps=steps)
+    assert len(features) == steps
+    for i, pad in enumerate(batch.padding.tolist()):
+        real_following, real_hidden = following[i, pad:], hidden[i, pad:]
+        prompt = len(real_following) - ANSWER
+        for step, predicted in enumerate(features):
+            assert predicted.shape == (2, ANSWER - step, 32)
+            for place in range(step, ANSWER):
+                served = Served()
+                known = prompt + place - step + 1
+                out = served.feed(real_following[:known], real_hidden[:known])[-1:]
+                for own in range(known, known + step):
+                    out = served.feed(real_following[own : own + 1], out)
+                torch.testing.assert_close(
+                    predicted[i, place - step], out[0], atol=1e-6, rtol=1e-6
+                )  # rotations are float32
+
+
+def test_a_batch_lines_the_answers_up() -> None:
+    batch = collate([sample(1, 9), sample(2, 4)], DECODER.embed_tokens)
+    assert batch.padding.tolist() == [0, 5]
+    assert batch.prompt_rows == 8 and batch.following.shape == (2, 8 + ANSWER, 32)
+    second = sample(2, 4)
+    torch.testing.assert_close(batch.hidden[1, 5:], second.hidden[:-1])
+    torch.testing.assert_close(batch.goal[1], second.hidden[-ANSWER:])
+    embedded = DECODER.embed_tokens(second.tokens[:-1]).float()
+    torch.testing.assert_close(batch.following[1, 5:], torch.cat((second.prompt[1:], embedded)))

@@ -1,0 +1,177 @@
+"""Training of draft heads: features of the target, resuming after a kill, and what it reports."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.bags import episode, write_bag
+from support.random_checkpoint import write_random_checkpoint
+
+from specvla_ros.drafting.draft_checkpoint import load_draft_head
+from specvla_ros.drafting.settings import DraftSettings
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.outcome import Action
+from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.segment import Segment
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.errors import UserError
+from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.training import draft_features, train_draft
+from specvla_ros.training.draft_features import FeatureStore, Frame, answer, read_shard, shuffled_samples
+from specvla_ros.training.train_draft import STATE_DIRECTORY, DraftProgress, DraftTraining
+
+pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'specvla_ros[train]'")
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    directory = tmp_path_factory.mktemp("target")
+    write_random_checkpoint(directory, seed=4, hidden_size=64, layers=2)
+    return load_policy(directory, device="cpu")
+
+
+def frames(n: int) -> Iterator[Frame]:
+    for i in range(n):
+        image = np.random.default_rng(i).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        yield image, f"put carrot {'on plate' if i % 3 else 'away'}"
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_features, "_SHARD", 16)
+
+
+def test_features_are_what_the_engine_decodes(policy: Policy) -> None:
+    wanted = list(frames(3))
+    samples = answer(policy, wanted)
+    assert len(samples) == 3
+    for (image, asked), sample in zip(wanted, samples, strict=True):
+        action = Engine(policy, EngineSettings()).act(Observation(image, asked, stamp_ns=1))
+        assert isinstance(action, Action)
+        assert tuple(sample.tokens.tolist()) == action.tokens
+        behind = policy.decoder.embed_tokens(sample.tokens[:-1])
+        whole = torch.cat((sample.prompt, behind))
+        ring = new_ring(policy.decoder, slots=1, slot_rows=len(whole))
+        hidden = packed_forward(policy.decoder, [Segment(0, 0, whole)], ring).hidden
+        torch.testing.assert_close(sample.hidden, hidden, atol=1e-4, rtol=1e-4)
+
+
+def test_a_store_goes_on_behind_its_last_whole_shard(policy: Policy, tmp_path: Path, small_shards: None) -> None:
+    def cut_short() -> Iterator[Frame]:
+        for i, frame in enumerate(frames(50)):
+            if i == 40:
+                raise KeyboardInterrupt
+            yield frame
+
+    store = FeatureStore(tmp_path, {"a": 1})
+    with pytest.raises(KeyboardInterrupt):
+        store.fill(policy, cut_short(), limit_bytes=1e9)
+    assert len(store.shards) == 2
+    seen: list[int] = []
+    FeatureStore(tmp_path, {"a": 1}).fill(policy, frames(50), limit_bytes=1e9, on_frame=seen.append)
+    assert (seen[0], seen[-1], len(store.shards)) == (48, 50, 4)
+    whole = FeatureStore(tmp_path / "whole", {})
+    whole.fill(policy, frames(50), limit_bytes=1e9)
+    for ours, theirs in zip(store.shards, whole.shards, strict=True):
+        assert all(tensor.equal(load_file(theirs)[name]) for name, tensor in load_file(ours).items())
+    with pytest.raises(UserError, match="another target or other data"):
+        FeatureStore(tmp_path, {"a": 2})
+
+
+def test_the_disk_is_bounded_and_an_epoch_holds_every_sample_once(
+    policy: Policy, tmp_path: Path, small_shards: None
+) -> None:
+    store = FeatureStore(tmp_path, {})
+    store.fill(policy, frames(200), limit_bytes=1)
+    assert len(store.shards) == 1
+    store.fill(policy, frames(40), limit_bytes=1e9)
+    every = sorted(sample.hidden.float().sum().item() for shard in store.shards for sample in read_shard(shard))
+    orders = [[s.hidden.float().sum().item() for s in shuffled_samples(store.shards, seed=0, epoch=e)] for e in (0, 1)]
+    assert sorted(orders[0]) == sorted(orders[1]) == every
+    assert orders[0] != orders[1]
+
+
+class _Stop(Exception):
+    pass
+
+
+def test_training_goes_on_where_it_stopped_and_teaches(policy: Policy, tmp_path: Path, small_shards: None) -> None:
+    # Few pictures again and again, so that a few epochs must teach something.
+    store = FeatureStore(tmp_path / "features", {})
+    store.fill(policy, (frame for _ in range(8) for frame in frames(8)), limit_bytes=1e9)
+    chosen = DraftTraining(epochs=12, batch_size=8, learning_rate=4e-3, own_steps=3)
+    whole = train_draft.train_draft(policy, store.shards, tmp_path / "whole", chosen)
+
+    def stop(progress: DraftProgress) -> None:
+        if progress.validation is not None and progress.validation.epoch == 5:
+            raise _Stop
+
+    with pytest.raises(_Stop):
+        train_draft.train_draft(policy, store.shards, tmp_path / "again", chosen, stop)
+    resumed = train_draft.train_draft(policy, store.shards, tmp_path / "again", chosen)
+    assert [each.epoch for each in resumed] == list(range(1, 13))
+    assert resumed == whole
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "again")]
+    assert all(tensor.equal(weights[1][name]) for name, tensor in weights[0].items())
+    assert whole[-1].tau > whole[0].tau and whole[-1].tau > 2
+    described = json.loads((tmp_path / "again" / "training.json").read_text())
+    assert len(described["epochs_done"]) == 12
+    assert not (tmp_path / "again" / STATE_DIRECTORY).exists()
+
+    load_draft_head(tmp_path / "again", policy.decoder)
+    drafted = Engine(policy, EngineSettings("spec", draft=DraftSettings(head=str(tmp_path / "again"))))
+    forwards = 0
+    for image, asked in frames(8):
+        action = drafted.act(Observation(image, asked, stamp_ns=drafted._last_stamp_ns + 1))
+        assert isinstance(action, Action)
+        forwards += action.record.forwards
+    assert forwards < 8 * 5, "the engine must reap what the validation promised"
+
+
+def test_another_training_in_the_same_place_is_refused(policy: Policy, tmp_path: Path, small_shards: None) -> None:
+    store = FeatureStore(tmp_path / "features", {})
+    store.fill(policy, frames(40), limit_bytes=1e9)
+
+    def stop(_: DraftProgress) -> None:
+        raise _Stop
+
+    with pytest.raises(_Stop):
+        train_draft.train_draft(policy, store.shards, tmp_path / "out", DraftTraining(epochs=1, batch_size=4), stop)
+    with pytest.raises(UserError, match="state of another training"):
+        train_draft.train_draft(policy, store.shards, tmp_path / "out", DraftTraining(epochs=2, batch_size=4))
+    with pytest.raises(UserError, match="one shard only"):
+        train_draft.train_draft(policy, store.shards[:1], tmp_path / "few", DraftTraining())
+    with pytest.raises(UserError, match="--learning-rate"):
+        DraftTraining(learning_rate=2.0)
+
+
+def test_a_killed_command_goes_on(tmp_path: Path) -> None:
+    target, data, out = tmp_path / "target", tmp_path / "bags", tmp_path / "head"
+    write_random_checkpoint(target, seed=4, hidden_size=64, layers=1)
+    data.mkdir()
+    write_bag(data / "one", episode(600, actions=False))
+    command = [sys.executable, "-m", "specvla_ros.cli", "train-draft", "--target", str(target), "--data", str(data)]
+    command += ["--out", str(out), "--epochs", "2", "--learning-rate", "1e-3"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment)
+    deadline = time.monotonic() + 120
+    while not list(out.glob("training_state/features/shard-*.safetensors")) and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (out / "model.safetensors").exists()
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert finished.returncode == 0, finished.stderr
+    assert "epoch 2: " in finished.stderr
+    assert load_draft_head(out, load_policy(target, device="cpu").decoder) is not None
