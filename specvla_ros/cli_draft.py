@@ -5,7 +5,17 @@ from typing import Annotated
 
 import typer
 
-from specvla_ros.cli_options import Device, Dtype, DtypeOption, UnnormKey
+from specvla_ros.cli_options import (
+    CenterCrop,
+    Device,
+    Dtype,
+    DtypeOption,
+    Parameters,
+    ParamsFile,
+    Tasks,
+    UnnormKey,
+    Workers,
+)
 from specvla_ros.errors import UserError
 
 app = typer.Typer()
@@ -76,3 +86,70 @@ def train_draft(
 
         training.train_draft(policy, shards, out, settings, show)
     typer.echo(f"the draft head is in {out}; try it: specvla simulate --mode spec -p draft.head:={out} --out …")
+
+
+@app.command()
+def sweep(
+    out: Annotated[Path, typer.Option(help="Directory of the results; one that was cut short goes on.")],
+    policy: Annotated[
+        Path | None, typer.Option(help="OpenVLA checkpoint directory. Default: the nano policy of this package.")
+    ] = None,
+    world: Annotated[str, typer.Option(help="table, or a LIBERO suite such as libero_spatial.")] = "table",
+    task: Tasks = None,
+    bins: Annotated[
+        list[int] | None, typer.Option(help="Tolerance r in bins; again for more. Default: 1, 3, 5, 9, 15.")
+    ] = None,
+    param: Parameters = None,
+    params_file: ParamsFile = None,
+    episodes: Annotated[int, typer.Option(help="Per task.", min=1)] = 20,
+    seed: Annotated[int, typer.Option(help="Of the first episode's start; the others follow.", min=0)] = 0,
+    workers: Workers = 0,
+    unnorm_key: UnnormKey = "",
+    device: Device = "auto",
+    dtype: DtypeOption = Dtype.AUTO,
+    center_crop: CenterCrop = False,
+) -> None:
+    """Compare plain, strict and relaxed decoding on the same episodes: Spec-VLA's tables 1 to 3 and figure 4."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from specvla_ros.cli_simulation import progress_bar
+    from specvla_ros.decode_parameters import read_decode_parameters
+    from specvla_ros.evaluation.simulate import SimulatePlan
+    from specvla_ros.evaluation.simulate_episode import SimulateSettings
+    from specvla_ros.evaluation.sweep import relaxation_settings
+    from specvla_ros.evaluation.sweep import sweep as run
+    from specvla_ros.shipped import nano_policy
+    from specvla_ros.simulation.rollout import EpisodeResult
+
+    base = SimulateSettings(
+        policy=policy or nano_policy(),
+        world=world,
+        unnorm_key=unnorm_key,
+        device=device,
+        dtype=dtype.value,
+        center_crop=center_crop,
+    )
+    chosen = read_decode_parameters([*(param or ()), "decode.mode:=spec"], params_file).engine_settings()
+    plan = SimulatePlan(tuple(task or ()), episodes, seed, films=0, workers=workers)
+    with progress_bar() as bar:
+        line = bar.add_task("episodes", total=None)
+
+        def show(name: str, result: EpisodeResult, done: int, wanted: int) -> None:
+            bar.update(line, completed=done, total=wanted, description=name)
+
+        rows = run(base, relaxation_settings(chosen, bins or [1, 3, 5, 9, 15]), plan, out, show)
+    table = Table("setting", "success", "only plain / only this", "tokens per forward", "forwards", "ms", "speed-up")
+    for row in rows:
+        tally, pairs = row.summary.decode, row.against_first
+        table.add_row(
+            row.setting.name,
+            str(row.summary.success),
+            f"{pairs.only_first} / {pairs.only_second}",
+            f"{tally.tau:.2f}",
+            f"{tally.forwards_per_action:.2f}",
+            f"{row.action_s * 1e3:.1f}",
+            f"{row.speed_up:.2f}",
+        )
+    Console().print(table)
+    typer.echo(f"see {out / 'sweep.json'} and the reports beside it")

@@ -26,6 +26,7 @@ CenterCrop = Annotated[
     bool, typer.Option("--center-crop", help="Use the middle 90 %, for checkpoints fine-tuned with augmentation.")
 ]
 Tasks = Annotated[list[str] | None, typer.Option("--task", help="A task's name; again for more. Default: all.")]
+Workers = Annotated[int, typer.Option(help="Worker processes; 0: this one alone.", min=0)]
 Mode = Annotated[str, typer.Option(help="How tokens are decoded; short for -p decode.mode:=…")]
 Parameters = Annotated[
     list[str] | None,

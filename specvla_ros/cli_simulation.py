@@ -20,6 +20,7 @@ from specvla_ros.cli_options import (
     ParamsFile,
     Tasks,
     UnnormKey,
+    Workers,
     engine_settings,
 )
 from specvla_ros.errors import UserError
@@ -34,7 +35,6 @@ class ClockOption(str, Enum):
     REALTIME = "realtime"
 
 
-Workers = Annotated[int, typer.Option(help="Worker processes; 0: this one alone.", min=0)]
 Ray = Annotated[bool, typer.Option("--ray", help="Spread the episodes over a Ray cluster (RAY_ADDRESS).")]
 
 

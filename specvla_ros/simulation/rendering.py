@@ -51,6 +51,6 @@ class Camera:
         self._renderer.close()
 
     def __del__(self) -> None:
-        # At the end of the process the OpenGL library may be gone before its contexts.
-        if hasattr(self, "_closed") and not sys.is_finalizing():
+        # At the end of the process the OpenGL library may be gone before its contexts, and so may this module.
+        if hasattr(self, "_closed") and sys is not None and not sys.is_finalizing():
             self.close()

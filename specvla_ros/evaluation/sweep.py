@@ -1,0 +1,144 @@
+"""Several settings of the engine on the same simulated episodes: Spec-VLA's tables 1 to 3 and figure 4."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.evaluation.decode_timing import time_settings
+from specvla_ros.evaluation.simulate import SimulatePlan, read_episodes, simulate, tasks_of
+from specvla_ros.evaluation.simulate_episode import SimulateSettings, make_robot
+from specvla_ros.evaluation.simulate_summary import PairedComparison, SimulateSummary, compare_episodes
+from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.simulation.device_pace import tick_time
+from specvla_ros.simulation.rollout import Clock, EpisodeResult, Rollout
+
+SWEEP_FILE = "sweep.json"
+_TIMED_FRAMES = 64
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a sweep."""
+
+    name: str
+    engine: EngineSettings
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """What one setting did.
+
+    Args:
+        setting: which one.
+        summary: of its episodes.
+        against_first: paired with the sweep's first setting, episode by episode.
+        action_s: median seconds per action on the same frames as all others, side by side.
+        speed_up: the first setting's `action_s` over this one's.
+    """
+
+    setting: Setting
+    summary: SimulateSummary
+    against_first: PairedComparison
+    action_s: float
+    speed_up: float
+
+    def as_json(self) -> dict[str, Any]:
+        """For sweep.json; lengths and places are those of Spec-VLA's tables 2 and 3."""
+        tally = self.summary.decode
+        return {
+            "name": self.setting.name,
+            "success": self.summary.success.as_json(),
+            "against_first": self.against_first.as_json(),
+            "tau": tally.tau,
+            "forwards_per_action": tally.forwards_per_action,
+            "share_by_accept_length": tally.by_length(),
+            "accept_length_by_place": tally.by_place(),
+            "largest_bins_off": max((bins for _, bins in tally.bins_off), default=0),
+            "action_s": self.action_s,
+            "speed_up": self.speed_up,
+        }
+
+
+def relaxation_settings(spec: EngineSettings, bins: Sequence[int]) -> list[Setting]:
+    """Plain decoding, then speculation as given: strict, and with each tolerance in bins (Spec-VLA, figure 4)."""
+    relaxed = [
+        Setting(f"r{r}", replace(spec, acceptance=replace(spec.acceptance, rule="bin_distance", bins=(r,))))
+        for r in bins
+    ]
+    strict = Setting("strict", replace(spec, acceptance=replace(spec.acceptance, rule="strict")))
+    return [Setting("ar", replace(spec, mode="ar")), strict, *relaxed]
+
+
+def sweep(
+    base: SimulateSettings,
+    settings: Sequence[Setting],
+    plan: SimulatePlan,
+    out: Path,
+    on_episode: Callable[[str, EpisodeResult, int, int], None] | None = None,
+) -> list[SweepRow]:
+    """Simulates every setting on the same seeds, and times them side by side on the same frames.
+
+    Called again it runs what is missing; each setting's results lie in a folder of its name.
+
+    Args:
+        base: all but the engine's settings.
+        settings: the first is what the others are compared with.
+        plan: which episodes.
+        out: directory of the results.
+        on_episode: called with the setting's name, an episode, the episodes finished and those wanted.
+
+    Raises:
+        UserError: something given is wrong, or the disk is full; finished episodes are kept.
+    """
+    summaries = {}
+    for setting in settings:
+
+        def report(result: EpisodeResult, done: int, wanted: int, name: str = setting.name) -> None:
+            if on_episode is not None:
+                on_episode(name, result, done, wanted)
+
+        summaries[setting.name] = simulate(replace(base, engine=setting.engine), plan, out / setting.name, report)
+    policy = load_policy(
+        base.policy, device=base.device, dtype=base.dtype, unnorm_key=base.unnorm_key, center_crop=base.center_crop
+    )
+    seconds = time_settings(policy, {each.name: each.engine for each in settings}, _frames(policy, base, plan))
+    first = settings[0].name
+    rows = [
+        SweepRow(
+            setting=setting,
+            summary=summaries[setting.name],
+            against_first=compare_episodes(read_episodes(out / first), read_episodes(out / setting.name)),
+            action_s=seconds[setting.name],
+            speed_up=seconds[first] / seconds[setting.name],
+        )
+        for setting in settings
+    ]
+    context = summaries[first].context
+    text = json.dumps({"rows": [row.as_json() for row in rows], "context": context}, indent=2, allow_nan=False)
+    (out / SWEEP_FILE).write_text(text + "\n", encoding="utf-8")
+    return rows
+
+
+def _frames(policy: Policy, base: SimulateSettings, plan: SimulatePlan) -> list[tuple[np.ndarray, str]]:
+    """What the camera sees in the first episodes of the plan."""
+    robot = make_robot(base.world)
+    seen: list[tuple[np.ndarray, str]] = []
+    rollout = Rollout(
+        Engine(policy, EngineSettings(max_text_tokens=base.engine.max_text_tokens)),
+        robot,
+        Clock.LOCKSTEP,
+        tick_time(None),
+        on_look=lambda observation: seen.append((observation.image, observation.instruction)),
+    )
+    first = tasks_of(base.world, plan.tasks)[0]
+    for seed in range(plan.first_seed, plan.first_seed + plan.episodes):
+        rollout.run(first, seed)
+        if len(seen) >= _TIMED_FRAMES:
+            break
+    return seen[:_TIMED_FRAMES]
