@@ -171,7 +171,7 @@ def collect(
 def train_policy(
     data: Annotated[list[Path], typer.Option(help="Bags, or directories of bags; again for more.")],
     out: Annotated[Path, typer.Option(help="The checkpoint's directory; a training cut short goes on.")],
-    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 8000,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 10000,
     batch_size: Annotated[int, typer.Option(help="Images, over all processes.", min=1)] = 32,
     learning_rate: Annotated[float, typer.Option(help="At its peak.")] = 1.5e-3,
     seed: Annotated[int, typer.Option(help="Of weights, order and augmentation.")] = 0,

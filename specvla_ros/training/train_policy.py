@@ -48,7 +48,7 @@ class PolicyTraining:
         UserError: a value is out of range.
     """
 
-    steps: int = 8000
+    steps: int = 10000
     batch_size: int = 32
     learning_rate: float = 1.5e-3
     seed: int = 0
