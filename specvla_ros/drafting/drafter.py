@@ -62,8 +62,8 @@ class Drafter:
 
     @property
     def head_forwards(self) -> int:
-        """Forwards of the draft head for one tree of full depth; 0 without a head."""
-        return self._settings.depth if self._eagle is not None else 0
+        """Forwards of the draft head so far; 0 without a head."""
+        return self._eagle.forwards if self._eagle is not None else 0
 
     def set_tolerance(self, bins: tuple[int, ...]) -> None:
         """Tells what acceptance will tolerate, in bins per action dimension."""

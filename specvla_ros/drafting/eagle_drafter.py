@@ -45,6 +45,10 @@ class EagleDrafter:
         slots: requests in flight at most.
         slot_rows: committed rows of a slot at most.
         children: how a node's children are chosen; by default the likeliest.
+
+    Attributes:
+        committed_rows: of a slot at most.
+        forwards: of the head since it was made.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class EagleDrafter:
         self._settings = settings
         self.children = children or top_k(settings.top_k)
         self.committed_rows = slot_rows
+        self.forwards = 0
         self._slot_rows = slot_rows + settings.beam_nodes
         config = head.config
         shape = (slots, self._slot_rows, config.num_key_value_heads, config.head_dim)
@@ -129,6 +134,7 @@ class EagleDrafter:
             each.hidden = hidden[span.stop - len(each.tokens[-1]) : span.stop]
 
     def _forward(self, following: Tensor, hidden: Tensor, parts: Sequence[tuple[Span, Ancestry | None]]) -> Tensor:
+        self.forwards += 1
         layout = pack_layout(parts, self._slot_rows, following.device)
         rotation = self._decoder.rotation(layout.positions)
         out: Tensor = self._head(following, hidden, layout, rotation, self._keys, self._values)

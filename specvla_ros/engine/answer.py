@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specvla_ros.acceptance.verification import ActionIds
+from specvla_ros.models.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,13 @@ class AnswerFormat:
     action_dim: int
     actions: ActionIds
     max_text: int = 0
+
+    @staticmethod
+    def of(policy: Policy, max_text: int) -> "AnswerFormat":
+        """A policy's."""
+        tokenizer = policy.action_tokenizer
+        ids = ActionIds(tokenizer.first_id, tokenizer.vocab_size, bins=len(tokenizer.centers))
+        return AnswerFormat(policy.action_dim, ids, max_text)
 
     @property
     def longest(self) -> int:

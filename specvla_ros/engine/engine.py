@@ -3,48 +3,35 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from specvla_kernels.commit_kv import commit_kv
 from specvla_ros.acceptance.make_rule import bins_of, make_rule
 from specvla_ros.acceptance.settings import AcceptanceSettings
-from specvla_ros.acceptance.verification import NOT_A_NUMBER, AcceptanceRule, ActionIds
+from specvla_ros.acceptance.verification import NOT_A_NUMBER, AcceptanceRule
 from specvla_ros.drafting.draft_input import DraftInput
 from specvla_ros.drafting.drafter import Drafter
 from specvla_ros.engine.answer import AnswerFormat
-from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.packed_forward import packed_forward
+from specvla_ros.engine.prompt_cache import PromptCache
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.share import Share
+from specvla_ros.engine.slot_ring import allocate_ring
 from specvla_ros.engine.stage_clock import StageClock
 from specvla_ros.engine.tick_work import TickWork
-from specvla_ros.engine.verify import Commit, ToVerify, verify
+from specvla_ros.engine.verify import Commit, verify
 from specvla_ros.errors import UserError
 from specvla_ros.models.policy import Policy
 
 _log = logging.getLogger(__name__)
 
 _MAX_IN_FLIGHT = {"ar": 1, "spec": 1}
-_ROW_MULTIPLE = 16  # slots begin on a multiple of an attention tile's rows
-
-
-@dataclass(frozen=True)
-class _Share:
-    """One request's share of a forward: hidden states [rows, hidden] of all its rows, the tree's last."""
-
-    request: Request
-    hidden: Tensor
-    prefill: bool
-
-    @property
-    def of_tree(self) -> Tensor:
-        return self.hidden[-len(self.request.tree) :]
 
 
 class Engine:
@@ -66,16 +53,16 @@ class Engine:
         self.settings = settings
         self._now_ns = now_ns
         self._clock = StageClock(policy.decoder.device)
-        self._answer = _answer_format(policy, settings)
+        self._answer = AnswerFormat.of(policy, settings.max_reasoning_tokens)
+        self._prompts = PromptCache(policy, settings.max_text_tokens)
         slots = _MAX_IN_FLIGHT[settings.mode]
-        self._ring = _allocate_ring(policy, settings, self._answer, slots=slots)
+        self._ring = allocate_ring(policy, settings, self._answer, slots=slots)
         draft = settings.draft if settings.mode != "ar" else None
         self._drafter = Drafter(policy, draft, slots=slots, slot_rows=self._ring.slot_rows)
         self.set_acceptance(settings.acceptance)
         self._waiting: Observation | None = None
         self._in_flight: list[Request] = []
         self._last_stamp_ns = 0
-        self._prompt_ids: tuple[str, tuple[int, ...]] = ("", ())
         self._work = TickWork()
 
     @property
@@ -137,7 +124,7 @@ class Engine:
         Raises:
             UserError: it is empty, or its prompt is longer than a slot holds.
         """
-        self._ids(Observation(np.zeros((1, 1, 3), np.uint8), instruction, stamp_ns=1))
+        self._prompts.ids(Observation(np.zeros((1, 1, 3), np.uint8), instruction, stamp_ns=1))
 
     def submit(self, observation: Observation) -> list[Drop]:
         """Puts the newest observation before the engine; one that still waited is dropped for it."""
@@ -206,7 +193,7 @@ class Engine:
                 self._waiting = None
                 return [Drop(observation, DropReason.STALE, f"{age_s:.3f} s old, the limit is {limit_s:g} s")]
         try:
-            prompt_ids = self._ids(observation)
+            prompt_ids = self._prompts.ids(observation)
         except UserError as error:
             self._waiting = None
             return [Drop(observation, DropReason.BAD_INSTRUCTION, str(error))]
@@ -217,7 +204,8 @@ class Engine:
         self._clock.stop()
         slot = self._ring.take()
         assert slot is not None
-        tree = self._drafter.behind_prompt(observation.epoch, levels=self._answer.action_dim)
+        levels = 0 if self._answer.max_text else self._answer.action_dim  # text comes first
+        tree = self._drafter.behind_prompt(observation.epoch, levels=levels)
         self._in_flight.append(Request(observation, slot, prompt, prompt_ids, wait_s, tree))
         self._waiting = None
         return []
@@ -229,8 +217,12 @@ class Engine:
         self._work = _work(requests)
         result = packed_forward(self.policy.decoder, [each for mine in segments for each in mine], self._ring)
         hidden = result.hidden.split([sum(map(len, mine)) for mine in segments])
-        shares = [_Share(*each) for each in zip(requests, hidden, (r.prefilling for r in requests), strict=True)]
-        commits = verify(result.logits, [self._to_verify(share) for share in shares], self._rule, self._answer.actions)
+        shares = [Share(*each) for each in zip(requests, hidden, (r.prefilling for r in requests), strict=True)]
+        if self._rule.needs_visual:
+            for share in shares:
+                share.keep_visual(self.policy.image_tokens)
+        trees = [share.to_verify(self._answer) for share in shares]
+        commits = verify(result.logits, trees, self._rule, self._answer.actions)
         vision_s = self._clock.read_s()
         outcomes: list[Outcome] = []
         drafts: list[DraftInput] = []
@@ -244,19 +236,20 @@ class Engine:
                 outcomes.append(self._outcome(request))
                 self._retire(request)
             else:
-                drafts.append(self._draft_input(share, commit))
+                drafts.append(share.draft_input(commit, self._answer, self.policy.decoder.embed_tokens))
+        before = self._drafter.head_forwards
         self._draft(drafts)
+        head_forwards = self._drafter.head_forwards - before
         for share in shares:
             if share.request in self._in_flight:
                 share.request.book_time(_seconds_since(started_ns), vision_s, prefill=share.prefill)
-        self._work = replace(self._work, finished=len(requests) - len(self._in_flight))
+        self._work = replace(
+            self._work,
+            finished=len(requests) - len(self._in_flight),
+            head_forwards=head_forwards,
+            head_prompts=sum(share.prefill for share in shares) if head_forwards else 0,
+        )
         return outcomes
-
-    def _to_verify(self, share: _Share) -> ToVerify:
-        request = share.request
-        if share.prefill and self._rule.needs_visual:
-            request.visual = share.hidden[1 : 1 + self.policy.image_tokens]  # behind BOS
-        return ToVerify(request.tree, share.of_tree, self._answer.place(request.tokens), request.visual)
 
     def _commit(self, request: Request, commit: Commit) -> bool:
         """Makes a forward's rows and tokens final; True when the answer is complete."""
@@ -266,26 +259,6 @@ class Engine:
         end = self._answer.end(request.tokens, known)
         request.cut(end or len(request.tokens))
         return end > 0
-
-    def _draft_input(self, share: _Share, commit: Commit) -> DraftInput:
-        """What a drafter is told of the rows just committed."""
-        request = share.request
-        hidden = share.of_tree[list(commit.nodes)]
-        following = self.policy.decoder.embed_tokens(commit.on_device)
-        if share.prefill:
-            hidden = torch.cat((share.hidden[: len(request.prompt) - 1], hidden))
-            following = torch.cat((request.prompt[1:], following))
-        return DraftInput(
-            slot=request.slot,
-            prefix_len=request.prefix_len,
-            hidden=hidden,
-            following=following,
-            root=commit.on_device[-1],
-            levels=self._answer.missing(request.tokens) - 1,
-            place=self._answer.place(request.tokens),
-            epoch=request.observation.epoch,
-            context=(*request.prompt_ids, *request.tokens),
-        )
 
     def _draft(self, inputs: list[DraftInput]) -> None:
         """Grows the trees that the next forward verifies."""
@@ -317,42 +290,6 @@ class Engine:
             record=request.record(self.settings.mode, self.settings.acceptance.rule, len(self._in_flight)),
             finished_ns=time.monotonic_ns(),
         )
-
-    def _ids(self, observation: Observation) -> tuple[int, ...]:
-        if observation.prompt_ids is not None:
-            ids = self.policy.prompt.complete(observation.prompt_ids)
-        elif self._prompt_ids[0] == observation.instruction and self._prompt_ids[1]:
-            return self._prompt_ids[1]
-        else:
-            ids = self.policy.prompt_ids(observation.instruction)
-        if len(ids) > self.settings.max_text_tokens:
-            raise UserError(
-                f"the prompt has {len(ids)} tokens, but a KV slot holds {self.settings.max_text_tokens}: "
-                "shorten the instruction, or raise decode.max_text_tokens"
-            )
-        if observation.prompt_ids is None:
-            self._prompt_ids = (observation.instruction, ids)
-        return ids
-
-
-def _answer_format(policy: Policy, settings: EngineSettings) -> AnswerFormat:
-    tokenizer = policy.action_tokenizer
-    ids = ActionIds(tokenizer.first_id, tokenizer.vocab_size, bins=len(tokenizer.centers))
-    return AnswerFormat(policy.action_dim, ids, settings.max_reasoning_tokens)
-
-
-def _allocate_ring(policy: Policy, settings: EngineSettings, answer: AnswerFormat, *, slots: int) -> KVRing:
-    """Slots with rows for the prompt, the answer, and the nodes that are verified behind them."""
-    scratch = settings.draft.nodes if settings.mode != "ar" else 0
-    rows = policy.image_tokens + settings.max_text_tokens + answer.longest + scratch
-    rows += -rows % _ROW_MULTIPLE
-    longest = policy.decoder.config.max_position_embeddings
-    if rows > longest:
-        raise UserError(
-            f"a slot of {rows} rows is longer than the model's {longest} positions: lower decode.max_text_tokens, "
-            "decode.max_reasoning_tokens or draft.nodes"
-        )
-    return new_ring(policy.decoder, slots=slots, slot_rows=rows)
 
 
 def _work(requests: Sequence[Request]) -> TickWork:

@@ -11,10 +11,14 @@ class TickWork:
         images: that went through the vision tower.
         prompts: requests whose prompt was in the forward, whole or in part.
         nodes: tree nodes of all requests in the forward.
+        head_forwards: forwards of the draft head.
+        head_prompts: prompts that the draft head was fed with.
         finished: requests that became an action or were dropped.
     """
 
     images: int = 0
     prompts: int = 0
     nodes: int = 0
+    head_forwards: int = 0
+    head_prompts: int = 0
     finished: int = 0

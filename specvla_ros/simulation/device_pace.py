@@ -9,7 +9,7 @@ from specvla_ros.engine.tick_work import TickWork
 from specvla_ros.errors import UserError
 
 _DEVICES = Path(__file__).parent / "devices"
-_STAGES = ("vision_s", "prefill_s", "decode_s", "overhead_s")
+_STAGES = ("vision_s", "prefill_s", "decode_s", "node_s", "head_s", "head_prompt_s", "overhead_s")
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,10 @@ class EmulatedDevice:
         source: where the numbers come from.
         vision_s: vision tower, projector and prompt embeddings of one image.
         prefill_s: the forward that carries a prompt.
-        decode_s: a forward with one action token and no prompt.
+        decode_s: a forward with tree nodes and no prompt: it reads the weights, beside which up to 64 nodes are free.
+        node_s: each tree node in a forward with a prompt, which is bound by compute.
+        head_s: a forward of the draft head over tree nodes.
+        head_prompt_s: what the draft head's forward over a prompt takes beyond that.
         overhead_s: between an image and its admission, and between the last token and the action.
     """
 
@@ -30,12 +33,17 @@ class EmulatedDevice:
     vision_s: float
     prefill_s: float
     decode_s: float
+    node_s: float
+    head_s: float
+    head_prompt_s: float
     overhead_s: float
 
     def tick_s(self, work: TickWork) -> float:
         """Seconds that a tick takes on the device; 0 for a tick without work."""
-        forward_s = self.prefill_s if work.prompts else self.decode_s if work.nodes else 0.0
-        return work.images * self.vision_s + forward_s + work.finished * self.overhead_s
+        with_prompt_s = self.prefill_s + work.nodes * self.node_s
+        forward_s = with_prompt_s if work.prompts else self.decode_s if work.nodes else 0.0
+        drafting_s = work.head_forwards * self.head_s + work.head_prompts * self.head_prompt_s
+        return work.images * self.vision_s + forward_s + drafting_s + work.finished * self.overhead_s
 
 
 def read_device(name: str) -> EmulatedDevice:

@@ -56,6 +56,7 @@ class Scripted:
     """Drafts trees of any shape around what a plain decoder said, right, nearly right or wrong."""
 
     sources = ("script",)
+    head_forwards = 0
 
     def __init__(self, data: st.DataObject, answer: Sequence[int], *, low: int, high: int) -> None:
         self._data = data

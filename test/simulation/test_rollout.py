@@ -10,7 +10,7 @@ from support.gl import needs_gl
 from specvla_ros.engine.outcome import Drop, DropReason
 from specvla_ros.engine.tick_work import TickWork
 from specvla_ros.errors import UserError
-from specvla_ros.simulation.device_pace import EmulatedDevice, read_device, tick_time
+from specvla_ros.simulation.device_pace import _STAGES, EmulatedDevice, read_device, tick_time
 from specvla_ros.simulation.rollout import Clock, Rollout
 from specvla_ros.simulation.table_robot import TableRobot
 
@@ -25,7 +25,7 @@ def robot():
 
 
 def device(total_s: float) -> EmulatedDevice:
-    return EmulatedDevice("test", "invented", 0.1 * total_s, 0.3 * total_s, 0.1 * total_s, 0.0)
+    return EmulatedDevice("test", "invented", 0.1 * total_s, 0.3 * total_s, 0.1 * total_s, 0.0, 0.0, 0.0, 0.0)
 
 
 def run(robot: TableRobot, clock: Clock, total_s: float, task: str = "lift_red", seeds: int = 8):
@@ -96,6 +96,10 @@ def test_devices_of_the_package_can_be_read(name):
     assert 0 < found.vision_s < found.prefill_s and found.source.startswith("assumed")
     assert found.tick_s(TickWork(images=1, prompts=1)) == found.vision_s + found.prefill_s
     assert found.tick_s(TickWork(nodes=1)) == found.decode_s and found.tick_s(TickWork()) == 0
+    drafting = TickWork(prompts=1, nodes=7, head_forwards=5, head_prompts=1)
+    extra = 7 * found.node_s + 5 * found.head_s + found.head_prompt_s
+    assert found.tick_s(drafting) == pytest.approx(found.prefill_s + extra)
+    assert found.tick_s(TickWork(nodes=50)) == found.decode_s, "nodes are free without a prompt"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,7 @@ def test_devices_of_the_package_can_be_read(name):
         ("[", "is no JSON"),
         ("{}", "it needs name, source and the seconds"),
         (
-            json.dumps(dict(name="x", source="y", vision_s=-1, prefill_s=0, decode_s=0, overhead_s=0)),
+            json.dumps(dict(name="x", source="y", vision_s=-1) | dict.fromkeys(_STAGES[1:], 0)),
             "between 0 and 60",
         ),
     ],
