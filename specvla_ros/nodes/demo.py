@@ -11,9 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import rclpy
-from lifecycle_msgs.msg import Transition
-from lifecycle_msgs.srv import ChangeState
-from rclpy.client import Client
 from rclpy.executors import ExternalShutdownException
 from rclpy.node import Node
 from rich.console import Console, Group
@@ -23,12 +20,12 @@ from rich.text import Text
 from sensor_msgs.msg import Image
 from std_msgs.msg import String
 
-from specvla_ros.errors import UserError
 from specvla_ros.evaluation.simulate_summary import Rate, SimulateSummary
 from specvla_ros.image_message import rgb_from_image
 from specvla_ros.models.config import read_config
 from specvla_ros.msg import SimEpisode, VlaAction
 from specvla_ros.nodes.demo_record import DemoRecord
+from specvla_ros.nodes.lifecycle_client import LifecycleClient
 from specvla_ros.nodes.qos import ACTION, LATCHED_INSTRUCTION, NEWEST_IMAGE
 from specvla_ros.nodes.terminal_input import TypedLine
 from specvla_ros.simulation.gl import require_gl
@@ -41,11 +38,10 @@ _CLOCK = "realtime"
 
 
 class _Watcher(Node):
-    """Brings the policy up, listens, and passes on what is typed."""
+    """Listens, and passes on what is typed."""
 
     def __init__(self, record: DemoRecord) -> None:
         super().__init__("demo")
-        self._change_state: Client = self.create_client(ChangeState, "/policy/change_state")
         self._instruction = self.create_publisher(String, "/instruction", LATCHED_INSTRUCTION)
         self.create_subscription(VlaAction, "/policy/action", record.on_action, ACTION)
         self.create_subscription(SimEpisode, "/sim_robot/episode", record.on_episode, LATCHED_INSTRUCTION)
@@ -56,23 +52,6 @@ class _Watcher(Node):
     def ask(self, instruction: str) -> None:
         """Publishes an instruction."""
         self._instruction.publish(String(data=instruction))
-
-    def bring_up(self, policy: "subprocess.Popen[bytes]") -> None:
-        """Configures and activates the policy.
-
-        Raises:
-            UserError: it cannot be reached or refuses.
-        """
-        deadline = time.monotonic() + _CONFIGURE_TIMEOUT_S
-        while not self._change_state.wait_for_service(timeout_sec=0.5):
-            if policy.poll() is not None or time.monotonic() > deadline:
-                raise UserError("the policy node did not come up; `specvla doctor` says what to fix")
-        for transition in (Transition.TRANSITION_CONFIGURE, Transition.TRANSITION_ACTIVATE):
-            future = self._change_state.call_async(ChangeState.Request(transition=Transition(id=transition)))
-            rclpy.spin_until_future_complete(self, future, timeout_sec=_CONFIGURE_TIMEOUT_S)
-            response = future.result() if future.done() else None
-            if response is None or not response.success:
-                raise UserError("the policy node refused to start; its own message above says why")
 
 
 def run_demo(out: Path, policy: Path, *, tasks: list[str], episodes: int, seed: int) -> int:
@@ -122,7 +101,7 @@ def _act(
     watcher = _Watcher(record)
     try:
         robot = _start("sim_robot", *robot_parameters)
-        watcher.bring_up(policy)
+        LifecycleClient(watcher, "/policy").activate(lambda: policy.poll() is None, _CONFIGURE_TIMEOUT_S)
         with TypedLine() as typed, Live(console=console, refresh_per_second=8, vertical_overflow="crop") as view:
             note = ""
             deadline = time.monotonic() + _SILENCE_S
