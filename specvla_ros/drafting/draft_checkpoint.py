@@ -40,11 +40,11 @@ def load_draft_head(directory: Path, decoder: LlamaDecoder) -> EagleHead:
 
 
 def save_draft_head(directory: Path, head: EagleHead) -> None:
-    """Writes config.json and model.safetensors."""
+    """Writes config.json and model.safetensors, in bfloat16 as checkpoints are."""
     directory.mkdir(parents=True, exist_ok=True)
     config = asdict(head.config) | {"model_type": "llama", "num_hidden_layers": 1, "fc_bias": True}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_weights(directory / "model.safetensors", {n: t.cpu() for n, t in head.checkpoint_tensors().items()})
+    save_weights(directory / "model.safetensors", {n: t.bfloat16().cpu() for n, t in head.checkpoint_tensors().items()})
 
 
 def _config(directory: Path, target: LlamaConfig) -> LlamaConfig:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from specvla_ros.drafting.drafter import DRAFT_FOLDER
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.provenance import file_hashes, hardware, software
 from specvla_ros.evaluation.simulate_episode import TABLE, EpisodeJob, SimulateSettings, run_job
@@ -123,7 +124,12 @@ def read_episodes(out: Path) -> dict[tuple[str, int], EpisodeResult]:
 
 def _begin(settings: SimulateSettings, out: Path) -> dict[tuple[str, int], EpisodeResult]:
     path = out / SETTINGS_FILE
-    described = settings.as_json() | {"policy_files": file_hashes(_policy_files(settings.policy))}
+    draft = settings.engine.draft.head
+    head = Path(draft).expanduser() if draft else settings.policy / DRAFT_FOLDER
+    described = settings.as_json() | {
+        "policy_files": file_hashes(_files(settings.policy)),
+        "draft_files": file_hashes(_files(head)) if settings.engine.mode != "ar" else {},
+    }
     if path.exists():
         if json.loads(path.read_text(encoding="utf-8")) != described:
             raise UserError(f"{out} holds results of other settings (see {path}); choose another --out")
@@ -140,8 +146,10 @@ def _begin(settings: SimulateSettings, out: Path) -> dict[tuple[str, int], Episo
     return {}
 
 
-def _policy_files(policy: Path) -> list[Path]:
-    return sorted(path for path in policy.iterdir() if path.suffix in (".json", ".safetensors"))
+def _files(folder: Path) -> list[Path]:
+    """What decides the tokens: weights and settings."""
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in files if path.suffix in (".json", ".safetensors")]
 
 
 def tasks_of(world: str, names: Sequence[str]) -> list[str]:

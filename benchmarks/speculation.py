@@ -1,0 +1,102 @@
+"""What speculation buys the nano policy: plain, strict and relaxed decoding on the same starts.
+
+python benchmarks/speculation.py --episodes 60 --workers 2
+
+Success is paired episode by episode; the time per action is measured on the same frames, the settings taking turns.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from specvla_ros.acceptance.make_rule import bins_of
+from specvla_ros.acceptance.settings import AcceptanceSettings
+from specvla_ros.drafting.settings import DraftSettings
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.evaluation.provenance import cpu_name, software
+from specvla_ros.evaluation.simulate import SimulatePlan
+from specvla_ros.evaluation.simulate_episode import SimulateSettings
+from specvla_ros.evaluation.sweep import Setting, SweepRow, sweep
+from specvla_ros.models.policy import load_policy
+from specvla_ros.shipped import nano_policy
+from specvla_ros.simulation.rollout import EpisodeResult
+
+# Tolerances of the relaxed settings; about the size of what the nano policy's own tokens are off the expert's.
+METRES, RADIANS = 0.002, 0.02
+
+
+def settings() -> list[Setting]:
+    """The settings that are compared; the first is what the others are held against."""
+    strict, relaxed = (
+        AcceptanceSettings(),
+        AcceptanceSettings("bin_distance", tolerance_m=METRES, tolerance_rad=RADIANS),
+    )
+    tree = DraftSettings()
+    small = DraftSettings(nodes=16, temporal=True)
+    window = replace(small, children="window_mass")
+    return [
+        Setting("ar", EngineSettings("ar")),
+        Setting("strict, 50 nodes", EngineSettings("spec", draft=tree, acceptance=strict)),
+        Setting("strict, 16 nodes and temporal", EngineSettings("spec", draft=small, acceptance=strict)),
+        Setting("relaxed, 50 nodes", EngineSettings("spec", draft=tree, acceptance=relaxed)),
+        Setting("relaxed, 16 nodes and temporal", EngineSettings("spec", draft=small, acceptance=relaxed)),
+        Setting(
+            "relaxed, 16 nodes, window mass and temporal", EngineSettings("spec", draft=window, acceptance=relaxed)
+        ),
+    ]
+
+
+def main() -> None:
+    """Runs what is missing, and writes the JSON file."""
+    options = _options()
+    policy = nano_policy()
+    plan = SimulatePlan(episodes=options.episodes, first_seed=options.seed, films=0, workers=options.workers)
+
+    def show(name: str, _: EpisodeResult, done: int, wanted: int) -> None:
+        if done % 50 == 0:
+            print(f"{name}: {done} of {wanted}", file=sys.stderr, flush=True)
+
+    rows = sweep(SimulateSettings(policy), settings(), plan, options.work, show)
+    relaxed = next(row.setting.engine.acceptance for row in rows if row.setting.name.startswith("relaxed"))
+    result = {
+        "command": f"python benchmarks/speculation.py --episodes {options.episodes} --workers {options.workers}",
+        "date": date.today().isoformat(),
+        "hardware": cpu_name(),
+        "software": software(),
+        "policy": policy.name,
+        "first_seed": options.seed,
+        "episodes_per_task": options.episodes,
+        "tolerance": {
+            "metres": METRES,
+            "radians": RADIANS,
+            "bins": bins_of(relaxed, load_policy(policy, device="cpu")),
+        },
+        "rows": [_row(row) for row in rows],
+    }
+    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _row(row: SweepRow) -> dict[str, Any]:
+    tasks = {name: task.success.as_json() for name, task in row.summary.tasks.items()}
+    return row.as_json() | {"tasks": tasks, "action_rate_hz": row.summary.action_rate_hz}
+
+
+def _options() -> argparse.Namespace:
+    here = Path(__file__).parent
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=60, help="per task")
+    parser.add_argument("--seed", type=int, default=0, help="of the first start; training's begin at 1000000")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--work", type=Path, default=Path("speculation-benchmark"), help="episodes; goes on where it was"
+    )
+    parser.add_argument("--out", type=Path, default=here / "results" / "speculation_nano.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
