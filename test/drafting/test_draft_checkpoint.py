@@ -34,7 +34,7 @@ def test_both_formats_give_the_head_back(head: Path) -> None:
     for _ in range(2):
         loaded = load_draft_head(head, DECODER)
         for name, tensor in loaded.state_dict().items():
-            assert tensor.equal(expected[name]), name
+            assert tensor.equal(expected[name].bfloat16().float()), name
         if (head / "model.safetensors").exists():
             as_published(head)
 
