@@ -25,7 +25,7 @@ def accept(rule: AcceptanceRule, verification: Verification) -> Acceptance:
     tree, on_path = verification.tree, verification.on_path
     depths, is_root = tree.ancestry.depths, tree.ancestry.parents < 0
     judgement = rule.judge(verification)
-    kept = (judgement.keeps & tree.valid) | is_root
+    kept = (judgement.keeps & tree.valid & (tree.relaxable | verification.exact)) | is_root
     candidates = (kept | ~on_path).all(dim=1)
     distance = (on_path * verification.bins_off).sum(dim=1)
     likelihood = torch.nan_to_num(tree.log_probs, nan=-torch.inf, neginf=-torch.inf)

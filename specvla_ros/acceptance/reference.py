@@ -33,6 +33,10 @@ def accept_by_loops(rule: AcceptanceRule, verification: Verification) -> Committ
         if not all(bool(tree.valid[node]) for node in path[1:]):
             continue
         reasons = [_reason(rule, verification, path, place) for place in range(1, len(path))]
+        if not all(
+            bool(tree.relaxable[path[place]]) or _is_exact(verification, path, place) for place in range(1, len(path))
+        ):
+            continue
         if Why.REJECTED in reasons:
             continue
         off = [_bins_off(verification, path, place) for place in range(1, len(path))]

@@ -53,8 +53,13 @@ class Branches:
         return max(depths, default=0)
 
 
-def add_branches(tree: Tree, branches: Branches) -> Tree:
+def add_branches(tree: Tree, branches: Branches, *, relaxable: bool) -> Tree:
     """The tree with the branches below its root.
+
+    Args:
+        tree: of any source.
+        branches: to add.
+        relaxable: whether they may be taken when they are not the target's own choice.
 
     What the tree holds is not known to the host, so that a token may be there twice; it is then accepted once. Nothing
     is known of the branches' probability: their log_probs are -inf, the last in a tie.
@@ -69,5 +74,6 @@ def add_branches(tree: Tree, branches: Branches) -> Tree:
         ancestry=Ancestry.on_device(torch.cat((tree.ancestry.parents, parents)), levels),
         log_probs=torch.cat((tree.log_probs, torch.full_like(parents, -torch.inf, dtype=tree.log_probs.dtype))),
         valid=torch.cat((tree.valid, torch.ones_like(parents, dtype=torch.bool))),
+        relaxable=torch.cat((tree.relaxable, torch.full_like(parents, relaxable, dtype=torch.bool))),
         levels=levels,
     )

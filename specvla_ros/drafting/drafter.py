@@ -73,12 +73,21 @@ class Drafter:
     def draft(self, inputs: Sequence[DraftInput]) -> list[Tree]:
         """One tree per request, of at most `draft.nodes` nodes."""
         nodes = self._settings.nodes
-        branches = [Branches.of(self._chains(each), levels=each.levels, most=nodes - 1) for each in inputs]
+        earlier = [
+            Branches.of(self._earlier(each.epoch, each.place), levels=each.levels, most=nodes - 1) for each in inputs
+        ]
+        looked_up = [
+            Branches.of(self._looked_up(each), levels=each.levels, most=nodes - 1 - len(taken))
+            for each, taken in zip(inputs, earlier, strict=True)
+        ]
         if self._eagle is not None:
-            trees = self._eagle.draft(inputs, [nodes - len(each) for each in branches])
+            left = [nodes - len(one) - len(other) for one, other in zip(earlier, looked_up, strict=True)]
+            trees = self._eagle.draft(inputs, left)
         else:
             trees = [Tree.of_root(each.root) for each in inputs]
-        return [add_branches(tree, each) for tree, each in zip(trees, branches, strict=True)]
+        # The last action is near the next one by its nature: taken because it is near, it would be repeated for ever.
+        trees = [add_branches(tree, each, relaxable=False) for tree, each in zip(trees, earlier, strict=True)]
+        return [add_branches(tree, each, relaxable=True) for tree, each in zip(trees, looked_up, strict=True)]
 
     def behind_prompt(self, epoch: int, *, levels: int) -> Tree:
         """What a prompt's own forward may verify: the previous action costs no hidden states.
@@ -86,8 +95,8 @@ class Drafter:
         The root stands for the prompt's last row; its token is not read.
         """
         root = Tree.of_root(torch.zeros(1, dtype=torch.int64, device=self._device))
-        chains = self._temporal.chains(epoch, 0) if self._temporal is not None else []
-        return add_branches(root, Branches.of(chains, levels=levels, most=self._settings.nodes - 1))
+        branches = Branches.of(self._earlier(epoch, 0), levels=levels, most=self._settings.nodes - 1)
+        return add_branches(root, branches, relaxable=False)
 
     def observe(self, epoch: int, tokens: tuple[int, ...]) -> None:
         """Takes a finished action."""
@@ -99,11 +108,11 @@ class Drafter:
         if self._temporal is not None:
             self._temporal.forget()
 
-    def _chains(self, request: DraftInput) -> list[tuple[int, ...]]:
-        chains = self._temporal.chains(request.epoch, request.place) if self._temporal is not None else []
-        if self._lookup:
-            chains.append(look_up(request.context, self._lookup))
-        return chains
+    def _earlier(self, epoch: int, place: int) -> list[tuple[int, ...]]:
+        return self._temporal.chains(epoch, place) if self._temporal is not None else []
+
+    def _looked_up(self, request: DraftInput) -> list[tuple[int, ...]]:
+        return [look_up(request.context, self._lookup)] if self._lookup else []
 
 
 def _head_directory(policy: Policy, settings: DraftSettings) -> Path | None:

@@ -72,5 +72,6 @@ class TreeGrowth:
             ancestry=ancestry,
             log_probs=log_probs,
             valid=log_probs > -torch.inf,
+            relaxable=torch.ones_like(log_probs, dtype=torch.bool),
             levels=self._levels,
         )

@@ -7,7 +7,7 @@ class TemporalDrafter:
     """Remembers the last two actions of an instruction epoch.
 
     A robot's actions change little from frame to frame, so that the last one, held, or the line through the last two is
-    often within a tolerance of the next.
+    often right, above all in the dimensions that rest. These drafts are for strict acceptance only, see Drafter.
 
     Args:
         actions: which ids are actions.

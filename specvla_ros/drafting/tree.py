@@ -18,6 +18,7 @@ class Tree:
         log_probs: float32 [n], the draft's log-probability of the path to the node; 0 at the root; -inf where the
             source of the draft knows none.
         valid: bool [n]; False marks padding, which is never accepted. The root is valid.
+        relaxable: bool [n]; False: the node is accepted only if it is the target's own choice, whatever the rule.
         levels: no node is deeper than this; known to the host.
     """
 
@@ -25,6 +26,7 @@ class Tree:
     ancestry: Ancestry
     log_probs: Tensor
     valid: Tensor
+    relaxable: Tensor
     levels: int
 
     def __len__(self) -> int:
@@ -34,10 +36,12 @@ class Tree:
     def of_root(root: Tensor) -> "Tree":
         """The tree of a plain decode step: int64 [] or [1] to one node."""
         tokens = root.reshape(1)
+        yes = torch.ones(1, dtype=torch.bool, device=tokens.device)
         return Tree(
             tokens=tokens,
             ancestry=Ancestry.on_device(torch.full_like(tokens, -1), levels=0),
             log_probs=torch.zeros(1, device=tokens.device),
-            valid=torch.ones(1, dtype=torch.bool, device=tokens.device),
+            valid=yes,
+            relaxable=yes,
             levels=0,
         )

@@ -83,7 +83,8 @@ class Scripted:
             valid.append(draw(st.integers(0, 9)) > 0)
         log_probs = torch.tensor([0.0, *(draw(st.floats(-5, 0)) for _ in tokens[1:])])
         ancestry = Ancestry.of(parents)
-        return Tree(torch.tensor(tokens), ancestry, log_probs, torch.tensor(valid), levels=max(depths))
+        relaxable = torch.tensor([draw(st.integers(0, 4)) > 0 for _ in tokens])
+        return Tree(torch.tensor(tokens), ancestry, log_probs, torch.tensor(valid), relaxable, levels=max(depths))
 
     def observe(self, epoch: int, tokens: tuple[int, ...]) -> None:
         pass
@@ -200,9 +201,10 @@ def test_a_picture_seen_before_is_decoded_in_its_own_prefill(policy: Policy) -> 
 
 def test_the_acceptance_can_change_between_ticks(policy: Policy) -> None:
     engine = Engine(policy, STRICT)
-    decoded(engine, frame(1, seed=1))
+    held = decoded(engine, frame(1, seed=1))
     engine.set_acceptance(AcceptanceSettings("bin_distance", bins=(254,)))
     loose = decoded(engine, frame(2, seed=2))
+    assert loose.tokens != held.tokens, "the last action is no draft to be relaxed towards"
     assert loose.record.acceptance == "bin_distance"
     assert max(loose.record.bins_off) > 0 and loose.record.bins_off[-1] == 0, "the gripper stays strict"
     with pytest.raises(UserError, match="one bin of x"):

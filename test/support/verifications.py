@@ -20,6 +20,7 @@ def make_tree(
     *,
     log_probs: Sequence[float] | None = None,
     valid: Sequence[bool] | None = None,
+    relaxable: Sequence[bool] | None = None,
 ) -> Tree:
     ancestry = Ancestry.of(parents)
     return Tree(
@@ -27,6 +28,7 @@ def make_tree(
         ancestry=ancestry,
         log_probs=torch.tensor(log_probs if log_probs is not None else [0.0] * len(tokens)),
         valid=torch.tensor(valid if valid is not None else [True] * len(tokens)),
+        relaxable=torch.tensor(relaxable if relaxable is not None else [True] * len(tokens)),
         levels=int(ancestry.depths.max()),
     )
 
