@@ -57,13 +57,28 @@ class Engine:
         self._prompts = PromptCache(policy, settings.max_text_tokens)
         slots = _MAX_IN_FLIGHT[settings.mode]
         self._ring = allocate_ring(policy, settings, self._answer, slots=slots)
-        draft = settings.draft if settings.mode != "ar" else None
-        self._drafter = Drafter(policy, draft, slots=slots, slot_rows=self._ring.slot_rows)
+        self._fallback = ""
+        self._drafter = self._make_drafter(slots)
         self.set_acceptance(settings.acceptance)
         self._waiting: Observation | None = None
         self._in_flight: list[Request] = []
         self._last_stamp_ns = 0
         self._work = TickWork()
+
+    def _make_drafter(self, slots: int) -> Drafter:
+        """What drafts; nothing, where nothing can be had and the user allowed to go on without."""
+        rows, draft = self._ring.slot_rows, self.settings.draft
+        if self.settings.mode == "ar":
+            return Drafter(self.policy, None, slots=slots, slot_rows=rows)
+        try:
+            return Drafter(self.policy, draft, slots=slots, slot_rows=rows)
+        except UserError as error:
+            if not draft.fallback_to_ar:
+                raise
+            self._fallback = str(error)
+            _log.warning("decoding plainly, as draft.fallback_to_ar allows: %s", error)
+            self.settings = replace(self.settings, mode="ar")
+            return Drafter(self.policy, None, slots=slots, slot_rows=rows)
 
     @property
     def last_work(self) -> TickWork:
@@ -100,7 +115,10 @@ class Engine:
 
     def describe(self) -> dict[str, str | int]:
         """What is loaded and how it decodes, for diagnostics and results."""
-        return self.policy.describe() | {"decode.mode": self.settings.mode, "drafts": ", ".join(self._drafter.sources)}
+        described = {"decode.mode": self.settings.mode, "drafts": ", ".join(self._drafter.sources)}
+        if self._fallback:
+            described["decode.fallback"] = self._fallback
+        return self.policy.describe() | described
 
     def warm_up(self) -> None:
         """Decodes one black image, so that the first real one finds memory and kernels ready.

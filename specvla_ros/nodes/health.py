@@ -40,8 +40,11 @@ class ModelHealth:
         self._status = Status(Level.ERROR, reason)
 
     def set_loaded(self, description: Mapping[str, str]) -> None:
-        """Reports the policy."""
-        self._status = Status(Level.OK, "policy loaded", description)
+        """Reports the policy, and whether it decodes plainly because there was nothing to draft with."""
+        if "decode.fallback" in description:
+            self._status = Status(Level.WARN, "policy loaded, without drafts: decoding plainly", description)
+        else:
+            self._status = Status(Level.OK, "policy loaded", description)
 
     def set_unloaded(self) -> None:
         """Reports that the policy was let go."""

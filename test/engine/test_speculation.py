@@ -218,3 +218,14 @@ def test_nothing_to_draft_with_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing to draft with"):
         Engine(bare, EngineSettings("spec"))
     Engine(bare, EngineSettings("spec", draft=DraftSettings(temporal=True)))
+
+
+def test_without_a_draft_it_decodes_plainly_only_if_that_is_allowed(policy: Policy, tmp_path: Path) -> None:
+    missing = DraftSettings(head=str(tmp_path / "none"))
+    with pytest.raises(UserError, match="does not exist"):
+        Engine(policy, EngineSettings("spec", draft=missing))
+    engine = Engine(policy, EngineSettings("spec", draft=replace(missing, fallback_to_ar=True)))
+    assert "does not exist" in str(engine.describe()["decode.fallback"])
+    action = decoded(engine, frame(1))
+    assert (action.record.mode, action.record.forwards) == ("ar", 7)
+    assert action.tokens == decoded(Engine(policy, EngineSettings()), frame(1)).tokens
