@@ -1,0 +1,50 @@
+"""Speculation on the node: how it decodes is told per action, and the acceptance changes while it runs."""
+
+from pathlib import Path
+
+from rclpy.parameter import Parameter
+from support.ros import Robot, rgb_image, robot
+
+from specvla_ros.msg import DecodeStats
+
+INSTRUCTION = "put carrot on plate"
+
+
+def change(r: Robot, **values: object) -> tuple[bool, str]:
+    """Sets acceptance parameters together, as a client of the service does."""
+    parameters = [Parameter(f"acceptance.{name}", value=value) for name, value in values.items()]
+    result = r.policy.set_parameters_atomically(parameters)
+    return result.successful, result.reason
+
+
+def stats_of_next_action(r: Robot, seed: int) -> DecodeStats:
+    before = len(r.stats)
+    r.act(rgb_image(r.now_ns(), seed=seed))
+    r.until(lambda: len(r.stats) > before)
+    return r.stats[-1]
+
+
+def test_the_acceptance_changes_within_bounds_while_the_node_runs(checkpoint: Path) -> None:
+    speculation = {"decode.mode": "spec", "draft.temporal": True, "draft.nodes": 16}
+    with robot(checkpoint, instruction=INSTRUCTION, **speculation) as r:
+        r.start()
+        first, again = (stats_of_next_action(r, seed=1) for _ in range(2))
+        assert (first.mode, first.acceptance, first.forwards) == ("spec", "strict", 7)
+        assert list(again.tokens_per_forward) == [7], "the same picture again is decoded in its own prefill"
+        assert set(again.why[:-1]) == {DecodeStats.EXACT} and set(again.bins_off) == {0}
+
+        assert change(r, rule="bin_distance", bins=[3])[0]
+        assert stats_of_next_action(r, seed=2).acceptance == "bin_distance"
+        for wrong, reason in (
+            (dict(bins=[300]), ""),
+            (dict(bins=[-1]), ""),
+            (dict(rule="kind"), "one of"),
+            (dict(bins=[1, 2]), "7 dimensions"),
+            (dict(bins=[0], tolerance_m=1e-6), "smaller than one bin of x"),
+            (dict(tolerance_m=0.01), "say the same thing"),
+        ):
+            successful, said = change(r, **wrong)
+            assert not successful and reason in said, (wrong, said)
+        assert stats_of_next_action(r, seed=3).acceptance == "bin_distance", "what is refused changes nothing"
+        assert change(r, rule="strict")[0]
+        assert stats_of_next_action(r, seed=4).acceptance == "strict"
