@@ -1,9 +1,10 @@
 """Bin-distance acceptance: an action token near the target's own choice will do (Spec-VLA, section 4.2)."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,11 +38,17 @@ class BinDistance:
 
     def _tolerance(self, verification: Verification) -> Tensor:
         """int64 [n]: r of each node's dimension."""
-        r = torch.tensor((*self.bins, 0), device=verification.choices.device)
         is_action = verification.actions.contain(verification.tree.tokens)
         is_action = is_action & (verification.tree.ancestry.parents >= 0)
         before = (verification.on_path & is_action).sum(dim=1) - is_action.to(torch.int64)
-        return r[(verification.place + before).clamp(max=len(self.bins))]
+        dimension = verification.place + before
+        # A step function of the dimension: its numbers travel with the launches, where a table would be a copy from the
+        # host, which waits for the device and cannot be captured in a CUDA graph.
+        tolerance = torch.zeros_like(dimension)
+        for first, (last, r) in enumerate(pairwise((0, *self.bins, 0))):
+            if r != last:
+                tolerance = tolerance + (dimension >= first) * (r - last)
+        return tolerance
 
 
 def tolerance_in_bins(
@@ -70,16 +77,25 @@ def tolerance_in_bins(
         tolerance, unit = (metres, "m") if name in _METRES else (radians, "rad")
         if not scaled:
             bins.append(gripper_bins)
-        elif not tolerance or not width:  # a dimension that never moved in training has one value
+            continue
+        if not tolerance or not width:  # a dimension that never moved in training has one value
             bins.append(0)
-        elif tolerance < width:
+            continue
+        whole = math.floor(tolerance / width * (1 + 1e-12))
+        if whole < 1:
+            least = _rounded_up(width)
             raise UserError(
-                f"a tolerance of {tolerance:g} {unit} is smaller than one bin of {name}, which is {width:g} {unit}: "
-                f"set it to that or more, or to 0 for strict"
+                f"a tolerance of {tolerance:g} {unit} is smaller than one bin of {name}: "
+                f"set it to {least:g} {unit} or more, or to 0 for strict"
             )
-        else:
-            bins.append(min(values - 1, int(np.floor(tolerance / width * (1 + 1e-12)))))
+        bins.append(min(values - 1, whole))
     return tuple(bins)
+
+
+def _rounded_up(width: float) -> float:
+    """To four digits and not below, so that the number a message names is one that is taken."""
+    unit = 10.0 ** (math.floor(math.log10(width)) - 3)
+    return math.ceil(width / unit) * unit
 
 
 def spread_bins(bins: Sequence[int], mask: Sequence[bool], gripper_bins: int) -> tuple[int, ...]:

@@ -20,12 +20,16 @@ def accept(rule: AcceptanceRule, verification: Verification) -> Acceptance:
     the first node. The published Spec-VLA code takes the first of the longest paths, even where an exact sibling of its
     last token exists.
 
+    No path goes past a row of logits with a NaN, whatever the rule: it ends there, with NOT_A_NUMBER as its last token.
+
     Shapes depend on the tree's shape alone and nothing is read back, so that the step can be part of a CUDA graph.
     """
     tree, on_path = verification.tree, verification.on_path
     depths, is_root = tree.ancestry.depths, tree.ancestry.parents < 0
     judgement = rule.judge(verification)
-    kept = (judgement.keeps & tree.valid & (tree.relaxable | verification.exact)) | is_root
+    # A loose rule would commit what was drafted behind a NaN, and with it hide the NaN from whoever reads the tokens.
+    allowed = tree.valid & (tree.relaxable | verification.exact) & (verification.wanted != NOT_A_NUMBER)
+    kept = (judgement.keeps & allowed) | is_root
     candidates = (kept | ~on_path).all(dim=1)
     distance = (on_path * verification.bins_off).sum(dim=1)
     likelihood = torch.nan_to_num(tree.log_probs, nan=-torch.inf, neginf=-torch.inf)

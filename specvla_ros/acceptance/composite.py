@@ -20,7 +20,7 @@ class Composite:
     Args:
         action: for action tokens.
         text: for text.
-        numbers: bool [vocab], ids whose text holds a digit.
+        numbers: bool [vocab], ids whose text holds a digit; where the model is, or each verification copies it there.
     """
 
     action: AcceptanceRule

@@ -16,8 +16,8 @@ class LVSpec:
     The relevance of a drafted token is the mean of the `top_n` highest cosine similarities between the target's last
     hidden state at it and those of the image's rows. The share `loose_share` of the drafted tokens with the lowest
     relevance is taken whatever the target says; the others must be its own choice, or be its choice at most `shift`
-    places before or behind on the same path (position-shift tolerance). The share is one of the tree's nodes: with
-    another size of the tree the rule is another.
+    places before or behind on the same path (position-shift tolerance). The share is one of the tree's nodes, rounded
+    up: with another size of the tree the rule is another.
 
     The paper's code is not public; this is a reading of its text. For text, not for actions: a loose action token has
     no bound.
@@ -58,4 +58,5 @@ class LVSpec:
         nodes = torch.arange(len(relevance), device=relevance.device)
         lower = (relevance < relevance[:, None]) | ((relevance == relevance[:, None]) & (nodes < nodes[:, None]))
         rank = (lower & drafted).sum(dim=1)
-        return drafted & (rank < self.loose_share * drafted.sum())
+        # In float32, 0.3 of 50 nodes is more than 15.
+        return drafted & (rank < self.loose_share * drafted.sum().to(torch.float64) - 1e-9)

@@ -26,7 +26,8 @@ def make_rule(settings: AcceptanceSettings, policy: Policy) -> AcceptanceRule:
     if settings.rule == "bin_distance":
         return near
     text = Fly(settings.fly_theta, settings.fly_window, settings.fly_entropy)
-    return Composite(near, text, number_tokens(policy.prompt.tokenizer, policy.decoder.config.vocab_size))
+    numbers = number_tokens(policy.prompt.tokenizer, policy.decoder.config.vocab_size)
+    return Composite(near, text, numbers.to(policy.decoder.device))
 
 
 def bins_of(settings: AcceptanceSettings, policy: Policy) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from specvla_ros.acceptance.composite import Composite
 from specvla_ros.acceptance.fly import Fly
 from specvla_ros.acceptance.lvspec import LVSpec
 from specvla_ros.acceptance.strict import Strict
-from specvla_ros.acceptance.verification import AcceptanceRule, Verification, Why
+from specvla_ros.acceptance.verification import NOT_A_NUMBER, AcceptanceRule, Verification, Why
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ def accept_by_loops(rule: AcceptanceRule, verification: Verification) -> Committ
         ):
             continue
         if Why.REJECTED in reasons:
+            continue
+        if any(_wanted(verification, path, place) == NOT_A_NUMBER for place in range(1, len(path))):
             continue
         off = [_bins_off(verification, path, place) for place in range(1, len(path))]
         likelihood = float(tree.log_probs[end])
@@ -149,7 +151,7 @@ def _irrelevant(rule: LVSpec, verification: Verification) -> set[int]:
         if verification.tree.valid[node] and math.isfinite(mean):
             relevance[node] = mean
     ordered = sorted(relevance, key=lambda node: (relevance[node], node))
-    return {node for rank, node in enumerate(ordered) if rank < rule.loose_share * len(ordered)}
+    return {node for rank, node in enumerate(ordered) if rank < rule.loose_share * len(ordered) - 1e-9}
 
 
 def _composite(rule: Composite, verification: Verification, path: list[int], place: int) -> Why:
