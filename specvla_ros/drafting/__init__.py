@@ -1,1 +1,1 @@
-"""Draft sources: the tokens that a verification may commit. None yet: mode `ar` verifies the root alone."""
+"""Draft sources: the tokens that a verification may commit."""

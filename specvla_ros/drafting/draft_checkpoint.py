@@ -2,10 +2,13 @@
 
 import json
 import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from specvla_ros.drafting.eagle_head import EagleHead
@@ -32,10 +35,22 @@ def load_draft_head(directory: Path, decoder: LlamaDecoder) -> EagleHead:
     head.to(decoder.dtype).to_empty(device=decoder.device)
     tensors = head.checkpoint_tensors()
     pickled = directory / "pytorch_model.bin"
-    if (directory / "model.safetensors").exists() or not pickled.exists():
+    if any(directory.glob("model.safetensors*")):
         load_weights(directory, tensors)
-    else:
+        single = directory / "model.safetensors"
+        for path in [single] if single.exists() else sorted(directory.glob("model-*-of-*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
+            _check_kind(path, shapes, tensors, decoder)
+    elif pickled.exists():
         _copy(pickled, _unpickle(pickled), tensors, decoder)
+    else:
+        raise UserError(
+            f"draft.head: {directory} holds neither model.safetensors nor pytorch_model.bin; copy the head's weights "
+            "there, or train one with `specvla train-draft`"
+        )
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+        raise UserError(f"{directory}: the draft head's weights hold NaN or infinity; train it again")
     return head.eval().requires_grad_(False)
 
 
@@ -49,12 +64,16 @@ def save_draft_head(directory: Path, head: EagleHead) -> None:
 
 def _config(directory: Path, target: LlamaConfig) -> LlamaConfig:
     path = directory / "config.json"
+    if not path.exists():
+        raise UserError(
+            f"draft.head: {path} is missing; SpecVLA's training does not put it beside the weights: copy it there"
+        )
     raw = read_json(path)
     layers = raw.get("num_hidden_layers", 1)
     if layers != 1:
         raise UserError(f"{path}: a draft head has one layer, this is a model of {layers}")
-    heads = int(raw.get("num_attention_heads", target.num_attention_heads))
     try:
+        heads = int(raw.get("num_attention_heads", target.num_attention_heads))
         hidden = int(raw["hidden_size"])
         config = LlamaConfig(
             hidden_size=hidden,
@@ -68,8 +87,14 @@ def _config(directory: Path, target: LlamaConfig) -> LlamaConfig:
             rope_theta=float(raw.get("rope_theta", target.rope_theta)),
             max_position_embeddings=target.max_position_embeddings,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: {type(error).__name__}: {error}; is this a draft head's config.json?") from None
+    groups = (config.num_attention_heads, config.num_key_value_heads)
+    if min(*groups, config.hidden_size, config.intermediate_size, config.head_dim) < 1 or groups[0] % groups[1]:
+        raise UserError(
+            f"{path}: hidden_size {config.hidden_size}, intermediate_size {config.intermediate_size}, {groups[0]} "
+            f"heads of {config.head_dim} and {groups[1]} key-value heads make no layer; copy the file again"
+        )
     if config.hidden_size != target.hidden_size:
         raise UserError(
             f"{directory} is a draft head for a target of hidden size {config.hidden_size}, but this target has "
@@ -85,10 +110,11 @@ def _config(directory: Path, target: LlamaConfig) -> LlamaConfig:
 
 def _unpickle(path: Path) -> dict[str, Tensor]:
     try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        # Files of torch before 1.6 are no zip archives and cannot be mapped.
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (EOFError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         raise UserError(f"{path} is damaged or holds more than tensors ({error}); download it again") from None
-    if not isinstance(tensors, dict):
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise UserError(f"{path} holds no tensors by name; is it a draft head?")
     return tensors
 
@@ -97,17 +123,25 @@ def _copy(path: Path, found: dict[str, Tensor], tensors: dict[str, Tensor], deco
     missing = [name for name in tensors if name not in found]
     if missing:
         raise UserError(f"{path} lacks {missing[0]} and {len(missing) - 1} more tensors: it is no EAGLE draft head")
-    vocab = found["embed_tokens.weight"].shape[0] if "embed_tokens.weight" in found else decoder.config.vocab_size
-    if vocab != decoder.config.vocab_size:
-        raise UserError(
-            f"{path}: the head was made for a vocabulary of {vocab} ids, this target has {decoder.config.vocab_size}"
-        )
-    extra = [name for name in found if name not in tensors and name != "embed_tokens.weight"]
-    if extra:
-        raise UserError(f"{path} has {extra[0]}, which this kind of draft head does not: it is of another kind")
+    _check_kind(path, {name: tensor.shape for name, tensor in found.items()}, tensors, decoder)
     for name, tensor in tensors.items():
         if tuple(found[name].shape) != tuple(tensor.shape):
             raise UserError(
                 f"{path}: {name} has shape {list(found[name].shape)}, but config.json implies {list(tensor.shape)}"
             )
         tensor.copy_(found[name])
+
+
+def _check_kind(
+    path: Path, shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor], decoder: LlamaDecoder
+) -> None:
+    """Refuses a file that has more than an EAGLE head has, or embeddings of another vocabulary."""
+    # The vocabulary in config.json is not asked: SpecVLA's says 32000 where the embeddings have 32064 rows.
+    rows = next(iter(shapes.get("embed_tokens.weight", ())), decoder.config.vocab_size)
+    if rows != decoder.config.vocab_size:
+        raise UserError(
+            f"{path}: the head was made for a vocabulary of {rows} ids, this target has {decoder.config.vocab_size}"
+        )
+    extra = [name for name in shapes if name not in tensors and name != "embed_tokens.weight"]
+    if extra:
+        raise UserError(f"{path} has {extra[0]}, which this kind of draft head does not: it is of another kind")

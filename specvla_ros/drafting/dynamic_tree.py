@@ -38,7 +38,8 @@ class TreeGrowth:
             scores: [beam, k], log-probability of each child given its parent; NaN counts as impossible.
         """
         k = tokens.shape[1]
-        scores = torch.nan_to_num(scores, nan=-torch.inf, neginf=-torch.inf)
+        # The rounded sum of a whole window's mass can be 1 + 1e-7: its child would rank before its own parent.
+        scores = torch.nan_to_num(scores, nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
         total = (self._beam_scores[:, None] + scores).flatten()
         parents = self._beam_numbers[:, None].expand(-1, k).flatten()
         self._tokens.append(tokens.flatten())

@@ -48,14 +48,25 @@ def test_a_head_of_another_target_is_refused(head: Path) -> None:
         load_draft_head(head, other)
 
 
-def test_a_head_of_another_vocabulary_is_refused(head: Path) -> None:
-    as_published(head, **{"embed_tokens.weight": torch.zeros(51, 32)})
+def add(directory: Path, kind: str, **more: torch.Tensor) -> None:
+    """More tensors into the head's file, which is then of this kind."""
+    if kind == "bin":
+        as_published(directory, **more)
+    else:
+        tensors = load_file(directory / "model.safetensors")
+        save_file(tensors | more, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_head_of_another_vocabulary_is_refused(head: Path, kind: str) -> None:
+    add(head, kind, **{"embed_tokens.weight": torch.zeros(51, 32)})
     with pytest.raises(UserError, match="vocabulary of 51 ids, this target has 50"):
         load_draft_head(head, DECODER)
 
 
-def test_a_head_of_another_kind_is_refused(head: Path) -> None:
-    as_published(head, **{"layers.0.input_layernorm.weight": torch.ones(32)})
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_head_of_another_kind_is_refused(head: Path, kind: str) -> None:
+    add(head, kind, **{"layers.0.input_layernorm.weight": torch.ones(32)})
     with pytest.raises(UserError, match=r"input_layernorm.*of another kind"):
         load_draft_head(head, DECODER)
 
@@ -80,11 +91,62 @@ def test_damaged_files_say_so(head: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="damaged or cut off"):
         load_draft_head(head, DECODER)
     (head / "model.safetensors").unlink()
-    (head / "pytorch_model.bin").write_bytes(b"\x80\x04no pickle")
+    (head / "pytorch_model.bin").write_bytes(b"\x80\x02no pickle")
     with pytest.raises(UserError, match="damaged or holds more than tensors"):
         load_draft_head(head, DECODER)
     edit_json(head / "config.json", lambda config: config.pop("hidden_size"))
     with pytest.raises(UserError, match=r"config\.json"):
+        load_draft_head(head, DECODER)
+
+
+def test_a_missing_file_is_named(head: Path) -> None:
+    (head / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"neither model\.safetensors nor pytorch_model\.bin.*specvla train-draft"):
+        load_draft_head(head, DECODER)
+    (head / "config.json").unlink()
+    with pytest.raises(UserError, match=r"config\.json is missing.*copy it there"):
+        load_draft_head(head, DECODER)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(num_attention_heads="many"),
+        dict(num_attention_heads=None),
+        dict(num_attention_heads=0, head_dim=None),
+        dict(num_attention_heads=-4),
+        dict(num_key_value_heads=-2),
+        dict(num_key_value_heads=3),
+        dict(intermediate_size=-1),
+    ],
+    ids=str,
+)
+def test_a_config_of_no_possible_layer_is_refused(head: Path, wrong: dict) -> None:
+    edit_json(head / "config.json", lambda config: config.update(wrong))
+    with pytest.raises(UserError, match=r"config\.json: "):
+        load_draft_head(head, DECODER)
+
+
+def test_pickled_files_of_every_age_are_read_and_empty_ones_refused(head: Path) -> None:
+    tensors = load_file(head / "model.safetensors")
+    (head / "model.safetensors").unlink()
+    pickled = head / "pytorch_model.bin"
+    torch.save(tensors, pickled, _use_new_zipfile_serialization=False)
+    assert load_draft_head(head, DECODER).fc.bias.equal(tensors["fc.bias"].float())
+    torch.save(tensors | {"fc.bias": 3}, pickled)
+    with pytest.raises(UserError, match="holds no tensors by name"):
+        load_draft_head(head, DECODER)
+    pickled.write_bytes(b"")
+    with pytest.raises(UserError, match="damaged or holds more than tensors"):
+        load_draft_head(head, DECODER)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(head: Path, number: float) -> None:
+    tensors = load_file(head / "model.safetensors")
+    next(iter(tensors.values())).view(-1)[3] = number
+    save_file(tensors, head / "model.safetensors")
+    with pytest.raises(UserError, match="NaN or infinity; train it again"):
         load_draft_head(head, DECODER)
 
 

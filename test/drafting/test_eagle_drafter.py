@@ -76,6 +76,16 @@ def test_rows_fed_in_any_split_give_the_same_tree(seed: int, ends: list[int], le
     same(tree, drafter().draft([request(seed, 2, ends[-1], 0, levels)])[0])
 
 
+def test_a_trees_scratch_rows_are_never_read_again() -> None:
+    made = drafter()
+    made.draft([request(5, 2, 9, 0, 4), request(6, 0, 30, 0, 4)])
+    for slot, prefix in ((2, 9), (0, 30)):
+        made._keys[slot, prefix:] = made._values[slot, prefix:] = float("nan")
+    trees = made.draft([request(5, 2, 12, 9, 4), request(6, 0, 31, 30, 4)])
+    same(trees[0], drafter().draft([request(5, 2, 12, 0, 4)])[0])
+    same(trees[1], drafter().draft([request(6, 0, 31, 0, 4)])[0])
+
+
 def test_node_limits_are_each_requests_own() -> None:
     trees = drafter().draft([request(1, 0, 5, 0, 4), request(2, 1, 9, 0, 4)], nodes=[4, 9])
     assert [len(tree) for tree in trees] == [4, 9]

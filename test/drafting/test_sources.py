@@ -89,6 +89,29 @@ def test_a_grown_tree_is_a_tree_of_the_best(data: st.DataObject, k: int, levels:
     assert tree.valid.equal(tree.log_probs > -torch.inf)
 
 
+def test_no_child_is_kept_without_its_parent_though_rounding_ranks_it_higher() -> None:
+    growth = TreeGrowth(torch.tensor(3), levels=2, nodes=2)
+    growth.expand(torch.tensor([[20]]), torch.tensor([[-0.5]]))
+    growth.expand(torch.tensor([[21]]), torch.tensor([[1e-6]]))
+    tree = growth.finish()
+    assert tree.tokens.tolist() == [3, 20]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(2, 6))
+def test_a_tree_of_windows_keeps_every_parent(seed: int, k: int, nodes: int) -> None:
+    growth = TreeGrowth(torch.tensor(3), levels=4, nodes=nodes)
+    window = WindowMass(k, ACTIONS, (15,) * 7)
+    for level in range(4):
+        rows = log_probs(seed + level, len(growth.beam_tokens), sharpness=5.0).to(torch.float32)
+        rows[:, :10] = rows[:, 26:] = -torch.inf  # nearly all of the mass in one window
+        tokens, scores = window(rows.log_softmax(-1), level)
+        # Each level's tokens are made recognisable: a node at the wrong level is seen.
+        growth.expand(tokens + 100 * (level + 1), scores)
+    tree = growth.finish()
+    levels = tree.tokens[1:] // 100
+    assert levels.equal(tree.ancestry.depths[1:])
+
+
 def test_temporal_holds_and_extrapolates_within_one_epoch() -> None:
     drafter = TemporalDrafter(ACTIONS)
     assert drafter.chains(0, 1) == []
