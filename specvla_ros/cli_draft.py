@@ -1,9 +1,11 @@
-"""The commands about speculation: `specvla train-draft` and `specvla sweep`."""
+"""The commands about speculation: `specvla train-draft`, `sweep` and `calibrate`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from specvla_ros.cli_options import (
     CenterCrop,
@@ -19,6 +21,9 @@ from specvla_ros.cli_options import (
 from specvla_ros.errors import UserError
 
 app = typer.Typer()
+
+_TOLERANCES = ("0.5mm,0.3deg", "1mm,0.6deg", "2mm,1.1deg", "3mm,1.7deg", "5mm,3deg")
+_NODES = (8, 16, 32, 50)
 
 
 @app.command("train-draft")
@@ -49,10 +54,10 @@ def train_draft(
     except ImportError:
         raise UserError("training needs accelerate: pip install 'specvla_ros[train]'") from None
     from specvla_ros.cli_simulation import progress_bar
+    from specvla_ros.evaluation.frame_sources import SIMULATION
     from specvla_ros.models.policy import load_policy
     from specvla_ros.shipped import nano_policy
     from specvla_ros.training import train_draft as training
-    from specvla_ros.training.draft_data import SIMULATION
 
     if SIMULATION in data and len(data) > 1:
         raise UserError("--data sim cannot be mixed with bags: train twice, or choose one")
@@ -110,9 +115,6 @@ def sweep(
     center_crop: CenterCrop = False,
 ) -> None:
     """Compare plain, strict and relaxed decoding on the same episodes: Spec-VLA's tables 1 to 3 and figure 4."""
-    from rich.console import Console
-    from rich.table import Table
-
     from specvla_ros.cli_simulation import progress_bar
     from specvla_ros.decode_parameters import read_decode_parameters
     from specvla_ros.evaluation.simulate import SimulatePlan
@@ -153,3 +155,91 @@ def sweep(
         )
     Console().print(table)
     typer.echo(f"see {out / 'sweep.json'} and the reports beside it")
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="Directory for profile.yaml, the report and the episodes.")],
+    policy: Annotated[
+        Path | None, typer.Option(help="OpenVLA checkpoint directory. Default: the nano policy of this package.")
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Images to try: bags or directories of bags; or `sim`: the policy's own at --world."),
+    ] = None,
+    tolerance: Annotated[
+        list[str] | None,
+        typer.Option(help="To try, as 2mm,1.1deg or 5bins; again for more. Default: 0.5mm,0.3deg to 5mm,3deg."),
+    ] = None,
+    nodes: Annotated[
+        list[int] | None, typer.Option(help="Tree sizes to try; again for more. Default: 8, 16, 32, 50.")
+    ] = None,
+    max_loss: Annotated[float, typer.Option(help="Success that may be lost [points], at 95 % confidence.")] = 2.0,
+    max_mm: Annotated[float, typer.Option(help="Deviation from plain decoding, 95th percentile [mm].")] = 5.0,
+    max_deg: Annotated[float, typer.Option(help="The same of the rotation [degrees].")] = 3.0,
+    max_gripper: Annotated[float, typer.Option(help="Actions that may tell the gripper something else [%].")] = 1.0,
+    world: Annotated[
+        str, typer.Option(help="Where success is tried: table, a LIBERO suite, or none: deviation alone decides.")
+    ] = "table",
+    task: Tasks = None,
+    episodes: Annotated[int, typer.Option(help="Per task.", min=1)] = 60,
+    frames: Annotated[int, typer.Option(help="Images to try.", min=1)] = 100,
+    seed: Annotated[int, typer.Option(help="Of the first episode's start; the others follow.", min=0)] = 0,
+    workers: Workers = 0,
+    emulate: Annotated[
+        str, typer.Option(help="Count stage times of a device: orin, rtx5090, h200 or a JSON file. An emulation.")
+    ] = "",
+    param: Parameters = None,
+    params_file: ParamsFile = None,
+    unnorm_key: UnnormKey = "",
+    device: Device = "auto",
+    dtype: DtypeOption = Dtype.AUTO,
+    center_crop: CenterCrop = False,
+) -> None:
+    """Choose tolerance and draft tree from evidence, and write them as a ROS 2 parameter file."""
+    from specvla_ros.cli_simulation import progress_bar
+    from specvla_ros.decode_parameters import read_decode_parameters
+    from specvla_ros.evaluation import calibrate as calibration
+    from specvla_ros.evaluation.calibrate_report import HEAD, row
+    from specvla_ros.evaluation.calibration import Limits
+    from specvla_ros.evaluation.simulate import SimulatePlan
+    from specvla_ros.evaluation.simulate_episode import TABLE, SimulateSettings
+    from specvla_ros.evaluation.tolerance import Tolerance
+    from specvla_ros.models.policy import load_policy
+    from specvla_ros.shipped import nano_policy
+
+    simulated = world != "none"
+    base = SimulateSettings(
+        policy=policy or nano_policy(),
+        world=world if simulated else TABLE,
+        unnorm_key=unnorm_key,
+        device=device,
+        dtype=dtype.value,
+        center_crop=center_crop,
+        engine=read_decode_parameters([*(param or ()), "decode.mode:=spec"], params_file).engine_settings(),
+    )
+    tried = tuple(map(Tolerance.parse, tolerance or _TOLERANCES))
+    plan = calibration.CalibratePlan(
+        tolerances=tried,
+        nodes=tuple(nodes or _NODES),
+        limits=Limits(max_loss, max_mm, max_deg, max_gripper / 100),
+        episodes=SimulatePlan(tuple(task or ()), episodes, seed, films=0, workers=workers) if simulated else None,
+        emulate=emulate,
+    )
+    loaded = load_policy(base.policy, device=device, dtype=base.dtype, unnorm_key=unnorm_key, center_crop=center_crop)
+    with progress_bar() as bar:
+        line = bar.add_task("looking for frames", total=None)
+        images = calibration.collect_frames(loaded, base, data, plan, frames)
+
+        def show(progress: calibration.Progress) -> None:
+            bar.update(line, completed=progress.done, total=progress.wanted, description=progress.stage)
+
+        found = calibration.calibrate(loaded, base, images, plan, out, show)
+    shown = Table(*HEAD)
+    for each in found.candidates:
+        shown.add_row(*row(each, found))
+    console = Console()
+    console.print(shown)
+    for name, why in found.refused.items():
+        console.print(f"left out {name}: {why}")
+    console.print(f"chosen: {found.chosen.trial.name}; {out / calibration.PROFILE_FILE} is its profile")

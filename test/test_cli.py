@@ -1,6 +1,7 @@
 """The commands as a user types them: results on stdout, one clear message and an exit code when something is wrong."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -109,3 +110,8 @@ def test_every_command_has_help(command: str) -> None:
     done = specvla(command, "--help")
     assert done.returncode == 0
     assert "Usage" in done.stdout
+
+
+def test_worker_processes_may_import_the_command() -> None:
+    """As multiprocessing does where processes are not forked."""
+    runpy.run_path(str(Path(__file__).resolve().parents[1] / "scripts" / "specvla"), run_name="__mp_main__")

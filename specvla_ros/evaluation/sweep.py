@@ -3,20 +3,18 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.evaluation.decode_timing import time_settings
-from specvla_ros.evaluation.simulate import SimulatePlan, read_episodes, simulate, tasks_of
-from specvla_ros.evaluation.simulate_episode import SimulateSettings, make_robot
+from specvla_ros.evaluation.frame_sources import simulation_source
+from specvla_ros.evaluation.side_by_side import run_side_by_side
+from specvla_ros.evaluation.simulate import SimulatePlan, read_episodes, simulate
+from specvla_ros.evaluation.simulate_episode import SimulateSettings
 from specvla_ros.evaluation.simulate_summary import PairedComparison, SimulateSummary, compare_episodes
-from specvla_ros.models.policy import Policy, load_policy
-from specvla_ros.simulation.device_pace import tick_time
-from specvla_ros.simulation.rollout import Clock, EpisodeResult, Rollout
+from specvla_ros.models.policy import load_policy
+from specvla_ros.simulation.rollout import EpisodeResult
 
 SWEEP_FILE = "sweep.json"
 _TIMED_FRAMES = 64
@@ -38,7 +36,7 @@ class SweepRow:
         setting: which one.
         summary: of its episodes.
         against_first: paired with the sweep's first setting, episode by episode.
-        action_s: median seconds per action on the same frames as all others, side by side.
+        action_s: mean seconds per action on the same frames as all others, side by side.
         speed_up: the first setting's `action_s` over this one's.
     """
 
@@ -107,15 +105,22 @@ def sweep(
     policy = load_policy(
         base.policy, device=base.device, dtype=base.dtype, unnorm_key=base.unnorm_key, center_crop=base.center_crop
     )
-    seconds = time_settings(policy, {each.name: each.engine for each in settings}, _frames(policy, base, plan))
+    source = simulation_source(
+        policy,
+        plan.first_seed,
+        world=base.world,
+        tasks=plan.tasks,
+        max_text_tokens=base.engine.max_text_tokens,
+    )
+    runs = run_side_by_side(policy, {each.name: each.engine for each in settings}, list(islice(source, _TIMED_FRAMES)))
     first = settings[0].name
     rows = [
         SweepRow(
             setting=setting,
             summary=summaries[setting.name],
             against_first=compare_episodes(read_episodes(out / first), read_episodes(out / setting.name)),
-            action_s=seconds[setting.name],
-            speed_up=seconds[first] / seconds[setting.name],
+            action_s=runs[setting.name].action_s,
+            speed_up=runs[first].action_s / runs[setting.name].action_s,
         )
         for setting in settings
     ]
@@ -123,22 +128,3 @@ def sweep(
     text = json.dumps({"rows": [row.as_json() for row in rows], "context": context}, indent=2, allow_nan=False)
     (out / SWEEP_FILE).write_text(text + "\n", encoding="utf-8")
     return rows
-
-
-def _frames(policy: Policy, base: SimulateSettings, plan: SimulatePlan) -> list[tuple[np.ndarray, str]]:
-    """What the camera sees in the first episodes of the plan."""
-    robot = make_robot(base.world)
-    seen: list[tuple[np.ndarray, str]] = []
-    rollout = Rollout(
-        Engine(policy, EngineSettings(max_text_tokens=base.engine.max_text_tokens)),
-        robot,
-        Clock.LOCKSTEP,
-        tick_time(None),
-        on_look=lambda observation: seen.append((observation.image, observation.instruction)),
-    )
-    first = tasks_of(base.world, plan.tasks)[0]
-    for seed in range(plan.first_seed, plan.first_seed + plan.episodes):
-        rollout.run(first, seed)
-        if len(seen) >= _TIMED_FRAMES:
-            break
-    return seen[:_TIMED_FRAMES]

@@ -57,28 +57,6 @@ class DemonstrationSet:
         return self.episode_of % _VALIDATION_SHARE == _VALIDATION_SHARE - 1
 
 
-def find_bags(directories: Sequence[Path]) -> tuple[Path, ...]:
-    """Every bag that is one of these directories or lies directly in one, sorted.
-
-    Raises:
-        UserError: there is none.
-    """
-    bags: list[Path] = []
-    for directory in directories:
-        if not directory.is_dir():
-            raise UserError(f"--data {directory} does not exist; `specvla collect --out {directory}` records some")
-        if (directory / "metadata.yaml").exists():
-            bags.append(directory)
-        bags += sorted(
-            path.parent for path in directory.glob("*/metadata.yaml") if not path.parent.name.startswith(".")
-        )
-    if not bags:
-        raise UserError(
-            f"no bags in {', '.join(map(str, directories))}; `specvla collect --out {directories[0]}` records some"
-        )
-    return tuple(bags)
-
-
 def load_demonstrations(
     bags: Sequence[Path], cache: Path, size: int, on_progress: Callable[[int, int], None] | None = None
 ) -> DemonstrationSet:

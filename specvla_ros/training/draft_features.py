@@ -17,6 +17,7 @@ from specvla_ros.acceptance.strict import greedy_choice
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.errors import UserError
+from specvla_ros.evaluation.frame_sources import Frame
 from specvla_ros.models.policy import Policy
 
 _SHARD = 256  # samples
@@ -38,9 +39,6 @@ class Sample:
     prompt: Tensor
     hidden: Tensor
     tokens: Tensor
-
-
-Frame = tuple[np.ndarray, str]  # RGB uint8 [height, width, 3], and what is asked
 
 
 @torch.inference_mode()

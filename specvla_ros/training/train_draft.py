@@ -16,10 +16,16 @@ from torch import Tensor, nn
 from specvla_ros.drafting.draft_checkpoint import save_draft_head
 from specvla_ros.drafting.eagle_head import EagleHead
 from specvla_ros.errors import UserError
+from specvla_ros.evaluation.frame_sources import (
+    FIRST_SEED,
+    SIMULATION,
+    bag_source,
+    find_bags,
+    require_frames,
+    simulation_source,
+)
 from specvla_ros.evaluation.provenance import file_hashes
 from specvla_ros.models.policy import Policy
-from specvla_ros.training.dataset import find_bags
-from specvla_ros.training.draft_data import SIMULATION, bag_source, require_frames, simulation_source
 from specvla_ros.training.draft_features import FeatureStore, Sample, shuffled_samples
 from specvla_ros.training.draft_forward import draft_features
 from specvla_ros.training.draft_validation import DraftValidation, validate_draft
@@ -104,7 +110,7 @@ def collect_features(
     named = sorted(str(bag.resolve()) for bag in find_bags(data)) if data is not None else [SIMULATION]
     described = {"target": file_hashes(sorted(policy.directory.glob("*.safetensors"))), "data": named, "seed": seed}
     store = FeatureStore(out / STATE_DIRECTORY / "features", described)
-    source = bag_source(find_bags(data), seed) if data is not None else simulation_source(policy, seed)
+    source = bag_source(find_bags(data), seed) if data is not None else simulation_source(policy, FIRST_SEED + seed)
     store.fill(policy, islice(require_frames(source), frames), limit_bytes=max_bytes, on_frame=on_frame)
     return store.shards
 

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from specvla_ros.errors import UserError
+from specvla_ros.evaluation.frame_sources import find_bags
 from specvla_ros.models.policy import Policy, load_policy
 from specvla_ros.models.weights import save_weights
 from specvla_ros.training.action_loss import action_loss, cross_entropy
 from specvla_ros.training.batched_forward import action_logits
 from specvla_ros.training.batches import Batch, Batches, shuffled
-from specvla_ros.training.dataset import DemonstrationSet, action_statistics, find_bags, load_demonstrations
+from specvla_ros.training.dataset import DemonstrationSet, action_statistics, load_demonstrations
 from specvla_ros.training.nano import NanoShape, write_nano
 
 STATE_DIRECTORY = "training_state"

@@ -25,9 +25,10 @@ from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
+from specvla_ros.evaluation.frame_sources import Frame
 from specvla_ros.models.policy import Policy, load_policy
 from specvla_ros.training import draft_features, train_draft
-from specvla_ros.training.draft_features import FeatureStore, Frame, answer, read_shard, shuffled_samples
+from specvla_ros.training.draft_features import FeatureStore, answer, read_shard, shuffled_samples
 from specvla_ros.training.train_draft import STATE_DIRECTORY, DraftProgress, DraftTraining
 
 pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'specvla_ros[train]'")

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from specvla_ros.errors import UserError
+from specvla_ros.evaluation.frame_sources import find_bags
 from specvla_ros.models.action_tokenizer import ActionTokenizer
 from specvla_ros.models.policy import load_policy
 from specvla_ros.simulation.demonstration_bag import DemonstrationRecord, Hindsight, write_demonstration
 from specvla_ros.training.action_loss import action_loss
 from specvla_ros.training.batches import shuffled
-from specvla_ros.training.dataset import action_statistics, find_bags, load_demonstrations
+from specvla_ros.training.dataset import action_statistics, load_demonstrations
 from specvla_ros.training.nano import NanoShape
 from specvla_ros.training.train_policy import STATE_DIRECTORY, PolicyTraining, train_policy
 

@@ -1,0 +1,105 @@
+"""Frames that a policy is asked about: from bags, or from what the policy itself does in simulation."""
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.errors import UserError
+from specvla_ros.evaluation.bag_reader import open_bag
+from specvla_ros.evaluation.bag_topics import RAW_IMAGE, TopicChoice, choose_topics
+from specvla_ros.evaluation.replay_frames import bag_frames
+from specvla_ros.evaluation.simulate import tasks_of
+from specvla_ros.evaluation.simulate_episode import TABLE, make_robot
+from specvla_ros.image_message import rgb_from_compressed, rgb_from_image
+from specvla_ros.models.policy import Policy
+from specvla_ros.simulation.device_pace import tick_time
+from specvla_ros.simulation.rollout import Clock, Rollout
+
+SIMULATION = "sim"
+FIRST_SEED = 2_000_000  # neither those of `simulate` nor those of `collect`
+
+Frame = tuple[np.ndarray, str]  # RGB uint8 [height, width, 3], and what is asked
+
+
+def find_bags(directories: Sequence[Path]) -> tuple[Path, ...]:
+    """Every bag that is one of these directories or lies directly in one, sorted.
+
+    Raises:
+        UserError: there is none.
+    """
+    bags: list[Path] = []
+    for directory in directories:
+        if not directory.is_dir():
+            raise UserError(f"--data {directory} does not exist; `specvla collect --out {directory}` records some")
+        if (directory / "metadata.yaml").exists():
+            bags.append(directory)
+        bags += sorted(
+            path.parent for path in directory.glob("*/metadata.yaml") if not path.parent.name.startswith(".")
+        )
+    if not bags:
+        raise UserError(
+            f"no bags in {', '.join(map(str, directories))}; `specvla collect --out {directories[0]}` records some"
+        )
+    return tuple(bags)
+
+
+def bag_source(bags: Sequence[Path], seed: int) -> Iterator[Frame]:
+    """Every image of every bag with the instruction in force, bags in a random order that the seed fixes.
+
+    Raises:
+        UserError: a bag that cannot be read.
+    """
+    for i in np.random.default_rng(seed).permutation(len(bags)):
+        with open_bag(bags[i]) as bag:
+            topics = choose_topics(bag, TopicChoice())
+            to_rgb = rgb_from_image if topics.image.msgtype == RAW_IMAGE else rgb_from_compressed
+            for frame in bag_frames(bag, topics):
+                if frame.instruction:
+                    yield to_rgb(frame.image.message()), frame.instruction
+
+
+def simulation_source(
+    policy: Policy, first_seed: int, *, world: str = TABLE, tasks: Sequence[str] = (), max_text_tokens: int = 128
+) -> Iterator[Frame]:
+    """What the camera sees while the policy drives a simulated arm, decoded plainly, task after task, without end.
+
+    Args:
+        policy: drives.
+        first_seed: of the first episode's start; the others follow.
+        world: table, or a LIBERO suite.
+        tasks: names; none: all of the world.
+        max_text_tokens: longest prompt text.
+
+    Raises:
+        UserError: no such world or task, or an instruction that the policy cannot be asked.
+    """
+    names = tasks_of(world, tasks)
+    seen: list[Frame] = []
+    rollout = Rollout(
+        Engine(policy, EngineSettings(max_text_tokens=max_text_tokens)),
+        make_robot(world),
+        Clock.LOCKSTEP,
+        tick_time(None),
+        on_look=lambda observation: seen.append((observation.image, observation.instruction)),
+    )
+    for episode in count():
+        rollout.run(names[episode % len(names)], first_seed + episode)
+        yield from seen
+        seen.clear()
+
+
+def require_frames(source: Iterator[Frame]) -> Iterator[Frame]:
+    """The same frames.
+
+    Raises:
+        UserError: there is not one.
+    """
+    first = next(source, None)
+    if first is None:
+        raise UserError("the data hold no image with an instruction: nothing to ask the target about")
+    yield first
+    yield from source
