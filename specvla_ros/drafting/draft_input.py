@@ -18,7 +18,9 @@ class DraftInput:
         levels: the tree may be this deep: one less than the tokens still missing.
         place: action tokens committed so far, the root included: the dimension of the first drafted token.
         epoch: the instruction epoch.
-        context: ids of the prompt and the answer so far.
+        prompt: ids of the prompt.
+        answer: ids of the answer so far.
+        in_text: the answer may still be text, which comes before the action.
     """
 
     slot: int
@@ -29,4 +31,6 @@ class DraftInput:
     levels: int
     place: int
     epoch: int = 0
-    context: tuple[int, ...] = ()
+    prompt: tuple[int, ...] = ()
+    answer: tuple[int, ...] = ()
+    in_text: bool = False

@@ -74,7 +74,12 @@ class Drafter:
         """One tree per request, of at most `draft.nodes` nodes."""
         nodes = self._settings.nodes
         earlier = [
-            Branches.of(self._earlier(each.epoch, each.place), levels=each.levels, most=nodes - 1) for each in inputs
+            Branches.of(
+                self._earlier(each.epoch, each.place, each.answer, in_text=each.in_text),
+                levels=each.levels,
+                most=nodes - 1,
+            )
+            for each in inputs
         ]
         looked_up = [
             Branches.of(self._looked_up(each), levels=each.levels, most=nodes - 1 - len(taken))
@@ -89,30 +94,44 @@ class Drafter:
         trees = [add_branches(tree, each, relaxable=False) for tree, each in zip(trees, earlier, strict=True)]
         return [add_branches(tree, each, relaxable=True) for tree, each in zip(trees, looked_up, strict=True)]
 
-    def behind_prompt(self, epoch: int, *, levels: int) -> Tree:
-        """What a prompt's own forward may verify: the previous action costs no hidden states.
+    def behind_prompt(self, epoch: int, *, levels: int, in_text: bool) -> Tree:
+        """What a prompt's own forward may verify: the previous answer costs no hidden states.
 
         The root stands for the prompt's last row; its token is not read.
+
+        Args:
+            epoch: the instruction epoch.
+            levels: tokens of the longest answer.
+            in_text: the answer may begin with text.
         """
         root = Tree.of_root(torch.zeros(1, dtype=torch.int64, device=self._device))
-        branches = Branches.of(self._earlier(epoch, 0), levels=levels, most=self._settings.nodes - 1)
+        branches = Branches.of(
+            self._earlier(epoch, 0, (), in_text=in_text), levels=levels, most=self._settings.nodes - 1
+        )
         return add_branches(root, branches, relaxable=False)
 
-    def observe(self, epoch: int, tokens: tuple[int, ...]) -> None:
-        """Takes a finished action."""
+    def observe(self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...]) -> None:
+        """Takes a finished answer and the action that it ends in."""
         if self._temporal is not None:
-            self._temporal.observe(epoch, tokens)
+            self._temporal.observe(epoch, answer, action)
 
     def forget(self) -> None:
         """Forgets earlier actions."""
         if self._temporal is not None:
             self._temporal.forget()
 
-    def _earlier(self, epoch: int, place: int) -> list[tuple[int, ...]]:
-        return self._temporal.chains(epoch, place) if self._temporal is not None else []
+    def _earlier(self, epoch: int, place: int, answer: Sequence[int], *, in_text: bool) -> list[tuple[int, ...]]:
+        if self._temporal is None:
+            return []
+        if not in_text:
+            return self._temporal.chains(epoch, place)
+        # Behind a prompt nothing else drafts; later, text leaves half of the nodes to the others.
+        alone = not answer or (self._eagle is None and not self._lookup)
+        return [self._temporal.text(epoch, answer, self._settings.nodes // (1 if alone else 2))]
 
     def _looked_up(self, request: DraftInput) -> list[tuple[int, ...]]:
-        return [look_up(request.context, self._lookup)] if self._lookup else []
+        context = (*request.prompt, *request.answer)
+        return [look_up(context, context, self._lookup)] if self._lookup else []
 
 
 def _head_directory(policy: Policy, settings: DraftSettings) -> Path | None:

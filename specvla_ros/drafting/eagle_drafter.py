@@ -44,7 +44,7 @@ class EagleDrafter:
         settings: the tree's size.
         slots: requests in flight at most.
         slot_rows: committed rows of a slot at most.
-        children: how a node's children are chosen; by default the likeliest.
+        children: how a node's children are chosen; by default, and where text may come, the likeliest.
 
     Attributes:
         committed_rows: of a slot at most.
@@ -64,7 +64,8 @@ class EagleDrafter:
         self._head = head
         self._decoder = decoder
         self._settings = settings
-        self.children = children or top_k(settings.top_k)
+        self._any_token = top_k(settings.top_k)
+        self.children = children or self._any_token
         self.committed_rows = slot_rows
         self.forwards = 0
         self._slot_rows = slot_rows + settings.beam_nodes
@@ -93,7 +94,8 @@ class EagleDrafter:
                 self._run_beams(growing)
             for each in growing:
                 log_probs = self._log_probs(each.hidden)
-                each.growth.expand(*self.children(log_probs, each.request.place + level))
+                children = self._any_token if each.request.in_text else self.children
+                each.growth.expand(*children(log_probs, each.request.place + level))
         return [each.growth.finish() for each in drafts]
 
     def _feed(self, inputs: Sequence[DraftInput]) -> list[Tensor]:

@@ -42,6 +42,10 @@ class AnswerFormat:
         text = (i for i, token in enumerate(reversed(tokens)) if not first <= token < stop)
         return next(text, len(tokens))
 
+    def in_text(self, tokens: Sequence[int]) -> bool:
+        """Whether the next token may be text."""
+        return self.max_text > 0 and not self.place(tokens)
+
     def missing(self, tokens: Sequence[int]) -> int:
         """The most tokens that may still come."""
         place = self.place(tokens)

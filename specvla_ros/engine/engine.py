@@ -222,8 +222,8 @@ class Engine:
         self._clock.stop()
         slot = self._ring.take()
         assert slot is not None
-        levels = 0 if self._answer.max_text else self._answer.action_dim  # text comes first
-        tree = self._drafter.behind_prompt(observation.epoch, levels=levels)
+        in_text = self._answer.in_text(())
+        tree = self._drafter.behind_prompt(observation.epoch, levels=self._answer.longest, in_text=in_text)
         self._in_flight.append(Request(observation, slot, prompt, prompt_ids, wait_s, tree))
         self._waiting = None
         return []
@@ -298,7 +298,7 @@ class Engine:
         values = self.policy.action(tokens)
         if not np.isfinite(values).all():
             return Drop(request.observation, DropReason.NOT_FINITE, f"the action is {values.tolist()}")
-        self._drafter.observe(request.observation.epoch, tokens)
+        self._drafter.observe(request.observation.epoch, tuple(request.tokens), tokens)
         return Action(
             observation=request.observation,
             names=self.policy.action_names,

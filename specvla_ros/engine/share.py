@@ -53,7 +53,9 @@ class Share:
             levels=answer.missing(request.tokens) - 1,
             place=answer.place(request.tokens),
             epoch=request.observation.epoch,
-            context=(*request.prompt_ids, *request.tokens),
+            prompt=request.prompt_ids,
+            answer=tuple(request.tokens),
+            in_text=answer.in_text(request.tokens),
         )
 
     @property

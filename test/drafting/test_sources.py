@@ -115,26 +115,30 @@ def test_a_tree_of_windows_keeps_every_parent(seed: int, k: int, nodes: int) -> 
 def test_temporal_holds_and_extrapolates_within_one_epoch() -> None:
     drafter = TemporalDrafter(ACTIONS)
     assert drafter.chains(0, 1) == []
-    drafter.observe(0, (12, 20, 25))
+    drafter.observe(0, (12, 20, 25), (12, 20, 25))
     assert drafter.chains(0, 1) == [(20, 25)]
-    drafter.observe(0, (12, 18, 25))
+    drafter.observe(0, (12, 18, 25), (12, 18, 25))
     assert drafter.chains(0, 0) == [(12, 18, 25), (12, 16, 25)]
     assert drafter.chains(0, 2) == [(25,)], "the line is the same as holding still"
-    drafter.observe(0, (12, 11, 25))
+    drafter.observe(0, (12, 11, 25), (12, 11, 25))
     assert drafter.chains(0, 1)[1] == (10, 25), "never outside the action ids"
     assert drafter.chains(1, 1) == []
-    drafter.observe(1, (13, 13, 13))
+    drafter.observe(1, (13, 13, 13), (13, 13, 13))
     assert drafter.chains(1, 0) == [(13, 13, 13)], "an action of another epoch is no slope"
     drafter.forget()
     assert drafter.chains(1, 0) == []
 
 
 def test_prompt_lookup_takes_the_longest_and_most_recent_match() -> None:
-    assert look_up([1, 2, 3, 9, 1, 2, 3, 8, 2, 3], 4) == (8, 2, 3)
-    assert look_up([5, 1, 2, 7, 9, 2, 4, 1, 2], 2) == (7, 9), "two tokens beat one that is nearer"
-    assert look_up([1, 2, 3], 4) == ()
-    assert look_up([4], 4) == look_up([], 4) == ()
-    assert look_up([7, 7], 3) == (7,)
+    def again(*text: int, tokens: int) -> tuple[int, ...]:
+        return look_up(text, text, tokens)
+
+    assert again(1, 2, 3, 9, 1, 2, 3, 8, 2, 3, tokens=4) == (8, 2, 3)
+    assert again(5, 1, 2, 7, 9, 2, 4, 1, 2, tokens=2) == (7, 9), "two tokens beat one that is nearer"
+    assert again(1, 2, 3, tokens=4) == again(4, tokens=4) == again(tokens=4) == ()
+    assert again(7, 7, tokens=3) == (7,)
+    assert look_up((1, 2, 3, 2), (9, 2), 4) == (3, 2), "what is looked in ends in its own pattern"
+    assert look_up((1, 2, 3), (9, 3), 4) == ()
 
 
 def test_branches_join_what_they_share() -> None:
@@ -183,3 +187,15 @@ def test_every_pair_of_sizes_that_is_allowed_fits_a_forward() -> None:
     for k, depth in itertools.product(range(1, 65), range(1, 64)):
         if k * (depth - 1) <= 64:
             assert DraftSettings(top_k=k, depth=depth).beam_nodes <= 64
+
+
+def test_temporal_text_goes_on_as_the_last_answer_did() -> None:
+    drafter = TemporalDrafter(ACTIONS)
+    drafter.observe(3, (1, 2, 3, 4, 2, 5, 12, 20), (12, 20))
+    assert drafter.text(3, (), 4) == (1, 2, 3, 4)
+    assert drafter.text(3, (9, 2, 3), 9) == (4, 2, 5, 12, 20)
+    assert drafter.text(3, (9, 2), 2) == (5, 12), "the last of two places"
+    assert drafter.text(3, (9,), 2) == ()
+    assert drafter.text(4, (), 4) == (), "of another instruction"
+    drafter.forget()
+    assert drafter.text(3, (), 4) == ()

@@ -66,7 +66,7 @@ class Scripted:
     def draft(self, inputs: Sequence[DraftInput]) -> list[Tree]:
         return [self._tree(each.root, each.place, each.levels) for each in inputs]
 
-    def behind_prompt(self, epoch: int, *, levels: int) -> Tree:
+    def behind_prompt(self, epoch: int, *, levels: int, in_text: bool) -> Tree:
         return self._tree(torch.zeros((), dtype=torch.int64), 0, levels)
 
     def _tree(self, root: torch.Tensor, place: int, levels: int) -> Tree:
@@ -86,7 +86,7 @@ class Scripted:
         relaxable = torch.tensor([draw(st.integers(0, 4)) > 0 for _ in tokens])
         return Tree(torch.tensor(tokens), ancestry, log_probs, torch.tensor(valid), relaxable, levels=max(depths))
 
-    def observe(self, epoch: int, tokens: tuple[int, ...]) -> None:
+    def observe(self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...]) -> None:
         pass
 
     def forget(self) -> None:

@@ -18,33 +18,37 @@ _BINS = 256
 _CHARACTERS = "▁\nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;!?'\"()-_/"
 
 
-def write_random_checkpoint(directory: Path, *, seed: int = 0, hidden_size: int = 96, layers: int = 4) -> None:
+def write_random_checkpoint(
+    directory: Path, *, seed: int = 0, hidden_size: int = 96, layers: int = 4, text: float = 0.0
+) -> None:
     """Writes config.json, model.safetensors, preprocessor_config.json and tokenizer.json.
 
-    The output head is zero outside the action tokens, so that every answer is an action.
+    The output head is zero outside the action tokens, so that every answer is an action, unless text is asked for: then
+    an action has two dimensions, and words come before it.
 
     Args:
         directory: made if it is missing.
         seed: of the weights.
         hidden_size: of the language model, a multiple of 32.
         layers: of the language model.
+        text: how large the output head's rows of characters are beside those of actions.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _character_tokenizer()
     vocab = tokenizer.get_vocab_size() + _BINS
-    _write_json(directory / "config.json", _config(vocab, hidden_size, layers))
+    _write_json(directory / "config.json", _config(vocab, hidden_size, layers, dims=2 if text else 7))
     _write_json(directory / "preprocessor_config.json", _preprocessor_config())
     tokenizer.save(str(directory / "tokenizer.json"))
     model = OpenVLA(read_config(directory))
     tensors = model.checkpoint_tensors()
     _randomise(tensors, torch.Generator().manual_seed(seed))
     head = tensors["language_model.lm_head.weight"]
-    head[: vocab - _BINS] = 0.0
+    head[: vocab - _BINS] *= text
     head[vocab:] = 0.0
     save_weights(directory / "model.safetensors", tensors)
 
 
-def _config(vocab: int, hidden_size: int, layers: int) -> dict[str, object]:
+def _config(vocab: int, hidden_size: int, layers: int, dims: int) -> dict[str, object]:
     # BridgeData's ranges, rounded: metres and radians per 0.2 s.
     bounds = (0.029, 0.042, 0.040, 0.082, 0.093, 0.207)
     return {
@@ -74,9 +78,9 @@ def _config(vocab: int, hidden_size: int, layers: int) -> dict[str, object]:
         "norm_stats": {
             "demo_bridge": {
                 "action": {
-                    "q01": [*(-b for b in bounds), 0.0],
-                    "q99": [*bounds, 1.0],
-                    "mask": [True] * 6 + [False],
+                    "q01": [*(-b for b in bounds), 0.0][-dims:],
+                    "q99": [*bounds, 1.0][-dims:],
+                    "mask": ([True] * 6 + [False])[-dims:],
                 }
             }
         },

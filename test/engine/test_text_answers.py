@@ -1,0 +1,92 @@
+"""Policies that write text before they act: every drafter and rule on a random model, held against plain decoding."""
+
+import numpy as np
+import pytest
+import torch
+from support.draft_heads import write_random_head
+from support.random_checkpoint import write_random_checkpoint
+
+from specvla_ros.acceptance.settings import AcceptanceSettings
+from specvla_ros.acceptance.verification import Why
+from specvla_ros.drafting.settings import DraftSettings
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.outcome import Action, Outcome
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.models.policy import Policy, load_policy
+
+LONGEST_TEXT = 24
+FRAMES = 10
+DRAFTS = {
+    "head": DraftSettings(),
+    "lookup": DraftSettings(nodes=9, prompt_lookup_tokens=8, temporal=True),
+    "all": DraftSettings(nodes=24, prompt_lookup_tokens=6, temporal=True, children="window_mass"),
+}
+# Words may differ where the target is unsure or the image does not matter; where they end, and numbers, may not.
+BINS = 9
+RULES = {
+    "fly": AcceptanceSettings("fly", fly_theta=0.1, fly_window=1),
+    "lvspec": AcceptanceSettings("lvspec", lvspec_loose_share=0.2, lvspec_top_n=4, lvspec_shift=2),
+    "composite": AcceptanceSettings("composite", bins=(BINS,), gripper_bins=BINS, fly_theta=0.1, fly_window=1),
+}
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    directory = tmp_path_factory.mktemp("writer")
+    write_random_checkpoint(directory, seed=request.param, hidden_size=64, layers=2, text=1.2)
+    loaded = load_policy(directory, device="cpu")
+    write_random_head(directory / "draft", loaded.decoder)
+    loaded.model.to(torch.float64)
+    loaded.decoder.lm_head.to(torch.float64)
+    return loaded
+
+
+def outcomes(policy: Policy, settings: EngineSettings) -> list[Outcome]:
+    engine = Engine(policy, settings)
+    engine._ring.keys.fill_(float("nan"))
+    engine._ring.values.fill_(float("nan"))
+    images = (np.random.default_rng(i).integers(0, 256, (48, 64, 3), dtype=np.uint8) for i in range(FRAMES))
+    return [engine.act(Observation(image, "put carrot on plate", i + 1)) for i, image in enumerate(images)]
+
+
+def essence(outcome: Outcome) -> tuple[object, ...]:
+    if isinstance(outcome, Action):
+        return outcome.tokens, sum(outcome.record.tokens_per_forward)
+    return outcome.reason, outcome.detail
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_strict_yields_the_plain_decoders_words_and_actions(policy: Policy, draft: str) -> None:
+    plain = outcomes(policy, EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
+    spec = outcomes(policy, EngineSettings("spec", max_reasoning_tokens=LONGEST_TEXT, draft=DRAFTS[draft]))
+    assert list(map(essence, spec)) == list(map(essence, plain))
+    lengths = [sum(each.record.tokens_per_forward) for each in plain if isinstance(each, Action)]
+    assert len(lengths) >= 3 and max(lengths) > 2, "the random policy writes nothing: choose another seed"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_loose_rules_end_in_actions_and_say_why(policy: Policy, rule: str) -> None:
+    chosen = EngineSettings("spec", max_reasoning_tokens=LONGEST_TEXT, draft=DRAFTS["all"], acceptance=RULES[rule])
+    found = [each for each in outcomes(policy, chosen) if isinstance(each, Action)]
+    assert found
+    ids = policy.action_tokenizer
+    for action in found:
+        assert all(map(ids.is_action, action.tokens))
+        record = action.record
+        assert len(record.why) == len(record.bins_off) == sum(record.tokens_per_forward)
+        if rule == "composite":
+            words, acted = record.why[:-2], record.bins_off[-2:]
+            assert set(words) <= {Why.TARGET, Why.EXACT, Why.DEFERRED, Why.NEAR}
+            assert all(off <= BINS for off in acted)
+
+
+def test_an_answer_that_was_given_before_takes_one_forward(policy: Policy) -> None:
+    draft = DraftSettings(nodes=1 + LONGEST_TEXT + 2, temporal=True)
+    engine = Engine(policy, EngineSettings("spec", max_reasoning_tokens=LONGEST_TEXT, draft=draft))
+    for seed in range(FRAMES):
+        image = np.random.default_rng(seed).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+        first, second = (engine.act(Observation(image, "put carrot on plate", 2 * seed + i)) for i in (1, 2))
+        assert essence(second) == essence(first)
+        if isinstance(first, Action) and isinstance(second, Action):
+            assert second.record.forwards == 1
