@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _SMALLEST_TILE, _LARGEST_TILE = 16, 64  # an MMA's rows; what keeps a head of 128 in registers
 _KEYS_PER_SPLIT = 64  # one block of keys: fewer would leave programs idle
 _MOST_SPLITS = 16
+_NO_WORK = (0,) * 6
 _PROGRAMS_PER_PROCESSOR = 2  # resident ones that hide each other's waits
 
 
@@ -40,8 +41,8 @@ class AttentionPlan:
     block_m: int
     splits: int
 
-    def update(self, spans: Sequence[Span]) -> None:
-        """Takes another forward of the same bucket.
+    def table(self, spans: Sequence[Span]) -> Tensor:
+        """What `tiles` would hold for another forward of the same bucket, on the host: to be uploaded with the rest.
 
         Raises:
             ValueError: it needs more tiles than the plan has.
@@ -50,7 +51,11 @@ class AttentionPlan:
         surplus = len(self.tiles) - len(rows)
         if surplus < 0:
             raise ValueError(f"{len(rows)} tiles do not fit a plan of {len(self.tiles)}")
-        self.tiles.copy_(torch.tensor(rows + [(0,) * 6] * surplus, dtype=torch.int32))
+        return torch.tensor(rows + [_NO_WORK] * surplus, dtype=torch.int32)
+
+    def update(self, spans: Sequence[Span]) -> None:
+        """Takes another forward of the same bucket; raises as `table` does."""
+        self.tiles.copy_(self.table(spans))
 
 
 def plan_attention(
@@ -84,7 +89,7 @@ def plan_attention(
     longest = max(span.length for span in spans) * group
     block_m = max(_SMALLEST_TILE, min(_LARGEST_TILE, power_of_two(longest)), power_of_two(group))
     rows = _tile_rows(spans, block_m // group)
-    rows += [(0,) * 6] * (capacity - len(rows))
+    rows += [_NO_WORK] * (capacity - len(rows))
     wanted = programs or _programs_of(device)
     splits = min(wanted // (len(rows) * kv_heads), -(-slot_rows // _KEYS_PER_SPLIT), _MOST_SPLITS)
     tiles = torch.tensor(rows, dtype=torch.int32, device=device)

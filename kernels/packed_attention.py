@@ -10,9 +10,10 @@ from specvla_kernels.attention_plan import AttentionPlan
 from specvla_kernels.jit import has_kernels, jit, power_of_two, tl
 from specvla_kernels.layout import PackedLayout
 
-# Keys per step, by rows of a tile. With a head of 128 in bf16, 64 rows and 64 keys spill registers on sm_87 and sm_120;
-# 16 rows and 64 keys hide more of the reads that a decode step consists of. Two stages fit the 99 KiB of sm_120.
-_BLOCK_N = {16: 64, 32: 64, 64: 32}
+# Most keys per step, and most bytes of them, by rows of a tile. With a head of 128 in bf16, 64 rows and 64 keys spill
+# registers on sm_87 and sm_120; 16 rows and 64 keys hide more of the reads that a decode step consists of. The queries
+# and two stages of keys and values fit the 99 KiB of sm_120 in every dtype; float32 with a head of 128 spills: slow.
+_STEPS = {16: (64, 16 << 10), 32: (64, 16 << 10), 64: (32, 8 << 10)}
 
 
 def packed_attention(q: Tensor, k_ring: Tensor, v_ring: Tensor, layout: PackedLayout) -> Tensor:
@@ -77,11 +78,13 @@ def packed_attention_triton(
     if splits > 1:
         partial = q.new_empty(n_tiles, kv_heads, splits, plan.block_m, block_d, dtype=torch.float32)
         sums = q.new_empty(n_tiles, kv_heads, splits, plan.block_m, dtype=torch.float32)
+    most_keys, most_bytes = _STEPS[plan.block_m]
+    block_n = max(16, min(most_keys, most_bytes // (block_d * q.element_size())))
     shape = dict(HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_M=plan.block_m, BLOCK_D=block_d)
     _packed_attention[(n_tiles, kv_heads, splits)](
         q, k_ring, v_ring, ancestors, plan.tiles, out, partial, sums, math.log2(math.e) / math.sqrt(dim),
         q.stride(0), q.stride(1), *k_ring.stride()[:3], *v_ring.stride()[:3],
-        **shape, BLOCK_N=_BLOCK_N[plan.block_m], SPLIT=splits > 1, WIDEN=q.device.type == "cpu",
+        **shape, BLOCK_N=block_n, SPLIT=splits > 1, WIDEN=q.device.type == "cpu",
         num_warps=4, num_stages=2,
     )  # fmt: skip
     if splits > 1:
@@ -151,11 +154,12 @@ def _packed_attention(  # type: ignore[no-untyped-def]
         seen = ((behind < 0)[None, :] | among) & (key < end)[None, :]
         peak, total, result = _attend(tl.where(seen, scores, float("-inf")), values, peak, total, result, WIDEN)
 
-    result = result / tl.where(total == 0.0, 1.0, total)[:, None]  # a share without a visible key gives 0, not 0 / 0
+    something = tl.where(total == 0.0, 1.0, total)  # a share without a visible key gives 0, not 0 / 0
+    result = result / something[:, None]
     if SPLIT:
         place = ((tile * KV_HEADS + kv_head) * tl.num_programs(2) + split) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(partial + place[:, None] * BLOCK_D + d[None, :], result)
-        tl.store(sums + place, tl.where(total == 0.0, float("-inf"), peak + tl.log2(total)))
+        tl.store(sums + place, tl.where(total == 0.0, float("-inf"), peak + tl.log2(something)))
     else:
         target = out + (row[:, None] * HEADS + head[:, None]) * HEAD_DIM + d[None, :]
         tl.store(target, result, is_row[:, None] & is_d[None, :])
