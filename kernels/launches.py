@@ -14,7 +14,9 @@ from specvla_kernels.attention_plan import plan_attention
 from specvla_kernels.commit_kv import commit_kv_triton
 from specvla_kernels.layout import Span
 from specvla_kernels.packed_attention import packed_attention_triton
+from specvla_kernels.rmsnorm_residual import rmsnorm_residual_triton
 from specvla_kernels.rope_write_kv import rope_write_kv_triton
+from specvla_kernels.swiglu import swiglu_triton
 
 _META = torch.device("meta")
 _SLOT_ROWS = 320  # a prompt of 290, an answer and 16 nodes
@@ -22,12 +24,14 @@ _SLOT_ROWS = 320  # a prompt of 290, an answer and 16 nodes
 
 @dataclass(frozen=True)
 class _Shape:
-    """A decoder's attention."""
+    """What of a decoder decides its kernels."""
 
     heads: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    hidden: int = 4096
+    intermediate: int = 11008
 
     def rows(self, n_rows: int, heads: int) -> Tensor:
         return torch.empty(n_rows, heads, self.head_dim, dtype=self.dtype, device=_META)
@@ -40,8 +44,8 @@ _SHAPES = {
     "openvla bf16": _Shape(32, 32, 128, torch.bfloat16),
     "openvla fp16": _Shape(32, 32, 128, torch.float16),
     "gqa-8 bf16": _Shape(32, 4, 128, torch.bfloat16),
-    "nano bf16": _Shape(6, 6, 32, torch.bfloat16),
-    "nano fp32": _Shape(6, 6, 32, torch.float32),
+    "nano bf16": _Shape(6, 6, 32, torch.bfloat16, 192, 480),
+    "nano fp32": _Shape(6, 6, 32, torch.float32, 192, 480),
 }
 
 
@@ -75,6 +79,12 @@ def _commit(shape: _Shape, places: int) -> None:
     commit_kv_triton(rings[0], rings[1], _whole(4), _whole(4), _whole(4, places))
 
 
+def _pointwise(shape: _Shape) -> None:
+    x = torch.empty(300, shape.hidden, dtype=shape.dtype, device=_META)
+    rmsnorm_residual_triton(x, x, x[0], 1e-6)
+    swiglu_triton(torch.empty(300, 2 * shape.intermediate, dtype=shape.dtype, device=_META))
+
+
 def _accept(n: int, levels: int) -> None:
     whole, flags = _whole(4, n), torch.empty(4, n, dtype=torch.bool, device=_META)
     log_probs = torch.empty(4, n, device=_META)
@@ -92,5 +102,6 @@ for _name, _shape in _SHAPES.items():
     LAUNCHES[f"packed_attention, {_name}, prefill"] = partial(_attention, _shape, 290, 1)
     LAUNCHES[f"packed_attention, {_name}, 16 nodes"] = partial(_attention, _shape, 16, 264)
     LAUNCHES[f"packed_attention, {_name}, one node"] = partial(_attention, _shape, 1, 264)
+    LAUNCHES[f"norm and gate, {_name}"] = partial(_pointwise, _shape)
     LAUNCHES[f"commit_kv, {_name}, action"] = partial(_commit, _shape, 8)
     LAUNCHES[f"commit_kv, {_name}, text"] = partial(_commit, _shape, 64)
