@@ -112,3 +112,28 @@ def test_layers_share_a_plan() -> None:
     layout = pack_layout([(Span(0, 0, 3, 70, False), None)], SLOT_ROWS, DEVICE)
     assert layout.attention_plan(8, 2, SLOT_ROWS) is layout.attention_plan(8, 2, SLOT_ROWS)
     assert layout.attention_plan(8, 4, SLOT_ROWS) is not layout.attention_plan(8, 2, SLOT_ROWS)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="captures a CUDA graph")
+def test_a_captured_launch_takes_the_next_forward() -> None:
+    generator = torch.Generator().manual_seed(0)
+    trees = [Ancestry.of(parents, DEVICE) for parents in ([-1, 0, 0, 1, 1], [-1, 0, 1, 2, 3])]
+    first = pack_layout([(Span(0, 0, 5, 40, True), trees[0]), (Span(1, 5, 5, 60, True), trees[1])], SLOT_ROWS, DEVICE)
+    then = pack_layout([(Span(2, 0, 5, 130, True), trees[1]), (Span(0, 5, 5, 1, True), trees[0])], SLOT_ROWS, DEVICE)
+    plan = plan_attention(first.spans, group=2, kv_heads=2, slot_rows=SLOT_ROWS, device=DEVICE)
+    assert plan.splits > 1
+    q, ancestors = torch.zeros(10, 4, 64, device=DEVICE), first.ancestors.clone()
+    keys, values = (torch.zeros(SLOTS, SLOT_ROWS, 2, 64, device=DEVICE) for _ in range(2))
+    packed_attention_triton(q, keys, values, ancestors, plan)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = packed_attention_triton(q, keys, values, ancestors, plan)
+    for layout in (first, then):
+        q.copy_(torch.randn(q.shape, generator=generator))
+        for ring, contents in zip((keys, values), rings(layout, 2, 64, generator), strict=True):
+            ring.copy_(contents)
+        ancestors.copy_(layout.ancestors)
+        plan.update(layout.spans)
+        graph.replay()
+        expected = packed_attention_reference(q.double(), keys.double(), values.double(), layout)
+        torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
