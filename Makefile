@@ -14,7 +14,7 @@ GL := $(VENV)/.gl-looked-for
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint mypy format build doctor benchmark clean
+.PHONY: help demo test lint mypy format kernels build doctor benchmark clean
 
 help:  ## Show what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -28,6 +28,9 @@ test: build $(TESTING) $(GL)  ## Run all tests (under 10 minutes on 2 cores)
 lint: build $(TESTING) mypy  ## Run ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+
+kernels: build $(TESTING)  ## Compile the GPU kernels for Orin, Hopper and Blackwell, without a GPU
+	@$(BIN)/python -m specvla_kernels.compile
 
 mypy: build $(TESTING)
 	@$(BIN)/mypy

@@ -1,1 +1,1 @@
-"""Operators of the engine. Each file holds one operator: its reference and, later, its Triton kernel."""
+"""Operators of the engine. Each file holds one operator: its Triton kernel and its PyTorch reference."""

@@ -1,11 +1,13 @@
 """Where each segment of a packed forward lies: in the packed rows and in the KV ring."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from specvla_kernels.attention_plan import AttentionPlan, plan_attention
 
 MAX_TREE_NODES = 64  # a node's ancestors are the bits of one int64
 
@@ -101,12 +103,26 @@ class PackedLayout:
         kv_rows: int64 [n_rows], where each row's keys and values go: `slot * slot_rows + prefix_len + node`.
         ancestors: int64 [n_rows], bit j set: node j of the same segment is an ancestor or the node itself.
             0 for the rows of chains.
+        plans: of the attention kernel, by group and key heads, made when first asked for; a captured forward brings its
+            own.
     """
 
     spans: tuple[Span, ...]
     positions: Tensor
     kv_rows: Tensor
     ancestors: Tensor
+    plans: dict[tuple[int, int], AttentionPlan] = field(default_factory=dict, compare=False, repr=False)
+
+    def attention_plan(self, heads: int, kv_heads: int, slot_rows: int) -> AttentionPlan:
+        """The attention kernel's work in this forward, the same object for every layer."""
+        group = heads // kv_heads
+        key = group, kv_heads
+        if key not in self.plans:
+            device = self.ancestors.device
+            self.plans[key] = plan_attention(
+                self.spans, group=group, kv_heads=kv_heads, slot_rows=slot_rows, device=device
+            )
+        return self.plans[key]
 
     @cached_property
     def masks(self) -> tuple[Tensor | None, ...]:
@@ -143,4 +159,4 @@ def pack_layout(parts: Sequence[tuple[Span, Ancestry | None]], slot_rows: int, d
         kv_rows.append(span.slot * slot_rows + span.prefix_len + nodes)
         ancestors.append(torch.zeros_like(nodes) if ancestry is None else ancestry.ancestors)
     spans = tuple(span for span, _ in parts)
-    return PackedLayout(spans, *(torch.cat(rows) for rows in (positions, kv_rows, ancestors)))
+    return PackedLayout(spans, torch.cat(positions), torch.cat(kv_rows), torch.cat(ancestors))

@@ -1,17 +1,30 @@
 """Attention of a packed batch over the KV ring: causal chains, chunks behind a prefix, and trees."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specvla_kernels.attention_plan import AttentionPlan
+from specvla_kernels.jit import has_kernels, jit, power_of_two, tl
 from specvla_kernels.layout import PackedLayout
+
+# Most keys per step, and most bytes of them, by rows of a tile. With a head of 128 in bf16, 64 rows and 64 keys spill
+# registers on sm_87 and sm_120; 16 rows and 64 keys hide more of the reads that a decode step consists of. The queries
+# and two stages of keys and values fit the 99 KiB of sm_120 in every dtype; float32 with a head of 128 spills: slow.
+_STEPS = {16: (64, 16 << 10), 32: (64, 16 << 10), 64: (32, 8 << 10)}
 
 
 def packed_attention(q: Tensor, k_ring: Tensor, v_ring: Tensor, layout: PackedLayout) -> Tensor:
     """Each row attends to its slot's committed prefix and to its own segment: causally in a chain, ancestors in a tree.
 
     Segments never see each other. The keys and values of the rows themselves are already in the ring
-    (`rope_write_kv`). Softmax in float32, scale 1 / sqrt(head_dim).
+    (`rope_write_kv`). Softmax in float32, scale 1 / sqrt(head_dim). Rows of the ring that no segment has written are
+    not read, whatever they hold.
+
+    The kernel is FlashAttention-2's (arXiv 2307.08691) online softmax; where a forward has few tiles their keys are
+    split, as in Flash-Decoding, and merged by a second launch.
 
     Args:
         q: [n_rows, heads, head_dim], rotated.
@@ -22,6 +35,14 @@ def packed_attention(q: Tensor, k_ring: Tensor, v_ring: Tensor, layout: PackedLa
     Returns:
         [n_rows, heads, head_dim], dtype of q.
     """
+    if has_kernels(q):
+        plan = layout.attention_plan(q.shape[1], k_ring.shape[2], k_ring.shape[1])
+        return packed_attention_triton(q, k_ring, v_ring, layout.ancestors, plan)
+    return packed_attention_reference(q, k_ring, v_ring, layout)
+
+
+def packed_attention_reference(q: Tensor, k_ring: Tensor, v_ring: Tensor, layout: PackedLayout) -> Tensor:
+    """`packed_attention` in PyTorch."""
     out = torch.empty_like(q)
     grouped = q.shape[1] != k_ring.shape[2]
     for span, mask in zip(layout.spans, layout.masks, strict=True):
@@ -39,3 +60,169 @@ def packed_attention(q: Tensor, k_ring: Tensor, v_ring: Tensor, layout: PackedLa
         )
         out[span.start : span.stop] = attended[0].transpose(0, 1)
     return out
+
+
+def packed_attention_triton(
+    q: Tensor, k_ring: Tensor, v_ring: Tensor, ancestors: Tensor, plan: AttentionPlan
+) -> Tensor:
+    """`packed_attention` as one launch, or two where the plan splits keys; reads nothing back.
+
+    Args:
+        ancestors: int64 [n_rows], as in PackedLayout.
+        plan: of this packed forward.
+    """
+    (n_rows, heads, dim), kv_heads = q.shape, k_ring.shape[2]
+    n_tiles, splits, block_d = len(plan.tiles), plan.splits, max(16, power_of_two(dim))
+    out = q.new_empty(n_rows, heads, dim)
+    partial = sums = out  # not read unless keys are split
+    if splits > 1:
+        partial = q.new_empty(n_tiles, kv_heads, splits, plan.block_m, block_d, dtype=torch.float32)
+        sums = q.new_empty(n_tiles, kv_heads, splits, plan.block_m, dtype=torch.float32)
+    most_keys, most_bytes = _STEPS[plan.block_m]
+    block_n = max(16, min(most_keys, most_bytes // (block_d * q.element_size())))
+    shape = dict(HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_M=plan.block_m, BLOCK_D=block_d)
+    _packed_attention[(n_tiles, kv_heads, splits)](
+        q, k_ring, v_ring, ancestors, plan.tiles, out, partial, sums, math.log2(math.e) / math.sqrt(dim),
+        q.stride(0), q.stride(1), *k_ring.stride()[:3], *v_ring.stride()[:3],
+        **shape, BLOCK_N=block_n, SPLIT=splits > 1, WIDEN=q.device.type == "cpu",
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    if splits > 1:
+        _merge[(n_tiles, kv_heads)](partial, sums, plan.tiles, out, splits, **shape, num_warps=4)
+    return out
+
+
+@jit
+def _packed_attention(  # type: ignore[no-untyped-def]
+    q, k_ring, v_ring, ancestors, tiles, out, partial, sums, scale,
+    q_row_stride, q_head_stride, k_slot_stride, k_row_stride, k_head_stride,
+    v_slot_stride, v_row_stride, v_head_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    tile, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    slot, prefix_len, start, length, is_tree, first = _tile(tiles, tile)
+    if length == 0:
+        return
+    node, head, is_row = _tile_queries(first, length, kv_head, HEADS // KV_HEADS, BLOCK_M)
+    row = (start + node).to(tl.int64)
+    d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    is_d = d < HEAD_DIM
+    queries = tl.load(
+        q + row[:, None] * q_row_stride + head[:, None] * q_head_stride + d[None, :],
+        is_row[:, None] & is_d[None, :], other=0.0,
+    )  # fmt: skip
+    nodes = tl.load(ancestors + row, is_row, other=0)
+    low, high = nodes.to(tl.int32), (nodes >> 32).to(tl.int32)  # a tile of int64 would take too many registers
+
+    # A chain's tile sees no key behind its last row; a tree's nodes lie in any order.
+    stop = tl.where(is_tree != 0, length, tl.minimum(first + BLOCK_M // (HEADS // KV_HEADS), length))
+    n_keys = prefix_len + stop
+    share = tl.cdiv(tl.cdiv(n_keys, tl.num_programs(2)), BLOCK_N) * BLOCK_N
+    begin = split * share
+    end = tl.minimum(begin + share, n_keys)
+    seen_by_all = prefix_len + tl.where(is_tree != 0, 0, first + 1)
+    whole = tl.maximum(0, tl.minimum(end, seen_by_all) - begin) // BLOCK_N * BLOCK_N
+    masked_begin = begin + whole
+
+    k_base = k_ring + slot * k_slot_stride + kv_head.to(tl.int64) * k_head_stride + d[None, :]
+    v_base = v_ring + slot * v_slot_stride + kv_head.to(tl.int64) * v_head_stride + d[None, :]
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for key_begin in range(begin, masked_begin, BLOCK_N):
+        key = (key_begin + n).to(tl.int64)[:, None]
+        if BLOCK_D == HEAD_DIM:
+            keys, values = tl.load(k_base + key * k_row_stride), tl.load(v_base + key * v_row_stride)
+        else:
+            keys = tl.load(k_base + key * k_row_stride, is_d[None, :], other=0.0)
+            values = tl.load(v_base + key * v_row_stride, is_d[None, :], other=0.0)
+        scores = _dot(queries, tl.trans(keys), WIDEN) * scale
+        peak, total, result = _attend(scores, values, peak, total, result, WIDEN)
+    for key_begin in range(masked_begin, end, BLOCK_N):
+        key = key_begin + n
+        # Values are masked beside the scores: what was never written may be NaN, and 0 x NaN is NaN.
+        mask = (key < end)[:, None] & is_d[None, :]
+        keys = tl.load(k_base + key.to(tl.int64)[:, None] * k_row_stride, mask, other=0.0)
+        values = tl.load(v_base + key.to(tl.int64)[:, None] * v_row_stride, mask, other=0.0)
+        scores = _dot(queries, tl.trans(keys), WIDEN) * scale
+        behind = key - prefix_len
+        word = tl.where((behind < 32)[None, :], low[:, None], high[:, None])
+        is_ancestor = (word >> (behind & 31)[None, :]) & 1
+        among = tl.where(is_tree != 0, is_ancestor == 1, behind[None, :] <= node[:, None])
+        seen = ((behind < 0)[None, :] | among) & (key < end)[None, :]
+        peak, total, result = _attend(tl.where(seen, scores, float("-inf")), values, peak, total, result, WIDEN)
+
+    something = tl.where(total == 0.0, 1.0, total)  # a share without a visible key gives 0, not 0 / 0
+    result = result / something[:, None]
+    if SPLIT:
+        place = ((tile * KV_HEADS + kv_head) * tl.num_programs(2) + split) * BLOCK_M + tl.arange(0, BLOCK_M)
+        tl.store(partial + place[:, None] * BLOCK_D + d[None, :], result)
+        tl.store(sums + place, tl.where(total == 0.0, float("-inf"), peak + tl.log2(something)))
+    else:
+        target = out + (row[:, None] * HEADS + head[:, None]) * HEAD_DIM + d[None, :]
+        tl.store(target, result, is_row[:, None] & is_d[None, :])
+
+
+@jit
+def _attend(scores, values, peak, total, result, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One step of the online softmax, in powers of two."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # nothing visible yet: 2^-inf, not -inf + inf
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(peak - base)
+    weighted = _dot(weights.to(values.dtype), values, WIDEN)
+    return new_peak, total * shrink + tl.sum(weights, 1), result * shrink[:, None] + weighted
+
+
+@jit
+def _dot(a, b, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The product in float32; widened in Triton's interpreter, which multiplies the bits of bfloat16 as integers."""
+    if WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:  # noqa: RET505 (the compiler must not see both)
+        return tl.dot(a, b, input_precision="ieee")
+
+
+@jit
+def _tile(tiles, tile):  # type: ignore[no-untyped-def]
+    entry = tiles + tile * 6
+    slot = tl.load(entry).to(tl.int64)
+    return slot, tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
+
+
+@jit
+def _tile_queries(first, length, kv_head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    m = tl.arange(0, BLOCK_M)
+    node = first + m // GROUP
+    return node, kv_head * GROUP + m % GROUP, (m < BLOCK_M // GROUP * GROUP) & (node < length)
+
+
+@jit
+def _merge(  # type: ignore[no-untyped-def]
+    partial, sums, tiles, out, splits,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    tile, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, _, start, length, _, first = _tile(tiles, tile)
+    if length == 0:
+        return
+    node, head, is_row = _tile_queries(first, length, kv_head, HEADS // KV_HEADS, BLOCK_M)
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for split in range(splits):
+        place = ((tile * KV_HEADS + kv_head) * splits + split) * BLOCK_M + m
+        log_sum = tl.load(sums + place)
+        new_peak = tl.maximum(peak, log_sum)
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        shrink, weight = tl.exp2(peak - base), tl.exp2(log_sum - base)
+        part = tl.load(partial + place[:, None] * BLOCK_D + d[None, :])
+        result = result * shrink[:, None] + part * weight[:, None]
+        total = total * shrink + weight
+        peak = new_peak
+    target = out + ((start + node).to(tl.int64)[:, None] * HEADS + head[:, None]) * HEAD_DIM + d[None, :]
+    result = result / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(target, result, is_row[:, None] & (d < HEAD_DIM)[None, :])

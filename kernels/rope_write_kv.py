@@ -3,6 +3,10 @@
 import torch
 from torch import Tensor
 
+from specvla_kernels.jit import has_kernels, jit, power_of_two, tl
+
+_BLOCK = 512  # elements of half a head that a program holds: 4 per thread and operand, and many programs per row
+
 
 def rope_write_kv(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, k_ring: Tensor, v_ring: Tensor
@@ -22,6 +26,14 @@ def rope_write_kv(
     Returns:
         The rotated q, dtype of q. The rotation is computed in float32, or in float64 for float64.
     """
+    run = rope_write_kv_triton if has_kernels(q) else rope_write_kv_reference
+    return run(q, k, v, cos, sin, kv_rows, k_ring, v_ring)
+
+
+def rope_write_kv_reference(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, k_ring: Tensor, v_ring: Tensor
+) -> Tensor:
+    """`rope_write_kv` in PyTorch."""
     cos, sin = cos[:, None], sin[:, None]
     k_ring.flatten(0, 1).index_copy_(0, kv_rows, _rotate(k, cos, sin))
     v_ring.flatten(0, 1).index_copy_(0, kv_rows, v)
@@ -35,3 +47,61 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotated[..., :half] = first * cos - second * sin
     rotated[..., half:] = second * cos + first * sin
     return rotated
+
+
+def rope_write_kv_triton(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, k_ring: Tensor, v_ring: Tensor
+) -> Tensor:
+    """`rope_write_kv` as one launch: a program rotates some heads of one row."""
+    (n_rows, heads, dim), kv_heads = q.shape, k.shape[1]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    block_half = power_of_two(dim // 2)
+    block_heads = min(power_of_two(max(heads, kv_heads)), max(1, _BLOCK // block_half))
+    q_blocks, kv_blocks = -(-heads // block_heads), -(-kv_heads // block_heads)
+    _rope_write_kv[(n_rows, q_blocks + kv_blocks)](
+        q, k, v, cos.contiguous(), sin.contiguous(), kv_rows, k_ring, v_ring, out,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        k_ring.stride(1), k_ring.stride(2), v_ring.stride(1), v_ring.stride(2),
+        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK_HALF=block_half, BLOCK_HEADS=block_heads, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _rope_write_kv(  # type: ignore[no-untyped-def]
+    q, k, v, cos, sin, kv_rows, k_ring, v_ring, out,
+    q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+    k_ring_row_stride, k_ring_head_stride, v_ring_row_stride, v_ring_head_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    q_blocks: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    is_pair = pair < HALF
+    turn_cos = tl.load(cos + row * HALF + pair, is_pair, other=0.0)
+    turn_sin = tl.load(sin + row * HALF + pair, is_pair, other=0.0)
+    if block < q_blocks:
+        head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+        mask = (head < HEADS) & is_pair
+        source = q + row * q_row_stride + head * q_head_stride + pair
+        first = tl.load(source, mask, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF, mask, other=0.0).to(tl.float32)
+        target = out + (row * HEADS + head) * (2 * HALF) + pair
+        tl.store(target, first * turn_cos - second * turn_sin, mask)
+        tl.store(target + HALF, second * turn_cos + first * turn_sin, mask)
+    else:
+        head = (block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+        mask = (head < KV_HEADS) & is_pair
+        ring_row = tl.load(kv_rows + row)
+        source = k + row * k_row_stride + head * k_head_stride + pair
+        first = tl.load(source, mask, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF, mask, other=0.0).to(tl.float32)
+        target = k_ring + ring_row * k_ring_row_stride + head * k_ring_head_stride + pair
+        tl.store(target, first * turn_cos - second * turn_sin, mask)
+        tl.store(target + HALF, second * turn_cos + first * turn_sin, mask)
+        source = v + row * v_row_stride + head * v_head_stride + pair
+        target = v_ring + ring_row * v_ring_row_stride + head * v_ring_head_stride + pair
+        tl.store(target, tl.load(source, mask), mask)
+        tl.store(target + HALF, tl.load(source + HALF, mask), mask)

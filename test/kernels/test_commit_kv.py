@@ -1,10 +1,13 @@
 """Compaction of an accepted path, in every layer, and of nothing else."""
 
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernels import DEVICE, DTYPES
 
-from specvla_kernels.commit_kv import commit_kv
+from specvla_kernels.commit_kv import commit_kv, commit_kv_reference, commit_kv_triton
+from specvla_kernels.jit import HAS_TRITON
 
 
 @st.composite
@@ -34,3 +37,37 @@ def test_a_row_that_is_a_destination_and_a_source_is_read_first() -> None:
     values = keys.clone()
     commit_kv(keys, values, 0, 0, [0, 2, 3, 5])
     assert keys.flatten().tolist() == [0, 2, 3, 5, 4, 5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.one_of(st.just([]), paths(), st.just([*range(7)])), min_size=1, max_size=4),
+    st.sampled_from([(1, 1), (2, 3), (1, 80), (3, 128)]),
+    st.sampled_from([torch.float64, *DTYPES]),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_a_batch_moves_as_its_requests_do_alone(
+    requests: list[list[int]], heads: tuple[int, int], dtype: torch.dtype, padding: int, kernel: bool
+) -> None:
+    slots = torch.randperm(5)[: len(requests)]
+    first_rows = torch.arange(len(requests)) * 2  # the last slot's last row is the last path's last: 6 + 12 + 1 = 19
+    expected = torch.randn(2, 2, 5, 19, *heads).to(DEVICE, dtype)
+    expected[:, :, slots[0], 14:] = float("nan")
+    keys, values = expected.clone()
+    places = max(1, *(len(nodes) for nodes in requests)) + padding
+    nodes = torch.tensor([[*each, *[-1] * (places - len(each))] for each in requests], device=DEVICE)
+    run = commit_kv_triton if kernel and HAS_TRITON else commit_kv_reference
+
+    run(keys, values, slots.to(DEVICE), first_rows.to(DEVICE), nodes)
+
+    for slot, first_row, each in zip(slots.tolist(), first_rows.tolist(), requests, strict=True):
+        commit_kv(*expected, slot, first_row, each)
+    torch.testing.assert_close(keys, expected[0], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(values, expected[1], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_batch_needs_contiguous_rows() -> None:
+    keys = torch.zeros(2, 1, 8, 4, 2)
+    with pytest.raises(ValueError, match="contiguous rows"):
+        commit_kv_triton(keys[..., ::2], keys[..., ::2], torch.tensor([0]), torch.tensor([0]), torch.tensor([[0]]))

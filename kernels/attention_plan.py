@@ -1,0 +1,110 @@
+"""Which program of the attention kernel computes what: a table on the device, so that a launch fits a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specvla_kernels.jit import power_of_two
+
+if TYPE_CHECKING:
+    from specvla_kernels.layout import Span
+
+_SMALLEST_TILE, _LARGEST_TILE = 16, 64  # an MMA's rows; what keeps a head of 128 in registers
+_KEYS_PER_SPLIT = 64  # one block of keys: fewer would leave programs idle
+_MOST_SPLITS = 16
+_NO_WORK = (0,) * 6
+_PROGRAMS_PER_PROCESSOR = 2  # resident ones that hide each other's waits
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The attention of one packed forward, cut into tiles of queries; all layers share it.
+
+    A tile is some nodes of one segment times the query heads that share a key head. The table alone says what a launch
+    does, its shape says how large the launch is: a captured launch takes the next forward by `update`.
+
+    Args:
+        tiles: int32 [n_tiles, 6], per tile: the segment's slot, prefix_len, start (packed row), length (rows), whether
+            it is a tree (0 or 1), and the tile's first node. A length of 0: no work.
+        group: query heads per key head.
+        block_m: rows of a tile, a power of two: nodes times `group`, and what is left over is idle.
+        splits: equal shares that each tile's keys are cut into, merged by log-sum-exp; 1: not cut.
+    """
+
+    tiles: Tensor
+    group: int
+    block_m: int
+    splits: int
+
+    def table(self, spans: Sequence[Span]) -> Tensor:
+        """What `tiles` would hold for another forward of the same bucket, on the host: to be uploaded with the rest.
+
+        Raises:
+            ValueError: it needs more tiles than the plan has.
+        """
+        rows = _tile_rows(spans, self.block_m // self.group)
+        surplus = len(self.tiles) - len(rows)
+        if surplus < 0:
+            raise ValueError(f"{len(rows)} tiles do not fit a plan of {len(self.tiles)}")
+        return torch.tensor(rows + [_NO_WORK] * surplus, dtype=torch.int32)
+
+    def update(self, spans: Sequence[Span]) -> None:
+        """Takes another forward of the same bucket; raises as `table` does."""
+        self.tiles.copy_(self.table(spans))
+
+
+def plan_attention(
+    spans: Sequence[Span],
+    *,
+    group: int,
+    kv_heads: int,
+    slot_rows: int,
+    device: torch.device,
+    capacity: int = 0,
+    programs: int = 0,
+) -> AttentionPlan:
+    """Cuts a packed forward into tiles, and their keys into as many shares as fill the device.
+
+    Nothing but the table depends on prefix lengths, so segments of the same lengths always make the same launch.
+
+    Args:
+        spans: its segments; for a bucket, the longest that it holds.
+        group: query heads per key head.
+        kv_heads: key heads.
+        slot_rows: rows per slot of the ring.
+        device: where the kernel runs.
+        capacity: tiles at least.
+        programs: wanted in one launch; 0: two per multiprocessor of the device.
+
+    Raises:
+        ValueError: a group that no tile holds.
+    """
+    if group > _LARGEST_TILE:
+        raise ValueError(f"{group} query heads share a key head, a tile holds {_LARGEST_TILE}")
+    longest = max(span.length for span in spans) * group
+    block_m = max(_SMALLEST_TILE, min(_LARGEST_TILE, power_of_two(longest)), power_of_two(group))
+    rows = _tile_rows(spans, block_m // group)
+    rows += [_NO_WORK] * (capacity - len(rows))
+    wanted = programs or _programs_of(device)
+    splits = min(wanted // (len(rows) * kv_heads), -(-slot_rows // _KEYS_PER_SPLIT), _MOST_SPLITS)
+    tiles = torch.tensor(rows, dtype=torch.int32, device=device)
+    return AttentionPlan(tiles, group=group, block_m=block_m, splits=max(1, splits))
+
+
+def _tile_rows(spans: Sequence[Span], nodes: int) -> list[tuple[int, ...]]:
+    return [
+        (span.slot, span.prefix_len, span.start, span.length, int(span.is_tree), first)
+        for span in spans
+        for first in range(0, span.length, nodes)
+    ]
+
+
+def _programs_of(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count

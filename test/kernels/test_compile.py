@@ -1,0 +1,47 @@
+"""The ahead-of-time check: it compiles without a GPU, and says what does not fit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specvla_kernels.compile import Compiled
+
+pytest.importorskip("triton")
+
+
+def run(*words: str, cache: Path, interpret: bool = False) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache)} | ({"TRITON_INTERPRET": "1"} if interpret else {})
+    command = [sys.executable, "-m", "specvla_kernels.compile", "--only", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_every_kernel_of_the_smallest_policy_compiles_for_every_device(tmp_path: Path) -> None:
+    made = run("nano bf16", cache=tmp_path)
+    assert made.returncode == 0, made.stdout + made.stderr
+    lines = made.stdout.splitlines()
+    for kernel in ("rope_write_kv", "packed_attention", "merge", "commit_kv"):
+        for device in ("sm_87", "sm_90", "sm_120"):
+            assert any(f" {kernel} " in line and f" {device} " in line for line in lines), (kernel, device)
+    assert lines[-1].endswith(" kernels compiled, 0 do not fit")
+
+
+def test_interpreted_kernels_are_refused(tmp_path: Path) -> None:
+    made = run("sm_90", cache=tmp_path, interpret=True)
+    assert made.returncode == 1
+    assert "unset TRITON_INTERPRET" in made.stderr
+
+
+@pytest.mark.parametrize(
+    ("spilled", "shared", "fault"),
+    [
+        (0, 99 << 10, ""),
+        (8, 0, "8 bytes spilled"),
+        (0, (99 << 10) + 1, "101377 bytes of shared memory, the device has 101376"),
+    ],
+)
+def test_what_does_not_fit_is_named(spilled: int, shared: int, fault: str) -> None:
+    assert Compiled("launch", "kernel", 120, registers=32, spilled=spilled, shared=shared).fault == fault

@@ -1,0 +1,65 @@
+"""A whole decoder on the kernels gives what it gives on the references: prefill, trees, and commitment between."""
+
+import pytest
+import torch
+from support.kernels import DEVICE
+
+from specvla_kernels import commit_kv, packed_attention, rope_write_kv
+from specvla_kernels.layout import Ancestry
+from specvla_ros.engine.kv_ring import KVRing
+from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.segment import Segment
+from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.llama import LlamaDecoder
+
+pytest.importorskip("triton")
+
+CONFIG = LlamaConfig(
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=20,
+    vocab_size=50,
+)
+
+
+def two_ticks(decoder: LlamaDecoder) -> tuple[torch.Tensor, KVRing]:
+    """A tree in slot 2 beside a prefill in slot 0, then a tree in each; their logits and the ring."""
+    ring = new_ring(decoder, slots=3, slot_rows=40)
+    ring.keys.fill_(float("nan"))
+    ring.values.fill_(float("nan"))
+    generator = torch.Generator().manual_seed(1)
+    prompt = torch.randint(50, (21,), generator=generator).to(DEVICE)
+    tree = Ancestry.of([-1, 0, 0, 1, 2, 4], DEVICE)
+    drafted = torch.randint(50, (6,), generator=generator).to(DEVICE)
+
+    first = packed_forward(decoder, [Segment(2, 0, prompt[:9]), Segment(0, 0, prompt)], ring)
+    both = [Segment(2, 9, drafted, tree, wanted=6), Segment(0, 21, drafted.flip(0), tree, wanted=6)]
+    second = packed_forward(decoder, both, ring)
+    slots, first_rows = torch.tensor([2, 0], device=DEVICE), torch.tensor([9, 21], device=DEVICE)
+    nodes = torch.tensor([[0, 2, 4, 5], [0, 1, -1, -1]], device=DEVICE)
+    commit_kv.commit_kv_batch(ring.keys, ring.values, slots, first_rows, nodes)
+    third = packed_forward(decoder, [Segment(0, 23, drafted, tree, wanted=6), Segment(2, 13, drafted[:1])], ring)
+    return torch.cat((first.logits, second.logits, third.logits)), ring
+
+
+@torch.inference_mode()
+def test_a_decoder_on_kernels_gives_what_it_gives_on_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    decoder = LlamaDecoder(CONFIG).requires_grad_(False)
+    for weight in decoder.parameters():
+        weight.copy_(torch.randn(weight.shape) * 0.2)
+    decoder.to(DEVICE)
+    results = []
+    for kernels in (False, True):
+        for operator in (rope_write_kv, packed_attention, commit_kv):
+            monkeypatch.setattr(operator, "has_kernels", lambda _, kernels=kernels: kernels)
+        results.append(two_ticks(decoder))
+    (expected, expected_ring), (logits, ring) = results
+
+    assert expected.isfinite().all()
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ring.keys, expected_ring.keys, atol=1e-4, rtol=1e-4, equal_nan=True)
+    torch.testing.assert_close(ring.values, expected_ring.values, atol=1e-4, rtol=1e-4, equal_nan=True)
