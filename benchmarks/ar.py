@@ -77,7 +77,7 @@ def main(
         "benchmark": "ar",
         "command": f"python benchmarks/ar.py --sizes {sizes} --device {device} --repeats {repeats}",
         "date": date.today().isoformat(),
-        "hardware": _hardware(device),
+        "hardware": hardware(device),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "dtype": str(chosen).removeprefix("torch."),
         "read_bandwidth_gb_s": bandwidth / 1e9,
@@ -103,7 +103,7 @@ def _measure(size: Size, device: str, dtype: torch.dtype, repeats: int, bandwidt
         "transformers_prefill": lambda: _generate(reference, prompt, 1),
         "transformers_action": lambda: _generate(reference, prompt, TOKENS),
     }
-    times = _take_turns(contestants, repeats, device)
+    times = take_turns(contestants, repeats, device)
     same = _ours(decoder, ring, prompt, TOKENS) == _generate(reference, prompt, TOKENS)
     vision = _vision(size, device, dtype, max(3, repeats // 3))
     step = (times["action"] - times["prefill"]) / (TOKENS - 1)
@@ -154,18 +154,18 @@ def _vision(size: Size, device: str, dtype: torch.dtype, repeats: int) -> float:
     projector = Projector(width, size.llama.hidden_size, fused=True).to(device, dtype)
     image = torch.randn(3, 224, 224, device=device, dtype=dtype)
     run = {"vision": lambda: projector(torch.cat([tower(image) for tower in towers], dim=1))}
-    return _take_turns(run, repeats, device)["vision"]
+    return take_turns(run, repeats, device)["vision"]
 
 
-def _take_turns(contestants: dict[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, float]:
+def take_turns(contestants: dict[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, float]:
     """Median seconds of each, run in turns so that drift of the machine falls on all alike; one warm-up turn."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(repeats + 1):
         for name, run in contestants.items():
-            _synchronise(device)
+            synchronise(device)
             started = time.perf_counter()
             run()
-            _synchronise(device)
+            synchronise(device)
             if turn:
                 times[name].append(time.perf_counter() - started)
     return {name: statistics.median(values) for name, values in times.items()}
@@ -177,20 +177,22 @@ def _read_bandwidth(device: str) -> float:
     data.sum()
     best = float("inf")
     for _ in range(10):
-        _synchronise(device)
+        synchronise(device)
         started = time.perf_counter()
         data.sum()
-        _synchronise(device)
+        synchronise(device)
         best = min(best, time.perf_counter() - started)
     return data.nbytes / best
 
 
-def _synchronise(device: str) -> None:
+def synchronise(device: str) -> None:
+    """Waits until a GPU is through with what it was given."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 
 
-def _hardware(device: str) -> str:
+def hardware(device: str) -> str:
+    """Its name."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
     names = [

@@ -4,9 +4,10 @@ python benchmarks/results_page.py
 """
 
 import json
-import math
 from pathlib import Path
 from typing import Any
+
+from specvla_ros.evaluation.proportions import paired_difference
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -42,13 +43,13 @@ _SPECULATION = """
 ## What speculation buys
 
 The nano policy with the draft head that is shipped, in lockstep, {pairs} held-out starts, the same for every row
-({episodes} per task). *Relaxed* takes an action token within {mm:g} mm (x, y, z) or {degrees:.2g}° (roll, pitch, yaw)
-of the target's own choice for the same prefix; the gripper is strict. *Forwards* count the prefill, so that 7 are plain
-decoding; *tokens per verification* is τ as in Spec-VLA's Table 1 (there 1.59 to 2.04 strict and 2.10 to 2.94 relaxed,
-the target's own token counted). Where the previous action rides behind the prompt, the prefill is a verification too,
-and τ is not comparable. The difference to `ar` is in points of success, paired, with a 95 % interval (Wald). Times are
-medians on the same frames, the settings taking turns; at this size the draft head costs about as much as it saves:
-what counts here are the forwards.
+({episodes} per task). A relaxed row takes an action token within {tolerances} (x, y, z; roll, pitch, yaw) of
+the target's own choice for the same prefix; the gripper is strict. *Forwards* count the prefill, so that 7 are plain
+decoding, and *tokens per forward* too. *Tokens per verification* is τ as in Spec-VLA's Table 1 (there 1.59 to 2.04
+strict and 2.10 to 2.94 relaxed, the target's own token counted): forwards that verified a draft, among them the prefill
+where the previous action rides behind the prompt. The difference to `ar` is in points of success, paired, with a 95 %
+interval (Agresti and Min). Times are means on the same frames, the settings taking turns; at this size the draft head
+costs about as much as it saves: what counts here are the forwards.
 
 """
 _TAIL = """
@@ -142,12 +143,12 @@ def _simulation(result: dict[str, Any]) -> str:
 
 def _speculation(result: dict[str, Any]) -> str:
     rows = result["rows"]
-    tolerance = result["tolerance"]
     heads = (
         "",
         "success",
         "difference to ar",
         "forwards per action",
+        "tokens per forward",
         "tokens per verification",
         "largest bins off",
         "ms",
@@ -159,6 +160,7 @@ def _speculation(result: dict[str, Any]) -> str:
             _rate(row["success"]),
             "" if row is rows[0] else _difference(row["against_first"]),
             f"{row['forwards_per_action']:.2f}",
+            f"{7 / row['forwards_per_action']:.2f}",
             "" if row is rows[0] else f"{row['tau']:.2f}",
             str(row["largest_bins_off"]),
             f"{row['action_s'] * 1e3:.1f}",
@@ -167,8 +169,7 @@ def _speculation(result: dict[str, Any]) -> str:
     text = _SPECULATION.format(
         pairs=rows[0]["success"]["episodes"],
         episodes=result["episodes_per_task"],
-        mm=tolerance["metres"] * 1e3,
-        degrees=math.degrees(tolerance["radians"]),
+        tolerances=" or ".join(f"{each['mm']:g} mm and {each['degrees']:g}°" for each in result["tolerances"]),
     )
     return text + "\n".join(lines) + "\n\n" + _by_place(rows) + "\n" + _source(result, "speculation_nano.json")
 
@@ -201,9 +202,7 @@ def _mean(value: float | None) -> str:
 
 def _difference(pairs: dict[str, Any]) -> str:
     lost, won, n = pairs["only_first"], pairs["only_second"], pairs["first"]["episodes"]
-    points = 100 * (won - lost) / n
-    wide = 196 * math.sqrt(max(0.0, lost + won - (won - lost) ** 2 / n)) / n
-    return f"{points:+.1f} [{points - wide:+.1f}, {points + wide:+.1f}]"
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * each for each in paired_difference(lost, won, n)))
 
 
 def _source(result: dict[str, Any], file: str) -> str:

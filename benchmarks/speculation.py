@@ -21,33 +21,35 @@ from specvla_ros.evaluation.provenance import cpu_name, software
 from specvla_ros.evaluation.simulate import SimulatePlan
 from specvla_ros.evaluation.simulate_episode import SimulateSettings
 from specvla_ros.evaluation.sweep import Setting, SweepRow, sweep
+from specvla_ros.evaluation.tolerance import Tolerance
 from specvla_ros.models.policy import load_policy
 from specvla_ros.shipped import nano_policy
 from specvla_ros.simulation.rollout import EpisodeResult
 
-# Tolerances of the relaxed settings; about the size of what the nano policy's own tokens are off the expert's.
-METRES, RADIANS = 0.002, 0.02
+# The first is about the size of what the nano policy's own tokens are off the expert's; the second is what
+# `specvla calibrate` chooses for it with the limits that are its defaults.
+TOLERANCES = (Tolerance(2.0, 1.1), Tolerance(5.0, 3.0))
 
 
 def settings() -> list[Setting]:
     """The settings that are compared; the first is what the others are held against."""
-    strict, relaxed = (
-        AcceptanceSettings(),
-        AcceptanceSettings("bin_distance", tolerance_m=METRES, tolerance_rad=RADIANS),
-    )
-    tree = DraftSettings()
-    small = DraftSettings(nodes=16, temporal=True)
-    window = replace(small, children="window_mass")
-    return [
-        Setting("ar", EngineSettings("ar")),
-        Setting("strict, 50 nodes", EngineSettings("spec", draft=tree, acceptance=strict)),
-        Setting("strict, 16 nodes and temporal", EngineSettings("spec", draft=small, acceptance=strict)),
-        Setting("relaxed, 50 nodes", EngineSettings("spec", draft=tree, acceptance=relaxed)),
-        Setting("relaxed, 16 nodes and temporal", EngineSettings("spec", draft=small, acceptance=relaxed)),
-        Setting(
-            "relaxed, 16 nodes, window mass and temporal", EngineSettings("spec", draft=window, acceptance=relaxed)
-        ),
+    tree, near, far = DraftSettings(), *(tolerance.acceptance for tolerance in TOLERANCES)
+    small = replace(tree, nodes=16)
+    both = replace(tree, temporal=True)
+    window, small_window = (replace(each, children="window_mass") for each in (tree, small))
+    chosen = [
+        ("strict, 50 nodes", tree, AcceptanceSettings()),
+        ("strict, 50 nodes, temporal", both, AcceptanceSettings()),
+        ("strict, 16 nodes, temporal", replace(small, temporal=True), AcceptanceSettings()),
+        ("2 mm, 50 nodes", tree, near),
+        ("2 mm, 16 nodes, window mass", small_window, near),
+        ("2 mm, 50 nodes, window mass", window, near),
+        ("2 mm, 16 nodes, window mass, temporal", replace(small_window, temporal=True), near),
+        ("2 mm, 50 nodes, window mass, temporal", replace(window, temporal=True), near),
+        ("5 mm, 32 nodes, window mass, temporal", replace(window, nodes=32, temporal=True), far),
     ]
+    settings = [Setting(name, EngineSettings("spec", draft=draft, acceptance=rule)) for name, draft, rule in chosen]
+    return [Setting("ar", EngineSettings("ar")), *settings]
 
 
 def main() -> None:
@@ -61,7 +63,7 @@ def main() -> None:
             print(f"{name}: {done} of {wanted}", file=sys.stderr, flush=True)
 
     rows = sweep(SimulateSettings(policy), settings(), plan, options.work, show)
-    relaxed = next(row.setting.engine.acceptance for row in rows if row.setting.name.startswith("relaxed"))
+    loaded = load_policy(policy, device="cpu")
     result = {
         "command": f"python benchmarks/speculation.py --episodes {options.episodes} --workers {options.workers}",
         "date": date.today().isoformat(),
@@ -70,11 +72,9 @@ def main() -> None:
         "policy": policy.name,
         "first_seed": options.seed,
         "episodes_per_task": options.episodes,
-        "tolerance": {
-            "metres": METRES,
-            "radians": RADIANS,
-            "bins": bins_of(relaxed, load_policy(policy, device="cpu")),
-        },
+        "tolerances": [
+            {"mm": each.mm, "degrees": each.degrees, "bins": bins_of(each.acceptance, loaded)} for each in TOLERANCES
+        ],
         "rows": [_row(row) for row in rows],
     }
     options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -235,11 +235,14 @@ def calibrate(
             bar.update(line, completed=progress.done, total=progress.wanted, description=progress.stage)
 
         found = calibration.calibrate(loaded, base, images, plan, out, show)
-    shown = Table(*HEAD)
-    for each in found.candidates:
-        shown.add_row(*row(each, found))
+    shown = Table(*HEAD[:-1])
     console = Console()
+    for each in found.shortlist:
+        shown.add_row(*row(each, found)[:-1])
     console.print(shown)
+    for each in found.shortlist:
+        if each.refusals:
+            console.print(f"{each.trial.name}: {'; '.join(each.refusals)}")
     for name, why in found.refused.items():
         console.print(f"left out {name}: {why}")
     console.print(f"chosen: {found.chosen.trial.name}; {out / calibration.PROFILE_FILE} is its profile")

@@ -85,8 +85,7 @@ def collect_frames(
     """
     if not data or list(data) == [SIMULATION]:
         tasks = plan.episodes.tasks if plan.episodes else ()
-        text = base.engine.max_text_tokens
-        source = simulation_source(policy, FIRST_SEED, world=base.world, tasks=tasks, max_text_tokens=text)
+        source = simulation_source(policy, FIRST_SEED, world=base.world, tasks=tasks, engine=base.engine)
     elif SIMULATION in data:
         raise UserError("--data sim cannot be mixed with bags: choose one")
     else:

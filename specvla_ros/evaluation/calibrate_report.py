@@ -9,18 +9,7 @@ from specvla_ros.evaluation.calibration import Calibration, Candidate
 from specvla_ros.evaluation.report_page import context_rows, figure, table, write_page
 
 _BLUE, _GREY, _GREEN, _RED = "#3c7fb1", "#9aa3ad", "#2a8a4a", "#c0392b"
-HEAD = (
-    "setting",
-    "ms",
-    "speed-up",
-    "forwards",
-    "tokens per verification",
-    "mm p95",
-    "deg p95",
-    "gripper",
-    "success",
-    "",
-)
+HEAD = ("setting", "ms", "speed-up", "forwards", "tau", "mm p95", "deg p95", "gripper", "success", "verdict")
 
 
 def write_calibrate_report(path: Path, calibration: Calibration) -> None:

@@ -143,6 +143,19 @@ class Calibration:
     refused: Mapping[str, str]
     context: Mapping[str, Any]
 
+    @property
+    def shortlist(self) -> tuple[Candidate, ...]:
+        """Plain decoding, the fastest strict setting, and of each tolerance the one that was chosen or is fastest."""
+        best: dict[Tolerance | None, Candidate] = {}
+        for each in self.candidates[1:]:
+            rival = best.get(each.trial.tolerance)
+            if rival is None or self._rank(each) > self._rank(rival):
+                best[each.trial.tolerance] = each
+        return (self.candidates[0], *best.values())
+
+    def _rank(self, candidate: Candidate) -> tuple[bool, bool, float]:
+        return candidate.trial == self.chosen.trial, not candidate.refusals, candidate.speed_up
+
     def as_json(self) -> dict[str, Any]:
         """For calibration.json."""
         return {

@@ -1,6 +1,7 @@
 """Frames that a policy is asked about: from bags, or from what the policy itself does in simulation."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -63,7 +64,12 @@ def bag_source(bags: Sequence[Path], seed: int) -> Iterator[Frame]:
 
 
 def simulation_source(
-    policy: Policy, first_seed: int, *, world: str = TABLE, tasks: Sequence[str] = (), max_text_tokens: int = 128
+    policy: Policy,
+    first_seed: int,
+    *,
+    world: str = TABLE,
+    tasks: Sequence[str] = (),
+    engine: EngineSettings | None = None,
 ) -> Iterator[Frame]:
     """What the camera sees while the policy drives a simulated arm, decoded plainly, task after task, without end.
 
@@ -72,7 +78,7 @@ def simulation_source(
         first_seed: of the first episode's start; the others follow.
         world: table, or a LIBERO suite.
         tasks: names; none: all of the world.
-        max_text_tokens: longest prompt text.
+        engine: lengths of prompt and text; how it decodes is not read.
 
     Raises:
         UserError: no such world or task, or an instruction that the policy cannot be asked.
@@ -80,7 +86,7 @@ def simulation_source(
     names = tasks_of(world, tasks)
     seen: list[Frame] = []
     rollout = Rollout(
-        Engine(policy, EngineSettings(max_text_tokens=max_text_tokens)),
+        Engine(policy, replace(engine or EngineSettings(), mode="ar")),
         make_robot(world),
         Clock.LOCKSTEP,
         tick_time(None),

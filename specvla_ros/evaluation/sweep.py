@@ -110,7 +110,7 @@ def sweep(
         plan.first_seed,
         world=base.world,
         tasks=plan.tasks,
-        max_text_tokens=base.engine.max_text_tokens,
+        engine=base.engine,
     )
     runs = run_side_by_side(policy, {each.name: each.engine for each in settings}, list(islice(source, _TIMED_FRAMES)))
     first = settings[0].name

@@ -135,6 +135,8 @@ def test_the_most_relaxed_setting_within_the_limits_is_chosen(tmp_path: Path):
     assert found.chosen.trial.tolerance == near
     assert found.chosen.pairs is not None and found.chosen.pairs.first.n == 3
     assert all("off at p95" in each.refusals[0] for each in found.candidates if each.trial.tolerance == far)
+    assert [each.trial.tolerance for each in found.shortlist] == [None, None, near, far]
+    assert found.chosen in found.shortlist
     written = json.loads((tmp_path / "tight" / "calibration.json").read_text())
     assert written["chosen"]["name"] == found.chosen.trial.name
     assert "Emulation" in (tmp_path / "tight" / "report.html").read_text()

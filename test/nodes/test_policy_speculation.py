@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from diagnostic_msgs.msg import DiagnosticStatus
 from rclpy.parameter import Parameter
 from support.ros import Robot, rgb_image, robot
 
@@ -48,3 +49,16 @@ def test_the_acceptance_changes_within_bounds_while_the_node_runs(checkpoint: Pa
         assert stats_of_next_action(r, seed=3).acceptance == "bin_distance", "what is refused changes nothing"
         assert change(r, rule="strict")[0]
         assert stats_of_next_action(r, seed=4).acceptance == "strict"
+
+
+def test_without_a_draft_the_node_decodes_plainly_and_says_so_where_that_is_allowed(checkpoint: Path) -> None:
+    missing = {"decode.mode": "spec", "draft.head": str(checkpoint / "nowhere")}
+    with robot(checkpoint, instruction=INSTRUCTION, **missing) as r:
+        assert r.policy.trigger_configure().name != "SUCCESS"
+    with robot(checkpoint, instruction=INSTRUCTION, **missing, **{"draft.fallback_to_ar": True}) as r:
+        r.start()
+        assert stats_of_next_action(r, seed=1).mode == "ar"
+        r.until(lambda: r.diagnostics and r.diagnosis("model").level == DiagnosticStatus.WARN)
+        assert "decoding plainly" in r.diagnosis("model").message
+        said = {each.key: each.value for each in r.diagnosis("model").values}
+        assert "does not exist" in said["decode.fallback"]

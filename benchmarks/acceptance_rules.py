@@ -1,0 +1,125 @@
+"""The acceptance rules side by side: on the nano policy's actions, and on a policy that writes text before it acts.
+
+python benchmarks/text_policy.py --out text-policy
+python benchmarks/acceptance_rules.py --text-policy text-policy --workers 2
+
+Agreement is the share of the committed tokens that are the target's own choice for the same prefix.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from text_policy import LONGEST_TEXT
+
+from specvla_ros.acceptance.settings import AcceptanceSettings
+from specvla_ros.acceptance.verification import Why
+from specvla_ros.drafting.settings import DraftSettings
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.evaluation.provenance import cpu_name, software
+from specvla_ros.evaluation.simulate import SimulatePlan
+from specvla_ros.evaluation.simulate_episode import SimulateSettings
+from specvla_ros.evaluation.sweep import Setting, SweepRow, sweep
+from specvla_ros.shipped import nano_policy
+from specvla_ros.simulation.rollout import EpisodeResult
+
+METRES, RADIANS = 0.002, 0.02
+_NEAR = AcceptanceSettings("bin_distance", tolerance_m=METRES, tolerance_rad=RADIANS)
+_RULES = {
+    "strict": AcceptanceSettings(),
+    "bin_distance": _NEAR,
+    "fly": AcceptanceSettings("fly"),
+    "fly, theta 0.15": AcceptanceSettings("fly", fly_theta=0.15),
+    "lvspec, share 0.1": AcceptanceSettings("lvspec", lvspec_loose_share=0.1),
+    "lvspec": AcceptanceSettings("lvspec"),
+    "composite": replace(_NEAR, rule="composite"),
+}
+_LOOSE = ("fly", "lvspec", "composite")
+
+
+def nano_settings() -> list[Setting]:
+    """Actions alone, with the draft head that is shipped."""
+    spec = EngineSettings("spec", draft=DraftSettings(nodes=16))
+    rules = [Setting(name, replace(spec, acceptance=rule)) for name, rule in _RULES.items() if name != "composite"]
+    return [Setting("ar", EngineSettings("ar")), *rules]
+
+
+def text_settings() -> list[Setting]:
+    """Text and actions, drafted by prompt lookup and from the answer before; no head, no training."""
+    plain = EngineSettings("ar", max_reasoning_tokens=LONGEST_TEXT)
+    lookup = DraftSettings(nodes=16, prompt_lookup_tokens=8)
+    both = replace(lookup, nodes=48, temporal=True)
+    spec = replace(plain, mode="spec")
+    return [
+        Setting("ar", plain),
+        Setting("strict, lookup", replace(spec, draft=lookup)),
+        *(Setting(f"{name}, lookup", replace(spec, draft=lookup, acceptance=_RULES[name])) for name in _LOOSE),
+        Setting("strict, lookup and answer before", replace(spec, draft=both)),
+        *(
+            Setting(f"{name}, lookup and answer before", replace(spec, draft=both, acceptance=_RULES[name]))
+            for name in _LOOSE
+        ),
+    ]
+
+
+def main() -> None:
+    """Runs what is missing, and writes the JSON file."""
+    options = _options()
+    plan = SimulatePlan(episodes=options.episodes, first_seed=options.seed, films=0, workers=options.workers)
+    card = json.loads((options.text_policy / "card.json").read_text(encoding="utf-8"))
+    nano = SimulateSettings(nano_policy())
+    writer = SimulateSettings(options.text_policy, engine=EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
+    text_plan = replace(plan, episodes=max(1, options.episodes // 3))
+    result = {
+        "command": f"python benchmarks/acceptance_rules.py --episodes {options.episodes} --workers {options.workers}",
+        "date": date.today().isoformat(),
+        "hardware": cpu_name(),
+        "software": software(),
+        "tolerance": {"metres": METRES, "radians": RADIANS},
+        "nano": _rows(sweep(nano, nano_settings(), plan, options.work / "nano", _show)),
+        "text_policy": {key: card[key] for key in ("command", "longest_answer", "held_out_token_accuracy")},
+        "text": _rows(sweep(writer, text_settings(), text_plan, options.work / "text", _show)),
+    }
+    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _show(name: str, _: EpisodeResult, done: int, wanted: int) -> None:
+    if done % 50 == 0:
+        print(f"{name}: {done} of {wanted}", file=sys.stderr, flush=True)
+
+
+def _rows(rows: Sequence[SweepRow]) -> list[dict[str, Any]]:
+    return [_row(row) for row in rows]
+
+
+def _row(row: SweepRow) -> dict[str, Any]:
+    tally = row.summary.decode
+    tokens = tally.bins_off.total()
+    exact = sum(count for (_, off), count in tally.bins_off.items() if off == 0)
+    return row.as_json() | {
+        "agreement": exact / tokens if tokens else 0.0,
+        "tokens_per_action": tokens / tally.actions if tally.actions else 0.0,
+        "why": {Why(code).name.lower(): count / tokens for code, count in sorted(tally.why.items())},
+        "drops": row.summary.drops,
+    }
+
+
+def _options() -> argparse.Namespace:
+    here = Path(__file__).parent
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text-policy", type=Path, default=Path("text-policy"))
+    parser.add_argument("--episodes", type=int, default=60, help="per task; a third of them with the text policy")
+    parser.add_argument("--seed", type=int, default=0, help="of the first start; training's begin at 1000000")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--work", type=Path, default=Path("rules-benchmark"), help="episodes; goes on where it was")
+    parser.add_argument("--out", type=Path, default=here / "results" / "acceptance_rules.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

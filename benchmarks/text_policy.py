@@ -1,0 +1,239 @@
+"""Trains a small policy that writes what it sees and plans before it acts, for benchmarks/acceptance_rules.py.
+
+python benchmarks/text_policy.py --out text-policy
+
+It is the nano policy with more words: its own actions at the simulated table, and in front of them a text of the kind
+that embodied chain-of-thought policies write, made from the table's true state. Only the language model learns. About
+ten minutes on two CPU cores.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.outcome import Action
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.models.config import read_config
+from specvla_ros.models.openvla import OpenVLA
+from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.models.weights import save_weights
+from specvla_ros.shipped import nano_policy
+from specvla_ros.simulation.device_pace import tick_time
+from specvla_ros.simulation.expert import holds
+from specvla_ros.simulation.rollout import Clock, Rollout
+from specvla_ros.simulation.table_robot import TableRobot
+from specvla_ros.simulation.tasks import TASKS, Task
+from specvla_ros.simulation.world import WorldState
+from specvla_ros.training.batched_forward import decoder_hidden, image_embeddings
+from specvla_ros.training.nano import NanoShape, write_nano
+
+FIRST_SEED = 3_000_000  # of starts that nothing else uses
+LONGEST_TEXT = 64
+_CELL_M, _ORIGIN_M = 0.04, (0.3, -0.2)
+_NEAR_M = 0.05
+_PLANS = {
+    "lift": "reach the {c} , close the hand , lift the {c}",
+    "push": "get behind the {c} , push the {c} into the white zone",
+    "put": "reach the {c} , close the hand , carry the {c} over the block , open the hand",
+}
+_ACTS = {"lift": "lift the {c}", "push": "push the {c} into the white zone", "put": "carry the {c} over the block"}
+
+
+def reasoning(task: Task, state: WorldState) -> str:
+    """What the policy shall write before it acts."""
+    cube = task.cube.replace("_", " ")
+    x, y, _ = state.positions[task.cube]
+    row, column = (min(9, max(0, round((at - low) / _CELL_M))) for at, low in zip((x, y), _ORIGIN_M, strict=True))
+    near = np.linalg.norm(state.positions[task.cube] - state.hand) < _NEAR_M
+    acting = holds(state, task.cube) or (task.verb == "push" and near)
+    approach = "get behind the {c}" if task.verb == "push" else "close the hand" if near else "reach the {c}"
+    now = _ACTS[task.verb] if acting else approach
+    text = f"plan : {_PLANS[task.verb]} . the {{c}} is at row {row} , column {column} . now {now} :"
+    return text.format(c=cube)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image with what to write and to do.
+
+    Args:
+        image: float [image_tokens, hidden], behind the projector.
+        prompt: ids.
+        answer: ids of text and action.
+    """
+
+    image: Tensor
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+def main() -> None:
+    """Trains, and writes the checkpoint with a card.json of how it went."""
+    options = _options()
+    torch.manual_seed(0)
+    nano = load_policy(nano_policy(), device="cpu")
+    seen = _look(nano, options.episodes)
+    texts = sorted({text for _, _, text, _ in seen} | {" ".join(map(str, range(10)))})
+    _write_untrained(nano, options.out, texts)
+    policy = load_policy(options.out, device="cpu")
+    samples = [_sample(policy, nano, *each) for each in seen]
+    every = max(2, len(samples) // 200)
+    held_out = samples[::every]
+    kept = [each for i, each in enumerate(samples) if i % every]
+    started = time.monotonic()
+    _train(policy, kept, options.steps, options.batch)
+    right = _agreement(policy, held_out)
+    save_weights(options.out / "model.safetensors", policy.model.checkpoint_tensors())
+    card = {
+        "command": f"python benchmarks/text_policy.py --episodes {options.episodes} --steps {options.steps}",
+        "images": len(samples),
+        "longest_answer": max(len(each.answer) for each in samples),
+        "held_out_token_accuracy": right,
+        "training_s": time.monotonic() - started,
+    }
+    (options.out / "card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(card, indent=2))
+
+
+def _look(nano: Policy, episodes: int) -> list[tuple[Observation, Task, str, tuple[int, ...]]]:
+    """What the nano policy sees and does, with the text for it."""
+    robot = TableRobot()
+    states: list[tuple[Observation, WorldState]] = []
+    engine = Engine(nano, EngineSettings())
+    rollout = Rollout(
+        engine,
+        robot,
+        Clock.LOCKSTEP,
+        tick_time(None),
+        on_look=lambda observation: states.append((observation, robot.state())),
+    )
+    seen = []
+    for episode in range(episodes):
+        task = TASKS[episode % len(TASKS)]
+        states.clear()
+        rollout.run(task.name, FIRST_SEED + episode)
+        engine.reset()
+        for observation, state in states:
+            action = engine.act(observation)
+            if isinstance(action, Action):
+                seen.append((observation, task, reasoning(task, state), action.tokens))
+        if episode % 50 == 49:
+            print(f"{episode + 1} episodes, {len(seen)} images", file=sys.stderr, flush=True)
+    return seen
+
+
+def _write_untrained(nano: Policy, out: Path, texts: list[str]) -> None:
+    """The nano policy with a row for each new word."""
+    config = json.loads((nano.directory / "config.json").read_text(encoding="utf-8"))
+    instructions = [task.instruction for task in TASKS]
+    write_nano(out, NanoShape(), [*instructions, *texts], config["norm_stats"], seed=0)
+    model, known = OpenVLA(read_config(out)), nano.model.checkpoint_tensors()
+    tensors = model.checkpoint_tensors()
+    fresh = load_policy(out, device="cpu")
+    for name, tensor in fresh.model.checkpoint_tensors().items():
+        tensors[name].copy_(known[name] if tensor.shape == known[name].shape else tensor)
+    rows = _rows_of_known_words(nano, fresh)
+    for name in ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight"):
+        tensors[name][rows[:, 1]] = known[name][rows[:, 0]]
+    save_weights(out / "model.safetensors", tensors)
+    del config["instructions"]
+
+
+def _rows_of_known_words(nano: Policy, writer: Policy) -> Tensor:
+    """int64 [n, 2]: a token's id in the nano policy, and in the writer."""
+    assert nano.prompt.tokenizer is not None and writer.prompt.tokenizer is not None
+    ids = writer.prompt.tokenizer.get_vocab()
+    pairs = [(old, ids[word]) for word, old in nano.prompt.tokenizer.get_vocab().items() if word in ids]
+    first = (nano.action_tokenizer.first_id, writer.action_tokenizer.first_id)
+    pairs += [(first[0] + i, first[1] + i) for i in range(nano.action_tokenizer.vocab_size - first[0])]
+    return torch.tensor(pairs)
+
+
+@torch.inference_mode()
+def _sample(
+    policy: Policy, nano: Policy, observation: Observation, task: Task, text: str, tokens: tuple[int, ...]
+) -> Sample:
+    assert policy.prompt.tokenizer is not None
+    pixels = policy.image_processor(observation.image)[None]
+    words = policy.prompt.tokenizer.encode(text, add_special_tokens=False).ids
+    shift = policy.action_tokenizer.first_id - nano.action_tokenizer.first_id
+    answer = (*words, *(token + shift for token in tokens))
+    image = image_embeddings(policy.model, pixels)[0]
+    return Sample(image, tuple(policy.prompt_ids(task.instruction)), answer)
+
+
+def _train(policy: Policy, samples: list[Sample], steps: int, batch: int) -> None:
+    trained = list(policy.decoder.parameters())
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    optimiser = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    rng = np.random.default_rng(0)
+    for step in range(steps):
+        for group in optimiser.param_groups:
+            group["lr"] = 1e-3 * min(1.0, (step + 1) / 50) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
+        loss = _loss(policy, [samples[i] for i in rng.integers(0, len(samples), batch)])
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimiser.step()
+        if step % 50 == 49:
+            print(f"step {step + 1} of {steps}: loss {loss.item():.3f}", file=sys.stderr, flush=True)
+    policy.model.requires_grad_(False)
+
+
+def _loss(policy: Policy, samples: list[Sample]) -> Tensor:
+    logits, answers = _logits(policy, samples)
+    return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=-100)
+
+
+@torch.inference_mode()
+def _agreement(policy: Policy, samples: list[Sample]) -> float:
+    logits, answers = _logits(policy, samples)
+    there = answers >= 0
+    return float((logits.argmax(-1) == answers)[there].float().mean())
+
+
+def _logits(policy: Policy, samples: list[Sample]) -> tuple[Tensor, Tensor]:
+    """[batch, longest answer, vocab] and the answers, int64 with -100 behind their ends."""
+    embed, longest = policy.decoder.embed_tokens, max(len(each.answer) for each in samples)
+    width = max(len(each.prompt) for each in samples) + longest - 1
+    texts = torch.zeros(len(samples), width, dtype=torch.int64)
+    answers = torch.full((len(samples), longest), -100)
+    for i, each in enumerate(samples):
+        ids = (*each.prompt, *each.answer[:-1])
+        texts[i, : len(ids)] = torch.tensor(ids)
+        answers[i, : len(each.answer)] = torch.tensor(each.answer)
+    images = torch.stack([each.image for each in samples]).clone()
+    embedded = embed(texts)
+    rows = torch.cat((embedded[:, :1], images, embedded[:, 1:]), dim=1)
+    ends = torch.tensor([len(each.prompt) for each in samples]) - 1 + images.shape[1]
+    wanted = (ends[:, None] + torch.arange(longest)).clamp(max=rows.shape[1] - 1)
+    positions = torch.arange(rows.shape[1])
+    mask = positions[:, None] >= positions
+    hidden = decoder_hidden(policy.decoder, rows, mask, positions, wanted)
+    return F.linear(hidden, policy.decoder.lm_head.weight), answers
+
+
+def _options() -> Any:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("text-policy"))
+    parser.add_argument("--episodes", type=int, default=400, help="of the nano policy, to learn from")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=24)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

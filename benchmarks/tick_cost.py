@@ -1,0 +1,161 @@
+"""What each part of a speculative tick costs: verification, acceptance, commit and drafting.
+
+Behind a prompt of 290 rows, as OpenVLA's, with random weights: time does not depend on their values.
+
+    python benchmarks/tick_cost.py                                  # this CPU: tiny and 1B
+    python benchmarks/tick_cost.py --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from ar import PROMPT, SIZES, hardware, take_turns
+from random_decoder import random_decoder
+from rich.console import Console
+from rich.table import Table
+
+from specvla_kernels.commit_kv import commit_kv
+from specvla_kernels.layout import Ancestry
+from specvla_ros.acceptance.bin_distance import BinDistance
+from specvla_ros.acceptance.composite import Composite
+from specvla_ros.acceptance.fly import Fly
+from specvla_ros.acceptance.lvspec import LVSpec
+from specvla_ros.acceptance.strict import Strict
+from specvla_ros.acceptance.verification import AcceptanceRule, ActionIds
+from specvla_ros.drafting.draft_input import DraftInput
+from specvla_ros.drafting.eagle_drafter import EagleDrafter
+from specvla_ros.drafting.eagle_head import EagleHead
+from specvla_ros.drafting.settings import DraftSettings
+from specvla_ros.drafting.tree import Tree
+from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.segment import Segment
+from specvla_ros.engine.verify import ToVerify, verify
+from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.policy import DTYPES
+
+NODES = (1, 8, 16, 32, 50, 64)
+TREE = 16
+COMMITTED = 3  # tokens per forward, about what a relaxed tree commits
+IMAGE_TOKENS = 256
+_BEAM = 8
+
+
+def main(
+    sizes: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SIZES)}.")] = "tiny,1b",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16 or float16; empty: float32 on CPU, else bfloat16.")
+    ] = "",
+    repeats: Annotated[int, typer.Option(help="Turns of each part.", min=3)] = 15,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
+) -> None:
+    """Times the parts of a tick, taking turns."""
+    chosen = DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")]
+    result: dict[str, Any] = {
+        "benchmark": "tick_cost",
+        "command": f"python benchmarks/tick_cost.py --sizes {sizes} --device {device} --repeats {repeats}",
+        "date": date.today().isoformat(),
+        "hardware": hardware(device),
+        "torch": torch.__version__,
+        "dtype": str(chosen).removeprefix("torch."),
+        "tree_nodes": TREE,
+        "sizes": {},
+    }
+    for name in sizes.split(","):
+        with torch.inference_mode():
+            decoder = random_decoder(SIZES[name].llama, dtype=chosen, device=device)
+            result["sizes"][name] = _measure(decoder, device, repeats)
+    _print(result)
+    if out is not None:
+        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _measure(decoder: LlamaDecoder, device: str, repeats: int) -> dict[str, Any]:
+    ring = new_ring(decoder, slots=1, slot_rows=PROMPT + 80)
+    prompt = torch.randn(PROMPT, decoder.config.hidden_size, device=device, dtype=decoder.dtype)
+    packed_forward(decoder, [Segment(0, 0, prompt)], ring)
+    trees = {nodes: _tree(nodes, device) for nodes in NODES}
+
+    def forward(tree: Tree) -> Any:
+        return packed_forward(decoder, [Segment(0, PROMPT, tree.tokens, tree.ancestry, wanted=len(tree))], ring)
+
+    verified = forward(trees[TREE])
+    vocab = decoder.config.vocab_size
+    actions = ActionIds(vocab - 320, vocab - 64, bins=255)
+    visual = torch.randn(IMAGE_TOKENS, decoder.config.hidden_size, device=device, dtype=decoder.dtype)
+    part = ToVerify(trees[TREE], verified.hidden, 1, visual)
+    parts: dict[str, Callable[[], Any]] = {
+        f"forward, {nodes} nodes": lambda tree=tree: forward(tree) for nodes, tree in trees.items()
+    }
+    for name, rule in _rules(vocab, device).items():
+        parts[f"accept, {name}"] = lambda rule=rule: verify(verified.logits, [part], rule, actions)
+    path = tuple(range(0, 2 * COMMITTED, 2))
+    parts["commit"] = lambda: commit_kv(ring.keys, ring.values, 0, PROMPT, path)
+    for nodes in (TREE, 50):
+        parts[f"draft, {nodes} nodes"] = _drafting(decoder, nodes, prompt)
+    seconds = take_turns(parts, repeats, device)
+    tick = [f"forward, {TREE} nodes", "accept, bin_distance", "commit", f"draft, {TREE} nodes"]
+    total = sum(seconds[part] for part in tick)
+    return {
+        "parameters": sum(p.numel() for p in decoder.parameters()),
+        "seconds": seconds,
+        "tick_s": total,
+        "share_of_tick": {part: seconds[part] / total for part in tick},
+    }
+
+
+def _rules(vocab: int, device: str) -> dict[str, AcceptanceRule]:
+    near, numbers = BinDistance((5,) * 6), torch.zeros(vocab, dtype=torch.bool, device=device)
+    fly = Fly()
+    return {
+        "strict": Strict(),
+        "bin_distance": near,
+        "fly": fly,
+        "lvspec": LVSpec(),
+        "composite": Composite(near, fly, numbers),
+    }
+
+
+def _tree(nodes: int, device: str) -> Tree:
+    """A likeliest chain of six with siblings, as a small tree under relaxation is."""
+    parents = [-1, *(node - 1 if node < 6 else node % 6 for node in range(1, nodes))]
+    tokens = torch.randint(0, 32000, (nodes,), device=device)
+    ancestry = Ancestry.of(parents, device)
+    there = torch.ones(nodes, dtype=torch.bool, device=device)
+    return Tree(tokens, ancestry, torch.zeros(nodes, device=device), there, there, levels=7)
+
+
+def _drafting(decoder: LlamaDecoder, nodes: int, prompt: torch.Tensor) -> Callable[[], Any]:
+    head = EagleHead(replace(decoder.config, num_hidden_layers=1)).to(prompt.device, decoder.dtype)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    settings = DraftSettings(nodes=nodes, top_k=_BEAM)
+    drafter = EagleDrafter(head, decoder, settings, slots=1, slot_rows=PROMPT + 16)
+    root = torch.tensor(5, device=prompt.device)
+
+    def told(rows: torch.Tensor, prefix_len: int) -> DraftInput:
+        return DraftInput(0, prefix_len, rows, rows, root, levels=5, place=1)
+
+    drafter.draft([told(prompt, PROMPT)])
+    return lambda: drafter.draft([told(prompt[:COMMITTED], PROMPT + COMMITTED)])
+
+
+def _print(result: dict[str, Any]) -> None:
+    table = Table("", *result["sizes"], title=f"{result['hardware']}, {result['dtype']}, milliseconds")
+    first = next(iter(result["sizes"].values()))
+    for part in first["seconds"]:
+        table.add_row(part, *(f"{figures['seconds'][part] * 1e3:.2f}" for figures in result["sizes"].values()))
+    for part in first["share_of_tick"]:
+        shares = (f"{figures['share_of_tick'][part]:.1%}" for figures in result["sizes"].values())
+        table.add_row(f"share of a tick: {part}", *shares)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
