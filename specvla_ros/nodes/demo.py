@@ -145,7 +145,7 @@ def _start(name: str, *parameters: str, image_topic: str = "") -> "subprocess.Po
     if image_topic:
         arguments += ["-r", f"image:={image_topic}", "-r", f"image/compressed:={image_topic}/compressed"]
     # A demo that is killed must not leave a policy behind on the topics of the next one.
-    end_with = f"from specvla_ros.nodes.parent import end_with_parent; end_with_parent({os.getpid()})"
+    end_with = f"from specvla_ros.parent import end_with_parent; end_with_parent({os.getpid()})"
     code = f"{end_with}; from specvla_ros.nodes.{name} import main; main()"
     quiet = ["--log-level", "error"]
     return subprocess.Popen([sys.executable, "-c", code, "--ros-args", *arguments, *quiet], stdin=subprocess.DEVNULL)

@@ -2,12 +2,14 @@
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from specvla_ros.errors import UserError
+from specvla_ros.parent import end_with_parent
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -48,7 +50,10 @@ def _in_processes(work: Callable[[Job], Result], jobs: list[Job], workers: int) 
         waiting = list(reversed(left))
         # Not forked: OpenGL contexts and torch's threads do not survive a fork.
         pool = ProcessPoolExecutor(
-            workers, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker, initargs=(workers,)
+            workers,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_begin_worker,
+            initargs=(workers, os.getpid()),
         )
         try:
             while waiting or pending:
@@ -73,8 +78,9 @@ def _in_processes(work: Callable[[Job], Result], jobs: list[Job], workers: int) 
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _begin_worker(workers: int) -> None:
+def _begin_worker(workers: int, parent: int) -> None:
     """Shares the cores among the workers: more threads than cores would slow all of them down."""
+    end_with_parent(parent, signal.SIGTERM)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 

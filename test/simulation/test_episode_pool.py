@@ -1,5 +1,11 @@
 """Episodes in processes: each once, whatever dies."""
 
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 from support.episode_jobs import die, refuse, square
 
@@ -35,3 +41,25 @@ def test_ray_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(UserError, match=r"pip install 'specvla_ros\[ray\]'"):
         list(run_episodes(square, [], workers=0, ray=True))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process of its parent's death")
+def test_workers_end_with_the_process_that_started_them(tmp_path):
+    code = (
+        "from support.episode_jobs import name_and_wait\n"
+        "from specvla_ros.simulation.episode_pool import run_episodes\n"
+        f"list(run_episodes(name_and_wait, [{str(tmp_path)!r}] * 2, workers=2))"
+    )
+    test = Path(__file__).resolve().parents[1]
+    command = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(test)})
+
+    def wait_until(condition):
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    command.kill()
+    command.wait()
+    wait_until(lambda: not any(Path("/proc", worker.name).exists() for worker in tmp_path.iterdir()))

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 from specvla_ros.errors import UserError
@@ -24,3 +25,10 @@ def die(job: int) -> int:
 
 def refuse(job: int) -> int:
     raise UserError(f"episode {job} cannot be")
+
+
+def name_and_wait(marks: str) -> int:
+    """Leaves its process id, and works longer than anybody waits."""
+    (Path(marks) / str(os.getpid())).touch()
+    time.sleep(60)
+    return 0

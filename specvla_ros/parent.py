@@ -8,14 +8,15 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent(parent: int) -> None:
-    """Has the kernel interrupt this process when its parent dies, however that dies; only Linux can.
+def end_with_parent(parent: int, by: signal.Signals = signal.SIGINT) -> None:
+    """Has the kernel signal this process when its parent dies, however that dies; only Linux can.
 
     Args:
         parent: its process id.
+        by: the signal.
     """
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:  # it died before it could be asked for
         sys.exit(1)
