@@ -9,20 +9,21 @@ import numpy as np
 import torch
 
 from specvla_kernels.commit_kv import commit_kv
-from specvla_ros.acceptance.make_rule import bins_of, make_rule
+from specvla_ros.acceptance.make_rule import make_rule
 from specvla_ros.acceptance.settings import AcceptanceSettings
 from specvla_ros.acceptance.verification import NOT_A_NUMBER, AcceptanceRule
 from specvla_ros.drafting.draft_input import DraftInput
-from specvla_ros.drafting.drafter import Drafter
-from specvla_ros.engine.answer import AnswerFormat
+from specvla_ros.drafting.tree import Tree
+from specvla_ros.engine.admission import Admission
+from specvla_ros.engine.finish import outcome_of
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.packed_forward import packed_forward
 from specvla_ros.engine.prompt_cache import PromptCache
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.setup import set_up
 from specvla_ros.engine.share import Share
-from specvla_ros.engine.slot_ring import allocate_ring
 from specvla_ros.engine.stage_clock import StageClock
 from specvla_ros.engine.tick_work import TickWork
 from specvla_ros.engine.verify import Commit, verify
@@ -31,11 +32,9 @@ from specvla_ros.models.policy import Policy
 
 _log = logging.getLogger(__name__)
 
-_MAX_IN_FLIGHT = {"ar": 1, "spec": 1}
-
 
 class Engine:
-    """Decodes the newest observation. One thread only may touch it.
+    """Decodes the newest observations. One thread only may touch it.
 
     Args:
         policy: the target and what surrounds it.
@@ -50,35 +49,16 @@ class Engine:
         if settings.max_image_age_s and now_ns is None:
             raise UserError("max_image_age_s needs the clock of the stamps; set it to 0 to decode recorded images")
         self.policy = policy
-        self.settings = settings
-        self._now_ns = now_ns
+        self._admission = Admission(now_ns)
         self._clock = StageClock(policy.decoder.device)
-        self._answer = AnswerFormat.of(policy, settings.max_reasoning_tokens)
         self._prompts = PromptCache(policy, settings.max_text_tokens)
-        slots = _MAX_IN_FLIGHT[settings.mode]
-        self._ring = allocate_ring(policy, settings, self._answer, slots=slots)
-        self._fallback = ""
-        self._drafter = self._make_drafter(slots)
-        self.set_acceptance(settings.acceptance)
-        self._waiting: Observation | None = None
-        self._in_flight: list[Request] = []
-        self._last_stamp_ns = 0
+        self._setup = set_up(policy, settings)
         self._work = TickWork()
 
-    def _make_drafter(self, slots: int) -> Drafter:
-        """What drafts; nothing, where nothing can be had and the user allowed to go on without."""
-        rows, draft = self._ring.slot_rows, self.settings.draft
-        if self.settings.mode == "ar":
-            return Drafter(self.policy, None, slots=slots, slot_rows=rows)
-        try:
-            return Drafter(self.policy, draft, slots=slots, slot_rows=rows)
-        except UserError as error:
-            if not draft.fallback_to_ar:
-                raise
-            self._fallback = str(error)
-            _log.warning("decoding plainly, as draft.fallback_to_ar allows: %s", error)
-            self.settings = replace(self.settings, mode="ar")
-            return Drafter(self.policy, None, slots=slots, slot_rows=rows)
+    @property
+    def settings(self) -> EngineSettings:
+        """How it decodes."""
+        return self._setup.settings
 
     @property
     def last_work(self) -> TickWork:
@@ -88,12 +68,17 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether an observation waits or is in flight."""
-        return self._waiting is not None or bool(self._in_flight)
+        return self._admission.waiting is not None or bool(self._setup.flight.requests)
 
     @property
     def in_flight(self) -> int:
         """Requests in flight."""
-        return len(self._in_flight)
+        return len(self._setup.flight.requests)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether an observation submitted now would be admitted by the next tick."""
+        return self._setup.flight.has_room
 
     def rule_for(self, settings: AcceptanceSettings) -> AcceptanceRule:
         """The acceptance rule that settings describe, for this policy.
@@ -109,16 +94,15 @@ class Engine:
         Raises:
             UserError: it does not fit the policy; the old one stays.
         """
-        self._rule: AcceptanceRule = self.rule_for(settings)
-        self._drafter.set_tolerance(bins_of(settings, self.policy))
-        self.settings = replace(self.settings, acceptance=settings)
+        self._setup.set_acceptance(settings, self.policy)
+
+    def set_max_image_age(self, seconds: float) -> None:
+        """Takes another staleness limit; 0: none."""
+        self._setup.settings = replace(self._setup.settings, max_image_age_s=seconds)
 
     def describe(self) -> dict[str, str | int]:
         """What is loaded and how it decodes, for diagnostics and results."""
-        described = {"decode.mode": self.settings.mode, "drafts": ", ".join(self._drafter.sources)}
-        if self._fallback:
-            described["decode.fallback"] = self._fallback
-        return self.policy.describe() | described
+        return self.policy.describe() | self._setup.describe()
 
     def warm_up(self) -> None:
         """Decodes one black image, so that the first real one finds memory and kernels ready.
@@ -129,9 +113,9 @@ class Engine:
         image = np.zeros((self.policy.model.config.towers[0].image_size,) * 2 + (3,), np.uint8)
         prompt_ids = self.policy.prompt.complete((1,))
         observation = Observation(image, "", stamp_ns=1, prompt_ids=prompt_ids)
-        now_ns, self._now_ns = self._now_ns, None
+        now_ns, self._admission.now_ns = self._admission.now_ns, None
         outcome = self.act(observation)
-        self._now_ns = now_ns
+        self._admission.now_ns = now_ns
         self.reset()
         if isinstance(outcome, Drop) and outcome.reason is not DropReason.NOT_AN_ACTION:
             raise UserError(f"the policy failed on a black test image: {outcome.reason.value}: {outcome.detail}")
@@ -146,29 +130,16 @@ class Engine:
 
     def submit(self, observation: Observation) -> list[Drop]:
         """Puts the newest observation before the engine; one that still waited is dropped for it."""
-        if observation.stamp_ns <= self._last_stamp_ns:
-            age_s = (self._last_stamp_ns - observation.stamp_ns) * 1e-9
-            return [Drop(observation, DropReason.OUT_OF_ORDER, f"{age_s:.3f} s before the last frame taken")]
-        drops = [Drop(self._waiting, DropReason.SUPERSEDED)] if self._waiting is not None else []
-        self._waiting = observation
-        self._last_stamp_ns = observation.stamp_ns
-        return drops
+        return self._admission.submit(observation)
 
     def flush(self, reason: DropReason = DropReason.EPOCH_CHANGED) -> list[Drop]:
         """Drops what waits and what is in flight, at once."""
-        drops = [Drop(request.observation, reason) for request in self._in_flight]
-        for request in self._in_flight:
-            self._ring.give_back(request.slot)
-        self._in_flight.clear()
-        if self._waiting is not None:
-            drops.append(Drop(self._waiting, reason))
-            self._waiting = None
-        return drops
+        return self._setup.flight.flush(reason) + self._admission.drop(reason)
 
     def reset(self) -> list[Drop]:
         """Flushes, and takes any stamp next: for a clock that jumped, or another recording."""
-        self._last_stamp_ns = 0
-        self._drafter.forget()
+        self._admission.take_any_stamp()
+        self._setup.drafter.forget()
         return self.flush()
 
     def act(self, observation: Observation) -> Outcome:
@@ -188,133 +159,137 @@ class Engine:
         self._work = TickWork()
         try:
             outcomes = self._admit()
-            if self._in_flight:
+            if self._setup.flight.requests:
                 outcomes += self._step(started)
             return outcomes
         except Exception as error:  # whatever it is, the robot's node must outlive it
             _log.exception("a tick failed")
-            drops = [
-                Drop(drop.observation, drop.reason, f"{type(error).__name__}: {error}")
-                for drop in self.flush(DropReason.ENGINE_FAULT)
-            ]
-            return list(drops)
+            detail = f"{type(error).__name__}: {error}"
+            return [replace(drop, detail=detail) for drop in self.flush(DropReason.ENGINE_FAULT)]
 
     def _admit(self) -> list[Outcome]:
-        """Gives the waiting observation a slot, if one is free."""
-        observation = self._waiting
-        if observation is None or not self._ring.free_slots:
+        """Gives the waiting observation a slot, if its prompt may begin now."""
+        setup = self._setup
+        if self._admission.waiting is None or not setup.flight.has_room:
             return []
-        limit_s = self.settings.max_image_age_s
-        if limit_s and self._now_ns is not None:
-            age_s = (self._now_ns() - observation.stamp_ns) * 1e-9
-            if age_s > limit_s:
-                self._waiting = None
-                return [Drop(observation, DropReason.STALE, f"{age_s:.3f} s old, the limit is {limit_s:g} s")]
+        observation = self._admission.take(setup.settings.max_image_age_s)
+        if not isinstance(observation, Observation):
+            return [observation] if observation is not None else []
         try:
             prompt_ids = self._prompts.ids(observation)
         except UserError as error:
-            self._waiting = None
             return [Drop(observation, DropReason.BAD_INSTRUCTION, str(error))]
+        self._admission.waiting = observation  # a fault of the vision tower drops it as what waits
         received_ns = observation.received_ns
         wait_s = (time.monotonic_ns() - received_ns) * 1e-9 if received_ns else 0.0
         self._clock.start()
         prompt = self.policy.prompt_embeddings(observation.image, prompt_ids)
         self._clock.stop()
-        slot = self._ring.take()
+        slot = setup.ring.take()
         assert slot is not None
-        in_text = self._answer.in_text(())
-        tree = self._drafter.behind_prompt(observation.epoch, levels=self._answer.longest, in_text=in_text)
-        self._in_flight.append(Request(observation, slot, prompt, prompt_ids, wait_s, tree))
-        self._waiting = None
+        nothing = Tree.of_root(torch.zeros((), dtype=torch.int64, device=prompt.device))
+        setup.flight.requests.append(Request(observation, slot, prompt, prompt_ids, wait_s, nothing))
+        self._admission.waiting = None
+        self._work = replace(self._work, images=1)
         return []
 
     def _step(self, started_ns: int) -> list[Outcome]:
         """One forward for all requests in flight."""
-        requests = tuple(self._in_flight)
-        segments = [request.segments() for request in requests]
-        self._work = _work(requests)
-        result = packed_forward(self.policy.decoder, [each for mine in segments for each in mine], self._ring)
-        hidden = result.hidden.split([sum(map(len, mine)) for mine in segments])
-        shares = [Share(*each) for each in zip(requests, hidden, (r.prefilling for r in requests), strict=True)]
-        if self._rule.needs_visual:
-            for share in shares:
+        setup = self._setup
+        shares = [Share.of(request, setup.settings.chunks) for request in setup.flight.requests]
+        for share in shares:
+            if share.ends_prompt:  # not earlier: what is known of earlier answers grows meanwhile
+                share.request.tree = self._behind_prompt(share.request)
+        self._work = _with_shares(self._work, shares)
+        segments = [share.segments() for share in shares]
+        result = packed_forward(self.policy.decoder, [each for mine in segments for each in mine], setup.ring)
+        for share, hidden in zip(shares, result.hidden.split([sum(map(len, mine)) for mine in segments]), strict=True):
+            share.hidden = hidden
+            if setup.rule.needs_visual:
                 share.keep_visual(self.policy.image_tokens)
-        trees = [share.to_verify(self._answer) for share in shares]
-        commits = verify(result.logits, trees, self._rule, self._answer.actions)
-        vision_s = self._clock.read_s()
+        verified = [share for share in shares if share.verifies]
+        trees = [share.to_verify(setup.answer) for share in verified]
+        commits = verify(result.logits, trees, setup.rule, setup.answer.actions) if trees else []
+        vision_s = self._clock.read_s() if trees else 0.0  # behind a read-back alone
+        outcomes, told = self._commit_all(verified, commits, vision_s, started_ns)
+        for share in shares:
+            if not share.verifies:
+                share.request.advance(share.prompt_rows)
+                told.append((share.request, share.prompt_input()))
+        outcomes += setup.flight.hopeless()
+        head_forwards = self._draft([each for request, each in told if request in setup.flight.requests])
+        for share in shares:
+            if share.request in setup.flight.requests:
+                share.request.book_time(_seconds_since(started_ns), vision_s, prefill=share.prompt_rows > 0)
+        self._work = replace(
+            self._work,
+            finished=len(shares) - len(setup.flight.requests),
+            head_forwards=head_forwards,
+            head_prompts=self._work.prompts if head_forwards else 0.0,
+        )
+        return outcomes + setup.flight.released()
+
+    def _commit_all(
+        self, shares: Sequence[Share], commits: Sequence[Commit], vision_s: float, started_ns: int
+    ) -> tuple[list[Outcome], list[tuple[Request, DraftInput]]]:
+        """Makes tokens final, oldest frame first; drops, and what a drafter is told of the requests that go on."""
+        setup = self._setup
         outcomes: list[Outcome] = []
-        drafts: list[DraftInput] = []
+        told: list[tuple[Request, DraftInput]] = []
         for share, commit in zip(shares, commits, strict=True):
             request = share.request
             if NOT_A_NUMBER in commit.tokens:
+                setup.flight.remove(request)
                 outcomes.append(Drop(request.observation, DropReason.NOT_FINITE, "the policy's logits hold NaN"))
-                self._retire(request)
             elif self._commit(request, commit):
-                request.book_time(_seconds_since(started_ns), vision_s, prefill=share.prefill)
-                outcomes.append(self._outcome(request))
-                self._retire(request)
+                request.book_time(_seconds_since(started_ns), vision_s, prefill=share.prompt_rows > 0)
+                outcomes += self._finish(request)
             else:
-                drafts.append(share.draft_input(commit, self._answer, self.policy.decoder.embed_tokens))
-        before = self._drafter.head_forwards
-        self._draft(drafts)
-        head_forwards = self._drafter.head_forwards - before
-        for share in shares:
-            if share.request in self._in_flight:
-                share.request.book_time(_seconds_since(started_ns), vision_s, prefill=share.prefill)
-        self._work = replace(
-            self._work,
-            finished=len(requests) - len(self._in_flight),
-            head_forwards=head_forwards,
-            head_prompts=sum(share.prefill for share in shares) if head_forwards else 0,
-        )
-        return outcomes
+                told.append((request, share.draft_input(commit, setup.answer, self.policy.decoder.embed_tokens)))
+        return outcomes, told
 
     def _commit(self, request: Request, commit: Commit) -> bool:
         """Makes a forward's rows and tokens final; True when the answer is complete."""
-        known = len(request.tokens)
-        commit_kv(self._ring.keys, self._ring.values, request.slot, request.root_row, commit.nodes)
+        setup, known = self._setup, len(request.tokens)
+        commit_kv(setup.ring.keys, setup.ring.values, request.slot, request.root_row, commit.nodes)
         request.commit(commit)
-        end = self._answer.end(request.tokens, known)
+        end = setup.answer.end(request.tokens, known)
         request.cut(end or len(request.tokens))
         return end > 0
 
-    def _draft(self, inputs: list[DraftInput]) -> None:
-        """Grows the trees that the next forward verifies."""
+    def _finish(self, request: Request) -> Sequence[Outcome]:
+        """Ends a request; its action leaves by `Flight.released`."""
+        setup = self._setup
+        outcome = outcome_of(request, self.policy, setup.answer, setup.settings, in_flight=self.in_flight)
+        if not isinstance(outcome, Action):
+            setup.flight.remove(request)
+            return [outcome]
+        setup.drafter.observe(request.observation.epoch, tuple(request.tokens), outcome.tokens)
+        return setup.flight.finish(request, outcome)
+
+    def _draft(self, inputs: list[DraftInput]) -> int:
+        """Grows the trees that the next forward verifies; how often the draft head ran."""
         if not inputs:
-            return
-        trees = {each.slot: tree for each, tree in zip(inputs, self._drafter.draft(inputs), strict=True)}
-        for request in self._in_flight:
+            return 0
+        drafter = self._setup.drafter
+        before = drafter.head_forwards
+        trees = {each.slot: tree for each, tree in zip(inputs, drafter.draft(inputs), strict=True)}
+        for request in self._setup.flight.requests:
             request.tree = trees.get(request.slot, request.tree)
+        return drafter.head_forwards - before
 
-    def _retire(self, request: Request) -> None:
-        self._in_flight.remove(request)
-        self._ring.give_back(request.slot)
-
-    def _outcome(self, request: Request) -> Outcome:
-        tokens = self._answer.action(request.tokens)
-        strangers = [token for token in tokens if not self.policy.action_tokenizer.is_action(token)]
-        if strangers:
-            return Drop(request.observation, DropReason.NOT_AN_ACTION, f"token {strangers[0]} is no action token")
-        values = self.policy.action(tokens)
-        if not np.isfinite(values).all():
-            return Drop(request.observation, DropReason.NOT_FINITE, f"the action is {values.tolist()}")
-        self._drafter.observe(request.observation.epoch, tuple(request.tokens), tokens)
-        return Action(
-            observation=request.observation,
-            names=self.policy.action_names,
-            values=values,
-            tokens=tokens,
-            timings=request.timings(),
-            record=request.record(self.settings.mode, self.settings.acceptance.rule, len(self._in_flight)),
-            finished_ns=time.monotonic_ns(),
+    def _behind_prompt(self, request: Request) -> Tree:
+        """What the end of a prompt verifies with it."""
+        answer = self._setup.answer
+        return self._setup.drafter.behind_prompt(
+            request.observation.epoch, levels=answer.longest, in_text=answer.in_text(())
         )
 
 
-def _work(requests: Sequence[Request]) -> TickWork:
-    begun = sum(request.prefix_len == 0 for request in requests)  # its image is seen in the tick that admits it
-    prompts = sum(request.prefilling for request in requests)
-    nodes = sum(len(request.tree) - request.prefilling for request in requests)
-    return TickWork(images=begun, prompts=prompts, nodes=nodes)
+def _with_shares(work: TickWork, shares: Sequence[Share]) -> TickWork:
+    prompts = sum(share.prompt_rows / len(share.request.prompt) for share in shares)
+    nodes = sum(len(share.request.tree) - share.ends_prompt for share in shares if share.verifies)
+    return replace(work, prompts=prompts, nodes=nodes)
 
 
 def _seconds_since(started_ns: int) -> float:

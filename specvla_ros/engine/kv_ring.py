@@ -37,6 +37,11 @@ class KVRing:
         self._free = list(range(slots))
 
     @property
+    def slots(self) -> int:
+        """Held and free."""
+        return self.keys.shape[1]
+
+    @property
     def free_slots(self) -> int:
         """Slots that no request holds."""
         return len(self._free)
@@ -51,6 +56,6 @@ class KVRing:
         Raises:
             ValueError: nobody holds it.
         """
-        if slot in self._free or not 0 <= slot < self.keys.shape[1]:
+        if slot in self._free or not 0 <= slot < self.slots:
             raise ValueError(f"slot {slot} is not held")
         self._free.append(slot)

@@ -18,8 +18,9 @@ class DropReason(str, Enum):
     BAD_INSTRUCTION = "bad_instruction"  # empty, or longer than a slot holds
     STALE = "stale"  # older than the staleness limit
     SUPERSEDED = "superseded"  # a newer frame came before this one was admitted
-    OVERTAKEN = "overtaken"  # a newer request finished first
+    OVERTAKEN = "overtaken"  # a newer request finished first, or is as far
     EPOCH_CHANGED = "epoch_changed"  # new instruction, reset, deactivation or clock jump
+    MODE_CHANGED = "mode_changed"  # in flight when the engine was told to decode otherwise
     NOT_AN_ACTION = "not_an_action"  # the policy emitted a token that is no action token
     NOT_FINITE = "not_finite"  # NaN or infinity in logits or action
     ENGINE_FAULT = "engine_fault"  # an exception inside a tick

@@ -11,21 +11,21 @@ from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.verify import Commit
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """The state that a request carries between ticks.
+    """The state that a request carries between ticks; each is itself alone, whatever it holds.
 
     Attributes:
         observation: what it answers.
         slot: its KV slot.
-        prompt: [prompt_len, hidden], embeddings.
+        prompt: [prompt_len, hidden], embeddings; its keys and values may come in chunks.
         prompt_ids: the prompt's text.
         wait_s: seconds from receipt to admission.
         tree: what the next forward verifies. Its root is the last committed token, whose keys and values are not
             written yet; behind a prompt it is the prompt's last row, and its token is not read.
         prefix_len: committed rows of the slot.
         tokens: committed answer tokens.
-        visual: [image_tokens, hidden], last hidden states of the image's rows, where the acceptance rule asks for them.
+        visual: last hidden states of the image's rows, chunk by chunk, where the acceptance rule asks for them.
 
     The rest is the record of its ticks, for DecodeStats.
     """
@@ -38,7 +38,7 @@ class Request:
     tree: Tree
     prefix_len: int = 0
     tokens: list[int] = field(default_factory=list)
-    visual: Tensor | None = None
+    visual: list[Tensor] = field(default_factory=list)
     bins_off: list[int] = field(default_factory=list)
     why: list[int] = field(default_factory=list)
     vision_s: float = 0.0
@@ -59,16 +59,27 @@ class Request:
         """The slot's row of the tree's root."""
         return self.prompt.shape[0] - 1 if self.prefilling else self.prefix_len
 
-    def segments(self) -> list[Segment]:
-        """Its share of the next forward: the prompt with what is drafted behind it, then one tree per tick."""
-        n = len(self.tree)
-        if not self.prefilling:
-            return [Segment(self.slot, self.prefix_len, self.tree.tokens, self.tree.ancestry, wanted=n)]
-        chain = Segment(self.slot, 0, self.prompt)
-        if n == 1:
+    def segments(self, prompt_rows: int) -> list[Segment]:
+        """Its share of the next forward: a chunk of the prompt, its end with what is drafted behind it, or a tree.
+
+        Args:
+            prompt_rows: of the prompt, in this forward; 0 behind it.
+        """
+        n, start = len(self.tree), self.prefix_len
+        if not prompt_rows:
+            return [Segment(self.slot, start, self.tree.tokens, self.tree.ancestry, wanted=n)]
+        stop = start + prompt_rows
+        ends = stop == len(self.prompt)
+        chain = Segment(self.slot, start, self.prompt[start:stop], wanted=int(ends))
+        if not ends or n == 1:
             return [chain]
         behind = self.tree.ancestry.without_root()
-        return [chain, Segment(self.slot, len(chain), self.tree.tokens[1:], behind, wanted=n - 1)]
+        return [chain, Segment(self.slot, stop, self.tree.tokens[1:], behind, wanted=n - 1)]
+
+    def advance(self, prompt_rows: int) -> None:
+        """Makes a chunk final that does not end the prompt."""
+        self.prefix_len += prompt_rows
+        self.tokens_per_forward.append(0)
 
     def commit(self, commit: Commit) -> None:
         """Makes a forward's rows and tokens final."""

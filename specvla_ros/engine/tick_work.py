@@ -9,16 +9,16 @@ class TickWork:
 
     Args:
         images: that went through the vision tower.
-        prompts: requests whose prompt was in the forward, whole or in part.
+        prompts: in the forward; a chunk counts for its share of its prompt.
         nodes: tree nodes of all requests in the forward.
         head_forwards: forwards of the draft head.
-        head_prompts: prompts that the draft head was fed with.
+        head_prompts: prompts that the draft head was fed with, likewise.
         finished: requests that became an action or were dropped.
     """
 
     images: int = 0
-    prompts: int = 0
+    prompts: float = 0.0
     nodes: int = 0
     head_forwards: int = 0
-    head_prompts: int = 0
+    head_prompts: float = 0.0
     finished: int = 0

@@ -8,7 +8,6 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -103,11 +102,7 @@ class InferenceThread:
 
     def set_max_image_age(self, seconds: float) -> None:
         """Changes the engine's staleness limit."""
-
-        def change(engine: Engine) -> None:
-            engine.settings = replace(engine.settings, max_image_age_s=seconds)
-
-        self._request(change)
+        self._request(lambda engine: engine.set_max_image_age(seconds))
 
     def set_acceptance(self, settings: AcceptanceSettings) -> None:
         """Changes the engine's acceptance rule behind the tick under way; before it is loaded this does nothing.

@@ -21,8 +21,8 @@ class EmulatedDevice:
         source: where the numbers come from.
         vision_s: vision tower, projector and prompt embeddings of one image.
         prefill_s: the forward that carries a prompt.
-        decode_s: a forward with tree nodes and no prompt: it reads the weights, beside which up to 64 nodes are free.
-        node_s: each tree node in a forward with a prompt, which is bound by compute.
+        decode_s: a forward with few rows: it reads the weights, and no forward is faster.
+        node_s: each tree node where compute is the bound, as beside a prompt.
         head_s: a forward of the draft head over tree nodes.
         head_prompt_s: what the draft head's forward over a prompt takes beyond that.
         overhead_s: between an image and its admission, and between the last token and the action.
@@ -40,8 +40,8 @@ class EmulatedDevice:
 
     def tick_s(self, work: TickWork) -> float:
         """Seconds that a tick takes on the device; 0 for a tick without work."""
-        with_prompt_s = self.prefill_s + work.nodes * self.node_s
-        forward_s = with_prompt_s if work.prompts else self.decode_s if work.nodes else 0.0
+        computed_s = work.prompts * self.prefill_s + work.nodes * self.node_s
+        forward_s = max(self.decode_s, computed_s) if work.prompts or work.nodes else 0.0
         drafting_s = work.head_forwards * self.head_s + work.head_prompts * self.head_prompt_s
         return work.images * self.vision_s + forward_s + drafting_s + work.finished * self.overhead_s
 

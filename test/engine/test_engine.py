@@ -165,12 +165,12 @@ def test_a_fault_inside_a_tick_drops_its_requests_and_the_engine_goes_on(
     for owner, name in ((type(policy.decoder), "forward"), (type(policy.model), "prompt_embeddings")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)
-            drop = engine.act(frame(engine._last_stamp_ns + 1))
+            drop = engine.act(frame(engine._admission._last_stamp_ns + 1))
         assert isinstance(drop, Drop)
         assert drop.reason is DropReason.ENGINE_FAULT
         assert "fell off the bus" in drop.detail
         assert not engine.busy
-        assert isinstance(engine.act(frame(engine._last_stamp_ns + 1)), Action)
+        assert isinstance(engine.act(frame(engine._admission._last_stamp_ns + 1)), Action)
 
 
 def test_nan_in_the_weights_gives_no_action(policy: Policy, engine: Engine) -> None:
@@ -245,4 +245,4 @@ def test_every_frame_ends_exactly_once_and_no_slot_leaks(policy: Policy, steps: 
             ended += [drop.observation for drop in (engine.flush() if step == "flush" else engine.reset())]
     ended += [outcome.observation for outcome in all_outcomes(engine)]
     assert sorted(map(id, ended)) == sorted(map(id, submitted))
-    assert engine._ring.free_slots == 1
+    assert engine._setup.ring.free_slots == 1

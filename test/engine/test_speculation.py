@@ -99,9 +99,9 @@ class Scripted:
 def scripted_engine(policy: Policy, data: st.DataObject, answer: Sequence[int], chosen: EngineSettings) -> Engine:
     engine = Engine(policy, chosen)
     first = policy.action_tokenizer.first_id
-    engine._drafter = Scripted(data, answer, low=first, high=policy.action_tokenizer.vocab_size - 1)  # type: ignore[assignment]
-    engine._ring.keys.fill_(float("nan"))
-    engine._ring.values.fill_(float("nan"))
+    engine._setup.drafter = Scripted(data, answer, low=first, high=policy.action_tokenizer.vocab_size - 1)  # type: ignore[assignment]
+    engine._setup.ring.keys.fill_(float("nan"))
+    engine._setup.ring.values.fill_(float("nan"))
     return engine
 
 
@@ -151,13 +151,13 @@ def test_committed_keys_and_values_equal_a_recompute(policy: Policy, data: st.Da
     engine.submit(observation)
     engine.tick()
     while engine.in_flight:
-        (request,) = engine._in_flight
+        (request,) = engine._setup.flight.requests
         committed = torch.tensor(request.tokens[:-1], dtype=torch.int64)
         sequence = torch.cat((request.prompt, policy.decoder.embed_tokens(committed)))
         assert len(sequence) == request.prefix_len
         ring = new_ring(policy.decoder, slots=1, slot_rows=len(sequence))
         packed_forward(policy.decoder, [Segment(0, 0, sequence)], ring)
-        for ours, fresh in ((engine._ring.keys, ring.keys), (engine._ring.values, ring.values)):
+        for ours, fresh in ((engine._setup.ring.keys, ring.keys), (engine._setup.ring.values, ring.values)):
             torch.testing.assert_close(ours[:, request.slot, : len(sequence)], fresh[:, 0], atol=1e-9, rtol=1e-9)
         engine.tick()
 

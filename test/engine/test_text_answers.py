@@ -44,8 +44,8 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def outcomes(policy: Policy, settings: EngineSettings) -> list[Outcome]:
     engine = Engine(policy, settings)
-    engine._ring.keys.fill_(float("nan"))
-    engine._ring.values.fill_(float("nan"))
+    engine._setup.ring.keys.fill_(float("nan"))
+    engine._setup.ring.values.fill_(float("nan"))
     images = (np.random.default_rng(i).integers(0, 256, (48, 64, 3), dtype=np.uint8) for i in range(FRAMES))
     return [engine.act(Observation(image, "put carrot on plate", i + 1)) for i, image in enumerate(images)]
 

@@ -1,0 +1,91 @@
+"""What an engine is set up with for its settings: the KV ring, what drafts, and which drafts are taken."""
+
+import logging
+from dataclasses import dataclass, replace
+
+from specvla_ros.acceptance.make_rule import bins_of, make_rule
+from specvla_ros.acceptance.settings import AcceptanceSettings
+from specvla_ros.acceptance.verification import AcceptanceRule
+from specvla_ros.drafting.drafter import Drafter
+from specvla_ros.engine.answer import AnswerFormat
+from specvla_ros.engine.flight import Flight
+from specvla_ros.engine.kv_ring import KVRing
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.slot_ring import allocate_ring
+from specvla_ros.errors import UserError
+from specvla_ros.models.policy import Policy
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Setup:
+    """See the module.
+
+    Attributes:
+        settings: that were asked for; with mode `ar` or `pipeline` where nothing can draft and that is allowed.
+        answer: when an answer is complete.
+        ring: keys and values.
+        drafter: grows the trees.
+        rule: which drafts are taken.
+        flight: the requests.
+        fallback: why nothing drafts though it was asked for; empty: it does, or was not asked for.
+    """
+
+    settings: EngineSettings
+    answer: AnswerFormat
+    ring: KVRing
+    drafter: Drafter
+    rule: AcceptanceRule
+    flight: Flight
+    fallback: str = ""
+
+    def set_acceptance(self, settings: AcceptanceSettings, policy: Policy) -> None:
+        """Takes another acceptance rule.
+
+        Raises:
+            UserError: it does not fit the policy; the old one stays.
+        """
+        self.rule = make_rule(settings, policy)
+        self.drafter.set_tolerance(bins_of(settings, policy))
+        self.settings = replace(self.settings, acceptance=settings)
+
+    def describe(self) -> dict[str, str | int]:
+        """How it decodes, for diagnostics and results."""
+        described: dict[str, str | int] = {
+            "decode.mode": self.settings.mode,
+            "slots": self.settings.slots,
+            "drafts": ", ".join(self.drafter.sources),
+        }
+        return described | ({"decode.fallback": self.fallback} if self.fallback else {})
+
+
+def set_up(policy: Policy, settings: EngineSettings) -> Setup:
+    """Loads and allocates what the settings need.
+
+    Raises:
+        UserError: they do not fit the policy or the device's memory.
+    """
+    answer = AnswerFormat.of(policy, settings.max_reasoning_tokens)
+    rule = make_rule(settings.acceptance, policy)
+    ring = allocate_ring(policy, settings, answer)
+    drafter, fallback = _make_drafter(policy, settings, ring.slot_rows)
+    if fallback:
+        settings = replace(settings, mode={"spec": "ar", "specpipe": "pipeline"}[settings.mode])
+    drafter.set_tolerance(bins_of(settings.acceptance, policy))
+    flight = Flight(ring, chunks=settings.chunks, in_order=settings.in_order)
+    return Setup(settings, answer, ring, drafter, rule, flight, fallback)
+
+
+def _make_drafter(policy: Policy, settings: EngineSettings, slot_rows: int) -> tuple[Drafter, str]:
+    """What drafts; nothing, with the reason, where nothing can be had and the user allowed to go on without."""
+    slots = settings.slots
+    if not settings.drafts:
+        return Drafter(policy, None, slots=slots, slot_rows=slot_rows), ""
+    try:
+        return Drafter(policy, settings.draft, slots=slots, slot_rows=slot_rows), ""
+    except UserError as error:
+        if not settings.draft.fallback_to_ar:
+            raise
+        _log.warning("decoding plainly, as draft.fallback_to_ar allows: %s", error)
+        return Drafter(policy, None, slots=slots, slot_rows=slot_rows), str(error)

@@ -1,0 +1,258 @@
+"""Many requests in flight: each frame gets what it gets alone, in order, once, whatever comes when."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.draft_heads import write_random_head
+from support.random_checkpoint import write_random_checkpoint
+
+from specvla_ros.acceptance.settings import AcceptanceSettings
+from specvla_ros.drafting.settings import DraftSettings
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.models.policy import Policy, load_policy
+
+PICTURES = 5
+SMALL_TREE = DraftSettings(nodes=8, top_k=3, depth=3, temporal=True)
+BINS = 6
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_random_checkpoint(directory, seed=5, hidden_size=64, layers=2)
+    loaded = load_policy(directory, device="cpu")
+    write_random_head(directory / "draft", loaded.decoder)
+    loaded.model.to(torch.float64)
+    loaded.decoder.lm_head.to(torch.float64)
+    return loaded
+
+
+def frame(stamp_ns: int, picture: int, *, epoch: int = 1) -> Observation:
+    image = np.random.default_rng(picture).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    return Observation(image, "put carrot on plate", stamp_ns, epoch=epoch)
+
+
+@pytest.fixture(scope="module")
+def plain(policy: Policy):
+    """The plain decoder's tokens for a picture."""
+    engine = Engine(policy, EngineSettings())
+
+    @lru_cache
+    def tokens(picture: int) -> tuple[int, ...]:
+        engine.reset()
+        action = engine.act(frame(1, picture))
+        assert isinstance(action, Action)
+        return action.tokens
+
+    return tokens
+
+
+def poisoned(policy: Policy, chosen: EngineSettings) -> Engine:
+    engine = Engine(policy, chosen)
+    engine._setup.ring.keys.fill_(float("nan"))
+    engine._setup.ring.values.fill_(float("nan"))
+    return engine
+
+
+modes = st.builds(
+    EngineSettings,
+    mode=st.sampled_from(["pipeline", "specpipe"]),
+    max_in_flight=st.integers(0, 5),
+    prefill_chunks=st.integers(1, 4),
+    in_order=st.booleans(),
+    draft=st.sampled_from([SMALL_TREE, replace(SMALL_TREE, temporal=False), DraftSettings(nodes=1)]),
+)
+# Ticks are what most of the time passes with.
+steps = st.lists(
+    st.sampled_from(["frame", "frame", "again", "tick", "tick", "tick", "flush", "reset", "fault"]), max_size=40
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(chosen=modes, steps=steps, pictures=st.lists(st.integers(0, PICTURES - 1), min_size=40, max_size=40))
+def test_every_finished_frame_has_the_plain_decoders_tokens(
+    policy: Policy, plain, chosen: EngineSettings, steps: list[str], pictures: list[int]
+) -> None:
+    engine = poisoned(policy, chosen)
+    submitted: dict[int, int] = {}
+    ended: list[Outcome] = []
+    stamp, epoch, faults = 0, 1, 0
+    for step, picture in zip(steps, pictures, strict=False):
+        if step in ("frame", "again"):
+            stamp += 1
+            picture = pictures[0] if step == "again" else picture
+            observation = frame(stamp, picture, epoch=epoch)
+            submitted[id(observation)] = picture
+            ended += engine.submit(observation)
+        elif step == "tick":
+            ended += engine.tick()
+        elif step == "fault":
+            faults += engine.busy
+            ended += failing_tick(engine)
+            assert not engine.in_flight
+        else:
+            epoch += 1
+            ended += engine.flush() if step == "flush" else engine.reset()
+    while engine.busy:
+        ended += engine.tick()
+    assert sorted(id(each.observation) for each in ended) == sorted(submitted), "each frame ends exactly once"
+    actions = [each for each in ended if isinstance(each, Action)]
+    for action in actions:
+        assert action.tokens == plain(submitted[id(action.observation)])
+        assert sum(action.record.tokens_per_forward) == len(action.tokens)
+        assert action.record.forwards == len(action.record.tick_s)
+    stamps = [action.observation.stamp_ns for action in actions]
+    assert stamps == sorted(set(stamps)), "actions leave in the order of their frames"
+    ring = engine._setup.ring
+    assert ring.free_slots == ring.slots == chosen.slots
+    if chosen.in_order:
+        assert not any(each.reason is DropReason.OVERTAKEN for each in ended if isinstance(each, Drop))
+    failed = [each for each in ended if isinstance(each, Drop) and each.reason is DropReason.ENGINE_FAULT]
+    assert {each.detail for each in failed} == ({"RuntimeError: the device fell off the bus"} if faults else set())
+
+
+def failing_tick(engine: Engine) -> list[Outcome]:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device fell off the bus")
+
+    handle = engine.policy.decoder.register_forward_pre_hook(fail)
+    try:
+        return engine.tick()
+    finally:
+        handle.remove()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(chosen=modes, gaps=st.lists(st.integers(0, 4), min_size=6, max_size=6), picture=st.integers(0, PICTURES - 1))
+def test_relaxed_tokens_stay_within_their_bins(
+    policy: Policy, chosen: EngineSettings, gaps: list[int], picture: int
+) -> None:
+    relaxed = replace(
+        chosen, mode="specpipe", acceptance=AcceptanceSettings("bin_distance", bins=(BINS,), gripper_bins=0)
+    )
+    engine = poisoned(policy, relaxed)
+    ended: list[Outcome] = []
+    for stamp, gap in enumerate(gaps, start=1):
+        ended += engine.submit(frame(stamp, (picture + stamp) % PICTURES))
+        for _ in range(gap):
+            ended += engine.tick()
+    while engine.busy:
+        ended += engine.tick()
+    for action in (each for each in ended if isinstance(each, Action)):
+        off = action.record.bins_off
+        assert max(off) <= BINS and off[-1] == 0
+        alone = Engine(policy, EngineSettings())
+        if max(off) == 0:
+            again = alone.act(action.observation)
+            assert isinstance(again, Action) and again.tokens == action.tokens
+
+
+@pytest.mark.parametrize(
+    ("chosen", "forwards", "every"),
+    [
+        (EngineSettings("ar"), 7, 7),
+        (EngineSettings("pipeline"), 7, 1),
+        (EngineSettings("pipeline", prefill_chunks=2), 8, 2),
+        (EngineSettings("pipeline", prefill_chunks=3), 9, 3),
+        (EngineSettings("pipeline", max_in_flight=2), 7, 3.5),
+    ],
+)
+def test_a_frame_always_waiting_gives_an_action_every_so_many_ticks(
+    policy: Policy, chosen: EngineSettings, forwards: int, every: float
+) -> None:
+    engine = Engine(policy, chosen)
+    ended: list[Outcome] = []
+    stamp, warm, ticks = 0, 20, 42
+    for tick in range(warm + ticks):
+        if engine.has_room:
+            stamp += 1
+            ended += engine.submit(frame(stamp, stamp % PICTURES))
+        found = engine.tick()
+        ended += found if tick >= warm else []
+    actions = [each for each in ended if isinstance(each, Action)]
+    assert {action.record.forwards for action in actions} == {forwards}
+    assert len(actions) == pytest.approx(ticks / every, abs=1)
+    if chosen.mode == "pipeline" and not chosen.max_in_flight:
+        assert engine._setup.flight.target == -(-forwards // chosen.chunks)
+
+
+def test_without_a_new_frame_a_tick_verifies_alone(policy: Policy) -> None:
+    engine = Engine(policy, EngineSettings("specpipe", draft=SMALL_TREE))
+    engine.submit(frame(1, 1))
+    engine.tick()
+    assert (engine.last_work.images, engine.last_work.prompts) == (1, 1.0)
+    engine.tick()
+    assert (engine.last_work.images, engine.last_work.prompts) == (0, 0.0) and 1 < engine.last_work.nodes <= 8
+
+
+def test_a_chunk_counts_for_its_share_and_commits_nothing(policy: Policy) -> None:
+    engine = Engine(policy, EngineSettings("pipeline", prefill_chunks=3))
+    engine.submit(frame(1, 1))
+    shares = []
+    for tick in range(3):
+        assert engine.tick() == []
+        shares.append(engine.last_work.prompts)
+        assert engine.has_room == (tick == 2), "one prompt at a time"
+    assert sum(shares) == pytest.approx(1.0) and max(shares) < 0.4
+    (request,) = engine._setup.flight.requests
+    assert request.tokens_per_forward == [0, 0, 1]
+
+
+def test_a_newer_frame_that_is_through_first_overtakes(policy: Policy) -> None:
+    """The same picture as the last action's is decoded in its own prefill, and is through before older frames."""
+    engine = Engine(policy, EngineSettings("specpipe", draft=replace(DraftSettings(nodes=10), temporal=True)))
+    assert isinstance(engine.act(frame(1, 1)), Action)
+    older, newer = frame(2, 2), frame(3, 1)
+    engine.submit(older)
+    assert engine.tick() == []
+    engine.submit(newer)
+    drop, action = engine.tick()
+    assert isinstance(drop, Drop) and drop.observation is older and drop.reason is DropReason.OVERTAKEN
+    assert isinstance(action, Action) and action.observation is newer
+    assert not engine.busy
+
+    engine = Engine(policy, replace(engine.settings, in_order=True))
+    assert isinstance(engine.act(frame(1, 1)), Action)
+    older, newer = frame(2, 2), frame(3, 1)
+    engine.submit(older)
+    engine.tick()
+    engine.submit(newer)
+    left: list[Outcome] = []
+    while engine.busy:
+        left += engine.tick()
+    assert [each.observation for each in left] == [older, newer]
+    assert all(isinstance(each, Action) for each in left)
+
+
+def test_rules_that_look_at_the_image_see_all_of_it_though_it_came_in_chunks(policy: Policy) -> None:
+    lvspec = AcceptanceSettings("lvspec", lvspec_loose_share=0.4)
+    whole, chunked = (
+        Engine(policy, EngineSettings("specpipe", prefill_chunks=chunks, draft=SMALL_TREE, acceptance=lvspec))
+        for chunks in (1, 3)
+    )
+    for stamp in range(1, 5):
+        one, other = whole.act(frame(stamp, stamp)), chunked.act(frame(stamp, stamp))
+        assert isinstance(one, Action) and isinstance(other, Action) and one.tokens == other.tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (dict(max_in_flight=65), "max_in_flight must be 0 to 64"),
+        (dict(max_in_flight=-1), "max_in_flight"),
+        (dict(prefill_chunks=0), "prefill_chunks must be 1 to 16"),
+    ],
+)
+def test_settings_out_of_range_are_refused(arguments: dict, said: str) -> None:
+    from specvla_ros.errors import UserError
+
+    with pytest.raises(UserError, match=said):
+        EngineSettings("pipeline", **arguments)
