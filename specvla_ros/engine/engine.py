@@ -255,9 +255,9 @@ class Engine:
                 self._retire(request)
             else:
                 drafts.append(share.draft_input(commit, self._answer, self.policy.decoder.embed_tokens))
-        before = self._drafter.head_forwards
+        before = self._drafter.head_forwards, self._drafter.self_forwards, self._drafter.self_rows
         self._draft(drafts)
-        head_forwards = self._drafter.head_forwards - before
+        head_forwards = self._drafter.head_forwards - before[0]
         for share in shares:
             if share.request in self._in_flight:
                 share.request.book_time(_seconds_since(started_ns), vision_s, prefill=share.prefill)
@@ -266,6 +266,8 @@ class Engine:
             finished=len(requests) - len(self._in_flight),
             head_forwards=head_forwards,
             head_prompts=sum(share.prefill for share in shares) if head_forwards else 0,
+            self_forwards=self._drafter.self_forwards - before[1],
+            self_rows=self._drafter.self_rows - before[2],
         )
         return outcomes
 

@@ -13,6 +13,8 @@ class TickWork:
         nodes: tree nodes of all requests in the forward.
         head_forwards: forwards of the draft head.
         head_prompts: prompts that the draft head was fed with.
+        self_forwards: of the target, for drafting.
+        self_rows: committed rows that the first of them read; the others read one per request.
         finished: requests that became an action or were dropped.
     """
 
@@ -21,4 +23,6 @@ class TickWork:
     nodes: int = 0
     head_forwards: int = 0
     head_prompts: int = 0
+    self_forwards: int = 0
+    self_rows: int = 0
     finished: int = 0

@@ -43,6 +43,10 @@ class EmulatedDevice:
         with_prompt_s = self.prefill_s + work.nodes * self.node_s
         forward_s = with_prompt_s if work.prompts else self.decode_s if work.nodes else 0.0
         drafting_s = work.head_forwards * self.head_s + work.head_prompts * self.head_prompt_s
+        if work.self_forwards:
+            # Each reads all weights; the first also reads prompts, which is bound by compute where they are long.
+            first_s = max(self.decode_s, work.self_rows * self.node_s)
+            drafting_s += first_s + (work.self_forwards - 1) * self.decode_s
         return work.images * self.vision_s + forward_s + drafting_s + work.finished * self.overhead_s
 
 

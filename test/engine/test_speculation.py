@@ -56,7 +56,7 @@ class Scripted:
     """Drafts trees of any shape around what a plain decoder said, right, nearly right or wrong."""
 
     sources = ("script",)
-    head_forwards = 0
+    head_forwards = self_forwards = self_rows = 0
 
     def __init__(self, data: st.DataObject, answer: Sequence[int], *, low: int, high: int) -> None:
         self._data = data
@@ -170,6 +170,7 @@ def test_committed_keys_and_values_equal_a_recompute(policy: Policy, data: st.Da
         DraftSettings(children="window_mass", nodes=12, temporal=True),
         DraftSettings(nodes=1),
         DraftSettings(temporal=True, prompt_lookup_tokens=4),
+        DraftSettings(nodes=12, self_tokens=4),
     ],
     ids=str,
 )

@@ -99,6 +99,10 @@ def test_devices_of_the_package_can_be_read(name):
     drafting = TickWork(prompts=1, nodes=7, head_forwards=5, head_prompts=1)
     extra = 7 * found.node_s + 5 * found.head_s + found.head_prompt_s
     assert found.tick_s(drafting) == pytest.approx(found.prefill_s + extra)
+    own = TickWork(nodes=5, self_forwards=4, self_rows=60)
+    assert found.tick_s(own) == pytest.approx(5 * found.decode_s), "a forward of the target reads all its weights"
+    whole = TickWork(nodes=5, self_forwards=1, self_rows=600)
+    assert found.tick_s(whole) == pytest.approx(found.decode_s + 600 * found.node_s)
     assert found.tick_s(TickWork(nodes=50)) == found.decode_s, "nodes are free without a prompt"
 
 
