@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.draft_heads import write_random_head
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.drafting.settings import DraftSettings
@@ -106,3 +107,15 @@ def test_a_tick_counts_the_targets_forwards_and_rows(actor: Policy) -> None:
     assert (work[0].self_forwards, work[0].self_rows) == (3, prompt + 1)
     assert all(each.self_rows <= 4 and each.self_forwards <= 3 for each in work[1:])
     assert (work[-1].self_forwards, work[-1].self_rows) == (0, 0)
+
+
+@pytest.mark.parametrize(("with_head", "nodes", "found"), [(False, 4, 4), (False, 20, 6), (True, 4, 4), (True, 20, 20)])
+def test_the_chain_and_the_heads_tree_share_the_nodes(
+    actor: Policy, tmp_path: Path, *, with_head: bool, nodes: int, found: int
+) -> None:
+    head = str(write_random_head(tmp_path, actor.decoder)) if with_head else ""
+    draft = DraftSettings(head=head, nodes=nodes, self_tokens=9, self_image_share=1.0)
+    action = Engine(actor, EngineSettings("spec", draft=draft)).act(frame(1))
+    assert isinstance(action, Action)
+    assert action.record.tree_nodes[0] == found
+    assert action.record.accept_lengths[0] == min(5, nodes - 1), "the chain is there whole"
