@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from specvla_ros.acceptance.settings import RULES, AcceptanceSettings
-from specvla_ros.drafting.settings import CHILDREN, DraftSettings
+from specvla_ros.drafting.settings import CHILDREN, LEAST_IMAGE_SHARE, DraftSettings
 from specvla_ros.engine.settings import MODES, EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.launch_parameters import merge_parameters
@@ -69,6 +69,21 @@ class DecodeParameters:
         name="draft.prompt_lookup_tokens",
         minimum=0,
         maximum=63,
+    )
+    draft_self_tokens: int = parameter(
+        0,
+        "Tokens drafted by the policy itself with few image tokens, a forward each; 0: none. For policies that write "
+        "text.",
+        name="draft.self_tokens",
+        minimum=0,
+        maximum=63,
+    )
+    draft_self_image_share: float = parameter(
+        0.1,
+        "Share of the image's tokens that draft.self_tokens are drafted with.",
+        name="draft.self_image_share",
+        minimum=LEAST_IMAGE_SHARE,
+        maximum=1.0,
     )
     acceptance_rule: str = parameter(
         "strict", "Which drafted tokens are taken.", name="acceptance.rule", choices=RULES, writable=True
@@ -161,6 +176,8 @@ class DecodeParameters:
                 children=self.draft_children,
                 temporal=self.draft_temporal,
                 prompt_lookup_tokens=self.draft_prompt_lookup_tokens,
+                self_tokens=self.draft_self_tokens,
+                self_image_share=self.draft_self_image_share,
             ),
             acceptance=self.acceptance_settings(),
         )

@@ -34,6 +34,12 @@ def test_assignments_win_over_the_file(tmp_path: Path) -> None:
     assert chosen.acceptance.fly_theta == 1.0
 
 
+def test_the_target_drafts_for_itself_when_it_is_told_to() -> None:
+    assert read_decode_parameters().engine_settings().draft.self_tokens == 0
+    chosen = read_decode_parameters(["draft.self_tokens:=6", "draft.self_image_share:=1"]).engine_settings().draft
+    assert (chosen.self_tokens, chosen.self_image_share) == (6, 1.0)
+
+
 def test_one_number_of_bins_is_a_list_of_one() -> None:
     assert read_decode_parameters(["acceptance.bins:=5"]).acceptance_bins == (5,)
 
@@ -49,6 +55,9 @@ def test_one_number_of_bins_is_a_list_of_one() -> None:
         ("acceptance.bins:=-1", "from 0 to 254"),
         ("acceptance.bins:=[1, 300]", "from 0 to 254"),
         ("draft.temporal:=1", "true or false"),
+        ("draft.self_tokens:=64", "a whole number from 0 to 63"),
+        ("draft.self_image_share:=0.0", r"a number with a decimal point from 0\.001 to 1"),
+        ("draft.self_image_share:=2", r"from 0\.001 to 1"),
     ],
 )
 def test_what_is_wrong_is_refused(assignment: str, message: str) -> None:

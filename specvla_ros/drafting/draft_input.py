@@ -20,6 +20,7 @@ class DraftInput:
         epoch: the instruction epoch.
         prompt: ids of the prompt.
         answer: ids of the answer so far.
+        mid_prompt: these rows are a chunk of the prompt that does not end it; nothing is drafted yet.
         in_text: the answer may still be text, which comes before the action.
     """
 
@@ -33,4 +34,5 @@ class DraftInput:
     epoch: int = 0
     prompt: tuple[int, ...] = ()
     answer: tuple[int, ...] = ()
+    mid_prompt: bool = False
     in_text: bool = False

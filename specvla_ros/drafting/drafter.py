@@ -10,8 +10,10 @@ from specvla_ros.drafting.branches import Branches, add_branches
 from specvla_ros.drafting.children import WindowMass
 from specvla_ros.drafting.draft_checkpoint import load_draft_head
 from specvla_ros.drafting.draft_input import DraftInput
+from specvla_ros.drafting.draft_work import DraftWork
 from specvla_ros.drafting.eagle_drafter import EagleDrafter
 from specvla_ros.drafting.prompt_lookup import look_up
+from specvla_ros.drafting.self_drafter import SelfDrafter
 from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.drafting.temporal import TemporalDrafter
 from specvla_ros.drafting.tree import Tree
@@ -40,6 +42,7 @@ class Drafter:
         self._device = policy.decoder.device
         self._settings = settings or DraftSettings()
         self._eagle: EagleDrafter | None = None
+        self._self: SelfDrafter | None = None
         self._temporal = TemporalDrafter(self._actions) if settings and settings.temporal else None
         self._lookup = settings.prompt_lookup_tokens if settings else 0
         if settings is None:
@@ -48,22 +51,41 @@ class Drafter:
         if directory is not None:
             head = load_draft_head(directory, policy.decoder)
             self._eagle = EagleDrafter(head, policy.decoder, settings, slots=slots, slot_rows=slot_rows)
+        if settings.self_tokens:
+            self._self = SelfDrafter(
+                policy.decoder,
+                image_tokens=policy.image_tokens,
+                image_share=settings.self_image_share,
+                tokens=settings.self_tokens,
+                slots=slots,
+                slot_rows=slot_rows,
+            )
         if not self.sources:
             raise UserError(
                 f"decode.mode spec has nothing to draft with: {policy.directory / DRAFT_FOLDER} is not there; set "
-                "draft.head to a draft head's directory (specvla train-draft makes one), or draft.temporal to true"
+                "draft.head to a draft head's directory (specvla train-draft makes one), or draft.temporal to true; a "
+                "policy that writes text may also draft for itself (draft.self_tokens)"
             )
 
     @property
     def sources(self) -> tuple[str, ...]:
         """Names of what drafts."""
-        named = {"head": self._eagle, "temporal": self._temporal, "prompt_lookup": self._lookup}
+        named = {
+            "head": self._eagle,
+            "temporal": self._temporal,
+            "prompt_lookup": self._lookup,
+            "self": self._self,
+        }
         return tuple(name for name, source in named.items() if source)
 
     @property
-    def head_forwards(self) -> int:
-        """Forwards of the draft head so far; 0 without a head."""
-        return self._eagle.forwards if self._eagle is not None else 0
+    def work(self) -> DraftWork:
+        """Forwards for drafting so far."""
+        return DraftWork(
+            head_forwards=self._eagle.forwards if self._eagle is not None else 0,
+            self_forwards=self._self.forwards if self._self is not None else 0,
+            self_rows=self._self.fed_rows if self._self is not None else 0,
+        )
 
     def set_tolerance(self, bins: tuple[int, ...]) -> None:
         """Tells what acceptance will tolerate, in bins per action dimension."""
@@ -85,14 +107,27 @@ class Drafter:
             Branches.of(self._looked_up(each), levels=each.levels, most=nodes - 1 - len(taken))
             for each, taken in zip(inputs, earlier, strict=True)
         ]
-        if self._eagle is not None:
-            left = [nodes - len(one) - len(other) for one, other in zip(earlier, looked_up, strict=True)]
-            trees = self._eagle.draft(inputs, left)
-        else:
-            trees = [Tree.of_root(each.root) for each in inputs]
+        trees = self._by_model(
+            inputs, [nodes - len(one) - len(other) for one, other in zip(earlier, looked_up, strict=True)]
+        )
         # The last action is near the next one by its nature: taken because it is near, it would be repeated for ever.
         trees = [add_branches(tree, each, relaxable=False) for tree, each in zip(trees, earlier, strict=True)]
         return [add_branches(tree, each, relaxable=True) for tree, each in zip(trees, looked_up, strict=True)]
+
+    def _by_model(self, inputs: Sequence[DraftInput], nodes: Sequence[int]) -> list[Tree]:
+        """What the target drafts itself, and beside it the draft head's tree.
+
+        Args:
+            nodes: of each request's tree, the root included.
+        """
+        trees = [Tree.of_root(each.root) for each in inputs]
+        if self._self is not None:
+            trees = self._self.draft(inputs, [each - 1 for each in nodes])
+        if self._eagle is None:
+            return trees
+        left = [each - tree.levels for each, tree in zip(nodes, trees, strict=True)]
+        grown = self._eagle.draft(inputs, left)
+        return [tree.joined_with(chain) for tree, chain in zip(grown, trees, strict=True)]
 
     def behind_prompt(self, epoch: int, *, levels: int, in_text: bool) -> Tree:
         """What a prompt's own forward may verify: the previous answer costs no hidden states.
@@ -126,7 +161,7 @@ class Drafter:
         if not in_text:
             return self._temporal.chains(epoch, place)
         # Behind a prompt nothing else drafts; later, text leaves half of the nodes to the others.
-        alone = not answer or (self._eagle is None and not self._lookup)
+        alone = not answer or self.sources == ("temporal",)
         return [self._temporal.text(epoch, answer, self._settings.nodes // (1 if alone else 2))]
 
     def _looked_up(self, request: DraftInput) -> list[tuple[int, ...]]:

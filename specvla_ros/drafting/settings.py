@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from specvla_ros.errors import UserError
 
 CHILDREN = ("top_k", "window_mass")
+LEAST_IMAGE_SHARE = 0.001
 _MOST_NODES = 64  # a node's ancestors are the bits of one int64
 
 
@@ -21,6 +22,8 @@ class DraftSettings:
         children: `top_k`, the likeliest; `window_mass`, those whose tolerance covers most of the draft's mass.
         temporal: draft the previous action too, held and extrapolated.
         prompt_lookup_tokens: drafted by looking the last tokens up in prompt and answer; 0: none.
+        self_tokens: drafted by the target itself with a share of the image; 0: none.
+        self_image_share: of the image's tokens that the target drafts with.
 
     Raises:
         UserError: a value is out of range, or two do not fit together.
@@ -34,6 +37,8 @@ class DraftSettings:
     children: str = "top_k"
     temporal: bool = False
     prompt_lookup_tokens: int = 0
+    self_tokens: int = 0
+    self_image_share: float = 0.1
 
     def __post_init__(self) -> None:
         if self.children not in CHILDREN:
@@ -41,10 +46,11 @@ class DraftSettings:
         for name, low, high in (("top_k", 1, 64), ("depth", 1, 63), ("nodes", 1, _MOST_NODES)):
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"draft.{name} must be {low} to {high}, got {getattr(self, name)}")
-        if not 0 <= self.prompt_lookup_tokens < _MOST_NODES:
-            raise UserError(
-                f"draft.prompt_lookup_tokens must be 0 to {_MOST_NODES - 1}, got {self.prompt_lookup_tokens}"
-            )
+        for name in ("prompt_lookup_tokens", "self_tokens"):
+            if not 0 <= getattr(self, name) < _MOST_NODES:
+                raise UserError(f"draft.{name} must be 0 to {_MOST_NODES - 1}, got {getattr(self, name)}")
+        if not LEAST_IMAGE_SHARE <= self.self_image_share <= 1:
+            raise UserError(f"draft.self_image_share must be {LEAST_IMAGE_SHARE} to 1, got {self.self_image_share}")
         if self.beam_nodes > _MOST_NODES:
             raise UserError(
                 f"draft.top_k {self.top_k} with draft.depth {self.depth} takes {self.beam_nodes} nodes in one forward "

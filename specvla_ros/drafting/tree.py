@@ -45,3 +45,26 @@ class Tree:
             relaxable=yes,
             levels=0,
         )
+
+    def joined_with(self, other: "Tree") -> "Tree":
+        """Both trees' drafted nodes behind this one's root, without reading either.
+
+        A token that both hold is there twice; it is then accepted once.
+
+        Args:
+            other: of the same root.
+        """
+        if len(other) == 1:
+            return self
+        # Its root is this one's; its other nodes come behind all of this one's.
+        above = other.ancestry.parents[1:]
+        parents = torch.where(above == 0, 0, above + len(self) - 1)
+        levels = max(self.levels, other.levels)
+        return Tree(
+            tokens=torch.cat((self.tokens, other.tokens[1:])),
+            ancestry=Ancestry.on_device(torch.cat((self.ancestry.parents, parents)), levels),
+            log_probs=torch.cat((self.log_probs, other.log_probs[1:])),
+            valid=torch.cat((self.valid, other.valid[1:])),
+            relaxable=torch.cat((self.relaxable, other.relaxable[1:])),
+            levels=levels,
+        )

@@ -217,15 +217,17 @@ class Engine:
                 share.request.advance(share.prompt_rows)
                 told.append((share.request, share.prompt_input()))
         outcomes += setup.flight.hopeless()
-        head_forwards = self._draft([each for request, each in told if request in setup.flight.requests])
+        before = setup.drafter.work
+        self._draft([each for request, each in told if request in setup.flight.requests])
+        drafted = setup.drafter.work.since(before)
         for share in shares:
             if share.request in setup.flight.requests:
                 share.request.book_time(_seconds_since(started_ns), vision_s, prefill=share.prompt_rows > 0)
         self._work = replace(
             self._work,
             finished=len(shares) - len(setup.flight.requests),
-            head_forwards=head_forwards,
-            head_prompts=self._work.prompts if head_forwards else 0.0,
+            drafting=drafted,
+            head_prompts=self._work.prompts if drafted.head_forwards else 0.0,
         )
         return outcomes + setup.flight.released()
 
@@ -267,16 +269,13 @@ class Engine:
         setup.drafter.observe(request.observation.epoch, tuple(request.tokens), outcome.tokens)
         return setup.flight.finish(request, outcome)
 
-    def _draft(self, inputs: list[DraftInput]) -> int:
-        """Grows the trees that the next forward verifies; how often the draft head ran."""
+    def _draft(self, inputs: list[DraftInput]) -> None:
+        """Grows the trees that the next forward verifies."""
         if not inputs:
-            return 0
-        drafter = self._setup.drafter
-        before = drafter.head_forwards
-        trees = {each.slot: tree for each, tree in zip(inputs, drafter.draft(inputs), strict=True)}
+            return
+        trees = {each.slot: tree for each, tree in zip(inputs, self._setup.drafter.draft(inputs), strict=True)}
         for request in self._setup.flight.requests:
             request.tree = trees.get(request.slot, request.tree)
-        return drafter.head_forwards - before
 
     def _behind_prompt(self, request: Request) -> Tree:
         """What the end of a prompt verifies with it."""

@@ -73,6 +73,7 @@ class Share:
             place=0,
             epoch=request.observation.epoch,
             prompt=request.prompt_ids,
+            mid_prompt=True,
         )
 
     def draft_input(self, commit: Commit, answer: AnswerFormat, embed: Callable[[Tensor], Tensor]) -> DraftInput:

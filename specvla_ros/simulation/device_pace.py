@@ -42,8 +42,16 @@ class EmulatedDevice:
         """Seconds that a tick takes on the device; 0 for a tick without work."""
         computed_s = work.prompts * self.prefill_s + work.nodes * self.node_s
         forward_s = max(self.decode_s, computed_s) if work.prompts or work.nodes else 0.0
-        drafting_s = work.head_forwards * self.head_s + work.head_prompts * self.head_prompt_s
-        return work.images * self.vision_s + forward_s + drafting_s + work.finished * self.overhead_s
+        return work.images * self.vision_s + forward_s + self._drafting_s(work) + work.finished * self.overhead_s
+
+    def _drafting_s(self, work: TickWork) -> float:
+        drafting = work.drafting
+        seconds = drafting.head_forwards * self.head_s + work.head_prompts * self.head_prompt_s
+        if drafting.self_forwards:
+            # Each reads all weights; the first also reads prompts, which is bound by compute where they are long.
+            first_s = max(self.decode_s, drafting.self_rows * self.node_s)
+            seconds += first_s + (drafting.self_forwards - 1) * self.decode_s
+        return seconds
 
 
 def read_device(name: str) -> EmulatedDevice:

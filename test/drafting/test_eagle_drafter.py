@@ -1,7 +1,5 @@
 """The draft head behind its drafter: any mix of requests, any split of the rows, and nothing from stale rows."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_decoder import random_decoder
 from support.draft_heads import random_head
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.no_read_back import no_read_back
 
 from specvla_ros.acceptance.verification import ActionIds
 from specvla_ros.drafting.children import WindowMass
@@ -89,18 +87,6 @@ def test_a_trees_scratch_rows_are_never_read_again() -> None:
 def test_node_limits_are_each_requests_own() -> None:
     trees = drafter().draft([request(1, 0, 5, 0, 4), request(2, 1, 9, 0, 4)], nodes=[4, 9])
     assert [len(tree) for tree in trees] == [4, 9]
-
-
-class _NoReadBack(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert not any(name in str(func) for name in ("_local_scalar_dense", "nonzero", "masked_select")), func
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def no_read_back() -> Iterator[None]:
-    with _NoReadBack():
-        yield
 
 
 @pytest.mark.parametrize("children", [None, WindowMass(3, ActionIds(30, 46, 15), (2,) * 7)], ids=["top_k", "window"])

@@ -176,6 +176,11 @@ def test_branches_hang_below_the_root_of_any_tree() -> None:
         (dict(top_k=20, depth=5), "80 nodes in one forward"),
         (dict(children="best"), r"draft\.children is 'best'"),
         (dict(prompt_lookup_tokens=64), r"draft\.prompt_lookup_tokens"),
+        (dict(self_tokens=64), r"draft\.self_tokens must be 0 to 63, got 64"),
+        (dict(self_tokens=-1), r"draft\.self_tokens must be 0 to 63"),
+        (dict(self_image_share=0.0), r"draft\.self_image_share must be 0\.001 to 1, got 0\.0"),
+        (dict(self_image_share=1.5), r"draft\.self_image_share must be"),
+        (dict(self_image_share=float("nan")), r"draft\.self_image_share must be"),
     ],
 )
 def test_settings_out_of_range_are_refused(arguments: dict, message: str) -> None:

@@ -21,6 +21,7 @@ from specvla_ros.models.policy import Policy, load_policy
 
 PICTURES = 5
 SMALL_TREE = DraftSettings(nodes=8, top_k=3, depth=3, temporal=True)
+SELF = DraftSettings(nodes=6, top_k=2, depth=2, self_tokens=3)
 BINS = 6
 
 
@@ -68,7 +69,7 @@ modes = st.builds(
     max_in_flight=st.integers(0, 5),
     prefill_chunks=st.integers(1, 4),
     in_order=st.booleans(),
-    draft=st.sampled_from([SMALL_TREE, replace(SMALL_TREE, temporal=False), DraftSettings(nodes=1)]),
+    draft=st.sampled_from([SMALL_TREE, replace(SMALL_TREE, temporal=False), SELF, DraftSettings(nodes=1)]),
 )
 # Ticks are what most of the time passes with.
 steps = st.lists(

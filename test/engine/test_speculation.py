@@ -15,6 +15,7 @@ from support.random_checkpoint import write_random_checkpoint
 from specvla_kernels.layout import Ancestry
 from specvla_ros.acceptance.settings import AcceptanceSettings
 from specvla_ros.drafting.draft_input import DraftInput
+from specvla_ros.drafting.draft_work import DraftWork
 from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.drafting.tree import Tree
 from specvla_ros.engine.engine import Engine
@@ -56,7 +57,7 @@ class Scripted:
     """Drafts trees of any shape around what a plain decoder said, right, nearly right or wrong."""
 
     sources = ("script",)
-    head_forwards = 0
+    work = DraftWork()
 
     def __init__(self, data: st.DataObject, answer: Sequence[int], *, low: int, high: int) -> None:
         self._data = data
@@ -170,6 +171,7 @@ def test_committed_keys_and_values_equal_a_recompute(policy: Policy, data: st.Da
         DraftSettings(children="window_mass", nodes=12, temporal=True),
         DraftSettings(nodes=1),
         DraftSettings(temporal=True, prompt_lookup_tokens=4),
+        DraftSettings(nodes=12, self_tokens=4),
     ],
     ids=str,
 )

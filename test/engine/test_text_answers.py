@@ -20,7 +20,8 @@ FRAMES = 10
 DRAFTS = {
     "head": DraftSettings(),
     "lookup": DraftSettings(nodes=9, prompt_lookup_tokens=8, temporal=True),
-    "all": DraftSettings(nodes=24, prompt_lookup_tokens=6, temporal=True, children="window_mass"),
+    "self": DraftSettings(nodes=7, self_tokens=4),
+    "all": DraftSettings(nodes=24, prompt_lookup_tokens=6, temporal=True, children="window_mass", self_tokens=3),
 }
 # Words may differ where the target is unsure or the image does not matter; where they end, and numbers, may not.
 BINS = 9
@@ -44,8 +45,9 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def outcomes(policy: Policy, settings: EngineSettings) -> list[Outcome]:
     engine = Engine(policy, settings)
-    engine._setup.ring.keys.fill_(float("nan"))
-    engine._setup.ring.values.fill_(float("nan"))
+    for holder in (engine._setup.ring, engine._setup.drafter._self):
+        for name in ("keys", "_keys", "values", "_values"):
+            getattr(holder, name, torch.empty(0)).fill_(float("nan"))
     images = (np.random.default_rng(i).integers(0, 256, (48, 64, 3), dtype=np.uint8) for i in range(FRAMES))
     return [engine.act(Observation(image, "put carrot on plate", i + 1)) for i, image in enumerate(images)]
 

@@ -7,6 +7,7 @@ import pytest
 from support.expert_engine import ExpertEngine
 from support.gl import needs_gl
 
+from specvla_ros.drafting.draft_work import DraftWork
 from specvla_ros.engine.outcome import Drop, DropReason
 from specvla_ros.engine.tick_work import TickWork
 from specvla_ros.errors import UserError
@@ -96,9 +97,13 @@ def test_devices_of_the_package_can_be_read(name):
     assert 0 < found.vision_s < found.prefill_s and found.source.startswith("assumed")
     assert found.tick_s(TickWork(images=1, prompts=1)) == found.vision_s + found.prefill_s
     assert found.tick_s(TickWork(nodes=1)) == found.decode_s and found.tick_s(TickWork()) == 0
-    drafting = TickWork(prompts=1, nodes=7, head_forwards=5, head_prompts=1)
+    drafting = TickWork(prompts=1, nodes=7, drafting=DraftWork(head_forwards=5), head_prompts=1)
     extra = 7 * found.node_s + 5 * found.head_s + found.head_prompt_s
     assert found.tick_s(drafting) == pytest.approx(found.prefill_s + extra)
+    own = TickWork(nodes=5, drafting=DraftWork(self_forwards=4, self_rows=60))
+    assert found.tick_s(own) == pytest.approx(5 * found.decode_s), "a forward of the target reads all its weights"
+    whole = TickWork(nodes=5, drafting=DraftWork(self_forwards=1, self_rows=600))
+    assert found.tick_s(whole) == pytest.approx(found.decode_s + 600 * found.node_s)
     assert found.tick_s(TickWork(nodes=50)) == found.decode_s, "nodes are free without a prompt"
 
 
