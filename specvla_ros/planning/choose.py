@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specvla_ros.planning.acceptance_lengths import TREE_DEPTH, AcceptanceLengths
 from specvla_ros.planning.device_limits import DeviceLimits
 from specvla_ros.planning.forward_cost import ridge_rows
-from specvla_ros.planning.mode_limits import ModeLimit
+from specvla_ros.planning.mode_limits import ModeLimit, mode_limit
 from specvla_ros.planning.model_cost import ModelCost, WeightFormat
 from specvla_ros.planning.tick_loop import chunk_rows
 
@@ -28,6 +28,7 @@ class Profile:
         max_in_flight: `decode.max_in_flight`.
         prefill_chunks: `decode.prefill_chunks`.
         chunk_rows: of the longest chunk, such that it fills tiles of the matrix products together with the trees.
+        limit: what the mode reaches with these parameters.
         reasons: in words, by what they explain.
     """
 
@@ -38,6 +39,7 @@ class Profile:
     max_in_flight: int
     prefill_chunks: int
     chunk_rows: int
+    limit: ModeLimit
     reasons: Mapping[str, str]
 
     def as_yaml(self) -> str:
@@ -81,7 +83,9 @@ def choose(
     trees = math.ceil(verifications / chunks_used) if best.mode.pipelined else 0
     longest = chunk_rows(model.prompt_rows, chunks_used)[0]
     filled = _fill_tiles(longest, trees * nodes, most=model.prompt_rows) if chunks_used > 1 else longest
-    needed = (best.kv_bytes + best.weight_bytes) / 1e9
+    mode = replace(best.mode, nodes=nodes, max_in_flight=in_flight)
+    limit = mode_limit(mode, model, device, weights, lengths)
+    needed = (limit.kv_bytes + limit.weight_bytes) / 1e9
     reasons = {
         "decode.mode": f"{best.mode.name} acts on the freshest images: at most {best.oldest_image_s * 1e3:.0f} ms old "
         "when the next action comes (latency and period, derated)",
@@ -96,6 +100,7 @@ def choose(
         "draft.nodes": _node_reason(ridge, in_flight, nodes, packed=best.mode.pipelined) if drafts else "no tree",
         "memory": f"{needed:.3g} of {device.memory_gb:.0f} GB for weights, keys and values"
         + ("" if fitting else ": IT DOES NOT FIT; try --weights int4"),
+        "expect": f"{limit.derated_rate_hz:.3g} actions/s, {limit.derated_latency_s * 1e3:.0f} ms (derated)",
     }
     return Profile(
         mode=best.mode.decode_mode,
@@ -105,6 +110,7 @@ def choose(
         max_in_flight=in_flight,
         prefill_chunks=chunks_used,
         chunk_rows=filled,
+        limit=limit,
         reasons=reasons,
     )
 

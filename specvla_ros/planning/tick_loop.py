@@ -22,6 +22,7 @@ class Mode:
         pipelined: admit a frame as soon as the one before has its prompt behind it.
         nodes: per tree; 1: plain decoding.
         chunks: forwards over which a prompt is spread.
+        max_in_flight: requests; a new frame waits while there are so many.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Mode:
     pipelined: bool = False
     nodes: int = 1
     chunks: int = 1
+    max_in_flight: int = 64
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,9 @@ def run_loop(
             latencies, ticks = [], []
         if admitted >= _FRAMES:
             break
-        if not flying or (mode.pipelined and flying[-1].prompt_done == prompt_rows):
+        if not flying or (
+            mode.pipelined and len(flying) < mode.max_in_flight and flying[-1].prompt_done == prompt_rows
+        ):
             flying.append(_Request(number, now, action_tokens))
             admitted += 1
         most = max(most, len(flying))

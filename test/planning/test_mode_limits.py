@@ -107,6 +107,14 @@ def test_the_loop_without_chance_is_exact() -> None:
     assert run(Mode("specpipe, 3", "specpipe", pipelined=True, nodes=16, chunks=3)) == (6, 0.333, 0, 2)
 
 
+def test_frames_wait_where_enough_are_in_flight() -> None:
+    never = AcceptanceLengths("never", (1.0,))
+    found = run_loop(Mode("two", "specpipe", pipelined=True, nodes=8, max_in_flight=2), 290, 7, never, lambda _: 1.0)
+    assert found.in_flight == 2
+    assert found.latency_s == 7
+    assert found.action_rate_hz == pytest.approx(2 / 7, rel=0.01)
+
+
 @given(rows=st.integers(1, 2000), chunks=st.integers(1, 8))
 def test_chunks_make_up_the_prompt(rows: int, chunks: int) -> None:
     parts = chunk_rows(rows, chunks)
@@ -130,6 +138,7 @@ def test_any_device_gets_a_profile_that_holds_together(device: DeviceLimits, wei
     assert (profile.prefill_chunks == 1 and profile.max_in_flight == 1) or pipelined
     assert 1 <= profile.nodes <= (16 if pipelined else 64)
     assert profile.top_k * (profile.depth - 1) <= 64
+    assert profile.limit.in_flight <= profile.max_in_flight
     assert -(-MODEL.prompt_rows // profile.prefill_chunks) <= profile.chunk_rows <= MODEL.prompt_rows
     if profile.mode == "specpipe" and profile.nodes > 8:
         assert profile.nodes * profile.max_in_flight <= ridge_rows(MODEL, device, weights)

@@ -75,6 +75,14 @@ def test_counts_of_the_nano_policy_are_those_of_its_model() -> None:
     assert counts.vision_values == sum(p.numel() for p in vision if p.dim() in (2, 4))
 
 
+def test_the_documentation_shows_what_the_command_prints() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text()
+    shown = " ".join(page.split())
+    for line in specvla("plan", "--device", "orin").output.splitlines():
+        if "─" not in line:
+            assert " ".join(line.split()) in shown
+
+
 def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
     assert "orin" in refusal("plan", "--device", "thor")
     assert "config.json is missing" in refusal("plan", "--device", "orin", "--model", tmp_path)
