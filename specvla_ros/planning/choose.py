@@ -90,7 +90,7 @@ def choose(
         "decode.mode": f"{best.mode.name} acts on the freshest images: at most {best.oldest_image_s * 1e3:.0f} ms old "
         "when the next action comes (latency and period, derated)",
         "decode.prefill_chunks": _chunk_reason(model, ridge, asked, chunks_used),
-        "chunk length": f"{filled} rows beside {trees} trees of {nodes} nodes: {filled + trees * nodes}, whole tiles"
+        "chunk length": f"{filled} rows beside {trees} x {nodes} nodes: {filled + trees * nodes}, whole tiles"
         if chunks_used > 1
         else "the whole prompt",
         "decode.max_in_flight": f"{chunks_used} forward(s) for the prompt and {verifications:.1f} behind it, "

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from specvla_ros.planning.device_limits import Arithmetic, DeviceLimits
 from specvla_ros.planning.model_cost import ModelCost, WeightFormat
 
+_MANY_ROWS = 4096  # more than any forward has
+
 
 @dataclass(frozen=True)
 class Forward:
@@ -130,14 +132,23 @@ def least_seconds(parts: Sequence[Part], device: DeviceLimits) -> float:
 
 
 def ridge_rows(model: ModelCost, device: DeviceLimits, weights: WeightFormat) -> float:
-    """Rows from which on the decoder's matrices are bound by computing: below it, a row more costs nothing."""
-    read_s = model.decoder_values * weights.value_bytes(device.value_bytes) / device.bytes_per_s()
+    """Rows from which on the decoder's matrices are bound by computing: below it, a row more costs nothing.
+
+    Of measured rates: the rows up to which a product takes no more than a tenth longer than with one row. One row
+    rarely reaches the bandwidth of a plain read, and measured times scatter.
+    """
+
+    def computing_s(rows: int) -> float:
+        return 2.0 * model.decoder_values * rows / device.operations_per_s(weights.arithmetic, rows)
+
+    reading_s = model.decoder_values * weights.value_bytes(device.value_bytes) / device.bytes_per_s()
+    if not device.tflops_by_rows or weights.arithmetic is not Arithmetic.DENSE:
+        return max(1.0, reading_s / computing_s(1))
+    free_s = 1.1 * max(reading_s, computing_s(1))
     rows = 1.0
-    # A measured rate depends on the rows, so the crossing is looked for from below.
-    for size in sorted({1, 4096, *device.tflops_by_rows}):
-        rate = device.operations_per_s(weights.arithmetic, size)
-        crossing = read_s * rate / (2.0 * model.decoder_values)
+    for size in sorted({size for size in device.tflops_by_rows if size > 1} | {_MANY_ROWS}):
+        crossing = size * free_s / computing_s(size)
         rows = max(rows, min(crossing, size))
-        if crossing <= size:
+        if crossing < size:
             break
     return rows

@@ -1,5 +1,6 @@
 """What a checkpoint's shapes imply: values that are read and operations that are done, before any device is named."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -74,7 +75,6 @@ def model_cost(config: OpenVLAConfig) -> ModelCost:
     width = sum(tower.embed_dim for tower in config.towers)
     projector = _projector_values(width, llama.hidden_size, fused=len(config.towers) > 1)
     kv_values = 2 * llama.num_key_value_heads * llama.head_dim
-    statistics: dict[str, Any] = next(iter(config.norm_stats.values()), {"action": {}})["action"]
     return ModelCost(
         decoder_values=llama.num_hidden_layers * layer,
         head_values=llama.vocab_size * llama.hidden_size,
@@ -87,8 +87,18 @@ def model_cost(config: OpenVLAConfig) -> ModelCost:
         draft_values=2 * llama.hidden_size**2 + layer,
         draft_kv_values=kv_values,
         prompt_rows=config.image_tokens + _TEXT_TOKENS,
-        action_tokens=len(statistics.get("q01", ())) or _ACTION_TOKENS,
+        action_tokens=_action_tokens(config.norm_stats),
     )
+
+
+def _action_tokens(norm_stats: Mapping[str, Any]) -> int:
+    """Numbers of an action by the first dataset's statistics."""
+    for statistics in norm_stats.values():
+        try:
+            return len(statistics["action"]["q01"])
+        except (KeyError, TypeError):
+            continue
+    return _ACTION_TOKENS
 
 
 def _layer_values(llama: LlamaConfig) -> int:

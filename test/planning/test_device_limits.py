@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 
 from specvla_ros.errors import UserError
 from specvla_ros.planning.device_limits import Arithmetic, DeviceLimits, known_devices, read_limits
+from specvla_ros.planning.forward_cost import ridge_rows
+from specvla_ros.planning.model_cost import WeightFormat, model_cost
+from specvla_ros.planning.openvla_7b import OPENVLA_7B
 
 FIGURES = st.floats(min_value=1e-3, max_value=1e6)
 
@@ -100,3 +103,12 @@ def test_measured_rates_go_by_rows() -> None:
     device = DeviceLimits("a", "measured", "float32", 1, 9, 1, tflops_by_rows={1: 1.0, 64: 5.0, 256: 9.0})
     rates = [device.operations_per_s(Arithmetic.DENSE, rows) / 1e12 for rows in (1, 2, 64, 65, 256, 999)]
     assert rates == [1, 5, 5, 9, 9, 9]
+
+
+def test_the_ridge_of_a_measured_device_is_where_products_take_longer() -> None:
+    """A GPU whose single row reaches 70 % of the bandwidth: flat up to 128 rows, twice as long with 256."""
+    model = model_cost(OPENVLA_7B)
+    one_row = 0.7 * 1e3 / 1e3  # TFLOP/s at 1000 GB/s, two operations per two bytes
+    rates = {1: one_row, 16: 15.6 * one_row, 64: 66 * one_row, 128: 127 * one_row, 256: 128 * one_row}
+    device = DeviceLimits("a", "measured", "bfloat16", 1000, 128 * one_row, 80, tflops_by_rows=rates)
+    assert ridge_rows(model, device, WeightFormat.NONE) == pytest.approx(1.1 * 128)

@@ -152,6 +152,14 @@ def test_chunks_of_about_the_ridge_are_chosen(device: str, chunks: int) -> None:
     assert f"{tiles[device]}, whole tiles" in profile.reasons["chunk length"]
 
 
+@pytest.mark.parametrize(
+    ("norm_stats", "tokens"),
+    [({}, 7), ({"a": {"action": {"q01": [0.0] * 14}}}, 14), ({"a": {}}, 7), ({"a": None, "b": {"action": 3}}, 7)],
+)
+def test_action_tokens_are_those_of_the_statistics(norm_stats: dict[str, object], tokens: int) -> None:
+    assert model_cost(replace(OPENVLA_7B, norm_stats=norm_stats)).action_tokens == tokens
+
+
 def test_too_small_a_memory_is_said() -> None:
     small = replace(read_limits("rtx5090"), memory_gb=8.0)
     assert "DOES NOT FIT" in make_plan(small, WeightFormat.NONE).profile.reasons["memory"]
