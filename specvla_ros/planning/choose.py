@@ -13,7 +13,7 @@ from specvla_ros.planning.tick_loop import chunk_rows
 
 _TREES = (8, 16, 24, 32, 48, 64)
 _PACKED_NODES = 16
-_MOST_CHUNKS = 3  # chunks of fewer rows lose more in the matrix products than they win (Sarathi-Serve, section 4.3)
+_MOST_CHUNKS = 3  # chunks of fewer rows lose more in the matrix products than they win (as Sarathi reports of 64 rows)
 _TILES = (64, 128, 192, 256, 320, 384)
 _TOP_K = 8
 
