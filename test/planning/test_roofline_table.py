@@ -1,4 +1,4 @@
-"""The roofline that the design was made with, worked out by hand before this code: forwards to their rounding, modes near it."""
+"""A roofline worked out by hand before this code: forwards to its rounding, modes near it."""
 
 import pytest
 
@@ -125,8 +125,8 @@ PLAIN = {
     ("orin", "w8a8"): [(259, 3.9, 349, 2.9), (438, 15.9, 711, 9.8), (326, 12.3, 426, 9.4)],
     ("orin", "int4"): [(215, 4.7, 312, 3.2), (758, 9.2, 1243, 5.6), (438, 9.1, 718, 5.6)],
 }
-# These hang on the shape of the acceptance lengths, which was chosen to come near this table. The tolerance is what that
-# left over, so this guards against change; it does not confirm the model.
+# These hang on the shape of the acceptance lengths, which was chosen to come near this table. The tolerance is what
+# that left over, so this guards against change; it does not confirm the model.
 DRAFTING_MODES = ("spec", "specpipe", "specpipe, 2 chunks", "specpipe, 3 chunks")
 DRAFTING = {
     ("h200", "none"): [(16, 65, 23, 43), (22, 103, 37, 61), (18, 122, 29, 76), (21, 88, 30, 64)],
