@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specvla_ros import cli_draft, cli_simulation
+from specvla_ros import cli_draft, cli_plan, cli_simulation
 from specvla_ros.cli_options import CenterCrop, Device, Dtype, DtypeOption, Tasks, UnnormKey
 from specvla_ros.errors import UserError
 
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 app.add_typer(cli_simulation.app)
 app.add_typer(cli_draft.app)
+app.add_typer(cli_plan.app)
 
 
 Checkpoint = Annotated[Path, typer.Option(help="OpenVLA checkpoint: a Hugging Face directory.", show_default=False)]

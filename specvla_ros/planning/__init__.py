@@ -1,0 +1,1 @@
+"""Planning: what a checkpoint costs on a device, computed before anything runs. Sits above engine and models."""

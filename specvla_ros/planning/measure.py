@@ -1,0 +1,129 @@
+"""Measures the device at hand: bandwidth, and the rate of matrix products in a checkpoint's shapes."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+
+import torch
+from torch import Tensor
+
+from specvla_ros.evaluation.provenance import cpu_name
+from specvla_ros.models.config import LlamaConfig
+from specvla_ros.planning.device_limits import DeviceLimits
+
+ROWS = (1, 16, 64, 128, 192, 256, 320)
+_WARM_UPS = 2
+_TURNS = 7
+
+
+def measure_device(llama: LlamaConfig, on_step: Callable[[str], None] = lambda _: None) -> DeviceLimits:
+    """Measures the first GPU in bfloat16, or this CPU in float32, as the engine uses them.
+
+    Args:
+        llama: whose matrices are multiplied, as many layers as it has, or as fill the buffer of the bandwidth test.
+        on_step: told what is measured next.
+
+    Returns:
+        Medians. 8-bit rates are not measured.
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    dtype = torch.bfloat16 if cuda else torch.float32
+    buffer_bytes = (4 if cuda else 1) << 28
+    on_step("bandwidth")
+    reading, copying = _bandwidths(device, dtype, buffer_bytes)
+    layers = _layers(llama, device, dtype, buffer_bytes)
+    by_rows = {}
+    for rows in ROWS:
+        on_step(f"matrix products of {rows} rows")
+        by_rows[rows] = _tflops(layers, rows)
+    where = f"{_name(cuda)}, torch {torch.__version__}, {date.today().isoformat()}"
+    return DeviceLimits(
+        name=_name(cuda),
+        kind="measured",
+        dtype=str(dtype).removeprefix("torch."),
+        bandwidth_gb_s=max(reading, copying),
+        dense_tflops=max(by_rows.values()),
+        memory_gb=_memory_bytes(cuda) / 1e9,
+        tflops_by_rows=by_rows,
+        sources={
+            "bandwidth_gb_s": f"measured: reading {reading:.4g}, copying {copying:.4g} (both ways counted), the larger "
+            f"of the two; {buffer_bytes >> 20} MiB; {where}",
+            "tflops_by_rows": f"measured: products with {len(layers)} x 4 matrices of a decoder layer, hidden size "
+            f"{llama.hidden_size}, median of {_TURNS}; {where}",
+            "dense_tflops": "the largest of tflops_by_rows",
+            "int8_tops": "not measured",
+            "fp8_tflops": "not measured",
+            "memory_gb": "as the system says",
+        },
+    )
+
+
+def _bandwidths(device: torch.device, dtype: torch.dtype, size: int) -> tuple[float, float]:
+    """Reading and copying [GB/s]."""
+    source = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
+    target = torch.zeros_like(source)
+    reading_s = _median_s(lambda: source.sum(), device)
+    copying_s = _median_s(lambda: target.copy_(source), device)
+    return size / reading_s / 1e9, 2 * size / copying_s / 1e9
+
+
+def _layers(llama: LlamaConfig, device: torch.device, dtype: torch.dtype, size: int) -> list[list[Tensor]]:
+    """The four matrices of each layer, [out, in]: query, key and value; output; gate and up; down."""
+    hidden, heads = llama.hidden_size, llama.num_attention_heads * llama.head_dim
+    shapes = (
+        (heads + 2 * llama.num_key_value_heads * llama.head_dim, hidden),
+        (hidden, heads),
+        (2 * llama.intermediate_size, hidden),
+        (hidden, llama.intermediate_size),
+    )
+    layer_bytes = sum(rows * columns for rows, columns in shapes) * dtype.itemsize
+    count = min(llama.num_hidden_layers, max(1, size // layer_bytes))
+    generator = torch.Generator(device).manual_seed(0)
+    return [
+        [torch.rand(shape, dtype=dtype, device=device, generator=generator) for shape in shapes] for _ in range(count)
+    ]
+
+
+def _tflops(layers: list[list[Tensor]], rows: int) -> float:
+    """Rate of all products [1e12 operations/s] with `rows` rows in the left matrix."""
+    first = layers[0][0]
+    widths = {matrix.shape[1] for matrix in layers[0]}
+    inputs = {width: torch.rand((rows, width), dtype=first.dtype, device=first.device) for width in widths}
+
+    def multiply() -> None:
+        for layer in layers:
+            for matrix in layer:
+                torch.nn.functional.linear(inputs[matrix.shape[1]], matrix)
+
+    operations = 2.0 * rows * sum(matrix.numel() for layer in layers for matrix in layer)
+    with torch.inference_mode():
+        return operations / _median_s(multiply, first.device) / 1e12
+
+
+def _median_s(work: Callable[[], object], device: torch.device) -> float:
+    times = []
+    for _ in range(_WARM_UPS + _TURNS):
+        _finish(device)
+        started = time.perf_counter()
+        work()
+        _finish(device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[_WARM_UPS:])
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _name(cuda: bool) -> str:
+    return torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def _memory_bytes(cuda: bool) -> int:
+    if cuda:
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

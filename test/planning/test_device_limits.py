@@ -1,0 +1,114 @@
+"""Devices on disk: what is read back, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specvla_ros.errors import UserError
+from specvla_ros.planning.device_limits import Arithmetic, DeviceLimits, known_devices, read_limits
+from specvla_ros.planning.forward_cost import ridge_rows
+from specvla_ros.planning.model_cost import WeightFormat, model_cost
+from specvla_ros.planning.openvla_7b import OPENVLA_7B
+
+FIGURES = st.floats(min_value=1e-3, max_value=1e6)
+
+
+@pytest.mark.parametrize("name", ["orin", "rtx5090", "h200"])
+def test_the_packages_devices_name_the_source_of_each_figure(name: str) -> None:
+    limits = read_limits(name)
+    assert limits.kind == "assumed"
+    for figure in ("bandwidth_gb_s", "dense_tflops", "int8_tops", "fp8_tflops", "memory_gb"):
+        assert len(limits.sources[figure]) > 5
+    assert known_devices() == ["h200", "orin", "rtx5090"]
+
+
+@given(
+    figures=st.tuples(FIGURES, FIGURES, FIGURES),
+    eight_bit=st.tuples(st.none() | FIGURES, st.none() | FIGURES),
+    by_rows=st.dictionaries(st.integers(1, 512), FIGURES, max_size=4),
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+)
+def test_a_device_is_read_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory,
+    figures: tuple[float, float, float],
+    eight_bit: tuple[float | None, float | None],
+    by_rows: dict[int, float],
+    dtype: str,
+) -> None:
+    device = DeviceLimits("a", "measured", dtype, *figures, *eight_bit, by_rows, {"bandwidth_gb_s": "measured"})
+    path = tmp_path_factory.mktemp("device") / "a.json"
+    path.write_text(json.dumps(device.as_json()))
+    assert read_limits(str(path)) == device
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bandwidth_gb_s": None}, "bandwidth_gb_s must be a number"),
+        ({"bandwidth_gb_s": -1}, "above 0"),
+        ({"memory_gb": 0}, "above 0"),
+        ({"dense_tflops": "much"}, "dense_tflops must be a number"),
+        ({"dense_tflops": 42e12}, "check its unit"),
+        ({"int8_tops": float("nan")}, "int8_tops must be a number"),
+        ({"fp8_tflops": True}, "fp8_tflops must be a number"),
+        ({"kind": "guessed"}, "assumed, measured"),
+        ({"dtype": "int4"}, "bfloat16, float16, float32"),
+        ({"sources": "a data sheet"}, "where each figure comes from"),
+        ({"tflops_by_rows": [1, 2]}, "rates by rows"),
+        ({"tflops_by_rows": {"zero": 1}}, "rates by rows"),
+        ({"tflops_by_rows": {"16": -2}}, r"tflops_by_rows\[16\] must be above 0"),
+    ],
+)
+def test_bad_figures_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "device.json"
+    path.write_text(json.dumps(read_limits("orin").as_json() | change))
+    with pytest.raises(UserError, match=message):
+        read_limits(str(path))
+
+
+@pytest.mark.parametrize("field", ["name", "kind", "dtype", "bandwidth_gb_s", "dense_tflops", "memory_gb", "sources"])
+def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
+    raw = read_limits("orin").as_json()
+    del raw[field]
+    path = tmp_path / "device.json"
+    path.write_text(json.dumps(raw))
+    with pytest.raises(UserError, match=f"lacks the field '{field}'"):
+        read_limits(str(path))
+
+
+def test_files_that_are_no_devices_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none of h200, orin, rtx5090.*specvla measure"):
+        read_limits("thor")
+    (tmp_path / "text.json").write_text("no device")
+    with pytest.raises(UserError, match="no JSON"):
+        read_limits(str(tmp_path / "text.json"))
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(UserError, match="holds a JSON list"):
+        read_limits(str(tmp_path / "list.json"))
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="no JSON"):
+        read_limits(str(tmp_path / "binary.json"))
+
+
+def test_units_that_are_not_there_are_not_used() -> None:
+    with pytest.raises(UserError, match="no fp8 rate: choose another of --weights"):
+        read_limits("orin").operations_per_s(Arithmetic.FP8, 290)
+
+
+def test_measured_rates_go_by_rows() -> None:
+    device = DeviceLimits("a", "measured", "float32", 1, 9, 1, tflops_by_rows={1: 1.0, 64: 5.0, 256: 9.0})
+    rates = [device.operations_per_s(Arithmetic.DENSE, rows) / 1e12 for rows in (1, 2, 64, 65, 256, 999)]
+    assert rates == [1, 5, 5, 9, 9, 9]
+
+
+def test_the_ridge_of_a_measured_device_is_where_products_take_longer() -> None:
+    """A GPU whose single row reaches 70 % of the bandwidth: flat up to 128 rows, twice as long with 256."""
+    model = model_cost(OPENVLA_7B)
+    one_row = 0.7 * 1e3 / 1e3  # TFLOP/s at 1000 GB/s, two operations per two bytes
+    rates = {1: one_row, 16: 15.6 * one_row, 64: 66 * one_row, 128: 127 * one_row, 256: 128 * one_row}
+    device = DeviceLimits("a", "measured", "bfloat16", 1000, 128 * one_row, 80, tflops_by_rows=rates)
+    assert ridge_rows(model, device, WeightFormat.NONE) == pytest.approx(1.1 * 128)

@@ -1,0 +1,166 @@
+"""What must hold of the modes' limits on any device."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specvla_ros.errors import UserError
+from specvla_ros.planning.acceptance_lengths import SPEC_VLA_RELAXED, AcceptanceLengths, spec_vla_relaxed
+from specvla_ros.planning.choose import choose
+from specvla_ros.planning.device_limits import DeviceLimits, read_limits
+from specvla_ros.planning.forward_cost import Forward, forward_parts, least_seconds, ridge_rows
+from specvla_ros.planning.mode_limits import MODES, mode_limit
+from specvla_ros.planning.model_cost import WeightFormat, model_cost
+from specvla_ros.planning.openvla_7b import OPENVLA_7B
+from specvla_ros.planning.plan import make_plan
+from specvla_ros.planning.tick_loop import Mode, chunk_rows, run_loop
+
+MODEL = model_cost(OPENVLA_7B)
+GOAL = spec_vla_relaxed("goal")
+DEVICES = st.builds(
+    lambda bandwidth, rate: DeviceLimits(
+        "random", "assumed", "bfloat16", bandwidth, rate, 64.0, int8_tops=2 * rate, fp8_tflops=2 * rate
+    ),
+    st.floats(10, 1e4),
+    st.floats(1, 1e3),
+)
+
+
+@given(
+    device=DEVICES,
+    mode=st.sampled_from(MODES),
+    weights=st.sampled_from(WeightFormat),
+    wider=st.floats(1, 4),
+    faster=st.floats(1, 4),
+)
+@settings(max_examples=25, deadline=None)
+def test_more_bandwidth_or_compute_never_makes_a_mode_slower(
+    device: DeviceLimits, mode: Mode, weights: WeightFormat, wider: float, faster: float
+) -> None:
+    before = mode_limit(mode, MODEL, device, weights, GOAL)
+    after = mode_limit(mode, MODEL, device.at(bandwidth=wider, compute=faster), weights, GOAL)
+    for name in ("latency_s", "derated_latency_s"):
+        assert getattr(after, name) <= getattr(before, name) * (1 + 1e-9)
+    for name in ("action_rate_hz", "derated_rate_hz"):
+        assert getattr(after, name) >= getattr(before, name) * (1 - 1e-9)
+    assert before.derated_latency_s > before.latency_s
+    assert after.ticks_per_action == before.ticks_per_action
+
+
+@given(device=DEVICES, rows=st.integers(1, 290), nodes=st.integers(1, 64), trees=st.integers(0, 6))
+def test_a_row_or_a_tree_more_never_makes_a_forward_cheaper(
+    device: DeviceLimits, rows: int, nodes: int, trees: int
+) -> None:
+    forward = Forward(rows, image=True, trees=trees, nodes=trees * nodes, prefix_rows=trees * 293)
+    larger = (
+        replace(forward, prompt_rows=rows + 1),
+        replace(forward, trees=trees + 1, nodes=(trees + 1) * nodes, prefix_rows=(trees + 1) * 293),
+    )
+    seconds = least_seconds(forward_parts(forward, MODEL, WeightFormat.NONE, 2), device)
+    for each in larger:
+        assert least_seconds(forward_parts(each, MODEL, WeightFormat.NONE, 2), device) >= seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("device", ["orin", "rtx5090", "h200"])
+def test_chunks_shorten_the_latency_of_a_pipeline(device: str) -> None:
+    limits = {
+        mode.name: mode_limit(mode, MODEL, read_limits(device), WeightFormat.NONE, GOAL)
+        for mode in MODES
+        if mode.name in ("pipeline", "pipeline, 2 chunks", "specpipe", "specpipe, 2 chunks")
+    }
+    for name in ("pipeline", "specpipe"):
+        assert limits[f"{name}, 2 chunks"].latency_s < limits[name].latency_s
+        assert limits[f"{name}, 2 chunks"].derated_latency_s < limits[name].derated_latency_s
+
+
+@pytest.mark.parametrize("suite", SPEC_VLA_RELAXED)
+def test_acceptance_lengths_have_the_published_means(suite: str) -> None:
+    lengths = spec_vla_relaxed(suite)
+    assert lengths.mean == pytest.approx(SPEC_VLA_RELAXED[suite])
+    assert 3.6 <= 1 + lengths.verifications(6) <= 4.4
+    drawn = [lengths.accepted(i / 1000) for i in range(1000)]
+    assert sum(drawn) / 1000 == pytest.approx(lengths.mean, abs=0.01)
+
+
+def test_acceptance_lengths_that_are_none_are_refused() -> None:
+    with pytest.raises(UserError, match="known: goal, object, spatial, long"):
+        spec_vla_relaxed("moon")
+    with pytest.raises(UserError, match="sum to 1"):
+        AcceptanceLengths("odd", (0.5, 0.4))
+
+
+def test_the_loop_without_chance_is_exact() -> None:
+    """Ticks of one second, and every verification commits two tokens: 1 + 3 forwards for 7 tokens."""
+    two = AcceptanceLengths("always one", (0.0, 1.0))
+
+    def run(mode: Mode) -> tuple[float, float, float, int]:
+        found = run_loop(mode, 290, 7, two, lambda tick: 1.0)
+        return found.latency_s, round(found.action_rate_hz, 3), found.dropped, found.in_flight
+
+    assert run(Mode("ar", "ar")) == (7, 0.143, 0, 1)
+    assert run(Mode("spec", "spec", nodes=16)) == (4, 0.25, 0, 1)
+    assert run(Mode("pipeline", "pipeline", pipelined=True)) == (7, 1, 0, 7)
+    assert run(Mode("pipeline, 2", "pipeline", pipelined=True, chunks=2)) == (8, 0.5, 0, 4)
+    assert run(Mode("specpipe", "specpipe", pipelined=True, nodes=16)) == (4, 1, 0, 4)
+    assert run(Mode("specpipe, 3", "specpipe", pipelined=True, nodes=16, chunks=3)) == (6, 0.333, 0, 2)
+
+
+def test_frames_wait_where_enough_are_in_flight() -> None:
+    never = AcceptanceLengths("never", (1.0,))
+    found = run_loop(Mode("two", "specpipe", pipelined=True, nodes=8, max_in_flight=2), 290, 7, never, lambda _: 1.0)
+    assert found.in_flight == 2
+    assert found.latency_s == 7
+    assert found.action_rate_hz == pytest.approx(2 / 7, rel=0.01)
+
+
+@given(rows=st.integers(1, 2000), chunks=st.integers(1, 8))
+def test_chunks_make_up_the_prompt(rows: int, chunks: int) -> None:
+    parts = chunk_rows(rows, chunks)
+    assert sum(parts) == rows
+    assert max(parts) - min(parts) <= 1
+    assert min(parts) >= 1
+
+
+def test_a_draw_is_repeated() -> None:
+    mode = MODES[-1]
+    first, second = (mode_limit(mode, MODEL, read_limits("orin"), WeightFormat.NONE, GOAL) for _ in range(2))
+    assert first == second
+
+
+@given(device=DEVICES, weights=st.sampled_from(WeightFormat))
+@settings(max_examples=15, deadline=None)
+def test_any_device_gets_a_profile_that_holds_together(device: DeviceLimits, weights: WeightFormat) -> None:
+    limits = [mode_limit(mode, MODEL, device, weights, GOAL) for mode in MODES]
+    profile = choose(MODEL, device, weights, limits, GOAL)
+    pipelined = profile.mode in ("pipeline", "specpipe")
+    assert (profile.prefill_chunks == 1 and profile.max_in_flight == 1) or pipelined
+    assert 1 <= profile.nodes <= (16 if pipelined else 64)
+    assert profile.top_k * (profile.depth - 1) <= 64
+    assert profile.limit.in_flight <= profile.max_in_flight
+    assert -(-MODEL.prompt_rows // profile.prefill_chunks) <= profile.chunk_rows <= MODEL.prompt_rows
+    if profile.mode == "specpipe" and profile.nodes > 8:
+        assert profile.nodes * profile.max_in_flight <= ridge_rows(MODEL, device, weights)
+
+
+@pytest.mark.parametrize(("device", "chunks"), [("h200", 2), ("rtx5090", 3), ("orin", 2)])
+def test_chunks_of_about_the_ridge_are_chosen(device: str, chunks: int) -> None:
+    profile = make_plan(read_limits(device), WeightFormat.NONE).profile
+    assert (profile.mode, profile.prefill_chunks, profile.nodes) == ("specpipe", chunks, 16)
+    tiles = {"h200": 192, "rtx5090": 128, "orin": 192}
+    assert f"{tiles[device]}, whole tiles" in profile.reasons["chunk length"]
+
+
+@pytest.mark.parametrize(
+    ("norm_stats", "tokens"),
+    [({}, 7), ({"a": {"action": {"q01": [0.0] * 14}}}, 14), ({"a": {}}, 7), ({"a": None, "b": {"action": 3}}, 7)],
+)
+def test_action_tokens_are_those_of_the_statistics(norm_stats: dict[str, object], tokens: int) -> None:
+    assert model_cost(replace(OPENVLA_7B, norm_stats=norm_stats)).action_tokens == tokens
+
+
+def test_too_small_a_memory_is_said() -> None:
+    small = replace(read_limits("rtx5090"), memory_gb=8.0)
+    assert "DOES NOT FIT" in make_plan(small, WeightFormat.NONE).profile.reasons["memory"]
+    assert "DOES NOT FIT" not in make_plan(small, WeightFormat.INT4).profile.reasons["memory"]
