@@ -10,11 +10,12 @@ import yaml
 
 from specvla_ros.acceptance.settings import RULES, AcceptanceSettings
 from specvla_ros.drafting.settings import CHILDREN, LEAST_IMAGE_SHARE, DraftSettings
-from specvla_ros.engine.settings import MODES, EngineSettings
+from specvla_ros.engine.settings import MODES, MOST_CHUNKS, MOST_SLOTS, EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.launch_parameters import merge_parameters
 from specvla_ros.parameter_fields import parameter, problem, ros_name
 
+SWITCHED = ("decode.mode", "decode.max_in_flight", "decode.prefill_chunks", "decode.in_order")
 _PREFIXES = ("decode.", "draft.", "acceptance.")
 
 
@@ -22,7 +23,29 @@ _PREFIXES = ("decode.", "draft.", "acceptance.")
 class DecodeParameters:
     """Every parameter of decoding; the descriptions are those that `ros2 param describe` shows."""
 
-    decode_mode: str = parameter("ar", "How tokens are decoded.", name="decode.mode", choices=MODES)
+    decode_mode: str = parameter("ar", "How tokens are decoded.", name="decode.mode", choices=MODES, writable=True)
+    decode_max_in_flight: int = parameter(
+        0,
+        "Requests in flight at most in pipeline and specpipe; 0: 7 and 4.",
+        name="decode.max_in_flight",
+        minimum=0,
+        maximum=MOST_SLOTS,
+        writable=True,
+    )
+    decode_prefill_chunks: int = parameter(
+        1,
+        "Forwards over which pipeline and specpipe spread a prompt.",
+        name="decode.prefill_chunks",
+        minimum=1,
+        maximum=MOST_CHUNKS,
+        writable=True,
+    )
+    decode_in_order: bool = parameter(
+        False,
+        "Finish every frame that was begun; actions wait for older ones, in place of overtaking them.",
+        name="decode.in_order",
+        writable=True,
+    )
     decode_max_text_tokens: int = parameter(
         128,
         "Longest prompt text [tokens]; a longer instruction is refused.",
@@ -164,6 +187,9 @@ class DecodeParameters:
         """
         return EngineSettings(
             mode=self.decode_mode,
+            max_in_flight=self.decode_max_in_flight,
+            prefill_chunks=self.decode_prefill_chunks,
+            in_order=self.decode_in_order,
             max_text_tokens=self.decode_max_text_tokens,
             max_reasoning_tokens=self.decode_max_reasoning_tokens,
             max_image_age_s=max_image_age_s,

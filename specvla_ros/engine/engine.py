@@ -96,6 +96,18 @@ class Engine:
         """
         self._setup.set_acceptance(settings, self.policy)
 
+    def switch(self, settings: EngineSettings) -> list[Drop]:
+        """Decodes otherwise from the next tick on; what is in flight is dropped, what waits is kept.
+
+        Raises:
+            UserError: the settings do not fit the policy or the device's memory; it goes on as before.
+        """
+        changed = set_up(self.policy, settings)  # beside the old one, which is still whole if this fails
+        drops = self._setup.flight.flush(DropReason.MODE_CHANGED)
+        self._setup = changed
+        self._prompts = PromptCache(self.policy, settings.max_text_tokens)
+        return drops
+
     def set_max_image_age(self, seconds: float) -> None:
         """Takes another staleness limit; 0: none."""
         self._setup.settings = replace(self._setup.settings, max_image_age_s=seconds)

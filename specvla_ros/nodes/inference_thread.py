@@ -18,6 +18,7 @@ from specvla_ros.errors import UserError
 
 if TYPE_CHECKING:  # the engine imports torch, which a machine that only configures may lack
     from specvla_ros.engine.engine import Engine
+    from specvla_ros.engine.settings import EngineSettings
 
 Progress = Callable[[str, float], None]
 
@@ -113,6 +114,26 @@ class InferenceThread:
         if self._check_acceptance is not None:
             self._check_acceptance(settings)
             self._request(lambda engine: engine.set_acceptance(settings))
+
+    def switch(self, settings: EngineSettings) -> Future[None]:
+        """Has the engine decode otherwise behind the tick under way; what was in flight comes out as drops.
+
+        Returns:
+            Done when the engine has switched; a UserError where it cannot, and goes on as before.
+        """
+        done: Future[None] = Future()
+
+        def change(engine: Engine) -> None:
+            try:
+                self._hand_back(engine.switch(settings))
+                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+                if not isinstance(error, UserError):
+                    raise
+
+        self._request(change)
+        return done
 
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread after the tick under way and frees the engine; False when it did not end in time."""

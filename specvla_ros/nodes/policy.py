@@ -1,6 +1,7 @@
 """The lifecycle node `policy`: camera images and an instruction in, stamped actions out."""
 
 import sys
+from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin one only from Python 3.11 on
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from rclpy.executors import SingleThreadedExecutor
 from rclpy.lifecycle import LifecycleNode, LifecycleNodeMixin, LifecycleState, TransitionCallbackReturn
 from rclpy.node import Node
 
+from specvla_ros.decode_parameters import SWITCHED
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.errors import UserError
@@ -32,6 +34,7 @@ from specvla_ros.nodes.stamps import stamp_problem
 _NS = 1e-9
 _STOP_TIMEOUT_S = 10.0
 _LOAD_POLL_S = 0.1
+_SWITCH_TIMEOUT_S = 30.0  # it may have to read a draft head
 
 
 class PolicyNode(LifecycleNode):
@@ -236,12 +239,16 @@ class PolicyNode(LifecycleNode):
         if self._thread is None:  # they are read when the policy is loaded
             return SetParametersResult(successful=True)
         changed = {parameter.name: parameter.value for parameter in parameters}
-        if any(name.startswith("acceptance.") for name in changed):
-            try:
-                chosen = read_parameters(self, PolicyParameters, changed)
+        try:
+            chosen = read_parameters(self, PolicyParameters, changed)
+            if any(name in SWITCHED for name in changed):
+                settings = chosen.engine_settings(chosen.max_image_age_s)
+                self._thread.switch(settings).result(_SWITCH_TIMEOUT_S)
+            elif any(name.startswith("acceptance.") for name in changed):
                 self._thread.set_acceptance(chosen.acceptance_settings())
-            except UserError as error:
-                return SetParametersResult(successful=False, reason=str(error))
+        except (UserError, FutureTimeoutError) as error:
+            reason = str(error) or f"the engine did not switch within {_SWITCH_TIMEOUT_S:g} s"
+            return SetParametersResult(successful=False, reason=reason)
         if "max_image_age_s" in changed:
             self._thread.set_max_image_age(changed["max_image_age_s"])
         return SetParametersResult(successful=True)

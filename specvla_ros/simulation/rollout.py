@@ -162,6 +162,8 @@ class Rollout:
             self._thought_s = max(self._thought_s, stamped * self._robot.control_dt)
             if self._succeeded:
                 return
+        # A camera would send every picture, and the engine would take the newest; the others need not be drawn.
+        if self._engine.has_room and self._passed > self._pictured:
             self._engine.submit(self._observe())
         outcomes: list[Outcome] = []
         self._thought_s += self._tick(outcomes)

@@ -62,3 +62,21 @@ def test_without_a_draft_the_node_decodes_plainly_and_says_so_where_that_is_allo
         assert "decoding plainly" in r.diagnosis("model").message
         said = {each.key: each.value for each in r.diagnosis("model").values}
         assert "does not exist" in said["decode.fallback"]
+
+
+def test_the_mode_changes_while_the_node_runs(checkpoint: Path) -> None:
+    with robot(checkpoint, instruction=INSTRUCTION, **{"draft.temporal": True, "draft.nodes": 16}) as r:
+        r.start()
+        assert stats_of_next_action(r, seed=1).mode == "ar"
+        for mode in ("specpipe", "pipeline", "spec"):
+            result = r.policy.set_parameters_atomically([Parameter("decode.mode", value=mode)])
+            assert result.successful, result.reason
+            assert stats_of_next_action(r, seed=1).mode == mode
+        assert not r.policy.set_parameters_atomically([Parameter("decode.mode", value="fast")]).successful
+        assert not r.policy.set_parameters_atomically([Parameter("decode.max_in_flight", value=65)]).successful
+        assert stats_of_next_action(r, seed=2).mode == "spec"
+    with robot(checkpoint, instruction=INSTRUCTION) as r:
+        r.start()
+        result = r.policy.set_parameters_atomically([Parameter("decode.mode", value="spec")])
+        assert not result.successful and "nothing to draft with" in result.reason
+        assert stats_of_next_action(r, seed=1).mode == "ar", "it goes on as before"

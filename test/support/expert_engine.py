@@ -42,6 +42,10 @@ class ExpertEngine:
         self._task(instruction)
 
     @property
+    def has_room(self) -> bool:
+        return not self.busy
+
+    @property
     def busy(self) -> bool:
         return self._waiting is not None
 
