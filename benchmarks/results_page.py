@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specvla_ros.evaluation.proportions import paired_difference
+from results_cells import ms, rate, source
+from results_decoding import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,19 +40,6 @@ none of them ran; each stage counted for the time in `specvla_ros/simulation/dev
 Intervals are Wilson's at 95 %; p is the exact McNemar test against lockstep over the same starts.
 
 """
-_SPECULATION = """
-## What speculation buys
-
-The nano policy with the draft head that is shipped, in lockstep, {pairs} held-out starts, the same for every row
-({episodes} per task). A relaxed row takes an action token within {tolerances} (x, y, z; roll, pitch, yaw) of
-the target's own choice for the same prefix; the gripper is strict. *Forwards* count the prefill, so that 7 are plain
-decoding, and *tokens per forward* too. *Tokens per verification* is τ as in Spec-VLA's Table 1 (there 1.59 to 2.04
-strict and 2.10 to 2.94 relaxed, the target's own token counted): forwards that verified a draft, among them the prefill
-where the previous action rides behind the prompt. The difference to `ar` is in points of success, paired, with a 95 %
-interval (Agresti and Min). Times are means on the same frames, the settings taking turns; at this size the draft head
-costs about as much as it saves: what counts here are the forwards.
-
-"""
 _TAIL = """
 Not yet measured: any GPU. The command is `python benchmarks/ar.py --device cuda --sizes 7b --out
 benchmarks/results/ar_gpu.json`; this page shows every JSON file it finds.
@@ -68,9 +56,10 @@ def main() -> None:
     simulation = ROOT / "benchmarks" / "results" / "simulation_nano.json"
     if simulation.exists():
         parts.append(_simulation(json.loads(simulation.read_text(encoding="utf-8"))))
-    speculation = ROOT / "benchmarks" / "results" / "speculation_nano.json"
-    if speculation.exists():
-        parts.append(_speculation(json.loads(speculation.read_text(encoding="utf-8"))))
+    for name, section in SECTIONS.items():
+        path = ROOT / "benchmarks" / "results" / name
+        if path.exists():
+            parts.append(section(json.loads(path.read_text(encoding="utf-8"))))
     (ROOT / "docs" / "results.md").write_text("\n".join(parts) + _TAIL, encoding="utf-8")
 
 
@@ -115,13 +104,13 @@ def _simulation(result: dict[str, Any]) -> str:
     columns = result["results"]
     devices = result["devices"]
     heads = ["lockstep" if name == "lockstep" else f"realtime, emulated {devices[name]['name']}" for name in columns]
-    rows = [("**success**", lambda each: f"**{_rate(each['success'])}**")]
+    rows = [("**success**", lambda each: f"**{rate(each['success'])}**")]
     rows += [
-        (task, lambda each, task=task: _rate(each["tasks"][task]["success"])) for task in columns["lockstep"]["tasks"]
+        (task, lambda each, task=task: rate(each["tasks"][task]["success"])) for task in columns["lockstep"]["tasks"]
     ]
     rows += [
-        ("moved what the instruction names", lambda each: _rate(each["listened"])),
-        ("latency p50 / p95", lambda each: f"{_ms(each, 'p50')} / {_ms(each, 'p95')} ms"),
+        ("moved what the instruction names", lambda each: rate(each["listened"])),
+        ("latency p50 / p95", lambda each: f"{ms(each, 'p50')} / {ms(each, 'p95')} ms"),
         ("actions per second", lambda each: f"{each['action_rate_hz']:.1f}"),
         ("median time to success", lambda each: f"{_median_time(each):.1f} s"),
         ("p against lockstep", lambda each: f"{each['against_lockstep']['p']:.2g}"),
@@ -138,83 +127,7 @@ def _simulation(result: dict[str, Any]) -> str:
         first=result["first_seed"],
         last=result["first_seed"] + result["episodes_per_task"] - 1,
     )
-    return text + "\n".join(lines) + "\n\n" + _source(result, "simulation_nano.json")
-
-
-def _speculation(result: dict[str, Any]) -> str:
-    rows = result["rows"]
-    heads = (
-        "",
-        "success",
-        "difference to ar",
-        "forwards per action",
-        "tokens per forward",
-        "tokens per verification",
-        "largest bins off",
-        "ms",
-    )
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for row in rows:
-        cells = (
-            row["name"],
-            _rate(row["success"]),
-            "" if row is rows[0] else _difference(row["against_first"]),
-            f"{row['forwards_per_action']:.2f}",
-            f"{7 / row['forwards_per_action']:.2f}",
-            "" if row is rows[0] else f"{row['tau']:.2f}",
-            str(row["largest_bins_off"]),
-            f"{row['action_s'] * 1e3:.1f}",
-        )
-        lines.append("| " + " | ".join(cells) + " |")
-    text = _SPECULATION.format(
-        pairs=rows[0]["success"]["episodes"],
-        episodes=result["episodes_per_task"],
-        tolerances=" or ".join(f"{each['mm']:g} mm and {each['degrees']:g}°" for each in result["tolerances"]),
-    )
-    return text + "\n".join(lines) + "\n\n" + _by_place(rows) + "\n" + _source(result, "speculation_nano.json")
-
-
-def _by_place(rows: list[dict[str, Any]]) -> str:
-    """Spec-VLA's tables 2 and 3: accept lengths, and where in the answer they were reached."""
-    drafted = rows[1:]
-    lengths = range(max(int(length) for row in drafted for length in row["share_by_accept_length"]) + 1)
-    shares = [["drafts accepted in one forward", *map(str, lengths)]]
-    shares += [
-        [row["name"], *(f"{100 * row['share_by_accept_length'].get(str(n), 0):.0f} %" for n in lengths)]
-        for row in drafted
-    ]
-    places = sorted({int(place) for row in drafted for place in row["accept_length_by_place"]})
-    means = [["accepted, by the first drafted token", *(str(place + 1) for place in places)]]
-    means += [
-        [row["name"], *(_mean(row["accept_length_by_place"].get(str(place))) for place in places)] for row in drafted
-    ]
-    return "\n\n".join(_rows(each) for each in (shares, means)) + "\n"
-
-
-def _rows(cells: list[list[str]]) -> str:
-    head, *body = ("| " + " | ".join(row) + " |" for row in cells)
-    return "\n".join([head, "|---" * len(cells[0]) + "|", *body])
-
-
-def _mean(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _difference(pairs: dict[str, Any]) -> str:
-    lost, won, n = pairs["only_first"], pairs["only_second"], pairs["first"]["episodes"]
-    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * each for each in paired_difference(lost, won, n)))
-
-
-def _source(result: dict[str, Any], file: str) -> str:
-    return f"`{result['command']}`, {result['date']}, {result['hardware']}. Data: `{file}`.\n"
-
-
-def _rate(rate: dict[str, float]) -> str:
-    return f"{100 * rate['rate']:.0f} % [{100 * rate['low']:.0f}, {100 * rate['high']:.0f}]"
-
-
-def _ms(each: dict[str, Any], name: str) -> str:
-    return f"{each['latency_s'][name] * 1e3:.0f}"
+    return text + "\n".join(lines) + "\n\n" + source(result, "simulation_nano.json")
 
 
 def _median_time(each: dict[str, Any]) -> float:

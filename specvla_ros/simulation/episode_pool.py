@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -81,7 +82,10 @@ def _in_processes(work: Callable[[Job], Result], jobs: list[Job], workers: int) 
 def _begin_worker(workers: int, parent: int) -> None:
     """Shares the cores among the workers: more threads than cores would slow all of them down."""
     end_with_parent(parent, signal.SIGTERM)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers))))
+    torch = sys.modules.get("torch")
+    if torch is not None:  # the script that a worker imports again has brought it: it has counted the cores already
+        torch.set_num_threads(threads)
 
 
 def _on_ray(work: Callable[[Job], Result], jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Result]]:
