@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from specvla_kernels.commit_kv import commit_kv
 from specvla_ros.acceptance.make_rule import make_rule
 from specvla_ros.acceptance.settings import AcceptanceSettings
 from specvla_ros.acceptance.verification import NOT_A_NUMBER, AcceptanceRule
@@ -26,7 +25,8 @@ from specvla_ros.engine.setup import set_up
 from specvla_ros.engine.share import Share
 from specvla_ros.engine.stage_clock import StageClock
 from specvla_ros.engine.tick_work import TickWork
-from specvla_ros.engine.verify import Commit, verify
+from specvla_ros.engine.verify import Commit
+from specvla_ros.engine.verify_shares import upload, verify_shares
 from specvla_ros.errors import UserError
 from specvla_ros.models.policy import Policy
 
@@ -213,16 +213,16 @@ class Engine:
             if share.ends_prompt:  # not earlier: what is known of earlier answers grows meanwhile
                 share.request.tree = self._behind_prompt(share.request)
         self._work = _with_shares(self._work, shares)
+        verified = [share for share in shares if share.verifies]
+        uploaded = upload(setup, verified)
         segments = [share.segments() for share in shares]
         result = packed_forward(self.policy.decoder, [each for mine in segments for each in mine], setup.ring)
         for share, hidden in zip(shares, result.hidden.split([sum(map(len, mine)) for mine in segments]), strict=True):
             share.hidden = hidden
             if setup.rule.needs_visual:
                 share.keep_visual(self.policy.image_tokens)
-        verified = [share for share in shares if share.verifies]
-        trees = [share.to_verify(setup.answer) for share in verified]
-        commits = verify(result.logits, trees, setup.rule, setup.answer.actions) if trees else []
-        vision_s = self._clock.read_s() if trees else 0.0  # behind a read-back alone
+        commits = verify_shares(setup, result.logits, verified, uploaded) if verified else []
+        vision_s = self._clock.read_s() if verified else 0.0  # behind a read-back alone
         outcomes, told = self._commit_all(verified, commits, vision_s, started_ns)
         for share in shares:
             if not share.verifies:
@@ -263,9 +263,8 @@ class Engine:
         return outcomes, told
 
     def _commit(self, request: Request, commit: Commit) -> bool:
-        """Makes a forward's rows and tokens final; True when the answer is complete."""
+        """Makes a forward's tokens final; True when the answer is complete."""
         setup, known = self._setup, len(request.tokens)
-        commit_kv(setup.ring.keys, setup.ring.values, request.slot, request.root_row, commit.nodes)
         request.commit(commit)
         end = setup.answer.end(request.tokens, known)
         request.cut(end or len(request.tokens))

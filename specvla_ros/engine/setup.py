@@ -3,6 +3,8 @@
 import logging
 from dataclasses import dataclass, replace
 
+from specvla_kernels.accept_tree import Tolerance
+from specvla_kernels.jit import has_kernels
 from specvla_ros.acceptance.make_rule import bins_of, make_rule
 from specvla_ros.acceptance.settings import AcceptanceSettings
 from specvla_ros.acceptance.verification import AcceptanceRule
@@ -12,6 +14,7 @@ from specvla_ros.engine.flight import Flight
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.slot_ring import allocate_ring
+from specvla_ros.engine.verify_on_device import tolerance_of
 from specvla_ros.errors import UserError
 from specvla_ros.models.policy import Policy
 
@@ -28,6 +31,8 @@ class Setup:
         ring: keys and values.
         drafter: grows the trees.
         rule: which drafts are taken.
+        tolerance: the rule as the acceptance kernel takes it; None where there is no such kernel, or it does not know
+            the rule.
         flight: the requests.
         fallback: why nothing drafts though it was asked for; empty: it does, or was not asked for.
     """
@@ -37,6 +42,7 @@ class Setup:
     ring: KVRing
     drafter: Drafter
     rule: AcceptanceRule
+    tolerance: Tolerance | None
     flight: Flight
     fallback: str = ""
 
@@ -47,6 +53,7 @@ class Setup:
             UserError: it does not fit the policy; the old one stays.
         """
         self.rule = make_rule(settings, policy)
+        self.tolerance = _kernel_tolerance(self.rule, self.answer, self.ring)
         self.drafter.set_tolerance(bins_of(settings, policy))
         self.settings = replace(self.settings, acceptance=settings)
 
@@ -74,7 +81,12 @@ def set_up(policy: Policy, settings: EngineSettings) -> Setup:
         settings = replace(settings, mode={"spec": "ar", "specpipe": "pipeline"}[settings.mode])
     drafter.set_tolerance(bins_of(settings.acceptance, policy))
     flight = Flight(ring, chunks=settings.chunks, in_order=settings.in_order)
-    return Setup(settings, answer, ring, drafter, rule, flight, fallback)
+    tolerance = _kernel_tolerance(rule, answer, ring)
+    return Setup(settings, answer, ring, drafter, rule, tolerance, flight, fallback)
+
+
+def _kernel_tolerance(rule: AcceptanceRule, answer: AnswerFormat, ring: KVRing) -> Tolerance | None:
+    return tolerance_of(rule, answer.actions, ring.keys.device) if has_kernels(ring.keys) else None
 
 
 def _make_drafter(policy: Policy, settings: EngineSettings, slot_rows: int) -> tuple[Drafter, str]:

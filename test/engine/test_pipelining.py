@@ -17,6 +17,7 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.verify_on_device import tolerance_of
 from specvla_ros.models.policy import Policy, load_policy
 
 PICTURES = 5
@@ -56,8 +57,12 @@ def plain(policy: Policy):
     return tokens
 
 
-def poisoned(policy: Policy, chosen: EngineSettings) -> Engine:
+def poisoned(policy: Policy, chosen: EngineSettings, *, as_on_a_gpu: bool = False) -> Engine:
     engine = Engine(policy, chosen)
+    if as_on_a_gpu:
+        setup = engine._setup
+        setup.tolerance = tolerance_of(setup.rule, setup.answer.actions, setup.ring.keys.device)
+        assert setup.tolerance is not None
     engine._setup.ring.keys.fill_(float("nan"))
     engine._setup.ring.values.fill_(float("nan"))
     return engine
@@ -78,11 +83,16 @@ steps = st.lists(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(chosen=modes, steps=steps, pictures=st.lists(st.integers(0, PICTURES - 1), min_size=40, max_size=40))
+@given(
+    chosen=modes,
+    steps=steps,
+    pictures=st.lists(st.integers(0, PICTURES - 1), min_size=40, max_size=40),
+    on_device=st.booleans(),
+)
 def test_every_finished_frame_has_the_plain_decoders_tokens(
-    policy: Policy, plain, chosen: EngineSettings, steps: list[str], pictures: list[int]
+    policy: Policy, plain, chosen: EngineSettings, steps: list[str], pictures: list[int], on_device: bool
 ) -> None:
-    engine = poisoned(policy, chosen)
+    engine = poisoned(policy, chosen, as_on_a_gpu=on_device)
     submitted: dict[int, int] = {}
     ended: list[Outcome] = []
     stamp, epoch, faults = 0, 1, 0
@@ -131,6 +141,25 @@ def failing_tick(engine: Engine) -> list[Outcome]:
         handle.remove()
 
 
+def driven(engine: Engine, gaps: list[int], picture: int) -> list[Outcome]:
+    """A frame, some ticks, the next frame."""
+    ended: list[Outcome] = []
+    for stamp, gap in enumerate(gaps, start=1):
+        ended += engine.submit(frame(stamp, (picture + stamp) % PICTURES))
+        for _ in range(gap):
+            ended += engine.tick()
+    while engine.busy:
+        ended += engine.tick()
+    return ended
+
+
+def essence(outcome: Outcome) -> tuple[object, ...]:
+    if isinstance(outcome, Drop):
+        return outcome.observation.stamp_ns, outcome.reason
+    record = outcome.record
+    return outcome.observation.stamp_ns, outcome.tokens, record.bins_off, record.why, record.tokens_per_forward
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(chosen=modes, gaps=st.lists(st.integers(0, 4), min_size=6, max_size=6), picture=st.integers(0, PICTURES - 1))
 def test_relaxed_tokens_stay_within_their_bins(
@@ -139,14 +168,9 @@ def test_relaxed_tokens_stay_within_their_bins(
     relaxed = replace(
         chosen, mode="specpipe", acceptance=AcceptanceSettings("bin_distance", bins=(BINS,), gripper_bins=0)
     )
-    engine = poisoned(policy, relaxed)
-    ended: list[Outcome] = []
-    for stamp, gap in enumerate(gaps, start=1):
-        ended += engine.submit(frame(stamp, (picture + stamp) % PICTURES))
-        for _ in range(gap):
-            ended += engine.tick()
-    while engine.busy:
-        ended += engine.tick()
+    by_host, by_device = (poisoned(policy, relaxed, as_on_a_gpu=on_device) for on_device in (False, True))
+    ended, again = (driven(engine, gaps, picture) for engine in (by_host, by_device))
+    assert [essence(each) for each in again] == [essence(each) for each in ended]
     for action in (each for each in ended if isinstance(each, Action)):
         off = action.record.bins_off
         assert max(off) <= BINS and off[-1] == 0
