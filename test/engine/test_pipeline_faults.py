@@ -1,0 +1,122 @@
+"""What goes wrong with several requests in flight: it costs the frames that it hits, and no others."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.draft_heads import write_random_head
+from support.random_checkpoint import write_random_checkpoint
+
+from specvla_ros.drafting.settings import DraftSettings
+from specvla_ros.engine import slot_ring
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.errors import UserError
+from specvla_ros.models.policy import Policy, load_policy
+
+SMALL_TREE = DraftSettings(nodes=8, top_k=3, depth=3)
+PIPELINED = [
+    EngineSettings("pipeline", prefill_chunks=2),
+    EngineSettings("specpipe", draft=SMALL_TREE),
+    EngineSettings("specpipe", draft=SMALL_TREE, prefill_chunks=3, in_order=True),
+]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_random_checkpoint(directory, seed=9, hidden_size=64, layers=2)
+    loaded = load_policy(directory, device="cpu")
+    write_random_head(directory / "draft", loaded.decoder)
+    loaded.model.to(torch.float64)
+    loaded.decoder.lm_head.to(torch.float64)
+    return loaded
+
+
+def frame(stamp_ns: int) -> Observation:
+    image = np.random.default_rng(stamp_ns).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    return Observation(image, "put carrot on plate", stamp_ns)
+
+
+def fed(engine: Engine, frames: list[Observation]) -> list[Outcome]:
+    """Every frame as soon as there is room, until all have ended."""
+    ended: list[Outcome] = []
+    left = list(frames)
+    while left or engine.busy:
+        if left and engine.has_room:
+            ended += engine.submit(left.pop(0))
+        ended += engine.tick()
+    return ended
+
+
+@pytest.mark.parametrize("chosen", PIPELINED, ids=str)
+def test_a_frame_of_nan_is_dropped_alone_and_its_slot_is_clean_again(
+    policy: Policy, chosen: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = [frame(stamp) for stamp in range(1, 13)]
+    plain = Engine(policy, EngineSettings())
+    right = {each.stamp_ns: plain.act(each) for each in frames}
+    embed = type(policy.model).prompt_embeddings
+    calls = 0
+
+    def every_third_is_nan(*arguments: object) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        rows: torch.Tensor = embed(*arguments)  # type: ignore[arg-type]
+        return torch.full_like(rows, torch.nan) if calls % 3 == 0 else rows
+
+    monkeypatch.setattr(type(policy.model), "prompt_embeddings", every_third_is_nan)
+    engine = Engine(policy, chosen)
+    ended = fed(engine, frames)
+    reasons = {each.observation.stamp_ns: each.reason for each in ended if isinstance(each, Drop)}
+    assert {stamp for stamp, reason in reasons.items() if reason is DropReason.NOT_FINITE} == {3, 6, 9, 12}
+    for action in (each for each in ended if isinstance(each, Action)):
+        expected = right[action.observation.stamp_ns]
+        assert isinstance(expected, Action) and action.tokens == expected.tokens
+    assert engine._setup.ring.free_slots == chosen.slots
+
+
+def test_a_switch_drops_what_is_in_flight_and_keeps_what_waits(policy: Policy) -> None:
+    engine = Engine(policy, EngineSettings("pipeline"))
+    plain = Engine(policy, EngineSettings())
+    for stamp, mode in enumerate(("specpipe", "ar", "pipeline", "spec"), start=1):
+        begun, waits = frame(10 * stamp), frame(10 * stamp + 1)
+        engine.submit(begun)
+        engine.tick()
+        engine.submit(waits)
+        drops = engine.switch(EngineSettings(mode, draft=SMALL_TREE))
+        assert [(drop.observation, drop.reason) for drop in drops] == [(begun, DropReason.MODE_CHANGED)]
+        ended: list[Outcome] = []
+        while engine.busy:
+            ended += engine.tick()
+        (action,) = ended
+        expected = plain.act(waits)
+        assert isinstance(action, Action) and isinstance(expected, Action)
+        assert action.observation is waits and action.tokens == expected.tokens
+        assert action.record.mode == engine.settings.mode == mode
+
+
+def test_a_switch_that_does_not_fit_changes_nothing(policy: Policy, tmp_path: Path) -> None:
+    engine = Engine(policy, EngineSettings("pipeline"))
+    engine.submit(frame(1))
+    engine.tick()
+    with pytest.raises(UserError, match="does not exist"):
+        engine.switch(EngineSettings("specpipe", draft=DraftSettings(head=str(tmp_path / "none"))))
+    assert (engine.settings.mode, engine.in_flight) == ("pipeline", 1)
+    while engine.busy:
+        (outcome,) = engine.tick() or [None]
+    assert isinstance(outcome, Action)
+
+
+def test_slots_that_do_not_fit_the_memory_are_refused_with_their_size(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(slot_ring, "new_ring", full)
+    with pytest.raises(UserError, match=r"64 KV slots of \d+ rows take \d+\.\d\d GiB.*lower decode\.max_in_flight"):
+        Engine(policy, EngineSettings("pipeline", max_in_flight=64))
