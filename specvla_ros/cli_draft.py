@@ -154,7 +154,7 @@ def sweep(
             f"{row.speed_up:.2f}",
         )
     Console().print(table)
-    typer.echo(f"see {out / 'sweep.json'} and the reports beside it")
+    typer.echo(f"see {out / 'report.html'}, {out / 'sweep.json'} and a folder for each setting")
 
 
 @app.command()

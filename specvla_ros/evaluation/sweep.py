@@ -13,10 +13,11 @@ from specvla_ros.evaluation.side_by_side import run_side_by_side
 from specvla_ros.evaluation.simulate import SimulatePlan, read_episodes, simulate
 from specvla_ros.evaluation.simulate_episode import SimulateSettings
 from specvla_ros.evaluation.simulate_summary import PairedComparison, SimulateSummary, compare_episodes
+from specvla_ros.evaluation.sweep_report import write_sweep_report
 from specvla_ros.models.policy import load_policy
 from specvla_ros.simulation.rollout import EpisodeResult
 
-SWEEP_FILE = "sweep.json"
+SWEEP_FILE, REPORT_FILE = "sweep.json", "report.html"
 _TIMED_FRAMES = 64
 
 
@@ -127,4 +128,5 @@ def sweep(
     context = summaries[first].context
     text = json.dumps({"rows": [row.as_json() for row in rows], "context": context}, indent=2, allow_nan=False)
     (out / SWEEP_FILE).write_text(text + "\n", encoding="utf-8")
+    write_sweep_report(out / REPORT_FILE, rows)
     return rows

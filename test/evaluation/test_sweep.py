@@ -7,6 +7,7 @@ from support.gl import needs_gl
 
 from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.evaluation import sweep as sweep_module
 from specvla_ros.evaluation.simulate import SimulatePlan
 from specvla_ros.evaluation.simulate_episode import SimulateSettings
 from specvla_ros.evaluation.sweep import SWEEP_FILE, relaxation_settings, sweep
@@ -14,7 +15,8 @@ from specvla_ros.shipped import nano_policy
 
 
 @needs_gl
-def test_strict_is_plain_episode_by_episode_and_relaxed_takes_fewer_forwards(tmp_path):
+def test_strict_is_plain_episode_by_episode_and_relaxed_takes_fewer_forwards(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_module, "_TIMED_FRAMES", 6)
     base = SimulateSettings(nano_policy())
     spec = EngineSettings("spec", draft=DraftSettings(temporal=True))
     plan = SimulatePlan(tasks=("lift_red",), episodes=2, films=0)
@@ -32,5 +34,7 @@ def test_strict_is_plain_episode_by_episode_and_relaxed_takes_fewer_forwards(tmp
     written = json.loads((tmp_path / SWEEP_FILE).read_text())["rows"]
     assert written[2]["tau"] == pytest.approx(relaxed.summary.decode.tau)
     assert written[0]["speed_up"] == 1.0 and written[2]["action_s"] > 0
+    page = (tmp_path / "report.html").read_text()
+    assert all(f"<td>{name}</td>" in page for name in ("ar", "strict", "r9"))
     again = sweep(base, relaxation_settings(spec, [9]), plan, tmp_path, lambda name, *_: seen.append(name))
     assert len(seen) == 6 and again[2].summary.tasks == relaxed.summary.tasks
