@@ -4,8 +4,9 @@ from pathlib import Path
 
 from diagnostic_msgs.msg import DiagnosticStatus
 from rclpy.parameter import Parameter
-from support.ros import Robot, rgb_image, robot
+from support.ros import Robot, rgb_image, robot, stamps
 
+from specvla_ros.image_message import stamp_ns
 from specvla_ros.msg import DecodeStats
 
 INSTRUCTION = "put carrot on plate"
@@ -80,3 +81,27 @@ def test_the_mode_changes_while_the_node_runs(checkpoint: Path) -> None:
         result = r.policy.set_parameters_atomically([Parameter("decode.mode", value="spec")])
         assert not result.successful and "nothing to draft with" in result.reason
         assert stats_of_next_action(r, seed=1).mode == "ar", "it goes on as before"
+
+
+def test_several_frames_in_flight_leave_in_order_each_with_its_own_action(checkpoint: Path) -> None:
+    seeds = range(1, 13)
+    with robot(checkpoint, instruction=INSTRUCTION) as r:
+        r.start()
+        plain = {seed: tuple(r.act(rgb_image(r.now_ns(), seed=seed)).tokens) for seed in seeds}
+    chosen = {"decode.mode": "pipeline", "decode.prefill_chunks": 2, "decode.in_order": True}
+    with robot(checkpoint, instruction=INSTRUCTION, **chosen) as r:
+        r.start()
+        sent = {}
+        for seed in seeds:
+            image = rgb_image(r.now_ns(), seed=seed)
+            sent[stamp_ns(image.header)] = seed
+            r.images.publish(image)
+            r.spin(0.01)
+        r.until(lambda: len(r.actions) + sum(r.drops().values()) == len(seeds))
+        answered = stamps(r.actions)
+        assert answered == sorted(set(answered)) and len(answered) > 2
+        for action in r.actions:
+            assert tuple(action.tokens) == plain[sent[stamp_ns(action.header)]]
+        r.until(lambda: len(r.stats) == len(r.actions))
+        assert max(each.in_flight for each in r.stats) > 1
+        assert all(list(each.tokens_per_forward) == [0, 1, 1, 1, 1, 1, 1, 1] for each in r.stats)
