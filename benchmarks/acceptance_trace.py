@@ -1,0 +1,81 @@
+"""Acceptance by trace: random weights accept nothing in earnest, so accept lengths come from a named source."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+from specvla_ros.acceptance.settings import AcceptanceSettings
+from specvla_ros.drafting.tree import Tree
+from specvla_ros.engine.engine import Engine
+from specvla_ros.errors import UserError
+from specvla_ros.planning.acceptance_lengths import SPEC_VLA_RELAXED, AcceptanceLengths, spec_vla_relaxed
+
+TRACE_HELP = (
+    f"Whose accept lengths: a LIBERO suite of Spec-VLA's table 2 ({', '.join(SPEC_VLA_RELAXED)}), or nano:ROW for a "
+    "row of benchmarks/results/speculation_nano.json."
+)
+# Every action token is near enough: a tree's depth alone decides. The rule is one that the acceptance kernel knows.
+ANYTHING = AcceptanceSettings("bin_distance", bins=(254,), gripper_bins=254)
+_NANO = Path(__file__).parent / "results" / "speculation_nano.json"
+_DECK = 200
+
+
+def trace_lengths(name: str) -> AcceptanceLengths:
+    """The distribution behind a name.
+
+    The nano policy's is what its forwards accepted, cut where an answer ended; it is cut there once more.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    source, _, row = name.partition(":")
+    if source != "nano":
+        return spec_vla_relaxed(name)
+    rows = {each["name"]: each for each in json.loads(_NANO.read_text(encoding="utf-8"))["rows"]}
+    if row not in rows:
+        raise UserError(f"{_NANO.name} has no row '{row}'; it has: {'; '.join(rows)}")
+    shares = {int(length): share for length, share in rows[row]["share_by_accept_length"].items()}
+    total = sum(shares.values())
+    probabilities = tuple(shares.get(length, 0.0) / total for length in range(max(shares) + 1))
+    return AcceptanceLengths(f"recorded from the nano policy, {row}", probabilities)
+
+
+class Trace:
+    """Cuts drafted trees to the depth that a trace says; what is left of them is accepted, under `ANYTHING`.
+
+    The trace is a shuffled deck of the distribution's quantiles, dealt over and over: every so many trees have its mean
+    exactly, so that short runs and different modes are judged alike.
+
+    Args:
+        lengths: the distribution.
+    """
+
+    def __init__(self, lengths: AcceptanceLengths) -> None:
+        self._deck = [lengths.accepted((card + 0.5) / _DECK) for card in range(_DECK)]
+        random.Random(0).shuffle(self._deck)
+        self._dealt = 0
+
+    def cut(self, tree: Tree) -> Tree:
+        """The tree with its deeper nodes marked as padding: it costs what it did, but they are never accepted."""
+        if not tree.levels:
+            return tree
+        length = self._deck[self._dealt % _DECK]
+        self._dealt += 1
+        return replace(tree, valid=tree.valid & (tree.ancestry.depths <= length))
+
+    def follow(self, engine: Engine) -> None:
+        """Cuts whatever an engine drafts from now on."""
+        drafter = engine._setup.drafter  # a trace is nothing that settings can ask for
+        draft = drafter.draft
+        drafter.draft = lambda inputs: [self.cut(tree) for tree in draft(inputs)]  # type: ignore[method-assign]
+
+
+def describe(lengths: AcceptanceLengths) -> dict[str, object]:
+    """The trace, for a result."""
+    return {
+        "kind": "trace-driven: random weights accept nothing, so each tree is accepted to the trace's next length",
+        "name": lengths.name,
+        "mean_accepted": lengths.mean,
+        "share_by_accept_length": list(lengths.probabilities),
+    }

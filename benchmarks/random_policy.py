@@ -1,0 +1,137 @@
+"""A policy with random weights at given shapes, and a random draft head beside it: for timing the real engine."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from ar import Size
+from random_decoder import random_decoder
+from torch import Tensor, nn
+
+from specvla_ros.drafting.draft_checkpoint import save_draft_head
+from specvla_ros.drafting.drafter import DRAFT_FOLDER
+from specvla_ros.drafting.eagle_head import EagleHead
+from specvla_ros.engine.observation import Observation
+from specvla_ros.models.action_statistics import ActionStatistics
+from specvla_ros.models.action_tokenizer import ActionTokenizer
+from specvla_ros.models.config import OpenVLAConfig
+from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.openvla import OpenVLA
+from specvla_ros.models.policy import Policy
+from specvla_ros.models.prompt import PromptTokenizer
+
+TEXT_TOKENS = 34  # of OpenVLA's prompt, about; the other 256 of its 290 rows are the image's
+_BINS = 256
+_PAD_ROWS = 64
+_SHARPNESS = 64.0
+
+
+@dataclass(frozen=True)
+class RandomPolicy(Policy):
+    """Answers every image with the same random prompt, through the vision towers if it has any.
+
+    Args:
+        prompt_rows: of the prompt, text included.
+        pixels: random, of the image; None leaves vision out.
+        embeddings: [prompt_rows, hidden], the prompt where vision is left out.
+    """
+
+    prompt_rows: int = 0
+    pixels: Tensor | None = None
+    embeddings: Tensor | None = None
+
+    @property
+    def image_tokens(self) -> int:
+        """Rows of the prompt that are not text."""
+        return self.prompt_rows - TEXT_TOKENS
+
+    def prompt_embeddings(self, image: np.ndarray, prompt_ids: Any) -> Tensor:
+        """The prompt, whatever is shown and asked."""
+        if self.pixels is None:
+            assert self.embeddings is not None
+            return self.embeddings
+        ids = torch.tensor(prompt_ids, dtype=torch.int64, device=self.decoder.device)
+        return self.model.prompt_embeddings(self.pixels, ids)
+
+
+@torch.no_grad()
+def random_policy(
+    directory: Path, size: Size, *, prompt_rows: int, tokens: int, vision: bool, dtype: torch.dtype, device: str
+) -> RandomPolicy:
+    """Makes one, and writes its draft head, which the engine loads as it does a real one.
+
+    Args:
+        directory: for the draft head.
+        prompt_rows: of the prompt; with vision, the image's patches and the text.
+        tokens: of an action.
+        vision: whether every frame goes through the vision towers.
+    """
+    decoder = actions_only(random_decoder(size.llama, dtype=dtype, device=device))
+    model = _around(decoder, size, vision)
+    save_draft_head(directory / DRAFT_FOLDER, _random_head(decoder))
+    generator = torch.Generator(device).manual_seed(1)
+    shape = (prompt_rows, size.llama.hidden_size)
+    return RandomPolicy(
+        directory=directory,
+        model=model,
+        image_processor=None,  # type: ignore[arg-type]  # the pixels are there already
+        prompt=PromptTokenizer(None, chat=False, trailing_id=None, vocab_size=size.llama.vocab_size),
+        action_tokenizer=ActionTokenizer(model.config.token_vocab_size, _BINS),
+        statistics=ActionStatistics("random", -np.ones(tokens), np.ones(tokens), np.ones(tokens, dtype=bool)),
+        prompt_rows=prompt_rows,
+        pixels=_pixels(size, generator, dtype, device) if vision else None,
+        embeddings=None if vision else torch.randn(shape, generator=generator, device=device, dtype=dtype),
+    )
+
+
+def actions_only(decoder: LlamaDecoder) -> LlamaDecoder:
+    """Makes every answer an action, as nothing is answered else, and every choice a clear one.
+
+    Rows of the output head outside the actions become 0, which costs no less time. Sharper logits change no choice of
+    the target's, but make a random draft head sure of itself: its trees are then as deep as they may be, and every
+    traced accept length can be had.
+    """
+    stop = decoder.config.vocab_size - _PAD_ROWS
+    head = decoder.lm_head.weight
+    head[: stop - _BINS] = 0.0
+    head[stop:] = 0.0
+    head *= _SHARPNESS
+    return decoder
+
+
+def frame(stamp_ns: int) -> Observation:
+    """An observation; what it shows is not looked at."""
+    return Observation(np.zeros((1, 1, 3), np.uint8), "", stamp_ns=stamp_ns, prompt_ids=(1,) * TEXT_TOKENS)
+
+
+def _around(decoder: LlamaDecoder, size: Size, vision: bool) -> OpenVLA:
+    """The decoder in its place in a model; without vision the towers stay empty."""
+    config = OpenVLAConfig(size.towers, size.llama, _PAD_ROWS, _BINS, {}, chat_prompt=False)
+    with torch.device("meta"):
+        model = OpenVLA(config)
+    model.decoder = decoder
+    for part in (model.towers, model.projector) if vision else ():
+        part.to(decoder.dtype).to_empty(device=decoder.device)
+        for parameter in part.parameters():
+            nn.init.normal_(parameter, std=0.02)
+    return model.eval().requires_grad_(False)
+
+
+def _pixels(size: Size, generator: torch.Generator, dtype: torch.dtype, device: str) -> Tensor:
+    side = size.towers[0].image_size
+    return torch.randn(3 * len(size.towers), side, side, generator=generator, device=device, dtype=dtype)
+
+
+def _random_head(decoder: LlamaDecoder) -> EagleHead:
+    config = replace(decoder.config, num_hidden_layers=1)
+    with torch.device("meta"):
+        head = EagleHead(config).to(decoder.dtype)
+    head.to_empty(device=decoder.device)
+    for parameter in head.parameters():
+        if parameter.dim() == 1:
+            nn.init.ones_(parameter)
+        else:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return head.requires_grad_(False)
