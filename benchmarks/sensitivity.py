@@ -1,0 +1,133 @@
+"""Time per action over the answer's length and the prompt's: what each mode is sensitive to (ActionFlow, figure 5).
+
+The real engine with a frame always waiting, vision left out, random weights; acceptance comes from a named trace. The
+longer the answer, the more requests are in flight and the more of them are overtaken; `specpipe, in order` overtakes
+none.
+
+    python benchmarks/sensitivity.py                                  # this CPU: tiny
+    python benchmarks/sensitivity.py --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
+"""
+
+import json
+import tempfile
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from acceptance_trace import TRACE_HELP, Trace, describe, trace_lengths
+from ar import SIZES, hardware
+from random_policy import TEXT_TOKENS, RandomPolicy, random_policy
+from rich.console import Console
+from rich.table import Table
+from saturated import Turns, add_turn, settings_of
+
+from specvla_ros.models.action_statistics import ActionStatistics
+from specvla_ros.models.policy import DTYPES
+from specvla_ros.planning.acceptance_lengths import AcceptanceLengths
+
+IN_ORDER = "specpipe, in order"
+MODES = ("ar", "spec", "pipeline", "specpipe", IN_ORDER)
+
+
+def main(
+    sizes: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SIZES)}.")] = "tiny",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16 or float16; empty: float32 on CPU, else bfloat16.")
+    ] = "",
+    tokens: Annotated[str, typer.Option(help="Comma-separated: tokens of an action.")] = "7,16,24,32",
+    prompts: Annotated[str, typer.Option(help=f"Comma-separated: rows of the prompt, over {TEXT_TOKENS}.")] = (
+        "64,160,290,512"
+    ),
+    trace: Annotated[str, typer.Option(help=TRACE_HELP)] = "goal",
+    nodes: Annotated[int, typer.Option(help="Of a draft tree, the root included.", min=8)] = 16,
+    actions: Annotated[int, typer.Option(help="Timed in each turn.", min=1)] = 20,
+    repeats: Annotated[int, typer.Option(help="Turns of each mode.", min=1)] = 3,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
+) -> None:
+    """Time per action of every mode, over the lengths of answer and prompt."""
+    chosen = DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")]
+    lengths = trace_lengths(trace)
+    result: dict[str, Any] = {
+        "benchmark": "sensitivity",
+        "command": f"python benchmarks/sensitivity.py --sizes {sizes} --device {device} --tokens {tokens} "
+        f"--prompts {prompts} --trace {trace} --nodes {nodes} --actions {actions} --repeats {repeats}",
+        "date": date.today().isoformat(),
+        "hardware": hardware(device),
+        "versions": {"torch": torch.__version__},
+        "dtype": str(chosen).removeprefix("torch."),
+        "acceptance": describe(lengths),
+        "tree_nodes": nodes,
+        "sizes": {},
+    }
+    for name in sizes.split(","):
+        with tempfile.TemporaryDirectory() as directory:
+            policy = random_policy(
+                Path(directory), SIZES[name], prompt_rows=290, tokens=7, vision=False, dtype=chosen, device=device
+            )
+            points = [
+                _point(_reshaped(policy, count, rows), lengths, nodes, actions, repeats)
+                for count in map(int, tokens.split(","))
+                for rows in map(int, prompts.split(","))
+            ]
+        parameters = sum(p.numel() for p in policy.decoder.parameters())
+        result["sizes"][name] = {"parameters": parameters, "points": points}
+    _print(result)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _reshaped(policy: RandomPolicy, tokens: int, rows: int) -> RandomPolicy:
+    """The same weights with another length of answer and prompt."""
+    if rows <= TEXT_TOKENS:
+        raise typer.BadParameter(f"a prompt of {rows} rows is not longer than its {TEXT_TOKENS} of text")
+    decoder = policy.decoder
+    generator = torch.Generator(decoder.device).manual_seed(rows)
+    shape = (rows, decoder.config.hidden_size)
+    embeddings = torch.randn(shape, generator=generator, device=decoder.device, dtype=decoder.dtype)
+    statistics = ActionStatistics("random", -np.ones(tokens), np.ones(tokens), np.ones(tokens, dtype=bool))
+    return replace(policy, prompt_rows=rows, embeddings=embeddings, statistics=statistics)
+
+
+def _point(policy: RandomPolicy, lengths: AcceptanceLengths, nodes: int, actions: int, repeats: int) -> dict[str, Any]:
+    """Every mode at one length of answer and prompt, taking turns."""
+    tokens = policy.action_dim
+    turns = {mode: Turns() for mode in MODES}
+    traces = {mode: Trace(lengths) for mode in MODES}
+    for _ in range(repeats):
+        for mode in MODES:
+            settings = settings_of(mode.partition(",")[0], lengths, tokens=tokens, nodes=nodes)
+            add_turn(turns[mode], policy, replace(settings, in_order=mode == IN_ORDER), traces[mode], actions)
+    rows = {mode: each.summary() for mode, each in turns.items()}
+    for row in rows.values():
+        row["seconds_per_action"] = 1 / row["action_rate_hz"]
+    return {
+        "tokens": tokens,
+        "prompt_rows": policy.prompt_rows,
+        "expected_forwards": 1 + lengths.verifications(tokens - 1),
+        "same_tokens": turns["ar"].tokens == turns["pipeline"].tokens,
+        "modes": rows,
+    }
+
+
+def _print(result: dict[str, Any]) -> None:
+    for name, size in result["sizes"].items():
+        table = Table(title=f"{name}, {result['hardware']}, {result['dtype']}: ms per action (latency)")
+        for head in ("tokens", "prompt", *MODES):
+            table.add_column(head, justify="right")
+        for point in size["points"]:
+            cells = [
+                f"{row['seconds_per_action'] * 1e3:.1f} ({row['latency_s']['mean'] * 1e3:.1f})"
+                for row in point["modes"].values()
+            ]
+            table.add_row(str(point["tokens"]), str(point["prompt_rows"]), *cells)
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
