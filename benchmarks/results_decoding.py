@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from results_cells import difference, ms, rate, source, table
+from results_speed import SPEED_SECTIONS
 
 _SPECULATION = """
 ## What speculation buys
@@ -195,4 +196,5 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "acceptance_rules.json": _rules,
     "tick_cost_cpu.json": _tick_cost,
     "pipelining_nano.json": _pipelining,
+    **SPEED_SECTIONS,
 }

@@ -1,0 +1,134 @@
+"""The benchmark scripts run end to end at their smallest size; what is asserted cannot fail by a slow machine."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from acceptance_trace import Trace, trace_lengths
+from results_speed import SPEED_SECTIONS
+from soak import MARGINS, _as_json
+from soak_policy import soak_policy
+from soak_run import Soak
+
+from specvla_kernels.layout import Ancestry
+from specvla_ros.drafting.tree import Tree
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.errors import UserError
+from specvla_ros.planning.acceptance_lengths import AcceptanceLengths, spec_vla_relaxed
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def run(script: str, out: Path, *arguments: object) -> dict[str, Any]:
+    command = [sys.executable, str(SCRIPTS / f"{script}.py"), *map(str, arguments), "--out", str(out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert result["benchmark"] == script
+    assert result["hardware"]
+    assert result["versions"]["torch"] == torch.__version__
+    assert script in SPEED_SECTIONS[f"{script}_cpu.json"](result)
+    return result
+
+
+def test_modes_take_the_forwards_that_their_trace_leaves_them(tmp_path: Path):
+    result = run("decode_modes", tmp_path / "out.json", "--actions", 3, "--repeats", 1)
+    tiny = result["sizes"]["tiny"]
+    modes = tiny["modes"]
+    assert tiny["shapes"]["layers"] == 4
+    assert "accelerators only" in modes["transformers, compiled"]["skipped"]
+    assert modes["transformers"]["rate_over_transformers"] == modes["ar"]["rate_over_ar"] == 1
+    assert modes["ar"]["forwards_per_action"] == 7
+    assert modes["pipeline"]["forwards_per_action"] == 7
+    assert modes["pipeline, 3 chunks"]["forwards_per_action"] == 9
+    assert all(modes[name]["same_tokens"] for name in ("ar", "pipeline", "pipeline, 2 chunks", "pipeline, 3 chunks"))
+    assert 2 <= modes["spec"]["forwards_per_action"] < 7
+    assert modes["ar"]["in_flight"] == modes["spec"]["in_flight"] == 1
+    assert modes["pipeline"]["peak_bytes"] == 7 * modes["ar"]["peak_bytes"]
+    assert all(row["latency_s"]["p50"] <= row["latency_s"]["p95"] for row in modes.values() if "skipped" not in row)
+
+
+def test_sensitivity_covers_every_length(tmp_path: Path):
+    grid = ["--tokens", "3,9", "--prompts", "40", "--actions", 2, "--repeats", 1]
+    points = run("sensitivity", tmp_path / "out.json", *grid)["sizes"]["tiny"]["points"]
+    assert [(point["tokens"], point["prompt_rows"]) for point in points] == [(3, 40), (9, 40)]
+    for point in points:
+        assert point["same_tokens"]
+        assert point["modes"]["ar"]["forwards_per_action"] == point["tokens"]
+        assert point["modes"]["pipeline"]["in_flight"] == point["tokens"]
+        assert point["modes"]["specpipe, in order"]["overtaken"] == 0
+
+
+def test_layouts_of_keys_and_values_finish_with_the_same_tokens(tmp_path: Path):
+    tiny = run("kv_layouts", tmp_path / "out.json", "--stages", 3, "--repeats", 1)["sizes"]["tiny"]
+    assert tiny["same_tokens"]
+    assert tiny["actions_compared"] == 4
+    moved = {name: row["moved_bytes"] for name, row in tiny["layouts"].items()}
+    row = 2 * 4 * 4 * 64 * 4  # keys and values of 4 layers, 4 heads of 64, float32
+    assert moved == {"naive": row * (290 + 291 + 292), "shift": row * (290 + 291), "slots": 0}
+
+
+def test_soak_passes(tmp_path: Path):
+    result = run("soak", tmp_path / "out.json", "--ticks", 60)
+    assert result["passed"]
+    assert list(result["phases"]) == ["ar", "spec", "pipeline", "specpipe", "switching"]
+    assert all(phase["actions"] and not phase["different_actions"] for phase in result["phases"].values())
+    assert result["phases"]["spec"]["forwards_per_action"] < 7
+    assert result["different_answers"] > 10
+
+
+@pytest.fixture(scope="module")
+def soak(tmp_path_factory: pytest.TempPathFactory) -> Soak:
+    return Soak(soak_policy(tmp_path_factory.mktemp("policy"), dtype="float32", device="cpu"), seed=1)
+
+
+def test_soak_finds_a_wrong_action(soak: Soak, monkeypatch: pytest.MonkeyPatch):
+    wrong = {key: (*tokens[:3], tokens[3] - 1, *tokens[4:]) for key, tokens in soak.plain.items()}
+    monkeypatch.setattr(soak, "plain", wrong)
+    found = _as_json(soak.run(30, [EngineSettings()]), "float32")
+    assert found["difference_rate"] == 1
+    assert found["widest_margin"] > MARGINS["float32"]
+    assert "the two best logits are" in found["failures"][0]
+
+
+def test_soak_finds_a_slot_that_nobody_gave_back(soak: Soak, monkeypatch: pytest.MonkeyPatch):
+    switch = soak._engine.switch
+
+    def switch_and_lose(settings: EngineSettings):
+        drops = switch(settings)
+        soak._engine._setup.ring.take()
+        return drops
+
+    monkeypatch.setattr(soak._engine, "switch", switch_and_lose)
+    found = soak.run(10, [EngineSettings("pipeline")])
+    assert found.failures[0].startswith("7 slots, 6 free")
+
+
+@pytest.mark.parametrize("suite", ["goal", "long"])
+def test_a_trace_deals_its_distribution(suite: str):
+    lengths = spec_vla_relaxed(suite)
+    deck = Counter(Trace(lengths)._deck)
+    cards = deck.total()
+    assert all(abs(deck[n] / cards - share) < 0.01 for n, share in enumerate(lengths.probabilities))
+
+
+def test_a_trace_cuts_a_chain_to_its_length():
+    trace = Trace(AcceptanceLengths("always two", (0.0, 0.0, 1.0)))
+    root = Tree.of_root(torch.tensor(1))
+    yes = torch.ones(4, dtype=torch.bool)
+    chain = Tree(torch.arange(4), Ancestry.of((-1, 0, 1, 2)), torch.zeros(4), yes, yes, levels=3)
+    assert trace.cut(root) is root
+    assert trace.cut(chain).valid.tolist() == [True, True, True, False]
+
+
+def test_a_trace_that_nobody_recorded_is_refused():
+    with pytest.raises(UserError, match="has no row 'perfect'"):
+        trace_lengths("nano:perfect")
+    assert trace_lengths("nano:strict, 50 nodes").mean > 1
