@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specvla_ros import cli_draft, cli_plan, cli_simulation
-from specvla_ros.cli_options import CenterCrop, Device, Dtype, DtypeOption, Tasks, UnnormKey
+from specvla_ros.cli_options import (
+    CenterCrop,
+    Device,
+    Dtype,
+    DtypeOption,
+    Quantization,
+    QuantizationOption,
+    Tasks,
+    UnnormKey,
+)
 from specvla_ros.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,6 +60,7 @@ def predict(
     unnorm_key: UnnormKey = "",
     device: Device = "auto",
     dtype: DtypeOption = Dtype.AUTO,
+    quantization: QuantizationOption = Quantization.NONE,
     center_crop: CenterCrop = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -64,7 +74,14 @@ def predict(
     from specvla_ros.models.policy import load_policy
 
     ids = _parse_ids(prompt_ids) if prompt_ids else None
-    policy = load_policy(checkpoint, device=device, dtype=dtype.value, unnorm_key=unnorm_key, center_crop=center_crop)
+    policy = load_policy(
+        checkpoint,
+        device=device,
+        dtype=dtype.value,
+        unnorm_key=unnorm_key,
+        center_crop=center_crop,
+        quantization=quantization.value,
+    )
     engine = Engine(policy, EngineSettings())
     if ids is None:
         engine.check_instruction(instruction)
@@ -138,6 +155,7 @@ def replay(
     unnorm_key: UnnormKey = "",
     device: Device = "auto",
     dtype: DtypeOption = Dtype.AUTO,
+    quantization: QuantizationOption = Quantization.NONE,
     center_crop: CenterCrop = False,
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
 ) -> None:
@@ -164,7 +182,14 @@ def replay(
         action_topic=action_topic or None,
     )
     check_replay(bag, out, topics)
-    policy = load_policy(checkpoint, device=device, dtype=dtype.value, unnorm_key=unnorm_key, center_crop=center_crop)
+    policy = load_policy(
+        checkpoint,
+        device=device,
+        dtype=dtype.value,
+        unnorm_key=unnorm_key,
+        center_crop=center_crop,
+        quantization=quantization.value,
+    )
     summary = replay(
         policy, EngineSettings(), bag, out, topics=topics, action_dt=action_dt, thresholds=thresholds, progress=progress
     )

@@ -14,6 +14,8 @@ from specvla_ros.cli_options import (
     DtypeOption,
     Parameters,
     ParamsFile,
+    Quantization,
+    QuantizationOption,
     Tasks,
     UnnormKey,
     Workers,
@@ -112,6 +114,7 @@ def sweep(
     unnorm_key: UnnormKey = "",
     device: Device = "auto",
     dtype: DtypeOption = Dtype.AUTO,
+    quantization: QuantizationOption = Quantization.NONE,
     center_crop: CenterCrop = False,
 ) -> None:
     """Compare plain, strict and relaxed decoding on the same episodes: Spec-VLA's tables 1 to 3 and figure 4."""
@@ -131,6 +134,7 @@ def sweep(
         device=device,
         dtype=dtype.value,
         center_crop=center_crop,
+        quantization=quantization.value,
     )
     chosen = read_decode_parameters([*(param or ()), "decode.mode:=spec"], params_file).engine_settings()
     plan = SimulatePlan(tuple(task or ()), episodes, seed, films=0, workers=workers)
@@ -194,6 +198,7 @@ def calibrate(
     unnorm_key: UnnormKey = "",
     device: Device = "auto",
     dtype: DtypeOption = Dtype.AUTO,
+    quantization: QuantizationOption = Quantization.NONE,
     center_crop: CenterCrop = False,
 ) -> None:
     """Choose tolerance and draft tree from evidence, and write them as a ROS 2 parameter file."""
@@ -216,6 +221,7 @@ def calibrate(
         device=device,
         dtype=dtype.value,
         center_crop=center_crop,
+        quantization=quantization.value,
         engine=read_decode_parameters([*(param or ()), "decode.mode:=spec"], params_file).engine_settings(),
     )
     tried = tuple(map(Tolerance.parse, tolerance or _TOLERANCES))
@@ -226,7 +232,14 @@ def calibrate(
         episodes=SimulatePlan(tuple(task or ()), episodes, seed, films=0, workers=workers) if simulated else None,
         emulate=emulate,
     )
-    loaded = load_policy(base.policy, device=device, dtype=base.dtype, unnorm_key=unnorm_key, center_crop=center_crop)
+    loaded = load_policy(
+        base.policy,
+        device=device,
+        dtype=base.dtype,
+        unnorm_key=unnorm_key,
+        center_crop=center_crop,
+        quantization=base.quantization,
+    )
     with progress_bar() as bar:
         line = bar.add_task("looking for frames", total=None)
         images = calibration.collect_frames(loaded, base, data, plan, frames)

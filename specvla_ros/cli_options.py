@@ -19,9 +19,21 @@ class Dtype(str, Enum):
     FLOAT16 = "float16"
 
 
+class Quantization(str, Enum):
+    """Quantised weights of the language model's layers."""
+
+    NONE = "none"
+    INT4 = "int4"
+    W8A8 = "w8a8"
+    FP8 = "fp8"
+
+
 UnnormKey = Annotated[str, typer.Option(help="Dataset whose action statistics apply; empty: the only one there is.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="auto: float32 on a CPU, bfloat16 on a GPU.")]
+QuantizationOption = Annotated[
+    Quantization, typer.Option("--quantization", help="Of the language model's layers; int4 and fp8 on a GPU only.")
+]
 CenterCrop = Annotated[
     bool, typer.Option("--center-crop", help="Use the middle 90 %, for checkpoints fine-tuned with augmentation.")
 ]

@@ -18,6 +18,8 @@ from specvla_ros.cli_options import (
     Mode,
     Parameters,
     ParamsFile,
+    Quantization,
+    QuantizationOption,
     Tasks,
     UnnormKey,
     Workers,
@@ -63,6 +65,7 @@ def simulate(
     unnorm_key: UnnormKey = "",
     device: Device = "auto",
     dtype: DtypeOption = Dtype.AUTO,
+    quantization: QuantizationOption = Quantization.NONE,
     center_crop: CenterCrop = False,
 ) -> None:
     """Let a policy act in simulation: success rates, latency, films; episodes.jsonl, summary.json, report.html."""
@@ -82,6 +85,7 @@ def simulate(
         dtype=dtype.value,
         unnorm_key=unnorm_key,
         center_crop=center_crop,
+        quantization=quantization.value,
     )
     plan = SimulatePlan(tuple(task or ()), episodes, seed, films, workers, ray)
     with progress_bar() as bar:

@@ -48,7 +48,7 @@ _INSTALL = "pip install -r requirements/runtime.txt"
 def examine() -> list[Check]:
     """Looks at this machine. Never raises: a broken installation is a finding."""
     checks = [_python(), *_torch(), _triton(), *(_library(name) for name in _LIBRARIES)]
-    return [*checks, _opengl(), _accelerate(), *_ros(), _receive_buffer()]
+    return [*checks, _opengl(), _accelerate(), _torchao(), *_ros(), _receive_buffer()]
 
 
 def _python() -> Check:
@@ -117,6 +117,14 @@ def _accelerate() -> Check:
     except metadata.PackageNotFoundError:
         fix = "only training needs it: pip install -r requirements/train.txt"
         return Check("accelerate", "note", "not installed", fix)
+
+
+def _torchao() -> Check:
+    try:
+        return Check("torchao", "ok", metadata.version("torchao"))
+    except metadata.PackageNotFoundError:
+        fix = "only model.quantization needs it: pip install torchao (0.18 goes with torch 2.13)"
+        return Check("torchao", "note", "not installed", fix)
 
 
 def _ros() -> list[Check]:

@@ -72,6 +72,15 @@ def test_predict_refuses_what_it_cannot_use(checkpoint: Path, image: Path, tmp_p
     refused(specvla(*base, "--image", image, "--instruction", "x" * 10_240), "shorten the instruction")
 
 
+def test_predict_with_quantised_weights(checkpoint: Path, image: Path) -> None:
+    command = ("predict", "--checkpoint", checkpoint, "--image", image, "--instruction", "put carrot on plate")
+    refused(specvla(*command, "--device", "cpu", "--quantization", "fp8"), "on a CPU choose w8a8")
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    done = specvla(*command, "--device", "cpu", "--quantization", "w8a8")
+    assert done.returncode == 0, done.stderr
+    assert "gripper" in done.stdout
+
+
 def test_replay_writes_its_results_and_keeps_limits(checkpoint: Path, tmp_path: Path) -> None:
     bag = write_bag(tmp_path / "bag", episode())
     base = ("replay", bag, "--checkpoint", checkpoint, "--no-progress")

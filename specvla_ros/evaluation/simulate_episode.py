@@ -32,7 +32,7 @@ class SimulateSettings:
         clock: how the world's time passes while the policy thinks.
         emulate: device whose stage times are taken in place of those measured; empty: none.
         engine: how to decode.
-        device, dtype, unnorm_key, center_crop: as for `load_policy`.
+        device, dtype, unnorm_key, center_crop, quantization: as for `load_policy`.
     """
 
     policy: Path
@@ -44,6 +44,7 @@ class SimulateSettings:
     dtype: str = "auto"
     unnorm_key: str = ""
     center_crop: bool = False
+    quantization: str = "none"
 
     def as_json(self) -> dict[str, Any]:
         """For the results, and to tell whether earlier results are of the same settings."""
@@ -99,6 +100,7 @@ def _stage(settings: SimulateSettings, process: int) -> tuple[Engine, SimulatedR
         dtype=settings.dtype,
         unnorm_key=settings.unnorm_key or ("" if settings.world == TABLE else settings.world),
         center_crop=settings.center_crop,
+        quantization=settings.quantization,
     )
     robot = make_robot(settings.world)
     check_statistics(policy.statistics, robot)

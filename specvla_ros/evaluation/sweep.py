@@ -104,7 +104,12 @@ def sweep(
 
         summaries[setting.name] = simulate(replace(base, engine=setting.engine), plan, out / setting.name, report)
     policy = load_policy(
-        base.policy, device=base.device, dtype=base.dtype, unnorm_key=base.unnorm_key, center_crop=base.center_crop
+        base.policy,
+        device=base.device,
+        dtype=base.dtype,
+        unnorm_key=base.unnorm_key,
+        center_crop=base.center_crop,
+        quantization=base.quantization,
     )
     source = simulation_source(
         policy,

@@ -48,6 +48,14 @@ class _RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)  # float32 weights under autocast
 
 
+def _product(x: Tensor, matrix: nn.Linear) -> Tensor:
+    """[n_rows, in_features] to [n_rows, out_features]; a quantised matrix of another class brings its own product."""
+    if type(matrix) is nn.Linear:
+        return linear(x, matrix.weight)
+    out: Tensor = matrix(x)
+    return out
+
+
 class LlamaLayer(nn.Module):
     """Pre-norm attention and SwiGLU; q, k, v are one matrix, and gate, up another: fewer and larger reads.
 
@@ -72,13 +80,13 @@ class LlamaLayer(nn.Module):
     ) -> Tensor:
         """[n_rows, hidden] to the same; see LlamaDecoder.forward for the rest."""
         n_rows = x.shape[0]
-        qkv = linear(self.input_norm(x), self.qkv.weight).view(n_rows, -1, self.head_dim)
+        qkv = _product(self.input_norm(x), self.qkv).view(n_rows, -1, self.head_dim)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         q = rope_write_kv(q, k, v, cos, sin, layout.kv_rows, keys, values)
         attended = packed_attention(q, keys, values, layout)
-        x = x + linear(attended.view(n_rows, -1), self.out.weight)
-        gate, up = linear(self.post_norm(x), self.gate_up.weight).chunk(2, dim=-1)
-        return x + linear(F.silu(gate) * up, self.down.weight)
+        x = x + _product(attended.view(n_rows, -1), self.out)
+        gate, up = _product(self.post_norm(x), self.gate_up).chunk(2, dim=-1)
+        return x + _product(F.silu(gate) * up, self.down)
 
 
 class LlamaDecoder(nn.Module):

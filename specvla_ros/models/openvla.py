@@ -5,7 +5,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from specvla_ros.models.config import OpenVLAConfig
+from specvla_ros.models.config import LlamaConfig, OpenVLAConfig
 from specvla_ros.models.llama import LlamaDecoder, LlamaLayer
 from specvla_ros.models.projector import Projector
 from specvla_ros.models.vision_tower import VisionTower
@@ -57,26 +57,31 @@ class OpenVLA(nn.Module):
 def llama_tensors(decoder: LlamaDecoder, prefix: str = "") -> dict[str, Tensor]:
     """The decoder's tensors by their names in transformers' LlamaForCausalLM."""
     config = decoder.config
-    q_rows, kv_rows = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     tensors = {"model.embed_tokens.weight": decoder.embed_tokens.weight, "model.norm.weight": decoder.norm.weight}
     if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = decoder.lm_head.weight
-    for i, module in enumerate(decoder.layers):
-        layer = cast(LlamaLayer, module)
-        name = f"model.layers.{i}."
-        q, k, v = layer.qkv.weight.split((q_rows, kv_rows, kv_rows))
-        gate, up = layer.gate_up.weight.chunk(2)
-        tensors |= {
-            name + "input_layernorm.weight": cast(Tensor, layer.input_norm.weight),
-            name + "self_attn.q_proj.weight": q,
-            name + "self_attn.k_proj.weight": k,
-            name + "self_attn.v_proj.weight": v,
-            name + "self_attn.o_proj.weight": layer.out.weight,
-            name + "post_attention_layernorm.weight": layer.post_norm.weight,
-            name + "mlp.gate_proj.weight": gate,
-            name + "mlp.up_proj.weight": up,
-            name + "mlp.down_proj.weight": layer.down.weight,
-        }
+    named = {prefix + name: tensor.detach() for name, tensor in tensors.items()}
+    for i, layer in enumerate(decoder.layers):
+        named |= layer_tensors(cast(LlamaLayer, layer), config, f"{prefix}model.layers.{i}.")
+    return named
+
+
+def layer_tensors(layer: LlamaLayer, config: LlamaConfig, prefix: str) -> dict[str, Tensor]:
+    """One layer's tensors by their names in transformers' LlamaDecoderLayer; it must not be quantised."""
+    q_rows, kv_rows = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    q, k, v = layer.qkv.weight.split((q_rows, kv_rows, kv_rows))
+    gate, up = layer.gate_up.weight.chunk(2)
+    tensors = {
+        "input_layernorm.weight": cast(Tensor, layer.input_norm.weight),
+        "self_attn.q_proj.weight": q,
+        "self_attn.k_proj.weight": k,
+        "self_attn.v_proj.weight": v,
+        "self_attn.o_proj.weight": layer.out.weight,
+        "post_attention_layernorm.weight": layer.post_norm.weight,
+        "mlp.gate_proj.weight": gate,
+        "mlp.up_proj.weight": up,
+        "mlp.down_proj.weight": layer.down.weight,
+    }
     return {prefix + name: tensor.detach() for name, tensor in tensors.items()}
 
 

@@ -11,12 +11,14 @@ from torch import Tensor
 from specvla_ros.errors import UserError
 from specvla_ros.models.action_statistics import ActionStatistics, select_statistics
 from specvla_ros.models.action_tokenizer import ActionTokenizer
-from specvla_ros.models.config import OpenVLAConfig, read_config
+from specvla_ros.models.config import read_config
 from specvla_ros.models.image_processor import ImageProcessor, read_image_processor
-from specvla_ros.models.llama import LlamaDecoder, head_dtype
+from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.load_model import load_model
 from specvla_ros.models.openvla import OpenVLA
 from specvla_ros.models.prompt import PromptTokenizer, read_prompt_tokenizer
-from specvla_ros.models.weights import Progress, load_weights
+from specvla_ros.models.quantization import check_quantization
+from specvla_ros.models.weights import Progress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,6 +33,7 @@ class Policy:
     prompt: PromptTokenizer
     action_tokenizer: ActionTokenizer
     statistics: ActionStatistics
+    quantization: str = "none"
 
     @property
     def decoder(self) -> LlamaDecoder:
@@ -81,6 +84,7 @@ class Policy:
             "unnorm_key": self.unnorm_key,
             "device": str(self.decoder.device),
             "dtype": str(self.decoder.dtype).removeprefix("torch."),
+            "quantization": self.quantization,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "image_resize_strategy": self.image_processor.strategy,
             "center_crop": str(self.image_processor.center_crop).lower(),
@@ -94,6 +98,7 @@ def load_policy(
     dtype: str = "auto",
     unnorm_key: str = "",
     center_crop: bool = False,
+    quantization: str = "none",
     progress: Progress | None = None,
 ) -> Policy:
     """Loads an OpenVLA checkpoint from a Hugging Face directory.
@@ -104,6 +109,7 @@ def load_policy(
         dtype: `float32`, `bfloat16`, `float16`; `auto`: float32 on a CPU, bfloat16 on CUDA.
         unnorm_key: whose action statistics to use; empty: the only ones there are.
         center_crop: as the fine-tuned checkpoints need that were trained with image augmentation.
+        quantization: of the decoder layers' matrices, see `check_quantization`.
         progress: called with what is being done and the fraction of the tensors read.
 
     Raises:
@@ -124,8 +130,9 @@ def load_policy(
         taught=config.instructions,
     )
     target = _device(device)
-    model = _empty_model(config, target, _dtype(dtype, target))
-    load_weights(directory, model.checkpoint_tensors(), progress)
+    number_format = _dtype(dtype, target)
+    check_quantization(quantization, target, number_format)
+    model = load_model(directory, config, target, number_format, quantization=quantization, progress=progress)
     return Policy(
         directory=directory,
         model=model,
@@ -133,32 +140,8 @@ def load_policy(
         prompt=prompt,
         action_tokenizer=ActionTokenizer(config.token_vocab_size, config.action_bins),
         statistics=statistics,
+        quantization=quantization,
     )
-
-
-def _empty_model(config: OpenVLAConfig, device: torch.device, dtype: torch.dtype) -> OpenVLA:
-    """Allocates the model without touching its memory, so that loading is the only copy."""
-    with torch.device("meta"):
-        model = OpenVLA(config)
-    model.to(dtype)
-    model.decoder.lm_head.to(head_dtype(dtype, device))
-    _check_memory(model, device)
-    model.to_empty(device=device)
-    if config.llama.tie_word_embeddings:
-        model.decoder.lm_head.weight = model.decoder.embed_tokens.weight
-    return model.eval().requires_grad_(False)
-
-
-def _check_memory(model: OpenVLA, device: torch.device) -> None:
-    if device.type != "cuda":
-        return
-    needed = sum(parameter.nbytes for parameter in model.parameters())
-    free, total = torch.cuda.mem_get_info(device)
-    if needed > free:
-        raise UserError(
-            f"the weights take {needed / 2**30:.1f} GiB, but {device} has {free / 2**30:.1f} of {total / 2**30:.1f} "
-            "GiB free: end what else runs there, choose bfloat16, or another device"
-        )
 
 
 def _device(name: str) -> torch.device:

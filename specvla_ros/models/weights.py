@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -39,17 +39,27 @@ def load_weights(directory: Path, tensors: Mapping[str, Tensor], progress: Progr
                 progress(f"reading {path.name}", done / len(tensors))
 
 
+def check_files(directory: Path, names: Iterable[str]) -> None:
+    """Whether the files that shall hold these tensors are there; reads none of them.
+
+    Raises:
+        UserError: one is missing, or the index does not list a tensor.
+    """
+    _files(directory, names)
+
+
 def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes tensors to one safetensors file."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
-def _files(directory: Path, tensors: Mapping[str, Tensor]) -> dict[Path, list[str]]:
+def _files(directory: Path, names: Iterable[str]) -> dict[Path, list[str]]:
     """Which file holds each tensor."""
+    names = list(names)
     single = directory / "model.safetensors"
     index = directory / "model.safetensors.index.json"
     if single.exists() and not index.exists():
-        return {single: list(tensors)}
+        return {single: names}
     if not index.exists():
         hint = ""
         if list(directory.glob("*.bin")):
@@ -58,11 +68,11 @@ def _files(directory: Path, tensors: Mapping[str, Tensor]) -> dict[Path, list[st
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{index} has no weight_map; copy the file again")
-    missing = [name for name in tensors if name not in weight_map]
+    missing = [name for name in names if name not in weight_map]
     if missing:
         raise UserError(f"{index} does not list {_some(missing)}: the checkpoint does not fit its config.json")
     files: dict[Path, list[str]] = defaultdict(list)
-    for name in tensors:
+    for name in names:
         files[directory / weight_map[name]].append(name)
     absent = sorted(path.name for path in files if not path.exists())
     if absent:

@@ -42,6 +42,7 @@ def load_engine(
         dtype=parameters.dtype,
         unnorm_key=parameters.unnorm_key,
         center_crop=parameters.center_crop,
+        quantization=parameters.model_quantization,
         progress=progress,
     )
     return Engine(policy, parameters.engine_settings(parameters.max_image_age_s), now_ns=now_ns)

@@ -8,6 +8,7 @@ from specvla_ros.parameter_fields import parameter
 
 TRANSPORTS = ("auto", "raw", "compressed")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "int4", "w8a8", "fp8")
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,13 @@ class PolicyParameters(DecodeParameters):
     device: str = parameter("auto", "Where the policy runs: auto (CUDA if it is there), cpu, cuda or cuda:N.")
     dtype: str = parameter(
         "auto", "Precision of the weights; auto: float32 on a CPU, bfloat16 on CUDA.", choices=DTYPES
+    )
+    model_quantization: str = parameter(
+        "none",
+        "Weights of the language model's layers: int4 (weights alone, for ar and spec), or w8a8 and fp8 (weights and "
+        "activations, for every mode). Needs torchao.",
+        name="model.quantization",
+        choices=QUANTIZATIONS,
     )
     center_crop: bool = parameter(
         False, "Crop images to the central 90 % of their area, as checkpoints fine-tuned with augmentation need."

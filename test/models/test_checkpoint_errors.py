@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import copy_checkpoint, edit_json, write_checkpoint
+from support.checkpoints import copy_checkpoint, edit_json, shard, write_checkpoint
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.policy import load_policy
@@ -71,21 +71,6 @@ def test_a_truncated_shard(checkpoint: Path) -> None:
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
     refuse(checkpoint, r"model\.safetensors is damaged or cut off .*download this file again")
-
-
-def shard(directory: Path) -> list[str]:
-    """Splits the weights over two files, as the Hub does."""
-    tensors = load_file(directory / "model.safetensors")
-    (directory / "model.safetensors").unlink()
-    names = sorted(tensors)
-    weight_map = {}
-    for i, part in enumerate((names[::2], names[1::2]), start=1):
-        file = f"model-{i:05}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in part}, directory / file)
-        weight_map |= dict.fromkeys(part, file)
-    (directory / "model.safetensors.index.json").write_text("{}")
-    edit_json(directory / "model.safetensors.index.json", lambda index: index.update(weight_map=weight_map))
-    return sorted(set(weight_map.values()))
 
 
 def test_shards_give_the_same_model(good: Path, checkpoint: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from support.random_checkpoint import write_random_checkpoint
 
 
@@ -25,3 +26,18 @@ def edit_json(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 def copy_checkpoint(source: Path, destination: Path) -> Path:
     """A copy that a test may damage."""
     return Path(shutil.copytree(source, destination))
+
+
+def shard(directory: Path) -> list[str]:
+    """Splits the weights over two files, as the Hub does; gives their names."""
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for i, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-{i:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, directory / file)
+        weight_map |= dict.fromkeys(part, file)
+    (directory / "model.safetensors.index.json").write_text("{}")
+    edit_json(directory / "model.safetensors.index.json", lambda index: index.update(weight_map=weight_map))
+    return sorted(set(weight_map.values()))

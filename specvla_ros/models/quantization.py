@@ -1,0 +1,137 @@
+"""Quantised matrices of the decoder's layers, by torchao.
+
+Embeddings, norms, output head, vision towers, projector and draft head stay as they are.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specvla_kernels.int8_linear import int8_linear
+from specvla_ros.errors import UserError
+from specvla_ros.models.llama import LlamaLayer
+
+QUANTIZATIONS = ("none", "int4", "w8a8", "fp8")
+MATRICES = ("qkv", "out", "gate_up", "down")
+
+# What a weight takes, its share of the scales included. int4: a scale and a zero in bfloat16 per group of 128, and rows
+# padded to a multiple of 1024.
+BYTES_PER_WEIGHT = {"int4": 0.55, "w8a8": 1.01, "fp8": 1.01}
+
+_INT4_GROUP = 128  # weights that share a scale
+# The least compute capability: tensor cores for bfloat16 (Ampere), and for float8 (Ada).
+_LEAST_CAPABILITY = {"int4": (8, 0), "fp8": (8, 9)}
+_INSTALL = "pip install torchao (0.18 goes with torch 2.13); `specvla doctor` says what is there"
+
+
+class Int8Linear(nn.Linear):
+    """Weights in int8, activations rounded to int8 row by row; see `int8_linear`.
+
+    Args:
+        weight: int8 [out_features, in_features].
+        scales: float32 [out_features].
+    """
+
+    scales: Tensor
+
+    def __init__(self, weight: Tensor, scales: Tensor) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("scales", scales)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n_rows, in_features] to [n_rows, out_features], dtype of x."""
+        return int8_linear(x, self.weight, self.scales)
+
+
+def check_quantization(quantization: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Whether a device can compute with such weights; reads no checkpoint.
+
+    Args:
+        quantization: `none`; `int4`: weights alone; `w8a8`, `fp8`: weights and activations.
+        device: where the policy shall run.
+        dtype: of what is not quantised.
+
+    Raises:
+        UserError: no such quantisation, not on this device or in this dtype, or torchao is missing.
+    """
+    if quantization not in QUANTIZATIONS:
+        raise UserError(f"model.quantization is '{quantization}', but it must be one of: {', '.join(QUANTIZATIONS)}")
+    if quantization == "none":
+        return
+    if quantization in _LEAST_CAPABILITY:
+        _check_gpu(quantization, device, dtype)
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError(f"model.quantization '{quantization}' needs torchao: {_INSTALL}")
+
+
+def _check_gpu(quantization: str, device: torch.device, dtype: torch.dtype) -> None:
+    wanted = f"model.quantization '{quantization}'"
+    if device.type != "cuda":
+        raise UserError(f"{wanted} needs a CUDA GPU; on a CPU choose w8a8, or none")
+    least, found = _LEAST_CAPABILITY[quantization], torch.cuda.get_device_capability(device)
+    if found < least:
+        other = "w8a8 or int4" if found >= _LEAST_CAPABILITY["int4"] else "w8a8"
+        raise UserError(
+            f"{wanted} needs compute capability {least[0]}.{least[1]}, but {device} has {found[0]}.{found[1]} "
+            f"(an Orin has 8.7): choose {other}"
+        )
+    if dtype != torch.bfloat16:
+        raise UserError(
+            f"{wanted} has kernels for bfloat16 alone, not for {str(dtype).removeprefix('torch.')}: "
+            "set dtype to bfloat16, or choose w8a8"
+        )
+
+
+def quantize_layer(layer: LlamaLayer, quantization: str) -> None:
+    """Quantises a layer's matrices in place, one after the other: only one is there twice.
+
+    Args:
+        layer: with its weights, on the device where it will run.
+        quantization: one that `check_quantization` let pass, not `none`.
+
+    Raises:
+        UserError: a matrix has a shape that cannot be quantised so, or torchao lacks what is needed.
+    """
+    config = _config(quantization)
+    for name in MATRICES:
+        setattr(layer, name, _quantized(getattr(layer, name), quantization, config))
+
+
+def _config(quantization: str) -> Any:
+    """What torchao calls it. Its settings for torch.compile are left alone: nothing is compiled here."""
+    try:
+        from torchao import quantization as torchao
+    except ImportError as error:
+        raise UserError(f"torchao cannot be imported ({error}): {_INSTALL}") from None
+    try:
+        if quantization == "int4":
+            # The tiles of the kernel that comes with torch; HQQ finds scales that lose less than minimum and maximum.
+            return torchao.Int4WeightOnlyConfig(
+                group_size=_INT4_GROUP,
+                int4_packing_format="tile_packed_to_4d",
+                int4_choose_qparams_algorithm="hqq",
+                set_inductor_config=False,
+            )
+        if quantization == "fp8":
+            # A scale per row: what an activation is rounded to must not depend on the rows beside it.
+            return torchao.Float8DynamicActivationFloat8WeightConfig(
+                granularity=torchao.PerRow(), set_inductor_config=False
+            )
+        return torchao.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
+    except (AttributeError, TypeError) as error:
+        raise UserError(f"this torchao is too old for '{quantization}' ({error}): {_INSTALL}") from None
+
+
+def _quantized(matrix: nn.Linear, quantization: str, config: Any) -> nn.Linear:
+    from torchao.quantization import quantize_
+
+    shape = list(matrix.weight.shape)
+    quantize_(matrix, config)
+    weight: Any = matrix.weight
+    uneven = quantization == "w8a8" and weight.is_cuda and any(size % 8 for size in shape)
+    if type(weight) is nn.Parameter or uneven:  # torchao leaves what does not fit as it is, and says nothing
+        raise UserError(f"a matrix of shape {shape} cannot be quantised as '{quantization}': choose another, or none")
+    return Int8Linear(weight.qdata, weight.scale.flatten()) if quantization == "w8a8" else matrix

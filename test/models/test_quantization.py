@@ -1,0 +1,205 @@
+"""Quantised weights: near the unquantised ones, smaller, and refused where they cannot run, saying what can."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.checkpoints import shard, write_checkpoint
+from support.random_checkpoint import write_random_checkpoint
+
+from specvla_ros.cli_options import Quantization
+from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.segment import Segment
+from specvla_ros.errors import UserError
+from specvla_ros.models import quantization
+from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.models.quantization import MATRICES, QUANTIZATIONS, Int8Linear, check_quantization
+from specvla_ros.nodes.policy_parameters import PolicyParameters
+from specvla_ros.parameter_fields import limits_of, ros_name
+
+CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
+CHECKPOINT = dict(seed=3, hidden_size=96, layers=4)
+
+
+def needs_torchao() -> Any:
+    return pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    write_random_checkpoint(tmp_path, **CHECKPOINT)
+    return tmp_path
+
+
+def stored_bytes(policy: Policy) -> int:
+    """Of the decoder's layers."""
+    layers = policy.decoder.layers
+    return sum(tensor.nbytes for tensor in (*layers.parameters(), *layers.buffers()))
+
+
+def logits(policy: Policy, seed: int) -> torch.Tensor:
+    prompt = torch.randint(80, (40,), generator=torch.Generator().manual_seed(seed))
+    ring = new_ring(policy.decoder, slots=1, slot_rows=64)
+    return packed_forward(policy.decoder, [Segment(0, 0, prompt, wanted=40)], ring).logits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@torch.inference_mode()
+def test_w8a8_is_near_the_unquantised_model_and_smaller(checkpoint: Path, dtype: str) -> None:
+    needs_torchao()
+    exact = load_policy(checkpoint, device="cpu", dtype=dtype)
+    rounded = load_policy(checkpoint, device="cpu", dtype=dtype, quantization="w8a8")
+    for seed in range(4):
+        wanted, found = logits(exact, seed), logits(rounded, seed)
+        assert found.dtype == wanted.dtype == torch.float32
+        assert F.cosine_similarity(wanted, found, dim=1).min() > 0.99
+        assert not torch.equal(wanted, found)
+    assert stored_bytes(rounded) < 0.3 * stored_bytes(exact) * (1 if dtype == "float32" else 2)
+    assert rounded.describe()["quantization"] == "w8a8"
+    assert exact.describe()["quantization"] == "none"
+    assert rounded.describe()["parameters"] == exact.describe()["parameters"]
+
+
+def test_only_the_layers_matrices_are_quantised(checkpoint: Path) -> None:
+    needs_torchao()
+    exact = dict(load_policy(checkpoint, device="cpu").model.named_parameters())
+    model = load_policy(checkpoint, device="cpu", quantization="w8a8").model
+    matrices = {f"decoder.layers.{i}.{name}" for i in range(CHECKPOINT["layers"]) for name in MATRICES}
+    assert {name for name, module in model.named_modules() if isinstance(module, Int8Linear)} == matrices
+    for name, parameter in model.named_parameters():
+        if name.removesuffix(".weight") not in matrices:
+            assert torch.equal(parameter, exact[name]), name
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_an_incomplete_checkpoint_is_refused_as_ever_and_progress_ends_at_one(tmp_path: Path) -> None:
+    needs_torchao()
+    directory = write_checkpoint(tmp_path / "sharded")
+    *_, last = shard(directory)
+    told: list[float] = []
+    load_policy(directory, device="cpu", quantization="w8a8", progress=lambda _, done: told.append(done))
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+    (directory / last).unlink()
+    with pytest.raises(UserError, match=rf"is incomplete: {last} missing, of 2 shards"):
+        load_policy(directory, device="cpu", quantization="w8a8")
+
+
+_LOAD = """
+import sys
+from pathlib import Path
+from specvla_ros.models.policy import load_policy
+def rss():
+    status = Path("/proc/self/status").read_text()
+    return {key: int(status.split(key + ":")[1].split()[0]) * 1024 for key in ("VmRSS", "VmHWM")}
+load_policy(sys.argv[2], device="cpu", quantization="w8a8")  # what the libraries take on first use is not the model's
+before = rss()["VmRSS"]
+policy = load_policy(sys.argv[1], device="cpu", quantization="w8a8")
+print(rss()["VmHWM"] - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux' /proc")
+def test_the_unquantised_model_is_never_whole_in_memory(tmp_path: Path) -> None:
+    needs_torchao()
+    large, small = tmp_path / "large", tmp_path / "small"
+    write_random_checkpoint(large, hidden_size=1024, layers=9)
+    write_random_checkpoint(small, hidden_size=64, layers=2)
+    command = [sys.executable, "-c", _LOAD, str(large), str(small)]
+    # Of matrices below 32 MiB the allocator keeps what was freed; a real checkpoint's are larger.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    unquantised = (large / "model.safetensors").stat().st_size
+    assert unquantised > 450e6
+    assert int(done.stdout.splitlines()[-1]) < 0.6 * unquantised
+
+
+Capability = Callable[[tuple[int, int]], None]
+
+
+@pytest.fixture
+def capability(monkeypatch: pytest.MonkeyPatch) -> Capability:
+    def give(found: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: found)
+
+    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda _: object())
+    return give
+
+
+@pytest.mark.parametrize("wanted", ["int4", "fp8"])
+def test_a_cpu_is_told_what_it_can_do(wanted: str, checkpoint: Path) -> None:
+    with pytest.raises(UserError, match=rf"'{wanted}' needs a CUDA GPU; on a CPU choose w8a8, or none"):
+        load_policy(checkpoint, device="cpu", quantization=wanted)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "dtype", "message"),
+    [
+        ("fp8", (8, 7), torch.bfloat16, r"needs compute capability 8\.9, but cuda:0 has 8\.7 .*: choose w8a8 or int4"),
+        ("int4", (7, 5), torch.bfloat16, r"needs compute capability 8\.0, but cuda:0 has 7\.5 .*: choose w8a8$"),
+        ("int4", (8, 7), torch.float16, "bfloat16 alone, not for float16: set dtype to bfloat16, or choose w8a8"),
+        ("fp8", (9, 0), torch.float32, "bfloat16 alone, not for float32: set dtype to bfloat16, or choose w8a8"),
+    ],
+)
+def test_a_gpu_that_lacks_it_is_told_what_it_can_do(
+    capability: Capability, wanted: str, found: tuple[int, int], dtype: torch.dtype, message: str
+) -> None:
+    capability(found)
+    with pytest.raises(UserError, match=message):
+        check_quantization(wanted, CUDA, dtype)
+
+
+@pytest.mark.parametrize(("wanted", "found"), [("fp8", (8, 9)), ("fp8", (12, 0)), ("int4", (8, 7)), ("w8a8", (8, 7))])
+def test_a_gpu_that_has_it_is_let_pass(capability: Capability, wanted: str, found: tuple[int, int]) -> None:
+    capability(found)
+    check_quantization(wanted, CUDA, torch.bfloat16)
+
+
+def test_without_torchao_the_way_to_it_is_named(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"'w8a8' needs torchao: pip install torchao .*`specvla doctor`"):
+        load_policy(checkpoint, device="cpu", quantization="w8a8")
+    assert load_policy(checkpoint, device="cpu").quantization == "none"
+
+
+def test_a_torchao_without_the_configuration_is_too_old(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    monkeypatch.delattr(needs_torchao(), "Int8DynamicActivationInt8WeightConfig")
+    with pytest.raises(UserError, match="this torchao is too old for 'w8a8'"):
+        load_policy(checkpoint, device="cpu", quantization="w8a8")
+
+
+def test_a_matrix_that_torchao_leaves_as_it_is_is_refused(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    monkeypatch.setattr(needs_torchao(), "quantize_", lambda *_: None)
+    with pytest.raises(UserError, match=r"shape \[288, 96\] cannot be quantised as 'w8a8'"):
+        load_policy(checkpoint, device="cpu", quantization="w8a8")
+
+
+@pytest.mark.parametrize("wanted", QUANTIZATIONS[1:])
+def test_torchao_knows_every_configuration(wanted: str) -> None:
+    """What needs a GPU can at least be asked for here."""
+    torchao = needs_torchao()
+    config = quantization._config(wanted)
+    if wanted == "int4":
+        workflows = pytest.importorskip("torchao.quantization.quantize_.workflows")
+        assert config.int4_packing_format == workflows.Int4PackingFormat.TILE_PACKED_TO_4D
+        assert config.int4_choose_qparams_algorithm == workflows.Int4ChooseQParamsAlgorithm.HQQ
+    if wanted == "fp8":
+        assert config.granularity == [torchao.PerRow(), torchao.PerRow()]
+
+
+def test_an_unknown_quantisation_is_refused() -> None:
+    with pytest.raises(UserError, match="must be one of: none, int4, w8a8, fp8"):
+        check_quantization("int3", CPU, torch.float32)
+
+
+def test_node_and_command_line_offer_the_same() -> None:
+    (declared,) = (each for each in fields(PolicyParameters) if ros_name(each) == "model.quantization")
+    assert limits_of(declared).choices == QUANTIZATIONS == tuple(each.value for each in Quantization)
