@@ -59,6 +59,18 @@ class EngineSettings:
         if not self.max_image_age_s >= 0:
             raise UserError(f"max_image_age_s must be 0 (off) or more, got {self.max_image_age_s}")
 
+    def check_action_head(self) -> None:
+        """Whether an output head of action tokens alone can write these answers.
+
+        Raises:
+            UserError: text may come before the actions.
+        """
+        if self.max_reasoning_tokens:
+            raise UserError(
+                f"model.action_head gives no logits to text, but decode.max_reasoning_tokens is "
+                f"{self.max_reasoning_tokens}: set it to 0, or model.action_head to false"
+            )
+
     @property
     def drafts(self) -> bool:
         """Whether the mode verifies drafts."""

@@ -73,6 +73,8 @@ def set_up(policy: Policy, settings: EngineSettings) -> Setup:
     Raises:
         UserError: they do not fit the policy or the device's memory.
     """
+    if policy.action_head:
+        settings.check_action_head()
     answer = AnswerFormat.of(policy, settings.max_reasoning_tokens)
     rule = make_rule(settings.acceptance, policy)
     ring = allocate_ring(policy, settings, answer)

@@ -93,6 +93,9 @@ class LlamaDecoder(nn.Module):
     """Llama from embeddings to logits, over a KV ring.
 
     Logits are at least float32, so that rounding to half precision makes no ties; see `head_dtype`.
+
+    Attributes:
+        head_ids: the only ids whose logits are computed, all others' being -inf; None: every id's.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -102,6 +105,7 @@ class LlamaDecoder(nn.Module):
         self.layers = nn.ModuleList(LlamaLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head_ids: range | None = None
         self._rotary: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -134,8 +138,20 @@ class LlamaDecoder(nn.Module):
         return ForwardResult(self.logits(hidden[wanted_rows]), hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] behind the final norm to float32 [n, vocab]; float64 in a float64 model."""
-        weight = self.lm_head.weight
+        """[n, hidden] behind the final norm to float32 [n, vocab]; float64 in a float64 model.
+
+        With `head_ids` only their rows of the output head are read; a row of hidden states with a NaN still gives NaN.
+        """
+        if self.head_ids is None:
+            return self._products(hidden, self.lm_head.weight)
+        ids = slice(self.head_ids.start, self.head_ids.stop)
+        known = self._products(hidden, self.lm_head.weight[ids])
+        logits = known.new_full((hidden.shape[0], self.config.vocab_size), -torch.inf)
+        logits[:, ids] = known
+        return logits
+
+    def _products(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Of hidden states with rows of the output head."""
         kept = head_dtype(weight.dtype, weight.device)
         if kept.itemsize == 2:
             return torch.mm(hidden, weight.T, out_dtype=torch.float32)

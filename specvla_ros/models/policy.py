@@ -41,6 +41,11 @@ class Policy:
         return self.model.decoder
 
     @property
+    def action_head(self) -> bool:
+        """Whether the output head computes the logits of action tokens alone."""
+        return self.decoder.head_ids is not None
+
+    @property
     def unnorm_key(self) -> str:
         """Whose statistics turn tokens into the robot's units."""
         return self.statistics.unnorm_key
@@ -85,6 +90,7 @@ class Policy:
             "device": str(self.decoder.device),
             "dtype": str(self.decoder.dtype).removeprefix("torch."),
             "quantization": self.quantization,
+            "action_head": str(self.action_head).lower(),
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "image_resize_strategy": self.image_processor.strategy,
             "center_crop": str(self.image_processor.center_crop).lower(),
@@ -99,6 +105,7 @@ def load_policy(
     unnorm_key: str = "",
     center_crop: bool = False,
     quantization: str = "none",
+    action_head: bool = False,
     progress: Progress | None = None,
 ) -> Policy:
     """Loads an OpenVLA checkpoint from a Hugging Face directory.
@@ -110,6 +117,7 @@ def load_policy(
         unnorm_key: whose action statistics to use; empty: the only ones there are.
         center_crop: as the fine-tuned checkpoints need that were trained with image augmentation.
         quantization: of the decoder layers' matrices, see `check_quantization`.
+        action_head: compute the logits of action tokens alone, for a policy that answers with nothing else.
         progress: called with what is being done and the fraction of the tensors read.
 
     Raises:
@@ -133,12 +141,15 @@ def load_policy(
     number_format = _dtype(dtype, target)
     check_quantization(quantization, target, number_format)
     model = load_model(directory, config, target, number_format, quantization=quantization, progress=progress)
+    action_tokenizer = ActionTokenizer(config.token_vocab_size, config.action_bins)
+    if action_head:
+        model.decoder.head_ids = range(action_tokenizer.first_id, action_tokenizer.vocab_size)
     return Policy(
         directory=directory,
         model=model,
         image_processor=image_processor,
         prompt=prompt,
-        action_tokenizer=ActionTokenizer(config.token_vocab_size, config.action_bins),
+        action_tokenizer=action_tokenizer,
         statistics=statistics,
         quantization=quantization,
     )

@@ -43,6 +43,7 @@ def load_engine(
         unnorm_key=parameters.unnorm_key,
         center_crop=parameters.center_crop,
         quantization=parameters.model_quantization,
+        action_head=parameters.model_action_head,
         progress=progress,
     )
     return Engine(policy, parameters.engine_settings(parameters.max_image_age_s), now_ns=now_ns)

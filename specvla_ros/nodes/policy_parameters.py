@@ -28,6 +28,11 @@ class PolicyParameters(DecodeParameters):
         name="model.quantization",
         choices=QUANTIZATIONS,
     )
+    model_action_head: bool = parameter(
+        False,
+        "Read only the 256 action rows of the output head; for policies that answer with actions alone.",
+        name="model.action_head",
+    )
     center_crop: bool = parameter(
         False, "Crop images to the central 90 % of their area, as checkpoints fine-tuned with augmentation need."
     )
@@ -71,4 +76,6 @@ class PolicyParameters(DecodeParameters):
                 "parameter 'checkpoint' is empty; set it to the directory of an OpenVLA checkpoint, "
                 "for example checkpoint:=/data/openvla-7b"
             )
-        self.engine_settings(self.max_image_age_s)
+        settings = self.engine_settings(self.max_image_age_s)
+        if self.model_action_head:
+            settings.check_action_head()
