@@ -12,6 +12,7 @@ from torch import Tensor
 from specvla_kernels.accept_tree import Tolerance, Trees, accept_tree_triton
 from specvla_kernels.attention_plan import plan_attention
 from specvla_kernels.commit_kv import commit_kv_triton
+from specvla_kernels.int8_linear import round_rows_triton, scale_sums_triton
 from specvla_kernels.layout import Span
 from specvla_kernels.packed_attention import packed_attention_triton
 from specvla_kernels.rmsnorm_residual import rmsnorm_residual_triton
@@ -85,6 +86,13 @@ def _pointwise(shape: _Shape) -> None:
     swiglu_triton(torch.empty(300, 2 * shape.intermediate, dtype=shape.dtype, device=_META))
 
 
+def _int8(shape: _Shape) -> None:
+    x = torch.empty(300, shape.intermediate, dtype=shape.dtype, device=_META)
+    _, steps = round_rows_triton(x, 300)
+    sums = torch.empty(300, 2 * shape.intermediate, dtype=torch.int32, device=_META)
+    scale_sums_triton(sums, steps, torch.empty(sums.shape[1], device=_META), shape.dtype)
+
+
 def _accept(n: int, levels: int) -> None:
     whole, flags = _whole(4, n), torch.empty(4, n, dtype=torch.bool, device=_META)
     log_probs = torch.empty(4, n, device=_META)
@@ -103,5 +111,6 @@ for _name, _shape in _SHAPES.items():
     LAUNCHES[f"packed_attention, {_name}, 16 nodes"] = partial(_attention, _shape, 16, 264)
     LAUNCHES[f"packed_attention, {_name}, one node"] = partial(_attention, _shape, 1, 264)
     LAUNCHES[f"norm and gate, {_name}"] = partial(_pointwise, _shape)
+    LAUNCHES[f"int8, {_name}"] = partial(_int8, _shape)
     LAUNCHES[f"commit_kv, {_name}, action"] = partial(_commit, _shape, 8)
     LAUNCHES[f"commit_kv, {_name}, text"] = partial(_commit, _shape, 64)
