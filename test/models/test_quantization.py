@@ -18,11 +18,13 @@ from specvla_ros.cli_options import Quantization
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.errors import UserError
-from specvla_ros.models import quantization
+from specvla_ros.models import load_model, quantization
+from specvla_ros.models.openvla import OpenVLA
 from specvla_ros.models.policy import Policy, load_policy
 from specvla_ros.models.quantization import MATRICES, QUANTIZATIONS, Int8Linear, check_quantization
 from specvla_ros.nodes.policy_parameters import PolicyParameters
 from specvla_ros.parameter_fields import limits_of, ros_name
+from specvla_ros.planning.openvla_7b import OPENVLA_7B
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 CHECKPOINT = dict(seed=3, hidden_size=96, layers=4)
@@ -120,6 +122,16 @@ def test_the_unquantised_model_is_never_whole_in_memory(tmp_path: Path) -> None:
     unquantised = (large / "model.safetensors").stat().st_size
     assert unquantised > 450e6
     assert int(done.stdout.splitlines()[-1]) < 0.6 * unquantised
+
+
+def test_what_openvla_7b_needs_while_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = OpenVLA(OPENVLA_7B).to(torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (6 << 30, 8 << 30))
+    load_model._check_memory(model, CUDA, "int4")
+    for wanted, message in (("w8a8", r"take 8\.\d GiB"), ("none", r"take 14\.\d GiB.* a model\.quantization, or")):
+        with pytest.raises(UserError, match=message):
+            load_model._check_memory(model, CUDA, wanted)
 
 
 Capability = Callable[[tuple[int, int]], None]
