@@ -22,7 +22,10 @@ def write_profile(path: Path, calibration: Calibration) -> None:
     emulated = calibration.context.get("emulate")
     if emulated:
         lines.append(f"# times are those of an emulated {emulated['name']}: none ran")
-    text = yaml.safe_dump({"/**": {"ros__parameters": parameters(chosen)}}, sort_keys=False)
+    # Tolerances found for rounded weights hold for these alone.
+    quantization = calibration.context.get("policy", {}).get("quantization", "none")
+    model = {"model": {"quantization": quantization}} if quantization != "none" else {}
+    text = yaml.safe_dump({"/**": {"ros__parameters": model | parameters(chosen)}}, sort_keys=False)
     path.write_text("\n".join(lines) + "\n" + text, encoding="utf-8")
 
 

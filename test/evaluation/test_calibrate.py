@@ -22,6 +22,7 @@ from specvla_ros.evaluation.simulate import SimulatePlan
 from specvla_ros.evaluation.simulate_episode import SimulateSettings
 from specvla_ros.evaluation.simulate_summary import PairedComparison, Rate
 from specvla_ros.evaluation.tolerance import Tolerance
+from specvla_ros.launch_parameters import merge_parameters
 from specvla_ros.models.policy import load_policy
 from specvla_ros.shipped import nano_policy
 
@@ -111,6 +112,15 @@ def test_the_profile_is_read_back_as_the_setting_that_was_chosen(tmp_path: Path,
     again = read_decode_parameters([], path).engine_settings()
     assert (again.mode, again.acceptance, again.draft) == (engine.mode, engine.acceptance, engine.draft)
     assert "none ran" in path.read_text()
+
+
+@pytest.mark.parametrize("quantization", ["none", "w8a8"])
+def test_the_profile_names_the_quantisation_that_it_was_found_for(tmp_path: Path, quantization: str):
+    chosen = candidate(trial=Trial("any", None, EngineSettings()))
+    path = tmp_path / PROFILE_FILE
+    write_profile(path, Calibration((chosen,), chosen, Limits(), {}, {"policy": {"quantization": quantization}}))
+    named = merge_parameters([path], {}, node="policy").get("model.quantization", "none")
+    assert named == quantization
 
 
 @needs_gl
