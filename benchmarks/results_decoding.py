@@ -28,11 +28,13 @@ within {mm:g} mm and {rad:g} rad:
 
 {nano}
 
-FLy and LVSpec were made for text: on actions they have no bound in millimetres, and the table shows what that costs.
+FLy and LVSpec were made for text: on actions they have no bound in millimetres, and FLy hardly ever acts.
+
 A policy that writes about {text_tokens:.0f} tokens of text and action per answer (`benchmarks/text_policy.py`: the nano
 policy taught to say what it sees and plans; {accuracy:.0%} of held-out tokens right), {text_n} starts, drafted without
 any head: by prompt lookup, and from the answer before, which is for strict acceptance. *composite* is bin_distance
-for actions, strict for numbers and FLy for other words:
+for actions, strict for numbers and FLy for other words. What pays here is no loose rule but the answer before, which
+loses nothing; LVSpec, as read from its paper, lets words pass that the actions hang on:
 
 {text}
 
