@@ -15,7 +15,7 @@ from typing import Any
 
 from specvla_ros.acceptance.make_rule import bins_of
 from specvla_ros.acceptance.settings import AcceptanceSettings
-from specvla_ros.drafting.settings import DraftSettings
+from specvla_ros.drafting.settings import NO_HEAD, DraftSettings
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.provenance import cpu_name, software
 from specvla_ros.evaluation.simulate import SimulatePlan
@@ -35,13 +35,16 @@ def settings() -> list[Setting]:
     """The settings that are compared; the first is what the others are held against."""
     tree, near, far = DraftSettings(), *(tolerance.acceptance for tolerance in TOLERANCES)
     small = replace(tree, nodes=16)
+    alone = replace(small, head=NO_HEAD, temporal=True)
     both = replace(tree, temporal=True)
     window, small_window = (replace(each, children="window_mass") for each in (tree, small))
     chosen = [
+        ("strict, temporal alone", alone, AcceptanceSettings()),
         ("strict, 50 nodes", tree, AcceptanceSettings()),
         ("strict, 50 nodes, temporal", both, AcceptanceSettings()),
         ("strict, 16 nodes, temporal", replace(small, temporal=True), AcceptanceSettings()),
         ("2 mm, 50 nodes", tree, near),
+        ("2 mm, 8 nodes, window mass", replace(small_window, nodes=8), near),
         ("2 mm, 16 nodes, window mass", small_window, near),
         ("2 mm, 50 nodes, window mass", window, near),
         ("2 mm, 16 nodes, window mass, temporal", replace(small_window, temporal=True), near),

@@ -62,7 +62,7 @@ class DecodeParameters:
     )
     draft_head: str = parameter(
         "",
-        "Directory of the draft head; empty: the folder `draft` of the checkpoint if there is one.",
+        "Directory of the draft head; empty: the folder `draft` of the checkpoint if there is one; none: no head.",
         name="draft.head",
     )
     draft_fallback_to_ar: bool = parameter(

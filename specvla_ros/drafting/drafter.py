@@ -14,7 +14,7 @@ from specvla_ros.drafting.draft_work import DraftWork
 from specvla_ros.drafting.eagle_drafter import EagleDrafter
 from specvla_ros.drafting.prompt_lookup import look_up
 from specvla_ros.drafting.self_drafter import SelfDrafter
-from specvla_ros.drafting.settings import DraftSettings
+from specvla_ros.drafting.settings import NO_HEAD, DraftSettings
 from specvla_ros.drafting.temporal import TemporalDrafter
 from specvla_ros.drafting.tree import Tree
 from specvla_ros.errors import UserError
@@ -170,6 +170,8 @@ class Drafter:
 
 
 def _head_directory(policy: Policy, settings: DraftSettings) -> Path | None:
+    if settings.head == NO_HEAD:
+        return None
     if settings.head:
         return Path(settings.head).expanduser()
     beside = policy.directory / DRAFT_FOLDER

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from specvla_ros.errors import UserError
 
 CHILDREN = ("top_k", "window_mass")
+NO_HEAD = "none"
 LEAST_IMAGE_SHARE = 0.001
 _MOST_NODES = 64  # a node's ancestors are the bits of one int64
 
@@ -14,7 +15,7 @@ class DraftSettings:
     """Where drafted tokens come from.
 
     Args:
-        head: directory of the draft head; empty: the folder `draft` of the checkpoint if there is one.
+        head: directory of the draft head; empty: the folder `draft` of the checkpoint if there is one; `none`: no head.
         fallback_to_ar: decode plainly, with a warning, when no draft can be had.
         top_k: children per node that are considered.
         depth: drafted tokens on the longest path. EAGLE's and Spec-VLA's code counts one less: its 4 is 5 here.

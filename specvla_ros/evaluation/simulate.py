@@ -125,7 +125,7 @@ def read_episodes(out: Path) -> dict[tuple[str, int], EpisodeResult]:
 def _begin(settings: SimulateSettings, out: Path) -> dict[tuple[str, int], EpisodeResult]:
     path = out / SETTINGS_FILE
     draft = settings.engine.draft.head
-    head = Path(draft).expanduser() if draft else settings.policy / DRAFT_FOLDER
+    head = Path(draft).expanduser() if draft else settings.policy / DRAFT_FOLDER  # `none` is no folder: no files
     described = settings.as_json() | {
         "policy_files": file_hashes(_files(settings.policy)),
         "draft_files": file_hashes(_files(head)) if settings.engine.mode != "ar" else {},

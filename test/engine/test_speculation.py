@@ -214,6 +214,13 @@ def test_the_acceptance_can_change_between_ticks(policy: Policy) -> None:
     assert engine.settings.acceptance.bins == (254,), "the old rule stays"
 
 
+def test_no_head_leaves_the_one_beside_the_checkpoint_alone(policy: Policy) -> None:
+    engine = Engine(policy, EngineSettings("spec", draft=DraftSettings(head="none", temporal=True)))
+    assert engine.describe()["drafts"] == "temporal"
+    first, again = (decoded(engine, frame(stamp, seed=1)) for stamp in (1, 2))
+    assert (first.record.forwards, again.record.forwards) == (7, 1)
+
+
 def test_nothing_to_draft_with_is_refused(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, hidden_size=64, layers=1)
     bare = load_policy(tmp_path, device="cpu")
