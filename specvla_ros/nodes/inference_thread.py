@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin one only from Python 3.11 on
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class InferenceThread:
-    """Owns the engine. All methods return at once, but for `wait_loaded` and `stop`.
+    """Owns the engine. All methods return at once, but for `wait_loaded`, `switch` and `stop`.
 
     Args:
         load: makes the engine; called on the thread, with a callback for its progress.
@@ -115,25 +116,32 @@ class InferenceThread:
             self._check_acceptance(settings)
             self._request(lambda engine: engine.set_acceptance(settings))
 
-    def switch(self, settings: EngineSettings) -> Future[None]:
-        """Has the engine decode otherwise behind the tick under way; what was in flight comes out as drops.
+    def switch(self, settings: EngineSettings, timeout_s: float) -> None:
+        """Has the engine decode otherwise behind the tick under way, and waits for it; what was in flight is dropped.
 
-        Returns:
-            Done when the engine has switched; a UserError where it cannot, and goes on as before.
+        Raises:
+            UserError: it cannot, or does not come to it in time; it goes on as before.
         """
+        if not self.loaded:
+            raise UserError("the policy is still being loaded: set this when it is")
         done: Future[None] = Future()
 
         def change(engine: Engine) -> None:
+            if not done.set_running_or_notify_cancel():
+                return
             try:
                 self._hand_back(engine.switch(settings))
                 done.set_result(None)
             except Exception as error:
-                done.set_exception(error)
-                if not isinstance(error, UserError):
-                    raise
+                done.set_exception(error if isinstance(error, UserError) else UserError(f"it failed: {error}"))
 
         self._request(change)
-        return done
+        try:
+            done.result(timeout_s)
+        except FutureTimeoutError:
+            if done.cancel():
+                raise UserError(f"the engine did not come to it within {timeout_s:g} s") from None
+            done.result()  # it has begun: reading a draft head takes as long as it takes
 
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread after the tick under way and frees the engine; False when it did not end in time."""
