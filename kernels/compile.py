@@ -13,9 +13,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
+
+with suppress(ImportError):
+    import triton  # noqa: F401  (the operators take it where somebody has imported it)
 
 from specvla_kernels.jit import HAS_TRITON
 from specvla_kernels.launches import LAUNCHES

@@ -1,5 +1,12 @@
-"""Triton where it is installed; without it every operator is its PyTorch reference."""
+"""Triton where its kernels can run; elsewhere every operator is its PyTorch reference.
 
+It is imported where there is a GPU, where it shall interpret, and where somebody has imported it to compile. Not just
+because it is installed: it brings an LLVM of its own, and imported behind Mesa's software renderer, which brings
+another, it ends the process.
+"""
+
+import os
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -17,13 +24,20 @@ def _left_alone(kernel: Any) -> Any:
     return kernel
 
 
-try:
-    tl: Any = import_module("triton.language")
-    jit: Any = import_module("triton").jit
-    HAS_TRITON = True
-except ImportError:
-    tl, jit = _Annotations, _left_alone
-    HAS_TRITON = False
+def _wanted() -> bool:
+    interprets = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    return interprets or "triton" in sys.modules or torch.cuda.is_available()
+
+
+tl: Any = _Annotations
+jit: Any = _left_alone
+HAS_TRITON = False
+if _wanted():
+    try:
+        tl, jit = import_module("triton.language"), import_module("triton").jit
+        HAS_TRITON = True
+    except ImportError:
+        HAS_TRITON = False
 
 
 def has_kernels(x: Tensor) -> bool:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from specvla_kernels.compile import Compiled
 
@@ -45,3 +46,12 @@ def test_interpreted_kernels_are_refused(tmp_path: Path) -> None:
 )
 def test_what_does_not_fit_is_named(spilled: int, shared: int, fault: str) -> None:
     assert Compiled("launch", "kernel", 120, registers=32, spilled=spilled, shared=shared).fault == fault
+
+
+def test_triton_is_left_alone_where_it_cannot_run() -> None:
+    """It brings an LLVM: imported behind Mesa's, as in the simulated robot's process, it ends the process."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU's kernels need it")
+    code = "import sys, specvla_ros.engine.engine; sys.exit('triton' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0

@@ -133,7 +133,7 @@ def test_training_goes_on_where_it_stopped_and_teaches(policy: Policy, tmp_path:
     drafted = Engine(policy, EngineSettings("spec", draft=DraftSettings(head=str(tmp_path / "again"))))
     forwards = 0
     for image, asked in frames(8):
-        action = drafted.act(Observation(image, asked, stamp_ns=drafted._last_stamp_ns + 1))
+        action = drafted.act(Observation(image, asked, stamp_ns=drafted._admission._last_stamp_ns + 1))
         assert isinstance(action, Action)
         forwards += action.record.forwards
     assert forwards < 8 * 5, "the engine must reap what the validation promised"
