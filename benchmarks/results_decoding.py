@@ -60,6 +60,9 @@ second. *Overtaken* are frames that were begun and dropped for a newer one.
 _CLOSED = """
 In closed loop the world moves on while the policy thinks, and a camera gives a picture every 50 ms; {starts} held-out
 starts, the same for every row; the difference is to `ar`, paired. Latency runs from the picture to the action.
+**More actions per second are no gain by themselves**: an action is a displacement from where the arm was in its
+picture, and with several frames in flight the arm has not yet shown what the actions before did. Where the latency is
+longer than an action lasts (0.2 s), it overshoots, and speculation alone does better.
 
 """
 
