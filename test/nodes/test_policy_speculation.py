@@ -1,11 +1,15 @@
 """Speculation on the node: how it decodes is told per action, and the acceptance changes while it runs."""
 
+import time
 from pathlib import Path
 
+import pytest
 from diagnostic_msgs.msg import DiagnosticStatus
 from rclpy.parameter import Parameter
 from support.ros import Robot, rgb_image, robot, stamps
 
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.outcome import Outcome
 from specvla_ros.image_message import stamp_ns
 from specvla_ros.msg import DecodeStats
 
@@ -83,8 +87,17 @@ def test_the_mode_changes_while_the_node_runs(checkpoint: Path) -> None:
         assert stats_of_next_action(r, seed=1).mode == "ar", "it goes on as before"
 
 
-def test_several_frames_in_flight_leave_in_order_each_with_its_own_action(checkpoint: Path) -> None:
+def test_several_frames_in_flight_leave_in_order_each_with_its_own_action(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seeds = range(1, 13)
+    tick = Engine.tick
+
+    def tick_of_a_large_policy(engine: Engine) -> list[Outcome]:
+        time.sleep(0.02)  # longer than a frame takes to come, so that frames meet on any machine
+        return tick(engine)
+
+    monkeypatch.setattr(Engine, "tick", tick_of_a_large_policy)
     with robot(checkpoint, instruction=INSTRUCTION) as r:
         r.start()
         plain = {seed: tuple(r.act(rgb_image(r.now_ns(), seed=seed)).tokens) for seed in seeds}
