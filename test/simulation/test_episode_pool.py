@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.episode_jobs import die, refuse, square
+from support.gl import needs_gl
 
 from specvla_ros.errors import UserError
 from specvla_ros.simulation.episode_pool import run_episodes
@@ -63,3 +64,13 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
     command.kill()
     command.wait()
     wait_until(lambda: not any(Path("/proc", worker.name).exists() for worker in tmp_path.iterdir()))
+
+
+@needs_gl
+def test_a_policy_is_loaded_behind_the_renderer_whatever_brings_an_llvm(tmp_path):
+    """As the command does it, without what the tests set for Triton."""
+    command = [sys.executable, "-m", "specvla_ros.cli", "simulate", "--out", str(tmp_path), "--films", "0"]
+    command += ["--task", "lift_red", "--episodes", "1"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
