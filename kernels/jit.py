@@ -7,6 +7,7 @@ another, it ends the process.
 
 import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -33,11 +34,9 @@ tl: Any = _Annotations
 jit: Any = _left_alone
 HAS_TRITON = False
 if _wanted():
-    try:
+    with suppress(ImportError):
         tl, jit = import_module("triton.language"), import_module("triton").jit
         HAS_TRITON = True
-    except ImportError:
-        HAS_TRITON = False
 
 
 def has_kernels(x: Tensor) -> bool:
