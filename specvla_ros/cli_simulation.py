@@ -59,6 +59,9 @@ def simulate(
     emulate: Annotated[
         str, typer.Option(help="Count stage times of a device: orin, rtx5090, h200 or a JSON file. An emulation.")
     ] = "",
+    time_limit: Annotated[
+        float, typer.Option(help="An episode has failed after so many times its task's time.", min=0.1, max=100.0)
+    ] = 1.0,
     films: Annotated[int, typer.Option(help="Episodes per task that are filmed.", min=0)] = 1,
     workers: Workers = 0,
     ray: Ray = False,
@@ -81,6 +84,7 @@ def simulate(
         clock=Clock(clock.value),
         emulate=emulate,
         engine=engine_settings(mode, param, params_file),
+        time_limit=time_limit,
         device=device,
         dtype=dtype.value,
         unnorm_key=unnorm_key,
