@@ -1,6 +1,8 @@
 """Capture of work on the GPU, so that one launch by the host does all of it again."""
 
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,9 +45,13 @@ def _cuda_graphs(device: torch.device) -> Capture:
         with torch.cuda.stream(side):
             run()  # compiles kernels and allocates workspaces, which a capture cannot
             graph = torch.cuda.CUDAGraph()
-            # Other threads of the process may use the GPU meanwhile.
-            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-                result = run()
+            try:
+                # Other threads of the process may use the GPU meanwhile.
+                with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                    result = run()
+            except Exception:
+                _end_allocation(device, pool)
+                raise
         current.wait_stream(side)
 
         def replay() -> Tensor:
@@ -55,3 +61,12 @@ def _cuda_graphs(device: torch.device) -> Capture:
         return replay
 
     return capture
+
+
+def _end_allocation(device: torch.device, pool: Any) -> None:
+    """Tells the allocator that a failed capture is over.
+
+    Torch before 2.13 forgets to, and fails an assertion the next time that memory is short (pytorch/pytorch#180395).
+    """
+    with suppress(AttributeError, RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
