@@ -66,7 +66,8 @@ def _cuda_graphs(device: torch.device) -> Capture:
 def _end_allocation(device: torch.device, pool: Any) -> None:
     """Tells the allocator that a failed capture is over.
 
-    Torch before 2.13 forgets to, and fails an assertion the next time that memory is short (pytorch/pytorch#180395).
+    Not every torch does so itself, and an assertion then fails the next time that memory is short
+    (pytorch/pytorch#180395).
     """
     with suppress(AttributeError, RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
