@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from specvla_ros.acceptance.make_rule import make_rule
 from specvla_ros.acceptance.settings import AcceptanceSettings
@@ -208,20 +209,11 @@ class Engine:
     def _step(self, started_ns: int) -> list[Outcome]:
         """One forward for all requests in flight."""
         setup = self._setup
-        shares = [Share.of(request, setup.settings.chunks) for request in setup.flight.requests]
-        for share in shares:
-            if share.ends_prompt:  # not earlier: what is known of earlier answers grows meanwhile
-                share.request.tree = self._behind_prompt(share.request)
-        self._work = _with_shares(self._work, shares)
+        shares = self._shares()
         verified = [share for share in shares if share.verifies]
         uploaded = upload(setup, verified)
-        segments = [share.segments() for share in shares]
-        result = setup.forwards([each for mine in segments for each in mine])
-        for share, hidden in zip(shares, result.hidden.split([sum(map(len, mine)) for mine in segments]), strict=True):
-            share.hidden = hidden
-            if setup.rule.needs_visual:
-                share.keep_visual(self.policy.image_tokens)
-        commits = verify_shares(setup, result.logits, verified, uploaded) if verified else []
+        logits = self._forward(shares)
+        commits = verify_shares(setup, logits, verified, uploaded) if verified else []
         vision_s = self._clock.read_s() if verified else 0.0  # behind a read-back alone
         outcomes, told = self._commit_all(verified, commits, vision_s, started_ns)
         for share in shares:
@@ -229,19 +221,31 @@ class Engine:
                 share.request.advance(share.prompt_rows)
                 told.append((share.request, share.prompt_input()))
         outcomes += setup.flight.hopeless()
-        before = setup.drafter.work
         self._draft([each for request, each in told if request in setup.flight.requests])
-        drafted = setup.drafter.work.since(before)
         for share in shares:
             if share.request in setup.flight.requests:
                 share.request.book_time(_seconds_since(started_ns), vision_s, prefill=share.prompt_rows > 0)
-        self._work = replace(
-            self._work,
-            finished=len(shares) - len(setup.flight.requests),
-            drafting=drafted,
-            head_prompts=self._work.prompts if drafted.head_forwards else 0.0,
-        )
+        self._work = replace(self._work, finished=len(shares) - len(setup.flight.requests))
         return outcomes + setup.flight.released()
+
+    def _shares(self) -> list[Share]:
+        """Each request's rows of the next forward."""
+        shares = [Share.of(request, self._setup.settings.chunks) for request in self._setup.flight.requests]
+        for share in shares:
+            if share.ends_prompt:  # not earlier: what is known of earlier answers grows meanwhile
+                share.request.tree = self._behind_prompt(share.request)
+        self._work = _with_shares(self._work, shares)
+        return shares
+
+    def _forward(self, shares: Sequence[Share]) -> Tensor:
+        """The packed forward: hidden states go to their shares; the logits, float32 [nodes of all trees, vocab]."""
+        segments = [share.segments() for share in shares]
+        result = self._setup.forwards([each for mine in segments for each in mine])
+        for share, hidden in zip(shares, result.hidden.split([sum(map(len, mine)) for mine in segments]), strict=True):
+            share.hidden = hidden
+            if self._setup.rule.needs_visual:
+                share.keep_visual(self.policy.image_tokens)
+        return result.logits
 
     def _commit_all(
         self, shares: Sequence[Share], commits: Sequence[Commit], vision_s: float, started_ns: int
@@ -284,9 +288,14 @@ class Engine:
         """Grows the trees that the next forward verifies."""
         if not inputs:
             return
-        trees = {each.slot: tree for each, tree in zip(inputs, self._setup.drafter.draft(inputs), strict=True)}
+        drafter = self._setup.drafter
+        before = drafter.work
+        trees = {each.slot: tree for each, tree in zip(inputs, drafter.draft(inputs), strict=True)}
         for request in self._setup.flight.requests:
             request.tree = trees.get(request.slot, request.tree)
+        drafted = drafter.work.since(before)
+        head_prompts = self._work.prompts if drafted.head_forwards else 0.0
+        self._work = replace(self._work, drafting=drafted, head_prompts=head_prompts)
 
     def _behind_prompt(self, request: Request) -> Tree:
         """What the end of a prompt verifies with it."""
