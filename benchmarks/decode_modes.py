@@ -19,7 +19,9 @@ import torch
 import transformers
 import typer
 from acceptance_trace import TRACE_HELP, Trace, describe, trace_lengths
-from ar import PROMPT, SIZES, TOKENS, Size, hardware, synchronise
+from shapes import PROMPT, SIZES, TOKENS, Size
+from speed_benchmark import hardware
+from timing import synchronise
 from gpu_memory import GpuMemory
 from random_policy import TEXT_TOKENS, RandomPolicy, frame, random_policy
 from rich.box import SIMPLE

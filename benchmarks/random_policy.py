@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from ar import Size
+
 from random_decoder import random_decoder
+from shapes import Size
 from torch import Tensor, nn
 
 from specvla_ros.drafting.draft_checkpoint import save_draft_head

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from acceptance_trace import ANYTHING, Trace
-from ar import synchronise
 from gpu_memory import GpuMemory
 from random_policy import TEXT_TOKENS, RandomPolicy, frame
+from timing import synchronise
 
 from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.engine import Engine
@@ -18,6 +18,23 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.planning.acceptance_lengths import AcceptanceLengths
 
 _WARM = 12  # actions until a pipeline is full and knows how many requests it should hold
+
+
+@dataclass(frozen=True)
+class Run:
+    """How modes are compared.
+
+    Args:
+        lengths: accepted tokens, of the trace.
+        nodes: of a tree, the root included.
+        actions: timed in each turn.
+        repeats: turns of each contestant.
+    """
+
+    lengths: AcceptanceLengths
+    nodes: int
+    actions: int
+    repeats: int
 
 
 @dataclass
