@@ -15,6 +15,11 @@ of {nodes} nodes. Latency runs from the moment a frame is taken to its action; r
 are frames that were begun and dropped for a newer one. {memory}
 
 """
+_QUANTIZED = """
+On quantised weights, {trace} and {nodes} nodes as above, all taking turns in one run (a second one); ratios are to
+plain decoding (`ar`) on weights as they are. *MiB* are those of the decoder's layers.
+
+"""
 _SENSITIVITY = """
 ## What the time per action depends on
 
@@ -62,8 +67,25 @@ def _modes(result: dict[str, Any], file: str) -> str:
         cells = [[name, "actions/s", "× ar", "× transformers", "latency mean / p50 / p95, ms"]]
         cells[0] += ["forwards", "overtaken", "MiB"]
         cells += [[mode, *_mode_cells(row)] for mode, row in size["modes"].items()]
-        parts += [table(cells), "\n\n"]
+        parts += [table(cells), "\n"]
+        if "quantized" in size:
+            parts += [_QUANTIZED.format(trace=result["acceptance"]["name"], nodes=result["tree_nodes"])]
+            parts += [_quantized_table(name, size["quantized"]), "\n"]
+        parts += ["\n"]
     return "".join(parts) + _made_with(result) + ". " + source(result, file)
+
+
+def _quantized_table(size: str, formats: dict[str, Any]) -> str:
+    cells = [[f"{size}: weights", "mode", "actions/s", "× ar", "latency mean, ms", "latency × ar", "MiB"]]
+    for name, found in formats.items():
+        if "skipped" in found:
+            cells.append([name, f"skipped: {found['skipped']}", *[""] * 5])
+            continue
+        for mode, row in found["modes"].items():
+            rates = [f"{row[key]:.2f}" for key in ("action_rate_hz", "rate_over_ar")]
+            latency = [f"{row['latency_s']['mean'] * 1e3:.1f}", f"{row['latency_over_ar']:.2f}"]
+            cells.append([name, mode, *rates, *latency, f"{found['layer_bytes'] / 2**20:.1f}"])
+    return table(cells)
 
 
 def _mode_cells(row: dict[str, Any]) -> list[str]:

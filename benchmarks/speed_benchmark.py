@@ -1,6 +1,7 @@
 """What the speed benchmarks share: options, and the head of their JSON file."""
 
 import json
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +25,7 @@ def dtype_on(device: str, dtype: str) -> torch.dtype:
 
 
 def result_head(
-    benchmark: str, dtype: torch.dtype, options: dict[str, object], versions: dict[str, str] | None = None
+    benchmark: str, dtype: torch.dtype, options: Mapping[str, object], versions: dict[str, str] | None = None
 ) -> dict[str, Any]:
     """Which benchmark ran, how, when and on what.
 
@@ -44,7 +45,7 @@ def result_head(
     }
 
 
-def command(benchmark: str, options: dict[str, object]) -> str:
+def command(benchmark: str, options: Mapping[str, object]) -> str:
     """What to type for the same figures.
 
     Args:
