@@ -5,6 +5,7 @@ from typing import Any
 
 from results_cells import source, table
 
+_DEVICES = ("cpu", "gpu", "h200")  # that a benchmark may have been run on, in its file's name
 _MODES = """
 ## Every mode end to end, beside transformers' generate
 
@@ -34,6 +35,15 @@ _LAYOUTS = """
 One tick of a full plain pipeline of {stages} stages, a prompt of {rows} rows, the same packed forward and the same
 tokens. *naive* gathers the frames' keys and values in front of every forward, *shift* (ActionFlow) copies each stage's
 to the next one's place, in *slots* (ours) nothing moves. Medians, taking turns.
+
+"""
+_KERNELS = """
+## Kernels and stages against the roofline
+
+The bound of each is its bytes over the bandwidth, or its operations over the matrix rate, whichever takes longer; both
+were measured in the same run, with large buffers and large products. Operands lie in memory, not in a cache: a buffer
+larger than the caches is overwritten before each call. Medians in microseconds, and in brackets the share of the bound
+that is reached; {calls} A stage's bytes are weights, keys and values; its activations are left out.
 
 """
 _SOAK = """
@@ -122,6 +132,43 @@ def _layouts(result: dict[str, Any], file: str) -> str:
     return "".join(parts) + _made_with(result) + ". " + source(result, file)
 
 
+def _kernels(result: dict[str, Any], file: str) -> str:
+    on_gpu = "cuda" in result["command"]
+    calls = (
+        f"calls are replayed from a CUDA graph, and one that does nothing takes {result['launch_s'] * 1e6:.1f} µs."
+        if on_gpu
+        else "**kernels run on GPUs only: these are their PyTorch references**, some of them many small operations."
+    )
+    parts = [_KERNELS.format(calls=calls)]
+    for name, size in result["sizes"].items():
+        limits = size["limits"]
+        rates = f"{limits['dense_tflops']:.4g} TFLOP/s, int8 {limits['int8_tops']:.4g} TOP/s"
+        parts += [f"*{name}*: {limits['bandwidth_gb_s']:.4g} GB/s, {rates}.\n\n"]
+        for kind in ("kernel", "stage"):
+            parts += [table(_kernel_cells(kind, [row for row in size["rows"] if row["kind"] == kind])), "\n\n"]
+    return "".join(parts) + _made_with(result) + ". " + source(result, file)
+
+
+def _kernel_cells(kind: str, rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Contestants that ran nowhere get no column."""
+    ran = (name for row in rows for name, each in row["contestants"].items() if "seconds" in each)
+    contestants = list(dict.fromkeys(ran))
+    cells = [[kind, "on", "MB", "MFLOP", "bound, µs", "by", *contestants]]
+    for row in rows:
+        counts = [f"{row['bytes'] / 1e6:.3g}", f"{row['operations'] / 1e6:.3g}", f"{row['bound_s'] * 1e6:.1f}"]
+        times = [_share_of_bound(row["contestants"].get(name)) for name in contestants]
+        cells.append([row["name"], row["batch"], *counts, row["bound_by"], *times])
+    return cells
+
+
+def _share_of_bound(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    if "skipped" in found:
+        return str(found["skipped"])
+    return f"{found['seconds'] * 1e6:.1f} ({found['share_of_bound']:.0%})"
+
+
 def _soak(result: dict[str, Any], file: str) -> str:
     bounds = result["bounds"]
     text = _SOAK.format(
@@ -146,12 +193,13 @@ def _of_files(benchmark: str, section: Callable[[dict[str, Any], str], str]) -> 
     def of(file: str) -> Callable[[dict[str, Any]], str]:
         return lambda result: section(result, file)
 
-    return {file: of(file) for file in (f"{benchmark}_cpu.json", f"{benchmark}_gpu.json")}
+    return {file: of(file) for file in (f"{benchmark}_{device}.json" for device in _DEVICES)}
 
 
 SPEED_SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     **_of_files("decode_modes", _modes),
     **_of_files("sensitivity", _sensitivity),
     **_of_files("kv_layouts", _layouts),
+    **_of_files("kernels", _kernels),
     **_of_files("soak", _soak),
 }

@@ -82,6 +82,25 @@ def test_layouts_of_keys_and_values_finish_with_the_same_tokens(tmp_path: Path):
     assert moved == {"naive": row * (290 + 291 + 292), "shift": row * (290 + 291), "slots": 0}
 
 
+def test_kernels_and_stages_have_bounds(tmp_path: Path):
+    tiny = run("kernels", tmp_path / "out.json", "--repeats", 1)["sizes"]["tiny"]
+    rows = {(row["name"], row["batch"]): row for row in tiny["rows"]}
+    assert tiny["limits"]["kind"] == "measured"
+    kinds = Counter(row["kind"] for row in rows.values())
+    assert kinds == {"kernel": 5 * 4 + 3, "stage": 5 * 4}
+    for row in rows.values():
+        assert 0 < row["bound_s"] < 1
+        reference = row["contestants"]["PyTorch"]
+        assert reference["share_of_bound"] * reference["seconds"] == pytest.approx(row["bound_s"])
+        assert "GPU only" in row["contestants"]["Triton"]["skipped"]
+    decoded = rows["packed_attention", "7 x 1 node"]
+    row_bytes = 4 * 64 * 4  # 4 heads of 64 in float32: of a query, of what it becomes, of a key and of a value
+    assert decoded["bytes"] == 2 * row_bytes * (7 + 7 * 291)
+    assert decoded["operations"] == 4 * 7 * 291 * 4 * 64
+    assert rows["rmsnorm_residual", "prompt of 290"]["contestants"]["torch.compile"]["skipped"]
+    assert rows["whole forward", "prompt of 290"]["operations"] > 4 * 2 * 290 * (4 * 256 + 3 * 688) * 256
+
+
 def test_soak_passes(tmp_path: Path):
     result = run("soak", tmp_path / "out.json", "--ticks", 60)
     assert result["passed"]
