@@ -42,8 +42,8 @@ _KERNELS = """
 
 The bound of each is its bytes over the bandwidth, or its operations over the matrix rate, whichever takes longer; both
 were measured in the same run, with large buffers and large products. Operands lie in memory, not in a cache: a buffer
-larger than the caches is overwritten before each call. Medians in microseconds, and in brackets the share of the bound
-that is reached; {calls} A stage's bytes are weights, keys and values; its activations are left out.
+larger than the caches is overwritten before each call. A stage's bytes are weights, keys and values; its activations
+are left out. Medians in microseconds, and in brackets the share of the bound that is reached; {calls}
 
 """
 _SOAK = """
@@ -137,7 +137,7 @@ def _kernels(result: dict[str, Any], file: str) -> str:
     calls = (
         f"calls are replayed from a CUDA graph, and one that does nothing takes {result['launch_s'] * 1e6:.1f} µs."
         if on_gpu
-        else "**kernels run on GPUs only: these are their PyTorch references**, some of them many small operations."
+        else "**the kernels run on GPUs only, these are their PyTorch references**."
     )
     parts = [_KERNELS.format(calls=calls)]
     for name, size in result["sizes"].items():
@@ -166,7 +166,8 @@ def _share_of_bound(found: dict[str, Any] | None) -> str:
         return ""
     if "skipped" in found:
         return str(found["skipped"])
-    return f"{found['seconds'] * 1e6:.1f} ({found['share_of_bound']:.0%})"
+    share = f" ({found['share_of_bound']:.0%})" if "share_of_bound" in found else ""
+    return f"{found['seconds'] * 1e6:.1f}{share}"
 
 
 def _soak(result: dict[str, Any], file: str) -> str:

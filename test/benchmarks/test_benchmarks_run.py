@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from acceptance_trace import Trace, trace_lengths
+from cold_timer import ColdTimer
 from results_speed import SPEED_SECTIONS
 from soak import MARGINS, _as_json
 from soak_policy import soak_policy
 from soak_run import Soak
+from speed_benchmark import command
 
 from specvla_kernels.layout import Ancestry
 from specvla_ros.drafting.tree import Tree
@@ -99,6 +101,22 @@ def test_kernels_and_stages_have_bounds(tmp_path: Path):
     assert decoded["operations"] == 4 * 7 * 291 * 4 * 64
     assert rows["rmsnorm_residual", "prompt of 290"]["contestants"]["torch.compile"]["skipped"]
     assert rows["whole forward", "prompt of 290"]["operations"] > 4 * 2 * 290 * (4 * 256 + 3 * 688) * 256
+
+
+def test_a_contestant_that_fails_says_why():
+    def fail() -> None:
+        raise RuntimeError("no such instruction\nat line 3")
+
+    found = ColdTimer("cpu", repeats=1).seconds({"works": lambda: None, "fails": fail})
+    assert found["fails"] == "RuntimeError: no such instruction"
+    assert isinstance(found["works"], float)
+
+
+def test_a_command_names_what_was_chosen():
+    options = {"sizes": "tiny", "device": "cpu", "dtype": "", "vision": False, "wide": True}
+    assert command("decode_modes", options) == (
+        "python benchmarks/decode_modes.py --sizes tiny --device cpu --no-vision"
+    )
 
 
 def test_soak_passes(tmp_path: Path):
