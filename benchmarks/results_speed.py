@@ -5,7 +5,7 @@ from typing import Any
 
 from results_cells import source, table
 
-_DEVICES = ("cpu", "gpu", "h200")  # that a benchmark may have been run on, in its file's name
+ON_GPU = ("gpu", "h200")  # ends of the names of files that hold a GPU's figures
 _MODES = """
 ## Every mode end to end, beside transformers' generate
 
@@ -194,7 +194,7 @@ def _of_files(benchmark: str, section: Callable[[dict[str, Any], str], str]) -> 
     def of(file: str) -> Callable[[dict[str, Any]], str]:
         return lambda result: section(result, file)
 
-    return {file: of(file) for file in (f"{benchmark}_{device}.json" for device in _DEVICES)}
+    return {file: of(file) for file in (f"{benchmark}_{device}.json" for device in ("cpu", *ON_GPU))}
 
 
 SPEED_SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
