@@ -3,14 +3,15 @@
 python benchmarks/pipelining.py --episodes 60 --workers 2
 
 First the engine alone, a frame always waiting: latency and rate of each mode, with the nano policy's own acceptance.
-Then in closed loop, where the world moves on while the policy thinks: success, paired with plain decoding.
+Then in closed loop, where the world moves on while the policy thinks: success and time to success, paired with plain
+decoding. An episode may take four times its task's time, since a slow policy is first of all late.
 """
 
 import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -31,10 +32,15 @@ from specvla_ros.models.policy import Policy, load_policy
 from specvla_ros.shipped import nano_policy
 from specvla_ros.simulation.device_pace import read_device
 from specvla_ros.simulation.rollout import Clock, EpisodeResult
+from specvla_ros.simulation.table_robot import ACTION_DT_S
+from specvla_ros.simulation.tasks import choose_tasks
+
+Episodes = Mapping[tuple[str, int], EpisodeResult]
 
 DEVICES = ("orin", "rtx5090")
 TOLERANCE = Tolerance(5.0, 3.0)
 FRAMES = 600
+TIME_LIMIT = 4.0
 _WARM = 60  # frames until the pipeline is full and knows how many it should hold
 
 
@@ -74,6 +80,7 @@ def main() -> None:
     result = result_head("pipelining", options) | {
         "tolerance": {"mm": TOLERANCE.mm, "degrees": TOLERANCE.degrees},
         "frames": FRAMES,
+        "time_limit": TIME_LIMIT,
         "first_seed": options.seed,
         "episodes_per_task": options.episodes,
         "devices": devices,
@@ -130,7 +137,9 @@ def _closed_loop(device: str, options: argparse.Namespace) -> dict[str, Any]:
     plan = SimulatePlan(episodes=options.episodes, first_seed=options.seed, films=0, workers=options.workers)
     rows: dict[str, Any] = {}
     for mode, engine in settings().items():
-        base = SimulateSettings(nano_policy(), clock=Clock.REALTIME, emulate=device, engine=engine)
+        base = SimulateSettings(
+            nano_policy(), clock=Clock.REALTIME, emulate=device, engine=engine, time_limit=TIME_LIMIT
+        )
         out = options.work / device / mode.replace(", ", "_").replace(" ", "-")
 
         def show(_: EpisodeResult, done: int, wanted: int, what: str = f"{device}, {mode}") -> None:
@@ -138,15 +147,33 @@ def _closed_loop(device: str, options: argparse.Namespace) -> dict[str, Any]:
                 print(f"{what}: {done} of {wanted}", file=sys.stderr, flush=True)
 
         summary = simulate(base, plan, out, show)
-        pairs = compare_episodes(read_episodes(options.work / device / "ar"), read_episodes(out))
+        plain, own = (read_episodes(path) for path in (options.work / device / "ar", out))
         rows[mode] = {
             "success": summary.success.as_json(),
-            "against_ar": pairs.as_json(),
+            "against_ar": compare_episodes(plain, own).as_json(),
+            "in_time": sum(each.succeeded and each.time_s <= _allowed_s(each) for each in own.values()),
+            **_times(plain, own),
             "latency_s": summary.latency_s,
             "action_rate_hz": summary.action_rate_hz,
             "drops": summary.drops,
         }
     return rows
+
+
+def _allowed_s(episode: EpisodeResult) -> float:
+    """The task's own time, of which `TIME_LIMIT` were allowed."""
+    (task,) = choose_tasks([episode.task])
+    return task.max_steps * ACTION_DT_S + 1e-6
+
+
+def _times(plain: Episodes, own: Episodes) -> dict[str, Any]:
+    """Time to success, and against plain decoding on the starts where both succeeded."""
+    pairs = [(plain[key].time_s, own[key].time_s) for key in own if plain[key].succeeded and own[key].succeeded]
+    done = [each.time_s for each in own.values() if each.succeeded]
+    return {
+        "time_to_success_s": statistics.median(done) if done else None,
+        "plain_time_over_own": sum(a for a, _ in pairs) / sum(b for _, b in pairs) if pairs else None,
+    }
 
 
 if __name__ == "__main__":

@@ -182,18 +182,26 @@ def _starts(device: dict[str, Any]) -> int:
 
 
 def _closed_table(device: dict[str, Any]) -> str:
-    cells = [[f"emulated {device['name']}", "success", "difference to ar", "latency p50 / p95, ms", "actions/s"]]
+    heads = ("success", "difference to ar", "in its own time", "time to success", "ar's time / its own")
+    cells = [[f"emulated {device['name']}", *heads, "latency p50 / p95, ms", "actions/s"]]
     for mode, row in device["closed_loop"].items():
         cells.append(
             [
                 mode,
                 rate(row["success"]),
                 "" if mode == "ar" else difference(row["against_ar"]),
+                f"{row['in_time'] / row['success']['episodes']:.0%}",
+                _or_none(row["time_to_success_s"], "{:.1f} s"),
+                _or_none(row["plain_time_over_own"], "{:.2f}"),
                 f"{ms(row, 'p50')} / {ms(row, 'p95')}",
                 f"{row['action_rate_hz']:.1f}",
             ]
         )
     return table(cells)
+
+
+def _or_none(value: float | None, text: str) -> str:
+    return "" if value is None else text.format(value)
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -78,6 +78,7 @@ class Span:
         start: its first row in the packed batch.
         length: its number of rows (nodes).
         prefix_len: committed rows of the slot; node j writes its keys and values to row `prefix_len + j`.
+            `-length` for rows that see nothing; see `idle`.
         is_tree: True: node i sees the prefix and the nodes in `ancestors[start + i]`. False: a chain, causal.
     """
 
@@ -86,6 +87,11 @@ class Span:
     length: int
     prefix_len: int
     is_tree: bool
+
+    @staticmethod
+    def idle(start: int, length: int) -> "Span":
+        """Rows that no segment has: the attention kernel finds no key before `prefix_len + length` = 0 and gives 0."""
+        return Span(0, start, length, -length, is_tree=True)
 
     @property
     def stop(self) -> int:

@@ -12,13 +12,18 @@ from specvla_ros.cli_options import (
     Device,
     Dtype,
     DtypeOption,
+    Emulate,
+    Episodes,
     Parameters,
     ParamsFile,
+    PolicyOption,
     Quantization,
     QuantizationOption,
+    Seed,
     Tasks,
     UnnormKey,
     Workers,
+    World,
 )
 from specvla_ros.errors import UserError
 
@@ -34,9 +39,7 @@ def train_draft(
         list[str], typer.Option(help="Bags or directories of bags; or `sim`: what the target does at the table.")
     ],
     out: Annotated[Path, typer.Option(help="The draft head's directory; a training cut short goes on.")],
-    target: Annotated[
-        Path | None, typer.Option(help="OpenVLA checkpoint directory. Default: the nano policy of this package.")
-    ] = None,
+    target: PolicyOption = None,
     frames: Annotated[int, typer.Option(help="Images at most that the target is asked about.", min=1)] = 20000,
     max_gb: Annotated[float, typer.Option(help="Disk at most for features [GB]; they are removed at the end.")] = 20.0,
     epochs: Annotated[int, typer.Option(help="Passes over the features.", min=1)] = 20,
@@ -98,18 +101,16 @@ def train_draft(
 @app.command()
 def sweep(
     out: Annotated[Path, typer.Option(help="Directory of the results; one that was cut short goes on.")],
-    policy: Annotated[
-        Path | None, typer.Option(help="OpenVLA checkpoint directory. Default: the nano policy of this package.")
-    ] = None,
-    world: Annotated[str, typer.Option(help="table, or a LIBERO suite such as libero_spatial.")] = "table",
+    policy: PolicyOption = None,
+    world: World = "table",
     task: Tasks = None,
     bins: Annotated[
         list[int] | None, typer.Option(help="Tolerance r in bins; again for more. Default: 1, 3, 5, 9, 15.")
     ] = None,
     param: Parameters = None,
     params_file: ParamsFile = None,
-    episodes: Annotated[int, typer.Option(help="Per task.", min=1)] = 20,
-    seed: Annotated[int, typer.Option(help="Of the first episode's start; the others follow.", min=0)] = 0,
+    episodes: Episodes = 20,
+    seed: Seed = 0,
     workers: Workers = 0,
     unnorm_key: UnnormKey = "",
     device: Device = "auto",
@@ -164,9 +165,7 @@ def sweep(
 @app.command()
 def calibrate(
     out: Annotated[Path, typer.Option(help="Directory for profile.yaml, the report and the episodes.")],
-    policy: Annotated[
-        Path | None, typer.Option(help="OpenVLA checkpoint directory. Default: the nano policy of this package.")
-    ] = None,
+    policy: PolicyOption = None,
     data: Annotated[
         list[str] | None,
         typer.Option(help="Images to try: bags or directories of bags; or `sim`: the policy's own at --world."),
@@ -186,13 +185,11 @@ def calibrate(
         str, typer.Option(help="Where success is tried: table, a LIBERO suite, or none: deviation alone decides.")
     ] = "table",
     task: Tasks = None,
-    episodes: Annotated[int, typer.Option(help="Per task.", min=1)] = 60,
+    episodes: Episodes = 60,
     frames: Annotated[int, typer.Option(help="Images to try.", min=1)] = 100,
-    seed: Annotated[int, typer.Option(help="Of the first episode's start; the others follow.", min=0)] = 0,
+    seed: Seed = 0,
     workers: Workers = 0,
-    emulate: Annotated[
-        str, typer.Option(help="Count stage times of a device: orin, rtx5090, h200 or a JSON file. An emulation.")
-    ] = "",
+    emulate: Emulate = "",
     param: Parameters = None,
     params_file: ParamsFile = None,
     unnorm_key: UnnormKey = "",

@@ -28,6 +28,15 @@ class Quantization(str, Enum):
     FP8 = "fp8"
 
 
+PolicyOption = Annotated[
+    Path | None, typer.Option(help="OpenVLA checkpoint directory. Default: the nano policy of this package.")
+]
+World = Annotated[str, typer.Option(help="table, or a LIBERO suite such as libero_spatial.")]
+Episodes = Annotated[int, typer.Option(help="Per task.", min=1)]
+Seed = Annotated[int, typer.Option(help="Of the first episode's start; the others follow.", min=0)]
+Emulate = Annotated[
+    str, typer.Option(help="Count stage times of a device: orin, rtx5090, h200 or a JSON file. An emulation.")
+]
 UnnormKey = Annotated[str, typer.Option(help="Dataset whose action statistics apply; empty: the only one there is.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="auto: float32 on a CPU, bfloat16 on a GPU.")]

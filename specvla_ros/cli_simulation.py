@@ -15,14 +15,19 @@ from specvla_ros.cli_options import (
     Device,
     Dtype,
     DtypeOption,
+    Emulate,
+    Episodes,
     Mode,
     Parameters,
     ParamsFile,
+    PolicyOption,
     Quantization,
     QuantizationOption,
+    Seed,
     Tasks,
     UnnormKey,
     Workers,
+    World,
     engine_settings,
 )
 from specvla_ros.errors import UserError
@@ -43,22 +48,21 @@ Ray = Annotated[bool, typer.Option("--ray", help="Spread the episodes over a Ray
 @app.command()
 def simulate(
     out: Annotated[Path, typer.Option(help="Directory of the results; one that was cut short goes on.")],
-    policy: Annotated[
-        Path | None, typer.Option(help="OpenVLA checkpoint directory. Default: the nano policy of this package.")
-    ] = None,
-    world: Annotated[str, typer.Option(help="table, or a LIBERO suite such as libero_spatial.")] = "table",
+    policy: PolicyOption = None,
+    world: World = "table",
     task: Tasks = None,
     mode: Mode = "",
     param: Parameters = None,
     params_file: ParamsFile = None,
-    episodes: Annotated[int, typer.Option(help="Per task.", min=1)] = 20,
-    seed: Annotated[int, typer.Option(help="Of the first episode's start; the others follow.", min=0)] = 0,
+    episodes: Episodes = 20,
+    seed: Seed = 0,
     clock: Annotated[
         ClockOption, typer.Option(help="lockstep: the world waits for the policy. realtime: it moves on meanwhile.")
     ] = ClockOption.LOCKSTEP,
-    emulate: Annotated[
-        str, typer.Option(help="Count stage times of a device: orin, rtx5090, h200 or a JSON file. An emulation.")
-    ] = "",
+    emulate: Emulate = "",
+    time_limit: Annotated[
+        float, typer.Option(help="An episode has failed after so many times its task's time.", min=0.1, max=100.0)
+    ] = 1.0,
     films: Annotated[int, typer.Option(help="Episodes per task that are filmed.", min=0)] = 1,
     workers: Workers = 0,
     ray: Ray = False,
@@ -81,6 +85,7 @@ def simulate(
         clock=Clock(clock.value),
         emulate=emulate,
         engine=engine_settings(mode, param, params_file),
+        time_limit=time_limit,
         device=device,
         dtype=dtype.value,
         unnorm_key=unnorm_key,

@@ -17,7 +17,6 @@ from specvla_ros.engine.admission import Admission
 from specvla_ros.engine.finish import outcome_of
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
-from specvla_ros.engine.packed_forward import packed_forward
 from specvla_ros.engine.prompt_cache import PromptCache
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
@@ -103,9 +102,10 @@ class Engine:
             UserError: the settings do not fit the policy or the device's memory; it goes on as before.
         """
         changed = set_up(self.policy, settings)  # beside the old one, which is still whole if this fails
-        drops = self._setup.flight.flush(DropReason.MODE_CHANGED)
-        self._setup = changed
-        self._prompts = PromptCache(self.policy, settings.max_text_tokens)
+        drops, warm = self._setup.flight.flush(DropReason.MODE_CHANGED), self._setup.forwards.warm
+        self._setup, self._prompts = changed, PromptCache(self.policy, settings.max_text_tokens)
+        if warm:
+            changed.forwards.warm_up()
         return drops
 
     def set_max_image_age(self, seconds: float) -> None:
@@ -117,20 +117,20 @@ class Engine:
         return self.policy.describe() | self._setup.describe()
 
     def warm_up(self) -> None:
-        """Decodes one black image, so that the first real one finds memory and kernels ready.
+        """Decodes one black image and captures CUDA graphs, so that the first real one finds everything ready.
 
         Raises:
             UserError: the policy does not get through it, with the reason.
         """
         image = np.zeros((self.policy.model.config.towers[0].image_size,) * 2 + (3,), np.uint8)
-        prompt_ids = self.policy.prompt.complete((1,))
-        observation = Observation(image, "", stamp_ns=1, prompt_ids=prompt_ids)
+        observation = Observation(image, "", stamp_ns=1, prompt_ids=self.policy.prompt.complete((1,)))
         now_ns, self._admission.now_ns = self._admission.now_ns, None
         outcome = self.act(observation)
         self._admission.now_ns = now_ns
         self.reset()
         if isinstance(outcome, Drop) and outcome.reason is not DropReason.NOT_AN_ACTION:
             raise UserError(f"the policy failed on a black test image: {outcome.reason.value}: {outcome.detail}")
+        self._setup.forwards.warm_up()
 
     def check_instruction(self, instruction: str) -> None:
         """Whether the policy can be asked this.
@@ -216,7 +216,7 @@ class Engine:
         verified = [share for share in shares if share.verifies]
         uploaded = upload(setup, verified)
         segments = [share.segments() for share in shares]
-        result = packed_forward(self.policy.decoder, [each for mine in segments for each in mine], setup.ring)
+        result = setup.forwards([each for mine in segments for each in mine])
         for share, hidden in zip(shares, result.hidden.split([sum(map(len, mine)) for mine in segments]), strict=True):
             share.hidden = hidden
             if setup.rule.needs_visual:

@@ -42,6 +42,14 @@ class KVRing:
         return self.keys.shape[1]
 
     @property
+    def sink_row(self) -> int:
+        """The last row of the last slot, counted through all slots.
+
+        A forward of fixed size writes there what its surplus rows have; nobody may keep anything in it.
+        """
+        return self.slots * self.slot_rows - 1
+
+    @property
     def free_slots(self) -> int:
         """Slots that no request holds."""
         return len(self._free)

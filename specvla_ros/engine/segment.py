@@ -64,6 +64,41 @@ class PackedBatch:
     wanted_rows: Tensor
 
 
+def spans_of(segments: Sequence[Segment], slot_rows: int) -> list[Span]:
+    """Where the segments lie, side by side.
+
+    Args:
+        segments: as in `pack`.
+        slot_rows: of a slot that they may be written to.
+
+    Raises:
+        ValueError: two segments of a slot that do not follow each other, or one that does not fit its slot.
+    """
+    ends: dict[int, int] = {}
+    spans: list[Span] = []
+    start = 0
+    for segment in segments:
+        n, prefix_len = len(segment), segment.prefix_len
+        if ends.get(segment.slot, prefix_len) != prefix_len:
+            raise ValueError(f"two segments of slot {segment.slot} do not follow each other")
+        # Behind a tree there is no one place to go on from.
+        ends[segment.slot] = prefix_len + n if segment.ancestry is None else -1
+        if prefix_len + n > slot_rows:
+            raise ValueError(f"{prefix_len} committed rows and {n} nodes do not fit a slot of {slot_rows} rows")
+        spans.append(Span(segment.slot, start, n, prefix_len, is_tree=segment.ancestry is not None))
+        start += n
+    return spans
+
+
+def wanted_rows(segments: Sequence[Segment], spans: Sequence[Span]) -> list[int]:
+    """The packed rows whose logits are wanted, segments in order."""
+    return [
+        row
+        for segment, span in zip(segments, spans, strict=True)
+        for row in range(span.stop - segment.wanted, span.stop)
+    ]
+
+
 def pack(segments: Sequence[Segment], slot_rows: int, embed: Callable[[Tensor], Tensor]) -> PackedBatch:
     """Concatenates segments.
 
@@ -75,29 +110,12 @@ def pack(segments: Sequence[Segment], slot_rows: int, embed: Callable[[Tensor], 
     Raises:
         ValueError: two segments of a slot that do not follow each other, or one that does not fit its slot.
     """
-    ends: dict[int, int] = {}
-    for segment in segments:
-        if ends.get(segment.slot, segment.prefix_len) != segment.prefix_len:
-            raise ValueError(f"two segments of slot {segment.slot} do not follow each other")
-        # Behind a tree there is no one place to go on from.
-        ends[segment.slot] = segment.prefix_len + len(segment) if segment.ancestry is None else -1
-        if segment.prefix_len + len(segment) > slot_rows:
-            raise ValueError(
-                f"{segment.prefix_len} committed rows and {len(segment)} nodes do not fit a slot of {slot_rows} rows"
-            )
-    parts: list[tuple[Span, Ancestry | None]] = []
-    wanted: list[int] = []
-    start = 0
-    for segment in segments:
-        n = len(segment)
-        span = Span(segment.slot, start, n, segment.prefix_len, is_tree=segment.ancestry is not None)
-        parts.append((span, segment.ancestry))
-        wanted += range(start + n - segment.wanted, start + n)
-        start += n
+    spans = spans_of(segments, slot_rows)
+    parts = [(span, segment.ancestry) for span, segment in zip(spans, segments, strict=True)]
     embedded = [s.inputs if s.inputs.is_floating_point() else embed(s.inputs) for s in segments]
     device = embedded[0].device
     return PackedBatch(
         embeddings=embedded[0] if len(embedded) == 1 else torch.cat(embedded),
         layout=pack_layout(parts, slot_rows, device),
-        wanted_rows=torch.tensor(wanted, dtype=torch.int64, device=device),
+        wanted_rows=torch.tensor(wanted_rows(segments, spans), dtype=torch.int64, device=device),
     )

@@ -10,7 +10,9 @@ from specvla_ros.acceptance.settings import AcceptanceSettings
 from specvla_ros.acceptance.verification import AcceptanceRule
 from specvla_ros.drafting.drafter import Drafter
 from specvla_ros.engine.answer import AnswerFormat
+from specvla_ros.engine.buckets import ForwardSizes
 from specvla_ros.engine.flight import Flight
+from specvla_ros.engine.forwards import Forwards
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.slot_ring import allocate_ring
@@ -34,6 +36,7 @@ class Setup:
         tolerance: the rule as the acceptance kernel takes it; None where there is no such kernel, or it does not know
             the rule.
         flight: the requests.
+        forwards: run the packed forward.
         fallback: why nothing drafts though it was asked for; empty: it does, or was not asked for.
     """
 
@@ -44,6 +47,7 @@ class Setup:
     rule: AcceptanceRule
     tolerance: Tolerance | None
     flight: Flight
+    forwards: Forwards
     fallback: str = ""
 
     def set_acceptance(self, settings: AcceptanceSettings, policy: Policy) -> None:
@@ -64,7 +68,8 @@ class Setup:
             "slots": self.settings.slots,
             "drafts": ", ".join(self.drafter.sources),
         }
-        return described | ({"decode.fallback": self.fallback} if self.fallback else {})
+        said = {"decode.fallback": self.fallback, "cuda_graphs": self.forwards.status}
+        return described | {name: text for name, text in said.items() if text}
 
 
 def set_up(policy: Policy, settings: EngineSettings) -> Setup:
@@ -84,7 +89,8 @@ def set_up(policy: Policy, settings: EngineSettings) -> Setup:
     drafter.set_tolerance(bins_of(settings.acceptance, policy))
     flight = Flight(ring, chunks=settings.chunks, in_order=settings.in_order)
     tolerance = _kernel_tolerance(rule, answer, ring)
-    return Setup(settings, answer, ring, drafter, rule, tolerance, flight, fallback)
+    forwards = Forwards(policy.decoder, ring, ForwardSizes.of(policy, settings))
+    return Setup(settings, answer, ring, drafter, rule, tolerance, flight, forwards, fallback)
 
 
 def _kernel_tolerance(rule: AcceptanceRule, answer: AnswerFormat, ring: KVRing) -> Tolerance | None:

@@ -10,6 +10,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.policy import Policy
 
 _ROW_MULTIPLE = 16  # slots begin on a multiple of an attention tile's rows
+_SINK_ROWS = 1  # of a slot, which no request uses; see KVRing.sink_row
 _GIB = 1 << 30
 
 
@@ -37,7 +38,7 @@ def allocate_ring(policy: Policy, settings: EngineSettings, answer: AnswerFormat
 def slot_rows(policy: Policy, settings: EngineSettings, answer: AnswerFormat) -> int:
     """Rows of a slot."""
     scratch = settings.draft.nodes if settings.drafts else 0
-    rows = policy.image_tokens + settings.max_text_tokens + answer.longest + scratch
+    rows = policy.image_tokens + settings.max_text_tokens + answer.longest + scratch + _SINK_ROWS
     return rows + -rows % _ROW_MULTIPLE
 
 

@@ -32,6 +32,7 @@ class SimulateSettings:
         clock: how the world's time passes while the policy thinks.
         emulate: device whose stage times are taken in place of those measured; empty: none.
         engine: how to decode.
+        time_limit: an episode has failed after so many times the time that its task allows.
         device, dtype, unnorm_key, center_crop, quantization: as for `load_policy`.
     """
 
@@ -40,6 +41,7 @@ class SimulateSettings:
     clock: Clock = Clock.LOCKSTEP
     emulate: str = ""
     engine: EngineSettings = field(default_factory=EngineSettings)
+    time_limit: float = 1.0
     device: str = "auto"
     dtype: str = "auto"
     unnorm_key: str = ""
@@ -77,11 +79,12 @@ def run_job(job: EpisodeJob) -> EpisodeResult:
     """
     engine, robot = _stage(job.settings, os.getpid())
     pace = tick_time(read_device(job.settings.emulate) if job.settings.emulate else None)
+    clock, limit = job.settings.clock, job.settings.time_limit
     if job.film is None:
-        return Rollout(engine, robot, job.settings.clock, pace).run(job.task, job.seed)
+        return Rollout(engine, robot, clock, pace, time_limit=limit).run(job.task, job.seed)
     with Film(job.film, 1.0 / robot.control_dt) as film:
         caption = _caption(job)
-        rollout = Rollout(engine, robot, job.settings.clock, pace, lambda: film.add(robot.look(), caption(robot)))
+        rollout = Rollout(engine, robot, clock, pace, lambda: film.add(robot.look(), caption(robot)), time_limit=limit)
         return rollout.run(job.task, job.seed)
 
 

@@ -139,12 +139,20 @@ class LlamaDecoder(nn.Module):
             keys: [layers, slots, slot_rows, kv_heads, head_dim], the ring's; the rows' own keys are written into it.
             values: like keys.
         """
+        hidden = self.hidden_states(embeddings, layout, keys, values)
+        return ForwardResult(self.logits(hidden[wanted_rows]), hidden)
+
+    def hidden_states(self, embeddings: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor) -> Tensor:
+        """All layers and the final norm: [n_rows, hidden] to the same; arguments as in `forward`.
+
+        Where the kernels run, nothing but the layout's tensors and its attention plan is read: no spans.
+        """
         cos, sin = self.rotation(layout.positions)
         x = embeddings
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, layout, keys[i], values[i])
-        hidden = self.norm(x)
-        return ForwardResult(self.logits(hidden[wanted_rows]), hidden)
+        hidden: Tensor = self.norm(x)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] behind the final norm to float32 [n, vocab]; float64 in a float64 model.

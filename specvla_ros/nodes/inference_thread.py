@@ -116,32 +116,35 @@ class InferenceThread:
             self._check_acceptance(settings)
             self._request(lambda engine: engine.set_acceptance(settings))
 
-    def switch(self, settings: EngineSettings, timeout_s: float) -> None:
+    def switch(self, settings: EngineSettings, timeout_s: float) -> dict[str, str]:
         """Has the engine decode otherwise behind the tick under way, and waits for it; what was in flight is dropped.
+
+        Returns:
+            What is loaded and how it decodes now, as `wait_loaded` does.
 
         Raises:
             UserError: it cannot, or does not come to it in time; it goes on as before.
         """
         if not self.loaded:
             raise UserError("the policy is still being loaded: set this when it is")
-        done: Future[None] = Future()
+        done: Future[dict[str, str]] = Future()
 
         def change(engine: Engine) -> None:
             if not done.set_running_or_notify_cancel():
                 return
             try:
                 self._hand_back(engine.switch(settings))
-                done.set_result(None)
+                done.set_result(_description(engine))
             except Exception as error:
                 done.set_exception(error if isinstance(error, UserError) else UserError(f"it failed: {error}"))
 
         self._request(change)
         try:
-            done.result(timeout_s)
+            return done.result(timeout_s)
         except FutureTimeoutError:
             if done.cancel():
                 raise UserError(f"the engine did not come to it within {timeout_s:g} s") from None
-            done.result()  # it has begun: reading a draft head takes as long as it takes
+            return done.result()  # it has begun: a draft head and CUDA graphs take as long as they take
 
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread after the tick under way and frees the engine; False when it did not end in time."""
@@ -185,7 +188,7 @@ class InferenceThread:
             self._settle(error if isinstance(error, UserError) else _unexpected(error))
             return None
         self._check_acceptance = engine.rule_for
-        self._settle({key: str(value) for key, value in engine.describe().items()})
+        self._settle(_description(engine))
         return engine
 
     def _report(self, what: str, fraction: float) -> None:
@@ -238,6 +241,10 @@ class InferenceThread:
     def _hand_back(self, outcomes: list[Outcome] | list[Drop]) -> None:
         for outcome in outcomes:
             self._on_outcome(outcome)
+
+
+def _description(engine: Engine) -> dict[str, str]:
+    return {key: str(value) for key, value in engine.describe().items()}
 
 
 def _unexpected(error: Exception) -> Exception:

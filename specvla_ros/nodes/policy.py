@@ -242,7 +242,7 @@ class PolicyNode(LifecycleNode):
             chosen = read_parameters(self, PolicyParameters, changed)
             if any(name in SWITCHED for name in changed):
                 settings = chosen.engine_settings(chosen.max_image_age_s)
-                self._thread.switch(settings, _SWITCH_TIMEOUT_S)
+                self._model_health.set_loaded(self._thread.switch(settings, _SWITCH_TIMEOUT_S))
             elif any(name.startswith("acceptance.") for name in changed):
                 self._thread.set_acceptance(chosen.acceptance_settings())
         except UserError as error:

@@ -282,7 +282,7 @@ class SimRobot(Node):
             self.get_logger().info("actions come again: the episode starts again")
             self._begin(self.episode.start)
             return
-        self.robot.take(values)
+        self.robot.take(values, (self._now_ns - stamp) * 1e-9)
         self.episode.actions += 1
         self._last_taken_ns, self._acted_s = stamp, time.monotonic()
         if not self._chosen.lockstep:

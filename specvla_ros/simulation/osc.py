@@ -6,6 +6,8 @@ Torques follow Khatib (1987), "A unified approach for motion and force control o
 the task-space inertia makes the directions independent of each other.
 """
 
+from dataclasses import dataclass
+
 import mujoco
 import numpy as np
 
@@ -18,6 +20,19 @@ _NULLSPACE_STIFFNESS = 20.0
 _LEAD_M = 0.06
 _LEAD_RAD = 0.4
 _OPEN_M = 0.05
+
+
+@dataclass(frozen=True)
+class Pose:
+    """Where the hand is to be, base frame.
+
+    Args:
+        position: float64 [3], metres.
+        rotation: float64 [3, 3].
+    """
+
+    position: np.ndarray
+    rotation: np.ndarray
 
 
 class OscPose:
@@ -48,6 +63,11 @@ class OscPose:
         self._goal_rotation = data.site_xmat[self._site].reshape(3, 3).copy()
         self._rest = data.qpos[self._positions].copy()
         data.ctrl[self._fingers] = _OPEN_M
+
+    @property
+    def goal(self) -> Pose:
+        """Where the hand is being moved to, copied."""
+        return Pose(self._goal.copy(), self._goal_rotation.copy())
 
     def displace(self, data: mujoco.MjData, action: np.ndarray) -> None:
         """Moves the goal by one control step's action, float [7], clipped to [-1, 1]."""

@@ -36,10 +36,13 @@ class SimulatedRobot(Protocol):
     def look(self) -> np.ndarray:
         """The camera's picture as the policy expects it, RGB uint8 [height, width, 3]."""
 
-    def take(self, values: np.ndarray) -> None:
-        """Starts to follow an action, float64 [7], in the units of the policy; it lasts `action_dt`.
+    def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
+        """Starts to follow an action; a newer one takes its place.
 
-        Gripper: 1 opens, 0 closes.
+        Args:
+            values: float64 [7], in the units of the policy: displacements from where the arm was in the action's
+                picture, meant over `action_dt`; gripper 1 opens, 0 closes.
+            age_s: world time that has passed since that picture.
         """
 
     def advance(self) -> None:

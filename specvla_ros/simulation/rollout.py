@@ -74,6 +74,7 @@ class Rollout:
         tick_time: seconds of a tick; see device_pace.
         on_step: called after each `control_dt` of the world, for a film.
         on_look: called with each observation that the engine is given.
+        time_limit: an episode has failed after so many times the time that its task allows.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Rollout:
         tick_time: TickTime,
         on_step: OnStep | None = None,
         on_look: Callable[[Observation], None] | None = None,
+        time_limit: float = 1.0,
     ) -> None:
         self._engine = engine
         self._robot = robot
@@ -91,6 +93,7 @@ class Rollout:
         self._tick_time = tick_time
         self._on_step = on_step
         self._on_look = on_look
+        self._time_limit = time_limit
         self._per_action = round(robot.action_dt / robot.control_dt)
 
     def run(self, task: str, seed: int, instruction: str = "") -> EpisodeResult:
@@ -118,9 +121,10 @@ class Rollout:
         self._tally = DecodeTally()
         self._silent = 0
         failure = ""
+        most = round(self._time_limit * self._robot.max_steps * self._per_action)
         try:
             step = self._lockstep if self._clock is Clock.LOCKSTEP else self._realtime
-            while not self._succeeded and self._passed < self._robot.max_steps * self._per_action:
+            while not self._succeeded and self._passed < most:
                 step()
                 if self._silent >= _FAULT_LIMIT:
                     failure = f"no action for {_FAULT_LIMIT} images in a row: {self._drops}"
@@ -195,9 +199,9 @@ class Rollout:
             self._silent = 0
             self._actions.append(outcome)
             self._tally.add(outcome.record)
-            age_s = self._thought_s - (outcome.observation.stamp_ns - _START_NS) * 1e-9
-            self._latency_s.append(age_s if seconds is None else seconds)
-            self._robot.take(outcome.values)
+            looked_s = (outcome.observation.stamp_ns - _START_NS) * 1e-9
+            self._latency_s.append(self._thought_s - looked_s if seconds is None else seconds)
+            self._robot.take(outcome.values, self._passed * self._robot.control_dt - looked_s)
 
     def _advance(self, until: int) -> None:
         while self._passed < until and not self._succeeded:

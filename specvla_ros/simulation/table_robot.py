@@ -3,6 +3,7 @@
 import numpy as np
 
 from specvla_ros.simulation.displacement import DisplacementFollower
+from specvla_ros.simulation.image_goal import ImageGoal
 from specvla_ros.simulation.layout import draw_layout
 from specvla_ros.simulation.osc import CONTROL_HZ
 from specvla_ros.simulation.rendering import Camera
@@ -31,6 +32,7 @@ class TableRobot:
         self.world = World()
         self._camera = Camera(self.world, image_size, image_size)
         self._follower = DisplacementFollower()
+        self._goal = ImageGoal()
         self.task: Task = choose_tasks([])[0]
 
     @property
@@ -48,19 +50,25 @@ class TableRobot:
         (self.task,) = choose_tasks([task])
         self.world.reset(draw_layout(seed))
         self._follower.reset()
+        self._goal.reset(self.world.goal)
         self._start = self.world.state()
 
     def look(self) -> np.ndarray:
         """The camera's picture, RGB uint8 [size, size, 3]."""
         return self._camera.render()
 
-    def take(self, values: np.ndarray) -> None:
-        """Starts to follow an action: metres and radians over 0.2 s, base frame; gripper 1 opens, 0 closes."""
-        self._follower.take(values, self.action_dt)
+    def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
+        """Starts to follow an action: metres and radians over 0.2 s, base frame; gripper 1 opens, 0 closes.
+
+        What the arm has gone since the picture is part of the way; see `ImageGoal`.
+        """
+        motion = self._goal.left(values, self.action_dt, age_s)
+        self._follower.take(motion.values, motion.seconds)
 
     def advance(self) -> None:
         """Lets 50 ms pass."""
         self.world.control_step(self._follower.next())
+        self._goal.add(self.world.goal)
 
     def state(self) -> WorldState:
         """The true state, which the policy does not see."""

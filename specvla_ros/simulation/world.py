@@ -9,7 +9,7 @@ import numpy as np
 
 from specvla_ros.errors import UserError
 from specvla_ros.simulation.layout import DISTRACTORS, Layout
-from specvla_ros.simulation.osc import CONTROL_HZ, OscPose, rotation_matrix, rotation_vector
+from specvla_ros.simulation.osc import CONTROL_HZ, OscPose, Pose, rotation_matrix, rotation_vector
 
 _log = logging.getLogger(__name__)
 # Otherwise MuJoCo writes its warnings to a file in whatever directory the process runs in.
@@ -106,6 +106,11 @@ class World:
             mujoco.mj_step(self.model, self.data)
         if not (np.isfinite(self.data.qpos).all() and np.isfinite(self.data.qvel).all()):
             raise SimulationDiverged(f"the physics diverged at {self.time_s:.2f} s")
+
+    @property
+    def goal(self) -> Pose:
+        """Where the hand is being moved to."""
+        return self._osc.goal
 
     def state(self) -> WorldState:
         """The present state, copied."""

@@ -5,11 +5,9 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.draft_heads import write_random_head
-from support.random_checkpoint import write_random_checkpoint
+from support.draft_heads import policy_with_random_head
 
 from specvla_ros.acceptance.settings import AcceptanceSettings
 from specvla_ros.drafting.settings import DraftSettings
@@ -18,7 +16,7 @@ from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verify_on_device import tolerance_of
-from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.models.policy import Policy
 
 PICTURES = 5
 SMALL_TREE = DraftSettings(nodes=8, top_k=3, depth=3, temporal=True)
@@ -28,13 +26,7 @@ BINS = 6
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    directory = tmp_path_factory.mktemp("checkpoint")
-    write_random_checkpoint(directory, seed=5, hidden_size=64, layers=2)
-    loaded = load_policy(directory, device="cpu")
-    write_random_head(directory / "draft", loaded.decoder)
-    loaded.model.to(torch.float64)
-    loaded.decoder.lm_head.to(torch.float64)
-    return loaded
+    return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), seed=5, hidden_size=64, layers=2)
 
 
 def frame(stamp_ns: int, picture: int, *, epoch: int = 1) -> Observation:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.draft_heads import write_random_head
+from support.draft_heads import policy_with_random_head
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_kernels.layout import Ancestry
@@ -33,13 +33,7 @@ SHAPES = [dict(seed=3, hidden_size=96, layers=4), dict(seed=8, hidden_size=64, l
 
 @pytest.fixture(scope="module", params=SHAPES, ids=str)
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    directory = tmp_path_factory.mktemp("checkpoint")
-    write_random_checkpoint(directory, **request.param)
-    loaded = load_policy(directory, device="cpu")
-    write_random_head(directory / "draft", loaded.decoder)
-    loaded.model.to(torch.float64)
-    loaded.decoder.lm_head.to(torch.float64)
-    return loaded
+    return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), **request.param)
 
 
 def frame(stamp_ns: int, *, seed: int | None = None, epoch: int = 0) -> Observation:

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.draft_heads import write_random_head
-from support.random_checkpoint import write_random_checkpoint
+from support.draft_heads import policy_with_random_head
 
 from specvla_ros.acceptance.settings import AcceptanceSettings
 from specvla_ros.acceptance.verification import Why
@@ -13,7 +12,7 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.models.policy import Policy
 
 LONGEST_TEXT = 24
 FRAMES = 10
@@ -34,13 +33,8 @@ RULES = {
 
 @pytest.fixture(scope="module", params=[1, 2])
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    directory = tmp_path_factory.mktemp("writer")
-    write_random_checkpoint(directory, seed=request.param, hidden_size=64, layers=2, text=1.2)
-    loaded = load_policy(directory, device="cpu")
-    write_random_head(directory / "draft", loaded.decoder)
-    loaded.model.to(torch.float64)
-    loaded.decoder.lm_head.to(torch.float64)
-    return loaded
+    shape = dict(seed=request.param, hidden_size=64, layers=2, text=1.2)
+    return policy_with_random_head(tmp_path_factory.mktemp("writer"), **shape)
 
 
 def outcomes(policy: Policy, settings: EngineSettings) -> list[Outcome]:

@@ -30,6 +30,11 @@ def stats_of_next_action(r: Robot, seed: int) -> DecodeStats:
     return r.stats[-1]
 
 
+def said(r: Robot) -> dict[str, str]:
+    """What /diagnostics says of the policy."""
+    return {each.key: each.value for each in r.diagnosis("model").values}
+
+
 def test_the_acceptance_changes_within_bounds_while_the_node_runs(checkpoint: Path) -> None:
     speculation = {"decode.mode": "spec", "draft.temporal": True, "draft.nodes": 16}
     with robot(checkpoint, instruction=INSTRUCTION, **speculation) as r:
@@ -65,8 +70,7 @@ def test_without_a_draft_the_node_decodes_plainly_and_says_so_where_that_is_allo
         assert stats_of_next_action(r, seed=1).mode == "ar"
         r.until(lambda: r.diagnostics and r.diagnosis("model").level == DiagnosticStatus.WARN)
         assert "decoding plainly" in r.diagnosis("model").message
-        said = {each.key: each.value for each in r.diagnosis("model").values}
-        assert "does not exist" in said["decode.fallback"]
+        assert "does not exist" in said(r)["decode.fallback"]
 
 
 def test_the_mode_changes_while_the_node_runs(checkpoint: Path) -> None:
@@ -77,6 +81,7 @@ def test_the_mode_changes_while_the_node_runs(checkpoint: Path) -> None:
             result = r.policy.set_parameters_atomically([Parameter("decode.mode", value=mode)])
             assert result.successful, result.reason
             assert stats_of_next_action(r, seed=1).mode == mode
+        r.until(lambda: r.diagnostics and said(r).get("decode.mode") == "spec")
         assert not r.policy.set_parameters_atomically([Parameter("decode.mode", value="fast")]).successful
         assert not r.policy.set_parameters_atomically([Parameter("decode.max_in_flight", value=65)]).successful
         assert stats_of_next_action(r, seed=2).mode == "spec"

@@ -1,12 +1,15 @@
 """Draft heads with random weights."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.drafting.draft_checkpoint import save_draft_head
 from specvla_ros.drafting.eagle_head import EagleHead
 from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.policy import Policy, load_policy
 
 
 def random_head(decoder: LlamaDecoder, *, seed: int = 0) -> EagleHead:
@@ -21,3 +24,13 @@ def random_head(decoder: LlamaDecoder, *, seed: int = 0) -> EagleHead:
 def write_random_head(directory: Path, decoder: LlamaDecoder, *, seed: int = 0) -> Path:
     save_draft_head(directory, random_head(decoder, seed=seed))
     return directory
+
+
+def policy_with_random_head(directory: Path, **shape: Any) -> Policy:
+    """A small random policy in float64, where rounding decides nothing, with a random head beside it."""
+    write_random_checkpoint(directory, **shape)
+    policy = load_policy(directory, device="cpu")
+    write_random_head(directory / "draft", policy.decoder)
+    policy.model.to(torch.float64)
+    policy.decoder.lm_head.to(torch.float64)
+    return policy

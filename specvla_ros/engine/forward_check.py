@@ -1,0 +1,62 @@
+"""Whether a captured forward gives what the same forward gives without capture."""
+
+import torch
+
+from specvla_kernels.layout import Ancestry
+from specvla_ros.engine.buckets import Bucket, ForwardSizes
+from specvla_ros.engine.kv_ring import KVRing
+from specvla_ros.engine.packed_forward import packed_forward
+from specvla_ros.engine.segment import Segment
+from specvla_ros.engine.static_forward import StaticForward
+from specvla_ros.models.llama import LlamaDecoder
+
+# Of a row's length. Another size sums in another order, in every layer; a row that is wrong is off by its whole length.
+_TOLERANCES = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.2}
+_EXACT = 1e-6
+
+
+def fill_at_random(ring: KVRing) -> None:
+    """Gives every row of an unused ring finite keys and values, for the forwards of a check to look at."""
+    generator = torch.Generator(ring.keys.device).manual_seed(0)
+    for store in (ring.keys, ring.values):
+        store.normal_(generator=generator)
+
+
+def check_forward(static: StaticForward, decoder: LlamaDecoder, ring: KVRing, segments: list[Segment]) -> None:
+    """Compares the hidden states of one forward; waits for the device.
+
+    Args:
+        static: the captured forward.
+        decoder: whose layers it runs.
+        ring: filled at random, and in no request's use.
+        segments: of the forward.
+
+    Raises:
+        RuntimeError: they are not finite, or differ.
+    """
+    expected = packed_forward(decoder, segments, ring).hidden.double()
+    off = (static(segments).hidden.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+    worst = float(off.max()) if bool(off.isfinite().all()) else torch.nan
+    if not worst <= _TOLERANCES.get(decoder.dtype, _EXACT):
+        raise RuntimeError(f"a captured forward of {len(expected)} rows is off by {worst:.2g} of a row's length")
+
+
+def check_segments(bucket: Bucket, sizes: ForwardSizes, decoder: LlamaDecoder, ring: KVRing) -> list[Segment]:
+    """Segments that leave as little as they can of a bucket, yet a row if it has several.
+
+    The first is a chain where the bucket is for prompts, the others are trees; tokens are random.
+    """
+    generator = torch.Generator().manual_seed(bucket.rows)
+    left = max(1, bucket.rows - 1)
+    segments = []
+    for slot in range(sizes.slots):
+        is_tree = slot > 0 or bucket.longest <= sizes.nodes
+        n = min(left, sizes.nodes if is_tree else bucket.longest)
+        if n == 0:
+            break
+        left -= n
+        tokens = torch.randint(decoder.config.vocab_size, (n,), generator=generator).to(decoder.device)
+        ancestry = Ancestry.of([(node - 1) // 2 for node in range(n)], decoder.device) if is_tree else None
+        inputs = tokens if is_tree else decoder.embed_tokens(tokens)
+        segments.append(Segment(slot, (ring.slot_rows - 1 - n) // 2, inputs, ancestry))
+    return segments

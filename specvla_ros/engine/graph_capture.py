@@ -1,0 +1,73 @@
+"""Capture of work on the GPU, so that one launch by the host does all of it again."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specvla_kernels.jit import has_kernels
+
+Run = Callable[[], Tensor]
+Capture = Callable[[Run], Run]
+"""From work that reads and writes the same memory whenever it runs, to what does it again and gives the result.
+
+The result's memory is the same each time too.
+"""
+
+
+def capture_on(store: Tensor) -> Capture | None:
+    """How work on such a store is captured; None on a CPU, where nothing is gained.
+
+    Args:
+        store: of keys or values.
+
+    Raises:
+        RuntimeError: the operators do not run as kernels there, and so read spans on the host.
+    """
+    if not store.is_cuda:
+        return None
+    if not has_kernels(store):
+        raise RuntimeError(f"there are no Triton kernels for {str(store.dtype).removeprefix('torch.')} here")
+    return _cuda_graphs(store.device)
+
+
+def _cuda_graphs(device: torch.device) -> Capture:
+    """Captures that share the memory of what is in between: only one of them runs at a time."""
+    pool = torch.cuda.graph_pool_handle()
+    side = torch.cuda.Stream(device)
+
+    def capture(run: Run) -> Run:
+        current = torch.cuda.current_stream(device)
+        side.wait_stream(current)
+        # The outer context brings the current stream back if the capture cannot be ended.
+        with torch.cuda.stream(side):
+            run()  # compiles kernels and allocates workspaces, which a capture cannot
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # Other threads of the process may use the GPU meanwhile.
+                with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                    result = run()
+            except Exception:
+                _end_allocation(device, pool)
+                raise
+        current.wait_stream(side)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    return capture
+
+
+def _end_allocation(device: torch.device, pool: Any) -> None:
+    """Tells the allocator that a failed capture is over.
+
+    Not every torch does so itself, and an assertion then fails the next time that memory is short
+    (pytorch/pytorch#180395).
+    """
+    with suppress(AttributeError, RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)

@@ -1,0 +1,220 @@
+"""An engine whose forwards are captured gives what it gives without; one whose captures fail goes on without them.
+
+There is no GPU here: the capture is one that runs the work again on the same memory.
+"""
+
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from random_decoder import random_decoder
+from support.draft_heads import write_random_head
+from support.random_checkpoint import write_random_checkpoint
+from support.static_forwards import rerun, use_table
+
+from specvla_ros.drafting.settings import DraftSettings
+from specvla_ros.engine import forwards
+from specvla_ros.engine.buckets import ForwardSizes
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.forwards import Forwards
+from specvla_ros.engine.graph_capture import Capture, Run
+from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.outcome import Action, Drop, Outcome
+from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.segment import Segment
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.policy import Policy, load_policy
+
+SMALL_TREE = DraftSettings(nodes=8, top_k=3, depth=3, temporal=True)
+SPECPIPE = EngineSettings("specpipe", prefill_chunks=2, draft=SMALL_TREE)
+PLAIN = EngineSettings()
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_random_checkpoint(directory, seed=5, hidden_size=64, layers=2)
+    loaded = load_policy(directory, device="cpu")
+    write_random_head(directory / "draft", loaded.decoder)
+    loaded.model.to(torch.float64)
+    loaded.decoder.lm_head.to(torch.float64)
+    return loaded
+
+
+@pytest.fixture
+def captured_by(monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    """Has engines capture on a CPU, in a given way."""
+
+    def use(capture: Capture) -> None:
+        use_table(monkeypatch)
+        monkeypatch.setattr(forwards, "capture_on", lambda _: capture)
+
+    return use
+
+
+def frame(stamp_ns: int) -> Observation:
+    image = np.random.default_rng(stamp_ns % 3).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    return Observation(image, "put carrot on plate", stamp_ns)
+
+
+def driven(engine: Engine, first_ns: int = 1) -> list[tuple[object, ...]]:
+    """A frame every other tick; what came of them."""
+    ended: list[Outcome] = []
+    for stamp_ns in range(first_ns, first_ns + 8):
+        ended += engine.submit(frame(stamp_ns))
+        ended += engine.tick() + engine.tick()
+    while engine.busy:
+        ended += engine.tick()
+    return [essence(each) for each in ended]
+
+
+def essence(outcome: Outcome) -> tuple[object, ...]:
+    if isinstance(outcome, Drop):
+        return outcome.observation.stamp_ns, outcome.reason, outcome.detail
+    return outcome.observation.stamp_ns, outcome.tokens, outcome.record.tokens_per_forward
+
+
+def only_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on a forward that runs as it comes is a fault."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("not captured")
+
+    monkeypatch.setattr(forwards, "packed_forward", fail)
+
+
+@pytest.mark.parametrize("chosen", [PLAIN, SPECPIPE], ids=["ar", "specpipe"])
+def test_captured_forwards_give_the_same_tokens(
+    policy: Policy, chosen: EngineSettings, captured_by, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = driven(Engine(policy, chosen))
+    assert any(len(each) == 3 and isinstance(each[1], tuple) for each in expected)
+    captured_by(rerun)
+    engine = Engine(policy, chosen)
+    engine.warm_up()
+    assert engine.describe()["cuda_graphs"] == f"{len(ForwardSizes.of(policy, chosen).buckets())} captured"
+    only_captured(monkeypatch)
+    for store in (engine._setup.ring.keys, engine._setup.ring.values):
+        store.fill_(torch.nan)
+    assert driven(engine) == expected
+
+
+def test_a_switch_captures_again(policy: Policy, captured_by, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured_by(rerun)
+    cold = Engine(policy, PLAIN)
+    cold.switch(SPECPIPE)
+    assert "cuda_graphs" not in cold.describe(), "nothing is captured that was not warmed up"
+    engine = Engine(policy, PLAIN)
+    engine.warm_up()
+    plain = {n: engine.act(frame(n)).tokens for n in range(3, 6)}
+    few = int(str(engine.describe()["cuda_graphs"]).split()[0])
+    engine.switch(SPECPIPE)
+    assert int(str(engine.describe()["cuda_graphs"]).split()[0]) > few
+    only_captured(monkeypatch)
+    ended = [each for each in driven(engine, first_ns=99) if isinstance(each[1], tuple)]
+    assert len(ended) > 3
+    assert all(tokens == plain[3 + stamp_ns % 3] for stamp_ns, tokens, _ in ended)
+
+
+def refuses(run: Run) -> Run:
+    """As torch does: the error that matters, and behind it that of the capture's end."""
+    try:
+        raise RuntimeError("an operation that a capture does not permit\nmore of it")
+    finally:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def out_of_memory_at_the_third() -> Capture:
+    left = iter(range(2))
+
+    def capture(run: Run) -> Run:
+        if next(left, None) is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run
+
+    return capture
+
+
+def stands_still(run: Run) -> Run:
+    result = run()
+    return lambda: result
+
+
+@pytest.mark.parametrize(
+    ("capture", "said"),
+    [
+        (refuses, "RuntimeError: an operation that a capture does not permit"),
+        (out_of_memory_at_the_third(), "OutOfMemoryError: CUDA out of memory"),
+        (stands_still, "RuntimeError: a captured forward of 383 rows is off by 1 of a row's length"),
+        (lambda run: lambda: run() * 1.001, "RuntimeError: a captured forward of 383 rows is off by 0.001 of a row"),
+        (lambda run: lambda: run() * torch.nan, "RuntimeError: a captured forward of 383 rows is off by nan of a row"),
+    ],
+    ids=["refused", "memory", "still", "differs", "nan"],
+)
+def test_what_cannot_be_captured_runs_as_it_comes(
+    policy: Policy, capture: Capture, said: str, captured_by, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = driven(Engine(policy, PLAIN))
+    captured_by(capture)
+    engine = Engine(policy, PLAIN)
+    with caplog.at_level(logging.WARNING):
+        engine.warm_up()
+    assert str(engine.describe()["cuda_graphs"]).startswith(f"off: {said}")
+    assert [said in record.message for record in caplog.records] == [True]
+    assert driven(engine) == expected
+
+
+@torch.inference_mode()
+def test_a_size_that_was_not_expected_runs_as_it_comes(captured_by) -> None:
+    runs = 0
+
+    def counted(run: Run) -> Run:
+        def again() -> torch.Tensor:
+            nonlocal runs
+            runs += 1
+            return run()
+
+        return again
+
+    captured_by(counted)
+    decoder = random_decoder(LlamaConfig(32, 40, 2, 4, 2, 16, vocab_size=50), dtype=torch.float64)
+    ring, other = (new_ring(decoder, slots=2, slot_rows=64) for _ in range(2))
+    run = Forwards(decoder, ring, ForwardSizes(slots=2, nodes=4, chunks=(8,)))
+    run.warm_up()
+    before = runs
+    for n, captured in ((8, 1), (30, 0), (5, 1)):
+        segments = [Segment(0, 0, torch.arange(n), wanted=2)]
+        expected = packed_forward(decoder, segments, other)
+        torch.testing.assert_close(run(segments).logits, expected.logits)
+        assert runs - before == captured
+        before = runs
+
+
+def test_on_a_cpu_nothing_is_captured_and_nothing_is_said(policy: Policy) -> None:
+    engine = Engine(policy, PLAIN)
+    engine.warm_up()
+    assert "cuda_graphs" not in engine.describe()
+    assert isinstance(engine.act(frame(1)), Action)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
+@pytest.mark.parametrize("chosen", [PLAIN, SPECPIPE], ids=["ar", "specpipe"])
+def test_on_a_gpu_every_size_is_captured(
+    tmp_path_factory: pytest.TempPathFactory, chosen: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_random_checkpoint(directory, seed=5, hidden_size=64, layers=2)
+    policy = load_policy(directory, device="cuda", dtype="float32")
+    write_random_head(directory / "draft", policy.decoder)
+    expected = driven(Engine(policy, chosen))
+    engine = Engine(policy, chosen)
+    assert engine.describe()["cuda_graphs"] == "off: not warmed up"
+    engine.warm_up()
+    assert engine.describe()["cuda_graphs"] == f"{len(ForwardSizes.of(policy, chosen).buckets())} captured"
+    only_captured(monkeypatch)
+    assert [each for each in driven(engine) if isinstance(each[1], tuple)] == [
+        each for each in expected if isinstance(each[1], tuple)
+    ]

@@ -1,0 +1,66 @@
+"""The capture on a GPU, with torch's own signatures but no GPU: what it calls, and what a failure leaves behind."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, create_autospec
+
+import pytest
+import torch
+
+from specvla_ros.engine import graph_capture
+from specvla_ros.engine.graph_capture import capture_on
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU that does nothing, and kernels for it."""
+    calls = SimpleNamespace(
+        graph_pool_handle=MagicMock(return_value=(0, 1)),
+        Stream=MagicMock(),
+        stream=MagicMock(),
+        current_stream=MagicMock(),
+        CUDAGraph=MagicMock(),
+        graph=create_autospec(torch.cuda.graph),
+    )
+    calls.graph.return_value.__exit__.return_value = False
+    calls.stream.return_value.__exit__.return_value = False
+    for name, call in vars(calls).items():
+        monkeypatch.setattr(torch.cuda, name, call)
+    calls.ended = MagicMock()
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", calls.ended, raising=False)
+    monkeypatch.setattr(graph_capture, "has_kernels", lambda store: store.dtype is not torch.float64)
+    return calls
+
+
+def store(dtype: torch.dtype) -> Any:
+    return SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda", 0))
+
+
+def test_work_runs_once_before_it_is_captured_and_not_when_it_is_replayed(cuda: SimpleNamespace) -> None:
+    capture = capture_on(store(torch.bfloat16))
+    assert capture is not None
+    results = [torch.zeros(1), torch.ones(1)]
+    left = iter(results)
+    replay = capture(lambda: next(left))
+    assert replay() is results[1] and replay() is results[1]
+    assert cuda.CUDAGraph.return_value.replay.call_count == 2
+    side = cuda.Stream.return_value
+    side.wait_stream.assert_called_once_with(cuda.current_stream.return_value)
+    cuda.current_stream.return_value.wait_stream.assert_called_once_with(side)
+    cuda.ended.assert_not_called()
+
+
+def test_a_capture_that_fails_is_over_for_the_allocator(cuda: SimpleNamespace) -> None:
+    capture = capture_on(store(torch.bfloat16))
+    assert capture is not None
+    cuda.graph.return_value.__exit__.side_effect = RuntimeError("cannot end")
+    with pytest.raises(RuntimeError, match="cannot end"):
+        capture(lambda: torch.zeros(1))
+    cuda.ended.assert_called_once_with(0, (0, 1))
+    cuda.stream.return_value.__exit__.assert_called_once()  # the current stream is as before
+
+
+def test_without_kernels_nothing_can_be_captured(cuda: SimpleNamespace) -> None:
+    with pytest.raises(RuntimeError, match="no Triton kernels for float64"):
+        capture_on(store(torch.float64))
+    assert capture_on(torch.empty(1)) is None

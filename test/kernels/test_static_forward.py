@@ -1,0 +1,162 @@
+"""The forward that is captured, on the kernels, gives what any packed forward gives, whatever its memory held."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_decoder import random_decoder
+from support.kernels import DEVICE
+from support.no_read_back import no_read_back
+from support.static_forwards import kernels, rerun
+
+from specvla_kernels import attention_plan
+from specvla_kernels.layout import Ancestry
+from specvla_ros.engine.buckets import ForwardSizes
+from specvla_ros.engine.forwards import Forwards
+from specvla_ros.engine.graph_capture import Run
+from specvla_ros.engine.kv_ring import KVRing
+from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.segment import Segment
+from specvla_ros.engine.static_forward import StaticForward
+from specvla_ros.models.config import LlamaConfig
+
+pytest.importorskip("triton")
+
+DECODER = random_decoder(
+    LlamaConfig(32, 40, 2, 4, 2, 16, vocab_size=50, max_position_embeddings=128), device=str(DEVICE)
+)
+SLOTS, SLOT_ROWS, NODES = 3, 64, 12
+NEW_EMPTY = torch.Tensor.new_empty
+SIZES = ForwardSizes(SLOTS, NODES, chunks=(5, 20, 33))
+
+
+@st.composite
+def forwards(draw: st.DrawFn) -> list[Segment]:
+    """A prompt's chunk or its end with a tree behind it, or none, and trees of other requests, in any order."""
+    tokens = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    slots = draw(st.permutations(range(SLOTS)))
+    trees = draw(st.integers(0, SLOTS - 1))
+    parts: list[list[Segment]] = [[tree(draw, tokens, slot, NODES)] for slot in slots[:trees]]
+    if not trees or draw(st.booleans()):
+        n, prefix_len = draw(st.sampled_from(SIZES.chunks)), draw(st.sampled_from([0, 1, 17]))
+        ids = torch.randint(50, (n,), generator=tokens).to(DEVICE)
+        chunk = Segment(slots[-1], prefix_len, DECODER.embed_tokens(ids), wanted=draw(st.integers(0, 1)))
+        behind = [tree(draw, tokens, slots[-1], NODES - 1, prefix_len + n)] if chunk.wanted else []
+        parts.append([chunk, *behind[: draw(st.integers(0, 1))]])
+    return [segment for part in draw(st.permutations(parts)) for segment in part]
+
+
+def tree(draw: st.DrawFn, tokens: torch.Generator, slot: int, most: int, prefix_len: int | None = None) -> Segment:
+    n = draw(st.one_of(st.just(1), st.integers(1, most)))
+    prefix_len = draw(st.sampled_from([0, 3, 40])) if prefix_len is None else prefix_len
+    parents = [-1, *(draw(st.integers(0, node - 1)) for node in range(1, n))]
+    ids = torch.randint(50, (n,), generator=tokens).to(DEVICE)
+    return Segment(slot, prefix_len, ids, Ancestry.of(parents, DEVICE), wanted=draw(st.integers(0, n)))
+
+
+def ring_before(segments: list[Segment]) -> KVRing:
+    """NaN but for what is committed."""
+    ring = new_ring(DECODER, slots=SLOTS, slot_rows=SLOT_ROWS)
+    for seed, store in enumerate((ring.keys, ring.values)):
+        committed = torch.randn(store.shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        store.fill_(torch.nan)
+        for segment in segments:
+            rows = slice(0, segment.prefix_len)
+            store[:, segment.slot, rows] = committed[:, segment.slot, rows]
+    return ring
+
+
+def poison(static: StaticForward) -> None:
+    static._embeddings.fill_(torch.nan)
+    static._numbers.all.fill_(1 << 40)  # no row, no position
+
+
+def poisoned_empty(x: torch.Tensor, *size: Any, **kinds: Any) -> torch.Tensor:
+    """`Tensor.new_empty`, with what is read before it is written made to show."""
+    made = NEW_EMPTY(x, *size, **kinds)
+    return made.fill_(torch.nan) if made.is_floating_point() else made
+
+
+@settings(max_examples=12, deadline=None)
+@given(several=st.lists(forwards(), min_size=2, max_size=2), programs=st.sampled_from([1, 40]))
+@torch.inference_mode()
+def test_forwards_of_a_bucket_are_packed_forwards(several: list[list[Segment]], programs: int) -> None:
+    ring = ring_before([])
+    bucket = max(filter(None, (SIZES.bucket([len(each) for each in segments]) for segments in several)))
+    with kernels(True) as patch:
+        patch.setattr(attention_plan, "_programs_of", lambda _: programs)
+        patch.setattr(torch.Tensor, "new_empty", poisoned_empty)
+        whole: list[torch.Tensor] = []
+
+        def keep(run: Run) -> Run:
+            def again() -> torch.Tensor:
+                whole.append(run())
+                return whole[-1]
+
+            return again
+
+        static = StaticForward(DECODER, ring, bucket, segments=SIZES.segments, capture=keep)
+        for segments in several:
+            expected_ring = ring_before(segments)
+            with kernels(False):
+                expected = packed_forward(DECODER, segments, expected_ring)
+            ring.keys.copy_(ring_before(segments).keys)
+            ring.values.copy_(ring_before(segments).values)
+            poison(static)
+
+            result = static(segments)
+
+            torch.testing.assert_close(result.hidden, expected.hidden, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(result.logits, expected.logits, atol=1e-4, rtol=1e-4)
+            assert whole[-1].isfinite().all(), "rows that no segment has are finite too"
+            for store, wanted in ((ring.keys, expected_ring.keys), (ring.values, expected_ring.values)):
+                store.flatten(1, 2)[:, ring.sink_row] = torch.nan  # the one row that a packed forward leaves alone
+                torch.testing.assert_close(store, wanted, atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
+@torch.inference_mode()
+def test_a_result_outlives_the_next_forward_and_nothing_is_read_back() -> None:
+    ring = ring_before([])
+    segments, others = ([Segment(slot, 0, torch.arange(slot, 9, device=DEVICE), wanted=2)] for slot in (0, 1))
+    bucket = SIZES.bucket([9])
+    assert bucket is not None
+    held = torch.zeros(bucket.rows, 32, device=DEVICE)
+    static = StaticForward(DECODER, ring, bucket, segments=SIZES.segments, capture=lambda run: lambda: held)
+    with no_read_back():
+        result = static(segments)
+    held.fill_(7.0)
+    static(others)
+    assert not result.hidden.any() and result.hidden.shape == (9, 32) and result.logits.shape == (2, 50)
+
+
+@torch.inference_mode()
+def test_what_does_not_fit_is_refused() -> None:
+    bucket = SIZES.bucket([4])
+    assert bucket is not None
+    with kernels(True):
+        static = StaticForward(DECODER, ring_before([]), bucket, segments=SIZES.segments, capture=rerun)
+    with pytest.raises(ValueError, match="5 rows do not fit a forward of 4"):
+        static([Segment(0, 0, torch.arange(5, device=DEVICE))])
+    with pytest.raises(ValueError, match="60 committed rows and 4 nodes do not fit a slot of 63 rows"):
+        static([Segment(0, 60, torch.arange(4, device=DEVICE))])
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="captures CUDA graphs")
+@settings(max_examples=15, deadline=None)
+@given(several=st.lists(forwards(), min_size=2, max_size=4))
+@torch.inference_mode()
+def test_captured_forwards_are_packed_forwards(several: list[list[Segment]]) -> None:
+    ring = ring_before([])
+    captured = Forwards(DECODER, ring, SIZES)
+    captured.warm_up()
+    assert captured.status == f"{len(SIZES.buckets())} captured"
+    for segments in several:
+        before = ring_before(segments)
+        ring.keys.copy_(before.keys)
+        ring.values.copy_(before.values)
+        expected = packed_forward(DECODER, segments, before)
+        result = captured(segments)
+        torch.testing.assert_close(result.hidden, expected.hidden, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(result.logits, expected.logits, atol=1e-3, rtol=1e-3)
