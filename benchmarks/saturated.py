@@ -49,6 +49,7 @@ class Turns:
         tokens: the last action's.
         begun, overtaken: frames.
         peak_bytes: of the GPU's memory, weights included; of the KV ring on a CPU.
+        cuda_graphs: how many forwards were captured, or why none; empty on a CPU.
     """
 
     latency_s: list[float] = field(default_factory=list)
@@ -60,6 +61,7 @@ class Turns:
     begun: int = 0
     overtaken: int = 0
     peak_bytes: int = 0
+    cuda_graphs: str = ""
 
     def summary(self) -> dict[str, object]:
         """Figures for a result."""
@@ -68,6 +70,7 @@ class Turns:
             "in_flight": statistics.fmean(self.in_flight),
             "accepted_per_verification": statistics.fmean(self.accepted) if self.accepted else 0.0,
             "overtaken": self.overtaken / max(1, self.begun),
+            "cuda_graphs": self.cuda_graphs,
         }
 
 
@@ -111,6 +114,8 @@ def add_turn(turns: Turns, policy: RandomPolicy, settings: EngineSettings, trace
     if on_gpu is not None:
         on_gpu.begin()
     engine = Engine(policy, settings)
+    engine._setup.forwards.warm_up()  # `Engine.warm_up` would also decode an image, and the trace with it
+    turns.cuda_graphs = engine._setup.forwards.status
     trace.follow(engine)
     begun: dict[int, float] = {}
     _run(engine, Turns(), min(_WARM, actions), begun)
