@@ -11,17 +11,16 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
+from episode_benchmark import parser, result_head, write_result
 from text_policy import LONGEST_TEXT
 
 from specvla_ros.acceptance.settings import AcceptanceSettings
 from specvla_ros.acceptance.verification import Why
 from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.evaluation.provenance import cpu_name, software
 from specvla_ros.evaluation.simulate import SimulatePlan
 from specvla_ros.evaluation.simulate_episode import SimulateSettings
 from specvla_ros.evaluation.sweep import Setting, SweepRow, sweep
@@ -75,17 +74,13 @@ def main() -> None:
     nano = SimulateSettings(nano_policy())
     writer = SimulateSettings(options.text_policy, engine=EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
     text_plan = replace(plan, episodes=max(1, options.episodes // 3))
-    result = {
-        "command": f"python benchmarks/acceptance_rules.py --episodes {options.episodes} --workers {options.workers}",
-        "date": date.today().isoformat(),
-        "hardware": cpu_name(),
-        "software": software(),
+    result = result_head("acceptance_rules", options) | {
         "tolerance": {"metres": METRES, "radians": RADIANS},
         "nano": _rows(sweep(nano, nano_settings(), plan, options.work / "nano", _show)),
         "text_policy": {key: card[key] for key in ("command", "longest_answer", "held_out_token_accuracy")},
         "text": _rows(sweep(writer, text_settings(), text_plan, options.work / "text", _show)),
     }
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(result, options)
 
 
 def _show(name: str, _: EpisodeResult, done: int, wanted: int) -> None:
@@ -110,15 +105,10 @@ def _row(row: SweepRow) -> dict[str, Any]:
 
 
 def _options() -> argparse.Namespace:
-    here = Path(__file__).parent
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text-policy", type=Path, default=Path("text-policy"))
-    parser.add_argument("--episodes", type=int, default=60, help="per task; a third of them with the text policy")
-    parser.add_argument("--seed", type=int, default=0, help="of the first start; training's begin at 1000000")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--work", type=Path, default=Path("rules-benchmark"), help="episodes; goes on where it was")
-    parser.add_argument("--out", type=Path, default=here / "results" / "acceptance_rules.json")
-    return parser.parse_args()
+    of = "per task; a third of them with the text policy"
+    options = parser(__doc__, work="rules-benchmark", out="acceptance_rules.json", episodes=60, of=of)
+    options.add_argument("--text-policy", type=Path, default=Path("text-policy"))
+    return options.parse_args()
 
 
 if __name__ == "__main__":

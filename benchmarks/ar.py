@@ -7,14 +7,8 @@ with the same weights in memory, taking turns in one process. Random weights: ti
     python benchmarks/ar.py --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
 """
 
-import json
-import platform
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import date
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -23,73 +17,37 @@ import typer
 from random_decoder import random_decoder
 from rich.console import Console
 from rich.table import Table
+from shapes import PROMPT, SIZES, TOKENS, Size
+from speed_benchmark import Device, Dtype, Out, Sizes, dtype_on, result_head, write_result
+from timing import synchronise, take_turns
 from transformers_baseline import transformers_llama
 
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
-from specvla_ros.models.config import LlamaConfig, VisionTowerConfig
 from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.models.policy import DTYPES
 from specvla_ros.models.projector import Projector
 from specvla_ros.models.vision_tower import VisionTower
 
-PROMPT = 290
-TOKENS = 7
-_DINO = VisionTowerConfig(1024, 24, 16, 4096, 14, True, 4, True, 224)
-_SIGLIP = VisionTowerConfig(1152, 27, 16, 4304, 14, False, 0, False, 224)
-
-
-@dataclass(frozen=True)
-class Size:
-    """Shapes to time."""
-
-    llama: LlamaConfig
-    towers: tuple[VisionTowerConfig, ...]
-
-
-SIZES = {
-    "tiny": Size(
-        LlamaConfig(256, 688, 4, 4, 4, 64, vocab_size=32064),
-        (
-            VisionTowerConfig(96, 4, 3, 384, 14, True, 4, True, 224),
-            VisionTowerConfig(96, 4, 3, 358, 14, False, 0, False, 224),
-        ),
-    ),
-    "1b": Size(LlamaConfig(2048, 5632, 22, 32, 4, 64, vocab_size=32064), (_DINO, _SIGLIP)),
-    "7b": Size(LlamaConfig(vocab_size=32064), (_DINO, _SIGLIP)),
-}
-
 
 def main(
-    sizes: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SIZES)}.")] = "tiny,1b",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16 or float16; empty: float32 on CPU, else bfloat16.")
-    ] = "",
+    sizes: Sizes = "tiny,1b",
+    device: Device = "cpu",
+    dtype: Dtype = "",
     repeats: Annotated[int, typer.Option(help="Turns of each contestant.", min=3)] = 9,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
+    out: Out = None,
 ) -> None:
     """Times vision, prefill and decode step, beside transformers' generate."""
-    chosen = DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")]
+    chosen = dtype_on(device, dtype)
     bandwidth = _read_bandwidth(device)
-    result: dict[str, Any] = {
-        "benchmark": "ar",
-        "command": f"python benchmarks/ar.py --sizes {sizes} --device {device} --repeats {repeats}",
-        "date": date.today().isoformat(),
-        "hardware": hardware(device),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "dtype": str(chosen).removeprefix("torch."),
-        "read_bandwidth_gb_s": bandwidth / 1e9,
-        "sizes": {},
-    }
+    options = {"sizes": sizes, "device": device, "dtype": dtype, "repeats": repeats}
+    result = result_head("ar", chosen, options, {"transformers": transformers.__version__})
+    result |= {"read_bandwidth_gb_s": bandwidth / 1e9, "sizes": {}}
     for name in sizes.split(","):
         with torch.inference_mode():
             result["sizes"][name] = _measure(SIZES[name], device, chosen, repeats, bandwidth)
     _print(result)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(result, out)
 
 
 def _measure(size: Size, device: str, dtype: torch.dtype, repeats: int, bandwidth: float) -> dict[str, Any]:
@@ -157,20 +115,6 @@ def _vision(size: Size, device: str, dtype: torch.dtype, repeats: int) -> float:
     return take_turns(run, repeats, device)["vision"]
 
 
-def take_turns(contestants: dict[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, float]:
-    """Median seconds of each, run in turns so that drift of the machine falls on all alike; one warm-up turn."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for turn in range(repeats + 1):
-        for name, run in contestants.items():
-            synchronise(device)
-            started = time.perf_counter()
-            run()
-            synchronise(device)
-            if turn:
-                times[name].append(time.perf_counter() - started)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def _read_bandwidth(device: str) -> float:
     """Bytes per second of the fastest of ten sums over 1 GiB."""
     data = torch.ones(2**28, device=device)
@@ -183,22 +127,6 @@ def _read_bandwidth(device: str) -> float:
         synchronise(device)
         best = min(best, time.perf_counter() - started)
     return data.nbytes / best
-
-
-def synchronise(device: str) -> None:
-    """Waits until a GPU is through with what it was given."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-
-
-def hardware(device: str) -> str:
-    """Its name."""
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name()
-    names = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
 
 
 def _print(result: dict[str, Any]) -> None:

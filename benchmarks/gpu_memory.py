@@ -3,7 +3,7 @@
 import gc
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class GpuMemory:
@@ -14,7 +14,7 @@ class GpuMemory:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._weights = sum(each.nbytes for each in model.parameters() if each.is_cuda)
+        self._weights = weight_bytes(model)
         self._kept = 0  # of its own, from turns before
         self._before = 0
 
@@ -30,3 +30,17 @@ class GpuMemory:
         mine = self._weights + self._kept - self._before
         self._kept += torch.cuda.memory_allocated() - self._before
         return torch.cuda.max_memory_allocated() + mine
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes that parameters and buffers take, wherever they are; those without memory take none."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(_stored_bytes(each) for each in tensors if not each.is_meta)
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    """A quantised tensor says it has its original's dtype, and flattens to what it keeps."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    names, _ = tensor.__tensor_flatten__()
+    return sum(_stored_bytes(getattr(tensor, name)) for name in names)

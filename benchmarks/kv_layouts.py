@@ -8,56 +8,40 @@ random weights, a prompt of 290 rows; what finishes is asserted to be the same. 
     python benchmarks/kv_layouts.py --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
 """
 
-import json
 from collections.abc import Callable
-from datetime import date
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from ar import PROMPT, SIZES, TOKENS, hardware, take_turns
 from kv_pipelines import LAYOUTS, Slots, moved_bytes
 from random_decoder import random_decoder
 from rich.console import Console
 from rich.table import Table
+from shapes import PROMPT, SIZES, TOKENS
+from speed_benchmark import Device, Dtype, Out, Sizes, dtype_on, result_head, write_result
+from timing import take_turns
 
 from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.models.policy import DTYPES
 
 
 def main(
-    sizes: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SIZES)}.")] = "tiny",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16 or float16; empty: float32 on CPU, else bfloat16.")
-    ] = "",
+    sizes: Sizes = "tiny",
+    device: Device = "cpu",
+    dtype: Dtype = "",
     stages: Annotated[int, typer.Option(help="Frames in flight, and tokens of an action.", min=2)] = TOKENS,
     repeats: Annotated[int, typer.Option(help="Turns of each layout.", min=1)] = 15,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
+    out: Out = None,
 ) -> None:
     """Times the moving of keys and values, and the whole tick with it."""
-    chosen = DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")]
-    result: dict[str, Any] = {
-        "benchmark": "kv_layouts",
-        "command": f"python benchmarks/kv_layouts.py --sizes {sizes} --device {device} --stages {stages} "
-        f"--repeats {repeats}",
-        "date": date.today().isoformat(),
-        "hardware": hardware(device),
-        "versions": {"torch": torch.__version__},
-        "dtype": str(chosen).removeprefix("torch."),
-        "prompt_rows": PROMPT,
-        "stages": stages,
-        "sizes": {},
-    }
+    chosen = dtype_on(device, dtype)
+    options = {"sizes": sizes, "device": device, "dtype": dtype, "stages": stages, "repeats": repeats}
+    result = result_head("kv_layouts", chosen, options) | {"prompt_rows": PROMPT, "stages": stages, "sizes": {}}
     for name in sizes.split(","):
         with torch.inference_mode():
             decoder = random_decoder(SIZES[name].llama, dtype=chosen, device=device)
             result["sizes"][name] = _measure(decoder, device, stages, repeats)
     _print(result)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(result, out)
 
 
 def _measure(decoder: LlamaDecoder, device: str, stages: int, repeats: int) -> dict[str, Any]:

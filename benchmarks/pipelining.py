@@ -13,10 +13,10 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import date
 from itertools import islice
-from pathlib import Path
 from typing import Any
+
+from episode_benchmark import parser, result_head, write_result
 
 from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.engine import Engine
@@ -24,7 +24,6 @@ from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.frame_sources import FIRST_SEED, Frame, simulation_source
-from specvla_ros.evaluation.provenance import cpu_name, software
 from specvla_ros.evaluation.simulate import SimulatePlan, read_episodes, simulate
 from specvla_ros.evaluation.simulate_episode import SimulateSettings
 from specvla_ros.evaluation.simulate_summary import compare_episodes
@@ -67,7 +66,8 @@ def settings() -> dict[str, EngineSettings]:
 
 def main() -> None:
     """Runs what is missing, and writes the JSON file."""
-    options = _options()
+    of = "per task; 0: the engine alone"
+    options = parser(__doc__, work="pipelining-benchmark", out="pipelining_nano.json", episodes=60, of=of).parse_args()
     policy = load_policy(nano_policy(), device="cpu")
     frames = list(islice(simulation_source(policy, FIRST_SEED), FRAMES))
     devices = {}
@@ -77,11 +77,7 @@ def main() -> None:
         print(json.dumps(saturated, indent=1), file=sys.stderr, flush=True)
         closed = _closed_loop(name, options) if options.episodes else {}
         devices[name] = {"name": device.name, "frame_always_waiting": saturated, "closed_loop": closed}
-    result = {
-        "command": f"python benchmarks/pipelining.py --episodes {options.episodes} --workers {options.workers}",
-        "date": date.today().isoformat(),
-        "hardware": cpu_name(),
-        "software": software(),
+    result = result_head("pipelining", options) | {
         "tolerance": {"mm": TOLERANCE.mm, "degrees": TOLERANCE.degrees},
         "frames": FRAMES,
         "time_limit": TIME_LIMIT,
@@ -89,7 +85,7 @@ def main() -> None:
         "episodes_per_task": options.episodes,
         "devices": devices,
     }
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(result, options)
 
 
 def _saturated(policy: Policy, chosen: EngineSettings, frames: Sequence[Frame], device: str) -> dict[str, Any]:
@@ -178,19 +174,6 @@ def _times(plain: Episodes, own: Episodes) -> dict[str, Any]:
         "time_to_success_s": statistics.median(done) if done else None,
         "plain_time_over_own": sum(a for a, _ in pairs) / sum(b for _, b in pairs) if pairs else None,
     }
-
-
-def _options() -> argparse.Namespace:
-    here = Path(__file__).parent
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--episodes", type=int, default=60, help="per task; 0: the engine alone")
-    parser.add_argument("--seed", type=int, default=0, help="of the first start; training's begin at 1000000")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument(
-        "--work", type=Path, default=Path("pipelining-benchmark"), help="episodes; goes on where it was"
-    )
-    parser.add_argument("--out", type=Path, default=here / "results" / "pipelining_nano.json")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""Random Llama decoders, for property tests and for timing."""
+"""Random Llama decoders and draft heads, for property tests and for timing."""
+
+from dataclasses import replace
 
 import torch
 
+from specvla_ros.drafting.eagle_head import EagleHead
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.models.llama import LlamaDecoder
 
@@ -20,3 +23,16 @@ def random_decoder(
         else:
             torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[1] ** -0.5, generator=generator)
     return decoder.eval().requires_grad_(False)
+
+
+def random_draft_head(decoder: LlamaDecoder) -> EagleHead:
+    """One for this decoder."""
+    with torch.device("meta"):
+        head = EagleHead(replace(decoder.config, num_hidden_layers=1)).to(decoder.dtype)
+    head.to_empty(device=decoder.device)
+    for parameter in head.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.ones_(parameter)
+        else:
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return head.requires_grad_(False)

@@ -1,18 +1,18 @@
 """A policy with random weights at given shapes, and a random draft head beside it: for timing the real engine."""
 
+import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from ar import Size
-from random_decoder import random_decoder
+from random_decoder import random_decoder, random_draft_head
+from shapes import Size
 from torch import Tensor, nn
 
 from specvla_ros.drafting.draft_checkpoint import save_draft_head
 from specvla_ros.drafting.drafter import DRAFT_FOLDER
-from specvla_ros.drafting.eagle_head import EagleHead
 from specvla_ros.engine.observation import Observation
 from specvla_ros.models.action_statistics import ActionStatistics
 from specvla_ros.models.action_tokenizer import ActionTokenizer
@@ -21,6 +21,7 @@ from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.models.openvla import OpenVLA
 from specvla_ros.models.policy import Policy
 from specvla_ros.models.prompt import PromptTokenizer
+from specvla_ros.models.quantization import check_quantization, quantize_layer
 
 TEXT_TOKENS = 34  # of OpenVLA's prompt, about; the other 256 of its 290 rows are the image's
 _BINS = 256
@@ -70,7 +71,7 @@ def random_policy(
     """
     decoder = actions_only(random_decoder(size.llama, dtype=dtype, device=device))
     model = _around(decoder, size, vision)
-    save_draft_head(directory / DRAFT_FOLDER, _random_head(decoder))
+    save_draft_head(directory / DRAFT_FOLDER, random_draft_head(decoder))
     generator = torch.Generator(device).manual_seed(1)
     shape = (prompt_rows, size.llama.hidden_size)
     return RandomPolicy(
@@ -84,6 +85,26 @@ def random_policy(
         pixels=_pixels(size, generator, dtype, device) if vision else None,
         embeddings=None if vision else torch.randn(shape, generator=generator, device=device, dtype=dtype),
     )
+
+
+@torch.no_grad()
+def quantized(policy: RandomPolicy, quantization: str) -> RandomPolicy:
+    """The same policy with quantised matrices in the decoder's layers; everything else is shared.
+
+    Raises:
+        UserError: the device, the dtype or what is installed does not allow it, or a matrix's shape.
+    """
+    check_quantization(quantization, policy.decoder.device, policy.decoder.dtype)
+    given = policy.model
+    with torch.device("meta"):
+        model = OpenVLA(given.config)
+    model.towers, model.projector = given.towers, given.projector
+    model.decoder.embed_tokens = given.decoder.embed_tokens
+    model.decoder.norm, model.decoder.lm_head = given.decoder.norm, given.decoder.lm_head
+    for place, layer in enumerate(given.decoder.layers):  # one after the other: only one copy is there unquantised
+        model.decoder.layers[place] = copy.deepcopy(layer)
+        quantize_layer(model.decoder.layers[place], quantization)
+    return replace(policy, model=model.eval().requires_grad_(False))
 
 
 def actions_only(decoder: LlamaDecoder) -> LlamaDecoder:
@@ -122,16 +143,3 @@ def _around(decoder: LlamaDecoder, size: Size, vision: bool) -> OpenVLA:
 def _pixels(size: Size, generator: torch.Generator, dtype: torch.dtype, device: str) -> Tensor:
     side = size.towers[0].image_size
     return torch.randn(3 * len(size.towers), side, side, generator=generator, device=device, dtype=dtype)
-
-
-def _random_head(decoder: LlamaDecoder) -> EagleHead:
-    config = replace(decoder.config, num_hidden_layers=1)
-    with torch.device("meta"):
-        head = EagleHead(config).to(decoder.dtype)
-    head.to_empty(device=decoder.device)
-    for parameter in head.parameters():
-        if parameter.dim() == 1:
-            nn.init.ones_(parameter)
-        else:
-            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
-    return head.requires_grad_(False)

@@ -9,6 +9,7 @@ from typing import Any
 
 from results_cells import ms, rate, source
 from results_decoding import SECTIONS
+from results_speed import ON_GPU
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,7 +61,8 @@ def main() -> None:
         path = ROOT / "benchmarks" / "results" / name
         if path.exists():
             parts.append(section(json.loads(path.read_text(encoding="utf-8"))))
-    (ROOT / "docs" / "results.md").write_text("\n".join(parts) + _TAIL, encoding="utf-8")
+    gpus = [path for ending in ON_GPU for path in (ROOT / "benchmarks" / "results").glob(f"*_{ending}.json")]
+    (ROOT / "docs" / "results.md").write_text("\n".join(parts) + ("" if gpus else _TAIL), encoding="utf-8")
 
 
 def _table(result: dict[str, Any], file: str) -> str:

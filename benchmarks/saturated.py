@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from acceptance_trace import ANYTHING, Trace
-from ar import synchronise
 from gpu_memory import GpuMemory
 from random_policy import TEXT_TOKENS, RandomPolicy, frame
+from timing import synchronise
 
 from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.engine import Engine
@@ -18,6 +18,23 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.planning.acceptance_lengths import AcceptanceLengths
 
 _WARM = 12  # actions until a pipeline is full and knows how many requests it should hold
+
+
+@dataclass(frozen=True)
+class Run:
+    """How modes are compared.
+
+    Args:
+        lengths: accepted tokens, of the trace.
+        nodes: of a tree, the root included.
+        actions: timed in each turn.
+        repeats: turns of each contestant.
+    """
+
+    lengths: AcceptanceLengths
+    nodes: int
+    actions: int
+    repeats: int
 
 
 @dataclass
@@ -32,6 +49,7 @@ class Turns:
         tokens: the last action's.
         begun, overtaken: frames.
         peak_bytes: of the GPU's memory, weights included; of the KV ring on a CPU.
+        cuda_graphs: how many forwards were captured, or why none; empty on a CPU.
     """
 
     latency_s: list[float] = field(default_factory=list)
@@ -43,6 +61,7 @@ class Turns:
     begun: int = 0
     overtaken: int = 0
     peak_bytes: int = 0
+    cuda_graphs: str = ""
 
     def summary(self) -> dict[str, object]:
         """Figures for a result."""
@@ -51,6 +70,7 @@ class Turns:
             "in_flight": statistics.fmean(self.in_flight),
             "accepted_per_verification": statistics.fmean(self.accepted) if self.accepted else 0.0,
             "overtaken": self.overtaken / max(1, self.begun),
+            "cuda_graphs": self.cuda_graphs,
         }
 
 
@@ -94,6 +114,8 @@ def add_turn(turns: Turns, policy: RandomPolicy, settings: EngineSettings, trace
     if on_gpu is not None:
         on_gpu.begin()
     engine = Engine(policy, settings)
+    engine._setup.forwards.warm_up()  # `Engine.warm_up` would also decode an image, and the trace with it
+    turns.cuda_graphs = engine._setup.forwards.status
     trace.follow(engine)
     begun: dict[int, float] = {}
     _run(engine, Turns(), min(_WARM, actions), begun)

@@ -8,10 +8,8 @@ none.
     python benchmarks/sensitivity.py --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
 """
 
-import json
 import tempfile
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,14 +17,14 @@ import numpy as np
 import torch
 import typer
 from acceptance_trace import TRACE_HELP, Trace, describe, trace_lengths
-from ar import SIZES, hardware
 from random_policy import TEXT_TOKENS, RandomPolicy, random_policy
 from rich.console import Console
 from rich.table import Table
 from saturated import Turns, add_turn, settings_of
+from shapes import SIZES
+from speed_benchmark import Device, Dtype, Out, Sizes, dtype_on, result_head, write_result
 
 from specvla_ros.models.action_statistics import ActionStatistics
-from specvla_ros.models.policy import DTYPES
 from specvla_ros.planning.acceptance_lengths import AcceptanceLengths
 
 IN_ORDER = "specpipe, in order"
@@ -34,11 +32,9 @@ MODES = ("ar", "spec", "pipeline", "specpipe", IN_ORDER)
 
 
 def main(
-    sizes: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SIZES)}.")] = "tiny",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16 or float16; empty: float32 on CPU, else bfloat16.")
-    ] = "",
+    sizes: Sizes = "tiny",
+    device: Device = "cpu",
+    dtype: Dtype = "",
     tokens: Annotated[str, typer.Option(help="Comma-separated: tokens of an action.")] = "7,16,24,32",
     prompts: Annotated[str, typer.Option(help=f"Comma-separated: rows of the prompt, over {TEXT_TOKENS}.")] = (
         "64,160,290,512"
@@ -47,23 +43,15 @@ def main(
     nodes: Annotated[int, typer.Option(help="Of a draft tree, the root included.", min=8)] = 16,
     actions: Annotated[int, typer.Option(help="Timed in each turn.", min=1)] = 20,
     repeats: Annotated[int, typer.Option(help="Turns of each mode.", min=1)] = 3,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
+    out: Out = None,
 ) -> None:
     """Time per action of every mode, over the lengths of answer and prompt."""
-    chosen = DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")]
+    chosen = dtype_on(device, dtype)
     lengths = trace_lengths(trace)
-    result: dict[str, Any] = {
-        "benchmark": "sensitivity",
-        "command": f"python benchmarks/sensitivity.py --sizes {sizes} --device {device} --tokens {tokens} "
-        f"--prompts {prompts} --trace {trace} --nodes {nodes} --actions {actions} --repeats {repeats}",
-        "date": date.today().isoformat(),
-        "hardware": hardware(device),
-        "versions": {"torch": torch.__version__},
-        "dtype": str(chosen).removeprefix("torch."),
-        "acceptance": describe(lengths),
-        "tree_nodes": nodes,
-        "sizes": {},
-    }
+    options = {"sizes": sizes, "device": device, "dtype": dtype, "tokens": tokens, "prompts": prompts}
+    options |= {"trace": trace, "nodes": nodes, "actions": actions, "repeats": repeats}
+    result = result_head("sensitivity", chosen, options)
+    result |= {"acceptance": describe(lengths), "tree_nodes": nodes, "sizes": {}}
     for name in sizes.split(","):
         with tempfile.TemporaryDirectory() as directory:
             policy = random_policy(
@@ -77,9 +65,7 @@ def main(
         parameters = sum(p.numel() for p in policy.decoder.parameters())
         result["sizes"][name] = {"parameters": parameters, "points": points}
     _print(result)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(result, out)
 
 
 def _reshaped(policy: RandomPolicy, tokens: int, rows: int) -> RandomPolicy:

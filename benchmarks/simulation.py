@@ -6,14 +6,13 @@ The devices are emulated: each stage of the engine counts for the time in its ta
 """
 
 import argparse
-import json
 import sys
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from specvla_ros.evaluation.provenance import cpu_name, software
+from episode_benchmark import parser, result_head, write_result
+
 from specvla_ros.evaluation.simulate import SimulatePlan, read_episodes, simulate
 from specvla_ros.evaluation.simulate_episode import SimulateSettings
 from specvla_ros.evaluation.simulate_summary import compare_episodes
@@ -43,32 +42,20 @@ def main() -> None:
         del results[name]["context"]
         comparison = compare_episodes(read_episodes(options.work / LOCKSTEP), read_episodes(options.work / name))
         results[name]["against_lockstep"] = comparison.as_json()
-    result = {
-        "command": f"python benchmarks/simulation.py --episodes {options.episodes} --workers {options.workers}",
-        "date": date.today().isoformat(),
-        "hardware": cpu_name(),
-        "software": software(),
+    result = result_head("simulation", options) | {
         "policy": policy.name,
         "first_seed": options.seed,
         "episodes_per_task": options.episodes,
         "devices": {device: vars(read_device(device)) for device in DEVICES},
         "results": results,
     }
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(result, options)
 
 
 def _options() -> argparse.Namespace:
-    here = Path(__file__).parent
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", type=Path, help="checkpoint directory; default: the nano policy of the package")
-    parser.add_argument("--episodes", type=int, default=100, help="per task")
-    parser.add_argument("--seed", type=int, default=0, help="of the first start; training's begin at 1000000")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument(
-        "--work", type=Path, default=Path("simulation-benchmark"), help="episodes; goes on where it was"
-    )
-    parser.add_argument("--out", type=Path, default=here / "results" / "simulation_nano.json")
-    return parser.parse_args()
+    options = parser(__doc__, work="simulation-benchmark", out="simulation_nano.json", episodes=100)
+    options.add_argument("--policy", type=Path, help="checkpoint directory; default: the nano policy of the package")
+    return options.parse_args()
 
 
 if __name__ == "__main__":

@@ -9,21 +9,18 @@ grow. Where rounding decides a tie otherwise, the two best logits must be nearer
 Exit code 1: a check failed; the JSON file says which.
 """
 
-import json
 import tempfile
-from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import typer
-from ar import hardware
 from rich.console import Console
 from rich.table import Table
 from soak_policy import soak_policy
 from soak_run import PICTURES, Phase, Soak
+from speed_benchmark import Device, Out, result_head, write_result
 
 from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.settings import EngineSettings
@@ -54,10 +51,10 @@ def phases() -> dict[str, list[EngineSettings]]:
 
 def main(
     ticks: Annotated[int, typer.Option(help="Of each mode, and of switching between them.", min=10)] = 10000,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
     seed: Annotated[int, typer.Option(help="Of everything that happens.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
+    out: Out = None,
 ) -> None:
     """Runs every phase and checks it."""
     with tempfile.TemporaryDirectory() as directory:
@@ -65,13 +62,8 @@ def main(
         soak = Soak(policy, seed)
         found = {name: _as_json(soak.run(ticks, choices), dtype) for name, choices in phases().items()}
     passed = not any(phase["failures"] for phase in found.values())
-    result = {
-        "benchmark": "soak",
-        "command": f"python benchmarks/soak.py --ticks {ticks} --device {device} --dtype {dtype} --seed {seed}",
-        "date": date.today().isoformat(),
-        "hardware": hardware(device),
-        "versions": {"torch": torch.__version__},
-        "dtype": dtype,
+    options = {"ticks": ticks, "device": device, "dtype": dtype, "seed": seed}
+    result = result_head("soak", DTYPES[dtype], options) | {
         "ticks": ticks,
         "shapes": _shapes(policy),
         "different_answers": len(set(soak.plain.values())),
@@ -81,9 +73,7 @@ def main(
         "phases": found,
     }
     _print(result)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(result, out)
     raise typer.Exit(0 if passed else 1)
 
 

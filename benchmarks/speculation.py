@@ -5,19 +5,16 @@ python benchmarks/speculation.py --episodes 60 --workers 2
 Success is paired episode by episode; the time per action is measured on the same frames, the settings taking turns.
 """
 
-import argparse
-import json
 import sys
 from dataclasses import replace
-from datetime import date
-from pathlib import Path
 from typing import Any
+
+from episode_benchmark import parser, result_head, write_result
 
 from specvla_ros.acceptance.make_rule import bins_of
 from specvla_ros.acceptance.settings import AcceptanceSettings
 from specvla_ros.drafting.settings import NO_HEAD, DraftSettings
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.evaluation.provenance import cpu_name, software
 from specvla_ros.evaluation.simulate import SimulatePlan
 from specvla_ros.evaluation.simulate_episode import SimulateSettings
 from specvla_ros.evaluation.sweep import Setting, SweepRow, sweep
@@ -57,7 +54,7 @@ def settings() -> list[Setting]:
 
 def main() -> None:
     """Runs what is missing, and writes the JSON file."""
-    options = _options()
+    options = parser(__doc__, work="speculation-benchmark", out="speculation_nano.json", episodes=60).parse_args()
     policy = nano_policy()
     plan = SimulatePlan(episodes=options.episodes, first_seed=options.seed, films=0, workers=options.workers)
 
@@ -67,11 +64,7 @@ def main() -> None:
 
     rows = sweep(SimulateSettings(policy), settings(), plan, options.work, show)
     loaded = load_policy(policy, device="cpu")
-    result = {
-        "command": f"python benchmarks/speculation.py --episodes {options.episodes} --workers {options.workers}",
-        "date": date.today().isoformat(),
-        "hardware": cpu_name(),
-        "software": software(),
+    result = result_head("speculation", options) | {
         "policy": policy.name,
         "first_seed": options.seed,
         "episodes_per_task": options.episodes,
@@ -80,25 +73,12 @@ def main() -> None:
         ],
         "rows": [_row(row) for row in rows],
     }
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(result, options)
 
 
 def _row(row: SweepRow) -> dict[str, Any]:
     tasks = {name: task.success.as_json() for name, task in row.summary.tasks.items()}
     return row.as_json() | {"tasks": tasks, "action_rate_hz": row.summary.action_rate_hz}
-
-
-def _options() -> argparse.Namespace:
-    here = Path(__file__).parent
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--episodes", type=int, default=60, help="per task")
-    parser.add_argument("--seed", type=int, default=0, help="of the first start; training's begin at 1000000")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument(
-        "--work", type=Path, default=Path("speculation-benchmark"), help="episodes; goes on where it was"
-    )
-    parser.add_argument("--out", type=Path, default=here / "results" / "speculation_nano.json")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -6,19 +6,18 @@ Behind a prompt of 290 rows, as OpenVLA's, with random weights: time does not de
     python benchmarks/tick_cost.py --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from ar import PROMPT, SIZES, hardware, take_turns
 from random_decoder import random_decoder
 from rich.console import Console
 from rich.table import Table
+from shapes import PROMPT, SIZES, tree_parents
+from speed_benchmark import Device, Dtype, Out, Sizes, dtype_on, result_head, write_result
+from timing import take_turns
 
 from specvla_kernels.commit_kv import commit_kv
 from specvla_kernels.layout import Ancestry
@@ -37,7 +36,6 @@ from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.verify import ToVerify, verify
 from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.models.policy import DTYPES
 
 NODES = (1, 8, 16, 32, 50, 64)
 TREE = 16
@@ -47,33 +45,22 @@ _BEAM = 8
 
 
 def main(
-    sizes: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SIZES)}.")] = "tiny,1b",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16 or float16; empty: float32 on CPU, else bfloat16.")
-    ] = "",
+    sizes: Sizes = "tiny,1b",
+    device: Device = "cpu",
+    dtype: Dtype = "",
     repeats: Annotated[int, typer.Option(help="Turns of each part.", min=3)] = 15,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
+    out: Out = None,
 ) -> None:
     """Times the parts of a tick, taking turns."""
-    chosen = DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")]
-    result: dict[str, Any] = {
-        "benchmark": "tick_cost",
-        "command": f"python benchmarks/tick_cost.py --sizes {sizes} --device {device} --repeats {repeats}",
-        "date": date.today().isoformat(),
-        "hardware": hardware(device),
-        "torch": torch.__version__,
-        "dtype": str(chosen).removeprefix("torch."),
-        "tree_nodes": TREE,
-        "sizes": {},
-    }
+    chosen = dtype_on(device, dtype)
+    result = result_head("tick_cost", chosen, {"sizes": sizes, "device": device, "dtype": dtype, "repeats": repeats})
+    result |= {"torch": torch.__version__, "tree_nodes": TREE, "sizes": {}}
     for name in sizes.split(","):
         with torch.inference_mode():
             decoder = random_decoder(SIZES[name].llama, dtype=chosen, device=device)
             result["sizes"][name] = _measure(decoder, device, repeats)
     _print(result)
-    if out is not None:
-        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(result, out)
 
 
 def _measure(decoder: LlamaDecoder, device: str, repeats: int) -> dict[str, Any]:
@@ -123,10 +110,8 @@ def _rules(vocab: int, device: str) -> dict[str, AcceptanceRule]:
 
 
 def _tree(nodes: int, device: str) -> Tree:
-    """A likeliest chain of six with siblings, as a small tree under relaxation is."""
-    parents = [-1, *(node - 1 if node < 6 else node % 6 for node in range(1, nodes))]
     tokens = torch.randint(0, 32000, (nodes,), device=device)
-    ancestry = Ancestry.of(parents, device)
+    ancestry = Ancestry.of(tree_parents(nodes), device)
     there = torch.ones(nodes, dtype=torch.bool, device=device)
     return Tree(tokens, ancestry, torch.zeros(nodes, device=device), there, there, levels=7)
 

@@ -1,4 +1,4 @@
-"""The commands that plan: `specvla plan` and `measure`."""
+"""The commands that plan: `specvla plan` and `bench`."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ Model = Annotated[
 @app.command()
 def plan(
     device: Annotated[
-        str, typer.Option(help="orin, rtx5090, h200, or a file that `specvla measure` wrote.", show_default=False)
+        str, typer.Option(help="orin, rtx5090, h200, or a file that `specvla bench` wrote.", show_default=False)
     ],
     model: Model = None,
     weights: Annotated[
@@ -50,15 +50,23 @@ def plan(
 
 
 @app.command()
-def measure(
-    out: Annotated[Path, typer.Option(help="The device's JSON file, for `specvla plan --device`.", show_default=False)],
+def bench(
+    measure: Annotated[bool, typer.Option("--measure", help="Bandwidth and matrix rates of this device.")] = False,
+    out: Annotated[Path, typer.Option(help="The device's JSON file, for `specvla plan --device`.")] = Path(
+        "device.json"
+    ),
     model: Model = None,
 ) -> None:
-    """Measure this device's bandwidth and matrix rates, for `specvla plan`.
+    """Measure this device, so that `specvla plan` need not assume its figures.
 
     The first GPU in bfloat16, or this CPU in float32, as the engine uses them;
     matrix products in the checkpoint's shapes. About a minute on two cores.
     """
+    if not measure:
+        raise UserError(
+            "say what to measure: `specvla bench --measure` takes this device's bandwidth and matrix rates for "
+            "`specvla plan --device FILE`; policies are timed by the scripts in benchmarks/"
+        )
     from specvla_ros.models.config import read_config
     from specvla_ros.planning.measure import measure_device
     from specvla_ros.planning.openvla_7b import OPENVLA_7B

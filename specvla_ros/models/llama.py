@@ -79,12 +79,21 @@ class LlamaLayer(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor
     ) -> Tensor:
         """[n_rows, hidden] to the same; see LlamaDecoder.forward for the rest."""
+        return self.mlp(self.attention(x, cos, sin, layout, keys, values))
+
+    def attention(
+        self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """The first half: [n_rows, hidden] with what the rows attend to added."""
         n_rows = x.shape[0]
         qkv = _product(self.input_norm(x), self.qkv).view(n_rows, -1, self.head_dim)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         q = rope_write_kv(q, k, v, cos, sin, layout.kv_rows, keys, values)
         attended = packed_attention(q, keys, values, layout)
-        x = x + _product(attended.view(n_rows, -1), self.out)
+        return x + _product(attended.view(n_rows, -1), self.out)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """The second half: [n_rows, hidden] with the MLP's output added."""
         gate, up = _product(self.post_norm(x), self.gate_up).chunk(2, dim=-1)
         return x + _product(F.silu(gate) * up, self.down)
 

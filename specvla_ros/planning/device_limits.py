@@ -31,7 +31,7 @@ class DeviceLimits:
 
     Args:
         name: for the tables.
-        kind: `assumed` (data sheets) or `measured` (`specvla measure`).
+        kind: `assumed` (data sheets) or `measured` (`specvla bench --measure`).
         dtype: of weights, keys and values that are not quantised: bfloat16, float16 or float32.
         bandwidth_gb_s: bytes read from memory [1e9/s].
         dense_tflops: matrix products in `dtype` [1e12 operations/s], structured sparsity not counted.
@@ -115,7 +115,7 @@ def known_devices() -> list[str]:
 
 
 def read_limits(device: str) -> DeviceLimits:
-    """One of the package's devices, or a JSON file such as `specvla measure` writes.
+    """One of the package's devices, or a JSON file such as `specvla bench --measure` writes.
 
     Raises:
         UserError: no such device or file, a field that is missing, a figure that is not positive.
@@ -127,10 +127,10 @@ def read_limits(device: str) -> DeviceLimits:
     except OSError as error:
         raise UserError(
             f"--device {device} is none of {', '.join(known)}, and no file that can be read ({error.strerror}); "
-            "`specvla measure --out FILE` writes one for the machine at hand"
+            "`specvla bench --measure --out FILE` writes one for the machine at hand"
         ) from None
     except ValueError as error:
-        raise UserError(f"{path} is no JSON ({error}); compare it with one that `specvla measure` writes") from None
+        raise UserError(f"{path} is no JSON ({error}); compare it with one of `specvla bench --measure`") from None
     return _parse(raw, path)
 
 

@@ -3,7 +3,7 @@
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 
 import torch
@@ -18,25 +18,35 @@ _WARM_UPS = 2
 _TURNS = 7
 
 
-def measure_device(llama: LlamaConfig, on_step: Callable[[str], None] = lambda _: None) -> DeviceLimits:
-    """Measures the first GPU in bfloat16, or this CPU in float32, as the engine uses them.
+def measure_device(
+    llama: LlamaConfig,
+    on_step: Callable[[str], None] = lambda _: None,
+    *,
+    device: str = "",
+    dtype: torch.dtype | None = None,
+    more_rows: Sequence[int] = (),
+) -> DeviceLimits:
+    """Measures bandwidth and matrix rates.
 
     Args:
         llama: whose matrices are multiplied, as many layers as it has, or as fill the buffer of the bandwidth test.
         on_step: told what is measured next.
+        device: cpu or cuda; empty: the first GPU, or this CPU if there is none, as the engine does.
+        dtype: None: bfloat16 on a GPU, float32 on a CPU, as the engine does.
+        more_rows: of the left matrix, beside `ROWS`.
 
     Returns:
         Medians. 8-bit rates are not measured.
     """
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
-    dtype = torch.bfloat16 if cuda else torch.float32
+    cuda = device.startswith("cuda") if device else torch.cuda.is_available()
+    place = torch.device(device or ("cuda" if cuda else "cpu"))
+    dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
     buffer_bytes = (4 if cuda else 1) << 28
     on_step("bandwidth")
-    reading, copying = _bandwidths(device, dtype, buffer_bytes)
-    layers = _layers(llama, device, dtype, buffer_bytes)
+    reading, copying = _bandwidths(place, dtype, buffer_bytes)
+    layers = _layers(llama, place, dtype, buffer_bytes)
     by_rows = {}
-    for rows in ROWS:
+    for rows in (*ROWS, *more_rows):
         on_step(f"matrix products of {rows} rows")
         by_rows[rows] = _tflops(layers, rows)
     where = f"{_name(cuda)}, torch {torch.__version__}, {date.today().isoformat()}"

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from acceptance_trace import Trace, trace_lengths
+from cold_timer import ColdTimer
 from results_speed import SPEED_SECTIONS
 from soak import MARGINS, _as_json
 from soak_policy import soak_policy
 from soak_run import Soak
+from speed_benchmark import command
 
 from specvla_kernels.layout import Ancestry
 from specvla_ros.drafting.tree import Tree
@@ -39,7 +41,8 @@ def run(script: str, out: Path, *arguments: object) -> dict[str, Any]:
 
 
 def test_modes_take_the_forwards_that_their_trace_leaves_them(tmp_path: Path):
-    result = run("decode_modes", tmp_path / "out.json", "--actions", 3, "--repeats", 1)
+    weights = ["--quantization", "none,w8a8,int4"]
+    result = run("decode_modes", tmp_path / "out.json", "--actions", 3, "--repeats", 1, *weights)
     tiny = result["sizes"]["tiny"]
     modes = tiny["modes"]
     assert tiny["shapes"]["layers"] == 4
@@ -53,6 +56,12 @@ def test_modes_take_the_forwards_that_their_trace_leaves_them(tmp_path: Path):
     assert modes["ar"]["in_flight"] == modes["spec"]["in_flight"] == 1
     assert modes["pipeline"]["peak_bytes"] == 7 * modes["ar"]["peak_bytes"]
     assert all(row["latency_s"]["p50"] <= row["latency_s"]["p95"] for row in modes.values() if "skipped" not in row)
+    quantized = tiny["quantized"]
+    assert list(quantized) == ["none", "w8a8", "int4"]
+    assert quantized["none"]["modes"]["ar"]["rate_over_ar"] == 1
+    assert quantized["w8a8"]["layer_bytes"] < 0.3 * quantized["none"]["layer_bytes"]
+    assert all(2 <= quantized["w8a8"]["modes"][mode]["forwards_per_action"] < 7 for mode in ("spec", "specpipe"))
+    assert "needs a CUDA GPU" in quantized["int4"]["skipped"]
 
 
 def test_sensitivity_covers_every_length(tmp_path: Path):
@@ -73,6 +82,41 @@ def test_layouts_of_keys_and_values_finish_with_the_same_tokens(tmp_path: Path):
     moved = {name: row["moved_bytes"] for name, row in tiny["layouts"].items()}
     row = 2 * 4 * 4 * 64 * 4  # keys and values of 4 layers, 4 heads of 64, float32
     assert moved == {"naive": row * (290 + 291 + 292), "shift": row * (290 + 291), "slots": 0}
+
+
+def test_kernels_and_stages_have_bounds(tmp_path: Path):
+    tiny = run("kernels", tmp_path / "out.json", "--repeats", 1)["sizes"]["tiny"]
+    rows = {(row["name"], row["batch"]): row for row in tiny["rows"]}
+    assert tiny["limits"]["kind"] == "measured"
+    kinds = Counter(row["kind"] for row in rows.values())
+    assert kinds == {"kernel": 5 * 4 + 3, "stage": 5 * 4}
+    for row in rows.values():
+        assert 0 < row["bound_s"] < 1
+        reference = row["contestants"]["PyTorch"]
+        assert reference["share_of_bound"] * reference["seconds"] == pytest.approx(row["bound_s"])
+        assert "GPU only" in row["contestants"]["Triton"]["skipped"]
+    decoded = rows["packed_attention", "7 x 1 node"]
+    row_bytes = 4 * 64 * 4  # 4 heads of 64 in float32: of a query, of what it becomes, of a key and of a value
+    assert decoded["bytes"] == 2 * row_bytes * (7 + 7 * 291)
+    assert decoded["operations"] == 4 * 7 * 291 * 4 * 64
+    assert rows["rmsnorm_residual", "prompt of 290"]["contestants"]["torch.compile"]["skipped"]
+    assert rows["whole forward", "prompt of 290"]["operations"] > 4 * 2 * 290 * (4 * 256 + 3 * 688) * 256
+
+
+def test_a_contestant_that_fails_says_why():
+    def fail() -> None:
+        raise RuntimeError("no such instruction\nat line 3")
+
+    found = ColdTimer("cpu", repeats=1).seconds({"works": lambda: None, "fails": fail})
+    assert found["fails"] == "RuntimeError: no such instruction"
+    assert isinstance(found["works"], float)
+
+
+def test_a_command_names_what_was_chosen():
+    options = {"sizes": "tiny", "device": "cpu", "dtype": "", "vision": False, "wide": True}
+    assert command("decode_modes", options) == (
+        "python benchmarks/decode_modes.py --sizes tiny --device cpu --no-vision"
+    )
 
 
 def test_soak_passes(tmp_path: Path):

@@ -81,7 +81,7 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
 
 
 def test_files_that_are_no_devices_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none of h200, orin, rtx5090.*specvla measure"):
+    with pytest.raises(UserError, match=r"none of h200, orin, rtx5090.*specvla bench --measure"):
         read_limits("thor")
     (tmp_path / "text.json").write_text("no device")
     with pytest.raises(UserError, match="no JSON"):

@@ -1,4 +1,4 @@
-"""`specvla plan` and `measure` as a user types them."""
+"""`specvla plan` and `bench --measure` as a user types them."""
 
 import json
 from pathlib import Path
@@ -100,7 +100,7 @@ def test_this_machine_is_measured_and_planned_for(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(measure, "ROWS", (1, 64))
     monkeypatch.setattr(measure, "_TURNS", 1)
     path = tmp_path / "here.json"
-    done = specvla("measure", "--out", path, "--model", nano_policy())
+    done = specvla("bench", "--measure", "--out", path, "--model", nano_policy())
     assert done.exit_code == 0, done.output
     device = read_limits(str(path))
     assert device.kind == "measured"
@@ -110,10 +110,14 @@ def test_this_machine_is_measured_and_planned_for(tmp_path: Path, monkeypatch: p
     assert done.exit_code == 0, done.output
     assert "rates measured on" in done.output
     assert "no int8 rate" in refusal("plan", "--device", path, "--weights", "w8a8")
-    assert "does not exist" in refusal("measure", "--out", tmp_path / "none" / "here.json")
+    assert "does not exist" in refusal("bench", "--measure", "--out", tmp_path / "none" / "here.json")
 
 
-@pytest.mark.parametrize("command", ["plan", "measure"])
+def test_a_bench_of_nothing_says_what_to_type() -> None:
+    assert "`specvla bench --measure`" in refusal("bench")
+
+
+@pytest.mark.parametrize("command", ["plan", "bench"])
 def test_help_says_what_it_is_for(command: str) -> None:
     done = specvla(command, "--help")
     assert done.exit_code == 0

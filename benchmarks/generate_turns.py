@@ -1,0 +1,84 @@
+"""transformers' generate as a contestant: one action after the other."""
+
+import time
+from typing import Any
+
+import torch
+from gpu_memory import GpuMemory
+from random_policy import TEXT_TOKENS, RandomPolicy, frame
+from saturated import timing
+from shapes import TOKENS
+from timing import synchronise
+from transformers_baseline import transformers_llama
+
+_WARM = 2  # actions in front of a turn: a captured decode step is recorded in its second run
+
+
+class GenerateTurns:
+    """transformers' generate with the policy's weights: one action after the other.
+
+    Args:
+        policy: whose weights.
+        compiled: static cache, and its decode step compiled, as transformers does it where it can.
+    """
+
+    def __init__(self, policy: RandomPolicy, *, compiled: bool) -> None:
+        self._policy = policy
+        self._device = policy.decoder.device
+        self._model = transformers_llama(policy.decoder)
+        self._on_gpu = GpuMemory(policy.model) if self._device.type == "cuda" else None
+        self._options: dict[str, Any] = {"cache_implementation": "static"} if compiled else {}
+        self._compiled = compiled
+        self._skipped = ""
+        if compiled and self._device.type != "cuda":
+            self._skipped = "transformers compiles the decode step on accelerators only"
+        self._latency_s: list[float] = []
+        self._rates_hz: list[float] = []
+        self._peak_bytes: int | None = None
+        self.tokens: tuple[int, ...] = ()
+
+    def add_turn(self, actions: int) -> None:
+        """Times so many actions, behind some that are not counted; the first of all compiles."""
+        if self._skipped:
+            return
+        if self._on_gpu is not None:
+            self._on_gpu.begin()
+        try:
+            for _ in range(_WARM):
+                self._act()
+        except Exception as error:  # a compiler that fails must not end the comparison
+            if not self._compiled:
+                raise
+            self._skipped = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            return
+        if self._compiled and not hasattr(self._model, "_compiled_call"):
+            self._skipped = "transformers did not compile the decode step"
+            return
+        synchronise(str(self._device))
+        started = time.perf_counter()
+        self._latency_s += [self._act() for _ in range(actions)]
+        self._rates_hz.append(actions / (time.perf_counter() - started))
+        self._peak_bytes = self._on_gpu.end() if self._on_gpu is not None else None
+
+    def summary(self) -> dict[str, Any]:
+        """Figures for a result, or why there are none."""
+        if self._skipped:
+            return {"skipped": self._skipped}
+        return timing(self._latency_s, self._rates_hz, self._peak_bytes)
+
+    @torch.no_grad()
+    def _act(self) -> float:
+        """Seconds of one action; its tokens are read back, as an action's must be."""
+        started = time.perf_counter()
+        prompt = self._policy.prompt_embeddings(frame(1).image, (1,) * TEXT_TOKENS)
+        mask = torch.ones(1, len(prompt), dtype=torch.int64, device=self._device)
+        out = self._model.generate(
+            inputs_embeds=prompt[None],
+            attention_mask=mask,
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            **self._options,
+        )
+        self.tokens = tuple(out[0].tolist())
+        return time.perf_counter() - started

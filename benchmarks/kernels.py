@@ -1,0 +1,147 @@
+"""Kernels and stages of a packed forward against the roofline, beside what they compete with.
+
+The bound of each is its bytes over the measured bandwidth or its operations over the measured matrix rate, the larger
+of the two. Operands lie in memory, not in a cache. On a CPU there are no kernels: their PyTorch references are timed.
+
+    python benchmarks/kernels.py                                  # this CPU: tiny
+    python benchmarks/kernels.py --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+import typer
+from cold_timer import ColdTimer
+from kernel_cases import forward_cases, kernel_cases
+from packed_batches import batches, filled_ring
+from random_decoder import random_decoder, random_draft_head
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from shapes import SIZES
+from speed_benchmark import Device, Dtype, Out, Sizes, dtype_on, result_head, write_result
+from stage_cases import stage_cases
+from timed_case import COMPILED, PYTORCH, TRITON, UNQUANTISED, Case
+from timing import take_turns
+
+from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.planning.device_limits import DeviceLimits
+from specvla_ros.planning.forward_cost import least_seconds, total_bytes, total_operations
+from specvla_ros.planning.measure import measure_device
+
+CONTESTANTS = (TRITON, PYTORCH, COMPILED, UNQUANTISED)
+_MANY_ROWS = 2048  # of a product that is bound by computing
+_MEASURED = 7
+
+
+def main(
+    sizes: Sizes = "tiny",
+    device: Device = "cpu",
+    dtype: Dtype = "",
+    repeats: Annotated[int, typer.Option(help="Timed calls of each contestant.", min=1)] = 21,
+    out: Out = None,
+) -> None:
+    """Time, bound and share of it for every kernel and stage."""
+    chosen, timer = dtype_on(device, dtype), ColdTimer(device, repeats)
+    options = {"sizes": sizes, "device": device, "dtype": dtype, "repeats": repeats}
+    result = result_head("kernels", chosen, options) | {"launch_s": timer.launch_seconds(), "sizes": {}}
+    for name in sizes.split(","):
+        with torch.inference_mode():
+            decoder = random_decoder(SIZES[name].llama, dtype=chosen, device=device)
+            limits = _limits(decoder, device)
+            result["sizes"][name] = {
+                "parameters": sum(p.numel() for p in decoder.parameters()),
+                "limits": limits.as_json(),
+                "rows": [_row(kind, case, limits, timer) for kind, case in _cases(decoder)],
+            }
+    _print(result)
+    write_result(result, out)
+
+
+def _limits(decoder: LlamaDecoder, device: str) -> DeviceLimits:
+    """What the device can do at most, as measured with large products: one rate whatever the rows."""
+    measured = measure_device(decoder.config, device=device, dtype=decoder.dtype, more_rows=(_MANY_ROWS,))
+    sources = dict(measured.sources) | {"int8_tops": f"measured: one product of {_MANY_ROWS} rows"}
+    return replace(measured, tflops_by_rows={}, int8_tops=_int8_tops(decoder, device), sources=sources)
+
+
+def _int8_tops(decoder: LlamaDecoder, device: str) -> float:
+    shape = decoder.layers[0].gate_up.weight.shape
+    weight, x = (
+        torch.randint(-127, 128, (rows, shape[1]), dtype=torch.int8, device=device) for rows in (shape[0], _MANY_ROWS)
+    )
+    seconds = take_turns({"int8": lambda: torch._int_mm(x, weight.T)}, _MEASURED, device)["int8"]
+    return 2.0 * _MANY_ROWS * weight.numel() / seconds / 1e12
+
+
+def _cases(decoder: LlamaDecoder) -> Iterator[tuple[str, Case]]:
+    """Kernels, then stages; each is made when it is its turn, and its operands are given back behind it."""
+    ring, draft_head, packed = filled_ring(decoder), random_draft_head(decoder), batches(decoder)
+    for batch in packed:
+        for case in kernel_cases(decoder, batch, ring):
+            yield "kernel", case
+    for case in forward_cases(decoder, ring):
+        yield "kernel", case
+    for batch in packed:
+        for case in stage_cases(decoder, draft_head, batch, ring):
+            yield "stage", case
+
+
+def _row(kind: str, case: Case, limits: DeviceLimits, timer: ColdTimer) -> dict[str, Any]:
+    bound_s = least_seconds(case.parts, limits)
+    found: dict[str, float | str] = {name: call for name, call in case.calls.items() if isinstance(call, str)}
+    found |= timer.seconds({name: call for name, call in case.calls.items() if not isinstance(call, str)})
+    return {
+        "kind": kind,
+        "name": case.name,
+        "batch": case.batch,
+        "rows": case.rows,
+        "bytes": total_bytes(case.parts),
+        "operations": total_operations(case.parts),
+        "bound_s": bound_s,
+        "bound_by": _bound_by(case, limits),
+        "contestants": {name: _contestant(name, found[name], bound_s) for name in case.calls},
+    }
+
+
+def _bound_by(case: Case, limits: DeviceLimits) -> str:
+    reading = total_bytes(case.parts) / limits.bytes_per_s()
+    computing = sum(
+        part.operations / limits.operations_per_s(part.arithmetic, part.rows) for part in case.parts if part.operations
+    )
+    return "reading" if reading >= computing else "computing"
+
+
+def _contestant(name: str, found: float | str, bound_s: float) -> dict[str, Any]:
+    if isinstance(found, str):
+        return {"skipped": found}
+    if name == UNQUANTISED:  # the bound is the quantised product's
+        return {"seconds": found}
+    return {"seconds": found, "share_of_bound": bound_s / found}
+
+
+def _print(result: dict[str, Any]) -> None:
+    for name, size in result["sizes"].items():
+        limits = size["limits"]
+        title = f"{name}, {result['hardware']}, {result['dtype']}: microseconds (share of the bound)"
+        caption = f"{limits['bandwidth_gb_s']:.4g} GB/s, {limits['dense_tflops']:.4g} TFLOP/s, measured"
+        ran = [name for name in CONTESTANTS if any(_cell(row, name) for row in size["rows"])]
+        table = Table("", "on", "bound", "by", *ran, title=title, caption=caption, box=SIMPLE, padding=(0, 0, 0, 1))
+        for row in size["rows"]:
+            cells = [_cell(row, name) for name in ran]
+            table.add_row(row["name"], row["batch"], f"{row['bound_s'] * 1e6:.1f}", row["bound_by"], *cells)
+        Console().print(table)
+
+
+def _cell(row: dict[str, Any], contestant: str) -> str:
+    found = row["contestants"].get(contestant, {})
+    if "seconds" not in found:
+        return ""
+    share = f" ({found['share_of_bound']:.0%})" if "share_of_bound" in found else ""
+    return f"{found['seconds'] * 1e6:.1f}{share}"
+
+
+if __name__ == "__main__":
+    typer.run(main)
