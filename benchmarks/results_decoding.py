@@ -129,7 +129,7 @@ def _rules(result: dict[str, Any]) -> str:
 
 
 def _rule_table(rows: list[dict[str, Any]]) -> str:
-    cells = [["", "success", "difference to ar", "forwards per answer", "τ", "agreement", "ms"]]
+    cells = [["", "success", "difference to ar", "forwards per answer", "τ", "agreement"]]
     for row in rows:
         first = row is rows[0]
         cells.append(
@@ -140,7 +140,6 @@ def _rule_table(rows: list[dict[str, Any]]) -> str:
                 f"{row['forwards_per_action']:.2f}",
                 "" if first else f"{row['tau']:.2f}",
                 f"{row['agreement']:.1%}",
-                f"{row['action_s'] * 1e3:.1f}",
             ]
         )
     return table(cells)
