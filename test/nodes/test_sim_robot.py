@@ -339,6 +339,25 @@ def test_a_faster_stream_of_actions_does_not_move_the_arm_faster() -> None:
     assert 0.8 * meant < speeds[1] < 1.2 * meant
 
 
+def test_late_actions_count_from_the_picture_that_they_answer() -> None:
+    way, late = 0.05, 8  # metres to the side, images
+    seen: list[tuple[int, float]] = []
+    with scene(silent, clock="realtime", tasks=["put_red"]) as s:
+
+        def go_there(stamp: int, told: str) -> VlaAction | None:
+            seen.append((stamp, float(s.hand()[1])))
+            if len(seen) <= late:
+                return None
+            old_stamp, then = seen[-1 - late]
+            return action(old_stamp, (0.0, seen[0][1] + way - then, 0.02, 0.0, 0.0, 0.0, 1.0))
+
+        s.answer = go_there
+        s.until(lambda: len(seen) > 5 * late)
+    gone = np.array([y for _, y in seen]) - seen[0][1]
+    assert gone[-1] == pytest.approx(way, abs=0.006)
+    assert gone.max() < way + 0.02, "added on top of each other, they lead to twice as far"
+
+
 def test_another_period_of_the_policy_keeps_its_speed() -> None:
     with scene(silent) as s:
         s.until(lambda: s.images)
