@@ -59,10 +59,13 @@ second. *Overtaken* are frames that were begun and dropped for a newer one.
 """
 _CLOSED = """
 In closed loop the world moves on while the policy thinks, and a camera gives a picture every 50 ms; {starts} held-out
-starts, the same for every row; the difference is to `ar`, paired. Latency runs from the picture to the action.
-**More actions per second are no gain by themselves**: an action is a displacement from where the arm was in its
-picture, and with several frames in flight the arm has not yet shown what the actions before did. Where the latency is
-longer than an action lasts (0.2 s), it overshoots, and speculation alone does better.
+starts, the same for every row; the difference is to `ar`, paired. Latency runs from the picture to the action. A slow
+policy is first of all late, so an episode may take {limit:g} times its task's time; *in its own time* are those that
+did not need more. *ar's time / its own* is over the starts where both succeed. What counts is how old the picture is
+that the arm follows, latency and period together: fewer forwards shorten the one, more frames in flight the other,
+and whole prefills of other frames in between lengthen it again. An action is a displacement from where the arm was in
+its picture, and the arm takes off what it has gone since (`simulation/image_goal.py`); added up instead, late actions
+overshoot.
 
 """
 
@@ -172,7 +175,8 @@ def _pipelining(result: dict[str, Any]) -> str:
     parts = [text, table(cells), "\n"]
     for each in devices.values():
         if each["closed_loop"]:
-            parts += ["\n" if len(parts) > 3 else _CLOSED.format(starts=_starts(each)), _closed_table(each), "\n"]
+            intro = _CLOSED.format(starts=_starts(each), limit=result["time_limit"])
+            parts += ["\n" if len(parts) > 3 else intro, _closed_table(each), "\n"]
     return "".join(parts) + "\n" + source(result, "pipelining_nano.json")
 
 
