@@ -1,24 +1,20 @@
 """Many requests in flight: each frame gets what it gets alone, in order, once, whatever comes when."""
 
 from dataclasses import replace
-from functools import lru_cache
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.draft_heads import policy_with_random_head
+from support.pipelines import PICTURES, failing_tick, frame, plain_tokens, poisoned
 
 from specvla_ros.acceptance.settings import AcceptanceSettings
 from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.verify_on_device import tolerance_of
 from specvla_ros.models.policy import Policy
 
-PICTURES = 5
 SMALL_TREE = DraftSettings(nodes=8, top_k=3, depth=3, temporal=True)
 SELF = DraftSettings(nodes=6, top_k=2, depth=2, self_tokens=3)
 BINS = 6
@@ -29,35 +25,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), seed=5, hidden_size=64, layers=2)
 
 
-def frame(stamp_ns: int, picture: int, *, epoch: int = 1) -> Observation:
-    image = np.random.default_rng(picture).integers(0, 256, (48, 64, 3), dtype=np.uint8)
-    return Observation(image, "put carrot on plate", stamp_ns, epoch=epoch)
-
-
 @pytest.fixture(scope="module")
 def plain(policy: Policy):
-    """The plain decoder's tokens for a picture."""
-    engine = Engine(policy, EngineSettings())
-
-    @lru_cache
-    def tokens(picture: int) -> tuple[int, ...]:
-        engine.reset()
-        action = engine.act(frame(1, picture))
-        assert isinstance(action, Action)
-        return action.tokens
-
-    return tokens
-
-
-def poisoned(policy: Policy, chosen: EngineSettings, *, as_on_a_gpu: bool = False) -> Engine:
-    engine = Engine(policy, chosen)
-    if as_on_a_gpu:
-        setup = engine._setup
-        setup.tolerance = tolerance_of(setup.rule, setup.answer.actions, setup.ring.keys.device)
-        assert setup.tolerance is not None
-    engine._setup.ring.keys.fill_(float("nan"))
-    engine._setup.ring.values.fill_(float("nan"))
-    return engine
+    return plain_tokens(policy)
 
 
 modes = st.builds(
@@ -120,17 +90,6 @@ def test_every_finished_frame_has_the_plain_decoders_tokens(
         assert not any(each.reason is DropReason.OVERTAKEN for each in ended if isinstance(each, Drop))
     failed = [each for each in ended if isinstance(each, Drop) and each.reason is DropReason.ENGINE_FAULT]
     assert {each.detail for each in failed} == ({"RuntimeError: the device fell off the bus"} if faults else set())
-
-
-def failing_tick(engine: Engine) -> list[Outcome]:
-    def fail(*_: object) -> None:
-        raise RuntimeError("the device fell off the bus")
-
-    handle = engine.policy.decoder.register_forward_pre_hook(fail)
-    try:
-        return engine.tick()
-    finally:
-        handle.remove()
 
 
 def driven(engine: Engine, gaps: list[int], picture: int) -> list[Outcome]:

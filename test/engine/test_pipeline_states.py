@@ -1,0 +1,112 @@
+"""Any sequence of frames, ticks, epochs, faults and switches: no slot leaks, every frame ends once and rightly."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from support.draft_heads import policy_with_random_head
+from support.pipelines import PICTURES, failing_tick, frame, plain_tokens, poisoned
+
+from specvla_ros.drafting.settings import DraftSettings
+from specvla_ros.engine.outcome import Action, DropReason, Outcome
+from specvla_ros.engine.settings import MODES, EngineSettings
+from specvla_ros.errors import UserError
+from specvla_ros.models.policy import Policy
+
+TREE = DraftSettings(nodes=6, top_k=2, depth=3, temporal=True)
+any_settings = st.builds(
+    EngineSettings,
+    mode=st.sampled_from(MODES),
+    max_in_flight=st.integers(0, 4),
+    prefill_chunks=st.integers(1, 3),
+    in_order=st.booleans(),
+    draft=st.just(TREE),
+)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), seed=7, hidden_size=64, layers=1)
+
+
+def test_whatever_happens_every_frame_ends_once_and_rightly(policy: Policy) -> None:
+    plain = plain_tokens(policy)
+
+    class Machine(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.engine = poisoned(policy, EngineSettings("specpipe", draft=TREE))
+            self.pictures: dict[int, int] = {}  # by stamp, of every frame so far
+            self.epoch, self.void_until = 1, 0
+            self.ended: list[int] = []
+            self.left: list[int] = []  # stamps of the actions
+
+        def note(self, outcomes: list[Outcome]) -> None:
+            for each in outcomes:
+                stamp = each.observation.stamp_ns
+                self.ended.append(stamp)
+                if isinstance(each, Action):
+                    assert each.tokens == plain(self.pictures[stamp])
+                    assert stamp > self.void_until, "it belongs to an epoch that is over"
+                    self.left.append(stamp)
+
+        @rule(picture=st.integers(0, PICTURES - 1))
+        def send(self, picture: int) -> None:
+            stamp = len(self.pictures) + 1
+            self.pictures[stamp] = picture
+            self.note(self.engine.submit(frame(stamp, picture, epoch=self.epoch)))
+
+        @rule(times=st.integers(1, 4))
+        def tick(self, times: int) -> None:
+            for _ in range(times):
+                self.note(self.engine.tick())
+
+        @rule(how=st.sampled_from(["flush", "reset"]))
+        def begin_another_epoch(self, how: str) -> None:
+            self.epoch, self.void_until = self.epoch + 1, len(self.pictures)
+            self.note(getattr(self.engine, how)())
+            assert not self.engine.busy
+
+        @precondition(lambda self: self.engine.busy)
+        @rule()
+        def fail(self) -> None:
+            drops = failing_tick(self.engine)
+            assert {each.reason for each in drops} <= {DropReason.ENGINE_FAULT}
+            self.note(drops)
+            assert not self.engine.in_flight
+
+        @rule(chosen=any_settings)
+        def switch(self, chosen: EngineSettings) -> None:
+            waiting = self.engine.busy and not self.engine.in_flight
+            self.note(self.engine.switch(chosen))
+            assert not self.engine.in_flight and self.engine.busy >= waiting
+            assert self.engine.settings.mode == chosen.mode
+
+        @rule()
+        def switch_to_what_cannot_be(self) -> None:
+            before, in_flight = self.engine.settings, self.engine.in_flight
+            with pytest.raises(UserError):
+                self.engine.switch(EngineSettings("spec", draft=DraftSettings(head="/nowhere")))
+            assert (self.engine.settings, self.engine.in_flight) == (before, in_flight)
+
+        @invariant()
+        def every_slot_is_free_or_held(self) -> None:
+            setup = self.engine._setup
+            held = [request.slot for request in setup.flight.requests]
+            assert len(set(held)) == len(held) == setup.ring.slots - setup.ring.free_slots
+            assert setup.ring.slots == setup.settings.slots
+
+        @invariant()
+        def actions_left_in_order_and_nothing_ended_twice(self) -> None:
+            assert self.left == sorted(set(self.left))
+            assert len(set(self.ended)) == len(self.ended)
+
+        def teardown(self) -> None:
+            while self.engine.busy:
+                self.note(self.engine.tick())
+            assert sorted(self.ended) == sorted(self.pictures)
+
+    slow = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+    run_state_machine_as_test(
+        Machine, settings=settings(max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=slow)
+    )

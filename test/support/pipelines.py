@@ -1,0 +1,56 @@
+"""Engines with several requests in flight, and what is fed to them."""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.outcome import Action, Outcome
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.verify_on_device import tolerance_of
+from specvla_ros.models.policy import Policy
+
+PICTURES = 5
+
+
+def frame(stamp_ns: int, picture: int, *, epoch: int = 1) -> Observation:
+    image = np.random.default_rng(picture).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    return Observation(image, "put carrot on plate", stamp_ns, epoch=epoch)
+
+
+def plain_tokens(policy: Policy) -> Callable[[int], tuple[int, ...]]:
+    """The plain decoder's tokens for a picture."""
+    engine = Engine(policy, EngineSettings())
+
+    @lru_cache
+    def tokens(picture: int) -> tuple[int, ...]:
+        engine.reset()
+        action = engine.act(frame(1, picture))
+        assert isinstance(action, Action)
+        return action.tokens
+
+    return tokens
+
+
+def poisoned(policy: Policy, chosen: EngineSettings, *, as_on_a_gpu: bool = False) -> Engine:
+    engine = Engine(policy, chosen)
+    if as_on_a_gpu:
+        setup = engine._setup
+        setup.tolerance = tolerance_of(setup.rule, setup.answer.actions, setup.ring.keys.device)
+        assert setup.tolerance is not None
+    engine._setup.ring.keys.fill_(float("nan"))
+    engine._setup.ring.values.fill_(float("nan"))
+    return engine
+
+
+def failing_tick(engine: Engine) -> list[Outcome]:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device fell off the bus")
+
+    handle = engine.policy.decoder.register_forward_pre_hook(fail)
+    try:
+        return engine.tick()
+    finally:
+        handle.remove()
