@@ -167,12 +167,12 @@ def _allowed_s(episode: EpisodeResult) -> float:
 
 
 def _times(plain: Episodes, own: Episodes) -> dict[str, Any]:
-    """Time to success, and against plain decoding on the starts where both succeeded."""
-    pairs = [(plain[key].time_s, own[key].time_s) for key in own if plain[key].succeeded and own[key].succeeded]
+    """Time to success, and against plain decoding on the starts where both succeeded: medians."""
+    both = [key for key in own if plain[key].succeeded and own[key].succeeded]
     done = [each.time_s for each in own.values() if each.succeeded]
     return {
         "time_to_success_s": statistics.median(done) if done else None,
-        "plain_time_over_own": sum(a for a, _ in pairs) / sum(b for _, b in pairs) if pairs else None,
+        "plain_time_over_own": statistics.median(plain[key].time_s / own[key].time_s for key in both) if both else None,
     }
 
 
