@@ -42,8 +42,11 @@ Intervals are Wilson's at 95 %; p is the exact McNemar test against lockstep ove
 
 """
 _TAIL = """
-Not yet measured: any GPU. The command is `python benchmarks/ar.py --device cuda --sizes 7b --out
-benchmarks/results/ar_gpu.json`; this page shows every JSON file it finds.
+Not yet measured: any GPU. What would be, each with `--device cuda --sizes 7b --out benchmarks/results/NAME_gpu.json`:
+`ar.py` and `decode_modes.py` (every mode beside transformers' generate, with and without static cache and
+torch.compile, and on quantised weights), `kernels.py` (kernels and stages against the roofline), `tick_cost.py`,
+`kv_layouts.py`, `sensitivity.py`; and `soak.py --device cuda --dtype float32`. This page shows every JSON file it
+finds.
 """
 
 
