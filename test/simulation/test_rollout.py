@@ -79,7 +79,8 @@ def test_policy_without_actions_ends_the_episode_and_never_moves_the_robot(robot
         assert result.drops == {"engine_fault": 10} and result.acted_on is None
 
 
-def test_world_that_diverges_ends_the_episode(robot):
+@pytest.mark.parametrize("clock", Clock)
+def test_world_that_diverges_ends_the_episode(robot, clock):
     class Wild(ExpertEngine):
         def tick(self):
             outcomes = super().tick()
@@ -87,7 +88,7 @@ def test_world_that_diverges_ends_the_episode(robot):
                 outcome.values[:] = np.nan
             return outcomes
 
-    result = Rollout(Wild(robot), robot, Clock.LOCKSTEP, tick_time(None)).run("lift_red", 0)
+    result = Rollout(Wild(robot), robot, clock, tick_time(device(0.1))).run("lift_red", 0)
     assert "not finite" in result.failure and not result.succeeded
 
 
