@@ -205,9 +205,8 @@ def calibrate(
     from specvla_ros.evaluation.calibrate_report import HEAD, row
     from specvla_ros.evaluation.calibration import Limits
     from specvla_ros.evaluation.simulate import SimulatePlan
-    from specvla_ros.evaluation.simulate_episode import TABLE, SimulateSettings
+    from specvla_ros.evaluation.simulate_episode import TABLE, SimulateSettings, policy_of
     from specvla_ros.evaluation.tolerance import Tolerance
-    from specvla_ros.models.policy import load_policy
     from specvla_ros.shipped import nano_policy
 
     simulated = world != "none"
@@ -229,14 +228,7 @@ def calibrate(
         episodes=SimulatePlan(tuple(task or ()), episodes, seed, films=0, workers=workers) if simulated else None,
         emulate=emulate,
     )
-    loaded = load_policy(
-        base.policy,
-        device=device,
-        dtype=base.dtype,
-        unnorm_key=unnorm_key,
-        center_crop=center_crop,
-        quantization=base.quantization,
-    )
+    loaded = policy_of(base)
     with progress_bar() as bar:
         line = bar.add_task("looking for frames", total=None)
         images = calibration.collect_frames(loaded, base, data, plan, frames)

@@ -48,7 +48,11 @@ _INSTALL = "pip install -r requirements/runtime.txt"
 def examine() -> list[Check]:
     """Looks at this machine. Never raises: a broken installation is a finding."""
     checks = [_python(), *_torch(), _triton(), *(_library(name) for name in _LIBRARIES)]
-    return [*checks, _opengl(), _accelerate(), _torchao(), *_ros(), _receive_buffer()]
+    optional = [
+        _optional("accelerate", "only training needs it: pip install -r requirements/train.txt"),
+        _optional("torchao", "only model.quantization needs it: pip install torchao (0.18 goes with torch 2.13)"),
+    ]
+    return [*checks, _opengl(), *optional, *_ros(), _receive_buffer()]
 
 
 def _python() -> Check:
@@ -111,20 +115,12 @@ def _opengl() -> Check:
     return _attempt("OpenGL", backend, "only the simulator needs it: apt-get install libosmesa6", state="note")
 
 
-def _accelerate() -> Check:
+def _optional(package: str, fix: str) -> Check:
+    """A package that only some uses need."""
     try:
-        return Check("accelerate", "ok", metadata.version("accelerate"))
+        return Check(package, "ok", metadata.version(package))
     except metadata.PackageNotFoundError:
-        fix = "only training needs it: pip install -r requirements/train.txt"
-        return Check("accelerate", "note", "not installed", fix)
-
-
-def _torchao() -> Check:
-    try:
-        return Check("torchao", "ok", metadata.version("torchao"))
-    except metadata.PackageNotFoundError:
-        fix = "only model.quantization needs it: pip install torchao (0.18 goes with torch 2.13)"
-        return Check("torchao", "note", "not installed", fix)
+        return Check(package, "note", "not installed", fix)
 
 
 def _ros() -> list[Check]:

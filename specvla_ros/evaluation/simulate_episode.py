@@ -14,7 +14,7 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.film import Film
 from specvla_ros.models.action_statistics import ActionStatistics
-from specvla_ros.models.policy import load_policy
+from specvla_ros.models.policy import Policy, load_policy
 from specvla_ros.simulation.device_pace import read_device, tick_time
 from specvla_ros.simulation.robot import SimulatedRobot
 from specvla_ros.simulation.rollout import Clock, EpisodeResult, Rollout
@@ -97,7 +97,21 @@ def _caption(job: EpisodeJob) -> Any:
 @lru_cache(maxsize=1)
 def _stage(settings: SimulateSettings, process: int) -> tuple[Engine, SimulatedRobot]:
     """Engine and robot of a process: loading takes longer than an episode."""
-    policy = load_policy(
+    policy = policy_of(settings)
+    robot = make_robot(settings.world)
+    check_statistics(policy.statistics, robot)
+    engine = Engine(policy, settings.engine)
+    engine.warm_up()
+    return engine, robot
+
+
+def policy_of(settings: SimulateSettings) -> Policy:
+    """Loads the policy; without a key, the action statistics of a LIBERO suite are those that are named as it is.
+
+    Raises:
+        UserError: the checkpoint or an option does not fit.
+    """
+    return load_policy(
         settings.policy,
         device=settings.device,
         dtype=settings.dtype,
@@ -105,11 +119,6 @@ def _stage(settings: SimulateSettings, process: int) -> tuple[Engine, SimulatedR
         center_crop=settings.center_crop,
         quantization=settings.quantization,
     )
-    robot = make_robot(settings.world)
-    check_statistics(policy.statistics, robot)
-    engine = Engine(policy, settings.engine)
-    engine.warm_up()
-    return engine, robot
 
 
 def make_robot(world: str) -> SimulatedRobot:

@@ -11,10 +11,9 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.frame_sources import simulation_source
 from specvla_ros.evaluation.side_by_side import run_side_by_side
 from specvla_ros.evaluation.simulate import SimulatePlan, read_episodes, simulate
-from specvla_ros.evaluation.simulate_episode import SimulateSettings
+from specvla_ros.evaluation.simulate_episode import SimulateSettings, policy_of
 from specvla_ros.evaluation.simulate_summary import PairedComparison, SimulateSummary, compare_episodes
 from specvla_ros.evaluation.sweep_report import write_sweep_report
-from specvla_ros.models.policy import load_policy
 from specvla_ros.simulation.rollout import EpisodeResult
 
 SWEEP_FILE, REPORT_FILE = "sweep.json", "report.html"
@@ -103,14 +102,7 @@ def sweep(
                 on_episode(name, result, done, wanted)
 
         summaries[setting.name] = simulate(replace(base, engine=setting.engine), plan, out / setting.name, report)
-    policy = load_policy(
-        base.policy,
-        device=base.device,
-        dtype=base.dtype,
-        unnorm_key=base.unnorm_key,
-        center_crop=base.center_crop,
-        quantization=base.quantization,
-    )
+    policy = policy_of(base)
     source = simulation_source(
         policy,
         plan.first_seed,

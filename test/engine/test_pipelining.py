@@ -208,6 +208,24 @@ def test_a_newer_frame_that_is_through_first_overtakes(policy: Policy) -> None:
     assert all(isinstance(each, Action) for each in left)
 
 
+def test_an_action_that_waits_for_an_older_one_is_void_with_its_epoch(policy: Policy) -> None:
+    engine = Engine(policy, EngineSettings("specpipe", draft=SMALL_TREE, in_order=True))
+    assert isinstance(engine.act(frame(1, 1)), Action)
+    older, newer = frame(2, 2), frame(3, 1)
+    engine.submit(older)
+    engine.tick()
+    engine.submit(newer)
+    assert engine.tick() == []
+    assert engine.in_flight == 1, "the newer one is through, and waits"
+    drops = engine.flush()
+    assert {id(each.observation) for each in drops} == {id(older), id(newer)}
+    last = frame(4, 1, epoch=2)
+    ended = engine.submit(last)
+    while engine.busy:
+        ended += engine.tick()
+    assert [each.observation for each in ended] == [last]
+
+
 def test_rules_that_look_at_the_image_see_all_of_it_though_it_came_in_chunks(policy: Policy) -> None:
     lvspec = AcceptanceSettings("lvspec", lvspec_loose_share=0.4)
     whole, chunked = (
