@@ -25,11 +25,14 @@ one process; medians. Random weights, since time does not depend on their values
 model; the vision towers of *1b* are OpenVLA's (DINOv2 ViT-L and SigLIP So400m). The bandwidth limit of a decode step
 is one read of all weights at the measured read bandwidth.
 """
-_LINEAR = """## One row through a linear layer on a CPU
+_LINEAR = """## A few rows through a linear layer on a CPU
 
 A decode step is matrix-vector products. torch's runs on one core; `specvla_kernels.linear` gives each thread its
-share of the rows.
+share of the weight's rows. For the few rows of a draft tree's level it multiplies from the other side. Float32, GB of
+weights read per second; {hardware}, `{command}`, {date}, torch {torch}; `linear_cpu.json`.
 
+| | rows | torch | ours | ratio |
+|---|---|---|---|---|
 """
 _SIMULATION = """
 ## What latency costs in closed loop
@@ -97,12 +100,12 @@ def _table(result: dict[str, Any], file: str) -> str:
 
 
 def _linear(result: dict[str, Any]) -> str:
-    rates = result["gb_per_s"]
-    return (
-        f"{_LINEAR}{rates['torch']:.1f} GB/s become {rates['ours']:.1f} GB/s: **{result['speedup']:.2f}** times as fast"
-        f" ({result['shape'][0]} × {result['shape'][1]} float32, {result['hardware']}, `{result['command']}`, "
-        f"{result['date']}, torch {result['torch']}; `linear_cpu.json`).\n"
-    )
+    rows = [
+        f"| {each['matrix']}, {each['shape'][0]} × {each['shape'][1]} | {each['rows']} "
+        f"| {each['gb_per_s']['torch']:.1f} | {each['gb_per_s']['ours']:.1f} | **{each['speedup']:.2f}** |"
+        for each in result["cases"]
+    ]
+    return _LINEAR.format(**result) + "\n".join(rows) + "\n"
 
 
 def _simulation(result: dict[str, Any]) -> str:

@@ -66,13 +66,20 @@ def test_rope_rotates_pairs_half_a_head_apart_and_writes_the_given_rows(dtype: t
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize(("rows", "out_features"), [(1, 12), (1, 13), (5, 12)])
-def test_linear_is_the_plain_product_for_any_number_of_threads(threads: int, rows: int, out_features: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "out_features"), [(0, 12), (1, 12), (1, 13), (2, 12), (5, 12), (6, 12), (8, 1 << 14), (9, 1 << 14)]
+)
+def test_linear_is_the_plain_product_for_any_number_of_threads(
+    threads: int, rows: int, out_features: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(2)
-    x, weight = torch.randn(rows, 7, dtype=torch.float64), torch.randn(out_features, 7, dtype=torch.float64)
+    x, weight = torch.randn(rows, 7, dtype=dtype), torch.randn(out_features, 7, dtype=dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        torch.testing.assert_close(linear(x, weight), x @ weight.T)
+        product = linear(x, weight)
+        torch.testing.assert_close(product, x @ weight.T)
+        assert product.is_contiguous()
     finally:
         torch.set_num_threads(before)
