@@ -14,7 +14,7 @@ MAX_TREE_NODES = 64  # a node's ancestors are the bits of one int64
 
 @dataclass(frozen=True)
 class Ancestry:
-    """Who descends from whom; parents come before their children.
+    """Who descends from whom; parents come before their children. Several trees of the same size may lie in rows.
 
     Args:
         parents: int64 [n]; -1 for a node that follows the slot's committed rows directly.
@@ -45,18 +45,18 @@ class Ancestry:
 
     @staticmethod
     def on_device(parents: Tensor, levels: int) -> "Ancestry":
-        """From parents [n] that only the device knows, without reading them back.
+        """From parents [n], or [trees, n], that only the device knows, without reading them back.
 
         Args:
             levels: no node is deeper than this.
         """
-        bits = torch.ones_like(parents) << torch.arange(parents.shape[0], device=parents.device)
-        ancestors, depths, above = bits, torch.zeros_like(parents), parents
+        one = torch.ones_like(parents)
+        ancestors, depths, above = one << torch.arange(parents.shape[-1], device=parents.device), one - 1, parents
         for _ in range(levels):
             there, node = above >= 0, above.clamp(min=0)
-            ancestors = ancestors | torch.where(there, bits[node], 0)
+            ancestors = ancestors | torch.where(there, one << node, 0)
             depths = depths + there
-            above = torch.where(there, parents[node], -1)
+            above = torch.where(there, parents.gather(-1, node), -1)
         return Ancestry(parents, depths, ancestors)
 
     def without_root(self) -> "Ancestry":

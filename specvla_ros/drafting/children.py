@@ -1,6 +1,6 @@
 """Which children of a node a draft tree considers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,14 +8,14 @@ from torch import Tensor
 
 from specvla_ros.acceptance.verification import ActionIds
 
-# From log-probabilities [b, vocab] and the action dimension of the children to tokens and scores, both [b, k].
-Children = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+# From log-probabilities [b, vocab] and the children's action dimensions, int64 [b], to tokens and scores, both [b, k].
+Children = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def top_k(k: int) -> Children:
     """The k likeliest tokens, scored by their log-probability (EAGLE-2)."""
 
-    def choose(log_probs: Tensor, dimension: int) -> tuple[Tensor, Tensor]:
+    def choose(log_probs: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
         best = log_probs.topk(k, dim=-1)
         return best.indices, best.values
 
@@ -38,17 +38,26 @@ class WindowMass:
     Args:
         k: children per node.
         actions: which ids are actions.
-        bins: r per action dimension.
+        bins: int64 [dimensions + 1], r per action dimension; the last is for every dimension beyond.
     """
 
     k: int
     actions: ActionIds
-    bins: tuple[int, ...]
+    bins: Tensor
 
-    def __call__(self, log_probs: Tensor, dimension: int) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def of(k: int, actions: ActionIds, dimensions: int, device: torch.device) -> "WindowMass":
+        """Without tolerance in any of the action's dimensions."""
+        return WindowMass(k, actions, torch.zeros(dimensions + 1, dtype=torch.int64, device=device))
+
+    def tolerate(self, bins: Sequence[int]) -> None:
+        """Takes another r per action dimension, 0 beyond them, in the same memory: a captured draft reads it."""
+        self.bins.copy_(torch.tensor([*bins] + [0] * (len(self.bins) - len(bins))))
+
+    def __call__(self, log_probs: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and scores [b, k]; -inf where no mass is left."""
-        r = self.bins[dimension] if dimension < len(self.bins) else 0
-        left = self._by_bin(log_probs.exp())
+        r = self.bins[dimensions.clamp(max=len(self.bins) - 1), None]
+        left = self._by_bin(log_probs)
         places = torch.arange(left.shape[-1], device=left.device)
         tokens, scores = [], []
         for _ in range(self.k):
@@ -66,8 +75,8 @@ class WindowMass:
         highest = first + log_probs[:, first : first + 2].argmax(dim=-1, keepdim=True)
         return torch.where(bin_ == self.actions.bins - 1, highest, self.actions.stop - 1 - bin_)
 
-    def _by_bin(self, probabilities: Tensor) -> Tensor:
-        """[b, bins], the lowest value first; the two lowest ids share the highest value's bin."""
-        of_ids = probabilities[:, self.actions.first : self.actions.stop].flip(-1)
+    def _by_bin(self, log_probs: Tensor) -> Tensor:
+        """Probabilities [b, bins], the lowest value first; the two lowest ids share the highest value's bin."""
+        of_ids = log_probs[:, self.actions.first : self.actions.stop].exp().flip(-1)
         shared = of_ids[:, self.actions.bins - 1 :].sum(dim=-1, keepdim=True)
         return torch.cat((of_ids[:, : self.actions.bins - 1], shared), dim=-1)

@@ -41,6 +41,7 @@ class Drafter:
         self._actions = ActionIds(tokenizer.first_id, tokenizer.vocab_size, bins=len(tokenizer.centers))
         self._device = policy.decoder.device
         self._settings = settings or DraftSettings()
+        self._window: WindowMass | None = None
         self._eagle: EagleDrafter | None = None
         self._self: SelfDrafter | None = None
         self._temporal = TemporalDrafter(self._actions) if settings and settings.temporal else None
@@ -50,7 +51,11 @@ class Drafter:
         directory = _head_directory(policy, settings)
         if directory is not None:
             head = load_draft_head(directory, policy.decoder)
-            self._eagle = EagleDrafter(head, policy.decoder, settings, slots=slots, slot_rows=slot_rows)
+            if settings.children == "window_mass":
+                self._window = WindowMass.of(settings.top_k, self._actions, policy.action_dim, self._device)
+            self._eagle = EagleDrafter(
+                head, policy.decoder, settings, slots=slots, slot_rows=slot_rows, children=self._window
+            )
         if settings.self_tokens:
             self._self = SelfDrafter(
                 policy.decoder,
@@ -89,8 +94,8 @@ class Drafter:
 
     def set_tolerance(self, bins: tuple[int, ...]) -> None:
         """Tells what acceptance will tolerate, in bins per action dimension."""
-        if self._eagle is not None and self._settings.children == "window_mass":
-            self._eagle.children = WindowMass(self._settings.top_k, self._actions, bins)
+        if self._window is not None:
+            self._window.tolerate(bins)
 
     def draft(self, inputs: Sequence[DraftInput]) -> list[Tree]:
         """One tree per request, of at most `draft.nodes` nodes."""

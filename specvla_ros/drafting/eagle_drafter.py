@@ -1,42 +1,28 @@
 """Drafts trees with an EAGLE head, for all requests at once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from specvla_kernels.graph_capture import Capture
 from specvla_kernels.layout import Ancestry, Span, pack_layout
 from specvla_ros.drafting.children import Children, top_k
+from specvla_ros.drafting.draft_check import check_inputs, check_trees
 from specvla_ros.drafting.draft_input import DraftInput
-from specvla_ros.drafting.dynamic_tree import TreeGrowth
+from specvla_ros.drafting.draft_start import DraftStart
+from specvla_ros.drafting.dynamic_tree import GrownTrees, nodes_of
 from specvla_ros.drafting.eagle_head import EagleHead
 from specvla_ros.drafting.settings import DraftSettings
+from specvla_ros.drafting.static_draft import MOST_ROWS, StaticDraft
 from specvla_ros.drafting.tree import Tree
+from specvla_ros.drafting.tree_grower import TreeGrower
 from specvla_ros.models.llama import LlamaDecoder
 
 
-@dataclass
-class _Draft:
-    """One request's tree while it grows.
-
-    Attributes:
-        hidden: [beam, hidden], what the head foresees behind the newest beam's nodes.
-        beams: tokens, states at the parents and ancestry of every node that the head runs over, all levels so far.
-    """
-
-    request: DraftInput
-    growth: TreeGrowth
-    hidden: Tensor
-    tokens: list[Tensor]
-    states: list[Tensor]
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
-
-
 class EagleDrafter:
-    """Keeps the head's keys and values, one slot per request as in the target's ring.
+    """Feeds the head what was committed, and grows trees behind it.
 
     Args:
         head: the draft head.
@@ -61,45 +47,81 @@ class EagleDrafter:
         slot_rows: int,
         children: Children | None = None,
     ) -> None:
-        self._head = head
         self._decoder = decoder
         self._settings = settings
-        self._any_token = top_k(settings.top_k)
-        self.children = children or self._any_token
         self.committed_rows = slot_rows
         self.forwards = 0
-        self._slot_rows = slot_rows + settings.beam_nodes
-        config = head.config
-        shape = (slots, self._slot_rows, config.num_key_value_heads, config.head_dim)
-        self._keys = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
-        self._values = torch.empty_like(self._keys)
+        self._slots = slots
+        self._slot_rows = slot_rows + max(settings.beam_nodes, MOST_ROWS)
+        self._captured: dict[tuple[int, int], StaticDraft] = {}  # by requests that grow and levels
+        self._grower = TreeGrower(
+            head,
+            decoder,
+            k=settings.top_k,
+            nodes=settings.nodes,
+            slots=slots,
+            slot_rows=self._slot_rows,
+            children=children or top_k(settings.top_k),
+        )
 
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int] | None = None) -> list[Tree]:
         """Feeds the head what was committed and grows the next trees.
 
         Args:
             inputs: one per request, of different slots.
-            nodes: of each tree, the root included; by default those of the settings.
+            nodes: of each tree, the root included; by default, and at most, those of the settings.
         """
         limits = nodes if nodes is not None else [self._settings.nodes] * len(inputs)
-        drafts = [
-            self._begin(request, hidden, limit)
-            for request, hidden, limit in zip(inputs, self._feed(inputs), limits, strict=True)
-        ]
-        for level in range(self._settings.depth):
-            growing = [each for each in drafts if level < min(each.request.levels, self._settings.depth)]
-            if not growing:
-                break
-            if level:
-                self._run_beams(growing)
-            for each in growing:
-                log_probs = self._log_probs(each.hidden)
-                children = self._any_token if each.request.in_text else self.children
-                each.growth.expand(*children(log_probs, each.request.place + level))
-        return [each.growth.finish() for each in drafts]
+        pairs = [(each, limit) for each, limit in zip(inputs, limits, strict=True) if each.levels > 0]
+        if not pairs:
+            self._feed(inputs)
+            return [Tree.of_root(each.root) for each in inputs]
+        growing, most = [each for each, _ in pairs], [limit for _, limit in pairs]
+        levels = [min(each.levels, self._settings.depth) for each in growing]
+        static = None if any(each.in_text for each in growing) else self._captured.get((len(growing), max(levels)))
+        if static is None:
+            foreseen = self._feed(inputs)
+            grown = self._grow(growing, torch.stack([foreseen[each.slot] for each in growing]), most, max(levels))
+        else:
+            self._feed([rows for each in inputs if (rows := _ahead(each))])
+            self.forwards += max(levels)
+            grown = static([_newest(each) for each in growing], most)
+        sizes = [(nodes_of(each, self._settings.top_k, limit), each) for each, limit in zip(levels, most, strict=True)]
+        trees = dict(zip((each.slot for each in growing), grown.split(sizes), strict=True))
+        return [trees[each.slot] if each.slot in trees else Tree.of_root(each.root) for each in inputs]
 
-    def _feed(self, inputs: Sequence[DraftInput]) -> list[Tensor]:
-        """The head over the newly committed rows; [1, hidden] behind each request's last."""
+    def warm_up(self, capture: Capture) -> int:
+        """Captures a draft of every size and compares it with the same draft without capture; how many there are.
+
+        No request may be in flight: every slot is written to.
+
+        Raises:
+            Exception: whatever the capture raises; RuntimeError: a draft differs. Then none is captured.
+        """
+        self._captured = {}
+        captured: dict[tuple[int, int], StaticDraft] = {}
+        self._grower.fill_at_random()
+        for requests in range(self._slots, 0, -1):  # the largest first: the others then find memory in its pool
+            for levels in range(self._settings.depth, 0, -1):
+                static = StaticDraft(self._grower, requests=requests, levels=levels, capture=capture)
+                self._check(static, requests, levels)
+                captured[requests, levels] = static
+        self._captured = captured
+        return len(captured)
+
+    def _check(self, static: StaticDraft, requests: int, levels: int) -> None:
+        """Compares a captured draft with the same draft as it comes."""
+        inputs = check_inputs(self._decoder, requests, levels, prefix_len=max(1, self.committed_rows // 2))
+        nodes = [self._settings.nodes] * requests
+        fed = self._feed(inputs)
+        expected = self._grow(inputs, torch.stack([fed[each.slot] for each in inputs]), nodes, levels)
+        what = f"draft of {requests} trees with {levels} levels"
+        check_trees(static(inputs, nodes), expected, dtype=self._decoder.dtype, what=what)
+
+    def _feed(self, inputs: Sequence[DraftInput]) -> dict[int, Tensor]:
+        """The head over the newly committed rows: by slot, [hidden] behind the last of them."""
+        if not inputs:
+            return {}
         parts: list[tuple[Span, Ancestry | None]] = []
         start = 0
         for each in inputs:
@@ -107,59 +129,29 @@ class EagleDrafter:
             parts.append((Span(each.slot, start, rows, each.prefix_len - rows, is_tree=False), None))
             start += rows
         following = torch.cat([each.following for each in inputs])
-        hidden = self._forward(following, torch.cat([each.hidden for each in inputs]), parts)
-        return [hidden[span.stop - 1 : span.stop] for span, _ in parts]
-
-    def _begin(self, request: DraftInput, hidden: Tensor, nodes: int) -> _Draft:
-        levels = min(request.levels, self._settings.depth)
-        growth = TreeGrowth(request.root, levels=levels, nodes=nodes)
-        none = torch.empty(0, dtype=torch.int64, device=hidden.device)
-        return _Draft(request, growth, hidden, [], [], parents=none, depths=none, ancestors=none)
-
-    def _run_beams(self, drafts: Sequence[_Draft]) -> None:
-        """The head over every beam so far: one forward for all requests, with earlier levels computed again.
-
-        The head is one layer, read from memory once per forward however many rows there are.
-        """
-        parts: list[tuple[Span, Ancestry | None]] = []
-        start = 0
-        for each in drafts:
-            _add_beam(each)
-            rows = len(each.parents)
-            ancestry = Ancestry(each.parents, each.depths, each.ancestors)
-            parts.append((Span(each.request.slot, start, rows, each.request.prefix_len, is_tree=True), ancestry))
-            start += rows
-        tokens = torch.cat([token for each in drafts for token in each.tokens])
-        states = torch.cat([state for each in drafts for state in each.states])
-        hidden = self._forward(self._decoder.embed_tokens(tokens), states, parts)
-        for each, (span, _) in zip(drafts, parts, strict=True):
-            each.hidden = hidden[span.stop - len(each.tokens[-1]) : span.stop]
-
-    def _forward(self, following: Tensor, hidden: Tensor, parts: Sequence[tuple[Span, Ancestry | None]]) -> Tensor:
         self.forwards += 1
         layout = pack_layout(parts, self._slot_rows, following.device)
-        rotation = self._decoder.rotation(layout.positions)
-        out: Tensor = self._head(following, hidden, layout, rotation, self._keys, self._values)
-        return out
+        hidden = self._grower.forward(following, torch.cat([each.hidden for each in inputs]), layout)
+        return {span.slot: hidden[span.stop - 1] for span, _ in parts}
 
-    def _log_probs(self, hidden: Tensor) -> Tensor:
-        return self._decoder.logits(hidden).log_softmax(dim=-1)
+    def _grow(self, inputs: Sequence[DraftInput], foreseen: Tensor, nodes: Sequence[int], levels: int) -> GrownTrees:
+        """Trees behind rows that the head was fed."""
+        self.forwards += levels - 1
+        texts = [each.in_text for each in inputs]
+        in_text = torch.tensor(texts, device=foreseen.device) if any(texts) else None
+        return self._grower.grow(DraftStart.of(inputs, nodes), foreseen, levels, in_text)
 
 
-def _add_beam(draft: _Draft) -> None:
-    """Puts the newest beam behind those before it; its nodes were fed with what the head foresaw at their parents."""
-    growth, before = draft.growth, len(draft.parents)
-    width = len(growth.beam_tokens)
-    nodes = torch.arange(before, before + width, device=growth.beam_tokens.device)
-    own = torch.ones_like(nodes) << nodes
-    if before:
-        last = len(draft.tokens[-1])
-        parents = before - last + growth.beam_parents
-        ancestors = draft.ancestors[parents] | own
-    else:
-        parents, ancestors = torch.full_like(nodes, -1), own
-    draft.tokens.append(growth.beam_tokens)
-    draft.states.append(draft.hidden[growth.beam_parents])
-    draft.depths = torch.cat((draft.depths, torch.full_like(nodes, len(draft.tokens) - 1)))
-    draft.parents = torch.cat((draft.parents, parents))
-    draft.ancestors = torch.cat((draft.ancestors, ancestors))
+def _newest(request: DraftInput) -> DraftInput:
+    """With as many rows as a captured draft takes."""
+    return replace(request, hidden=request.hidden[-MOST_ROWS:], following=request.following[-MOST_ROWS:])
+
+
+def _ahead(request: DraftInput) -> DraftInput | None:
+    """With the rows that a captured draft does not take; None: it takes all."""
+    left = MOST_ROWS if request.levels > 0 else 0
+    rows = len(request.hidden) - left
+    if rows <= 0:
+        return None
+    shorter = replace(request, hidden=request.hidden[:rows], following=request.following[:rows])
+    return replace(shorter, prefix_len=request.prefix_len - left)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
+from specvla_kernels.graph_capture import Capture, capture_on
 from specvla_ros.engine.buckets import Bucket, ForwardSizes
 from specvla_ros.engine.forward_check import check_forward, check_segments, fill_at_random
-from specvla_ros.engine.graph_capture import Capture, capture_on
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.packed_forward import packed_forward
 from specvla_ros.engine.segment import Segment

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.attention_plan import AttentionPlan, plan_attention
+from specvla_kernels.graph_capture import Capture
 from specvla_kernels.layout import PackedLayout, Span
 from specvla_ros.engine.buckets import Bucket
-from specvla_ros.engine.graph_capture import Capture
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.segment import Segment, spans_of, wanted_rows
 from specvla_ros.models.llama import ForwardResult, LlamaDecoder

@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_decoder import random_decoder
 from support.draft_heads import random_head
 from support.no_read_back import no_read_back
+from support.static_forwards import rerun, use_table
 
+from specvla_kernels import packed_attention
 from specvla_ros.acceptance.verification import ActionIds
 from specvla_ros.drafting.children import WindowMass
 from specvla_ros.drafting.draft_input import DraftInput
@@ -26,8 +28,8 @@ SETTINGS = DraftSettings(top_k=3, depth=4, nodes=12)
 
 def drafter(**arguments: Any) -> EagleDrafter:
     made = EagleDrafter(HEAD, DECODER, SETTINGS, slots=4, slot_rows=40, **arguments)
-    made._keys.fill_(float("nan"))
-    made._values.fill_(float("nan"))
+    made._grower.keys.fill_(float("nan"))
+    made._grower.values.fill_(float("nan"))
     return made
 
 
@@ -78,7 +80,7 @@ def test_a_trees_scratch_rows_are_never_read_again() -> None:
     made = drafter()
     made.draft([request(5, 2, 9, 0, 4), request(6, 0, 30, 0, 4)])
     for slot, prefix in ((2, 9), (0, 30)):
-        made._keys[slot, prefix:] = made._values[slot, prefix:] = float("nan")
+        made._grower.keys[slot, prefix:] = made._grower.values[slot, prefix:] = float("nan")
     trees = made.draft([request(5, 2, 12, 9, 4), request(6, 0, 31, 30, 4)])
     same(trees[0], drafter().draft([request(5, 2, 12, 0, 4)])[0])
     same(trees[1], drafter().draft([request(6, 0, 31, 0, 4)])[0])
@@ -89,10 +91,51 @@ def test_node_limits_are_each_requests_own() -> None:
     assert [len(tree) for tree in trees] == [4, 9]
 
 
-@pytest.mark.parametrize("children", [None, WindowMass(3, ActionIds(30, 46, 15), (2,) * 7)], ids=["top_k", "window"])
+WINDOW = WindowMass.of(3, ActionIds(30, 46, 15), 7, torch.device("cpu"))
+WINDOW.tolerate((2,) * 7)
+
+
+@pytest.mark.parametrize("children", [None, WINDOW], ids=["top_k", "window"])
 def test_a_tree_grows_without_a_read_back(children: Any) -> None:
     made = drafter(children=children)
     requests = [request(3, 0, 7, 0, 4)]
     with no_read_back():
         (tree,) = made.draft(requests)
     assert len(tree) == SETTINGS.nodes
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> EagleDrafter:
+    """A drafter whose drafts are run again where a GPU would replay them."""
+    use_table(monkeypatch)
+    made = EagleDrafter(HEAD, DECODER, SETTINGS, slots=4, slot_rows=40, children=WINDOW)
+    assert made.warm_up(rerun) == 4 * SETTINGS.depth
+    made._grower.keys.fill_(float("nan"))
+    made._grower.values.fill_(float("nan"))
+    monkeypatch.setattr(made, "_grow", None)  # nothing may grow as it comes
+    return made
+
+
+# Several rounds of requests: seed, rows ahead, new rows and levels of each.
+ROUNDS = st.lists(
+    st.lists(st.tuples(st.integers(0, 99), st.integers(1, 20), st.integers(0, 5)), min_size=1, max_size=4),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ROUNDS)
+def test_a_captured_draft_gives_the_same_trees(
+    captured: EagleDrafter, rounds: list[list[tuple[int, int, int]]]
+) -> None:
+    """Any number of requests, of rows and of levels, draft behind draft on the same memory."""
+    for wanted in rounds:
+        requests = [request(seed, slot, prefix, 0, levels) for slot, (seed, prefix, levels) in enumerate(wanted)]
+        trees = captured.draft(requests)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packed_attention, "has_kernels", lambda _: False)
+            expected = drafter(children=WINDOW).draft(requests)
+        for tree, other in zip(trees, expected, strict=True):
+            same(tree, other)
+            assert tree.ancestry.ancestors.equal(other.ancestry.ancestors) and tree.valid.equal(other.valid)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from specvla_ros.acceptance.verification import ActionIds
 from specvla_ros.drafting.branches import Branches, add_branches
-from specvla_ros.drafting.children import WindowMass, top_k
-from specvla_ros.drafting.dynamic_tree import TreeGrowth
+from specvla_ros.drafting.children import Children, WindowMass, top_k
+from specvla_ros.drafting.dynamic_tree import TreeGrowth, nodes_of
 from specvla_ros.drafting.prompt_lookup import look_up
 from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.drafting.temporal import TemporalDrafter
@@ -21,6 +21,25 @@ ACTIONS = ActionIds(first=10, stop=26, bins=15)  # ids 10 and 11 decode alike
 VOCAB = 30
 
 
+def window_mass(k: int, *bins: int) -> WindowMass:
+    made = WindowMass.of(k, ACTIONS, 7, torch.device("cpu"))
+    made.tolerate(bins)
+    return made
+
+
+def growth_of(levels: int) -> TreeGrowth:
+    return TreeGrowth(torch.tensor([3]), torch.tensor([levels]))
+
+
+def grow(growth: TreeGrowth, children: Children, rows: torch.Tensor, level: int, shift: int = 0) -> None:
+    tokens, scores = children(rows, torch.full((len(rows),), level))
+    growth.expand(tokens[None] + shift, scores[None])
+
+
+def finished(growth: TreeGrowth, *, levels: int, k: int, nodes: int) -> Tree:
+    return growth.finish(torch.tensor([nodes]), nodes).split([(nodes_of(levels, k, nodes), levels)])[0]
+
+
 def log_probs(seed: int, rows: int = 3, sharpness: float = 2.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(rows, VOCAB, generator=generator, dtype=torch.float64) * sharpness).log_softmax(-1)
@@ -29,7 +48,7 @@ def log_probs(seed: int, rows: int = 3, sharpness: float = 2.0) -> torch.Tensor:
 @given(st.integers(0, 10**6), st.integers(0, 6), st.integers(1, 5))
 def test_window_mass_takes_the_likeliest_that_no_sibling_covers(seed: int, r: int, k: int) -> None:
     given_ = log_probs(seed)
-    tokens, scores = WindowMass(k, ACTIONS, (r,) * 7)(given_, 3)
+    tokens, scores = window_mass(k, *[r] * 7)(given_, torch.full((3,), 3))
     for row, chosen, score in zip(given_.exp().tolist(), tokens.tolist(), scores.tolist(), strict=True):
         left = [row[ACTIONS.stop - 1 - b] for b in range(15)]
         left[14] += row[10]
@@ -51,29 +70,40 @@ def test_window_mass_without_tolerance_is_top_k_over_the_bins(seed: int, k: int)
     given_[:, 10] = -torch.inf  # the id that shares its bin
     restricted = torch.full_like(given_, -torch.inf)
     restricted[:, 10:26] = given_[:, 10:26]
-    ours, likeliest = WindowMass(k, ACTIONS, (0,) * 7)(given_, 0), top_k(k)(restricted, 0)
+    first = torch.zeros(3, dtype=torch.int64)
+    ours, likeliest = window_mass(k)(given_, first), top_k(k)(restricted, first)
     assert ours[0].equal(likeliest[0])
     torch.testing.assert_close(ours[1], likeliest[1], atol=1e-9, rtol=1e-6)
 
 
-def test_a_dimension_beyond_the_tolerances_has_none() -> None:
-    given_ = log_probs(1)
-    assert WindowMass(4, ACTIONS, (5,))(given_, 3)[0].equal(WindowMass(4, ACTIONS, ())(given_, 0)[0])
+def test_each_row_has_the_tolerance_of_its_own_dimension_and_none_beyond() -> None:
+    given_ = log_probs(1, rows=1).expand(4, -1)
+    mixed, _ = window_mass(4, 5, 0, 2)(given_, torch.tensor([0, 1, 2, 99]))
+    for row, r in enumerate((5, 0, 2, 0)):
+        assert mixed[row].equal(window_mass(4, r)(given_[:1], torch.zeros(1, dtype=torch.int64))[0][0])
+    assert len({tuple(row) for row in mixed.tolist()}) == 3
+
+
+def test_another_tolerance_is_taken_in_the_same_memory() -> None:
+    made = window_mass(4, 5, 5)
+    memory = made.bins.data_ptr()
+    made.tolerate((2,))
+    assert made.bins.tolist() == [2] + [0] * 7 and made.bins.data_ptr() == memory
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 5), st.integers(1, 40))
 def test_a_grown_tree_is_a_tree_of_the_best(data: st.DataObject, k: int, levels: int, nodes: int) -> None:
-    growth = TreeGrowth(torch.tensor(3), levels=levels, nodes=nodes)
+    growth = growth_of(levels)
     considered = [0.0]
     for level in range(levels):
-        beam = len(growth.beam_tokens)
+        beam = growth.beam_tokens.shape[1]
         rows = log_probs(data.draw(st.integers(0, 99)), beam, sharpness=data.draw(st.sampled_from([0.0, 1.0, 40.0])))
         rows = rows.to(torch.float32)
         if data.draw(st.integers(0, 9)) == 0:
             rows[data.draw(st.integers(0, beam - 1))] = torch.nan
-        growth.expand(*top_k(k)(rows, level))
+        grow(growth, top_k(k), rows, level)
         considered.append(beam * k)
-    tree = growth.finish()
+    tree = finished(growth, levels=levels, k=k, nodes=nodes)
     parents, tokens = tree.ancestry.parents.tolist(), tree.tokens.tolist()
     n = len(tree)
     assert n == min(nodes, 1 + int(sum(considered)))
@@ -90,24 +120,22 @@ def test_a_grown_tree_is_a_tree_of_the_best(data: st.DataObject, k: int, levels:
 
 
 def test_no_child_is_kept_without_its_parent_though_rounding_ranks_it_higher() -> None:
-    growth = TreeGrowth(torch.tensor(3), levels=2, nodes=2)
-    growth.expand(torch.tensor([[20]]), torch.tensor([[-0.5]]))
-    growth.expand(torch.tensor([[21]]), torch.tensor([[1e-6]]))
-    tree = growth.finish()
+    growth = growth_of(2)
+    growth.expand(torch.tensor([[[20]]]), torch.tensor([[[-0.5]]]))
+    growth.expand(torch.tensor([[[21]]]), torch.tensor([[[1e-6]]]))
+    tree = finished(growth, levels=2, k=1, nodes=2)
     assert tree.tokens.tolist() == [3, 20]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(2, 6))
 def test_a_tree_of_windows_keeps_every_parent(seed: int, k: int, nodes: int) -> None:
-    growth = TreeGrowth(torch.tensor(3), levels=4, nodes=nodes)
-    window = WindowMass(k, ACTIONS, (15,) * 7)
+    growth = growth_of(4)
     for level in range(4):
-        rows = log_probs(seed + level, len(growth.beam_tokens), sharpness=5.0).to(torch.float32)
+        rows = log_probs(seed + level, growth.beam_tokens.shape[1], sharpness=5.0).to(torch.float32)
         rows[:, :10] = rows[:, 26:] = -torch.inf  # nearly all of the mass in one window
-        tokens, scores = window(rows.log_softmax(-1), level)
         # Each level's tokens are made recognisable: a node at the wrong level is seen.
-        growth.expand(tokens + 100 * (level + 1), scores)
-    tree = growth.finish()
+        grow(growth, window_mass(k, *[15] * 7), rows.log_softmax(-1), level, shift=100 * (level + 1))
+    tree = finished(growth, levels=4, k=k, nodes=nodes)
     levels = tree.tokens[1:] // 100
     assert levels.equal(tree.ancestry.depths[1:])
 
@@ -152,10 +180,10 @@ def test_branches_join_what_they_share() -> None:
 
 
 def test_branches_hang_below_the_root_of_any_tree() -> None:
-    growth = TreeGrowth(torch.tensor(3), levels=2, nodes=6)
+    growth = growth_of(2)
     for level in range(2):
-        growth.expand(*top_k(2)(log_probs(level, len(growth.beam_tokens)), level))
-    tree = growth.finish()
+        grow(growth, top_k(2), log_probs(level, growth.beam_tokens.shape[1]), level)
+    tree = finished(growth, levels=2, k=2, nodes=6)
     both = add_branches(tree, Branches.of([(1, 2, 3), (4,)], levels=3, most=9), relaxable=False)
     assert both.tokens.tolist() == [*tree.tokens.tolist(), 1, 2, 3, 4]
     assert both.ancestry.parents.tolist() == [*tree.ancestry.parents.tolist(), 0, 6, 7, 0]

@@ -10,7 +10,7 @@ from support.paths import ORACLES, needs
 
 from specvla_ros.drafting.children import top_k
 from specvla_ros.drafting.draft_input import DraftInput
-from specvla_ros.drafting.dynamic_tree import TreeGrowth
+from specvla_ros.drafting.dynamic_tree import TreeGrowth, nodes_of
 from specvla_ros.drafting.eagle_drafter import EagleDrafter
 from specvla_ros.drafting.eagle_head import EagleHead
 from specvla_ros.drafting.settings import DraftSettings
@@ -40,17 +40,20 @@ def test_the_same_nodes_are_kept_as_in_the_published_code() -> None:
     whole = 0
     for case in cases:
         key, levels = case["key"], case["depth_arg"] + 1
-        growth = TreeGrowth(torch.tensor(case["root"]), levels=levels, nodes=case["total_tokens_arg"])
+        growth = TreeGrowth(torch.tensor([case["root"]]), torch.tensor([levels]))
         table = f"{key.split('_')[0]}_table_logits"
         for step in range(levels):
             if table in tables.files:
-                logits = torch.from_numpy(tables[table])[step][growth.beam_tokens]
+                logits = torch.from_numpy(tables[table])[step][growth.beam_tokens[0]]
                 log_probs = logits.log_softmax(-1)
             else:
-                assert growth.beam_tokens.tolist() == recorded[f"{key}_step{step}_tokens"].tolist()
+                assert growth.beam_tokens[0].tolist() == recorded[f"{key}_step{step}_tokens"].tolist()
                 log_probs = torch.from_numpy(recorded[f"{key}_step{step}_logprobs"])
-            growth.expand(*top_k(case["top_k"])(log_probs, step))
-        tree = growth.finish()
+            tokens, scores = top_k(case["top_k"])(log_probs, torch.tensor([step]))
+            growth.expand(tokens[None], scores[None])
+        nodes = case["total_tokens_arg"]
+        kept = nodes_of(levels, case["top_k"], nodes)
+        (tree,) = growth.finish(torch.tensor([nodes]), nodes).split([(kept, levels)])
         expected = paths(recorded[f"{key}_draft_tokens"].tolist(), recorded[f"{key}_parents"].tolist())
         assert paths_of(tree) == expected, key
         assert sorted(tree.log_probs.tolist()) == pytest.approx(sorted(recorded[f"{key}_cum_logprob"]), abs=1e-4)
@@ -65,9 +68,9 @@ class _Recorder:
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
 
-    def __call__(self, log_probs: torch.Tensor, dimension: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, log_probs: torch.Tensor, dimensions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.seen.append(log_probs)
-        return top_k(8)(log_probs, dimension)
+        return top_k(8)(log_probs, dimensions)
 
 
 @needs(DATA)

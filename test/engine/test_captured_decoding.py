@@ -4,7 +4,8 @@ There is no GPU here: the capture is one that runs the work again on the same me
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,12 @@ from support.draft_heads import write_random_head
 from support.random_checkpoint import write_random_checkpoint
 from support.static_forwards import rerun, use_table
 
+from specvla_kernels.graph_capture import Capture
 from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine import forwards
 from specvla_ros.engine.buckets import ForwardSizes
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.forwards import Forwards
-from specvla_ros.engine.graph_capture import Capture, Run
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, Outcome
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
@@ -28,6 +29,7 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.models.policy import Policy, load_policy
 
+Run = Callable[[], Any]
 SMALL_TREE = DraftSettings(nodes=8, top_k=3, depth=3, temporal=True)
 SPECPIPE = EngineSettings("specpipe", prefill_chunks=2, draft=SMALL_TREE)
 PLAIN = EngineSettings()

@@ -12,10 +12,10 @@ from support.no_read_back import no_read_back
 from support.static_forwards import kernels, rerun
 
 from specvla_kernels import attention_plan
+from specvla_kernels.graph_capture import Run
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.buckets import ForwardSizes
 from specvla_ros.engine.forwards import Forwards
-from specvla_ros.engine.graph_capture import Run
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from specvla_kernels import packed_attention, rope_write_kv
 from specvla_kernels.attention_plan import AttentionPlan
+from specvla_kernels.graph_capture import Result
 from specvla_kernels.layout import PackedLayout, Span
-from specvla_ros.engine.graph_capture import Run
 
 
-def rerun(run: Run) -> Run:
+def rerun(run: Callable[[], Result]) -> Callable[[], Result]:
     """In place of a capture: runs the work again on the same memory."""
     return run
 

@@ -7,8 +7,8 @@ from unittest.mock import MagicMock, create_autospec
 import pytest
 import torch
 
-from specvla_ros.engine import graph_capture
-from specvla_ros.engine.graph_capture import capture_on
+from specvla_kernels import graph_capture
+from specvla_kernels.graph_capture import capture_on
 
 
 @pytest.fixture

@@ -2,19 +2,21 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from specvla_kernels.jit import has_kernels
 
-Run = Callable[[], Tensor]
-Capture = Callable[[Run], Run]
-"""From work that reads and writes the same memory whenever it runs, to what does it again and gives the result.
+Result = TypeVar("Result")
 
-The result's memory is the same each time too.
-"""
+
+class Capture(Protocol):
+    """Makes work repeatable that reads and writes the same memory whenever it runs."""
+
+    def __call__(self, run: Callable[[], Result]) -> Callable[[], Result]:
+        """What does it again and gives the result, whose memory is the same each time too."""
 
 
 def capture_on(store: Tensor) -> Capture | None:
@@ -38,7 +40,7 @@ def _cuda_graphs(device: torch.device) -> Capture:
     pool = torch.cuda.graph_pool_handle()
     side = torch.cuda.Stream(device)
 
-    def capture(run: Run) -> Run:
+    def capture(run: Callable[[], Result]) -> Callable[[], Result]:
         current = torch.cuda.current_stream(device)
         side.wait_stream(current)
         # The outer context brings the current stream back if the capture cannot be ended.
@@ -54,7 +56,7 @@ def _cuda_graphs(device: torch.device) -> Capture:
                 raise
         current.wait_stream(side)
 
-        def replay() -> Tensor:
+        def replay() -> Result:
             graph.replay()
             return result
 

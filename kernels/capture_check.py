@@ -1,0 +1,27 @@
+"""Whether captured work gives what the same work gives without capture."""
+
+import torch
+from torch import Tensor
+
+# Of a row's length. Another size sums in another order, in every layer; a row that is wrong is off by its whole length.
+_TOLERANCES = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.2}
+_EXACT = 1e-6
+
+
+def check_rows(found: Tensor, expected: Tensor, *, dtype: torch.dtype, what: str) -> None:
+    """Compares results row by row; waits for the device.
+
+    Args:
+        found: [n, size], of captured work.
+        expected: like found, without capture.
+        dtype: that it is computed in.
+        what: the work, for the error.
+
+    Raises:
+        RuntimeError: they are not finite, or differ by more than rounding.
+    """
+    expected = expected.double()
+    off = (found.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+    worst = float(off.max()) if bool(off.isfinite().all()) else torch.nan
+    if not worst <= _TOLERANCES.get(dtype, _EXACT):
+        raise RuntimeError(f"a captured {what} is off by {worst:.2g} of a row's length")
