@@ -49,7 +49,7 @@ class Turns:
         tokens: the last action's.
         begun, overtaken: frames.
         peak_bytes: of the GPU's memory, weights included; of the KV ring on a CPU.
-        cuda_graphs: how many forwards were captured, or why none; empty on a CPU.
+        cuda_graphs: how many there are, or why none; empty on a CPU.
     """
 
     latency_s: list[float] = field(default_factory=list)

@@ -196,7 +196,7 @@ class Engine:
         received_ns = observation.received_ns
         wait_s = (time.monotonic_ns() - received_ns) * 1e-9 if received_ns else 0.0
         self._clock.start()
-        prompt = self.policy.prompt_embeddings(observation.image, prompt_ids)
+        prompt = self.policy.prompt_embeddings(observation.image, prompt_ids, setup.vision)
         self._clock.stop()
         slot = setup.ring.take()
         assert slot is not None

@@ -1,6 +1,7 @@
-"""Whether a captured forward gives what the same forward gives without capture."""
+"""Whether captured work gives what the same work gives without capture."""
 
 import torch
+from torch import Tensor
 
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.buckets import Bucket, ForwardSizes
@@ -8,7 +9,9 @@ from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.packed_forward import packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.static_forward import StaticForward
+from specvla_ros.engine.static_vision import StaticVision
 from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.openvla import OpenVLA
 
 # Of a row's length. Another size sums in another order, in every layer; a row that is wrong is off by its whole length.
 _TOLERANCES = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.2}
@@ -34,11 +37,34 @@ def check_forward(static: StaticForward, decoder: LlamaDecoder, ring: KVRing, se
     Raises:
         RuntimeError: they are not finite, or differ.
     """
-    expected = packed_forward(decoder, segments, ring).hidden.double()
-    off = (static(segments).hidden.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+    expected = packed_forward(decoder, segments, ring).hidden
+    _check_rows(f"a captured forward of {len(expected)} rows", static(segments).hidden, expected)
+
+
+def check_vision(static: StaticVision, model: OpenVLA) -> None:
+    """Compares the embeddings of one random image; waits for the device.
+
+    Args:
+        static: the captured towers.
+        model: whose they are.
+
+    Raises:
+        RuntimeError: they are not finite, or differ.
+    """
+    towers = model.config.towers
+    size = towers[0].image_size
+    pixels = torch.randn(3 * len(towers), size, size, generator=torch.Generator().manual_seed(0))
+    _check_rows("the captured vision", static(pixels), model.image_embeddings(pixels))
+
+
+def _check_rows(what: str, rows: Tensor, expected: Tensor) -> None:
+    """Raises RuntimeError where rows are not finite or are not what is expected; [n, hidden] both."""
+    tolerance = _TOLERANCES.get(expected.dtype, _EXACT)
+    expected = expected.double()
+    off = (rows.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
     worst = float(off.max()) if bool(off.isfinite().all()) else torch.nan
-    if not worst <= _TOLERANCES.get(decoder.dtype, _EXACT):
-        raise RuntimeError(f"a captured forward of {len(expected)} rows is off by {worst:.2g} of a row's length")
+    if not worst <= tolerance:
+        raise RuntimeError(f"{what} is off by {worst:.2g} of a row's length")
 
 
 def check_segments(bucket: Bucket, sizes: ForwardSizes, decoder: LlamaDecoder, ring: KVRing) -> list[Segment]:

@@ -7,7 +7,7 @@ import torch
 
 from specvla_ros.engine.buckets import Bucket, ForwardSizes
 from specvla_ros.engine.forward_check import check_forward, check_segments, fill_at_random
-from specvla_ros.engine.graph_capture import Capture, capture_on
+from specvla_ros.engine.graph_capture import Capturable, Capture, capture_on
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.packed_forward import packed_forward
 from specvla_ros.engine.segment import Segment
@@ -24,16 +24,20 @@ class Forwards:
         decoder: the target.
         ring: keys and values of the requests in flight.
         sizes: of the forwards that will come.
+        others: what else is captured when the forwards are; if one of all these fails, none runs captured.
 
     Attributes:
         status: of the CUDA graphs, for diagnostics; empty where there is no GPU.
         warm: whether it was warmed up, with whatever result.
     """
 
-    def __init__(self, decoder: LlamaDecoder, ring: KVRing, sizes: ForwardSizes) -> None:
+    def __init__(
+        self, decoder: LlamaDecoder, ring: KVRing, sizes: ForwardSizes, others: Sequence[Capturable] = ()
+    ) -> None:
         self._decoder = decoder
         self._ring = ring
         self._sizes = sizes
+        self._others = others
         self._captured: dict[Bucket, StaticForward] = {}
         self.status = "off: not warmed up" if ring.keys.is_cuda else ""
         self.warm = False
@@ -46,22 +50,30 @@ class Forwards:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Captures a forward of every size and compares it with the same forward without capture.
+        """Captures a forward of every size, and the others, and compares each with the same work without capture.
 
         No request may be in flight: every slot is written to. Whatever goes wrong is logged and said in `status`, and
-        forwards then run without capture.
+        everything then runs without capture.
         """
-        self.warm, self._captured = True, {}
+        self.warm = True
+        self._release()
         try:
             capture = capture_on(self._ring.keys)
             if capture is None:
                 return
             self._captured = self._capture_all(capture)
-            self.status = f"{len(self._captured)} captured"
+            others = sum(each.capture(capture) for each in self._others)
+            self.status = f"{len(self._captured) + others} captured"
         except Exception as error:  # the policy runs without graphs too, only slower
+            self._release()
             reason = _reason(error)
             self.status = f"off: {reason}"
             _log.warning("decoding without CUDA graphs, so that launches may limit it: %s", reason)
+
+    def _release(self) -> None:
+        self._captured = {}
+        for each in self._others:
+            each.release()
 
     def _capture_all(self, capture: Capture) -> dict[Bucket, StaticForward]:
         fill_at_random(self._ring)

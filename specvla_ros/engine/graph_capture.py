@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,23 @@ Capture = Callable[[Run], Run]
 
 The result's memory is the same each time too.
 """
+
+
+class Capturable(Protocol):
+    """Work that runs captured, or as it comes."""
+
+    def capture(self, capture: Capture) -> int:
+        """Captures it and compares the result with that of the same work without capture.
+
+        Returns:
+            How many captures it took.
+
+        Raises:
+            Exception: whatever goes wrong.
+        """
+
+    def release(self) -> None:
+        """Forgets what was captured: it runs as it comes again."""
 
 
 def capture_on(store: Tensor) -> Capture | None:

@@ -17,6 +17,7 @@ from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.slot_ring import allocate_ring
 from specvla_ros.engine.verify_on_device import tolerance_of
+from specvla_ros.engine.vision import Vision
 from specvla_ros.errors import UserError
 from specvla_ros.models.policy import Policy
 
@@ -36,6 +37,7 @@ class Setup:
         tolerance: the rule as the acceptance kernel takes it; None where there is no such kernel, or it does not know
             the rule.
         flight: the requests.
+        vision: runs the vision towers.
         forwards: run the packed forward.
         fallback: why nothing drafts though it was asked for; empty: it does, or was not asked for.
     """
@@ -47,6 +49,7 @@ class Setup:
     rule: AcceptanceRule
     tolerance: Tolerance | None
     flight: Flight
+    vision: Vision
     forwards: Forwards
     fallback: str = ""
 
@@ -89,8 +92,9 @@ def set_up(policy: Policy, settings: EngineSettings) -> Setup:
     drafter.set_tolerance(bins_of(settings.acceptance, policy))
     flight = Flight(ring, chunks=settings.chunks, in_order=settings.in_order)
     tolerance = _kernel_tolerance(rule, answer, ring)
-    forwards = Forwards(policy.decoder, ring, ForwardSizes.of(policy, settings))
-    return Setup(settings, answer, ring, drafter, rule, tolerance, flight, forwards, fallback)
+    vision = Vision(policy.model)
+    forwards = Forwards(policy.decoder, ring, ForwardSizes.of(policy, settings), (vision,))
+    return Setup(settings, answer, ring, drafter, rule, tolerance, flight, vision, forwards, fallback)
 
 
 def _kernel_tolerance(rule: AcceptanceRule, answer: AnswerFormat, ring: KVRing) -> Tolerance | None:

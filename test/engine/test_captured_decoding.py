@@ -77,6 +77,11 @@ def essence(outcome: Outcome) -> tuple[object, ...]:
     return outcome.observation.stamp_ns, outcome.tokens, outcome.record.tokens_per_forward
 
 
+def all_captured(policy: Policy, chosen: EngineSettings) -> str:
+    """The status once every size of forward and the vision towers are captured."""
+    return f"{len(ForwardSizes.of(policy, chosen).buckets()) + 1} captured"
+
+
 def only_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on a forward that runs as it comes is a fault."""
 
@@ -95,7 +100,7 @@ def test_captured_forwards_give_the_same_tokens(
     captured_by(rerun)
     engine = Engine(policy, chosen)
     engine.warm_up()
-    assert engine.describe()["cuda_graphs"] == f"{len(ForwardSizes.of(policy, chosen).buckets())} captured"
+    assert engine.describe()["cuda_graphs"] == all_captured(policy, chosen)
     only_captured(monkeypatch)
     for store in (engine._setup.ring.keys, engine._setup.ring.values):
         store.fill_(torch.nan)
@@ -213,7 +218,7 @@ def test_on_a_gpu_every_size_is_captured(
     engine = Engine(policy, chosen)
     assert engine.describe()["cuda_graphs"] == "off: not warmed up"
     engine.warm_up()
-    assert engine.describe()["cuda_graphs"] == f"{len(ForwardSizes.of(policy, chosen).buckets())} captured"
+    assert engine.describe()["cuda_graphs"] == all_captured(policy, chosen)
     only_captured(monkeypatch)
     assert [each for each in driven(engine) if isinstance(each[1], tuple)] == [
         each for each in expected if isinstance(each[1], tuple)
