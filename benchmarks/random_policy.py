@@ -19,7 +19,7 @@ from specvla_ros.models.action_tokenizer import ActionTokenizer
 from specvla_ros.models.config import OpenVLAConfig
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.models.openvla import OpenVLA
-from specvla_ros.models.policy import Policy
+from specvla_ros.models.policy import ImageEmbeddings, Policy
 from specvla_ros.models.prompt import PromptTokenizer
 from specvla_ros.models.quantization import check_quantization, quantize_layer
 
@@ -35,12 +35,10 @@ class RandomPolicy(Policy):
 
     Args:
         prompt_rows: of the prompt, text included.
-        pixels: random, of the image; None leaves vision out.
-        embeddings: [prompt_rows, hidden], the prompt where vision is left out.
+        embeddings: [prompt_rows, hidden], the prompt where vision is left out; None: it is not.
     """
 
     prompt_rows: int = 0
-    pixels: Tensor | None = None
     embeddings: Tensor | None = None
 
     @property
@@ -48,13 +46,11 @@ class RandomPolicy(Policy):
         """Rows of the prompt that are not text."""
         return self.prompt_rows - TEXT_TOKENS
 
-    def prompt_embeddings(self, image: np.ndarray, prompt_ids: Any) -> Tensor:
+    def prompt_embeddings(self, image: np.ndarray, prompt_ids: Any, vision: ImageEmbeddings | None = None) -> Tensor:
         """The prompt, whatever is shown and asked."""
-        if self.pixels is None:
-            assert self.embeddings is not None
+        if self.embeddings is not None:
             return self.embeddings
-        ids = torch.tensor(prompt_ids, dtype=torch.int64, device=self.decoder.device)
-        return self.model.prompt_embeddings(self.pixels, ids)
+        return super().prompt_embeddings(image, prompt_ids, vision)
 
 
 @torch.no_grad()
@@ -74,15 +70,15 @@ def random_policy(
     save_draft_head(directory / DRAFT_FOLDER, random_draft_head(decoder))
     generator = torch.Generator(device).manual_seed(1)
     shape = (prompt_rows, size.llama.hidden_size)
+    pixels = _pixels(size)
     return RandomPolicy(
         directory=directory,
         model=model,
-        image_processor=None,  # type: ignore[arg-type]  # the pixels are there already
+        image_processor=lambda _: pixels,  # type: ignore[arg-type]  # the pixels are there already
         prompt=PromptTokenizer(None, chat=False, trailing_id=None, vocab_size=size.llama.vocab_size),
         action_tokenizer=ActionTokenizer(model.config.token_vocab_size, _BINS),
         statistics=ActionStatistics("random", -np.ones(tokens), np.ones(tokens), np.ones(tokens, dtype=bool)),
         prompt_rows=prompt_rows,
-        pixels=_pixels(size, generator, dtype, device) if vision else None,
         embeddings=None if vision else torch.randn(shape, generator=generator, device=device, dtype=dtype),
     )
 
@@ -128,11 +124,13 @@ def frame(stamp_ns: int) -> Observation:
 
 
 def _around(decoder: LlamaDecoder, size: Size, vision: bool) -> OpenVLA:
-    """The decoder in its place in a model; without vision the towers stay empty."""
+    """The decoder in its place in a model; without vision there are no towers."""
     config = OpenVLAConfig(size.towers, size.llama, _PAD_ROWS, _BINS, {}, chat_prompt=False)
     with torch.device("meta"):
         model = OpenVLA(config)
     model.decoder = decoder
+    if not vision:
+        model.towers = nn.ModuleList()
     for part in (model.towers, model.projector) if vision else ():
         part.to(decoder.dtype).to_empty(device=decoder.device)
         for parameter in part.parameters():
@@ -140,6 +138,7 @@ def _around(decoder: LlamaDecoder, size: Size, vision: bool) -> OpenVLA:
     return model.eval().requires_grad_(False)
 
 
-def _pixels(size: Size, generator: torch.Generator, dtype: torch.dtype, device: str) -> Tensor:
+def _pixels(size: Size) -> Tensor:
+    """As an image processor gives them: float32, in the host's memory."""
     side = size.towers[0].image_size
-    return torch.randn(3 * len(size.towers), side, side, generator=generator, device=device, dtype=dtype)
+    return torch.randn(3 * len(size.towers), side, side, generator=torch.Generator().manual_seed(1))

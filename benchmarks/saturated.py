@@ -49,7 +49,7 @@ class Turns:
         tokens: the last action's.
         begun, overtaken: frames.
         peak_bytes: of the GPU's memory, weights included; of the KV ring on a CPU.
-        cuda_graphs: how many forwards were captured, or why none; empty on a CPU.
+        cuda_graphs: how many there are, or why none; empty on a CPU.
     """
 
     latency_s: list[float] = field(default_factory=list)
@@ -114,8 +114,8 @@ def add_turn(turns: Turns, policy: RandomPolicy, settings: EngineSettings, trace
     if on_gpu is not None:
         on_gpu.begin()
     engine = Engine(policy, settings)
-    engine._setup.forwards.warm_up()  # `Engine.warm_up` would also decode an image, and the trace with it
-    turns.cuda_graphs = engine._setup.forwards.status
+    engine._setup.graphs.warm_up()  # `Engine.warm_up` would also decode an image, and the trace with it
+    turns.cuda_graphs = engine._setup.graphs.status
     trace.follow(engine)
     begun: dict[int, float] = {}
     _run(engine, Turns(), min(_WARM, actions), begun)

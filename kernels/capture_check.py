@@ -8,20 +8,21 @@ _TOLERANCES = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.2}
 _EXACT = 1e-6
 
 
-def check_rows(found: Tensor, expected: Tensor, *, dtype: torch.dtype, what: str) -> None:
+def check_rows(found: Tensor, expected: Tensor, *, what: str, dtype: torch.dtype | None = None) -> None:
     """Compares results row by row; waits for the device.
 
     Args:
         found: [n, size], of captured work.
         expected: like found, without capture.
-        dtype: that it is computed in.
-        what: the work, for the error.
+        what: the captured work, for the error.
+        dtype: that it is computed in; None: that of what is expected.
 
     Raises:
         RuntimeError: they are not finite, or differ by more than rounding.
     """
+    tolerance = _TOLERANCES.get(dtype or expected.dtype, _EXACT)
     expected = expected.double()
     off = (found.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
     worst = float(off.max()) if bool(off.isfinite().all()) else torch.nan
-    if not worst <= _TOLERANCES.get(dtype, _EXACT):
-        raise RuntimeError(f"a captured {what} is off by {worst:.2g} of a row's length")
+    if not worst <= tolerance:
+        raise RuntimeError(f"{what} is off by {worst:.2g} of a row's length")

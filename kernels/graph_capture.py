@@ -19,6 +19,23 @@ class Capture(Protocol):
         """What does it again and gives the result, whose memory is the same each time too."""
 
 
+class Capturable(Protocol):
+    """Work that runs captured, or as it comes."""
+
+    def capture(self, capture: Capture) -> int:
+        """Captures it and compares the result with that of the same work without capture.
+
+        Returns:
+            How many captures it took.
+
+        Raises:
+            Exception: whatever goes wrong.
+        """
+
+    def release(self) -> None:
+        """Forgets what was captured: it runs as it comes again."""
+
+
 def capture_on(store: Tensor) -> Capture | None:
     """How work on such a store is captured; None on a CPU, where nothing is gained.
 

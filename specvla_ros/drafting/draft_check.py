@@ -48,4 +48,4 @@ def check_trees(found: GrownTrees, expected: GrownTrees, *, dtype: torch.dtype, 
         RuntimeError: they differ by more than rounding.
     """
     ours, others = (each.log_probs.clamp(min=_UNLIKELY).sort(dim=1).values for each in (found, expected))
-    check_rows(ours, others, dtype=dtype, what=what)
+    check_rows(ours, others, what=what, dtype=dtype)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from specvla_kernels.graph_capture import Capture
 from specvla_ros.acceptance.verification import ActionIds
 from specvla_ros.drafting.branches import Branches, add_branches
 from specvla_ros.drafting.children import WindowMass
@@ -96,6 +97,15 @@ class Drafter:
         """Tells what acceptance will tolerate, in bins per action dimension."""
         if self._window is not None:
             self._window.tolerate(bins)
+
+    def capture(self, capture: Capture) -> int:
+        """See Capturable: the draft head's trees."""
+        return self._eagle.capture(capture) if self._eagle is not None else 0
+
+    def release(self) -> None:
+        """See Capturable."""
+        if self._eagle is not None:
+            self._eagle.release()
 
     def draft(self, inputs: Sequence[DraftInput]) -> list[Tree]:
         """One tree per request, of at most `draft.nodes` nodes."""

@@ -90,24 +90,19 @@ class EagleDrafter:
         trees = dict(zip((each.slot for each in growing), grown.split(sizes), strict=True))
         return [trees[each.slot] if each.slot in trees else Tree.of_root(each.root) for each in inputs]
 
-    def warm_up(self, capture: Capture) -> int:
-        """Captures a draft of every size and compares it with the same draft without capture; how many there are.
-
-        No request may be in flight: every slot is written to.
-
-        Raises:
-            Exception: whatever the capture raises; RuntimeError: a draft differs. Then none is captured.
-        """
-        self._captured = {}
-        captured: dict[tuple[int, int], StaticDraft] = {}
+    def capture(self, capture: Capture) -> int:
+        """See Capturable: a draft of every size. Every slot is written to."""
         self._grower.fill_at_random()
         for requests in range(self._slots, 0, -1):  # the largest first: the others then find memory in its pool
             for levels in range(self._settings.depth, 0, -1):
                 static = StaticDraft(self._grower, requests=requests, levels=levels, capture=capture)
                 self._check(static, requests, levels)
-                captured[requests, levels] = static
-        self._captured = captured
-        return len(captured)
+                self._captured[requests, levels] = static
+        return len(self._captured)
+
+    def release(self) -> None:
+        """See Capturable."""
+        self._captured = {}
 
     def _check(self, static: StaticDraft, requests: int, levels: int) -> None:
         """Compares a captured draft with the same draft as it comes."""
@@ -115,7 +110,7 @@ class EagleDrafter:
         nodes = [self._settings.nodes] * requests
         fed = self._feed(inputs)
         expected = self._grow(inputs, torch.stack([fed[each.slot] for each in inputs]), nodes, levels)
-        what = f"draft of {requests} trees with {levels} levels"
+        what = f"a captured draft of {requests} trees with {levels} levels"
         check_trees(static(inputs, nodes), expected, dtype=self._decoder.dtype, what=what)
 
     def _feed(self, inputs: Sequence[DraftInput]) -> dict[int, Tensor]:

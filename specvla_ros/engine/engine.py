@@ -103,10 +103,10 @@ class Engine:
             UserError: the settings do not fit the policy or the device's memory; it goes on as before.
         """
         changed = set_up(self.policy, settings)  # beside the old one, which is still whole if this fails
-        drops, warm = self._setup.flight.flush(DropReason.MODE_CHANGED), self._setup.forwards.warm
+        drops, warm = self._setup.flight.flush(DropReason.MODE_CHANGED), self._setup.graphs.warm
         self._setup, self._prompts = changed, PromptCache(self.policy, settings.max_text_tokens)
         if warm:
-            changed.forwards.warm_up()
+            changed.graphs.warm_up()
         return drops
 
     def set_max_image_age(self, seconds: float) -> None:
@@ -131,7 +131,7 @@ class Engine:
         self.reset()
         if isinstance(outcome, Drop) and outcome.reason is not DropReason.NOT_AN_ACTION:
             raise UserError(f"the policy failed on a black test image: {outcome.reason.value}: {outcome.detail}")
-        self._setup.forwards.warm_up()
+        self._setup.graphs.warm_up()
 
     def check_instruction(self, instruction: str) -> None:
         """Whether the policy can be asked this.
@@ -196,7 +196,7 @@ class Engine:
         received_ns = observation.received_ns
         wait_s = (time.monotonic_ns() - received_ns) * 1e-9 if received_ns else 0.0
         self._clock.start()
-        prompt = self.policy.prompt_embeddings(observation.image, prompt_ids)
+        prompt = self.policy.prompt_embeddings(observation.image, prompt_ids, setup.vision)
         self._clock.stop()
         slot = setup.ring.take()
         assert slot is not None

@@ -1,11 +1,8 @@
 """The engine's forwards: captured where they can be, as they come elsewhere."""
 
-import logging
 from collections.abc import Sequence
 
-import torch
-
-from specvla_kernels.graph_capture import Capture, capture_on
+from specvla_kernels.graph_capture import Capture
 from specvla_ros.engine.buckets import Bucket, ForwardSizes
 from specvla_ros.engine.forward_check import check_forward, check_segments, fill_at_random
 from specvla_ros.engine.kv_ring import KVRing
@@ -13,8 +10,6 @@ from specvla_ros.engine.packed_forward import packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.static_forward import StaticForward
 from specvla_ros.models.llama import ForwardResult, LlamaDecoder
-
-_log = logging.getLogger(__name__)
 
 
 class Forwards:
@@ -24,10 +19,6 @@ class Forwards:
         decoder: the target.
         ring: keys and values of the requests in flight.
         sizes: of the forwards that will come.
-
-    Attributes:
-        status: of the CUDA graphs, for diagnostics; empty where there is no GPU.
-        warm: whether it was warmed up, with whatever result.
     """
 
     def __init__(self, decoder: LlamaDecoder, ring: KVRing, sizes: ForwardSizes) -> None:
@@ -35,8 +26,6 @@ class Forwards:
         self._ring = ring
         self._sizes = sizes
         self._captured: dict[Bucket, StaticForward] = {}
-        self.status = "off: not warmed up" if ring.keys.is_cuda else ""
-        self.warm = False
 
     def __call__(self, segments: Sequence[Segment]) -> ForwardResult:
         """`packed_forward`, by the captured forward of its size if there is one."""
@@ -44,38 +33,16 @@ class Forwards:
         static = self._captured.get(bucket) if bucket else None
         return static(segments) if static else packed_forward(self._decoder, segments, self._ring)
 
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Captures a forward of every size and compares it with the same forward without capture.
-
-        No request may be in flight: every slot is written to. Whatever goes wrong is logged and said in `status`, and
-        forwards then run without capture.
-        """
-        self.warm, self._captured = True, {}
-        try:
-            capture = capture_on(self._ring.keys)
-            if capture is None:
-                return
-            self._captured = self._capture_all(capture)
-            self.status = f"{len(self._captured)} captured"
-        except Exception as error:  # the policy runs without graphs too, only slower
-            reason = _reason(error)
-            self.status = f"off: {reason}"
-            _log.warning("decoding without CUDA graphs, so that launches may limit it: %s", reason)
-
-    def _capture_all(self, capture: Capture) -> dict[Bucket, StaticForward]:
+    def capture(self, capture: Capture) -> int:
+        """See Capturable: a forward of every size. Every slot is written to."""
         fill_at_random(self._ring)
-        captured = {}
         for bucket in reversed(self._sizes.buckets()):  # the largest first: the others then find memory in its pool
             static = StaticForward(self._decoder, self._ring, bucket, segments=self._sizes.segments, capture=capture)
             segments = check_segments(bucket, self._sizes, self._decoder, self._ring)
             check_forward(static, self._decoder, self._ring, segments)
-            captured[bucket] = static
-        return captured
+            self._captured[bucket] = static
+        return len(self._captured)
 
-
-def _reason(error: BaseException) -> str:
-    """What came first, since an error while capturing makes the end of the capture fail too; in one line."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+    def release(self) -> None:
+        """See Capturable."""
+        self._captured = {}

@@ -13,10 +13,12 @@ from specvla_ros.engine.answer import AnswerFormat
 from specvla_ros.engine.buckets import ForwardSizes
 from specvla_ros.engine.flight import Flight
 from specvla_ros.engine.forwards import Forwards
+from specvla_ros.engine.graphs import Graphs
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.slot_ring import allocate_ring
 from specvla_ros.engine.verify_on_device import tolerance_of
+from specvla_ros.engine.vision import Vision
 from specvla_ros.errors import UserError
 from specvla_ros.models.policy import Policy
 
@@ -36,7 +38,9 @@ class Setup:
         tolerance: the rule as the acceptance kernel takes it; None where there is no such kernel, or it does not know
             the rule.
         flight: the requests.
+        vision: runs the vision towers.
         forwards: run the packed forward.
+        graphs: capture what of this can be captured.
         fallback: why nothing drafts though it was asked for; empty: it does, or was not asked for.
     """
 
@@ -47,7 +51,9 @@ class Setup:
     rule: AcceptanceRule
     tolerance: Tolerance | None
     flight: Flight
+    vision: Vision
     forwards: Forwards
+    graphs: Graphs
     fallback: str = ""
 
     def set_acceptance(self, settings: AcceptanceSettings, policy: Policy) -> None:
@@ -68,7 +74,7 @@ class Setup:
             "slots": self.settings.slots,
             "drafts": ", ".join(self.drafter.sources),
         }
-        said = {"decode.fallback": self.fallback, "cuda_graphs": self.forwards.status}
+        said = {"decode.fallback": self.fallback, "cuda_graphs": self.graphs.status}
         return described | {name: text for name, text in said.items() if text}
 
 
@@ -89,8 +95,10 @@ def set_up(policy: Policy, settings: EngineSettings) -> Setup:
     drafter.set_tolerance(bins_of(settings.acceptance, policy))
     flight = Flight(ring, chunks=settings.chunks, in_order=settings.in_order)
     tolerance = _kernel_tolerance(rule, answer, ring)
+    vision = Vision(policy.model)
     forwards = Forwards(policy.decoder, ring, ForwardSizes.of(policy, settings))
-    return Setup(settings, answer, ring, drafter, rule, tolerance, flight, forwards, fallback)
+    graphs = Graphs(ring.keys, (forwards, vision, drafter))
+    return Setup(settings, answer, ring, drafter, rule, tolerance, flight, vision, forwards, graphs, fallback)
 
 
 def _kernel_tolerance(rule: AcceptanceRule, answer: AnswerFormat, ring: KVRing) -> Tolerance | None:

@@ -24,22 +24,21 @@ class OpenVLA(nn.Module):
 
     def image_embeddings(self, pixel_values: Tensor) -> Tensor:
         """Normalised pixels [3 * towers, size, size] to embeddings [image_tokens, hidden]."""
-        images = pixel_values.split(3)
+        images = pixel_values.to(self.decoder.device, self.decoder.dtype).split(3)
         features = [tower(image) for tower, image in zip(self.towers, images, strict=True)]
         return self.projector(torch.cat(features, dim=1))
 
-    def prompt_embeddings(self, pixel_values: Tensor, prompt_ids: Tensor) -> Tensor:
+    def prompt_embeddings(self, image: Tensor, prompt_ids: Tensor) -> Tensor:
         """The prompt as the decoder reads it: BOS, the image, the rest of the text.
 
         Args:
-            pixel_values: [3 * towers, size, size].
+            image: its embeddings [image_tokens, hidden].
             prompt_ids: int64 [n], BOS first.
 
         Returns:
             [n + image_tokens, hidden].
         """
         text = self.decoder.embed_tokens(prompt_ids)
-        image = self.image_embeddings(pixel_values.to(self.decoder.device, self.decoder.dtype))
         return torch.cat((text[:1], image, text[1:]))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """A loaded policy: everything a checkpoint directory gives, from the raw image to the action."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from specvla_ros.models.quantization import check_quantization
 from specvla_ros.models.weights import Progress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ImageEmbeddings = Callable[[Tensor], Tensor]
+"""As `OpenVLA.image_embeddings`."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,23 @@ class Policy:
         """
         return self.prompt.ids(instruction)
 
-    def prompt_embeddings(self, image: np.ndarray, prompt_ids: Sequence[int]) -> Tensor:
-        """RGB uint8 [height, width, 3] and prompt ids [n] to [n + image_tokens, hidden]."""
-        ids = torch.tensor(prompt_ids, dtype=torch.int64, device=self.decoder.device)
-        return self.model.prompt_embeddings(self.image_processor(image), ids)
+    def prompt_embeddings(
+        self, image: np.ndarray, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None
+    ) -> Tensor:
+        """The prompt as the decoder reads it.
+
+        Args:
+            image: RGB uint8 [height, width, 3].
+            prompt_ids: [n], BOS first.
+            vision: runs the vision towers; None: the model does.
+
+        Returns:
+            [n + image_tokens, hidden].
+        """
+        device = self.decoder.device
+        ids = torch.tensor(prompt_ids, dtype=torch.int64, pin_memory=device.type == "cuda")
+        embeddings = (vision or self.model.image_embeddings)(self.image_processor(image))
+        return self.model.prompt_embeddings(embeddings, ids.to(device, non_blocking=True))
 
     def action(self, tokens: Sequence[int]) -> np.ndarray:
         """Action tokens [action_dim] to float64 values in the robot's units."""

@@ -109,7 +109,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> EagleDrafter:
     """A drafter whose drafts are run again where a GPU would replay them."""
     use_table(monkeypatch)
     made = EagleDrafter(HEAD, DECODER, SETTINGS, slots=4, slot_rows=40, children=WINDOW)
-    assert made.warm_up(rerun) == 4 * SETTINGS.depth
+    assert made.capture(rerun) == 4 * SETTINGS.depth
     made._grower.keys.fill_(float("nan"))
     made._grower.values.fill_(float("nan"))
     monkeypatch.setattr(made, "_grow", None)  # nothing may grow as it comes

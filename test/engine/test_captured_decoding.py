@@ -16,8 +16,9 @@ from support.random_checkpoint import write_random_checkpoint
 from support.static_forwards import rerun, use_table
 
 from specvla_kernels.graph_capture import Capture
+from specvla_ros.drafting.eagle_drafter import EagleDrafter
 from specvla_ros.drafting.settings import DraftSettings
-from specvla_ros.engine import forwards
+from specvla_ros.engine import forwards, graphs
 from specvla_ros.engine.buckets import ForwardSizes
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.forwards import Forwards
@@ -52,7 +53,7 @@ def captured_by(monkeypatch: pytest.MonkeyPatch) -> Iterator:
 
     def use(capture: Capture) -> None:
         use_table(monkeypatch)
-        monkeypatch.setattr(forwards, "capture_on", lambda _: capture)
+        monkeypatch.setattr(graphs, "capture_on", lambda _: capture)
 
     return use
 
@@ -79,13 +80,20 @@ def essence(outcome: Outcome) -> tuple[object, ...]:
     return outcome.observation.stamp_ns, outcome.tokens, outcome.record.tokens_per_forward
 
 
+def all_captured(policy: Policy, chosen: EngineSettings) -> str:
+    """The status once every size of forward and of draft, and the vision towers, are captured."""
+    drafts = chosen.slots * chosen.draft.depth if chosen.drafts else 0
+    return f"{len(ForwardSizes.of(policy, chosen).buckets()) + drafts + 1} captured"
+
+
 def only_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on a forward that runs as it comes is a fault."""
+    """From now on a forward, or a draft, that runs as it comes is a fault."""
 
     def fail(*_: object) -> None:
         raise AssertionError("not captured")
 
     monkeypatch.setattr(forwards, "packed_forward", fail)
+    monkeypatch.setattr(EagleDrafter, "_grow", fail)
 
 
 @pytest.mark.parametrize("chosen", [PLAIN, SPECPIPE], ids=["ar", "specpipe"])
@@ -97,7 +105,7 @@ def test_captured_forwards_give_the_same_tokens(
     captured_by(rerun)
     engine = Engine(policy, chosen)
     engine.warm_up()
-    assert engine.describe()["cuda_graphs"] == f"{len(ForwardSizes.of(policy, chosen).buckets())} captured"
+    assert engine.describe()["cuda_graphs"] == all_captured(policy, chosen)
     only_captured(monkeypatch)
     for store in (engine._setup.ring.keys, engine._setup.ring.values):
         store.fill_(torch.nan)
@@ -170,7 +178,7 @@ def test_what_cannot_be_captured_runs_as_it_comes(
 
 
 @torch.inference_mode()
-def test_a_size_that_was_not_expected_runs_as_it_comes(captured_by) -> None:
+def test_a_size_that_was_not_expected_runs_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = 0
 
     def counted(run: Run) -> Run:
@@ -181,11 +189,11 @@ def test_a_size_that_was_not_expected_runs_as_it_comes(captured_by) -> None:
 
         return again
 
-    captured_by(counted)
+    use_table(monkeypatch)
     decoder = random_decoder(LlamaConfig(32, 40, 2, 4, 2, 16, vocab_size=50), dtype=torch.float64)
     ring, other = (new_ring(decoder, slots=2, slot_rows=64) for _ in range(2))
     run = Forwards(decoder, ring, ForwardSizes(slots=2, nodes=4, chunks=(8,)))
-    run.warm_up()
+    run.capture(counted)
     before = runs
     for n, captured in ((8, 1), (30, 0), (5, 1)):
         segments = [Segment(0, 0, torch.arange(n), wanted=2)]
@@ -215,7 +223,7 @@ def test_on_a_gpu_every_size_is_captured(
     engine = Engine(policy, chosen)
     assert engine.describe()["cuda_graphs"] == "off: not warmed up"
     engine.warm_up()
-    assert engine.describe()["cuda_graphs"] == f"{len(ForwardSizes.of(policy, chosen).buckets())} captured"
+    assert engine.describe()["cuda_graphs"] == all_captured(policy, chosen)
     only_captured(monkeypatch)
     assert [each for each in driven(engine) if isinstance(each[1], tuple)] == [
         each for each in expected if isinstance(each[1], tuple)

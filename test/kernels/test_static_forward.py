@@ -1,5 +1,6 @@
 """The forward that is captured, on the kernels, gives what any packed forward gives, whatever its memory held."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from support.no_read_back import no_read_back
 from support.static_forwards import kernels, rerun
 
 from specvla_kernels import attention_plan
-from specvla_kernels.graph_capture import Run
+from specvla_kernels.graph_capture import Result
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.buckets import ForwardSizes
 from specvla_ros.engine.forwards import Forwards
+from specvla_ros.engine.graphs import Graphs
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
@@ -90,7 +92,7 @@ def test_forwards_of_a_bucket_are_packed_forwards(several: list[list[Segment]], 
         patch.setattr(torch.Tensor, "new_empty", poisoned_empty)
         whole: list[torch.Tensor] = []
 
-        def keep(run: Run) -> Run:
+        def keep(run: Callable[[], Result]) -> Callable[[], Result]:
             def again() -> torch.Tensor:
                 whole.append(run())
                 return whole[-1]
@@ -150,8 +152,9 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_captured_forwards_are_packed_forwards(several: list[list[Segment]]) -> None:
     ring = ring_before([])
     captured = Forwards(DECODER, ring, SIZES)
-    captured.warm_up()
-    assert captured.status == f"{len(SIZES.buckets())} captured"
+    graphs = Graphs(ring.keys, (captured,))
+    graphs.warm_up()
+    assert graphs.status == f"{len(SIZES.buckets())} captured"
     for segments in several:
         before = ring_before(segments)
         ring.keys.copy_(before.keys)

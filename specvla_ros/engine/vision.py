@@ -1,0 +1,37 @@
+"""The engine's image embeddings: captured where they can be, as they come elsewhere."""
+
+from torch import Tensor
+
+from specvla_kernels.graph_capture import Capture
+from specvla_ros.engine.forward_check import check_vision
+from specvla_ros.engine.static_vision import StaticVision
+from specvla_ros.models.openvla import OpenVLA
+
+
+class Vision:
+    """Runs a model's vision towers and projector.
+
+    Args:
+        model: whose.
+    """
+
+    def __init__(self, model: OpenVLA) -> None:
+        self._model = model
+        self._captured: StaticVision | None = None
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """`OpenVLA.image_embeddings` of pixels in the host's memory."""
+        return (self._captured or self._model.image_embeddings)(pixels)
+
+    def capture(self, capture: Capture) -> int:
+        """See Capturable; a model without towers has nothing to capture."""
+        if not self._model.towers:
+            return 0
+        static = StaticVision(self._model, capture)
+        check_vision(static, self._model)
+        self._captured = static
+        return 1
+
+    def release(self) -> None:
+        """See Capturable."""
+        self._captured = None

@@ -1,0 +1,211 @@
+"""Captured vision towers give what they give without capture, for every image; where they fail all runs uncaptured.
+
+There is no GPU here: the capture is one that runs the work again on the same memory.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from random_decoder import random_decoder
+from support.no_read_back import no_read_back
+from support.random_checkpoint import write_random_checkpoint
+from support.static_forwards import rerun, use_table
+
+from specvla_kernels.graph_capture import Capture, capture_on
+from specvla_ros.engine import graphs
+from specvla_ros.engine.buckets import ForwardSizes
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.forwards import Forwards
+from specvla_ros.engine.graphs import Graphs
+from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.outcome import Action, Outcome
+from specvla_ros.engine.packed_forward import new_ring
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.static_vision import StaticVision
+from specvla_ros.engine.vision import Vision
+from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.policy import Policy, load_policy
+
+Run = Callable[[], Any]
+PLAIN = EngineSettings()
+CHUNKED = EngineSettings("pipeline", prefill_chunks=3)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_random_checkpoint(directory, seed=6, hidden_size=64, layers=2)
+    loaded = load_policy(directory, device="cpu")
+    loaded.model.to(torch.float64)
+    loaded.decoder.lm_head.to(torch.float64)
+    return loaded
+
+
+@pytest.fixture
+def captured_by(monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    """Has engines capture on a CPU: the vision towers in a given way, all else by running it again."""
+
+    def use(capture: Capture) -> None:
+        def chosen(run: Run) -> Run:
+            of_vision = isinstance(getattr(run, "__self__", None), StaticVision)
+            return (capture if of_vision else rerun)(run)
+
+        use_table(monkeypatch)
+        monkeypatch.setattr(graphs, "capture_on", lambda _: chosen)
+
+    return use
+
+
+def image(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+
+
+def answers(engine: Engine, first_ns: int = 1) -> dict[int, tuple[int, ...]]:
+    """Tokens by stamp, of a frame every tick that has room for one; each shows something else."""
+    ended: list[Outcome] = []
+    for stamp_ns in range(first_ns, first_ns + 6):
+        ended += engine.submit(Observation(image(stamp_ns), "put carrot on plate", stamp_ns))
+        ended += engine.tick()
+        while not engine.has_room:
+            ended += engine.tick()
+    while engine.busy:
+        ended += engine.tick()
+    return {each.observation.stamp_ns: each.tokens for each in ended if isinstance(each, Action)}
+
+
+def counting(replays: list[int]) -> Capture:
+    """Appends 1 whenever it runs again."""
+
+    def capture(run: Run) -> Run:
+        again = rerun(run)
+
+        def counted() -> torch.Tensor:
+            replays.append(1)
+            return again()
+
+        return counted
+
+    return capture
+
+
+@pytest.mark.parametrize("chosen", [PLAIN, CHUNKED], ids=["ar", "chunked"])
+def test_every_frame_is_seen_by_captured_towers(policy: Policy, chosen: EngineSettings, captured_by) -> None:
+    expected = answers(Engine(policy, chosen))
+    assert len(set(expected.values())) > 1, "what is shown decides what is answered"
+    replays: list[int] = []
+    captured_by(counting(replays))
+    engine = Engine(policy, chosen)
+    assert answers(engine) == expected and not replays, "nothing is captured that was not warmed up"
+    engine.reset()
+    engine.warm_up()
+    assert engine.describe()["cuda_graphs"] == f"{len(ForwardSizes.of(policy, chosen).buckets()) + 1} captured"
+    replays.clear()
+    assert answers(engine) == expected
+    assert len(replays) == 6
+
+
+def test_a_switch_captures_again_and_the_next_frame_is_seen_by_that(policy: Policy, captured_by) -> None:
+    expected = answers(Engine(policy, CHUNKED))
+    replays: list[int] = []
+    captured_by(counting(replays))
+    engine = Engine(policy, PLAIN)
+    engine.warm_up()
+    before = engine._setup.vision
+    engine.switch(CHUNKED)
+    assert engine._setup.vision is not before
+    replays.clear()
+    assert answers(engine) == expected
+    assert len(replays) == 6
+
+
+@torch.inference_mode()
+def test_an_image_leaves_the_embeddings_of_earlier_ones_alone(policy: Policy) -> None:
+    static = StaticVision(policy.model, rerun)
+    shown = [policy.image_processor(image(seed)) for seed in range(3)]
+    with no_read_back():
+        results = [static(pixels) for pixels in shown]
+    for pixels, result in zip(shown, results, strict=True):
+        assert torch.equal(result, policy.model.image_embeddings(pixels))
+    assert not torch.equal(results[0], results[1])
+
+
+def refuses(run: Run) -> Run:
+    raise RuntimeError("an operation that a capture does not permit")
+
+
+def stands_still(run: Run) -> Run:
+    result = run()
+    return lambda: result
+
+
+def ends_as(change: Callable[[torch.Tensor], torch.Tensor]) -> Capture:
+    return lambda run: lambda: change(run())
+
+
+@pytest.mark.parametrize(
+    ("capture", "said"),
+    [
+        (refuses, "RuntimeError: an operation that a capture does not permit"),
+        (stands_still, "RuntimeError: the captured vision is off by nan of a row's length"),
+        (ends_as(lambda rows: rows * 1.001), "RuntimeError: the captured vision is off by 0.001 of a row's length"),
+        (ends_as(lambda rows: rows.roll(1, 0)), "RuntimeError: the captured vision is off by "),
+        (ends_as(lambda rows: rows * torch.nan), "RuntimeError: the captured vision is off by nan of a row's length"),
+    ],
+    ids=["refused", "still", "differs", "rolled", "nan"],
+)
+def test_towers_that_cannot_be_captured_leave_everything_as_it_comes(
+    policy: Policy, capture: Capture, said: str, captured_by, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = answers(Engine(policy, PLAIN))
+    captured_by(capture)
+    engine = Engine(policy, PLAIN)
+    with caplog.at_level(logging.WARNING):
+        engine.warm_up()
+    assert str(engine.describe()["cuda_graphs"]).startswith(f"off: {said}")
+    assert [said in record.message for record in caplog.records] == [True]
+    assert engine._setup.vision._captured is None and not engine._setup.forwards._captured
+    assert answers(engine) == expected
+
+
+@torch.inference_mode()
+def test_what_was_captured_is_forgotten_when_a_later_warm_up_fails(
+    policy: Policy, captured_by, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured_by(rerun)
+    decoder = random_decoder(LlamaConfig(32, 40, 2, 4, 2, 16, vocab_size=50), dtype=torch.float64)
+    vision = Vision(policy.model)
+    ring = new_ring(decoder, slots=1, slot_rows=64)
+    run = Graphs(ring.keys, (Forwards(decoder, ring, ForwardSizes(slots=1, nodes=4, chunks=(8,))), vision))
+    run.warm_up()
+    assert vision._captured is not None
+    monkeypatch.setattr(graphs, "capture_on", lambda _: refuses)
+    run.warm_up()
+    assert vision._captured is None and run.status.startswith("off: RuntimeError: an operation")
+
+
+def test_on_a_cpu_the_towers_run_as_they_come(policy: Policy) -> None:
+    engine = Engine(policy, PLAIN)
+    engine.warm_up()
+    assert engine._setup.vision._captured is None
+    assert len(answers(engine)) == 6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
+@torch.inference_mode()
+def test_on_a_gpu_images_in_quick_succession_keep_their_embeddings(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_random_checkpoint(directory, seed=6, hidden_size=64, layers=2)
+    policy = load_policy(directory, device="cuda", dtype="float32")
+    capture = capture_on(policy.decoder.norm.weight)
+    assert capture is not None
+    static = StaticVision(policy.model, capture)
+    shown = [policy.image_processor(image(seed)) for seed in range(20)]
+    results = [static(pixels) for pixels in shown]
+    for pixels, result in zip(shown, results, strict=True):
+        torch.testing.assert_close(result, policy.model.image_embeddings(pixels), atol=1e-4, rtol=1e-4)
