@@ -91,7 +91,7 @@ def _ours(decoder: LlamaDecoder, ring: Any, prompt: torch.Tensor, tokens: int) -
         if len(out) == tokens:
             return out
         root = torch.tensor(out[-1:], device=prompt.device)
-        segment = Segment(0, len(prompt) + len(out) - 1, root, ancestry=Ancestry.of((-1,)))
+        segment = Segment(0, len(prompt) + len(out) - 1, root, ancestry=Ancestry.of((-1,), prompt.device))
 
 
 def _generate(model: Any, prompt: torch.Tensor, tokens: int) -> list[int]:

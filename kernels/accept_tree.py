@@ -9,6 +9,7 @@ from torch import Tensor
 from specvla_kernels.jit import has_kernels, jit, power_of_two, tl
 
 NO_NODE = -1  # pads a path; also what is no token
+_LEAST_NODES, _LEAST_PLACES = 16, 8  # one compilation for all smaller trees
 TARGET, EXACT, NEAR = 0, 1, 2  # why a token was committed: the target's own, drafted and the same, drafted and near
 
 
@@ -151,24 +152,28 @@ def accept_tree_triton(trees: Trees, tolerance: Tolerance, levels: int) -> Tenso
     columns = [getattr(trees, field.name).contiguous() for field in fields(trees)]  # the kernel's order
     _accept_tree[(requests,)](
         *columns, tolerance.bins, out, tolerance.first, tolerance.stop, tolerance.distinct, len(tolerance.bins) - 1,
-        N=n, PLACES=levels + 1, BLOCK=power_of_two(n), BLOCK_PLACES=power_of_two(levels + 1), num_warps=4,
+        n, levels + 1, BLOCK=max(_LEAST_NODES, power_of_two(n)),
+        BLOCK_PLACES=max(_LEAST_PLACES, power_of_two(levels + 1)), num_warps=4,
     )  # fmt: skip
     return out
 
 
-@jit
+@jit(
+    do_not_specialize=["n_nodes", "n_places"],
+    do_not_specialize_on_alignment=[*(field.name for field in fields(Trees)), "bins", "out"],
+)
 def _accept_tree(  # type: ignore[no-untyped-def]
     tokens, parents, depths, ancestors, log_probs, valid, relaxable, choices, places, bins, out,
-    first_id, stop_id, distinct, beyond,
-    N: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PLACES: tl.constexpr,
+    first_id, stop_id, distinct, beyond, n_nodes, n_places,
+    BLOCK: tl.constexpr, BLOCK_PLACES: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
-    there, at = n < N, request * N + n
+    there, at = n < n_nodes, request * n_nodes + n
     token, depth = tl.load(tokens + at, there, other=-1), tl.load(depths + at, there, other=-1)
     parent, path = tl.load(parents + at, there, other=0), tl.load(ancestors + at, there, other=0)
     is_root = there & (parent < 0)
-    wanted = tl.load(choices + request * N + tl.maximum(parent, 0), there & ~is_root, other=-1)
+    wanted = tl.load(choices + request * n_nodes + tl.maximum(parent, 0), there & ~is_root, other=-1)
     exact = (token == wanted) & ~is_root
 
     is_action = (token >= first_id) & (token < stop_id) & ~is_root
@@ -200,7 +205,7 @@ def _accept_tree(  # type: ignore[no-untyped-def]
     is_end = n == end
     end_path = tl.sum(tl.where(is_end, path, 0), 0)
     end_depth = tl.sum(tl.where(is_end, depth, 0), 0)
-    chosen = tl.load(choices + request * N + end)
+    chosen = tl.load(choices + request * n_nodes + end)
     place = tl.arange(0, BLOCK_PLACES)
     is_on = ((end_path >> n.to(tl.int64)) & 1) == 1
     here = is_on[None, :] & (depth[None, :] == place[:, None])
@@ -210,10 +215,10 @@ def _accept_tree(  # type: ignore[no-untyped-def]
     committed = tl.where(place == end_depth, chosen, drafted)
     bins_off = tl.sum(tl.where(behind, off[None, :], 0), 1)
     why = tl.sum(tl.where(behind, tl.where(exact, 1, 2)[None, :], 0), 1).to(tl.int64)
-    row = out + request * (4 * PLACES + 1)
-    written = place < PLACES
+    row = out + request * (4 * n_places + 1)
+    written = place < n_places
     tl.store(row + place, node, written)
-    tl.store(row + PLACES + place, committed, written)
-    tl.store(row + 2 * PLACES + place, bins_off, written)
-    tl.store(row + 3 * PLACES + place, why, written)
-    tl.store(row + 4 * PLACES, end_depth + 1)
+    tl.store(row + n_places + place, committed, written)
+    tl.store(row + 2 * n_places + place, bins_off, written)
+    tl.store(row + 3 * n_places + place, why, written)
+    tl.store(row + 4 * n_places, end_depth + 1)

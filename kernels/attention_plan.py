@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.jit import power_of_two
+from specvla_kernels.send import send
 
 if TYPE_CHECKING:
     from specvla_kernels.layout import Span
@@ -92,7 +93,7 @@ def plan_attention(
     rows += [_NO_WORK] * (capacity - len(rows))
     wanted = programs or _programs_of(device)
     splits = min(wanted // (len(rows) * kv_heads), -(-slot_rows // _KEYS_PER_SPLIT), _MOST_SPLITS)
-    tiles = torch.tensor(rows, dtype=torch.int32, device=device)
+    tiles = send(rows, device, torch.int32)
     return AttentionPlan(tiles, group=group, block_m=block_m, splits=max(1, splits))
 
 

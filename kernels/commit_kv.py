@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.jit import has_kernels, jit, power_of_two, tl
+from specvla_kernels.send import send
 
 _BLOCK = 2048  # elements that a program holds, keys or values: 16 per thread
+_LEAST_PLACES = 8  # an action's path: one compilation for all that are shorter
 
 
 def commit_kv(keys: Tensor, values: Tensor, slot: int, first_row: int, nodes: Sequence[int]) -> None:
@@ -25,10 +27,10 @@ def commit_kv(keys: Tensor, values: Tensor, slot: int, first_row: int, nodes: Se
     moved = next((i for i, node in enumerate(nodes) if node != i), len(nodes))
     if moved == len(nodes):
         return
-    sources = [first_row + node for node in nodes[moved:]]
+    sources = send([first_row + node for node in nodes[moved:]], keys.device)
     start, stop = first_row + moved, first_row + len(nodes)
     for store in (keys, values):
-        # Indexing with a list copies before it is written: a destination may be the source of a later row.
+        # Indexing with a tensor copies before it is written: a destination may be the source of a later row.
         store[:, slot, start:stop] = store[:, slot, sources]
 
 
@@ -68,23 +70,23 @@ def commit_kv_triton(keys: Tensor, values: Tensor, slots: Tensor, first_rows: Te
     if keys.stride() != values.stride() or keys.stride()[3:] != (head_dim, 1):
         raise ValueError("keys and values need the same strides, and contiguous rows")
     requests, places = nodes.shape
-    block_places = power_of_two(places)
+    block_places = max(_LEAST_PLACES, power_of_two(places))
     block_width = min(power_of_two(width), max(64, _BLOCK // block_places))
     _commit_kv[(-(-width // block_width), layers, requests)](
-        keys, values, slots, first_rows, nodes, *keys.stride()[:3], *nodes.stride(),
-        PLACES=places, WIDTH=width, BLOCK_PLACES=block_places, BLOCK_WIDTH=block_width, num_warps=4,
+        keys, values, slots.contiguous(), first_rows.contiguous(), nodes, *keys.stride()[:3], *nodes.stride(), places,
+        WIDTH=width, BLOCK_PLACES=block_places, BLOCK_WIDTH=block_width, num_warps=4,
     )  # fmt: skip
 
 
-@jit
+@jit(do_not_specialize=["request_stride", "places"], do_not_specialize_on_alignment=["slots", "first_rows", "nodes"])
 def _commit_kv(  # type: ignore[no-untyped-def]
-    keys, values, slots, first_rows, nodes, layer_stride, slot_stride, row_stride, request_stride, place_stride,
-    PLACES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_PLACES: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    keys, values, slots, first_rows, nodes, layer_stride, slot_stride, row_stride, request_stride, place_stride, places,
+    WIDTH: tl.constexpr, BLOCK_PLACES: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     layer, request = tl.program_id(1).to(tl.int64), tl.program_id(2)
     place = tl.arange(0, BLOCK_PLACES)
-    node = tl.load(nodes + request * request_stride + place * place_stride, place < PLACES, other=-1)
+    node = tl.load(nodes + request * request_stride + place * place_stride, place < places, other=-1)
     moves = (node >= 0) & (node != place)
     if tl.sum(moves.to(tl.int32), 0) == 0:
         return  # the likeliest chain lies first in a tree: usually nothing moves

@@ -39,6 +39,9 @@ class Capturable(Protocol):
 def capture_on(store: Tensor) -> Capture | None:
     """How work on such a store is captured; None on a CPU, where nothing is gained.
 
+    What one of these has captured is to be dropped together: with a graph, torch drops the workspace of cuBLAS that all
+    graphs of the same stream use (pytorch/pytorch#193402).
+
     Args:
         store: of keys or values.
 

@@ -45,7 +45,9 @@ def round_rows_reference(x: Tensor, padded_rows: int) -> tuple[Tensor, Tensor]:
         int8 [padded_rows, width]; and the steps [n_rows], float32, or float64 for float64.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    steps = wide.abs().amax(dim=1, keepdim=True).clamp(min=_LEAST_MAXIMUM) / 127
+    # On CUDA torch divides by a number by way of its reciprocal, which rounds twice.
+    most = torch.full((), 127, dtype=wide.dtype, device=wide.device)
+    steps = wide.abs().amax(dim=1, keepdim=True).clamp(min=_LEAST_MAXIMUM) / most
     rounded = (wide / steps).round().to(torch.int8)
     return F.pad(rounded, (0, 0, 0, padded_rows - x.shape[0])), steps[:, 0]
 

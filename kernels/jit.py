@@ -21,8 +21,9 @@ class _Annotations:
     constexpr = int
 
 
-def _left_alone(kernel: Any) -> Any:
-    return kernel
+def _left_alone(kernel: Any = None, **options: Any) -> Any:
+    """In place of `triton.jit`, which is also called with options alone."""
+    return kernel if kernel is not None else _left_alone
 
 
 def _wanted() -> bool:

@@ -1,4 +1,7 @@
-"""The launches that the product makes, over tensors without memory: what `make kernels` compiles."""
+"""Launches of every kernel, over tensors without memory: what `make kernels` compiles.
+
+The product makes them all but those of the norm and the gate, which wait for a measurement on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -101,6 +104,7 @@ def _accept(n: int, levels: int) -> None:
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {
+    "accept_tree, one node": partial(_accept, 1, 0),
     "accept_tree, 16 nodes": partial(_accept, 16, 7),
     "accept_tree, 64 nodes": partial(_accept, 64, 7),
     "accept_tree, a chain of 64": partial(_accept, 64, 63),
@@ -110,6 +114,7 @@ for _name, _shape in _SHAPES.items():
     LAUNCHES[f"packed_attention, {_name}, prefill"] = partial(_attention, _shape, 290, 1)
     LAUNCHES[f"packed_attention, {_name}, 16 nodes"] = partial(_attention, _shape, 16, 264)
     LAUNCHES[f"packed_attention, {_name}, one node"] = partial(_attention, _shape, 1, 264)
+    LAUNCHES[f"packed_attention, {_name}, 16 nodes, few processors"] = partial(_attention, _shape, 16, 1)
     LAUNCHES[f"norm and gate, {_name}"] = partial(_pointwise, _shape)
     LAUNCHES[f"int8, {_name}"] = partial(_int8, _shape)
     LAUNCHES[f"commit_kv, {_name}, action"] = partial(_commit, _shape, 8)

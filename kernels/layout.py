@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.attention_plan import AttentionPlan, plan_attention
+from specvla_kernels.send import send
 
 MAX_TREE_NODES = 64  # a node's ancestors are the bits of one int64
 
@@ -41,7 +42,7 @@ class Ancestry:
             raise ValueError(f"a tree holds 1 to {MAX_TREE_NODES} nodes, got {n}")
         if any(not -1 <= parent < node for node, parent in enumerate(parents)):
             raise ValueError(f"each of the {n} nodes needs a parent before itself or -1, got {tuple(parents)}")
-        return Ancestry.on_device(torch.tensor(parents, dtype=torch.int64, device=device), levels=n - 1)
+        return Ancestry.on_device(send(parents, torch.device(device)), levels=n - 1)
 
     @staticmethod
     def on_device(parents: Tensor, levels: int) -> "Ancestry":

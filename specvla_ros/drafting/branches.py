@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from specvla_kernels.layout import Ancestry
+from specvla_kernels.send import send
 from specvla_ros.drafting.tree import Tree
 
 
@@ -67,10 +68,10 @@ def add_branches(tree: Tree, branches: Branches, *, relaxable: bool) -> Tree:
     if not len(branches):
         return tree
     device, n = tree.tokens.device, len(tree)
-    parents = torch.tensor([parent + n if parent >= 0 else 0 for parent in branches.parents], device=device)
+    parents = send([parent + n if parent >= 0 else 0 for parent in branches.parents], device)
     levels = max(tree.levels, branches.levels)
     return Tree(
-        tokens=torch.cat((tree.tokens, torch.tensor(branches.tokens, device=device))),
+        tokens=torch.cat((tree.tokens, send(branches.tokens, device))),
         ancestry=Ancestry.on_device(torch.cat((tree.ancestry.parents, parents)), levels),
         log_probs=torch.cat((tree.log_probs, torch.full_like(parents, -torch.inf, dtype=tree.log_probs.dtype))),
         valid=torch.cat((tree.valid, torch.ones_like(parents, dtype=torch.bool))),

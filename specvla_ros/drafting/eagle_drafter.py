@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specvla_kernels.graph_capture import Capture
 from specvla_kernels.layout import Ancestry, Span, pack_layout
+from specvla_kernels.send import send
 from specvla_ros.drafting.children import Children, top_k
 from specvla_ros.drafting.draft_check import check_inputs, check_trees
 from specvla_ros.drafting.draft_input import DraftInput
@@ -133,7 +134,7 @@ class EagleDrafter:
         """Trees behind rows that the head was fed."""
         self.forwards += levels - 1
         texts = [each.in_text for each in inputs]
-        in_text = torch.tensor(texts, device=foreseen.device) if any(texts) else None
+        in_text = send(texts, foreseen.device, torch.bool) if any(texts) else None
         return self._grower.grow(DraftStart.of(inputs, nodes), foreseen, levels, in_text)
 
 

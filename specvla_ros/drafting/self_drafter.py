@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specvla_kernels.layout import Ancestry, Span, pack_layout
+from specvla_kernels.send import send
 from specvla_ros.acceptance.strict import greedy_choice
 from specvla_ros.drafting.draft_input import DraftInput
 from specvla_ros.drafting.tree import Tree
@@ -176,7 +177,7 @@ class SelfDrafter:
             rows += len(chain.inputs)
         embeddings = torch.cat([chain.inputs for chain in chains])
         layout = pack_layout([(span, None) for span in spans], self._slot_rows, embeddings.device)
-        last = torch.tensor([span.stop - 1 for span in spans], dtype=torch.int64, device=embeddings.device)
+        last = send([span.stop - 1 for span in spans], embeddings.device)
         result: ForwardResult = self._decoder(embeddings, layout, last, self._keys, self._values)
         self.forwards += 1
         # NaN logits give no choice; the chain ends there, but the next forward needs a token that exists.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.layout import Ancestry, PackedLayout, Span, pack_layout
+from specvla_kernels.send import send
 
 
 @dataclass(frozen=True)
@@ -117,5 +118,5 @@ def pack(segments: Sequence[Segment], slot_rows: int, embed: Callable[[Tensor], 
     return PackedBatch(
         embeddings=embedded[0] if len(embedded) == 1 else torch.cat(embedded),
         layout=pack_layout(parts, slot_rows, device),
-        wanted_rows=torch.tensor(wanted_rows(segments, spans), dtype=torch.int64, device=device),
+        wanted_rows=send(wanted_rows(segments, spans), device),
     )

@@ -79,8 +79,8 @@ class Share:
     def draft_input(self, commit: Commit, answer: AnswerFormat, embed: Callable[[Tensor], Tensor]) -> DraftInput:
         """What a drafter is told of the rows that `commit` has made final."""
         request = self.request
-        hidden = self._of_tree[list(commit.nodes)]
-        following = embed(commit.on_device)
+        hidden = self._of_tree[commit.nodes_on_device]
+        following = embed(commit.tokens_on_device)
         if self.prompt_rows:
             hidden = torch.cat((self.hidden[: self.prompt_rows - 1], hidden))
             following = torch.cat((request.prompt[len(request.prompt) - self.prompt_rows + 1 :], following))
@@ -89,7 +89,7 @@ class Share:
             prefix_len=request.prefix_len,
             hidden=hidden,
             following=following,
-            root=commit.on_device[-1],
+            root=commit.tokens_on_device[-1],
             levels=answer.missing(request.tokens) - 1,
             place=answer.place(request.tokens),
             epoch=request.observation.epoch,

@@ -21,7 +21,7 @@ class StageClock:
 
     def start(self) -> None:
         """Marks the beginning of the work."""
-        self._started = time.perf_counter()
+        self._started, self._measured = time.perf_counter(), False
         if self._events is not None:
             self._events[0].record()
 

@@ -34,14 +34,16 @@ class Commit:
     """What one request commits, on the host; see `Acceptance`.
 
     Args:
-        on_device: int64 [n], the tokens where the model is.
+        nodes_on_device: int64 [n], the nodes where the model is.
+        tokens_on_device: int64 [n], the tokens there.
     """
 
     nodes: tuple[int, ...]
     tokens: tuple[int, ...]
     bins_off: tuple[int, ...]
     why: tuple[int, ...]
-    on_device: Tensor
+    nodes_on_device: Tensor
+    tokens_on_device: Tensor
 
 
 def verify(logits: Tensor, parts: Sequence[ToVerify], rule: AcceptanceRule, actions: ActionIds) -> list[Commit]:
@@ -67,5 +69,6 @@ def verify(logits: Tensor, parts: Sequence[ToVerify], rule: AcceptanceRule, acti
         mine, numbers = numbers[: 4 * width + 1], numbers[4 * width + 1 :]
         count = mine[-1]
         nodes, tokens, bins_off, why = (tuple(mine[i * width : i * width + count]) for i in range(4))
-        commits.append(Commit(nodes, tokens, bins_off, why, acceptance.tokens[:count]))
+        on_device = acceptance.nodes[:count], acceptance.tokens[:count]
+        commits.append(Commit(nodes, tokens, bins_off, why, *on_device))
     return commits

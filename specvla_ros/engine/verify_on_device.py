@@ -9,6 +9,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specvla_kernels.accept_tree import Tolerance, Trees, accept_tree
 from specvla_kernels.commit_kv import commit_kv_batch
+from specvla_kernels.jit import power_of_two
+from specvla_kernels.send import send
 from specvla_ros.acceptance.bin_distance import BinDistance
 from specvla_ros.acceptance.strict import Strict, greedy_choice
 from specvla_ros.acceptance.verification import AcceptanceRule, ActionIds
@@ -42,10 +44,7 @@ class Uploaded:
     @staticmethod
     def of(places: Sequence[int], slots: Sequence[int], first_rows: Sequence[int], device: torch.device) -> "Uploaded":
         """In one copy."""
-        numbers = torch.tensor([*zip(places, slots, first_rows, strict=True)], dtype=torch.int64)
-        if device.type == "cuda":
-            numbers = numbers.pin_memory()
-        return Uploaded(*numbers.to(device, non_blocking=True).unbind(1))
+        return Uploaded(*send((places, slots, first_rows), device).unbind())
 
 
 def verify_on_device(
@@ -69,8 +68,29 @@ def verify_on_device(
     for row, numbers in zip(packed, packed.tolist(), strict=True):  # the tick's one read-back
         count = numbers[-1]
         nodes, tokens, bins_off, why = (tuple(numbers[i * width : i * width + count]) for i in range(4))
-        commits.append(Commit(nodes, tokens, bins_off, why, row[width : width + count]))
+        commits.append(Commit(nodes, tokens, bins_off, why, row[:count], row[width : width + count]))
     return commits
+
+
+def compile_verification(tolerance: Tolerance, ring: KVRing, *, nodes: int, levels: int) -> None:
+    """Has the kernels compiled for every size of tree: met in a tick, that would take as long as many ticks.
+
+    Args:
+        tolerance: of any rule.
+        ring: whose rows could move; none does.
+        nodes: of a tree at most.
+        levels: no tree is deeper than this.
+    """
+    device = ring.keys.device
+    none = torch.zeros(1, dtype=torch.int64, device=device)
+    for n in sorted({min(power_of_two(each), nodes) for each in range(1, nodes + 1)}):
+        parents = torch.zeros(1, n, dtype=torch.int64, device=device)
+        parents[:, 0] = -1
+        zeros, nothing = torch.zeros_like(parents), torch.zeros(1, n, dtype=torch.bool, device=device)
+        log_probs = torch.zeros(1, n, device=device)
+        trees = Trees(zeros, parents, zeros, zeros + 1, log_probs, nothing, nothing, zeros, none)
+        packed = accept_tree(trees, tolerance, min(levels, n - 1))
+        commit_kv_batch(ring.keys, ring.values, none, none, packed[:, : min(levels, n - 1) + 1])
 
 
 def _padded(trees: Sequence[Tree], choices: Sequence[Tensor], places: Tensor) -> Trees:

@@ -171,7 +171,7 @@ class LlamaDecoder(nn.Module):
         """Of hidden states with rows of the output head."""
         kept = head_dtype(weight.dtype, weight.device)
         if kept.itemsize == 2:
-            return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+            return torch.mm(hidden.to(kept), weight.T, out_dtype=torch.float32)
         return linear(hidden.to(kept), weight.to(kept))  # only a head tied to half-precision embeddings is converted
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specvla_kernels.send import send
 from specvla_ros.errors import UserError
 from specvla_ros.models.action_statistics import ActionStatistics, select_statistics
 from specvla_ros.models.action_tokenizer import ActionTokenizer
@@ -88,10 +89,8 @@ class Policy:
         Returns:
             [n + image_tokens, hidden].
         """
-        device = self.decoder.device
-        ids = torch.tensor(prompt_ids, dtype=torch.int64, pin_memory=device.type == "cuda")
         embeddings = (vision or self.model.image_embeddings)(self.image_processor(image))
-        return self.model.prompt_embeddings(embeddings, ids.to(device, non_blocking=True))
+        return self.model.prompt_embeddings(embeddings, send(prompt_ids, self.decoder.device))
 
     def action(self, tokens: Sequence[int]) -> np.ndarray:
         """Action tokens [action_dim] to float64 values in the robot's units."""
@@ -184,6 +183,10 @@ def _device(name: str) -> torch.device:
             f"device '{name}' was asked for, but torch {torch.__version__} sees no CUDA GPU; "
             "install a CUDA build of torch, check nvidia-smi, or set device to cpu"
         )
+    if device.index is not None:
+        if device.index >= torch.cuda.device_count():
+            raise UserError(f"device '{name}' was asked for, but there are {torch.cuda.device_count()} CUDA GPUs")
+        torch.cuda.set_device(device)  # Triton launches on the thread's current device, wherever the tensors are
     return device
 
 

@@ -1,5 +1,6 @@
 """How many tokens a draft head would have committed per forward, on answers that it has not seen."""
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,7 @@ def validate_draft(policy: Policy, head: EagleHead, samples: Iterable[Sample], *
         epoch: for the record.
     """
     settings = DraftSettings()
+    head = copy.deepcopy(head).to(policy.decoder.dtype)  # as it will run
     drafter: EagleDrafter | None = None
     found: dict[int, list[int]] = {}
     done = 0

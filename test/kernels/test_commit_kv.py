@@ -59,7 +59,9 @@ def test_a_batch_moves_as_its_requests_do_alone(
     nodes = torch.tensor([[*each, *[-1] * (places - len(each))] for each in requests], device=DEVICE)
     run = commit_kv_triton if kernel and HAS_TRITON else commit_kv_reference
 
-    run(keys, values, slots.to(DEVICE), first_rows.to(DEVICE), nodes)
+    places_of = torch.stack((slots, first_rows), dim=1).to(DEVICE)  # a column of a table is strided
+
+    run(keys, values, *places_of.unbind(1), nodes)
 
     for slot, first_row, each in zip(slots.tolist(), first_rows.tolist(), requests, strict=True):
         commit_kv(*expected, slot, first_row, each)

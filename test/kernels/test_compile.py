@@ -30,6 +30,33 @@ def test_every_kernel_of_the_smallest_policy_compiles_for_every_device(tmp_path:
     assert lines[-1].endswith(" kernels compiled, 0 do not fit")
 
 
+FEW = """
+import sys, triton
+from specvla_kernels import compile, launches
+with compile._compiling_for(90) as kernels:
+    for n in range(1, 65):
+        for levels in {min(n - 1, levels) for levels in range(8)}:
+            launches._accept(n, levels)
+            launches._commit(launches._SHAPES["nano bf16"], levels + 1)
+print(len({kernel.hash for kernel in kernels}), len(kernels))
+"""
+
+
+def test_few_compilations_serve_trees_of_every_size(tmp_path: Path) -> None:
+    """One that is met in a tick takes as long as many ticks."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    made = subprocess.run(
+        [sys.executable, "-c", FEW],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    different, launched = map(int, made.stdout.split())
+    assert launched > 900
+    assert different == 4, "acceptance of 16, 32 and 64 nodes, and commit"
+
+
 def test_interpreted_kernels_are_refused(tmp_path: Path) -> None:
     made = run("sm_90", cache=tmp_path, interpret=True)
     assert made.returncode == 1

@@ -203,6 +203,12 @@ def test_a_gpu_that_is_not_there(good: Path) -> None:
     refuse(good, "sees no CUDA GPU; install a CUDA build of torch", device="cuda")
 
 
+def test_a_gpu_beyond_those_there_are(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    refuse(good, "device 'cuda:2' was asked for, but there are 2 CUDA GPUs", device="cuda:2")
+
+
 def test_a_gpu_without_room_is_told_before_anything_is_read(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1024, 2**30))

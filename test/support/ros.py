@@ -107,7 +107,10 @@ class Robot:
 @contextmanager
 def robot(checkpoint: Path | str, *, remaps: Sequence[str] = (), **parameters: Any) -> Iterator[Robot]:
     """A policy node with parameters and remapped topics, unconfigured, and its user."""
-    overrides = [Parameter(name, value=value) for name, value in {"checkpoint": str(checkpoint), **parameters}.items()]
+    overrides = [
+        Parameter(name, value=value)
+        for name, value in {"checkpoint": str(checkpoint), "device": "cpu", **parameters}.items()
+    ]
     rclpy.init()
     executor = SingleThreadedExecutor()
     arguments = ["--ros-args", *(part for remap in remaps for part in ("-r", remap))] if remaps else []

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.bags import episode, write_bag
+from support.draft_heads import random_head
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.drafting.draft_checkpoint import load_draft_head
@@ -29,6 +30,7 @@ from specvla_ros.evaluation.frame_sources import Frame
 from specvla_ros.models.policy import Policy, load_policy
 from specvla_ros.training import draft_features, train_draft
 from specvla_ros.training.draft_features import FeatureStore, answer, read_shard, shuffled_samples
+from specvla_ros.training.draft_validation import validate_draft
 from specvla_ros.training.train_draft import STATE_DIRECTORY, DraftProgress, DraftTraining
 
 pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'specvla_ros[train]'")
@@ -176,3 +178,12 @@ def test_a_killed_command_goes_on(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
     assert "epoch 2: " in finished.stderr
     assert load_draft_head(out, load_policy(target, device="cpu").decoder) is not None
+
+
+def test_a_head_is_judged_in_the_dtype_of_its_target(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, seed=4, hidden_size=64, layers=2)
+    policy = load_policy(tmp_path, device="cpu", dtype="bfloat16")
+    head = random_head(policy.decoder).to(torch.float32)
+    judged = validate_draft(policy, head, answer(policy, list(frames(2))), epoch=1)
+    assert judged.samples == 2 and judged.tau >= 1
+    assert head.fc.weight.dtype == torch.float32

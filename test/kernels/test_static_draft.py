@@ -1,0 +1,71 @@
+"""A draft of fixed size, on the kernels, grows the trees that any draft grows, whatever its memory held."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_decoder import random_decoder
+from support.draft_heads import random_head
+from support.kernels import DEVICE
+from support.no_read_back import no_read_back
+from support.static_forwards import kernels, rerun
+
+from specvla_kernels.graph_capture import capture_on
+from specvla_ros.drafting.draft_input import DraftInput
+from specvla_ros.drafting.eagle_drafter import EagleDrafter
+from specvla_ros.drafting.settings import DraftSettings
+from specvla_ros.models.config import LlamaConfig
+
+pytest.importorskip("triton")
+
+DECODER = random_decoder(
+    LlamaConfig(32, 40, 1, 4, 2, 16, vocab_size=50, max_position_embeddings=128), device=str(DEVICE)
+)
+HEAD = random_head(DECODER, seed=1)
+SLOTS = 3
+
+
+def drafter() -> EagleDrafter:
+    chosen = DraftSettings(top_k=3, depth=3, nodes=9)
+    return EagleDrafter(HEAD, DECODER, chosen, slots=SLOTS, slot_rows=40)
+
+
+def captured() -> EagleDrafter:
+    made = drafter()
+    capture = capture_on(made._grower.keys) or rerun
+    with kernels(True), torch.inference_mode():
+        assert made.capture(capture) == SLOTS * 3
+    return made
+
+
+CAPTURED = captured()
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> list[DraftInput]:
+    drawn = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    made = []
+    for slot in draw(st.permutations(range(SLOTS)))[: draw(st.integers(1, SLOTS))]:
+        rows = draw(st.one_of(st.integers(1, 8), st.just(20)))
+        hidden, following = torch.randn(2, rows, 32, generator=drawn).to(DEVICE)
+        root = torch.randint(50, (), generator=drawn).to(DEVICE)
+        made.append(DraftInput(slot, rows, hidden, following, root, levels=draw(st.integers(0, 4)), place=1))
+    return made
+
+
+@settings(max_examples=12 if DEVICE.type == "cpu" else 200, deadline=None)
+@given(st.lists(requests(), min_size=1, max_size=2))
+@torch.inference_mode()
+def test_static_drafts_are_drafts(several: list[list[DraftInput]]) -> None:
+    for store in (CAPTURED._grower.keys, CAPTURED._grower.values):
+        store.fill_(torch.nan)
+    for inputs in several:
+        with kernels(True), no_read_back():
+            trees = CAPTURED.draft(inputs)
+        with kernels(False):
+            expected = drafter().draft(inputs)
+        for tree, other in zip(trees, expected, strict=True):
+            torch.testing.assert_close(tree.log_probs, other.log_probs, atol=1e-4, rtol=1e-4)
+            assert tree.tokens.equal(other.tokens) and tree.levels == other.levels
+            assert tree.ancestry.parents.equal(other.ancestry.parents)
+            assert tree.ancestry.ancestors.equal(other.ancestry.ancestors)
