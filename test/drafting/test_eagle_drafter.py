@@ -1,5 +1,6 @@
 """The draft head behind its drafter: any mix of requests, any split of the rows, and nothing from stale rows."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ CONFIG = LlamaConfig(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=
 DECODER = random_decoder(CONFIG, seed=0, dtype=torch.float64)
 HEAD = random_head(DECODER, seed=1)
 SETTINGS = DraftSettings(top_k=3, depth=4, nodes=12)
+WINDOW = WindowMass.of(3, ActionIds(30, 46, 15), 7, torch.device("cpu"))
+WINDOW.tolerate((2,) * 7)
 
 
 def drafter(**arguments: Any) -> EagleDrafter:
@@ -88,11 +91,36 @@ def test_a_trees_scratch_rows_are_never_read_again() -> None:
 
 def test_node_limits_are_each_requests_own() -> None:
     trees = drafter().draft([request(1, 0, 5, 0, 4), request(2, 1, 9, 0, 4)], nodes=[4, 9])
-    assert [len(tree) for tree in trees] == [4, 9]
+    for tree, seed, prefix, nodes in zip(trees, (1, 2), (5, 9), (4, 9), strict=True):
+        alone = EagleDrafter(HEAD, DECODER, replace(SETTINGS, nodes=nodes), slots=1, slot_rows=40)
+        same(tree, alone.draft([request(seed, 0, prefix, 0, 4)])[0])
+        assert len(tree) == nodes
 
 
-WINDOW = WindowMass.of(3, ActionIds(30, 46, 15), 7, torch.device("cpu"))
-WINDOW.tolerate((2,) * 7)
+def test_where_text_may_come_any_token_is_drafted() -> None:
+    text, action = replace(request(1, 0, 5, 0, 4), in_text=True, place=0), request(2, 1, 9, 0, 4)
+    for requests in ([text, action], [text]):
+        trees = drafter(children=WINDOW).draft(requests)
+        same(trees[0], drafter().draft([text])[0])
+        if len(trees) > 1:
+            same(trees[1], drafter(children=WINDOW).draft([action])[0])
+    first, stop = WINDOW.actions.first, WINDOW.actions.stop
+    assert any(not first <= token < stop for token in trees[0].tokens[1:].tolist())
+
+
+@pytest.mark.parametrize("on_replay", [False, True])
+def test_no_position_is_beyond_the_targets_last(on_replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree that has all its levels is computed with those that have not; so are rows that no request has."""
+    short = random_decoder(replace(CONFIG, max_position_embeddings=12), seed=0, dtype=torch.float64)
+    made = EagleDrafter(HEAD, short, SETTINGS, slots=2, slot_rows=12)
+    expected = drafter().draft([request(1, 0, 10, 0, 1), request(2, 1, 5, 0, 4)])
+    if on_replay:
+        use_table(monkeypatch)
+        made.capture(rerun)
+    made.draft([request(1, 0, 9, 0, 2), request(2, 1, 4, 0, 4)])
+    trees = made.draft([request(1, 0, 10, 9, 1), request(2, 1, 5, 4, 4)])
+    for tree, other in zip(trees, expected, strict=True):
+        same(tree, other)
 
 
 @pytest.mark.parametrize("children", [None, WINDOW], ids=["top_k", "window"])
@@ -130,12 +158,14 @@ def test_a_captured_draft_gives_the_same_trees(
     captured: EagleDrafter, rounds: list[list[tuple[int, int, int]]]
 ) -> None:
     """Any number of requests, of rows and of levels, draft behind draft on the same memory."""
+    pairs: list[tuple[Tree, Tree]] = []
     for wanted in rounds:
         requests = [request(seed, slot, prefix, 0, levels) for slot, (seed, prefix, levels) in enumerate(wanted)]
         trees = captured.draft(requests)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(packed_attention, "has_kernels", lambda _: False)
             expected = drafter(children=WINDOW).draft(requests)
-        for tree, other in zip(trees, expected, strict=True):
-            same(tree, other)
-            assert tree.ancestry.ancestors.equal(other.ancestry.ancestors) and tree.valid.equal(other.valid)
+        pairs += zip(trees, expected, strict=True)
+    for tree, other in pairs:  # at the end: a later draft must leave them alone
+        same(tree, other)
+        assert tree.ancestry.ancestors.equal(other.ancestry.ancestors) and tree.valid.equal(other.valid)
