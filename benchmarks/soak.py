@@ -91,6 +91,7 @@ def _as_json(phase: Phase, dtype: str) -> dict[str, Any]:
     if grown_on_gpu > GPU_GROWTH:
         phase.fail(f"memory on the GPU grew by {grown_on_gpu / 2**20:.1f} MiB")
     return {
+        "cuda_graphs": phase.cuda_graphs,
         "submitted": phase.submitted,
         "actions": phase.actions,
         "forwards_per_action": phase.forwards / phase.actions if phase.actions else 0.0,

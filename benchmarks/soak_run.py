@@ -30,10 +30,12 @@ class Phase:
 
     Attributes:
         margins: between the two best logits, where an action first differs from the plain decoder's.
+        cuda_graphs: how many there are, or why none; empty on a CPU.
         memory: (tick, resident bytes, bytes allocated on the GPU), a sample now and then.
         failures: of the checks behind every tick, the first few.
     """
 
+    cuda_graphs: str = ""
     submitted: int = 0
     actions: int = 0
     forwards: int = 0
@@ -64,6 +66,7 @@ class Soak:
         pixels = np.random.default_rng(seed)
         self._pictures = [pixels.integers(0, 256, (48, 64, 3), dtype=np.uint8) for _ in range(PICTURES)]
         self._engine = Engine(policy, EngineSettings())
+        self._engine.warm_up()
         self.plain = {
             (picture, text): self._decoded(picture, text) for picture in range(PICTURES) for text in INSTRUCTIONS
         }
@@ -75,6 +78,7 @@ class Soak:
         """Ticks in the first of some settings; where there are more, it switches between them at random."""
         phase = Phase()
         self._engine.switch(choices[0])
+        phase.cuda_graphs = str(self._engine.describe().get("cuda_graphs", ""))
         for tick in range(ticks):
             if self._random.random() < _NEW_EPOCH:
                 self._new_epoch(phase)

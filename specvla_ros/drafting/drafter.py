@@ -135,14 +135,14 @@ class Drafter:
         Args:
             nodes: of each request's tree, the root included.
         """
-        trees = [Tree.of_root(each.root) for each in inputs]
-        if self._self is not None:
-            trees = self._self.draft(inputs, [each - 1 for each in nodes])
+        if self._self is None:
+            return self._eagle.draft(inputs, nodes) if self._eagle else [Tree.of_root(each.root) for each in inputs]
+        chains = self._self.draft(inputs, [each - 1 for each in nodes])
         if self._eagle is None:
-            return trees
-        left = [each - tree.levels for each, tree in zip(nodes, trees, strict=True)]
+            return chains
+        left = [each - chain.levels for each, chain in zip(nodes, chains, strict=True)]
         grown = self._eagle.draft(inputs, left)
-        return [tree.joined_with(chain) for tree, chain in zip(grown, trees, strict=True)]
+        return [tree.joined_with(chain) for tree, chain in zip(grown, chains, strict=True)]
 
     def behind_prompt(self, epoch: int, *, levels: int, in_text: bool) -> Tree:
         """What a prompt's own forward may verify: the previous answer costs no hidden states.

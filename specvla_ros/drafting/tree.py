@@ -39,7 +39,7 @@ class Tree:
         yes = torch.ones(1, dtype=torch.bool, device=tokens.device)
         return Tree(
             tokens=tokens,
-            ancestry=Ancestry.on_device(torch.full_like(tokens, -1), levels=0),
+            ancestry=Ancestry(torch.full_like(tokens, -1), torch.zeros_like(tokens), torch.ones_like(tokens)),
             log_probs=torch.zeros(1, device=tokens.device),
             valid=yes,
             relaxable=yes,
@@ -57,14 +57,16 @@ class Tree:
         if len(other) == 1:
             return self
         # Its root is this one's; its other nodes come behind all of this one's.
-        above = other.ancestry.parents[1:]
-        parents = torch.where(above == 0, 0, above + len(self) - 1)
-        levels = max(self.levels, other.levels)
+        mine, above, n = self.ancestry, other.ancestry.parents[1:], len(self)
         return Tree(
             tokens=torch.cat((self.tokens, other.tokens[1:])),
-            ancestry=Ancestry.on_device(torch.cat((self.ancestry.parents, parents)), levels),
+            ancestry=Ancestry(
+                parents=torch.cat((mine.parents, torch.where(above == 0, 0, above + n - 1))),
+                depths=torch.cat((mine.depths, other.ancestry.depths[1:])),
+                ancestors=torch.cat((mine.ancestors, other.ancestry.ancestors[1:] >> 1 << n | 1)),
+            ),
             log_probs=torch.cat((self.log_probs, other.log_probs[1:])),
             valid=torch.cat((self.valid, other.valid[1:])),
             relaxable=torch.cat((self.relaxable, other.relaxable[1:])),
-            levels=levels,
+            levels=max(self.levels, other.levels),
         )

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specvla_kernels.layout import Ancestry
 from specvla_ros.acceptance.verification import ActionIds
 from specvla_ros.drafting.branches import Branches, add_branches
 from specvla_ros.drafting.children import Children, WindowMass, top_k
@@ -232,3 +233,20 @@ def test_temporal_text_goes_on_as_the_last_answer_did() -> None:
     assert drafter.text(4, (), 4) == (), "of another instruction"
     drafter.forget()
     assert drafter.text(3, (), 4) == ()
+
+
+def random_tree(data: st.DataObject, nodes: int) -> Tree:
+    parents = [-1, *(data.draw(st.integers(0, node - 1)) for node in range(1, nodes))]
+    root = Tree.of_root(torch.tensor(3))
+    branches = Branches(tuple(range(1, nodes)), tuple(parent - 1 for parent in parents[1:]))
+    return add_branches(root, branches, relaxable=True)
+
+
+@given(st.data(), st.integers(1, 64))
+def test_whatever_is_put_together_has_the_ancestry_of_its_parents(data: st.DataObject, nodes: int) -> None:
+    mine = data.draw(st.integers(1, nodes))
+    tree, other = random_tree(data, mine), random_tree(data, nodes - mine + 1)
+    for made in (tree, tree.joined_with(other)):
+        expected = Ancestry.of(made.ancestry.parents.tolist())
+        assert made.ancestry.depths.equal(expected.depths) and made.ancestry.ancestors.equal(expected.ancestors)
+    assert len(tree.joined_with(other)) == nodes
