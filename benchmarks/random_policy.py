@@ -131,7 +131,8 @@ def _around(decoder: LlamaDecoder, size: Size, vision: bool) -> OpenVLA:
     model.decoder = decoder
     if not vision:
         model.towers = nn.ModuleList()
-    for part in (model.towers, model.projector) if vision else ():
+        return model.eval().requires_grad_(False)
+    for part in (model.towers, model.projector):
         part.to(decoder.dtype).to_empty(device=decoder.device)
         for parameter in part.parameters():
             nn.init.normal_(parameter, std=0.02)

@@ -114,7 +114,7 @@ def add_turn(turns: Turns, policy: RandomPolicy, settings: EngineSettings, trace
     if on_gpu is not None:
         on_gpu.begin()
     engine = Engine(policy, settings)
-    engine._setup.warm_up()  # `Engine.warm_up` would also decode an image, and the trace with it
+    engine._setup.graphs.warm_up()  # `Engine.warm_up` would also decode an image, and the trace with it
     turns.cuda_graphs = engine._setup.graphs.status
     trace.follow(engine)
     begun: dict[int, float] = {}

@@ -9,7 +9,7 @@ from torch import Tensor
 from specvla_kernels.jit import has_kernels, jit, power_of_two, tl
 
 NO_NODE = -1  # pads a path; also what is no token
-_LEAST_NODES, _LEAST_PLACES = 16, 8  # one compilation for all smaller trees
+LEAST_NODES, LEAST_PLACES = 16, 8  # one compilation for all smaller trees
 TARGET, EXACT, NEAR = 0, 1, 2  # why a token was committed: the target's own, drafted and the same, drafted and near
 
 
@@ -152,14 +152,14 @@ def accept_tree_triton(trees: Trees, tolerance: Tolerance, levels: int) -> Tenso
     columns = [getattr(trees, field.name).contiguous() for field in fields(trees)]  # the kernel's order
     _accept_tree[(requests,)](
         *columns, tolerance.bins, out, tolerance.first, tolerance.stop, tolerance.distinct, len(tolerance.bins) - 1,
-        n, levels + 1, BLOCK=max(_LEAST_NODES, power_of_two(n)),
-        BLOCK_PLACES=max(_LEAST_PLACES, power_of_two(levels + 1)), num_warps=4,
+        n, levels + 1, BLOCK=max(LEAST_NODES, power_of_two(n)),
+        BLOCK_PLACES=max(LEAST_PLACES, power_of_two(levels + 1)), num_warps=4,
     )  # fmt: skip
     return out
 
 
 @jit(
-    do_not_specialize=["n_nodes", "n_places"],
+    do_not_specialize=["beyond", "n_nodes", "n_places"],
     do_not_specialize_on_alignment=[*(field.name for field in fields(Trees)), "bins", "out"],
 )
 def _accept_tree(  # type: ignore[no-untyped-def]

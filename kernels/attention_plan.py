@@ -27,7 +27,7 @@ class AttentionPlan:
     """The attention of one packed forward, cut into tiles of queries; all layers share it.
 
     A tile is some nodes of one segment times the query heads that share a key head. The table alone says what a launch
-    does, its shape says how large the launch is: a captured launch takes the next forward by `update`.
+    does, its shape says how large the launch is: another table in the same memory is a captured launch's next forward.
 
     Args:
         tiles: int32 [n_tiles, 6], per tile: the segment's slot, prefix_len, start (packed row), length (rows), whether
@@ -53,10 +53,6 @@ class AttentionPlan:
         if surplus < 0:
             raise ValueError(f"{len(rows)} tiles do not fit a plan of {len(self.tiles)}")
         return torch.tensor(rows + [_NO_WORK] * surplus, dtype=torch.int32)
-
-    def update(self, spans: Sequence[Span]) -> None:
-        """Takes another forward of the same bucket; raises as `table` does."""
-        self.tiles.copy_(self.table(spans))
 
 
 def plan_attention(

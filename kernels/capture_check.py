@@ -8,6 +8,13 @@ _TOLERANCES = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.2}
 _EXACT = 1e-6
 
 
+def fill_at_random(keys: Tensor, values: Tensor) -> None:
+    """Gives every row of an unused store finite keys and values, for the work of a check to look at."""
+    generator = torch.Generator(keys.device).manual_seed(0)
+    for store in (keys, values):
+        store.normal_(generator=generator)
+
+
 def check_rows(found: Tensor, expected: Tensor, *, what: str, dtype: torch.dtype | None = None) -> None:
     """Compares results row by row; waits for the device.
 

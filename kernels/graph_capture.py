@@ -20,7 +20,7 @@ class Capture(Protocol):
 
 
 class Capturable(Protocol):
-    """Work that runs captured, or as it comes."""
+    """Work that runs captured, or as it comes; or what else takes too long to be met in a tick first."""
 
     def capture(self, capture: Capture) -> int:
         """Captures it and compares the result with that of the same work without capture.

@@ -45,6 +45,11 @@ def has_kernels(x: Tensor) -> bool:
     return HAS_TRITON and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
+def blocks(least: int, most: int) -> list[int]:
+    """Sides of blocks, powers of two: from the least to the one that holds the most."""
+    return [1 << bits for bits in range(least.bit_length() - 1, max(least, power_of_two(most)).bit_length())]
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two that is not below n: the sides of a kernel's blocks."""
     return 1 << max(0, n - 1).bit_length()

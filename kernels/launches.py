@@ -96,11 +96,11 @@ def _int8(shape: _Shape) -> None:
     scale_sums_triton(sums, steps, torch.empty(sums.shape[1], device=_META), shape.dtype)
 
 
-def _accept(n: int, levels: int) -> None:
+def _accept(n: int, levels: int, dimensions: int = 7) -> None:
     whole, flags = _whole(4, n), torch.empty(4, n, dtype=torch.bool, device=_META)
     log_probs = torch.empty(4, n, device=_META)
     trees = Trees(whole, whole, whole, whole, log_probs, flags, flags, whole, _whole(4))
-    accept_tree_triton(trees, Tolerance(_whole(8), 31744, 32000, 255), levels)
+    accept_tree_triton(trees, Tolerance(_whole(dimensions + 1), 31744, 32000, 255), levels)
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {

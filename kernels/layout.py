@@ -15,7 +15,7 @@ MAX_TREE_NODES = 64  # a node's ancestors are the bits of one int64
 
 @dataclass(frozen=True)
 class Ancestry:
-    """Who descends from whom; parents come before their children. Several trees of the same size may lie in rows.
+    """Who descends from whom; parents come before their children.
 
     Args:
         parents: int64 [n]; -1 for a node that follows the slot's committed rows directly.
@@ -42,11 +42,16 @@ class Ancestry:
             raise ValueError(f"a tree holds 1 to {MAX_TREE_NODES} nodes, got {n}")
         if any(not -1 <= parent < node for node, parent in enumerate(parents)):
             raise ValueError(f"each of the {n} nodes needs a parent before itself or -1, got {tuple(parents)}")
-        return Ancestry.on_device(send(parents, torch.device(device)), levels=n - 1)
+        depths, ancestors = [0] * n, [1 << node for node in range(n)]
+        for node, parent in enumerate(parents):
+            if parent >= 0:
+                depths[node], ancestors[node] = depths[parent] + 1, ancestors[parent] | ancestors[node]
+        signed = [bits - (bits >> 63 << 64) for bits in ancestors]
+        return Ancestry(*send((parents, depths, signed), torch.device(device)).unbind())
 
     @staticmethod
     def on_device(parents: Tensor, levels: int) -> "Ancestry":
-        """From parents [n], or [trees, n], that only the device knows, without reading them back.
+        """From parents [n] that only the device knows, without reading them back; or of several trees, [trees, n].
 
         Args:
             levels: no node is deeper than this.

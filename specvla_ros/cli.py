@@ -149,7 +149,7 @@ def replay(
     max_p95_latency_s: Annotated[float | None, typer.Option(help="Limit: 95 % of the frames answer in time.")] = None,
     max_drop_fraction: Annotated[float | None, typer.Option(help="Limit: frames without an action, 0 to 1.")] = None,
     max_bin_distance: Annotated[
-        float | None, typer.Option(help="Limit: mean distance to the recorded action, in bins of 256.")
+        float | None, typer.Option(help="Limit: mean distance to the recorded action, in bins: 255 to a dimension.")
     ] = None,
     min_action_rate_hz: Annotated[float | None, typer.Option(help="Limit: actions per second of decoding.")] = None,
     unnorm_key: UnnormKey = "",

@@ -57,7 +57,7 @@ def train_draft(
     try:
         import accelerate  # noqa: F401
     except ImportError:
-        raise UserError("training needs accelerate: pip install 'specvla_ros[train]'") from None
+        raise UserError("training needs accelerate: pip install -r requirements/train.txt") from None
     from specvla_ros.cli_simulation import progress_bar
     from specvla_ros.evaluation.frame_sources import SIMULATION
     from specvla_ros.models.policy import load_policy

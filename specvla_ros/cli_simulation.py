@@ -191,7 +191,7 @@ def train_policy(
     try:
         import accelerate  # noqa: F401
     except ImportError:
-        raise UserError("training needs accelerate: pip install 'specvla_ros[train]'") from None
+        raise UserError("training needs accelerate: pip install -r requirements/train.txt") from None
     from specvla_ros.training import train_policy as training
 
     settings = training.PolicyTraining(

@@ -16,13 +16,14 @@ def make_rule(settings: AcceptanceSettings, policy: Policy) -> AcceptanceRule:
     Raises:
         UserError: the tolerance does not fit the policy's action statistics.
     """
+    bins = bins_of(settings, policy)  # whatever the rule: drafting may count on the tolerance
     if settings.rule == "strict":
         return Strict()
     if settings.rule == "fly":
         return Fly(settings.fly_theta, settings.fly_window, settings.fly_entropy)
     if settings.rule == "lvspec":
         return LVSpec(settings.lvspec_loose_share, settings.lvspec_top_n, settings.lvspec_shift)
-    near = BinDistance(bins_of(settings, policy))
+    near = BinDistance(bins)
     if settings.rule == "bin_distance":
         return near
     text = Fly(settings.fly_theta, settings.fly_window, settings.fly_entropy)

@@ -46,24 +46,12 @@ class Branches:
         return Branches(tuple(token for _, token in places), tuple(parent for parent, _ in places))
 
     @property
-    def depths(self) -> list[int]:
-        """Of each node below the root, from 1 on."""
+    def levels(self) -> int:
+        """Nodes on the longest branch."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 1)
-        return depths
-
-    @property
-    def levels(self) -> int:
-        """Nodes on the longest branch."""
-        return max(self.depths, default=0)
-
-    def ancestors(self, first: int) -> list[int]:
-        """Of each node, as bits of an int64: the root, and nodes from number `first` on."""
-        found: list[int] = []
-        for node, parent in enumerate(self.parents):
-            found.append((found[parent] if parent >= 0 else 1) | 1 << first + node)
-        return [bits - (bits >> 63 << 64) for bits in found]
+        return max(depths, default=0)
 
 
 def add_branches(tree: Tree, branches: Branches, *, relaxable: bool) -> Tree:
@@ -79,16 +67,14 @@ def add_branches(tree: Tree, branches: Branches, *, relaxable: bool) -> Tree:
     """
     if not len(branches):
         return tree
-    n = len(tree)
-    parents = [parent + n if parent >= 0 else 0 for parent in branches.parents]
-    numbers = send((branches.tokens, parents, branches.depths, branches.ancestors(n)), tree.tokens.device)
-    own = tree.tokens, tree.ancestry.parents, tree.ancestry.depths, tree.ancestry.ancestors
-    tokens, *ancestry = (torch.cat(pair) for pair in zip(own, numbers, strict=True))
-    return Tree(
+    # With a root in front, which becomes the tree's.
+    tokens = send((0, *branches.tokens), tree.tokens.device)
+    alone = Tree(
         tokens=tokens,
-        ancestry=Ancestry(*ancestry),
-        log_probs=torch.cat((tree.log_probs, torch.full_like(numbers[0], -torch.inf, dtype=tree.log_probs.dtype))),
-        valid=torch.cat((tree.valid, torch.ones_like(numbers[0], dtype=torch.bool))),
-        relaxable=torch.cat((tree.relaxable, torch.full_like(numbers[0], relaxable, dtype=torch.bool))),
-        levels=max(tree.levels, branches.levels),
+        ancestry=Ancestry.of((-1, *(parent + 1 for parent in branches.parents)), tokens.device),
+        log_probs=torch.full_like(tokens, -torch.inf, dtype=tree.log_probs.dtype),
+        valid=torch.ones_like(tokens, dtype=torch.bool),
+        relaxable=torch.full_like(tokens, relaxable, dtype=torch.bool),
+        levels=branches.levels,
     )
+    return tree.joined_with(alone)

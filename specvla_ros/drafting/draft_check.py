@@ -12,7 +12,7 @@ _UNLIKELY = -50.0  # in place of -inf, which has no distance
 
 
 def check_inputs(decoder: LlamaDecoder, requests: int, levels: int, *, prefix_len: int) -> list[DraftInput]:
-    """Requests with random rows, of different numbers, and one level less for each but the first.
+    """Requests with random rows, of different numbers, each with a level less than the one before.
 
     Args:
         decoder: the target.
@@ -41,11 +41,15 @@ def check_inputs(decoder: LlamaDecoder, requests: int, levels: int, *, prefix_le
     return inputs
 
 
-def check_trees(found: GrownTrees, expected: GrownTrees, *, dtype: torch.dtype, what: str) -> None:
-    """Compares what trees hold of the draft's probability: which of two like nodes comes first is left open.
+def check_trees(found: GrownTrees, expected: GrownTrees, *, what: str, dtype: torch.dtype) -> None:
+    """Compares roots, and how the draft's probability is spread over a tree; which of two like nodes it holds is open.
 
     Raises:
-        RuntimeError: they differ by more than rounding.
+        RuntimeError: they differ by more than rounding, or nothing was drafted.
     """
+    if not bool((expected.log_probs[:, 1:] > -torch.inf).any(dim=1).all()):
+        raise RuntimeError(f"{what} has no drafts")
+    if not found.numbers[0, :, 0].equal(expected.numbers[0, :, 0]):
+        raise RuntimeError(f"{what} has other roots")
     ours, others = (each.log_probs.clamp(min=_UNLIKELY).sort(dim=1).values for each in (found, expected))
     check_rows(ours, others, what=what, dtype=dtype)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specvla_kernels.send import send
 from specvla_ros.drafting.draft_input import DraftInput
 
 
@@ -32,7 +33,7 @@ class DraftStart:
             nodes: of each tree at most, the root included.
         """
         roots = torch.stack([each.root for each in inputs])
-        numbers = numbers_of(inputs, nodes, pinned=roots.is_cuda).to(roots.device, non_blocking=True)
+        numbers = send(numbers_of(inputs, nodes), roots.device)
         return DraftStart(numbers, roots, tuple((each.slot, each.prefix_len) for each in inputs))
 
     @property
@@ -66,11 +67,10 @@ class DraftStart:
         return self.numbers[5]
 
 
-def numbers_of(inputs: Sequence[DraftInput], nodes: Sequence[int], *, pinned: bool) -> Tensor:
-    """Int64 [6, requests] on the host."""
-    rows = [
+def numbers_of(inputs: Sequence[DraftInput], nodes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Six rows with a number per request; arguments as in `DraftStart.of`."""
+    columns = [
         (each.slot, each.prefix_len, len(each.hidden), each.levels, most, each.place)
         for each, most in zip(inputs, nodes, strict=True)
     ]
-    numbers = torch.tensor(rows, dtype=torch.int64).T.contiguous()
-    return numbers.pin_memory() if pinned else numbers
+    return [*zip(*columns, strict=True)]

@@ -41,6 +41,7 @@ class Drafter:
         tokenizer = policy.action_tokenizer
         self._actions = ActionIds(tokenizer.first_id, tokenizer.vocab_size, bins=len(tokenizer.centers))
         self._device = policy.decoder.device
+        self._action_dim = policy.action_dim
         self._settings = settings or DraftSettings()
         self._window: WindowMass | None = None
         self._eagle: EagleDrafter | None = None
@@ -53,7 +54,7 @@ class Drafter:
         if directory is not None:
             head = load_draft_head(directory, policy.decoder)
             if settings.children == "window_mass":
-                self._window = WindowMass.of(settings.top_k, self._actions, policy.action_dim, self._device)
+                self._window = WindowMass.of(settings.top_k, self._actions, self._action_dim, self._device)
             self._eagle = EagleDrafter(
                 head, policy.decoder, settings, slots=slots, slot_rows=slot_rows, children=self._window
             )
@@ -100,7 +101,8 @@ class Drafter:
 
     def capture(self, capture: Capture) -> int:
         """See Capturable: the draft head's trees."""
-        return self._eagle.capture(capture) if self._eagle is not None else 0
+        # The first forward behind a prompt commits a token, and each of the others commits its own last one.
+        return self._eagle.capture(capture, self._action_dim - 2) if self._eagle is not None else 0
 
     def release(self) -> None:
         """See Capturable."""

@@ -14,20 +14,16 @@ class GrownTrees:
     """Finished trees side by side; what a tree does not fill comes last.
 
     Args:
-        tokens: int64 [trees, n]; node 0 is the root.
-        ancestry: of [trees, n] nodes.
+        numbers: int64 [4, trees, n]: tokens, and the parents, depths and ancestors of Ancestry. Node 0 is the root.
         log_probs: [trees, n].
     """
 
-    tokens: Tensor
-    ancestry: Ancestry
+    numbers: Tensor
     log_probs: Tensor
 
     def clone(self) -> "GrownTrees":
         """In memory of their own."""
-        parents, depths, ancestors = self.ancestry.parents, self.ancestry.depths, self.ancestry.ancestors
-        copies = torch.stack((self.tokens, parents, depths, ancestors)).unbind()
-        return GrownTrees(copies[0], Ancestry(*copies[1:]), self.log_probs.clone())
+        return GrownTrees(self.numbers.clone(), self.log_probs.clone())
 
     def split(self, sizes: list[tuple[int, int]]) -> list[Tree]:
         """One by one.
@@ -36,18 +32,12 @@ class GrownTrees:
             sizes: nodes and levels of each.
         """
         valid, relaxable = self.log_probs > -torch.inf, torch.ones_like(self.log_probs, dtype=torch.bool)
-        of = self.ancestry
-        return [
-            Tree(
-                tokens=self.tokens[i, :n],
-                ancestry=Ancestry(of.parents[i, :n], of.depths[i, :n], of.ancestors[i, :n]),
-                log_probs=self.log_probs[i, :n],
-                valid=valid[i, :n],
-                relaxable=relaxable[i, :n],
-                levels=levels,
-            )
-            for i, (n, levels) in enumerate(sizes)
-        ]
+        trees = []
+        for i, (n, levels) in enumerate(sizes):
+            tokens, *ancestry = self.numbers[:, i, :n].unbind()
+            log_probs = self.log_probs[i, :n]
+            trees.append(Tree(tokens, Ancestry(*ancestry), log_probs, valid[i, :n], relaxable[i, :n], levels))
+        return trees
 
 
 class TreeGrowth:
@@ -118,15 +108,21 @@ class TreeGrowth:
         node_of.scatter_(1, chosen + 1, (places[:kept] + 1).expand_as(chosen))
         chosen = chosen.clamp(max=considered - 1)
         above = node_of.gather(1, parents.gather(1, chosen))
-        ancestry = Ancestry.on_device(torch.cat((torch.full_like(self._roots, -1), above), dim=1), len(self._tokens))
+        of = Ancestry.on_device(torch.cat((torch.full_like(self._roots, -1), above), dim=1), len(self._tokens))
+        tokens = torch.cat((self._roots, tokens.gather(1, chosen)), dim=1)
         log_probs = scores.gather(1, chosen)
         return GrownTrees(
-            tokens=torch.cat((self._roots, tokens.gather(1, chosen)), dim=1),
-            ancestry=ancestry,
+            numbers=torch.stack((tokens, of.parents, of.depths, of.ancestors)),
             log_probs=torch.cat((torch.zeros_like(self._roots, dtype=log_probs.dtype), log_probs), dim=1),
         )
 
 
 def nodes_of(levels: int, k: int, most: int) -> int:
-    """Nodes of a finished tree, the root included, where each node has k children and each level's best k go on."""
-    return min(most, 1 + k + (levels - 1) * k * k) if levels > 0 else 1
+    """Nodes of a finished tree, the root included, where each node has k children and each level's best k go on.
+
+    Args:
+        levels: of the tree, at least one.
+        k: children, and nodes of a beam.
+        most: nodes.
+    """
+    return min(most, 1 + k + (levels - 1) * k * k)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from specvla_kernels.capture_check import fill_at_random
 from specvla_kernels.graph_capture import Capture
 from specvla_kernels.layout import Ancestry, Span, pack_layout
 from specvla_kernels.send import send
@@ -73,32 +74,44 @@ class EagleDrafter:
             nodes: of each tree, the root included; by default, and at most, those of the settings.
         """
         limits = nodes if nodes is not None else [self._settings.nodes] * len(inputs)
-        pairs = [(each, limit) for each, limit in zip(inputs, limits, strict=True) if each.levels > 0]
-        if not pairs:
+        sizes = {
+            each.slot: (min(each.levels, self._settings.depth), limit)
+            for each, limit in zip(inputs, limits, strict=True)
+            if each.levels > 0 and limit > 1
+        }
+        growing = [each for each in inputs if each.slot in sizes]
+        if not growing:
             self._feed(inputs)
             return [Tree.of_root(each.root) for each in inputs]
-        growing, most = [each for each, _ in pairs], [limit for _, limit in pairs]
-        levels = [min(each.levels, self._settings.depth) for each in growing]
-        static = None if any(each.in_text for each in growing) else self._captured.get((len(growing), max(levels)))
+        levels, most = max(levels for levels, _ in sizes.values()), [limit for _, limit in sizes.values()]
+        in_text = any(each.in_text for each in growing)
+        static = None if in_text else self._captured.get((len(growing), levels))
         if static is None:
-            foreseen = self._feed(inputs)
-            grown = self._grow(growing, torch.stack([foreseen[each.slot] for each in growing]), most, max(levels))
+            fed = self._feed(inputs)
+            grown = self._grow(growing, torch.stack([fed[each.slot] for each in growing]), most, levels)
         else:
-            self._feed([rows for each in inputs if (rows := _ahead(each))])
-            self.forwards += max(levels)
+            self._feed([rows for each in inputs if (rows := _ahead(each, MOST_ROWS if each.slot in sizes else 0))])
+            self.forwards += levels
             grown = static([_newest(each) for each in growing], most)
-        sizes = [(nodes_of(each, self._settings.top_k, limit), each) for each, limit in zip(levels, most, strict=True)]
-        trees = dict(zip((each.slot for each in growing), grown.split(sizes), strict=True))
-        return [trees[each.slot] if each.slot in trees else Tree.of_root(each.root) for each in inputs]
+        k = self._settings.top_k
+        trees = iter(grown.split([(nodes_of(levels, k, limit), levels) for levels, limit in sizes.values()]))
+        return [next(trees) if each.slot in sizes else Tree.of_root(each.root) for each in inputs]
 
-    def capture(self, capture: Capture) -> int:
-        """See Capturable: a draft of every size. Every slot is written to."""
-        self._grower.fill_at_random()
+    def capture(self, capture: Capture, levels: int) -> int:
+        """See Capturable: a draft of every number of requests and of levels. Every slot is written to.
+
+        Args:
+            capture: makes work repeatable.
+            levels: that a tree may have where no text comes.
+        """
+        if self._settings.nodes == 1:  # nothing ever grows
+            return 0
+        fill_at_random(self._grower.keys, self._grower.values)
         for requests in range(self._slots, 0, -1):  # the largest first: the others then find memory in its pool
-            for levels in range(self._settings.depth, 0, -1):
-                static = StaticDraft(self._grower, requests=requests, levels=levels, capture=capture)
-                self._check(static, requests, levels)
-                self._captured[requests, levels] = static
+            for height in range(min(levels, self._settings.depth), 0, -1):
+                static = StaticDraft(self._grower, requests=requests, levels=height, capture=capture)
+                self._check(static, requests, height)
+                self._captured[requests, height] = static
         return len(self._captured)
 
     def release(self) -> None:
@@ -106,13 +119,15 @@ class EagleDrafter:
         self._captured = {}
 
     def _check(self, static: StaticDraft, requests: int, levels: int) -> None:
-        """Compares a captured draft with the same draft as it comes."""
+        """Compares a captured draft with the same work launch by launch, and with a draft of other shapes."""
         inputs = check_inputs(self._decoder, requests, levels, prefix_len=max(1, self.committed_rows // 2))
         nodes = [self._settings.nodes] * requests
         fed = self._feed(inputs)
         expected = self._grow(inputs, torch.stack([fed[each.slot] for each in inputs]), nodes, levels)
+        found = static(inputs, nodes)
         what = f"a captured draft of {requests} trees with {levels} levels"
-        check_trees(static(inputs, nodes), expected, dtype=self._decoder.dtype, what=what)
+        check_trees(found, static.again(), dtype=torch.float32, what=what)
+        check_trees(found, expected, dtype=self._decoder.dtype, what=what)
 
     def _feed(self, inputs: Sequence[DraftInput]) -> dict[int, Tensor]:
         """The head over the newly committed rows: by slot, [hidden] behind the last of them."""
@@ -143,11 +158,10 @@ def _newest(request: DraftInput) -> DraftInput:
     return replace(request, hidden=request.hidden[-MOST_ROWS:], following=request.following[-MOST_ROWS:])
 
 
-def _ahead(request: DraftInput) -> DraftInput | None:
-    """With the rows that a captured draft does not take; None: it takes all."""
-    left = MOST_ROWS if request.levels > 0 else 0
+def _ahead(request: DraftInput, left: int) -> DraftInput | None:
+    """Without so many of its newest rows; None: it has no others."""
     rows = len(request.hidden) - left
     if rows <= 0:
         return None
-    shorter = replace(request, hidden=request.hidden[:rows], following=request.following[:rows])
-    return replace(shorter, prefix_len=request.prefix_len - left)
+    hidden, following = request.hidden[:rows], request.following[:rows]
+    return replace(request, hidden=hidden, following=following, prefix_len=request.prefix_len - left)

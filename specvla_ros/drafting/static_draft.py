@@ -11,7 +11,7 @@ from specvla_ros.drafting.draft_start import DraftStart, numbers_of
 from specvla_ros.drafting.dynamic_tree import GrownTrees
 from specvla_ros.drafting.tree_grower import TreeGrower
 
-MOST_ROWS = 8  # of a request: more than the tokens of an action, so that only a prompt has more
+MOST_ROWS = 8  # of a request: what OpenVLA's actions commit at once; whatever is more is fed before
 
 
 class StaticDraft:
@@ -48,11 +48,16 @@ class StaticDraft:
             inputs: one per request, each with `MOST_ROWS` rows at most; none may be text.
             nodes: of each tree at most, the root included.
         """
-        self._numbers.copy_(numbers_of(inputs, nodes, pinned=self._numbers.is_cuda), non_blocking=True)
+        numbers = torch.tensor(numbers_of(inputs, nodes), pin_memory=self._numbers.is_cuda)
+        self._numbers.copy_(numbers, non_blocking=True)
         torch.stack([each.root for each in inputs], out=self._roots)
         self._fill(self._following, [each.following for each in inputs])
         self._fill(self._hidden, [each.hidden for each in inputs])
         return self._replay().clone()  # the next draft overwrites it
+
+    def again(self) -> GrownTrees:
+        """The last draft once more, launch by launch: what a capture must give."""
+        return self._run()
 
     def _run(self) -> GrownTrees:
         start = DraftStart(self._numbers, self._roots)

@@ -58,12 +58,6 @@ class TreeGrower:
         self.keys = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
         self.values = torch.empty_like(self.keys)
 
-    def fill_at_random(self) -> None:
-        """Gives every row finite keys and values, for a check to look at."""
-        generator = torch.Generator(self.keys.device).manual_seed(0)
-        for store in (self.keys, self.values):
-            store.normal_(generator=generator)
-
     def forward(self, following: Tensor, hidden: Tensor, layout: PackedLayout) -> Tensor:
         """The head over packed rows; see EagleHead."""
         rotation = self._decoder.rotation(layout.positions)
@@ -74,7 +68,7 @@ class TreeGrower:
         """The head over each request's newest committed rows.
 
         Args:
-            start: with their number, `rows`.
+            start: with their number, `rows`; without spans, which are those of trees.
             following: [trees, n, hidden], as in EagleHead; of each request the first `rows` count. The others are
                 computed too, into rows of its slot that are not committed.
             hidden: like following.
@@ -82,6 +76,7 @@ class TreeGrower:
         Returns:
             [trees, hidden], the states behind each request's last.
         """
+        assert not start.spans
         nodes = torch.arange(following.shape[1], device=following.device)
         last = start.rows[:, None] - 1
         layout = self._layout(start, start.prefix_lens - start.rows, nodes.minimum(last))
@@ -127,9 +122,8 @@ class TreeGrower:
             ancestors=(torch.zeros_like(offsets) if ancestors is None else ancestors).flatten(),
         )
         if not start.spans:
-            config = self._head.config
-            heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-            layout.plans[heads // kv_heads, kv_heads] = self._plan(start.slots, first_rows, n, is_tree)
+            plan = self._plan(start.slots, first_rows, n, is_tree)
+            layout.plans[plan.group, self.keys.shape[2]] = plan
         return layout
 
     def _over(self, beams: Beams, start: DraftStart) -> Tensor:
@@ -159,10 +153,11 @@ class TreeGrower:
         """The attention's table where the device alone knows the places."""
         key = (len(slots), n, is_tree)
         if key not in self._plans:  # made before a capture, by the run that goes before it
+            kv_heads = self.keys.shape[2]
             self._plans[key] = plan_attention(
                 [Span(0, i * n, n, 0, is_tree) for i in range(len(slots))],
-                group=self._head.config.num_attention_heads // self._head.config.num_key_value_heads,
-                kv_heads=self._head.config.num_key_value_heads,
+                group=self._head.config.num_attention_heads // kv_heads,
+                kv_heads=kv_heads,
                 slot_rows=self._slot_rows,
                 device=slots.device,
             )

@@ -42,8 +42,7 @@ class ForwardSizes:
         """Those of a policy whose prompts may have any length that a slot has rows for."""
         prompts = range(policy.image_tokens + 1, policy.image_tokens + settings.max_text_tokens + 1)
         chunks = {rows for length in prompts for rows in _chunks(length, settings.chunks)}
-        nodes = settings.draft.nodes if settings.drafts else 1
-        return ForwardSizes(settings.slots, nodes, tuple(sorted(chunks)))
+        return ForwardSizes(settings.slots, settings.tree_nodes, tuple(sorted(chunks)))
 
     @property
     def segments(self) -> int:

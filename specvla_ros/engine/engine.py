@@ -106,7 +106,7 @@ class Engine:
         drops, warm = self._setup.flight.flush(DropReason.MODE_CHANGED), self._setup.graphs.warm
         self._setup, self._prompts = changed, PromptCache(self.policy, settings.max_text_tokens)
         if warm:
-            changed.warm_up()
+            changed.graphs.warm_up()
         return drops
 
     def set_max_image_age(self, seconds: float) -> None:
@@ -131,7 +131,7 @@ class Engine:
         self.reset()
         if isinstance(outcome, Drop) and outcome.reason is not DropReason.NOT_AN_ACTION:
             raise UserError(f"the policy failed on a black test image: {outcome.reason.value}: {outcome.detail}")
-        self._setup.warm_up()
+        self._setup.graphs.warm_up()
 
     def check_instruction(self, instruction: str) -> None:
         """Whether the policy can be asked this.

@@ -14,13 +14,6 @@ from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.models.openvla import OpenVLA
 
 
-def fill_at_random(ring: KVRing) -> None:
-    """Gives every row of an unused ring finite keys and values, for the forwards of a check to look at."""
-    generator = torch.Generator(ring.keys.device).manual_seed(0)
-    for store in (ring.keys, ring.values):
-        store.normal_(generator=generator)
-
-
 def check_forward(static: StaticForward, decoder: LlamaDecoder, ring: KVRing, segments: list[Segment]) -> None:
     """Compares the hidden states of one forward; waits for the device.
 

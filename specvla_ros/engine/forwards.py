@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+from specvla_kernels.capture_check import fill_at_random
 from specvla_kernels.graph_capture import Capture
 from specvla_ros.engine.buckets import Bucket, ForwardSizes
-from specvla_ros.engine.forward_check import check_forward, check_segments, fill_at_random
+from specvla_ros.engine.forward_check import check_forward, check_segments
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.packed_forward import packed_forward
 from specvla_ros.engine.segment import Segment
@@ -35,7 +36,7 @@ class Forwards:
 
     def capture(self, capture: Capture) -> int:
         """See Capturable: a forward of every size. Every slot is written to."""
-        fill_at_random(self._ring)
+        fill_at_random(self._ring.keys, self._ring.values)
         for bucket in reversed(self._sizes.buckets()):  # the largest first: the others then find memory in its pool
             static = StaticForward(self._decoder, self._ring, bucket, segments=self._sizes.segments, capture=capture)
             segments = check_segments(bucket, self._sizes, self._decoder, self._ring)

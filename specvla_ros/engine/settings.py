@@ -77,6 +77,11 @@ class EngineSettings:
         return self.mode in _DRAFTING
 
     @property
+    def tree_nodes(self) -> int:
+        """Of a request's tree at most, the root included."""
+        return self.draft.nodes if self.drafts else 1
+
+    @property
     def slots(self) -> int:
         """Requests in flight at most."""
         return self.max_in_flight or _SLOTS[self.mode] if self.mode in _PIPELINED else 1

@@ -17,7 +17,7 @@ from specvla_ros.engine.graphs import Graphs
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.slot_ring import allocate_ring
-from specvla_ros.engine.verify_on_device import compile_verification, tolerance_of
+from specvla_ros.engine.verify_on_device import VerificationKernels, tolerance_of
 from specvla_ros.engine.vision import Vision
 from specvla_ros.errors import UserError
 from specvla_ros.models.policy import Policy
@@ -62,17 +62,11 @@ class Setup:
         Raises:
             UserError: it does not fit the policy; the old one stays.
         """
-        self.rule = make_rule(settings, policy)
+        rule, bins = make_rule(settings, policy), bins_of(settings, policy)
+        self.rule = rule
         self.tolerance = _kernel_tolerance(self.rule, self.answer, self.ring)
-        self.drafter.set_tolerance(bins_of(settings, policy))
+        self.drafter.set_tolerance(bins)
         self.settings = replace(self.settings, acceptance=settings)
-
-    def warm_up(self) -> None:
-        """Compiles and captures what ticks would have to wait for. No request may be in flight."""
-        if self.tolerance is not None:
-            nodes = self.settings.draft.nodes if self.settings.drafts else 1
-            compile_verification(self.tolerance, self.ring, nodes=nodes, levels=self.answer.longest)
-        self.graphs.warm_up()
 
     def describe(self) -> dict[str, str | int]:
         """How it decodes, for diagnostics and results."""
@@ -104,7 +98,8 @@ def set_up(policy: Policy, settings: EngineSettings) -> Setup:
     tolerance = _kernel_tolerance(rule, answer, ring)
     vision = Vision(policy.model)
     forwards = Forwards(policy.decoder, ring, ForwardSizes.of(policy, settings))
-    graphs = Graphs(ring.keys, (forwards, vision, drafter))
+    verification = VerificationKernels(answer.actions, ring, settings.tree_nodes, answer.longest)
+    graphs = Graphs(ring.keys, (forwards, vision, verification, drafter))
     return Setup(settings, answer, ring, drafter, rule, tolerance, flight, vision, forwards, graphs, fallback)
 
 

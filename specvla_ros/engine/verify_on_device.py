@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specvla_kernels.accept_tree import Tolerance, Trees, accept_tree
+from specvla_kernels.accept_tree import LEAST_NODES, LEAST_PLACES, Tolerance, Trees, accept_tree
 from specvla_kernels.commit_kv import commit_kv_batch
-from specvla_kernels.jit import power_of_two
+from specvla_kernels.graph_capture import Capture
+from specvla_kernels.jit import blocks
 from specvla_kernels.send import send
 from specvla_ros.acceptance.bin_distance import BinDistance
 from specvla_ros.acceptance.strict import Strict, greedy_choice
@@ -72,25 +73,44 @@ def verify_on_device(
     return commits
 
 
-def compile_verification(tolerance: Tolerance, ring: KVRing, *, nodes: int, levels: int) -> None:
-    """Has the kernels compiled for every size of tree: met in a tick, that would take as long as many ticks.
+@dataclass(frozen=True)
+class VerificationKernels:
+    """Compiled with what is captured (see Capturable): met in a tick, that would take as long as many ticks.
 
     Args:
-        tolerance: of any rule.
-        ring: whose rows could move; none does.
+        actions: ids of action tokens.
+        ring: whose rows are moved.
         nodes: of a tree at most.
         levels: no tree is deeper than this.
     """
-    device = ring.keys.device
-    none = torch.zeros(1, dtype=torch.int64, device=device)
-    for n in sorted({min(power_of_two(each), nodes) for each in range(1, nodes + 1)}):
-        parents = torch.zeros(1, n, dtype=torch.int64, device=device)
-        parents[:, 0] = -1
-        zeros, nothing = torch.zeros_like(parents), torch.zeros(1, n, dtype=torch.bool, device=device)
-        log_probs = torch.zeros(1, n, device=device)
-        trees = Trees(zeros, parents, zeros, zeros + 1, log_probs, nothing, nothing, zeros, none)
-        packed = accept_tree(trees, tolerance, min(levels, n - 1))
-        commit_kv_batch(ring.keys, ring.values, none, none, packed[:, : min(levels, n - 1) + 1])
+
+    actions: ActionIds
+    ring: KVRing
+    nodes: int
+    levels: int
+
+    def capture(self, capture: Capture) -> int:
+        """Runs both once for every size that they are compiled for, which serves every rule; nothing moves."""
+        device, actions = self.ring.keys.device, self.actions
+        tolerance = Tolerance.of(None, actions.first, actions.stop, actions.bins, device)
+        for nodes in blocks(LEAST_NODES, self.nodes):
+            for places in blocks(LEAST_PLACES, self.levels + 1):
+                packed = accept_tree(_roots(nodes, device), tolerance, places - 1)
+                none = torch.zeros(1, dtype=torch.int64, device=device)
+                commit_kv_batch(self.ring.keys, self.ring.values, none, none, packed[:, :places])
+        return 0
+
+    def release(self) -> None:
+        """What is compiled stays."""
+
+
+def _roots(nodes: int, device: torch.device) -> Trees:
+    """A tree of which only the root counts."""
+    zeros = torch.zeros(1, nodes, dtype=torch.int64, device=device)
+    parents, depths = zeros.clone(), zeros + 1
+    parents[:, 0], depths[:, 0] = -1, 0
+    log_probs, nothing = zeros.to(torch.float32), zeros > 0
+    return Trees(zeros, parents, depths, zeros + 1, log_probs, nothing, nothing, zeros, zeros[:, 0])
 
 
 def _padded(trees: Sequence[Tree], choices: Sequence[Tensor], places: Tensor) -> Trees:

@@ -14,7 +14,7 @@ class Thresholds:
         max_p95_latency_s: of the image in this process to its action.
         max_drop_fraction: frames without an action, of all frames, 0 to 1.
         max_bin_distance: mean over frames and dimensions of the distance to the recorded action, in bins: a dimension
-            has 256 of them, so that metres, radians and gripper weigh the same.
+            has 255 of them, so that metres, radians and gripper weigh the same.
         min_action_rate_hz: actions per second of decoding.
 
     Raises:

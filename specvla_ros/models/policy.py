@@ -183,7 +183,7 @@ def _device(name: str) -> torch.device:
             f"device '{name}' was asked for, but torch {torch.__version__} sees no CUDA GPU; "
             "install a CUDA build of torch, check nvidia-smi, or set device to cpu"
         )
-    if device.index is not None:
+    if device.type == "cuda" and device.index is not None:
         if device.index >= torch.cuda.device_count():
             raise UserError(f"device '{name}' was asked for, but there are {torch.cuda.device_count()} CUDA GPUs")
         torch.cuda.set_device(device)  # Triton launches on the thread's current device, wherever the tensors are

@@ -92,7 +92,7 @@ def _on_ray(work: Callable[[Job], Result], jobs: Sequence[Job], workers: int) ->
     try:
         import ray
     except ImportError:
-        raise UserError("--ray needs Ray: pip install 'specvla_ros[ray]'") from None
+        raise UserError("--ray needs Ray: pip install 'ray>=2.9'") from None
     ray.init(ignore_reinit_error=True, log_to_driver=False)
     # Ray runs a task again whose worker died.
     remote = ray.remote(num_cpus=1, max_retries=_MAX_LOSSES)(work)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from random_decoder import random_decoder
 from support.draft_heads import random_head
 from support.no_read_back import no_read_back
-from support.static_forwards import rerun, use_table
+from support.static_forwards import recorded, use_table
 
 from specvla_kernels import packed_attention
 from specvla_ros.acceptance.verification import ActionIds
@@ -116,7 +116,7 @@ def test_no_position_is_beyond_the_targets_last(on_replay: bool, monkeypatch: py
     expected = drafter().draft([request(1, 0, 10, 0, 1), request(2, 1, 5, 0, 4)])
     if on_replay:
         use_table(monkeypatch)
-        made.capture(rerun)
+        made.capture(recorded, 9)
     made.draft([request(1, 0, 9, 0, 2), request(2, 1, 4, 0, 4)])
     trees = made.draft([request(1, 0, 10, 9, 1), request(2, 1, 5, 4, 4)])
     for tree, other in zip(trees, expected, strict=True):
@@ -137,35 +137,60 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> EagleDrafter:
     """A drafter whose drafts are run again where a GPU would replay them."""
     use_table(monkeypatch)
     made = EagleDrafter(HEAD, DECODER, SETTINGS, slots=4, slot_rows=40, children=WINDOW)
-    assert made.capture(rerun) == 4 * SETTINGS.depth
+    assert made.capture(recorded, 9) == 4 * SETTINGS.depth
     made._grower.keys.fill_(float("nan"))
     made._grower.values.fill_(float("nan"))
     monkeypatch.setattr(made, "_grow", None)  # nothing may grow as it comes
     return made
 
 
-# Several rounds of requests: seed, rows ahead, new rows and levels of each.
+# Drafts behind each other: by slot, rows that are new and levels. A request that would be too long begins anew.
 ROUNDS = st.lists(
-    st.lists(st.tuples(st.integers(0, 99), st.integers(1, 20), st.integers(0, 5)), min_size=1, max_size=4),
+    st.dictionaries(st.integers(0, 3), st.tuples(st.integers(1, 12), st.integers(0, 5)), min_size=1),
     min_size=1,
-    max_size=3,
+    max_size=5,
 )
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ROUNDS)
 def test_a_captured_draft_gives_the_same_trees(
-    captured: EagleDrafter, rounds: list[list[tuple[int, int, int]]]
+    captured: EagleDrafter, rounds: list[dict[int, tuple[int, int]]]
 ) -> None:
     """Any number of requests, of rows and of levels, draft behind draft on the same memory."""
     pairs: list[tuple[Tree, Tree]] = []
+    fed: dict[int, int] = {}
     for wanted in rounds:
-        requests = [request(seed, slot, prefix, 0, levels) for slot, (seed, prefix, levels) in enumerate(wanted)]
+        requests, whole = [], []
+        for slot, (new, levels) in wanted.items():
+            first = fed.get(slot, 0) if fed.get(slot, 0) + new <= 30 else 0
+            fed[slot] = first + new
+            requests.append(request(slot, slot, first + new, first, levels))
+            whole.append(request(slot, slot, first + new, 0, levels))
         trees = captured.draft(requests)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(packed_attention, "has_kernels", lambda _: False)
-            expected = drafter(children=WINDOW).draft(requests)
+            expected = drafter(children=WINDOW).draft(whole)
         pairs += zip(trees, expected, strict=True)
     for tree, other in pairs:  # at the end: a later draft must leave them alone
         same(tree, other)
         assert tree.ancestry.ancestors.equal(other.ancestry.ancestors) and tree.valid.equal(other.valid)
+
+
+def test_what_may_be_text_is_drafted_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [replace(request(1, 0, 5, 0, 4), in_text=True, place=0), request(2, 1, 9, 0, 4)]
+    expected = drafter(children=WINDOW).draft(requests)
+    use_table(monkeypatch)
+    made = drafter(children=WINDOW)
+    made.capture(recorded, 5)
+    for tree, other in zip(made.draft(requests), expected, strict=True):
+        same(tree, other)
+
+
+def test_a_tree_of_its_root_alone_is_not_grown() -> None:
+    made = drafter()
+    (tree,) = made.draft([request(1, 0, 5, 0, 4)], nodes=[1])
+    assert len(tree) == 1 and tree.levels == 0
+    assert made.forwards == 1, "the head saw its rows"
+    alone = EagleDrafter(HEAD, DECODER, replace(SETTINGS, nodes=1), slots=1, slot_rows=40)
+    assert alone.capture(recorded, 5) == 0

@@ -1,24 +1,27 @@
 """An engine whose forwards are captured gives what it gives without; one whose captures fail goes on without them.
 
-There is no GPU here: the capture is one that runs the work again on the same memory.
+There is no GPU here: a capture records the operations and does them again on the same memory.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any
+import re
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from random_decoder import random_decoder
-from support.draft_heads import write_random_head
+from support.captures import Run, capture_with, ends_as, refuses, stands_still
+from support.draft_heads import policy_with_random_head, write_random_head
 from support.random_checkpoint import write_random_checkpoint
-from support.static_forwards import rerun, use_table
+from support.static_forwards import recorded, use_table
 
 from specvla_kernels.graph_capture import Capture
 from specvla_ros.drafting.eagle_drafter import EagleDrafter
 from specvla_ros.drafting.settings import DraftSettings
-from specvla_ros.engine import forwards, graphs
+from specvla_ros.drafting.static_draft import StaticDraft
+from specvla_ros.engine import forwards
 from specvla_ros.engine.buckets import ForwardSizes
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.forwards import Forwards
@@ -27,10 +30,11 @@ from specvla_ros.engine.outcome import Action, Drop, Outcome
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.static_forward import StaticForward
+from specvla_ros.engine.static_vision import StaticVision
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.models.policy import Policy, load_policy
 
-Run = Callable[[], Any]
 SMALL_TREE = DraftSettings(nodes=8, top_k=3, depth=3, temporal=True)
 SPECPIPE = EngineSettings("specpipe", prefill_chunks=2, draft=SMALL_TREE)
 PLAIN = EngineSettings()
@@ -38,24 +42,7 @@ PLAIN = EngineSettings()
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    directory = tmp_path_factory.mktemp("checkpoint")
-    write_random_checkpoint(directory, seed=5, hidden_size=64, layers=2)
-    loaded = load_policy(directory, device="cpu")
-    write_random_head(directory / "draft", loaded.decoder)
-    loaded.model.to(torch.float64)
-    loaded.decoder.lm_head.to(torch.float64)
-    return loaded
-
-
-@pytest.fixture
-def captured_by(monkeypatch: pytest.MonkeyPatch) -> Iterator:
-    """Has engines capture on a CPU, in a given way."""
-
-    def use(capture: Capture) -> None:
-        use_table(monkeypatch)
-        monkeypatch.setattr(graphs, "capture_on", lambda _: capture)
-
-    return use
+    return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), seed=5, hidden_size=64, layers=2)
 
 
 def frame(stamp_ns: int) -> Observation:
@@ -98,11 +85,11 @@ def only_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("chosen", [PLAIN, SPECPIPE], ids=["ar", "specpipe"])
 def test_captured_forwards_give_the_same_tokens(
-    policy: Policy, chosen: EngineSettings, captured_by, monkeypatch: pytest.MonkeyPatch
+    policy: Policy, chosen: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = driven(Engine(policy, chosen))
     assert any(len(each) == 3 and isinstance(each[1], tuple) for each in expected)
-    captured_by(rerun)
+    capture_with(monkeypatch)
     engine = Engine(policy, chosen)
     engine.warm_up()
     assert engine.describe()["cuda_graphs"] == all_captured(policy, chosen)
@@ -112,8 +99,8 @@ def test_captured_forwards_give_the_same_tokens(
     assert driven(engine) == expected
 
 
-def test_a_switch_captures_again(policy: Policy, captured_by, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured_by(rerun)
+def test_a_switch_captures_again(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_with(monkeypatch)
     cold = Engine(policy, PLAIN)
     cold.switch(SPECPIPE)
     assert "cuda_graphs" not in cold.describe(), "nothing is captured that was not warmed up"
@@ -129,51 +116,62 @@ def test_a_switch_captures_again(policy: Policy, captured_by, monkeypatch: pytes
     assert all(tokens == plain[3 + stamp_ns % 3] for stamp_ns, tokens, _ in ended)
 
 
-def refuses(run: Run) -> Run:
-    """As torch does: the error that matters, and behind it that of the capture's end."""
-    try:
-        raise RuntimeError("an operation that a capture does not permit\nmore of it")
-    finally:
-        raise RuntimeError("operation failed due to a previous error during capture")
-
-
 def out_of_memory_at_the_third() -> Capture:
     left = iter(range(2))
 
     def capture(run: Run) -> Run:
         if next(left, None) is None:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return run
+        return recorded(run)
 
     return capture
 
 
-def stands_still(run: Run) -> Run:
-    result = run()
-    return lambda: result
+def probable(change: Callable[[torch.Tensor], torch.Tensor]) -> Capture:
+    return ends_as(lambda trees: replace(trees, log_probs=change(trees.log_probs)))
+
+
+FORWARD, VISION = r"a captured forward of \d+ rows is", "the captured vision is"
+DRAFT = r"a captured draft of \d trees with \d levels"
 
 
 @pytest.mark.parametrize(
-    ("capture", "said"),
+    ("of", "capture", "said"),
     [
-        (refuses, "RuntimeError: an operation that a capture does not permit"),
-        (out_of_memory_at_the_third(), "OutOfMemoryError: CUDA out of memory"),
-        (stands_still, "RuntimeError: a captured forward of 383 rows is off by 1 of a row's length"),
-        (lambda run: lambda: run() * 1.001, "RuntimeError: a captured forward of 383 rows is off by 0.001 of a row"),
-        (lambda run: lambda: run() * torch.nan, "RuntimeError: a captured forward of 383 rows is off by nan of a row"),
+        (StaticForward, refuses, "RuntimeError: an operation that a capture does not permit$"),
+        (StaticForward, out_of_memory_at_the_third(), "OutOfMemoryError: CUDA out of memory$"),
+        (StaticForward, stands_still, f"{FORWARD} off by 1 of a row's length"),
+        (StaticForward, ends_as(lambda rows: rows * 1.001), f"{FORWARD} off by 0.001 of a row's length"),
+        (StaticForward, ends_as(lambda rows: rows * torch.nan), f"{FORWARD} off by nan of a row's length"),
+        (StaticVision, refuses, "RuntimeError: an operation that a capture does not permit$"),
+        (StaticVision, stands_still, f"{VISION} off by nan of a row's length"),
+        (StaticVision, ends_as(lambda rows: rows * 1.001), f"{VISION} off by 0.001 of a row's length"),
+        (StaticVision, ends_as(lambda rows: rows.roll(1, 0)), f"{VISION} off by "),
+        (StaticDraft, refuses, "RuntimeError: an operation that a capture does not permit$"),
+        (StaticDraft, stands_still, f"{DRAFT} has other roots"),
+        (StaticDraft, probable(lambda each: each * 1.1), f"{DRAFT} is off by 0.1 of"),
+        (StaticDraft, probable(lambda each: each * torch.nan), f"{DRAFT} is off by nan of"),
+        (StaticDraft, probable(lambda each: each.roll(1, 0)), f"{DRAFT} is off by "),
     ],
-    ids=["refused", "memory", "still", "differs", "nan"],
 )
 def test_what_cannot_be_captured_runs_as_it_comes(
-    policy: Policy, capture: Capture, said: str, captured_by, caplog: pytest.LogCaptureFixture
+    policy: Policy,
+    of: type,
+    capture: Capture,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    expected = driven(Engine(policy, PLAIN))
-    captured_by(capture)
-    engine = Engine(policy, PLAIN)
+    """If one of all cannot, none is captured, and the reason is said."""
+    expected = driven(Engine(policy, SPECPIPE))
+    capture_with(monkeypatch, capture, of=of)
+    engine = Engine(policy, SPECPIPE)
     with caplog.at_level(logging.WARNING):
         engine.warm_up()
-    assert str(engine.describe()["cuda_graphs"]).startswith(f"off: {said}")
-    assert [said in record.message for record in caplog.records] == [True]
+    assert re.search(f"^off: .*{said}", str(engine.describe()["cuda_graphs"]))
+    assert len(caplog.records) == 1
+    setup = engine._setup
+    assert setup.vision._captured is None and not setup.forwards._captured
     assert driven(engine) == expected
 
 

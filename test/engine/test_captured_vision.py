@@ -3,17 +3,15 @@
 There is no GPU here: the capture is one that runs the work again on the same memory.
 """
 
-import logging
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from random_decoder import random_decoder
+from support.captures import Run, capture_with, refuses
+from support.draft_heads import policy_with_random_head
 from support.no_read_back import no_read_back
 from support.random_checkpoint import write_random_checkpoint
-from support.static_forwards import rerun, use_table
+from support.static_forwards import recorded
 
 from specvla_kernels.graph_capture import Capture, capture_on
 from specvla_ros.engine import graphs
@@ -30,34 +28,13 @@ from specvla_ros.engine.vision import Vision
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.models.policy import Policy, load_policy
 
-Run = Callable[[], Any]
 PLAIN = EngineSettings()
 CHUNKED = EngineSettings("pipeline", prefill_chunks=3)
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    directory = tmp_path_factory.mktemp("checkpoint")
-    write_random_checkpoint(directory, seed=6, hidden_size=64, layers=2)
-    loaded = load_policy(directory, device="cpu")
-    loaded.model.to(torch.float64)
-    loaded.decoder.lm_head.to(torch.float64)
-    return loaded
-
-
-@pytest.fixture
-def captured_by(monkeypatch: pytest.MonkeyPatch) -> Iterator:
-    """Has engines capture on a CPU: the vision towers in a given way, all else by running it again."""
-
-    def use(capture: Capture) -> None:
-        def chosen(run: Run) -> Run:
-            of_vision = isinstance(getattr(run, "__self__", None), StaticVision)
-            return (capture if of_vision else rerun)(run)
-
-        use_table(monkeypatch)
-        monkeypatch.setattr(graphs, "capture_on", lambda _: chosen)
-
-    return use
+    return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), seed=6, hidden_size=64, layers=2)
 
 
 def image(seed: int) -> np.ndarray:
@@ -81,7 +58,7 @@ def counting(replays: list[int]) -> Capture:
     """Appends 1 whenever it runs again."""
 
     def capture(run: Run) -> Run:
-        again = rerun(run)
+        again = recorded(run)
 
         def counted() -> torch.Tensor:
             replays.append(1)
@@ -93,11 +70,13 @@ def counting(replays: list[int]) -> Capture:
 
 
 @pytest.mark.parametrize("chosen", [PLAIN, CHUNKED], ids=["ar", "chunked"])
-def test_every_frame_is_seen_by_captured_towers(policy: Policy, chosen: EngineSettings, captured_by) -> None:
+def test_every_frame_is_seen_by_captured_towers(
+    policy: Policy, chosen: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = answers(Engine(policy, chosen))
     assert len(set(expected.values())) > 1, "what is shown decides what is answered"
     replays: list[int] = []
-    captured_by(counting(replays))
+    capture_with(monkeypatch, counting(replays), of=StaticVision)
     engine = Engine(policy, chosen)
     assert answers(engine) == expected and not replays, "nothing is captured that was not warmed up"
     engine.reset()
@@ -108,10 +87,12 @@ def test_every_frame_is_seen_by_captured_towers(policy: Policy, chosen: EngineSe
     assert len(replays) == 6
 
 
-def test_a_switch_captures_again_and_the_next_frame_is_seen_by_that(policy: Policy, captured_by) -> None:
+def test_a_switch_captures_again_and_the_next_frame_is_seen_by_that(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = answers(Engine(policy, CHUNKED))
     replays: list[int] = []
-    captured_by(counting(replays))
+    capture_with(monkeypatch, counting(replays), of=StaticVision)
     engine = Engine(policy, PLAIN)
     engine.warm_up()
     before = engine._setup.vision
@@ -124,7 +105,7 @@ def test_a_switch_captures_again_and_the_next_frame_is_seen_by_that(policy: Poli
 
 @torch.inference_mode()
 def test_an_image_leaves_the_embeddings_of_earlier_ones_alone(policy: Policy) -> None:
-    static = StaticVision(policy.model, rerun)
+    static = StaticVision(policy.model, recorded)
     shown = [policy.image_processor(image(seed)) for seed in range(3)]
     with no_read_back():
         results = [static(pixels) for pixels in shown]
@@ -133,49 +114,11 @@ def test_an_image_leaves_the_embeddings_of_earlier_ones_alone(policy: Policy) ->
     assert not torch.equal(results[0], results[1])
 
 
-def refuses(run: Run) -> Run:
-    raise RuntimeError("an operation that a capture does not permit")
-
-
-def stands_still(run: Run) -> Run:
-    result = run()
-    return lambda: result
-
-
-def ends_as(change: Callable[[torch.Tensor], torch.Tensor]) -> Capture:
-    return lambda run: lambda: change(run())
-
-
-@pytest.mark.parametrize(
-    ("capture", "said"),
-    [
-        (refuses, "RuntimeError: an operation that a capture does not permit"),
-        (stands_still, "RuntimeError: the captured vision is off by nan of a row's length"),
-        (ends_as(lambda rows: rows * 1.001), "RuntimeError: the captured vision is off by 0.001 of a row's length"),
-        (ends_as(lambda rows: rows.roll(1, 0)), "RuntimeError: the captured vision is off by "),
-        (ends_as(lambda rows: rows * torch.nan), "RuntimeError: the captured vision is off by nan of a row's length"),
-    ],
-    ids=["refused", "still", "differs", "rolled", "nan"],
-)
-def test_towers_that_cannot_be_captured_leave_everything_as_it_comes(
-    policy: Policy, capture: Capture, said: str, captured_by, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = answers(Engine(policy, PLAIN))
-    captured_by(capture)
-    engine = Engine(policy, PLAIN)
-    with caplog.at_level(logging.WARNING):
-        engine.warm_up()
-    assert str(engine.describe()["cuda_graphs"]).startswith(f"off: {said}")
-    assert [said in record.message for record in caplog.records] == [True]
-    assert engine._setup.vision._captured is None and not engine._setup.forwards._captured
-    assert answers(engine) == expected
-
-
 @torch.inference_mode()
 def test_what_was_captured_is_forgotten_when_a_later_warm_up_fails(
-    policy: Policy, captured_by, monkeypatch: pytest.MonkeyPatch
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    captured_by(rerun)
+    capture_with(monkeypatch)
     decoder = random_decoder(LlamaConfig(32, 40, 2, 4, 2, 16, vocab_size=50), dtype=torch.float64)
     vision = Vision(policy.model)
     ring = new_ring(decoder, slots=1, slot_rows=64)

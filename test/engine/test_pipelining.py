@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.draft_heads import policy_with_random_head
@@ -251,12 +250,3 @@ def test_settings_out_of_range_are_refused(arguments: dict, said: str) -> None:
 
     with pytest.raises(UserError, match=said):
         EngineSettings("pipeline", **arguments)
-
-
-@torch.inference_mode()
-def test_compiling_the_verification_moves_nothing(policy: Policy) -> None:
-    setup = poisoned(policy, EngineSettings("specpipe", draft=DraftSettings(nodes=50)), as_on_a_gpu=True)._setup
-    setup.ring.keys.normal_()
-    before = setup.ring.keys.clone()
-    setup.warm_up()
-    assert setup.ring.keys.equal(before)

@@ -203,8 +203,11 @@ def test_the_acceptance_can_change_between_ticks(policy: Policy) -> None:
     assert loose.tokens != held.tokens, "the last action is no draft to be relaxed towards"
     assert loose.record.acceptance == "bin_distance"
     assert max(loose.record.bins_off) > 0 and loose.record.bins_off[-1] == 0, "the gripper stays strict"
-    with pytest.raises(UserError, match="one bin of x"):
-        engine.set_acceptance(AcceptanceSettings("bin_distance", tolerance_m=1e-6))
+    for rule in ("bin_distance", "strict", "fly", "lvspec", "composite"):
+        with pytest.raises(UserError, match="one bin of x"):
+            engine.rule_for(AcceptanceSettings(rule, tolerance_m=1e-6))
+        with pytest.raises(UserError, match="one bin of x"):
+            engine.set_acceptance(AcceptanceSettings(rule, tolerance_m=1e-6))
     assert engine.settings.acceptance.bins == (254,), "the old rule stays"
 
 

@@ -85,14 +85,14 @@ def test_a_plan_takes_the_next_forward_of_its_bucket() -> None:
     table = plan.tiles
     assert plan.splits > 1
     for layout in (first, then):
-        plan.update(layout.spans)
+        plan.tiles.copy_(plan.table(layout.spans))
         keys, values = rings(layout, 2, 16, generator)
         q = torch.randn(layout.spans[-1].stop, 4, 16, generator=generator, dtype=torch.float64).to(DEVICE)
         out = packed_attention_triton(q.float(), keys.float(), values.float(), layout.ancestors, plan)
         torch.testing.assert_close(out.double(), packed_attention_reference(q, keys, values, layout), atol=1e-4, rtol=0)
     assert plan.tiles is table
     with pytest.raises(ValueError, match="3 tiles do not fit a plan of 2"):
-        plan.update((Span(0, 0, 24, 0, False),))
+        plan.table((Span(0, 0, 24, 0, False),))
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's numpy
@@ -133,7 +133,7 @@ def test_a_captured_launch_takes_the_next_forward() -> None:
         for ring, contents in zip((keys, values), rings(layout, 2, 64, generator), strict=True):
             ring.copy_(contents)
         ancestors.copy_(layout.ancestors)
-        plan.update(layout.spans)
+        plan.tiles.copy_(plan.table(layout.spans))
         graph.replay()
         expected = packed_attention_reference(q.double(), keys.double(), values.double(), layout)
         torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)

@@ -34,7 +34,7 @@ def captured() -> EagleDrafter:
     made = drafter()
     capture = capture_on(made._grower.keys) or rerun
     with kernels(True), torch.inference_mode():
-        assert made.capture(capture) == SLOTS * 3
+        assert made.capture(capture, 5) == SLOTS * 3
     return made
 
 

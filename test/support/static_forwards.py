@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import pytest
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from specvla_kernels import packed_attention, rope_write_kv
 from specvla_kernels.attention_plan import AttentionPlan
@@ -15,30 +16,64 @@ from specvla_kernels.layout import PackedLayout, Span
 
 
 def rerun(run: Callable[[], Result]) -> Callable[[], Result]:
-    """In place of a capture: runs the work again on the same memory, and overwrites the result."""
-    result: Any = run()
-    memory = result.clone()
+    """In place of a capture, where interpreted kernels run: no recording sees those."""
+    return run
+
+
+class _Recording(TorchDispatchMode):
+    """Keeps every operation that touches memory, to be done again on the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Callable[[], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # The host reads what only a replay knows, or brings in what no replay would bring.
+        assert not any(name in str(func) for name in ("_local_scalar_dense", "nonzero", "lift_fresh")), func
+        out = func(*args, **kwargs)
+        if func.is_view and _storages(out) <= _storages(args):  # not every reshape is a view
+            return out
+        if func._schema.is_mutable:
+            self.steps.append(lambda: func(*args, **kwargs))
+        else:
+            self.steps.append(lambda: _overwrite(out, func(*args, **kwargs)))
+        return out
+
+
+_recording: list[_Recording] = []
+
+
+def recorded(run: Callable[[], Result]) -> Callable[[], Result]:
+    """In place of a capture: as a GPU does, the same operations on the same memory, and none of the Python around."""
+    run()  # a capture too comes behind a run that makes what is kept
+    with _Recording() as recording:
+        _recording.append(recording)
+        result = run()
+        _recording.pop()
 
     def again() -> Result:
-        for old, new in zip(_tensors(memory), _tensors(run()), strict=True):
-            old.copy_(new)
-        kept: Result = memory
-        return kept
+        for step in recording.steps:
+            step()
+        return result
 
     return again
 
 
-def _tensors(result: Any) -> list[Tensor]:
-    """Those that a result consists of."""
-    if isinstance(result, Tensor):
-        return [result]
-    return [tensor for field in fields(result) for tensor in _tensors(getattr(result, field.name))]
+def _storages(tensors: Any) -> set[int]:
+    return {each.untyped_storage().data_ptr() for each in tree_leaves(tensors) if isinstance(each, Tensor)}
+
+
+def _overwrite(old: Any, new: Any) -> None:
+    for before, after in zip(tree_leaves(old), tree_leaves(new), strict=True):
+        if isinstance(before, Tensor):
+            before.copy_(after)
 
 
 def use_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the attention follow its plan's table as the kernel does, in any dtype."""
     monkeypatch.setattr(packed_attention, "has_kernels", lambda _: True)
-    monkeypatch.setattr(packed_attention, "packed_attention_triton", _by_table)
+    monkeypatch.setattr(packed_attention, "packed_attention_triton", _as_one_step)
 
 
 @contextmanager
@@ -48,6 +83,16 @@ def kernels(wanted: bool):
         for operator in (rope_write_kv, packed_attention):
             patch.setattr(operator, "has_kernels", lambda _: wanted)
         yield patch
+
+
+def _as_one_step(q: Tensor, k_ring: Tensor, v_ring: Tensor, ancestors: Tensor, plan: AttentionPlan) -> Tensor:
+    """`_by_table`, which a recording holds as the one launch that it stands for."""
+    if not _recording:
+        return _by_table(q, k_ring, v_ring, ancestors, plan)
+    with _disable_current_modes():
+        out = _by_table(q, k_ring, v_ring, ancestors, plan)
+    _recording[-1].steps.append(lambda: out.copy_(_by_table(q, k_ring, v_ring, ancestors, plan)))
+    return out
 
 
 def _by_table(q: Tensor, k_ring: Tensor, v_ring: Tensor, ancestors: Tensor, plan: AttentionPlan) -> Tensor:

@@ -33,7 +33,7 @@ from specvla_ros.training.draft_features import FeatureStore, answer, read_shard
 from specvla_ros.training.draft_validation import validate_draft
 from specvla_ros.training.train_draft import STATE_DIRECTORY, DraftProgress, DraftTraining
 
-pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'specvla_ros[train]'")
+pytest.importorskip("accelerate", reason="training needs accelerate: pip install -r requirements/train.txt")
 
 
 @pytest.fixture(scope="module")
