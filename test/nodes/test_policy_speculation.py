@@ -59,6 +59,8 @@ def test_the_acceptance_changes_within_bounds_while_the_node_runs(checkpoint: Pa
         assert stats_of_next_action(r, seed=3).acceptance == "bin_distance", "what is refused changes nothing"
         assert change(r, rule="strict")[0]
         assert stats_of_next_action(r, seed=4).acceptance == "strict"
+        successful, why = change(r, bins=[0], tolerance_m=1e-6)
+        assert not successful and "smaller than one bin of x" in why, "drafting may count on what strict does not use"
 
 
 def test_without_a_draft_the_node_decodes_plainly_and_says_so_where_that_is_allowed(checkpoint: Path) -> None:
