@@ -126,7 +126,7 @@ class EagleDrafter:
         expected = self._grow(inputs, torch.stack([fed[each.slot] for each in inputs]), nodes, levels)
         found = static(inputs, nodes)
         what = f"a captured draft of {requests} trees with {levels} levels"
-        check_trees(found, static.again(), dtype=torch.float32, what=what)
+        check_trees(found, static.run(), dtype=torch.float32, what=what)
         check_trees(found, expected, dtype=self._decoder.dtype, what=what)
 
     def _feed(self, inputs: Sequence[DraftInput]) -> dict[int, Tensor]:

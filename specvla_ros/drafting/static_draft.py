@@ -39,7 +39,7 @@ class StaticDraft:
         self._following = torch.zeros(shape, dtype=grower.keys.dtype, device=device)
         self._hidden = torch.zeros_like(self._following)
         self._none = torch.zeros_like(self._following[0])
-        self._replay = capture(self._run)
+        self._replay = capture(self.run)
 
     def __call__(self, inputs: Sequence[DraftInput], nodes: Sequence[int]) -> GrownTrees:
         """What `TreeGrower.grow` gives, to rounding; nothing is read back.
@@ -55,12 +55,9 @@ class StaticDraft:
         self._fill(self._hidden, [each.hidden for each in inputs])
         return self._replay().clone()  # the next draft overwrites it
 
-    def again(self) -> GrownTrees:
-        """The last draft once more, launch by launch: what a capture must give."""
-        return self._run()
-
-    def _run(self) -> GrownTrees:
-        start = DraftStart(self._numbers, self._roots)
+    def run(self) -> GrownTrees:
+        """What is captured, launch by launch: the last draft once more."""
+        start = DraftStart.on_device(self._numbers, self._roots)
         foreseen = self._grower.foresee(start, self._following, self._hidden)
         return self._grower.grow(start, foreseen, self._levels)
 
