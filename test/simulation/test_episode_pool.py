@@ -40,7 +40,7 @@ def test_error_of_the_user_reaches_the_user():
 
 def test_ray_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    with pytest.raises(UserError, match=r"pip install 'specvla_ros\[ray\]'"):
+    with pytest.raises(UserError, match=r"pip install 'ray>=2.9'"):
         list(run_episodes(square, [], workers=0, ray=True))
 
 
