@@ -93,11 +93,11 @@ class VerificationKernels:
         """Runs both once for every size that they are compiled for, which serves every rule; nothing moves."""
         device, actions = self.ring.keys.device, self.actions
         tolerance = Tolerance.of(None, actions.first, actions.stop, actions.bins, device)
+        first = torch.zeros(1, dtype=torch.int64, device=device)
         for nodes in blocks(LEAST_NODES, self.nodes):
             for places in blocks(LEAST_PLACES, self.levels + 1):
                 packed = accept_tree(_roots(nodes, device), tolerance, places - 1)
-                none = torch.zeros(1, dtype=torch.int64, device=device)
-                commit_kv_batch(self.ring.keys, self.ring.values, none, none, packed[:, :places])
+                commit_kv_batch(self.ring.keys, self.ring.values, first, first, packed[:, :places])
         return 0
 
     def release(self) -> None:
