@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from speed_benchmark import hardware, write_result
 from timing import take_turns
 from torch import Tensor
 
@@ -24,17 +25,15 @@ OUT = Path(__file__).resolve().parent / "results" / "linear_cpu.json"
 
 def main() -> None:
     """Prints the rates and writes them to benchmarks/results/linear_cpu.json."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "CPU")
     result = {
         "benchmark": "linear",
         "command": "python benchmarks/linear.py",
         "date": date.today().isoformat(),
-        "hardware": f"{cpu}, {torch.get_num_threads()} threads",
+        "hardware": hardware("cpu"),
         "torch": torch.__version__,
         "cases": [case(name, shape, rows) for name, shape in SHAPES.items() for rows in ROWS],
     }
-    OUT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(result, OUT)
     print(json.dumps(result, indent=2))
 
 

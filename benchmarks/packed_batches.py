@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from shapes import PROMPT, tree_parents
 
+from specvla_kernels.capture_check import fill_at_random
 from specvla_kernels.layout import Ancestry, PackedLayout
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.packed_forward import new_ring
@@ -46,8 +47,7 @@ class Batch:
 def filled_ring(decoder: LlamaDecoder) -> KVRing:
     """A ring with room for every batch; all rows hold random keys and values."""
     ring = new_ring(decoder, slots=_SLOTS, slot_rows=_SLOT_ROWS)
-    for store in (ring.keys, ring.values):
-        store.normal_()
+    fill_at_random(ring.keys, ring.values)
     return ring
 
 

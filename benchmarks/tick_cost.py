@@ -7,12 +7,11 @@ Behind a prompt of 290 rows, as OpenVLA's, with random weights: time does not de
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
 import typer
-from random_decoder import random_decoder
+from random_decoder import random_decoder, random_draft_head
 from rich.console import Console
 from rich.table import Table
 from shapes import PROMPT, SIZES, tree_parents
@@ -29,7 +28,6 @@ from specvla_ros.acceptance.strict import Strict
 from specvla_ros.acceptance.verification import AcceptanceRule, ActionIds
 from specvla_ros.drafting.draft_input import DraftInput
 from specvla_ros.drafting.eagle_drafter import EagleDrafter
-from specvla_ros.drafting.eagle_head import EagleHead
 from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.drafting.tree import Tree
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
@@ -117,11 +115,8 @@ def _tree(nodes: int, device: str) -> Tree:
 
 
 def _drafting(decoder: LlamaDecoder, nodes: int, prompt: torch.Tensor) -> Callable[[], Any]:
-    head = EagleHead(replace(decoder.config, num_hidden_layers=1)).to(prompt.device, decoder.dtype)
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
     settings = DraftSettings(nodes=nodes, top_k=_BEAM)
-    drafter = EagleDrafter(head, decoder, settings, slots=1, slot_rows=PROMPT + 16)
+    drafter = EagleDrafter(random_draft_head(decoder), decoder, settings, slots=1, slot_rows=PROMPT + 16)
     root = torch.tensor(5, device=prompt.device)
 
     def told(rows: torch.Tensor, prefix_len: int) -> DraftInput:

@@ -9,7 +9,7 @@ from torch import Tensor
 from specvla_kernels.jit import has_kernels, jit, power_of_two, tl
 
 NO_NODE = -1  # pads a path; also what is no token
-LEAST_NODES, LEAST_PLACES = 16, 8  # one compilation for all smaller trees
+LEAST_NODES, LEAST_PLACES = 16, 8  # one compilation for all smaller trees, and shorter paths
 TARGET, EXACT, NEAR = 0, 1, 2  # why a token was committed: the target's own, drafted and the same, drafted and near
 
 
@@ -152,8 +152,8 @@ def accept_tree_triton(trees: Trees, tolerance: Tolerance, levels: int) -> Tenso
     columns = [getattr(trees, field.name).contiguous() for field in fields(trees)]  # the kernel's order
     _accept_tree[(requests,)](
         *columns, tolerance.bins, out, tolerance.first, tolerance.stop, tolerance.distinct, len(tolerance.bins) - 1,
-        n, levels + 1, BLOCK=max(LEAST_NODES, power_of_two(n)),
-        BLOCK_PLACES=max(LEAST_PLACES, power_of_two(levels + 1)), num_warps=4,
+        n, levels + 1,
+        BLOCK=power_of_two(n, LEAST_NODES), BLOCK_PLACES=power_of_two(levels + 1, LEAST_PLACES), num_warps=4,
     )  # fmt: skip
     return out
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specvla_kernels.accept_tree import LEAST_PLACES
 from specvla_kernels.jit import has_kernels, jit, power_of_two, tl
 from specvla_kernels.send import send
 
 _BLOCK = 2048  # elements that a program holds, keys or values: 16 per thread
-_LEAST_PLACES = 8  # an action's path: one compilation for all that are shorter
 
 
 def commit_kv(keys: Tensor, values: Tensor, slot: int, first_row: int, nodes: Sequence[int]) -> None:
@@ -70,7 +70,7 @@ def commit_kv_triton(keys: Tensor, values: Tensor, slots: Tensor, first_rows: Te
     if keys.stride() != values.stride() or keys.stride()[3:] != (head_dim, 1):
         raise ValueError("keys and values need the same strides, and contiguous rows")
     requests, places = nodes.shape
-    block_places = max(_LEAST_PLACES, power_of_two(places))
+    block_places = power_of_two(places, LEAST_PLACES)
     block_width = min(power_of_two(width), max(64, _BLOCK // block_places))
     _commit_kv[(-(-width // block_width), layers, requests)](
         keys, values, slots.contiguous(), first_rows.contiguous(), nodes, *keys.stride()[:3], *nodes.stride(), places,

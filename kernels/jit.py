@@ -47,9 +47,9 @@ def has_kernels(x: Tensor) -> bool:
 
 def blocks(least: int, most: int) -> list[int]:
     """Sides of blocks, powers of two: from the least to the one that holds the most."""
-    return [1 << bits for bits in range(least.bit_length() - 1, max(least, power_of_two(most)).bit_length())]
+    return [1 << bits for bits in range(least.bit_length() - 1, power_of_two(most, least).bit_length())]
 
 
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is not below n: the sides of a kernel's blocks."""
-    return 1 << max(0, n - 1).bit_length()
+def power_of_two(n: int, least: int = 1) -> int:
+    """The smallest power of two that is not below n, nor below another one: the sides of a kernel's blocks."""
+    return max(least, 1 << max(0, n - 1).bit_length())

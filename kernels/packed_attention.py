@@ -72,7 +72,7 @@ def packed_attention_triton(
         plan: of this packed forward.
     """
     (n_rows, heads, dim), kv_heads = q.shape, k_ring.shape[2]
-    n_tiles, splits, block_d = len(plan.tiles), plan.splits, max(16, power_of_two(dim))
+    n_tiles, splits, block_d = len(plan.tiles), plan.splits, power_of_two(dim, 16)
     out = q.new_empty(n_rows, heads, dim)
     partial = sums = out  # not read unless keys are split
     if splits > 1:

@@ -24,6 +24,7 @@ from specvla_ros.cli_options import (
     UnnormKey,
     Workers,
     World,
+    check_accelerate,
 )
 from specvla_ros.errors import UserError
 
@@ -54,10 +55,7 @@ def train_draft(
     dtype: DtypeOption = Dtype.AUTO,
 ) -> None:
     """Train an EAGLE draft head on the target's own answers; several GPUs: accelerate launch -m specvla_ros.cli …."""
-    try:
-        import accelerate  # noqa: F401
-    except ImportError:
-        raise UserError("training needs accelerate: pip install -r requirements/train.txt") from None
+    check_accelerate()
     from specvla_ros.cli_simulation import progress_bar
     from specvla_ros.evaluation.frame_sources import SIMULATION
     from specvla_ros.models.policy import load_policy

@@ -1,10 +1,12 @@
-"""Options that several commands share."""
+"""Options and checks that several commands share."""
 
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from specvla_ros.errors import UserError
 
 if TYPE_CHECKING:
     from specvla_ros.engine.settings import EngineSettings
@@ -66,3 +68,15 @@ def engine_settings(mode: str, parameters: list[str] | None, params_file: Path |
 
     short = [f"decode.mode:={mode}"] if mode else []
     return read_decode_parameters([*(parameters or ()), *short], params_file).engine_settings()
+
+
+def check_accelerate() -> None:
+    """Whether what training needs is installed.
+
+    Raises:
+        UserError: it is not.
+    """
+    try:
+        import accelerate  # noqa: F401
+    except ImportError:
+        raise UserError("training needs accelerate: pip install -r requirements/train.txt") from None

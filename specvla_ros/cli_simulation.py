@@ -28,6 +28,7 @@ from specvla_ros.cli_options import (
     UnnormKey,
     Workers,
     World,
+    check_accelerate,
     engine_settings,
 )
 from specvla_ros.errors import UserError
@@ -188,10 +189,7 @@ def train_policy(
     unnorm_key: Annotated[str, typer.Option(help="Name of the action statistics.")] = "specvla_table",
 ) -> None:
     """Train a nano OpenVLA by behaviour cloning; several GPUs: accelerate launch -m specvla_ros.cli train-policy."""
-    try:
-        import accelerate  # noqa: F401
-    except ImportError:
-        raise UserError("training needs accelerate: pip install -r requirements/train.txt") from None
+    check_accelerate()
     from specvla_ros.training import train_policy as training
 
     settings = training.PolicyTraining(

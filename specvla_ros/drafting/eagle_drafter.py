@@ -83,15 +83,14 @@ class EagleDrafter:
         if not growing:
             self._feed(inputs)
             return [Tree.of_root(each.root) for each in inputs]
-        levels, most = max(levels for levels, _ in sizes.values()), [limit for _, limit in sizes.values()]
+        most, highest = [limit for _, limit in sizes.values()], max(levels for levels, _ in sizes.values())
         in_text = any(each.in_text for each in growing)
-        static = None if in_text else self._captured.get((len(growing), levels))
+        static = None if in_text else self._captured.get((len(growing), highest))
         if static is None:
-            fed = self._feed(inputs)
-            grown = self._grow(growing, torch.stack([fed[each.slot] for each in growing]), most, levels)
+            grown = self._grow(inputs, growing, most, highest)
         else:
             self._feed([rows for each in inputs if (rows := _ahead(each, MOST_ROWS if each.slot in sizes else 0))])
-            self.forwards += levels
+            self.forwards += highest
             grown = static([_newest(each) for each in growing], most)
         k = self._settings.top_k
         trees = iter(grown.split([(nodes_of(levels, k, limit), levels) for levels, limit in sizes.values()]))
@@ -122,8 +121,7 @@ class EagleDrafter:
         """Compares a captured draft with the same work launch by launch, and with a draft of other shapes."""
         inputs = check_inputs(self._decoder, requests, levels, prefix_len=max(1, self.committed_rows // 2))
         nodes = [self._settings.nodes] * requests
-        fed = self._feed(inputs)
-        expected = self._grow(inputs, torch.stack([fed[each.slot] for each in inputs]), nodes, levels)
+        expected = self._grow(inputs, inputs, nodes, levels)
         found = static(inputs, nodes)
         what = f"a captured draft of {requests} trees with {levels} levels"
         check_trees(found, static.run(), dtype=torch.float32, what=what)
@@ -145,12 +143,16 @@ class EagleDrafter:
         hidden = self._grower.forward(following, torch.cat([each.hidden for each in inputs]), layout)
         return {span.slot: hidden[span.stop - 1] for span, _ in parts}
 
-    def _grow(self, inputs: Sequence[DraftInput], foreseen: Tensor, nodes: Sequence[int], levels: int) -> GrownTrees:
-        """Trees behind rows that the head was fed."""
+    def _grow(
+        self, inputs: Sequence[DraftInput], growing: Sequence[DraftInput], nodes: Sequence[int], levels: int
+    ) -> GrownTrees:
+        """Feeds all requests' rows and grows the trees of some, launch by launch."""
+        fed = self._feed(inputs)
         self.forwards += levels - 1
-        texts = [each.in_text for each in inputs]
-        in_text = send(texts, foreseen.device, torch.bool) if any(texts) else None
-        return self._grower.grow(DraftStart.of(inputs, nodes), foreseen, levels, in_text)
+        texts = [each.in_text for each in growing]
+        in_text = send(texts, self._decoder.device, torch.bool) if any(texts) else None
+        foreseen = torch.stack([fed[each.slot] for each in growing])
+        return self._grower.grow(DraftStart.of(growing, nodes), foreseen, levels, in_text)
 
 
 def _newest(request: DraftInput) -> DraftInput:

@@ -1,4 +1,4 @@
-"""Whether captured work gives what the same work gives without capture."""
+"""Whether a captured forward gives what the same forward gives without capture."""
 
 import torch
 
@@ -9,9 +9,7 @@ from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.packed_forward import packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.static_forward import StaticForward
-from specvla_ros.engine.static_vision import StaticVision
 from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.models.openvla import OpenVLA
 
 
 def check_forward(static: StaticForward, decoder: LlamaDecoder, ring: KVRing, segments: list[Segment]) -> None:
@@ -29,22 +27,6 @@ def check_forward(static: StaticForward, decoder: LlamaDecoder, ring: KVRing, se
     expected = packed_forward(decoder, segments, ring).hidden
     what = f"a captured forward of {len(expected)} rows"
     check_rows(static(segments).hidden, expected, what=what)
-
-
-def check_vision(static: StaticVision, model: OpenVLA) -> None:
-    """Compares the embeddings of one random image; waits for the device.
-
-    Args:
-        static: the captured towers.
-        model: whose they are.
-
-    Raises:
-        RuntimeError: they are not finite, or differ.
-    """
-    towers = model.config.towers
-    size = towers[0].image_size
-    pixels = torch.randn(3 * len(towers), size, size, generator=torch.Generator().manual_seed(0))
-    check_rows(static(pixels), model.image_embeddings(pixels), what="the captured vision")
 
 
 def check_segments(bucket: Bucket, sizes: ForwardSizes, decoder: LlamaDecoder, ring: KVRing) -> list[Segment]:

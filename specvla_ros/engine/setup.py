@@ -62,10 +62,9 @@ class Setup:
         Raises:
             UserError: it does not fit the policy; the old one stays.
         """
-        rule, bins = make_rule(settings, policy), bins_of(settings, policy)
-        self.rule = rule
+        self.rule = make_rule(settings, policy)
         self.tolerance = _kernel_tolerance(self.rule, self.answer, self.ring)
-        self.drafter.set_tolerance(bins)
+        self.drafter.set_tolerance(bins_of(settings, policy))
         self.settings = replace(self.settings, acceptance=settings)
 
     def describe(self) -> dict[str, str | int]:
