@@ -1,5 +1,7 @@
-"""Everything is in setup.cfg; this file is for tools that look for it."""
+"""The packages, found in their two folders; everything else is in setup.cfg."""
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
-setup()
+PACKAGES = find_packages(include=["specvla_ros", "specvla_ros.*"]) + find_packages("kernels")
+
+setup(packages=[*PACKAGES, "specvla_ros.definitions"])

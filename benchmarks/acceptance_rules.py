@@ -17,15 +17,13 @@ from typing import Any
 from episode_benchmark import parser, result_head, write_result
 from text_policy import LONGEST_TEXT
 
-from specvla_ros.acceptance.settings import AcceptanceSettings
-from specvla_ros.acceptance.verification import Why
-from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.evaluation.simulate import SimulatePlan
-from specvla_ros.evaluation.simulate_episode import SimulateSettings
+from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
 from specvla_ros.evaluation.sweep import Setting, SweepRow, sweep
-from specvla_ros.shipped import nano_policy
+from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.rollout import EpisodeResult
+from specvla_ros.speculation.accept import Why
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 METRES, RADIANS = 0.002, 0.02
 _NEAR = AcceptanceSettings("bin_distance", tolerance_m=METRES, tolerance_rad=RADIANS)

@@ -5,11 +5,11 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from specvla_ros.acceptance.settings import AcceptanceSettings
-from specvla_ros.drafting.tree import Tree
 from specvla_ros.engine.engine import Engine
 from specvla_ros.errors import UserError
-from specvla_ros.planning.acceptance_lengths import SPEC_VLA_RELAXED, AcceptanceLengths, spec_vla_relaxed
+from specvla_ros.planning.limits import SPEC_VLA_RELAXED, AcceptanceLengths, spec_vla_relaxed
+from specvla_ros.speculation.settings import AcceptanceSettings
+from specvla_ros.speculation.tree import Tree
 
 TRACE_HELP = (
     f"Whose accept lengths: a LIBERO suite of Spec-VLA's table 2 ({', '.join(SPEC_VLA_RELAXED)}), or nano:ROW for a "

@@ -26,7 +26,7 @@ from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.models.projector import Projector
+from specvla_ros.models.openvla import Projector
 from specvla_ros.models.vision_tower import VisionTower
 
 

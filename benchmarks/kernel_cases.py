@@ -19,8 +19,8 @@ from specvla_kernels.rope_write_kv import rope_write_kv
 from specvla_kernels.swiglu import swiglu, swiglu_reference
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.planning.device_limits import Arithmetic
-from specvla_ros.planning.forward_cost import Part
+from specvla_ros.planning.cost import Part
+from specvla_ros.planning.device import Arithmetic
 
 _PATH = (0, 2, 4, 6)  # nodes that are committed: the first one stays, three move
 _COMMITS = 4  # requests

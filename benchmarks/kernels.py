@@ -27,8 +27,8 @@ from timed_case import COMPILED, PYTORCH, TRITON, UNQUANTISED, Case
 from timing import take_turns
 
 from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.planning.device_limits import DeviceLimits
-from specvla_ros.planning.forward_cost import least_seconds, total_bytes, total_operations
+from specvla_ros.planning.cost import least_seconds, total_bytes, total_operations
+from specvla_ros.planning.device import DeviceLimits
 from specvla_ros.planning.measure import measure_device
 
 CONTESTANTS = (TRITON, PYTORCH, COMPILED, UNQUANTISED)

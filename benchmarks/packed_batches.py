@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from shapes import PROMPT, tree_parents
 
-from specvla_kernels.capture_check import fill_at_random
+from specvla_kernels.graph_capture import fill_at_random
 from specvla_kernels.layout import Ancestry, PackedLayout
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.packed_forward import new_ring

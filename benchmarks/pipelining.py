@@ -18,22 +18,21 @@ from typing import Any
 
 from episode_benchmark import parser, result_head, write_result
 
-from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.evaluation.calibration import Tolerance
 from specvla_ros.evaluation.frame_sources import FIRST_SEED, Frame, simulation_source
-from specvla_ros.evaluation.simulate import SimulatePlan, read_episodes, simulate
-from specvla_ros.evaluation.simulate_episode import SimulateSettings
+from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import compare_episodes
-from specvla_ros.evaluation.tolerance import Tolerance
-from specvla_ros.models.policy import Policy, load_policy
-from specvla_ros.shipped import nano_policy
+from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.device_pace import read_device
 from specvla_ros.simulation.rollout import Clock, EpisodeResult
 from specvla_ros.simulation.table_robot import ACTION_DT_S
 from specvla_ros.simulation.tasks import choose_tasks
+from specvla_ros.speculation.settings import DraftSettings
 
 Episodes = Mapping[tuple[str, int], EpisodeResult]
 

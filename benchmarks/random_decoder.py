@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from specvla_ros.drafting.eagle_head import EagleHead
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.speculation.drafters.eagle_head import EagleHead
 
 
 def random_decoder(

@@ -11,17 +11,16 @@ from random_decoder import random_decoder, random_draft_head
 from shapes import Size
 from torch import Tensor, nn
 
-from specvla_ros.drafting.draft_checkpoint import save_draft_head
-from specvla_ros.drafting.drafter import DRAFT_FOLDER
 from specvla_ros.engine.observation import Observation
-from specvla_ros.models.action_statistics import ActionStatistics
-from specvla_ros.models.action_tokenizer import ActionTokenizer
+from specvla_ros.models.checkpoint import ImageEmbeddings, Policy
+from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer
 from specvla_ros.models.config import OpenVLAConfig
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.models.openvla import OpenVLA
-from specvla_ros.models.policy import ImageEmbeddings, Policy
 from specvla_ros.models.prompt import PromptTokenizer
 from specvla_ros.models.quantization import check_quantization, quantize_layer
+from specvla_ros.speculation.drafters.combine import DRAFT_FOLDER
+from specvla_ros.speculation.drafters.eagle_head import save_draft_head
 
 TEXT_TOKENS = 34  # of OpenVLA's prompt, about; the other 256 of its 290 rows are the image's
 _BINS = 256

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specvla_ros.evaluation.proportions import paired_difference
+from specvla_ros.evaluation.statistics import paired_difference
 
 
 def source(result: dict[str, Any], file: str) -> str:

@@ -11,11 +11,11 @@ from gpu_memory import GpuMemory
 from random_policy import TEXT_TOKENS, RandomPolicy, frame
 from timing import synchronise
 
-from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.planning.acceptance_lengths import AcceptanceLengths
+from specvla_ros.planning.limits import AcceptanceLengths
+from specvla_ros.speculation.settings import DraftSettings
 
 _WARM = 12  # actions until a pipeline is full and knows how many requests it should hold
 

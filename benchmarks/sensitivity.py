@@ -24,8 +24,8 @@ from saturated import Turns, add_turn, settings_of
 from shapes import SIZES
 from speed_benchmark import Device, Dtype, Out, Sizes, dtype_on, result_head, write_result
 
-from specvla_ros.models.action_statistics import ActionStatistics
-from specvla_ros.planning.acceptance_lengths import AcceptanceLengths
+from specvla_ros.models.codecs.bins import ActionStatistics
+from specvla_ros.planning.limits import AcceptanceLengths
 
 IN_ORDER = "specpipe, in order"
 MODES = ("ar", "spec", "pipeline", "specpipe", IN_ORDER)

@@ -13,10 +13,9 @@ from typing import Any
 
 from episode_benchmark import parser, result_head, write_result
 
-from specvla_ros.evaluation.simulate import SimulatePlan, read_episodes, simulate
-from specvla_ros.evaluation.simulate_episode import SimulateSettings
+from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import compare_episodes
-from specvla_ros.shipped import nano_policy
+from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.device_pace import read_device
 from specvla_ros.simulation.rollout import Clock
 

@@ -22,9 +22,9 @@ from soak_policy import soak_policy
 from soak_run import PICTURES, Phase, Soak
 from speed_benchmark import Device, Out, result_head, write_result
 
-from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.policy import DTYPES, Policy
+from specvla_ros.models.checkpoint import DTYPES, Policy
+from specvla_ros.speculation.settings import DraftSettings
 
 # Logits of the soak's policy spread over about ±5; a rounding in its two layers moves them by less than this.
 MARGINS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.4}

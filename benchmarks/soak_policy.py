@@ -5,11 +5,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from specvla_ros.drafting.draft_checkpoint import save_draft_head
-from specvla_ros.drafting.drafter import DRAFT_FOLDER
-from specvla_ros.drafting.eagle_head import EagleHead
-from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.models.checkpoint import Policy, load_policy
 from specvla_ros.models.weights import save_weights
+from specvla_ros.speculation.drafters.combine import DRAFT_FOLDER
+from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
 from specvla_ros.training.nano import NanoShape, write_nano
 
 INSTRUCTIONS = ("lift the red block", "push the green block", "put the blue block in the box")

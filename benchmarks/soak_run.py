@@ -15,7 +15,7 @@ from specvla_ros.engine.outcome import Action, DropCounter, DropReason, Outcome
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.policy import Policy
+from specvla_ros.models.checkpoint import Policy
 
 PICTURES = 8
 _FRAME, _NEW_PICTURE, _NEW_EPOCH, _SWITCH = 0.6, 0.2, 0.01, 0.02  # chances per tick

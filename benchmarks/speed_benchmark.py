@@ -11,7 +11,7 @@ import typer
 from shapes import SIZES
 
 from specvla_ros.evaluation.provenance import cpu_name
-from specvla_ros.models.policy import DTYPES
+from specvla_ros.models.checkpoint import DTYPES
 
 Sizes = Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SIZES)}.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]

@@ -7,10 +7,10 @@ from packed_batches import Batch
 from timed_case import Case, with_and_without_kernels
 from torch import Tensor, nn
 
-from specvla_ros.drafting.eagle_head import EagleHead
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.planning.forward_cost import Part
+from specvla_ros.planning.cost import Part
+from specvla_ros.speculation.drafters.eagle_head import EagleHead
 
 
 def stage_cases(decoder: LlamaDecoder, draft_head: EagleHead, batch: Batch, ring: KVRing) -> Iterator[Case]:

@@ -25,11 +25,11 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.models.checkpoint import Policy, load_policy
 from specvla_ros.models.config import read_config
 from specvla_ros.models.openvla import OpenVLA
-from specvla_ros.models.policy import Policy, load_policy
 from specvla_ros.models.weights import save_weights
-from specvla_ros.shipped import nano_policy
+from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.device_pace import tick_time
 from specvla_ros.simulation.expert import holds
 from specvla_ros.simulation.rollout import Clock, Rollout

@@ -20,20 +20,20 @@ from timing import take_turns
 
 from specvla_kernels.commit_kv import commit_kv
 from specvla_kernels.layout import Ancestry
-from specvla_ros.acceptance.bin_distance import BinDistance
-from specvla_ros.acceptance.composite import Composite
-from specvla_ros.acceptance.fly import Fly
-from specvla_ros.acceptance.lvspec import LVSpec
-from specvla_ros.acceptance.strict import Strict
-from specvla_ros.acceptance.verification import AcceptanceRule, ActionIds
-from specvla_ros.drafting.draft_input import DraftInput
-from specvla_ros.drafting.eagle_drafter import EagleDrafter
-from specvla_ros.drafting.settings import DraftSettings
-from specvla_ros.drafting.tree import Tree
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.verify import ToVerify, verify
 from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.speculation.accept import AcceptanceRule, ActionIds
+from specvla_ros.speculation.drafters.eagle import EagleDrafter
+from specvla_ros.speculation.drafters.protocol import DraftInput
+from specvla_ros.speculation.rules.bin_distance import BinDistance
+from specvla_ros.speculation.rules.composite import Composite
+from specvla_ros.speculation.rules.fly import Fly
+from specvla_ros.speculation.rules.lvspec import LVSpec
+from specvla_ros.speculation.rules.strict import Strict
+from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.tree import Tree
 
 NODES = (1, 8, 16, 32, 50, 64)
 TREE = 16

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specvla_kernels import jit
 from specvla_kernels.jit import has_kernels
-from specvla_ros.planning.forward_cost import Part
+from specvla_ros.planning.cost import Part
 
 TRITON, PYTORCH, COMPILED, UNQUANTISED = "Triton", "PyTorch", "torch.compile", "unquantised"
 

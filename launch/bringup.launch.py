@@ -14,7 +14,7 @@ from launch_ros.parameter_descriptions import ParameterValue
 from lifecycle_msgs.msg import Transition
 
 from launch import LaunchContext, LaunchDescription
-from specvla_ros.launch_parameters import as_bool, merge_parameters
+from specvla_ros.settings.profiles import as_bool, merge_parameters
 
 CONFIG = Path(get_package_share_directory("specvla_ros"), "config")
 # Arguments that are parameters; an empty one leaves the value of the parameter files.

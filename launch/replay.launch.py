@@ -52,7 +52,7 @@ def generate_launch_description() -> LaunchDescription:
 
 
 def _play(context: LaunchContext) -> list:
-    from specvla_ros.evaluation.bag_reader import open_bag
+    from specvla_ros.bags.reader import open_bag
 
     def argument(name: str) -> str:
         return LaunchConfiguration(name).perform(context)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specvla_ros.acceptance.verification import ActionIds
-from specvla_ros.models.policy import Policy
+from specvla_ros.models.checkpoint import Policy
+from specvla_ros.speculation.accept import ActionIds
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.policy import Policy
+from specvla_ros.models.checkpoint import Policy
 
 _TILE_ROWS = 64  # of a matrix product: a part of a tile takes as long as a whole one
 _PART = 8  # above 512 rows a bucket is at most an eighth larger than the power of two below it asks for

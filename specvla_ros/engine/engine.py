@@ -9,11 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specvla_ros.acceptance.make_rule import make_rule
-from specvla_ros.acceptance.settings import AcceptanceSettings
-from specvla_ros.acceptance.verification import NOT_A_NUMBER, AcceptanceRule
-from specvla_ros.drafting.draft_input import DraftInput
-from specvla_ros.drafting.tree import Tree
 from specvla_ros.engine.admission import Admission
 from specvla_ros.engine.finish import outcome_of
 from specvla_ros.engine.observation import Observation
@@ -24,11 +19,16 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.setup import set_up
 from specvla_ros.engine.share import Share
 from specvla_ros.engine.stage_clock import StageClock
-from specvla_ros.engine.tick_work import TickWork
+from specvla_ros.engine.tally import TickWork
 from specvla_ros.engine.verify import Commit
 from specvla_ros.engine.verify_shares import upload, verify_shares
 from specvla_ros.errors import UserError
-from specvla_ros.models.policy import Policy
+from specvla_ros.models.checkpoint import Policy
+from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule
+from specvla_ros.speculation.drafters.protocol import DraftInput
+from specvla_ros.speculation.rules.registry import make_rule
+from specvla_ros.speculation.settings import AcceptanceSettings
+from specvla_ros.speculation.tree import Tree
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from specvla_ros.engine.answer import AnswerFormat
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.policy import Policy
+from specvla_ros.models.checkpoint import Policy
 
 
 def outcome_of(

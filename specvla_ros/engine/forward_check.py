@@ -2,7 +2,7 @@
 
 import torch
 
-from specvla_kernels.capture_check import check_rows
+from specvla_kernels.graph_capture import check_rows
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.buckets import Bucket, ForwardSizes
 from specvla_ros.engine.kv_ring import KVRing

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from specvla_kernels.capture_check import fill_at_random
-from specvla_kernels.graph_capture import Capture
+from specvla_kernels.graph_capture import Capture, fill_at_random
 from specvla_ros.engine.buckets import Bucket, ForwardSizes
 from specvla_ros.engine.forward_check import check_forward, check_segments
 from specvla_ros.engine.kv_ring import KVRing

@@ -2,7 +2,7 @@
 
 from specvla_ros.engine.observation import Observation
 from specvla_ros.errors import UserError
-from specvla_ros.models.policy import Policy
+from specvla_ros.models.checkpoint import Policy
 
 
 class PromptCache:

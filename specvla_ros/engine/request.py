@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from specvla_ros.drafting.tree import Tree
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import DecodeRecord, StageTimings
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.verify import Commit
+from specvla_ros.speculation.tree import Tree
 
 
 @dataclass(eq=False)

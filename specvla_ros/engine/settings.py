@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from specvla_ros.acceptance.settings import AcceptanceSettings
-from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.errors import UserError
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 _SLOTS = {"ar": 1, "spec": 1, "pipeline": 7, "specpipe": 4}
 MODES = tuple(_SLOTS)

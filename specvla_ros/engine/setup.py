@@ -5,10 +5,6 @@ from dataclasses import dataclass, replace
 
 from specvla_kernels.accept_tree import Tolerance
 from specvla_kernels.jit import has_kernels
-from specvla_ros.acceptance.make_rule import bins_of, make_rule
-from specvla_ros.acceptance.settings import AcceptanceSettings
-from specvla_ros.acceptance.verification import AcceptanceRule
-from specvla_ros.drafting.drafter import Drafter
 from specvla_ros.engine.answer import AnswerFormat
 from specvla_ros.engine.buckets import ForwardSizes
 from specvla_ros.engine.flight import Flight
@@ -20,7 +16,11 @@ from specvla_ros.engine.slot_ring import allocate_ring
 from specvla_ros.engine.verify_on_device import VerificationKernels, tolerance_of
 from specvla_ros.engine.vision import Vision
 from specvla_ros.errors import UserError
-from specvla_ros.models.policy import Policy
+from specvla_ros.models.checkpoint import Policy
+from specvla_ros.speculation.accept import AcceptanceRule
+from specvla_ros.speculation.drafters.combine import Drafter
+from specvla_ros.speculation.rules.registry import bins_of, make_rule
+from specvla_ros.speculation.settings import AcceptanceSettings
 
 _log = logging.getLogger(__name__)
 

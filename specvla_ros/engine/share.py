@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specvla_ros.drafting.draft_input import DraftInput
 from specvla_ros.engine.answer import AnswerFormat
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.verify import Commit, ToVerify
+from specvla_ros.speculation.drafters.protocol import DraftInput
 
 
 @dataclass

@@ -7,7 +7,7 @@ from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.packed_forward import new_ring
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.policy import Policy
+from specvla_ros.models.checkpoint import Policy
 
 _ROW_MULTIPLE = 16  # slots begin on a multiple of an attention tile's rows
 _SINK_ROWS = 1  # of a slot, which no request uses; see KVRing.sink_row

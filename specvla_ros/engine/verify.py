@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specvla_ros.acceptance.choose_path import accept
-from specvla_ros.acceptance.strict import greedy_choice
-from specvla_ros.acceptance.verification import AcceptanceRule, ActionIds, Verification
-from specvla_ros.drafting.tree import Tree
+from specvla_ros.speculation.accept import AcceptanceRule, ActionIds, Verification, accept
+from specvla_ros.speculation.rules.strict import greedy_choice
+from specvla_ros.speculation.tree import Tree
 
 
 @dataclass(frozen=True)

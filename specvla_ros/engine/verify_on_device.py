@@ -12,12 +12,12 @@ from specvla_kernels.commit_kv import commit_kv_batch
 from specvla_kernels.graph_capture import Capture
 from specvla_kernels.jit import blocks
 from specvla_kernels.send import send
-from specvla_ros.acceptance.bin_distance import BinDistance
-from specvla_ros.acceptance.strict import Strict, greedy_choice
-from specvla_ros.acceptance.verification import AcceptanceRule, ActionIds
-from specvla_ros.drafting.tree import Tree
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.verify import Commit
+from specvla_ros.speculation.accept import AcceptanceRule, ActionIds
+from specvla_ros.speculation.rules.bin_distance import BinDistance
+from specvla_ros.speculation.rules.strict import Strict, greedy_choice
+from specvla_ros.speculation.tree import Tree
 
 
 def tolerance_of(rule: AcceptanceRule, actions: ActionIds, device: torch.device) -> Tolerance | None:

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from specvla_kernels.capture_check import check_rows
-from specvla_kernels.graph_capture import Capture
+from specvla_kernels.graph_capture import Capture, check_rows
 from specvla_ros.engine.static_vision import StaticVision
 from specvla_ros.models.openvla import OpenVLA
 

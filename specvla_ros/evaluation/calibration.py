@@ -1,15 +1,131 @@
-"""What a calibration tried, measured and chose."""
+"""What calibration compares: tolerances, how far they let an action deviate, and the choice between them."""
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.deviation import Deviation
-from specvla_ros.evaluation.proportions import paired_difference
 from specvla_ros.evaluation.simulate_summary import PairedComparison
-from specvla_ros.evaluation.tolerance import Tolerance
+from specvla_ros.evaluation.statistics import paired_difference
+from specvla_ros.speculation.settings import AcceptanceSettings
+
+_PART = re.compile(r"([0-9.]+)\s*(mm|deg|bins?)")
+_EXAMPLE = "write it as 2mm,1.1deg, or 2mm, or 1deg, or 5bins"
+
+
+@dataclass(frozen=True, order=True)
+class Tolerance:
+    """How far an action token may be from the target's own choice; of two, the one with more mm is the larger.
+
+    Args:
+        mm: of x, y, z; 0: strict.
+        degrees: of roll, pitch, yaw; 0: strict.
+        bins: of every moving dimension, in place of the others.
+    """
+
+    mm: float = 0.0
+    degrees: float = 0.0
+    bins: int = 0
+
+    @staticmethod
+    def parse(text: str) -> "Tolerance":
+        """Reads one.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        found: dict[str, float] = {}
+        for part in text.replace(" ", "").split(","):
+            match = _PART.fullmatch(part)
+            try:
+                number = float(match[1]) if match else math.nan
+            except ValueError:
+                number = math.nan
+            unit = match[2].removesuffix("s") if match else ""
+            if not number > 0 or unit in found:
+                raise UserError(f"'{text}' is no tolerance; {_EXAMPLE}")
+            found[unit] = number
+        if "bin" in found and (len(found) > 1 or not found["bin"].is_integer()):
+            raise UserError(f"'{text}' is no tolerance: bins are whole, and stand alone; {_EXAMPLE}")
+        return Tolerance(found.get("mm", 0.0), found.get("deg", 0.0), int(found.get("bin", 0)))
+
+    @property
+    def acceptance(self) -> AcceptanceSettings:
+        """As the engine takes it."""
+        if self.bins:
+            return AcceptanceSettings("bin_distance", bins=(self.bins,))
+        metres, radians = round(self.mm * 1e-3, 9), round(math.radians(self.degrees), 6)
+        return AcceptanceSettings("bin_distance", tolerance_m=metres, tolerance_rad=radians)
+
+    def __str__(self) -> str:
+        parts = [(self.mm, "mm"), (self.degrees, "deg"), (self.bins, "bins")]
+        return ",".join(f"{number:g}{unit}" for number, unit in parts if number)
+
+
+_P95 = 95.0
+_ACTION_DIM = 7
+_OPEN = 0.5  # a gripper value beyond is one command, below it the other
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Over the frames.
+
+    Args:
+        p95_mm, largest_mm: distance between the two displacements.
+        p95_deg, largest_deg: length of the difference of roll, pitch, yaw.
+        gripper_share: frames on which the gripper is told something else.
+        lost_share: frames for which one of the two had no action.
+    """
+
+    p95_mm: float = 0.0
+    largest_mm: float = 0.0
+    p95_deg: float = 0.0
+    largest_deg: float = 0.0
+    gripper_share: float = 0.0
+    lost_share: float = 0.0
+
+    def as_json(self) -> dict[str, float]:
+        """By name."""
+        return asdict(self)
+
+
+def deviation(plain: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Deviation:
+    """Compares actions frame by frame.
+
+    Args:
+        plain: float64 [7] each: metres, radians, gripper in [0, 1]; NaN where there was none.
+        other: as many.
+
+    Raises:
+        UserError: actions that are not x y z roll pitch yaw gripper.
+    """
+    first, second = np.array(plain), np.array(other)
+    if first.shape[1] != _ACTION_DIM:
+        raise UserError(
+            f"the policy's actions have {first.shape[1]} values: their deviation in mm and degrees is not known, only "
+            "that of x y z roll pitch yaw gripper"
+        )
+    there = np.isfinite(first).all(axis=1) & np.isfinite(second).all(axis=1)
+    if not there.any():
+        return Deviation(lost_share=1.0)
+    apart = (second - first)[there]
+    mm = 1e3 * np.linalg.norm(apart[:, :3], axis=1)
+    degrees = np.degrees(np.linalg.norm(apart[:, 3:6], axis=1))
+    flipped = (first[there, 6] > _OPEN) != (second[there, 6] > _OPEN)
+    return Deviation(
+        p95_mm=float(np.percentile(mm, _P95)),
+        largest_mm=float(mm.max()),
+        p95_deg=float(np.percentile(degrees, _P95)),
+        largest_deg=float(degrees.max()),
+        gripper_share=float(flipped.mean()),
+        lost_share=float(1 - there.mean()),
+    )
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
+from specvla_ros.bags.frames import bag_frames
+from specvla_ros.bags.image_message import rgb_from_compressed, rgb_from_image
+from specvla_ros.bags.reader import open_bag
+from specvla_ros.bags.topics import RAW_IMAGE, TopicChoice, choose_topics
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.bag_reader import open_bag
-from specvla_ros.evaluation.bag_topics import RAW_IMAGE, TopicChoice, choose_topics
-from specvla_ros.evaluation.replay_frames import bag_frames
-from specvla_ros.evaluation.simulate import tasks_of
-from specvla_ros.evaluation.simulate_episode import TABLE, make_robot
-from specvla_ros.image_message import rgb_from_compressed, rgb_from_image
-from specvla_ros.models.policy import Policy
+from specvla_ros.evaluation.simulate import TABLE, make_robot, tasks_of
+from specvla_ros.models.checkpoint import Policy
 from specvla_ros.simulation.device_pace import tick_time
 from specvla_ros.simulation.rollout import Clock, Rollout
 

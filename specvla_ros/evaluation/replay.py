@@ -1,26 +1,177 @@
-"""Replays a bag through the engine in process: the same frames give the same actions, however busy the machine."""
+"""`specvla replay`: a recording in; actions, figures, a report and a bag of the actions out."""
 
-from contextlib import suppress
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from specvla_ros.bags.frames import BagFrame, bag_frames
+from specvla_ros.bags.image_message import rgb_from_compressed, rgb_from_image, stamp_ns
+from specvla_ros.bags.reader import Bag, open_bag
+from specvla_ros.bags.recorder import BagRecorder
+from specvla_ros.bags.topics import RAW_IMAGE, ReplayTopics, TopicChoice, choose_topics
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.outcome import Action, DropReason
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.bag_reader import Bag, open_bag
-from specvla_ros.evaluation.bag_topics import ReplayTopics, TopicChoice, choose_topics
-from specvla_ros.evaluation.interruption import deferred_interruption
 from specvla_ros.evaluation.provenance import file_hashes, hardware, software
-from specvla_ros.evaluation.replay_frames import bag_frames
-from specvla_ros.evaluation.replay_run import BAG_DIRECTORY, FRAMES_FILE, REPORT_FILE, SUMMARY_FILE, ReplayRun
-from specvla_ros.evaluation.replay_summary import ReplaySummary
-from specvla_ros.evaluation.thresholds import Thresholds
-from specvla_ros.models.policy import Policy
+from specvla_ros.evaluation.replay_summary import (
+    FrameResult,
+    ReplayColumns,
+    ReplaySummary,
+    Thresholds,
+    compare,
+    summarise,
+)
+from specvla_ros.evaluation.report.replay import write_report
+from specvla_ros.models.checkpoint import Policy
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def deferred_interruption() -> Iterator[Callable[[], bool]]:
+    """Gives a function that tells whether somebody asked to stop.
+
+    The first signal is only noted, so that nothing is left half written; a second one acts as ever. Signals reach the
+    main thread only: elsewhere they are left alone.
+    """
+    asked: list[int] = []
+    before: dict[int, Any] = {}
+
+    def note(number: int, _: FrameType | None) -> None:
+        asked.append(number)
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, note) for number in _SIGNALS}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        restore()
+
+
+FRAMES_FILE, SUMMARY_FILE, REPORT_FILE, BAG_DIRECTORY = "frames.jsonl", "summary.json", "report.html", "actions_bag"
+
+_NS = 1e-9
+
+
+class ReplayRun:
+    """Answers frames and writes what comes of it.
+
+    Args:
+        engine: warm, and used by nobody else meanwhile.
+        out: the output directory; made if missing.
+        start_ns: bag time that counts as 0 s.
+        action_dt: seconds over which an action's displacements are meant.
+
+    Raises:
+        UserError: the output directory cannot be written.
+    """
+
+    def __init__(self, engine: Engine, out: Path, *, start_ns: int, action_dt: float) -> None:
+        self._engine = engine
+        self._out = out
+        self._action_dt = action_dt
+        self._columns = ReplayColumns(engine.policy.action_names, start_ns)
+        origin = {key: str(value) for key, value in engine.policy.describe().items()}
+        self._recorder = BagRecorder(out / BAG_DIRECTORY, origin)
+        self._lines = (out / FRAMES_FILE).open("w", encoding="utf-8")
+
+    def play(self, frame: BagFrame) -> None:
+        """Answers one frame and writes the result at once."""
+        received_ns = time.monotonic_ns()
+        answer = self._answer(frame, received_ns)
+        result = answer if isinstance(answer, FrameResult) else self._accept(frame, answer, received_ns)
+        self._columns.add(result)
+        self._lines.write(json.dumps(result.as_json(), allow_nan=False) + "\n")
+        self._lines.flush()
+        if result.action is not None and result.seq is not None:
+            self._recorder.record(
+                result.action,
+                seq=result.seq,
+                time_ns=frame.image.time_ns,
+                action_dt=self._action_dt,
+                publish_s=(time.monotonic_ns() - result.action.finished_ns) * _NS,
+                latency_s=(time.monotonic_ns() - received_ns) * _NS,
+                drop_counts=self._columns.drops.by_name(),
+            )
+
+    def finish(
+        self, *, frames_in_bag: int, thresholds: Thresholds, incomplete: str, context: Mapping[str, Any]
+    ) -> ReplaySummary:
+        """Writes the summary, the report and the end of the bag."""
+        self._lines.close()
+        self._recorder.close()
+        summary = summarise(
+            self._columns,
+            frames_in_bag=frames_in_bag,
+            thresholds=thresholds,
+            incomplete=incomplete,
+            context=context,
+        )
+        text = json.dumps(summary.as_json(), indent=2, allow_nan=False)
+        (self._out / SUMMARY_FILE).write_text(text + "\n", encoding="utf-8")
+        write_report(self._out / REPORT_FILE, summary, self._columns)
+        return summary
+
+    def _answer(self, frame: BagFrame, received_ns: int) -> Action | FrameResult:
+        """What the node does with an image, without ROS: checks in the same order, then the engine."""
+        try:
+            message = frame.image.message()
+            to_rgb = rgb_from_image if frame.image.msgtype == RAW_IMAGE else rgb_from_compressed
+            rgb = to_rgb(message)
+        except UserError as error:
+            return _dropped(frame, None, received_ns, DropReason.BAD_IMAGE, str(error))
+        try:
+            stamp = stamp_ns(message.header)
+        except UserError as error:
+            return _dropped(frame, None, received_ns, DropReason.BAD_STAMP, str(error))
+        if not frame.epoch:
+            return _dropped(frame, stamp, received_ns, DropReason.NO_INSTRUCTION, "recorded before any instruction")
+        observation = Observation(
+            image=rgb,
+            instruction=frame.instruction,
+            stamp_ns=stamp,
+            frame_id=message.header.frame_id,
+            epoch=frame.epoch,
+            received_ns=received_ns,
+        )
+        outcome = self._engine.act(observation)
+        if isinstance(outcome, Action):
+            return outcome
+        return _dropped(frame, stamp, received_ns, outcome.reason, outcome.detail)
+
+    def _accept(self, frame: BagFrame, action: Action, received_ns: int) -> FrameResult:
+        return FrameResult(
+            frame=frame,
+            stamp_ns=action.observation.stamp_ns,
+            total_s=(action.finished_ns - received_ns) * _NS,
+            action=action,
+            seq=len(self._columns.frame),
+            comparison=compare(self._engine.policy, action, frame.recorded),
+        )
+
+
+def _dropped(frame: BagFrame, stamp: int | None, received_ns: int, reason: DropReason, detail: str) -> FrameResult:
+    total_s = (time.monotonic_ns() - received_ns) * _NS
+    return FrameResult(frame=frame, stamp_ns=stamp, total_s=total_s, reason=reason, detail=detail)
+
 
 _NS = 1e-9
 _USUAL = TopicChoice()

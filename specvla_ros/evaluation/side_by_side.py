@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specvla_ros.engine.decode_tally import DecodeTally
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.tally import DecodeTally
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import Frame
-from specvla_ros.models.policy import Policy
+from specvla_ros.models.checkpoint import Policy
 from specvla_ros.simulation.device_pace import TickTime, tick_time
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from specvla_ros.engine.decode_tally import DecodeTally
-from specvla_ros.evaluation.proportions import mcnemar_p, wilson_interval
+from specvla_ros.engine.tally import DecodeTally
+from specvla_ros.evaluation.statistics import mcnemar_p, wilson_interval
 from specvla_ros.simulation.rollout import EpisodeResult
 
 

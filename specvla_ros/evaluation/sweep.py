@@ -9,11 +9,10 @@ from typing import Any
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.frame_sources import simulation_source
+from specvla_ros.evaluation.report.sweep import write_sweep_report
 from specvla_ros.evaluation.side_by_side import run_side_by_side
-from specvla_ros.evaluation.simulate import SimulatePlan, read_episodes, simulate
-from specvla_ros.evaluation.simulate_episode import SimulateSettings, policy_of
+from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, policy_of, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import PairedComparison, SimulateSummary, compare_episodes
-from specvla_ros.evaluation.sweep_report import write_sweep_report
 from specvla_ros.simulation.rollout import EpisodeResult
 
 SWEEP_FILE, REPORT_FILE = "sweep.json", "report.html"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specvla_ros.evaluation.provenance import cpu_name
 from specvla_ros.models.config import LlamaConfig
-from specvla_ros.planning.device_limits import DeviceLimits
+from specvla_ros.planning.device import DeviceLimits
 
 ROWS = (1, 16, 64, 128, 192, 256, 320)
 _WARM_UPS = 2

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
+from specvla_ros.bags.demonstrations import PARTIAL, DemonstrationRecord, Hindsight, write_demonstration
 from specvla_ros.errors import UserError
-from specvla_ros.simulation.demonstration_bag import PARTIAL, DemonstrationRecord, Hindsight, write_demonstration
 from specvla_ros.simulation.episode_pool import run_episodes
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.table_robot import TableRobot

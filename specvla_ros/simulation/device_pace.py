@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from specvla_ros.engine.tick_work import TickWork
+from specvla_ros.engine.tally import TickWork
 from specvla_ros.errors import UserError
 
 _DEVICES = Path(__file__).parent / "devices"

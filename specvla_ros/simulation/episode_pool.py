@@ -1,5 +1,6 @@
-"""Runs episodes in this process, in worker processes or on a Ray cluster; a dead worker's episodes are done again."""
+"""Episodes in worker processes, which end with the one that started them."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -10,7 +11,23 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from specvla_ros.errors import UserError
-from specvla_ros.parent import end_with_parent
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int, by: signal.Signals = signal.SIGINT) -> None:
+    """Has the kernel signal this process when its parent dies, however that dies; only Linux can.
+
+    Args:
+        parent: its process id.
+        by: the signal.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by)
+    if os.getppid() != parent:  # it died before it could be asked for
+        sys.exit(1)
+
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")

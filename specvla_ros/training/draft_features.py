@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specvla_kernels.layout import Ancestry
-from specvla_ros.acceptance.strict import greedy_choice
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import Frame
-from specvla_ros.models.policy import Policy
+from specvla_ros.models.checkpoint import Policy
+from specvla_ros.speculation.rules.strict import greedy_choice
 
 _SHARD = 256  # samples
 _BATCH = 16  # requests of one packed forward

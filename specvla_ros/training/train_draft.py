@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specvla_ros.drafting.draft_checkpoint import save_draft_head
-from specvla_ros.drafting.eagle_head import EagleHead
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import (
     FIRST_SEED,
@@ -25,10 +23,10 @@ from specvla_ros.evaluation.frame_sources import (
     simulation_source,
 )
 from specvla_ros.evaluation.provenance import file_hashes
-from specvla_ros.models.policy import Policy
+from specvla_ros.models.checkpoint import Policy
+from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
 from specvla_ros.training.draft_features import FeatureStore, Sample, shuffled_samples
-from specvla_ros.training.draft_forward import draft_features
-from specvla_ros.training.draft_validation import DraftValidation, validate_draft
+from specvla_ros.training.draft_model import DraftValidation, draft_features, validate_draft
 
 STATE_DIRECTORY = "training_state"
 _FEATURE_WEIGHT, _TOKEN_WEIGHT = 1.0, 0.1  # Spec-VLA section 5.1

@@ -1,4 +1,4 @@
-"""`specvla train-policy`: behaviour cloning of a nano OpenVLA from demonstration bags."""
+"""Behaviour cloning of a small policy."""
 
 import json
 import math
@@ -11,17 +11,55 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import find_bags
-from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.codecs.bins import ActionTokenizer
 from specvla_ros.models.weights import save_weights
-from specvla_ros.training.action_loss import action_loss, cross_entropy
 from specvla_ros.training.batched_forward import action_logits
-from specvla_ros.training.batches import Batch, Batches, shuffled
-from specvla_ros.training.dataset import DemonstrationSet, action_statistics, load_demonstrations
+from specvla_ros.training.dataset import (
+    Batch,
+    Batches,
+    DemonstrationSet,
+    action_statistics,
+    load_demonstrations,
+    shuffled,
+)
 from specvla_ros.training.nano import NanoShape, write_nano
+
+# Neighbouring bins are neighbouring actions, which plain cross-entropy has to learn from the data, bin by bin.
+_BLUR_BINS = 2.0
+
+
+def action_loss(logits: Tensor, answers: Tensor, tokenizer: ActionTokenizer) -> Tensor:
+    """Mean cross-entropy over the vocabulary against the true bin blurred over its neighbours; the gripper sharp.
+
+    Args:
+        logits: [..., action_dim, vocab].
+        answers: int64 [..., action_dim], action tokens.
+        tokenizer: says which ids are bins.
+
+    Returns:
+        A scalar, float32.
+    """
+    log_probabilities = logits.float().log_softmax(-1)
+    bins = log_probabilities[..., tokenizer.first_id : tokenizer.vocab_size]
+    places = torch.arange(bins.shape[-1], device=bins.device)
+    true = (answers - tokenizer.first_id)[..., None]
+    weights = torch.exp(-0.5 * ((places - true) / _BLUR_BINS) ** 2)
+    weights[..., -1, :] = (places == true[..., -1, :]).float()
+    weights = weights / weights.sum(-1, keepdim=True)
+    return -(weights * bins).sum(-1).mean()
+
+
+def cross_entropy(logits: Tensor, answers: Tensor) -> Tensor:
+    """Cross-entropy of the true tokens, float32 [action_dim]: what a model without a blur is compared by."""
+    losses = F.cross_entropy(logits.float().flatten(0, -2), answers.flatten(), reduction="none")
+    return losses.view(-1, answers.shape[-1]).mean(0)
+
 
 STATE_DIRECTORY = "training_state"
 _VALIDATION_STEPS = 2048

@@ -19,10 +19,10 @@ from soak_run import Soak
 from speed_benchmark import command
 
 from specvla_kernels.layout import Ancestry
-from specvla_ros.drafting.tree import Tree
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.planning.acceptance_lengths import AcceptanceLengths, spec_vla_relaxed
+from specvla_ros.planning.limits import AcceptanceLengths, spec_vla_relaxed
+from specvla_ros.speculation.tree import Tree
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 

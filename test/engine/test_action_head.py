@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 from support.draft_heads import write_random_head
 from support.random_checkpoint import write_random_checkpoint
 
-from specvla_ros.acceptance.settings import AcceptanceSettings
-from specvla_ros.acceptance.strict import greedy_choice
-from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.policy import Policy, load_policy
-from specvla_ros.nodes.policy_parameters import PolicyParameters
+from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.ros.policy.parameters import PolicyParameters
+from specvla_ros.speculation.rules.strict import greedy_choice
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 DRAFT = DraftSettings(nodes=10, top_k=4, depth=4, temporal=True)
 MODES = [

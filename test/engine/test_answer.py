@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specvla_ros.acceptance.verification import ActionIds
 from specvla_ros.engine.answer import AnswerFormat
+from specvla_ros.speculation.accept import ActionIds
 
 ACTIONS = ActionIds(first=100, stop=356, bins=255)
 PLAIN = AnswerFormat(7, ACTIONS)

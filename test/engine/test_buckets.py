@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.buckets import Bucket, ForwardSizes, padded_rows
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.share import Share
+from specvla_ros.speculation.settings import DraftSettings
 
 OPENVLA: Any = SimpleNamespace(image_tokens=256)
 

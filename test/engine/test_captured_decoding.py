@@ -18,9 +18,6 @@ from support.random_checkpoint import write_random_checkpoint
 from support.static_forwards import recorded, use_table
 
 from specvla_kernels.graph_capture import Capture
-from specvla_ros.drafting.eagle_drafter import EagleDrafter
-from specvla_ros.drafting.settings import DraftSettings
-from specvla_ros.drafting.static_draft import StaticDraft
 from specvla_ros.engine import forwards
 from specvla_ros.engine.buckets import ForwardSizes
 from specvla_ros.engine.engine import Engine
@@ -32,8 +29,10 @@ from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.static_forward import StaticForward
 from specvla_ros.engine.static_vision import StaticVision
+from specvla_ros.models.checkpoint import Policy, load_policy
 from specvla_ros.models.config import LlamaConfig
-from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.speculation.drafters.eagle import EagleDrafter, StaticDraft
+from specvla_ros.speculation.settings import DraftSettings
 
 SMALL_TREE = DraftSettings(nodes=8, top_k=3, depth=3, temporal=True)
 SPECPIPE = EngineSettings("specpipe", prefill_chunks=2, draft=SMALL_TREE)

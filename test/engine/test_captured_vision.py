@@ -25,8 +25,8 @@ from specvla_ros.engine.packed_forward import new_ring
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.static_vision import StaticVision
 from specvla_ros.engine.vision import Vision
+from specvla_ros.models.checkpoint import Policy, load_policy
 from specvla_ros.models.config import LlamaConfig
-from specvla_ros.models.policy import Policy, load_policy
 
 PLAIN = EngineSettings()
 CHUNKED = EngineSettings("pipeline", prefill_chunks=3)

@@ -14,7 +14,7 @@ from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.models.checkpoint import Policy, load_policy
 
 INSTRUCTION = "put carrot on plate"
 

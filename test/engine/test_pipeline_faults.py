@@ -7,14 +7,14 @@ import pytest
 import torch
 from support.draft_heads import policy_with_random_head
 
-from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine import slot_ring
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.policy import Policy
+from specvla_ros.models.checkpoint import Policy
+from specvla_ros.speculation.settings import DraftSettings
 
 SMALL_TREE = DraftSettings(nodes=8, top_k=3, depth=3)
 PIPELINED = [

@@ -14,11 +14,11 @@ from hypothesis.stateful import (
 from support.draft_heads import policy_with_random_head
 from support.pipelines import failing_tick, frame, plain_tokens, poisoned
 
-from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.settings import MODES, EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.policy import Policy
+from specvla_ros.models.checkpoint import Policy
+from specvla_ros.speculation.settings import DraftSettings
 
 TREE = DraftSettings(nodes=8, top_k=2, depth=3, temporal=True)
 any_settings = st.builds(

@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 from support.draft_heads import policy_with_random_head
 from support.pipelines import PICTURES, failing_tick, frame, plain_tokens, poisoned
 
-from specvla_ros.acceptance.settings import AcceptanceSettings
-from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.policy import Policy
+from specvla_ros.models.checkpoint import Policy
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 SMALL_TREE = DraftSettings(nodes=8, top_k=3, depth=3, temporal=True)
 SELF = DraftSettings(nodes=6, top_k=2, depth=2, self_tokens=3)

@@ -14,14 +14,14 @@ import torch
 from support.draft_heads import write_random_head
 from support.random_checkpoint import write_random_checkpoint
 
-from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.speculation.settings import DraftSettings
 
 pytest.importorskip("torchao.quantization", reason="torchao is not installed")
 

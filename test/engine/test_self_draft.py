@@ -8,12 +8,12 @@ import torch
 from support.draft_heads import write_random_head
 from support.random_checkpoint import write_random_checkpoint
 
-from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.speculation.settings import DraftSettings
 
 LONGEST_TEXT = 24
 FRAMES = 8

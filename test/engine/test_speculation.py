@@ -13,11 +13,6 @@ from support.draft_heads import policy_with_random_head
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_kernels.layout import Ancestry
-from specvla_ros.acceptance.settings import AcceptanceSettings
-from specvla_ros.drafting.draft_input import DraftInput
-from specvla_ros.drafting.draft_work import DraftWork
-from specvla_ros.drafting.settings import DraftSettings
-from specvla_ros.drafting.tree import Tree
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
@@ -25,7 +20,10 @@ from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.speculation.drafters.protocol import DraftInput, DraftWork
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
+from specvla_ros.speculation.tree import Tree
 
 STRICT = EngineSettings("spec", draft=DraftSettings(temporal=True))
 SHAPES = [dict(seed=3, hidden_size=96, layers=4), dict(seed=8, hidden_size=64, layers=1)]

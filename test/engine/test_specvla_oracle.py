@@ -11,16 +11,15 @@ import torch
 from PIL import Image
 from support.paths import ORACLES, needs
 
-from specvla_ros.acceptance.settings import AcceptanceSettings
-from specvla_ros.acceptance.verification import NO_NODE, NOT_A_NUMBER, Acceptance, AcceptanceRule, Verification
-from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine import verify
 from specvla_ros.engine.answer import AnswerFormat
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.speculation.accept import NO_NODE, NOT_A_NUMBER, Acceptance, AcceptanceRule, Verification
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 DATA, TARGET = ORACLES / "specvla_e2e", ORACLES / "openvla_tiny_b"
 pytestmark = needs(DATA)

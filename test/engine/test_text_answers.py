@@ -5,14 +5,13 @@ import pytest
 import torch
 from support.draft_heads import policy_with_random_head
 
-from specvla_ros.acceptance.settings import AcceptanceSettings
-from specvla_ros.acceptance.verification import Why
-from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.policy import Policy
+from specvla_ros.models.checkpoint import Policy
+from specvla_ros.speculation.accept import Why
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 LONGEST_TEXT = 24
 FRAMES = 10

@@ -7,10 +7,10 @@ from support.static_forwards import recorded
 from specvla_kernels.accept_tree import LEAST_NODES, LEAST_PLACES, accept_tree_reference
 from specvla_kernels.commit_kv import commit_kv_reference
 from specvla_kernels.jit import blocks, power_of_two
-from specvla_ros.acceptance.verification import ActionIds
 from specvla_ros.engine import verify_on_device
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.verify_on_device import VerificationKernels
+from specvla_ros.speculation.accept import ActionIds
 
 
 @pytest.mark.parametrize(("nodes", "levels"), [(1, 7), (16, 7), (50, 7), (50, 14), (48, 200), (64, 63)])

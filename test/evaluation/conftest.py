@@ -11,7 +11,7 @@ from support.replays import Run, read_frames
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.replay import replay
 from specvla_ros.evaluation.replay_summary import ReplaySummary
-from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.models.checkpoint import Policy, load_policy
 
 
 @pytest.fixture(scope="module")

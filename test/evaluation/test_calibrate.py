@@ -9,22 +9,18 @@ import numpy as np
 import pytest
 from support.gl import needs_gl
 
-from specvla_ros.decode_parameters import read_decode_parameters
-from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.calibrate import PROFILE_FILE, CalibratePlan, calibrate, collect_frames
-from specvla_ros.evaluation.calibrate_profile import write_profile
-from specvla_ros.evaluation.calibration import Calibration, Candidate, Limits, Trial
-from specvla_ros.evaluation.deviation import Deviation, deviation
-from specvla_ros.evaluation.proportions import paired_difference
-from specvla_ros.evaluation.simulate import SimulatePlan
-from specvla_ros.evaluation.simulate_episode import SimulateSettings
+from specvla_ros.evaluation.calibrate import PROFILE_FILE, CalibratePlan, calibrate, collect_frames, write_profile
+from specvla_ros.evaluation.calibration import Calibration, Candidate, Deviation, Limits, Tolerance, Trial, deviation
+from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
 from specvla_ros.evaluation.simulate_summary import PairedComparison, Rate
-from specvla_ros.evaluation.tolerance import Tolerance
-from specvla_ros.launch_parameters import merge_parameters
-from specvla_ros.models.policy import load_policy
-from specvla_ros.shipped import nano_policy
+from specvla_ros.evaluation.statistics import paired_difference
+from specvla_ros.models.checkpoint import load_policy
+from specvla_ros.policies.bundled import nano_policy
+from specvla_ros.settings.decode import read_decode_parameters
+from specvla_ros.settings.profiles import merge_parameters
+from specvla_ros.speculation.settings import DraftSettings
 
 
 def test_tolerances_are_read_as_they_are_written():

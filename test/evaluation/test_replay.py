@@ -10,14 +10,14 @@ from support import bags
 from support.paths import BAGS, needs
 from support.replays import Run, drops_of
 
+from specvla_ros.bags.reader import open_bag
+from specvla_ros.bags.recorder import ACTION_TOPIC, DECODE_STATS_TOPIC
+from specvla_ros.bags.topics import TopicChoice
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.evaluation.bag_reader import open_bag
-from specvla_ros.evaluation.bag_recorder import ACTION_TOPIC, DECODE_STATS_TOPIC
-from specvla_ros.evaluation.bag_topics import TopicChoice
-from specvla_ros.models.policy import Policy
+from specvla_ros.models.checkpoint import Policy
 
 # Whole replays
 

@@ -13,17 +13,17 @@ import pytest
 from support import bags
 from support.replays import Run, drops_of, read_frames
 
+from specvla_ros.bags.reader import open_bag
+from specvla_ros.bags.recorder import ACTION_TOPIC
+from specvla_ros.bags.topics import TopicChoice
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.bag_reader import open_bag
-from specvla_ros.evaluation.bag_recorder import ACTION_TOPIC
-from specvla_ros.evaluation.bag_topics import TopicChoice
 from specvla_ros.evaluation.replay import check_replay, replay
-from specvla_ros.evaluation.thresholds import Thresholds
-from specvla_ros.models.policy import Policy
+from specvla_ros.evaluation.replay_summary import Thresholds
+from specvla_ros.models.checkpoint import Policy
 
 
 def test_a_cut_off_bag_keeps_its_results_and_fails(run: Run, tmp_path: Path) -> None:

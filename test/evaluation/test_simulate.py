@@ -11,10 +11,9 @@ import pytest
 from support.gl import needs_gl
 
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.proportions import mcnemar_p, wilson_interval
-from specvla_ros.evaluation.simulate import EPISODES_FILE, SimulatePlan, read_episodes, simulate
-from specvla_ros.evaluation.simulate_episode import SimulateSettings
+from specvla_ros.evaluation.simulate import EPISODES_FILE, SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import Rate, compare_episodes, summarise_episodes
+from specvla_ros.evaluation.statistics import mcnemar_p, wilson_interval
 from specvla_ros.simulation.rollout import Clock, EpisodeResult
 from specvla_ros.simulation.tasks import TASKS
 from specvla_ros.training.nano import NanoShape, write_nano
@@ -86,7 +85,7 @@ def test_what_is_finished_is_not_run_again(policy, tmp_path):
 
 @needs_gl
 def test_killed_simulation_goes_on_where_it_stopped(policy, tmp_path):
-    command = [sys.executable, "-m", "specvla_ros.cli", "simulate", "--policy", str(policy), "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "specvla_ros.cli.app", "simulate", "--policy", str(policy), "--out", str(tmp_path)]
     command += ["--task", "lift_blue", "--episodes", "30", "--films", "0"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60

@@ -5,13 +5,12 @@ import json
 import pytest
 from support.gl import needs_gl
 
-from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation import sweep as sweep_module
-from specvla_ros.evaluation.simulate import SimulatePlan
-from specvla_ros.evaluation.simulate_episode import SimulateSettings
+from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
 from specvla_ros.evaluation.sweep import SWEEP_FILE, relaxation_settings, sweep
-from specvla_ros.shipped import nano_policy
+from specvla_ros.policies.bundled import nano_policy
+from specvla_ros.speculation.settings import DraftSettings
 
 
 @needs_gl

@@ -10,10 +10,9 @@ from support.verifications import ACTIONS, make_tree, one_hot, verifications, ve
 from specvla_kernels import accept_tree as kernels
 from specvla_kernels.accept_tree import Tolerance, Trees, accept_tree_reference, accept_tree_triton
 from specvla_kernels.jit import HAS_TRITON
-from specvla_ros.acceptance.bin_distance import BinDistance
-from specvla_ros.acceptance.choose_path import accept
-from specvla_ros.acceptance.strict import Strict
-from specvla_ros.acceptance.verification import NO_NODE, NOT_A_NUMBER, Verification, Why
+from specvla_ros.speculation.accept import NO_NODE, NOT_A_NUMBER, Verification, Why, accept
+from specvla_ros.speculation.rules.bin_distance import BinDistance
+from specvla_ros.speculation.rules.strict import Strict
 
 TOLERANCES = (None, (0,), (1, 1, 1), (3, 0, 2, 1, 5, 1, 0))
 

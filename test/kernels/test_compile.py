@@ -32,7 +32,8 @@ def test_every_kernel_of_the_smallest_policy_compiles_for_every_device(tmp_path:
 
 FEW = """
 import triton
-from specvla_kernels import compile, launches
+from specvla_kernels import compile
+from specvla_kernels import compile as launches
 with compile._compiling_for(90) as kernels:
     for n in (1, 2, 5, 16, 17, 31, 32, 33, 50, 64):
         for levels in (0, 1, 5, 7, 8, 15, 16, 31, 32, 63):

@@ -11,10 +11,10 @@ from support.no_read_back import no_read_back
 from support.static_forwards import kernels, rerun
 
 from specvla_kernels.graph_capture import capture_on
-from specvla_ros.drafting.draft_input import DraftInput
-from specvla_ros.drafting.eagle_drafter import EagleDrafter
-from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.models.config import LlamaConfig
+from specvla_ros.speculation.drafters.eagle import EagleDrafter
+from specvla_ros.speculation.drafters.protocol import DraftInput
+from specvla_ros.speculation.settings import DraftSettings
 
 pytest.importorskip("triton")
 

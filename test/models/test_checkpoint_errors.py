@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import copy_checkpoint, edit_json, shard, write_checkpoint
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.policy import load_policy
+from specvla_ros.models.checkpoint import load_policy
 
 
 @pytest.fixture(scope="module")

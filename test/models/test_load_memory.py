@@ -11,7 +11,7 @@ from support.random_checkpoint import write_random_checkpoint
 _LOAD = """
 import json, resource, sys
 from pathlib import Path
-from specvla_ros.models.policy import load_policy
+from specvla_ros.models.checkpoint import load_policy
 def rss():
     status = Path("/proc/self/status").read_text()
     return {key: int(status.split(key + ":")[1].split()[0]) * 1024 for key in ("VmRSS", "VmHWM")}

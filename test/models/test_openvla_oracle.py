@@ -17,7 +17,7 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.models.checkpoint import Policy, load_policy
 
 VARIANTS = ("openvla_tiny_a", "openvla_tiny_b")
 CASES = [(variant, case) for variant in VARIANTS for case in range(8)]

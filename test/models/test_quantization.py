@@ -14,17 +14,18 @@ import torch.nn.functional as F
 from support.checkpoints import shard, write_checkpoint
 from support.random_checkpoint import write_random_checkpoint
 
-from specvla_ros.cli_options import Quantization
+from specvla_ros.cli.options import Quantization
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.errors import UserError
-from specvla_ros.models import load_model, quantization
+from specvla_ros.models import checkpoint as load_model
+from specvla_ros.models import quantization
+from specvla_ros.models.checkpoint import Policy, load_policy
 from specvla_ros.models.openvla import OpenVLA
-from specvla_ros.models.policy import Policy, load_policy
 from specvla_ros.models.quantization import MATRICES, QUANTIZATIONS, Int8Linear, check_quantization
-from specvla_ros.nodes.policy_parameters import PolicyParameters
-from specvla_ros.parameter_fields import limits_of, ros_name
-from specvla_ros.planning.openvla_7b import OPENVLA_7B
+from specvla_ros.planning.cost import OPENVLA_7B
+from specvla_ros.ros.policy.parameters import PolicyParameters
+from specvla_ros.settings.parameter import limits_of, ros_name
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 CHECKPOINT = dict(seed=3, hidden_size=96, layers=4)
@@ -98,7 +99,7 @@ def test_an_incomplete_checkpoint_is_refused_as_ever_and_progress_ends_at_one(tm
 _LOAD = """
 import sys
 from pathlib import Path
-from specvla_ros.models.policy import load_policy
+from specvla_ros.models.checkpoint import load_policy
 def rss():
     status = Path("/proc/self/status").read_text()
     return {key: int(status.split(key + ":")[1].split()[0]) * 1024 for key in ("VmRSS", "VmHWM")}

@@ -10,9 +10,9 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.models.checkpoint import load_policy
 from specvla_ros.models.config import read_config
 from specvla_ros.models.openvla import OpenVLA
-from specvla_ros.models.policy import load_policy
 from specvla_ros.models.weights import save_weights
 
 

@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specvla_ros.errors import UserError
-from specvla_ros.planning.device_limits import Arithmetic, DeviceLimits, known_devices, read_limits
-from specvla_ros.planning.forward_cost import ridge_rows
-from specvla_ros.planning.model_cost import WeightFormat, model_cost
-from specvla_ros.planning.openvla_7b import OPENVLA_7B
+from specvla_ros.planning.cost import OPENVLA_7B, WeightFormat, model_cost, ridge_rows
+from specvla_ros.planning.device import Arithmetic, DeviceLimits, known_devices, read_limits
 
 FIGURES = st.floats(min_value=1e-3, max_value=1e6)
 

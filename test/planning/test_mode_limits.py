@@ -7,15 +7,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specvla_ros.errors import UserError
-from specvla_ros.planning.acceptance_lengths import SPEC_VLA_RELAXED, AcceptanceLengths, spec_vla_relaxed
-from specvla_ros.planning.choose import choose
-from specvla_ros.planning.device_limits import DeviceLimits, read_limits
-from specvla_ros.planning.forward_cost import Forward, forward_parts, least_seconds, ridge_rows
-from specvla_ros.planning.mode_limits import MODES, mode_limit
-from specvla_ros.planning.model_cost import WeightFormat, model_cost
-from specvla_ros.planning.openvla_7b import OPENVLA_7B
-from specvla_ros.planning.plan import make_plan
-from specvla_ros.planning.tick_loop import Mode, chunk_rows, run_loop
+from specvla_ros.planning.cost import (
+    OPENVLA_7B,
+    Forward,
+    WeightFormat,
+    forward_parts,
+    least_seconds,
+    model_cost,
+    ridge_rows,
+)
+from specvla_ros.planning.device import DeviceLimits, read_limits
+from specvla_ros.planning.limits import (
+    MODES,
+    SPEC_VLA_RELAXED,
+    AcceptanceLengths,
+    Mode,
+    chunk_rows,
+    mode_limit,
+    run_loop,
+    spec_vla_relaxed,
+)
+from specvla_ros.planning.plan import choose, make_plan
 
 MODEL = model_cost(OPENVLA_7B)
 GOAL = spec_vla_relaxed("goal")

@@ -8,12 +8,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from specvla_ros.cli import app
+from specvla_ros.cli.app import app
 from specvla_ros.errors import UserError
 from specvla_ros.planning import measure
-from specvla_ros.planning.device_limits import read_limits
-from specvla_ros.planning.model_cost import model_cost
-from specvla_ros.shipped import nano_policy
+from specvla_ros.planning.cost import model_cost
+from specvla_ros.planning.device import read_limits
+from specvla_ros.policies.bundled import nano_policy
 
 
 def specvla(*arguments: object) -> Result:
@@ -64,8 +64,8 @@ def test_a_plan_of_the_nano_policy(tmp_path: Path, weights: str) -> None:
 
 
 def test_counts_of_the_nano_policy_are_those_of_its_model() -> None:
+    from specvla_ros.models.checkpoint import load_policy
     from specvla_ros.models.config import read_config
-    from specvla_ros.models.policy import load_policy
 
     counts = model_cost(read_config(nano_policy()))
     model = load_policy(nano_policy(), device="cpu").model

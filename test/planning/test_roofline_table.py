@@ -2,21 +2,21 @@
 
 import pytest
 
-from specvla_ros.planning.acceptance_lengths import spec_vla_relaxed
-from specvla_ros.planning.device_limits import read_limits
-from specvla_ros.planning.forward_cost import (
+from specvla_ros.planning.cost import (
+    OPENVLA_7B,
     Forward,
+    WeightFormat,
     draft_part,
     draft_prompt_part,
     forward_parts,
     least_seconds,
+    model_cost,
     ridge_rows,
     total_bytes,
     total_operations,
 )
-from specvla_ros.planning.mode_limits import MODES, mode_limit
-from specvla_ros.planning.model_cost import WeightFormat, model_cost
-from specvla_ros.planning.openvla_7b import OPENVLA_7B
+from specvla_ros.planning.device import read_limits
+from specvla_ros.planning.limits import MODES, mode_limit, spec_vla_relaxed
 
 MODEL = model_cost(OPENVLA_7B)
 PREFIX = 293

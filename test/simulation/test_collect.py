@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from support.gl import needs_gl
 
+from specvla_ros.bags import demonstrations as demonstration_bag
+from specvla_ros.bags.frames import bag_frames
+from specvla_ros.bags.image_message import rgb_from_compressed
+from specvla_ros.bags.reader import open_bag
+from specvla_ros.bags.topics import TopicChoice, choose_topics
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.bag_reader import open_bag
-from specvla_ros.evaluation.bag_topics import TopicChoice, choose_topics
-from specvla_ros.evaluation.replay_frames import bag_frames
-from specvla_ros.image_message import rgb_from_compressed
-from specvla_ros.simulation import demonstration_bag
 from specvla_ros.simulation.collect import FIRST_SEED, collect, episode_of
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.table_robot import TableRobot
@@ -81,7 +81,7 @@ def test_every_picture_is_labelled_for_every_instruction(tmp_path):
 
 
 def test_killed_collection_goes_on_where_it_stopped(tmp_path):
-    command = [sys.executable, "-m", "specvla_ros.cli", "collect", "--out", str(tmp_path), "--task", "lift_red"]
+    command = [sys.executable, "-m", "specvla_ros.cli.app", "collect", "--out", str(tmp_path), "--task", "lift_red"]
     process = subprocess.Popen([*command, "--episodes", "200"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("lift_red-*"))) < 3 and time.monotonic() < deadline:

@@ -13,9 +13,9 @@ import torch
 import yaml
 
 from specvla_ros.errors import UserError
-from specvla_ros.simulation import libero, libero_install
-from specvla_ros.simulation.libero import SUITES, LiberoRobot, parse_task
-from specvla_ros.simulation.libero_install import read_initial_states, require_libero
+from specvla_ros.simulation import libero
+from specvla_ros.simulation import libero as libero_install
+from specvla_ros.simulation.libero import SUITES, LiberoRobot, parse_task, read_initial_states, require_libero
 from specvla_ros.simulation.robot import SimulatedRobot
 from specvla_ros.simulation.world import SimulationDiverged
 

@@ -7,13 +7,13 @@ import pytest
 from support.expert_engine import ExpertEngine
 from support.gl import needs_gl
 
-from specvla_ros.drafting.draft_work import DraftWork
 from specvla_ros.engine.outcome import Drop, DropReason
-from specvla_ros.engine.tick_work import TickWork
+from specvla_ros.engine.tally import TickWork
 from specvla_ros.errors import UserError
 from specvla_ros.simulation.device_pace import _STAGES, EmulatedDevice, read_device, tick_time
 from specvla_ros.simulation.rollout import Clock, Rollout
 from specvla_ros.simulation.table_robot import TableRobot
+from specvla_ros.speculation.drafters.protocol import DraftWork
 
 pytestmark = needs_gl
 

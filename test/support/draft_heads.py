@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from support.random_checkpoint import write_random_checkpoint
 
-from specvla_ros.drafting.draft_checkpoint import save_draft_head
-from specvla_ros.drafting.eagle_head import EagleHead
+from specvla_ros.models.checkpoint import Policy, load_policy
 from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
 
 
 def random_head(decoder: LlamaDecoder, *, seed: int = 0) -> EagleHead:

@@ -6,8 +6,8 @@ import numpy as np
 
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, DecodeRecord, Outcome, StageTimings
-from specvla_ros.engine.tick_work import TickWork
-from specvla_ros.models.action_statistics import DEFAULT_NAMES, ActionStatistics
+from specvla_ros.engine.tally import TickWork
+from specvla_ros.models.codecs.bins import DEFAULT_NAMES, ActionStatistics
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.table_robot import TableRobot
 from specvla_ros.simulation.tasks import TASKS

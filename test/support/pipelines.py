@@ -10,7 +10,7 @@ from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verify_on_device import tolerance_of
-from specvla_ros.models.policy import Policy
+from specvla_ros.models.checkpoint import Policy
 
 PICTURES = 5
 

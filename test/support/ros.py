@@ -18,10 +18,10 @@ from rclpy.qos import DurabilityPolicy, QoSProfile
 from sensor_msgs.msg import Image
 from std_msgs.msg import String
 
-from specvla_ros.image_message import stamp_ns
+from specvla_ros.bags.image_message import stamp_ns
 from specvla_ros.msg import DecodeStats, VlaAction
-from specvla_ros.nodes.policy import PolicyNode
-from specvla_ros.nodes.qos import ACTION, DIAGNOSTICS
+from specvla_ros.ros.policy.node import PolicyNode
+from specvla_ros.ros.qos import ACTION, DIAGNOSTICS
 
 PATIENCE_S = 20.0
 LATCHED = QoSProfile(depth=1, durability=DurabilityPolicy.TRANSIENT_LOCAL)

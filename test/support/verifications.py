@@ -6,9 +6,9 @@ import torch
 from hypothesis import strategies as st
 
 from specvla_kernels.layout import Ancestry
-from specvla_ros.acceptance.strict import greedy_choice
-from specvla_ros.acceptance.verification import ActionIds, Verification
-from specvla_ros.drafting.tree import Tree
+from specvla_ros.speculation.accept import ActionIds, Verification
+from specvla_ros.speculation.rules.strict import greedy_choice
+from specvla_ros.speculation.tree import Tree
 
 VOCAB = 24
 ACTIONS = ActionIds(first=12, stop=20, bins=7)  # ids 20 to 23 pad the vocabulary; 12 and 13 decode alike

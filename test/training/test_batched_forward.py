@@ -8,7 +8,7 @@ from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.kv_ring import KVRing
 from specvla_ros.engine.packed_forward import new_ring, packed_forward
 from specvla_ros.engine.segment import Segment
-from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.models.checkpoint import Policy, load_policy
 from specvla_ros.training.batched_forward import action_logits
 from specvla_ros.training.nano import NanoShape, write_nano
 

@@ -17,8 +17,6 @@ from support.bags import episode, write_bag
 from support.draft_heads import random_head
 from support.random_checkpoint import write_random_checkpoint
 
-from specvla_ros.drafting.draft_checkpoint import load_draft_head
-from specvla_ros.drafting.settings import DraftSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
@@ -27,10 +25,12 @@ from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import Frame
-from specvla_ros.models.policy import Policy, load_policy
+from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.speculation.drafters.eagle_head import load_draft_head
+from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.training import draft_features, train_draft
 from specvla_ros.training.draft_features import FeatureStore, answer, read_shard, shuffled_samples
-from specvla_ros.training.draft_validation import validate_draft
+from specvla_ros.training.draft_model import validate_draft
 from specvla_ros.training.train_draft import STATE_DIRECTORY, DraftProgress, DraftTraining
 
 pytest.importorskip("accelerate", reason="training needs accelerate: pip install -r requirements/train.txt")
@@ -163,7 +163,7 @@ def test_a_killed_command_goes_on(tmp_path: Path) -> None:
     write_random_checkpoint(target, seed=4, hidden_size=64, layers=1)
     data.mkdir()
     write_bag(data / "one", episode(600, actions=False))
-    command = [sys.executable, "-m", "specvla_ros.cli", "train-draft", "--target", str(target), "--data", str(data)]
+    command = [sys.executable, "-m", "specvla_ros.cli.app", "train-draft", "--target", str(target), "--data", str(data)]
     command += ["--out", str(out), "--epochs", "2", "--learning-rate", "1e-3"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment)

@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from specvla_ros.bags.demonstrations import DemonstrationRecord, Hindsight, write_demonstration
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import find_bags
-from specvla_ros.models.action_tokenizer import ActionTokenizer
-from specvla_ros.models.policy import load_policy
-from specvla_ros.simulation.demonstration_bag import DemonstrationRecord, Hindsight, write_demonstration
-from specvla_ros.training.action_loss import action_loss
-from specvla_ros.training.batches import shuffled
-from specvla_ros.training.dataset import action_statistics, load_demonstrations
+from specvla_ros.models.checkpoint import load_policy
+from specvla_ros.models.codecs.bins import ActionTokenizer
+from specvla_ros.training.dataset import action_statistics, load_demonstrations, shuffled
 from specvla_ros.training.nano import NanoShape
-from specvla_ros.training.train_policy import STATE_DIRECTORY, PolicyTraining, train_policy
+from specvla_ros.training.train_policy import STATE_DIRECTORY, PolicyTraining, action_loss, train_policy
 
 SHAPE = NanoShape(image_size=28, patch_size=14, vision_dim=32, vision_depth=2, hidden_size=64, layers=2, head_dim=16)
 LEFT, RIGHT = "go left", "go right"

@@ -1,0 +1,259 @@
+"""Ahead-of-time compilation of every kernel as the product launches it, for GPUs that are not there."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+with suppress(ImportError):
+    import triton  # noqa: F401  (the operators take it where somebody has imported it)
+
+from specvla_kernels.accept_tree import Tolerance, Trees, accept_tree_triton
+from specvla_kernels.attention_plan import plan_attention
+from specvla_kernels.commit_kv import commit_kv_triton
+from specvla_kernels.int8_linear import round_rows_triton, scale_sums_triton
+from specvla_kernels.jit import HAS_TRITON
+from specvla_kernels.layout import Span
+from specvla_kernels.packed_attention import packed_attention_triton
+from specvla_kernels.rmsnorm_residual import rmsnorm_residual_triton
+from specvla_kernels.rope_write_kv import rope_write_kv_triton
+from specvla_kernels.swiglu import swiglu_triton
+
+_META = torch.device("meta")
+_SLOT_ROWS = 320  # a prompt of 290, an answer and 16 nodes
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What of a decoder decides its kernels."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    hidden: int = 4096
+    intermediate: int = 11008
+
+    def rows(self, n_rows: int, heads: int) -> Tensor:
+        return torch.empty(n_rows, heads, self.head_dim, dtype=self.dtype, device=_META)
+
+    def ring(self) -> Tensor:
+        return torch.empty(4, _SLOT_ROWS, self.kv_heads, self.head_dim, dtype=self.dtype, device=_META)
+
+
+_SHAPES = {
+    "openvla bf16": _Shape(32, 32, 128, torch.bfloat16),
+    "openvla fp16": _Shape(32, 32, 128, torch.float16),
+    "gqa-8 bf16": _Shape(32, 4, 128, torch.bfloat16),
+    "nano bf16": _Shape(6, 6, 32, torch.bfloat16, 192, 480),
+    "nano fp32": _Shape(6, 6, 32, torch.float32, 192, 480),
+}
+
+
+def _whole(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int64, device=_META)
+
+
+def _rope(shape: _Shape) -> None:
+    n_rows = 300
+    qkv = shape.rows(n_rows, shape.heads + 2 * shape.kv_heads)
+    q, k, v = qkv.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
+    angles = torch.empty(n_rows, shape.head_dim // 2, device=_META)
+    rope_write_kv_triton(q, k, v, angles, angles, _whole(n_rows), shape.ring(), shape.ring())
+
+
+def _attention(shape: _Shape, length: int, programs: int) -> None:
+    spans = (Span(0, 0, length, 1, True),)
+    plan = plan_attention(
+        spans,
+        group=shape.heads // shape.kv_heads,
+        kv_heads=shape.kv_heads,
+        slot_rows=_SLOT_ROWS,
+        device=_META,
+        programs=programs,
+    )
+    packed_attention_triton(shape.rows(length, shape.heads), shape.ring(), shape.ring(), _whole(length), plan)
+
+
+def _commit(shape: _Shape, places: int) -> None:
+    rings = torch.empty(2, 32, *shape.ring().shape, dtype=shape.dtype, device=_META)
+    commit_kv_triton(rings[0], rings[1], _whole(4), _whole(4), _whole(4, places))
+
+
+def _pointwise(shape: _Shape) -> None:
+    x = torch.empty(300, shape.hidden, dtype=shape.dtype, device=_META)
+    rmsnorm_residual_triton(x, x, x[0], 1e-6)
+    swiglu_triton(torch.empty(300, 2 * shape.intermediate, dtype=shape.dtype, device=_META))
+
+
+def _int8(shape: _Shape) -> None:
+    x = torch.empty(300, shape.intermediate, dtype=shape.dtype, device=_META)
+    _, steps = round_rows_triton(x, 300)
+    sums = torch.empty(300, 2 * shape.intermediate, dtype=torch.int32, device=_META)
+    scale_sums_triton(sums, steps, torch.empty(sums.shape[1], device=_META), shape.dtype)
+
+
+def _accept(n: int, levels: int, dimensions: int = 7) -> None:
+    whole, flags = _whole(4, n), torch.empty(4, n, dtype=torch.bool, device=_META)
+    log_probs = torch.empty(4, n, device=_META)
+    trees = Trees(whole, whole, whole, whole, log_probs, flags, flags, whole, _whole(4))
+    accept_tree_triton(trees, Tolerance(_whole(dimensions + 1), 31744, 32000, 255), levels)
+
+
+LAUNCHES: dict[str, Callable[[], None]] = {
+    "accept_tree, one node": partial(_accept, 1, 0),
+    "accept_tree, 16 nodes": partial(_accept, 16, 7),
+    "accept_tree, 64 nodes": partial(_accept, 64, 7),
+    "accept_tree, a chain of 64": partial(_accept, 64, 63),
+}
+for _name, _shape in _SHAPES.items():
+    LAUNCHES[f"rope_write_kv, {_name}"] = partial(_rope, _shape)
+    LAUNCHES[f"packed_attention, {_name}, prefill"] = partial(_attention, _shape, 290, 1)
+    LAUNCHES[f"packed_attention, {_name}, 16 nodes"] = partial(_attention, _shape, 16, 264)
+    LAUNCHES[f"packed_attention, {_name}, one node"] = partial(_attention, _shape, 1, 264)
+    LAUNCHES[f"packed_attention, {_name}, 16 nodes, few processors"] = partial(_attention, _shape, 16, 1)
+    LAUNCHES[f"norm and gate, {_name}"] = partial(_pointwise, _shape)
+    LAUNCHES[f"int8, {_name}"] = partial(_int8, _shape)
+    LAUNCHES[f"commit_kv, {_name}, action"] = partial(_commit, _shape, 8)
+    LAUNCHES[f"commit_kv, {_name}, text"] = partial(_commit, _shape, 64)
+
+
+# Compute capability: a name, and shared memory per block in bytes (CUDA C++ programming guide, technical specifications
+# per compute capability).
+DEVICES = {87: ("AGX Orin", 163 << 10), 90: ("H100, H200", 227 << 10), 120: ("RTX 5090", 99 << 10)}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel, compiled as one launch asks for it.
+
+    Args:
+        launch: what was launched.
+        kernel: its function.
+        capability: of the device, as in sm_90.
+        registers: per thread.
+        spilled: bytes of the thread's stack and local memory: registers that did not fit.
+        shared: bytes of shared memory per block.
+    """
+
+    launch: str
+    kernel: str
+    capability: int
+    registers: int
+    spilled: int
+    shared: int
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with it; empty where nothing is."""
+        limit = DEVICES[self.capability][1]
+        faults = [f"{self.spilled} bytes spilled"] if self.spilled else []
+        if self.shared > limit:
+            faults.append(f"{self.shared} bytes of shared memory, the device has {limit}")
+        return ", ".join(faults)
+
+
+class _NoDevice:
+    """A driver that names a target and has no device; one device number per target keeps their caches apart."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def _compiling_for(capability: int) -> Iterator[list[Any]]:
+    """Launches inside compile, and nothing runs; yields what they compiled.
+
+    It reaches into Triton, whose version requirements/test.txt pins; `triton.compile` would need every kernel's
+    signature and alignment written down a second time.
+    """
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
+        compiled.append(run(self, *args, **(kwargs | {"warmup": True})))
+        return compiled[-1]
+
+    JITFunction.run = compile_only
+    driver.set_active(_NoDevice(capability))
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+
+
+def compile_launch(name: str, launch: Callable[[], object], capability: int) -> list[Compiled]:
+    """Compiles the kernels of one launch for one device, with the arguments that the launch gives them."""
+    with _compiling_for(capability) as kernels:
+        launch()
+    return [_examined(name, kernel, capability) for kernel in kernels]
+
+
+def _examined(launch: str, kernel: Any, capability: int) -> Compiled:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        tool = knobs.nvidia.cuobjdump.path
+        usage = subprocess.run([tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
+    found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    spilled = found["STACK"] + found["LOCAL"]
+    return Compiled(launch, kernel.metadata.name, capability, found["REG"], spilled, kernel.metadata.shared)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a table; 1 where a kernel does not fit its device."""
+    parser = argparse.ArgumentParser(prog="make kernels", description=__doc__)
+    parser.add_argument("--only", nargs="*", default=[], help="words that a launch's name with its sm_ must hold")
+    words = parser.parse_args(arguments).only
+    if not HAS_TRITON:
+        sys.exit("compile: Triton is not installed, see requirements/test.txt")
+    if "TRITON_INTERPRET" in os.environ:
+        sys.exit("compile: unset TRITON_INTERPRET, an interpreted kernel cannot be compiled")
+    print(f"{'launch':<44}{'kernel':<18}{'device':<8}{'registers':>10}{'spilled':>9}{'shared':>8}")
+    faults = kernels = 0
+    for capability in DEVICES:
+        for name, launch in LAUNCHES.items():
+            if all(word in f"{name} sm_{capability}" for word in words):
+                for made in compile_launch(name, launch, capability):
+                    print(_line(made), flush=True)
+                    kernels += 1
+                    faults += bool(made.fault)
+    print(f"{kernels} kernels compiled, {faults} do not fit")
+    return 1 if faults else 0
+
+
+def _line(made: Compiled) -> str:
+    place = f"{made.launch:<44}{made.kernel.lstrip('_'):<18}sm_{made.capability:<5}"
+    return f"{place}{made.registers:>10}{made.spilled:>9}{made.shared:>8}  {made.fault}".rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Acceptance rules: which drafted tokens a verification commits."""

@@ -1,0 +1,1 @@
+"""Recordings in and out, and messages to arrays. Needs no ROS."""

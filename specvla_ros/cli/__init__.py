@@ -1,0 +1,1 @@
+"""The specvla command."""

@@ -1,0 +1,6 @@
+"""`python -m specvla_ros.cli`, which accelerate launches."""
+
+from specvla_ros.cli.app import main
+
+if __name__ == "__main__":
+    main()

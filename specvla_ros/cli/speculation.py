@@ -1,0 +1,245 @@
+"""The commands about speculation: `specvla train-draft`, `sweep` and `calibrate`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from specvla_ros.cli.options import (
+    CenterCrop,
+    Device,
+    Dtype,
+    DtypeOption,
+    Emulate,
+    Episodes,
+    Parameters,
+    ParamsFile,
+    PolicyOption,
+    Quantization,
+    QuantizationOption,
+    Seed,
+    Tasks,
+    UnnormKey,
+    Workers,
+    World,
+    check_accelerate,
+)
+from specvla_ros.errors import UserError
+
+app = typer.Typer()
+
+_TOLERANCES = ("0.5mm,0.3deg", "1mm,0.6deg", "2mm,1.1deg", "3mm,1.7deg", "5mm,3deg")
+_NODES = (8, 16, 32, 50)
+
+
+@app.command("train-draft")
+def train_draft(
+    data: Annotated[
+        list[str], typer.Option(help="Bags or directories of bags; or `sim`: what the target does at the table.")
+    ],
+    out: Annotated[Path, typer.Option(help="The draft head's directory; a training cut short goes on.")],
+    target: PolicyOption = None,
+    frames: Annotated[int, typer.Option(help="Images at most that the target is asked about.", min=1)] = 20000,
+    max_gb: Annotated[float, typer.Option(help="Disk at most for features [GB]; they are removed at the end.")] = 20.0,
+    epochs: Annotated[int, typer.Option(help="Passes over the features.", min=1)] = 20,
+    batch_size: Annotated[int, typer.Option(help="Answers, over all processes.", min=1)] = 16,
+    learning_rate: Annotated[float, typer.Option(help="At its peak; 5e-5 suits 7 B targets.")] = 5e-5,
+    own_steps: Annotated[
+        int, typer.Option(help="Tokens deep that the head learns from its own features; 1: from the target's.", min=1)
+    ] = 1,
+    seed: Annotated[int, typer.Option(help="Of weights, order and noise.")] = 0,
+    unnorm_key: UnnormKey = "",
+    device: Device = "auto",
+    dtype: DtypeOption = Dtype.AUTO,
+) -> None:
+    """Train an EAGLE draft head on the target's own answers; several GPUs: accelerate launch -m specvla_ros.cli …."""
+    check_accelerate()
+    from specvla_ros.cli.simulation import progress_bar
+    from specvla_ros.evaluation.frame_sources import SIMULATION
+    from specvla_ros.models.checkpoint import load_policy
+    from specvla_ros.policies.bundled import nano_policy
+    from specvla_ros.training import train_draft as training
+
+    if SIMULATION in data and len(data) > 1:
+        raise UserError("--data sim cannot be mixed with bags: train twice, or choose one")
+    settings = training.DraftTraining(epochs, batch_size, learning_rate, own_steps, seed)
+    policy = load_policy(target or nano_policy(), device=device, dtype=dtype.value, unnorm_key=unnorm_key)
+    with progress_bar() as bar:
+        asking = bar.add_task("asking the target", total=frames)
+        shards = training.collect_features(
+            policy,
+            None if data == [SIMULATION] else [Path(each) for each in data],
+            out,
+            seed=seed,
+            frames=frames,
+            max_bytes=max_gb * 1e9,
+            on_frame=lambda done: bar.update(asking, completed=done),
+        )
+        line = bar.add_task("training", total=None)
+        shown = 0
+
+        def show(progress: training.DraftProgress) -> None:
+            nonlocal shown
+            bar.update(line, completed=progress.step, total=progress.steps, description=f"loss {progress.loss:.4f}")
+            found = progress.validation
+            if found is not None and found.epoch > shown:
+                shown = found.epoch
+                places = ", ".join(f"{place}: {length:.2f}" for place, length in found.accept_length_by_place)
+                bar.console.print(
+                    f"epoch {found.epoch}: {found.tau:.2f} tokens per forward on {found.samples} held-out answers; "
+                    f"accept length by place {places}"
+                )
+
+        training.train_draft(policy, shards, out, settings, show)
+    typer.echo(f"the draft head is in {out}; try it: specvla simulate --mode spec -p draft.head:={out} --out …")
+
+
+@app.command()
+def sweep(
+    out: Annotated[Path, typer.Option(help="Directory of the results; one that was cut short goes on.")],
+    policy: PolicyOption = None,
+    world: World = "table",
+    task: Tasks = None,
+    bins: Annotated[
+        list[int] | None, typer.Option(help="Tolerance r in bins; again for more. Default: 1, 3, 5, 9, 15.")
+    ] = None,
+    param: Parameters = None,
+    params_file: ParamsFile = None,
+    episodes: Episodes = 20,
+    seed: Seed = 0,
+    workers: Workers = 0,
+    unnorm_key: UnnormKey = "",
+    device: Device = "auto",
+    dtype: DtypeOption = Dtype.AUTO,
+    quantization: QuantizationOption = Quantization.NONE,
+    center_crop: CenterCrop = False,
+) -> None:
+    """Compare plain, strict and relaxed decoding on the same episodes: Spec-VLA's tables 1 to 3 and figure 4."""
+    from specvla_ros.cli.simulation import progress_bar
+    from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
+    from specvla_ros.evaluation.sweep import relaxation_settings
+    from specvla_ros.evaluation.sweep import sweep as run
+    from specvla_ros.policies.bundled import nano_policy
+    from specvla_ros.settings.decode import read_decode_parameters
+    from specvla_ros.simulation.rollout import EpisodeResult
+
+    base = SimulateSettings(
+        policy=policy or nano_policy(),
+        world=world,
+        unnorm_key=unnorm_key,
+        device=device,
+        dtype=dtype.value,
+        center_crop=center_crop,
+        quantization=quantization.value,
+    )
+    chosen = read_decode_parameters([*(param or ()), "decode.mode:=spec"], params_file).engine_settings()
+    plan = SimulatePlan(tuple(task or ()), episodes, seed, films=0, workers=workers)
+    with progress_bar() as bar:
+        line = bar.add_task("episodes", total=None)
+
+        def show(name: str, result: EpisodeResult, done: int, wanted: int) -> None:
+            bar.update(line, completed=done, total=wanted, description=name)
+
+        rows = run(base, relaxation_settings(chosen, bins or [1, 3, 5, 9, 15]), plan, out, show)
+    table = Table("setting", "success", "only plain / only this", "tokens per forward", "forwards", "ms", "speed-up")
+    for row in rows:
+        tally, pairs = row.summary.decode, row.against_first
+        table.add_row(
+            row.setting.name,
+            str(row.summary.success),
+            f"{pairs.only_first} / {pairs.only_second}",
+            f"{tally.tau:.2f}",
+            f"{tally.forwards_per_action:.2f}",
+            f"{row.action_s * 1e3:.1f}",
+            f"{row.speed_up:.2f}",
+        )
+    Console().print(table)
+    typer.echo(f"see {out / 'report.html'}, {out / 'sweep.json'} and a folder for each setting")
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="Directory for profile.yaml, the report and the episodes.")],
+    policy: PolicyOption = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Images to try: bags or directories of bags; or `sim`: the policy's own at --world."),
+    ] = None,
+    tolerance: Annotated[
+        list[str] | None,
+        typer.Option(help="To try, as 2mm,1.1deg or 5bins; again for more. Default: 0.5mm,0.3deg to 5mm,3deg."),
+    ] = None,
+    nodes: Annotated[
+        list[int] | None, typer.Option(help="Tree sizes to try; again for more. Default: 8, 16, 32, 50.")
+    ] = None,
+    max_loss: Annotated[float, typer.Option(help="Success that may be lost [points], at 95 % confidence.")] = 2.0,
+    max_mm: Annotated[float, typer.Option(help="Deviation from plain decoding, 95th percentile [mm].")] = 5.0,
+    max_deg: Annotated[float, typer.Option(help="The same of the rotation [degrees].")] = 3.0,
+    max_gripper: Annotated[float, typer.Option(help="Actions that may tell the gripper something else [%].")] = 1.0,
+    world: Annotated[
+        str, typer.Option(help="Where success is tried: table, a LIBERO suite, or none: deviation alone decides.")
+    ] = "table",
+    task: Tasks = None,
+    episodes: Episodes = 60,
+    frames: Annotated[int, typer.Option(help="Images to try.", min=1)] = 100,
+    seed: Seed = 0,
+    workers: Workers = 0,
+    emulate: Emulate = "",
+    param: Parameters = None,
+    params_file: ParamsFile = None,
+    unnorm_key: UnnormKey = "",
+    device: Device = "auto",
+    dtype: DtypeOption = Dtype.AUTO,
+    quantization: QuantizationOption = Quantization.NONE,
+    center_crop: CenterCrop = False,
+) -> None:
+    """Choose tolerance and draft tree from evidence, and write them as a ROS 2 parameter file."""
+    from specvla_ros.cli.simulation import progress_bar
+    from specvla_ros.evaluation import calibrate as calibration
+    from specvla_ros.evaluation.calibration import Limits, Tolerance
+    from specvla_ros.evaluation.report.calibrate import HEAD, row
+    from specvla_ros.evaluation.simulate import TABLE, SimulatePlan, SimulateSettings, policy_of
+    from specvla_ros.policies.bundled import nano_policy
+    from specvla_ros.settings.decode import read_decode_parameters
+
+    simulated = world != "none"
+    base = SimulateSettings(
+        policy=policy or nano_policy(),
+        world=world if simulated else TABLE,
+        unnorm_key=unnorm_key,
+        device=device,
+        dtype=dtype.value,
+        center_crop=center_crop,
+        quantization=quantization.value,
+        engine=read_decode_parameters([*(param or ()), "decode.mode:=spec"], params_file).engine_settings(),
+    )
+    tried = tuple(map(Tolerance.parse, tolerance or _TOLERANCES))
+    plan = calibration.CalibratePlan(
+        tolerances=tried,
+        nodes=tuple(nodes or _NODES),
+        limits=Limits(max_loss, max_mm, max_deg, max_gripper / 100),
+        episodes=SimulatePlan(tuple(task or ()), episodes, seed, films=0, workers=workers) if simulated else None,
+        emulate=emulate,
+    )
+    loaded = policy_of(base)
+    with progress_bar() as bar:
+        line = bar.add_task("looking for frames", total=None)
+        images = calibration.collect_frames(loaded, base, data, plan, frames)
+
+        def show(progress: calibration.Progress) -> None:
+            bar.update(line, completed=progress.done, total=progress.wanted, description=progress.stage)
+
+        found = calibration.calibrate(loaded, base, images, plan, out, show)
+    shown = Table(*HEAD[:-1])
+    console = Console()
+    for each in found.shortlist:
+        shown.add_row(*row(each, found)[:-1])
+    console.print(shown)
+    for each in found.shortlist:
+        if each.refusals:
+            console.print(f"{each.trial.name}: {'; '.join(each.refusals)}")
+    for name, why in found.refused.items():
+        console.print(f"left out {name}: {why}")
+    console.print(f"chosen: {found.chosen.trial.name}; {out / calibration.PROFILE_FILE} is its profile")

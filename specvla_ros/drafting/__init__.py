@@ -1,1 +1,0 @@
-"""Draft sources: the tokens that a verification may commit."""

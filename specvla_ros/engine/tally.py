@@ -1,0 +1,124 @@
+"""How ticks and answers were decoded, added up: the figures of Spec-VLA's tables 1 to 3."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from specvla_ros.engine.outcome import DecodeRecord
+from specvla_ros.speculation.drafters.protocol import DraftWork
+
+
+@dataclass(frozen=True)
+class TickWork:
+    """The work of one tick, from which its time on another device can be told.
+
+    Args:
+        images: that went through the vision tower.
+        prompts: in the forward; a chunk counts for its share of its prompt.
+        nodes: tree nodes of all requests in the forward.
+        drafting: forwards for drafting.
+        head_prompts: prompts that the draft head was fed with; a chunk counts for its share.
+        finished: requests that became an action or were dropped.
+    """
+
+    images: int = 0
+    prompts: float = 0.0
+    nodes: int = 0
+    drafting: DraftWork = field(default_factory=DraftWork)
+    head_prompts: float = 0.0
+    finished: int = 0
+
+
+@dataclass
+class DecodeTally:
+    """Counts over actions.
+
+    Attributes:
+        actions: decoded.
+        forwards: packed forwards that carried them, prefill included.
+        accepted: verification forwards by (place of the first drafted token in the answer, accept length).
+        tokens: committed by verification forwards.
+        bins_off: tokens by (place in the answer, bins from the target's own choice).
+        why: tokens by the reason they were taken for, see DecodeStats.msg.
+    """
+
+    actions: int = 0
+    forwards: int = 0
+    tokens: int = 0
+    accepted: Counter[tuple[int, int]] = field(default_factory=Counter)
+    bins_off: Counter[tuple[int, int]] = field(default_factory=Counter)
+    why: Counter[int] = field(default_factory=Counter)
+
+    def add(self, record: DecodeRecord) -> None:
+        """Counts one action."""
+        self.actions += 1
+        self.forwards += record.forwards
+        first = len(record.tokens_per_forward) - len(record.accept_lengths)
+        place = sum(record.tokens_per_forward[:first])
+        for accepted, tokens in zip(record.accept_lengths, record.tokens_per_forward[first:], strict=True):
+            self.accepted[place, accepted] += 1
+            self.tokens += tokens
+            place += tokens
+        self.bins_off.update(enumerate(record.bins_off))
+        self.why.update(record.why)
+
+    @property
+    def tau(self) -> float:
+        """Tokens committed per verification forward; 0 when there was none."""
+        forwards = self.accepted.total()
+        return self.tokens / forwards if forwards else 0.0
+
+    @property
+    def forwards_per_action(self) -> float:
+        """Prefill included; 0 of none."""
+        return self.forwards / self.actions if self.actions else 0.0
+
+    def by_length(self) -> dict[int, float]:
+        """Share of the verification forwards by accept length (Spec-VLA, Table 2)."""
+        counts: Counter[int] = Counter()
+        for (_, length), count in self.accepted.items():
+            counts[length] += count
+        return {length: counts[length] / counts.total() for length in sorted(counts)}
+
+    def by_place(self) -> dict[int, float]:
+        """Mean accept length by the place of the first drafted token (Spec-VLA, Table 3)."""
+        means: dict[int, float] = {}
+        for place in sorted({place for place, _ in self.accepted}):
+            counts = {length: count for (at, length), count in self.accepted.items() if at == place}
+            means[place] = sum(length * count for length, count in counts.items()) / sum(counts.values())
+        return means
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with pairs as `a,b`; see `of_json`."""
+        return {
+            "actions": self.actions,
+            "forwards": self.forwards,
+            "tokens": self.tokens,
+            "accepted": {f"{a},{b}": count for (a, b), count in sorted(self.accepted.items())},
+            "bins_off": {f"{a},{b}": count for (a, b), count in sorted(self.bins_off.items())},
+            "why": {str(code): count for code, count in sorted(self.why.items())},
+        }
+
+    @staticmethod
+    def of_json(raw: dict[str, Any]) -> "DecodeTally":
+        """The inverse of `as_json`."""
+        pairs = {
+            name: Counter({(int(a), int(b)): n for key, n in raw[name].items() for a, b in [key.split(",")]})
+            for name in ("accepted", "bins_off")
+        }
+        why = Counter({int(code): count for code, count in raw["why"].items()})
+        return DecodeTally(raw["actions"], raw["forwards"], raw["tokens"], why=why, **pairs)
+
+    @staticmethod
+    def sum(tallies: Iterable["DecodeTally"]) -> "DecodeTally":
+        """All of them together."""
+        total = DecodeTally()
+        for each in tallies:
+            total.actions += each.actions
+            total.forwards += each.forwards
+            total.tokens += each.tokens
+            total.accepted += each.accepted
+            total.bins_off += each.bins_off
+            total.why += each.why
+        return total

@@ -1,0 +1,1 @@
+"""Reports as HTML pages, in one style."""

@@ -1,0 +1,1 @@
+"""Codecs: tokens to actions and back, one per file."""

@@ -1,0 +1,287 @@
+"""What a forward costs: bytes, operations and seconds, from a checkpoint's shapes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from specvla_ros.models.config import LlamaConfig, OpenVLAConfig, VisionTowerConfig
+from specvla_ros.planning.device import Arithmetic, DeviceLimits
+
+# Hugging Face openvla/openvla-7b, config.json: Llama-2-7B with a vocabulary padded to 32064, DINOv2 ViT-L/14 with four
+# registers and SigLIP SoViT-400m/14 at 224 pixels; the towers' shapes are timm's for the names given there.
+OPENVLA_7B = OpenVLAConfig(
+    towers=(
+        VisionTowerConfig(1024, 24, 16, 4096, 14, True, 4, layer_scale=True, image_size=224),
+        VisionTowerConfig(1152, 27, 16, 4304, 14, False, 0, layer_scale=False, image_size=224),
+    ),
+    llama=LlamaConfig(vocab_size=32064),
+    pad_to_multiple_of=64,
+    action_bins=256,
+    norm_stats={},
+    chat_prompt=False,
+)
+
+
+# BOS, "In: What action should the robot take to …?\nOut:" with an instruction of about ten words, and the space token:
+# with OpenVLA-7B's 256 patches a prompt of 290 rows.
+_TEXT_TOKENS = 34
+_ACTION_TOKENS = 7  # where the checkpoint's statistics do not say
+
+
+class WeightFormat(str, Enum):
+    """How the decoder's matrices are stored; output head, vision towers and keys and values stay in the dtype."""
+
+    NONE = "none"
+    INT4 = "int4"
+    W8A8 = "w8a8"
+    FP8 = "fp8"
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """What their products are computed in."""
+        return {"w8a8": Arithmetic.INT8, "fp8": Arithmetic.FP8}.get(self.value, Arithmetic.DENSE)
+
+    def value_bytes(self, dtype_bytes: int) -> float:
+        """Bytes per weight; int4 has a 16-bit scale and a 16-bit zero point per group of 128."""
+        return {"int4": 4.25 / 8, "w8a8": 1.0, "fp8": 1.0}.get(self.value, float(dtype_bytes))
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Counts of a checkpoint. Biases and norms are left out: together less than a thousandth.
+
+    Args:
+        decoder_values: in the matrices of the decoder's layers, all read by every forward.
+        head_values: in the output head, all read by every forward that ends in logits.
+        embedding_values: in the input embeddings; a lookup, so they only take memory (none where tied to the head).
+        vision_values: in towers and projector, for one image.
+        vision_operations: the same, multiplications and additions counted apart.
+        kv_values: keys and values of one token, all layers.
+        pair_operations: of attention for one pair of query and key, all layers and heads.
+        draft_values: in an EAGLE head for this decoder: its fusion and its one layer.
+        draft_kv_values: keys and values of one token in that layer.
+        prompt_rows: of a prompt: the image's patches and about 34 text tokens.
+        action_tokens: of an answer.
+    """
+
+    decoder_values: int
+    head_values: int
+    embedding_values: int
+    vision_values: int
+    vision_operations: int
+    kv_values: int
+    pair_operations: int
+    draft_values: int
+    draft_kv_values: int
+    prompt_rows: int
+    action_tokens: int
+
+    def memory_bytes(self, weights: WeightFormat, dtype_bytes: int, *, draft: bool) -> float:
+        """Of all weights, the draft head's too if asked for."""
+        plain = self.head_values + self.embedding_values + self.vision_values + (self.draft_values if draft else 0)
+        return self.decoder_values * weights.value_bytes(dtype_bytes) + plain * dtype_bytes
+
+
+def model_cost(config: OpenVLAConfig) -> ModelCost:
+    """Counts from the shapes that config.json names."""
+    llama = config.llama
+    layer = _layer_values(llama)
+    width = sum(tower.embed_dim for tower in config.towers)
+    projector = _projector_values(width, llama.hidden_size, fused=len(config.towers) > 1)
+    kv_values = 2 * llama.num_key_value_heads * llama.head_dim
+    return ModelCost(
+        decoder_values=llama.num_hidden_layers * layer,
+        head_values=llama.vocab_size * llama.hidden_size,
+        embedding_values=0 if llama.tie_word_embeddings else llama.vocab_size * llama.hidden_size,
+        vision_values=sum(_tower_values(tower) for tower in config.towers) + projector,
+        vision_operations=sum(_tower_operations(tower) for tower in config.towers)
+        + 2 * projector * config.image_tokens,
+        kv_values=llama.num_hidden_layers * kv_values,
+        pair_operations=llama.num_hidden_layers * 4 * llama.num_attention_heads * llama.head_dim,
+        draft_values=2 * llama.hidden_size**2 + layer,
+        draft_kv_values=kv_values,
+        prompt_rows=config.image_tokens + _TEXT_TOKENS,
+        action_tokens=_action_tokens(config.norm_stats),
+    )
+
+
+def _action_tokens(norm_stats: Mapping[str, Any]) -> int:
+    """Numbers of an action by the first dataset's statistics."""
+    for statistics in norm_stats.values():
+        try:
+            return len(statistics["action"]["q01"])
+        except (KeyError, TypeError):
+            continue
+    return _ACTION_TOKENS
+
+
+def _layer_values(llama: LlamaConfig) -> int:
+    heads = 2 * llama.num_attention_heads + 2 * llama.num_key_value_heads  # query and output, key and value
+    return llama.hidden_size * (heads * llama.head_dim + 3 * llama.intermediate_size)
+
+
+def _projector_values(width: int, hidden: int, *, fused: bool) -> int:
+    """See models/projector.py: three matrices behind two towers, two behind one."""
+    first = 4 * width * width + 4 * width * hidden if fused else width * hidden
+    return first + hidden * hidden
+
+
+def _tower_values(tower: VisionTowerConfig) -> int:
+    """Patch embedding and all blocks but the last, which OpenVLA does not compute."""
+    block = 4 * tower.embed_dim**2 + 2 * tower.embed_dim * tower.mlp_dim
+    return 3 * tower.patch_size**2 * tower.embed_dim + (tower.depth - 1) * block
+
+
+def _tower_operations(tower: VisionTowerConfig) -> int:
+    tokens = tower.patches + tower.register_tokens + int(tower.class_token)
+    attention = 4 * tokens**2 * tower.embed_dim * (tower.depth - 1)
+    return 2 * _tower_values(tower) * tokens + attention
+
+
+_MANY_ROWS = 4096  # more than any forward has
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What goes through the model together.
+
+    Args:
+        prompt_rows: of the newest frame's prompt in this forward: all, a chunk, or none.
+        prompt_before: rows of that prompt that earlier forwards computed.
+        image: whether the frame goes through the vision towers first.
+        prompt_ends: whether the chunk is the prompt's last, so that it yields a token.
+        trees: requests behind their prompt.
+        nodes: tree nodes of all of them, roots included.
+        prefix_rows: committed rows of all of them.
+    """
+
+    prompt_rows: int = 0
+    prompt_before: int = 0
+    image: bool = False
+    prompt_ends: bool = True
+    trees: int = 0
+    nodes: int = 0
+    prefix_rows: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of every matrix product in the decoder."""
+        return self.prompt_rows + self.nodes
+
+
+@dataclass(frozen=True)
+class Part:
+    """A share of a forward whose reading and computing may overlap.
+
+    Args:
+        name: vision, decoder, attention, head or draft.
+        bytes: read and written; activations are left out, they stay in the caches.
+        operations: multiplications and additions, each counted.
+        rows: of the matrix products, on which a measured rate depends.
+        arithmetic: what they are computed in.
+    """
+
+    name: str
+    bytes: float
+    operations: float
+    rows: int
+    arithmetic: Arithmetic = Arithmetic.DENSE
+
+    def seconds(self, device: DeviceLimits) -> float:
+        """The larger of reading and computing."""
+        if not self.rows:
+            return 0.0
+        return max(
+            self.bytes / device.bytes_per_s(), self.operations / device.operations_per_s(self.arithmetic, self.rows)
+        )
+
+
+def forward_parts(forward: Forward, model: ModelCost, weights: WeightFormat, dtype_bytes: int) -> tuple[Part, ...]:
+    """The parts of one forward, in the order in which they run."""
+    chosen_rows = forward.nodes + int(bool(forward.prompt_rows) and forward.prompt_ends)
+    parts = [
+        Part(
+            "decoder",
+            model.decoder_values * weights.value_bytes(dtype_bytes),
+            2.0 * model.decoder_values * forward.rows,
+            forward.rows,
+            weights.arithmetic,
+        ),
+        Part("attention", _kv_bytes(forward, model, dtype_bytes), _attention_operations(forward, model), forward.rows),
+        Part("head", model.head_values * dtype_bytes, 2.0 * model.head_values * chosen_rows, chosen_rows),
+    ]
+    if forward.image:
+        parts.insert(0, Part("vision", model.vision_values * dtype_bytes, model.vision_operations, model.prompt_rows))
+    return tuple(part for part in parts if part.rows)
+
+
+def _kv_bytes(forward: Forward, model: ModelCost, dtype_bytes: int) -> float:
+    """Every row of a prompt or tree is written once; it and the rows before it are read once."""
+    read = forward.prompt_before + forward.prefix_rows + forward.rows
+    return float((read + forward.rows) * model.kv_values * dtype_bytes)
+
+
+def _attention_operations(forward: Forward, model: ModelCost) -> float:
+    """Causal: half of the pairs within a prompt; a node sees its prefix, and at most its tree."""
+    chunk = forward.prompt_rows * (forward.prompt_before + (forward.prompt_rows + 1) / 2)
+    nodes_per_tree = forward.nodes / forward.trees if forward.trees else 0.0
+    trees = nodes_per_tree * (forward.prefix_rows + forward.nodes)
+    return model.pair_operations * (chunk + trees)
+
+
+def draft_part(model: ModelCost, dtype_bytes: int, *, steps: int, rows: int, prefix_rows: int) -> Part:
+    """One draft for all requests in flight.
+
+    Args:
+        steps: forwards of the draft head, one behind the other: the depth of the tree.
+        rows: tree nodes of all requests, shared out over the steps.
+        prefix_rows: committed rows of all requests.
+    """
+    read = steps * (model.draft_values + prefix_rows * model.draft_kv_values)
+    return Part("draft", float(read * dtype_bytes), 2.0 * model.draft_values * rows, rows)
+
+
+def draft_prompt_part(model: ModelCost, dtype_bytes: int) -> Part:
+    """The draft head over one prompt."""
+    rows = model.prompt_rows
+    values = model.draft_values + 2 * rows * model.draft_kv_values
+    return Part("draft prompt", float(values * dtype_bytes), 2.0 * model.draft_values * rows, rows)
+
+
+def total_bytes(parts: Sequence[Part]) -> float:
+    """Of all parts."""
+    return sum(part.bytes for part in parts)
+
+
+def total_operations(parts: Sequence[Part]) -> float:
+    """Of all parts."""
+    return sum(part.operations for part in parts)
+
+
+def least_seconds(parts: Sequence[Part], device: DeviceLimits) -> float:
+    """Parts run one behind the other: the sum of what each needs, which is more than the larger of the two sums."""
+    return sum(part.seconds(device) for part in parts)
+
+
+def ridge_rows(model: ModelCost, device: DeviceLimits, weights: WeightFormat) -> float:
+    """Rows from which on the decoder's matrices are bound by computing: below it, a row more costs nothing.
+
+    Of measured rates: the rows up to which a product takes no more than a tenth longer than with one row. One row
+    rarely reaches the bandwidth of a plain read, and measured times scatter.
+    """
+
+    def computing_s(rows: int) -> float:
+        return 2.0 * model.decoder_values * rows / device.operations_per_s(weights.arithmetic, rows)
+
+    reading_s = model.decoder_values * weights.value_bytes(device.value_bytes) / device.bytes_per_s()
+    if not device.tflops_by_rows or weights.arithmetic is not Arithmetic.DENSE:
+        return max(1.0, reading_s / computing_s(1))
+    free_s = 1.1 * max(reading_s, computing_s(1))
+    rows = 1.0
+    for size in sorted({size for size in device.tflops_by_rows if size > 1} | {_MANY_ROWS}):
+        crossing = size * free_s / computing_s(size)
+        rows = max(rows, min(crossing, size))
+        if crossing < size:
+            break
+    return rows

@@ -1,0 +1,96 @@
+"""A plan as text tables."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from specvla_ros.planning.limits import derated
+from specvla_ros.planning.plan import Plan, note
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Prints forwards, modes and the chosen profile."""
+    console.print(note(plan.device), style="bold", highlight=False, soft_wrap=True)
+    console.print(_summary(plan), highlight=False, soft_wrap=True)
+    console.print(_forward_table(plan))
+    console.print(_mode_table(plan))
+    if not all(each.fits(plan.device) for each in plan.modes):
+        console.print("!: finds no room in the device's memory\n", highlight=False)
+    console.print("Chosen, as a ROS 2 parameter file:", style="bold")
+    console.print(plan.profile.as_yaml(), highlight=False, markup=False)
+    for name, reason in plan.profile.reasons.items():
+        console.print(f"{name}: {reason}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _summary(plan: Plan) -> str:
+    device, model, efficiency = plan.device, plan.model, derated(plan.device)
+    kv_kib = model.kv_values * device.value_bytes / 1024
+    rates = [f"{device.bandwidth_gb_s:g} GB/s", f"{device.dense_tflops:g} TFLOP/s {device.dtype}"]
+    rates += [f"{device.int8_tops:g} TOP/s int8"] if device.int8_tops else []
+    rates += [f"{device.fp8_tflops:g} TFLOP/s fp8"] if device.fp8_tflops else []
+    return "\n".join(
+        (
+            f"{plan.checkpoint}, weights {plan.weights.value}: {model.decoder_values / 1e9:.4g} G decoder weights, "
+            f"{kv_kib:g} KiB of keys and values per token, a prompt of {model.prompt_rows} rows",
+            f"{device.name}: {', '.join(rates)}, {device.memory_gb:g} GB; reading and computing balance at "
+            f"{plan.ridge_rows:.0f} rows",
+            f"in brackets: {efficiency.bandwidth:.0%} of the bandwidth, {efficiency.compute:.0%} of the matrix rate, "
+            f"{efficiency.forward_s * 1e3:g} ms more per forward",
+        )
+    )
+
+
+def _forward_table(plan: Plan) -> Table:
+    table = _table("forwards", "forward", ("bytes", "FLOP", "ms", "bound by"))
+    for each in plan.forwards:
+        table.add_row(
+            each.name,
+            _scaled(each.bytes),
+            _scaled(each.operations),
+            _both(each.seconds * 1e3, each.derated_seconds * 1e3),
+            each.bound_by,
+        )
+    return table
+
+
+def _mode_table(plan: Plan) -> Table:
+    titles = ("actions/s", "latency ms", "forwards", "lost", "KV B", "weights")
+    table = _table(f"modes, a frame always waiting ({plan.lengths.name})", "mode", titles)
+    for each in plan.modes:
+        table.add_row(
+            each.mode.name,
+            _both(each.action_rate_hz, each.derated_rate_hz),
+            _both(each.latency_s * 1e3, each.derated_latency_s * 1e3),
+            f"{each.ticks_per_action:.1f}",
+            f"{each.dropped:.0%}",
+            _scaled(each.kv_bytes),
+            _scaled(each.weight_bytes) + ("" if each.fits(plan.device) else "!"),
+        )
+    return table
+
+
+def _table(title: str, first: str, others: Sequence[str]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _both(limit: float, expected: float) -> str:
+    return f"{_short(limit)} ({_short(expected)})"
+
+
+def _short(value: float) -> str:
+    """Three significant digits."""
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
+
+
+def _scaled(value: float) -> str:
+    """Three significant digits with the prefix that leaves one to three before the point."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= size:
+            return f"{_short(value / size)} {prefix}"
+    return f"{_short(value / 1e3)} k"

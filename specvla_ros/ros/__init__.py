@@ -1,0 +1,1 @@
+"""The nodes: rclpy lives here and nowhere else."""

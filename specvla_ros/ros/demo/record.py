@@ -1,0 +1,126 @@
+"""What the demo saw: episodes, latencies and films. Needs no ROS beyond the messages it is handed."""
+
+import json
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+
+from specvla_ros.evaluation.film import Film
+from specvla_ros.evaluation.provenance import hardware, software
+from specvla_ros.evaluation.report.simulate import write_simulate_report
+from specvla_ros.evaluation.simulate_summary import SimulateSummary, summarise_episodes
+from specvla_ros.models.codecs.bins import select_statistics
+from specvla_ros.models.config import read_config
+from specvla_ros.msg import SimEpisode, VlaAction
+from specvla_ros.simulation.rollout import EpisodeResult
+
+_RECENT = 20  # actions whose latency and rate are shown
+FILM_HZ = 20.0
+
+
+def thinking_s(action: VlaAction) -> float:
+    """Seconds from the image's arrival at the policy to the action's publication.
+
+    Not `latency_s`: simulated time has the step of /clock, which is longer than that.
+    """
+    return float(action.wait_s + action.vision_s + action.prefill_s + action.decode_s + action.publish_s)
+
+
+class DemoRecord:
+    """Collects what comes over the topics.
+
+    Args:
+        out: directory of the films and the report.
+        policy: checkpoint directory, for its action statistics.
+    """
+
+    def __init__(self, out: Path, policy: Path) -> None:
+        self._out = out
+        self._policy = policy
+        self._statistics = select_statistics(read_config(policy).norm_stats, "")
+        (out / "films").mkdir(parents=True, exist_ok=True)
+        self.episodes: list[EpisodeResult] = []
+        self.episode: SimEpisode | None = None
+        self.action: VlaAction | None = None
+        self.recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
+        self._actions: list[VlaAction] = []
+        self._film: Film | None = None
+        self._filmed: set[str] = set()
+
+    def on_action(self, action: VlaAction) -> None:
+        """Takes an action of the policy."""
+        self.action = action
+        self.recent.append((action.header.stamp.sec + action.header.stamp.nanosec * 1e-9, thinking_s(action)))
+        self._actions.append(action)
+
+    def on_image(self, image: np.ndarray) -> None:
+        """Takes a picture, RGB uint8: the first episode of each task is filmed."""
+        episode = self.episode
+        if episode is None or episode.state != SimEpisode.RUNNING:
+            return
+        if self._film is None and episode.task not in self._filmed:
+            self._filmed.add(episode.task)
+            self._film = Film(self._out / "films" / f"{episode.task}-{episode.seed}.mp4", FILM_HZ)
+        if self._film is not None:
+            self._film.add(image, episode.instruction)
+
+    def on_episode(self, episode: SimEpisode) -> None:
+        """Takes the news of an episode."""
+        before, self.episode = self.episode, episode
+        if before is not None and (before.episode, before.state) == (episode.episode, episode.state):
+            return
+        if episode.state == SimEpisode.RUNNING:
+            self._actions.clear()
+            return
+        self._end_film()
+        self.episodes.append(
+            EpisodeResult(
+                task=episode.task,
+                seed=episode.seed,
+                instruction=episode.instruction,
+                succeeded=episode.state == SimEpisode.SUCCEEDED,
+                steps=episode.actions,
+                time_s=episode.time_s,
+                latency_s=tuple(thinking_s(action) for action in self._actions),
+                roughness=self._roughness(),
+                acted_on=episode.acted_on or None,
+                failure=episode.detail,
+            )
+        )
+
+    @property
+    def action_rate_hz(self) -> float:
+        """Of the recent actions, by the stamps of their images."""
+        if len(self.recent) < 2 or self.recent[-1][0] <= self.recent[0][0]:
+            return 0.0
+        return (len(self.recent) - 1) / (self.recent[-1][0] - self.recent[0][0])
+
+    def finish(self, clock: str) -> SimulateSummary:
+        """Writes summary.json and report.html."""
+        self._end_film()
+        settings = {"world": "table", "policy": str(self._policy), "clock": clock, "engine": {"mode": "ar"}}
+        context = {
+            "settings": settings,
+            "over": "ROS 2 topics, in three processes",
+            "latency": "from the image's arrival at the policy to the action's publication",
+            "software": software(),
+            "hardware": hardware(),
+        }
+        summary = summarise_episodes(self.episodes, context=context)
+        text = json.dumps(summary.as_json(), indent=2, allow_nan=False)
+        (self._out / "summary.json").write_text(text + "\n", encoding="utf-8")
+        films = sorted((self._out / "films").glob("*.mp4"))
+        write_simulate_report(self._out / "report.html", summary, films)
+        return summary
+
+    def _end_film(self) -> None:
+        if self._film is not None:
+            self._film.close()
+            self._film = None
+
+    def _roughness(self) -> float:
+        if len(self._actions) < 2:
+            return 0.0
+        normalised = np.array([self._statistics.normalise(np.array(action.values)) for action in self._actions])
+        return float(np.abs(np.diff(normalised[:, :-1], axis=0)).mean())

@@ -1,0 +1,143 @@
+"""Images in: both transports, each message checked, its stamp and age included."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from builtin_interfaces.msg import Time
+from rclpy.node import Node
+from rclpy.subscription import Subscription
+from sensor_msgs.msg import CompressedImage, Image
+
+from specvla_ros.bags.image_message import rgb_from_compressed, rgb_from_image, stamp_ns
+from specvla_ros.engine.outcome import DropReason
+from specvla_ros.errors import UserError
+from specvla_ros.ros.qos import NEWEST_IMAGE
+
+_NS = 1e-9
+_DAY_S = 86_400.0
+
+
+def stamp_problem(
+    stamp_ns: int, now_ns: int, *, max_age_s: float, max_future_s: float
+) -> tuple[DropReason, str] | None:
+    """Why an image of this stamp must not be answered now; None when it may.
+
+    Args:
+        stamp_ns: of the image.
+        now_ns: the node's clock; 0 before the first /clock.
+        max_age_s: 0 switches the age check off.
+        max_future_s: how far a stamp may lie ahead.
+    """
+    if now_ns == 0:
+        return (
+            DropReason.BAD_STAMP,
+            "use_sim_time is set, but nothing came on /clock yet: is a bag or simulator running?",
+        )
+    age_s = (now_ns - stamp_ns) * _NS
+    if -age_s > max_future_s:
+        return DropReason.BAD_STAMP, f"stamped {-age_s:.3f} s ahead of the node's clock{_other_clock(age_s)}"
+    if max_age_s and age_s > max_age_s:
+        return DropReason.STALE, f"{age_s:.3f} s old, the limit is {max_age_s:g} s{_other_clock(age_s)}"
+    return None
+
+
+def _other_clock(age_s: float) -> str:
+    if abs(age_s) < _DAY_S:
+        return ""
+    return (
+        f": {abs(age_s) / _DAY_S:.0f} days apart are two different clocks; for a recording or a simulator "
+        "start the node with use_sim_time:=true and let the player publish /clock"
+    )
+
+
+_TOPICS: dict[str, tuple[type, str, Callable[[Any], np.ndarray]]] = {
+    "raw": (Image, "image", rgb_from_image),
+    "compressed": (CompressedImage, "image/compressed", rgb_from_compressed),
+}
+
+# One transport may run ahead of the other by some frames.
+_REMEMBERED = 8
+
+
+@dataclass(frozen=True)
+class Frame:
+    """An image that could be read.
+
+    Args:
+        rgb: uint8 [height, width, 3].
+        stamp_ns: of the image, in ROS time.
+        frame_id: of the camera.
+        received_ns: `time.monotonic_ns()` when the message came.
+    """
+
+    rgb: np.ndarray
+    stamp_ns: int
+    frame_id: str
+    received_ns: int
+
+
+class ImageInput:
+    """Subscribes to `image`, `image/compressed` or both, for as long as it lives.
+
+    A camera that publishes both sends each image twice: the second one is passed over.
+
+    Args:
+        node: whose topics they are.
+        transport: raw, compressed or auto (both).
+        on_message: called first, with the transport.
+        on_frame: called with each image that could be read.
+        on_bad: called with the reason and the details of one that could not.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        transport: str,
+        *,
+        on_message: Callable[[str], None],
+        on_frame: Callable[[Frame], None],
+        on_bad: Callable[[DropReason, str], None],
+    ) -> None:
+        self._node = node
+        self._on_message = on_message
+        self._on_frame = on_frame
+        self._on_bad = on_bad
+        transports = tuple(_TOPICS) if transport == "auto" else (transport,)
+        self._taken: dict[str, deque[Time]] = {name: deque(maxlen=_REMEMBERED) for name in transports}
+        self._subscriptions = [self._subscribe(name) for name in transports]
+
+    def destroy(self) -> None:
+        """Stops listening."""
+        for subscription in self._subscriptions:
+            self._node.destroy_subscription(subscription)
+        self._subscriptions = []
+
+    def _subscribe(self, transport: str) -> Subscription:
+        kind, topic, to_rgb = _TOPICS[transport]
+
+        def on_image(message: Any) -> None:
+            self._receive(message, transport, to_rgb)
+
+        return self._node.create_subscription(kind, topic, on_image, NEWEST_IMAGE)
+
+    def _receive(self, message: Any, transport: str, to_rgb: Callable[[Any], np.ndarray]) -> None:
+        received_ns = time.monotonic_ns()
+        if any(message.header.stamp in taken for other, taken in self._taken.items() if other != transport):
+            return
+        self._on_message(transport)
+        try:
+            rgb = to_rgb(message)
+        except UserError as error:
+            self._on_bad(DropReason.BAD_IMAGE, str(error))
+            return
+        try:
+            stamp = stamp_ns(message.header)
+        except UserError as error:
+            self._on_bad(DropReason.BAD_STAMP, str(error))
+            return
+        self._taken[transport].append(message.header.stamp)
+        self._on_frame(Frame(rgb, stamp, message.header.frame_id, received_ns))

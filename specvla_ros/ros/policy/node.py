@@ -1,0 +1,322 @@
+"""The lifecycle node `policy`: camera images and an instruction in, stamped actions out."""
+
+import sys
+from functools import partial
+from typing import Any
+
+import rclpy
+from rcl_interfaces.msg import SetParametersResult
+from rclpy.callback_groups import ReentrantCallbackGroup
+from rclpy.clock import JumpThreshold, TimeJump
+from rclpy.duration import Duration
+from rclpy.executors import SingleThreadedExecutor
+from rclpy.lifecycle import LifecycleNode, LifecycleNodeMixin, LifecycleState, TransitionCallbackReturn
+from rclpy.node import Node
+
+from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.outcome import Drop, DropReason, Outcome
+from specvla_ros.errors import UserError
+from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
+from specvla_ros.ros.policy.action_publisher import ActionPublisher, Published
+from specvla_ros.ros.policy.engine_loading import load_engine
+from specvla_ros.ros.policy.health import (
+    DiagnosticsPublisher,
+    DropLedger,
+    InferenceHealth,
+    InputHealth,
+    ModelHealth,
+    Status,
+)
+from specvla_ros.ros.policy.image_input import Frame, ImageInput, stamp_problem
+from specvla_ros.ros.policy.inference_thread import InferenceThread
+from specvla_ros.ros.policy.instruction import InstructionInput
+from specvla_ros.ros.policy.parameters import PolicyParameters
+from specvla_ros.ros.spinning import run_node
+from specvla_ros.settings.decode import SWITCHED
+
+_NS = 1e-9
+_STOP_TIMEOUT_S = 10.0
+_LOAD_POLL_S = 0.1
+_SWITCH_TIMEOUT_S = 5.0  # more than any tick
+
+
+class PolicyNode(LifecycleNode):
+    """Loads in configure, listens to images while active, and publishes what the engine answers.
+
+    Args:
+        node_arguments: those of rclpy.node.Node.
+
+    Raises:
+        UserError: a parameter has the wrong type or is out of range.
+    """
+
+    def __init__(self, **node_arguments: Any) -> None:
+        # LifecycleNode's own constructor offers no callback group for the lifecycle services; in one of their own,
+        # `get_state`, parameters and diagnostics are served while configure waits for the policy.
+        Node.__init__(self, "policy", **node_arguments)
+        LifecycleNodeMixin.__init__(self, callback_group=ReentrantCallbackGroup())
+        self._thread: InferenceThread | None = None
+        self._instruction: InstructionInput | None = None
+        self._images: ImageInput | None = None
+        self._active = False
+        self._last_now_ns = 0
+        self._drops = DropLedger()
+        self._model_health, self._input_health = ModelHealth(), InputHealth()
+        self._inference_health = InferenceHealth()
+        try:
+            self._chosen = declare_parameters(self, PolicyParameters)
+        except UserError:
+            self.destroy_node()
+            raise
+        for name, hint in unknown_parameters(self).items():
+            self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
+        self.add_on_set_parameters_callback(self._on_set_parameters)
+        self._publisher = ActionPublisher(self, partial(self._value, "action_dt"))
+        self._jump_handle = self.get_clock().create_jump_callback(
+            JumpThreshold(min_forward=None, min_backward=Duration(nanoseconds=-1), on_clock_change=True),
+            post_callback=self._on_clock_jump,
+        )
+        self._diagnostics = DiagnosticsPublisher(
+            self,
+            self._chosen.diagnostics_period_s,
+            {"model": self._model_health.status, "inputs": self._input_status, "inference": self._inference_status},
+        )
+
+    # Transitions
+
+    def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
+        """Loads and warms up the policy; what a user can mend is refused, and configure may be tried again."""
+        self._chosen = read_parameters(self, PolicyParameters)
+        try:
+            self._chosen.check()
+            self._thread = InferenceThread(
+                partial(load_engine, self._chosen, self._now_ns),
+                on_progress=self._on_progress,
+                on_outcome=self._on_outcome,
+                on_fault=self._on_fault,
+            )
+            description = self._wait_loaded(self._thread)
+        except Exception as error:
+            self._release()
+            self._model_health.set_failed(str(error).splitlines()[0])
+            self.get_logger().error(f"not configured: {error}")
+            return TransitionCallbackReturn.FAILURE
+        self._model_health.set_loaded(description)
+        self.get_logger().info("policy loaded: " + ", ".join(f"{key} {value}" for key, value in description.items()))
+        self._instruction = InstructionInput(self, self._chosen.instruction, self._on_new_instruction)
+        return TransitionCallbackReturn.SUCCESS
+
+    def _wait_loaded(self, thread: InferenceThread) -> dict[str, str]:
+        """Serves everything else meanwhile: the lifecycle wants configure's answer from within its callback.
+
+        One thread for all callbacks, since rclpy's MultiThreadedExecutor hands out the same message again until a
+        worker takes it, and so keeps the interpreter from the inference thread for seconds.
+        """
+        while not thread.loaded and self.executor is not None:
+            self.executor.spin_once(timeout_sec=_LOAD_POLL_S)
+        return thread.wait_loaded()
+
+    def on_activate(self, state: LifecycleState) -> TransitionCallbackReturn:
+        """Listens to images and lets actions out."""
+        self._drops.start_over()
+        self._input_health.start_over()
+        self._inference_health.start_over()
+        self._publisher.open()
+        self._active = True
+        self._images = ImageInput(
+            self,
+            self._chosen.image_transport,
+            on_message=self._input_health.add_image,
+            on_frame=self._on_frame,
+            on_bad=self._drop,
+        )
+        return TransitionCallbackReturn.SUCCESS
+
+    def on_deactivate(self, state: LifecycleState) -> TransitionCallbackReturn:
+        """Publishes nothing more, and forgets what is in flight."""
+        self._quiet()
+        return TransitionCallbackReturn.SUCCESS
+
+    def on_cleanup(self, state: LifecycleState) -> TransitionCallbackReturn:
+        """Lets the policy go, and the memory it took."""
+        self._release()
+        return TransitionCallbackReturn.SUCCESS
+
+    def on_shutdown(self, state: LifecycleState) -> TransitionCallbackReturn:
+        """As deactivate and cleanup; the node can then only end."""
+        self._release()
+        return TransitionCallbackReturn.SUCCESS
+
+    def on_error(self, state: LifecycleState) -> TransitionCallbackReturn:
+        """Back to unconfigured, with nothing left running."""
+        self._release()
+        return TransitionCallbackReturn.SUCCESS
+
+    def close(self) -> bool:
+        """Stops everything that runs beside the executor; False when the inference thread hangs."""
+        return self._release()
+
+    def _quiet(self) -> None:
+        self._publisher.close()
+        self._active = False
+        if self._images is not None:
+            self._images.destroy()
+            self._images = None
+        if self._thread is not None:
+            self._count(self._thread.reset())
+
+    def _release(self) -> bool:
+        self._quiet()
+        if self._instruction is not None:
+            self._instruction.destroy()
+            self._instruction = None
+        thread, self._thread = self._thread, None
+        self._model_health.set_unloaded()
+        return thread is None or thread.stop(_STOP_TIMEOUT_S)
+
+    # Inputs
+
+    def _on_frame(self, frame: Frame) -> None:
+        now_ns = self._now_ns()
+        if now_ns < self._last_now_ns:
+            self._start_over(f"the clock went back by {(self._last_now_ns - now_ns) * _NS:.3f} s")
+        self._last_now_ns = now_ns
+        receive_s = (now_ns - frame.stamp_ns) * _NS
+        self._input_health.set_age(receive_s)
+        problem = stamp_problem(
+            frame.stamp_ns, now_ns, max_age_s=self._value("max_image_age_s"), max_future_s=self._value("max_future_s")
+        )
+        if problem is not None:
+            self._drop(*problem)
+            return
+        self._submit(frame, receive_s)
+
+    def _submit(self, frame: Frame, receive_s: float) -> None:
+        thread, instruction = self._thread, self._instruction
+        if thread is None or instruction is None:  # cleaned up while this callback was on its way
+            return
+        # The epoch first: an instruction that comes in between makes this frame void, never the old text valid.
+        epoch, wanted = self._publisher.epoch, instruction.current
+        if wanted.problem:
+            self._drop(DropReason.BAD_INSTRUCTION, wanted.problem)
+            return
+        if not wanted.text:
+            self._drop(DropReason.NO_INSTRUCTION, "publish one on the topic 'instruction' or set the parameter")
+            return
+        observation = Observation(
+            image=frame.rgb,
+            instruction=wanted.text,
+            stamp_ns=frame.stamp_ns,
+            frame_id=frame.frame_id,
+            epoch=epoch,
+            received_ns=frame.received_ns,
+            receive_s=receive_s,
+        )
+        self._count(thread.submit(observation))
+
+    def _on_new_instruction(self, text: str) -> None:
+        thread = self._thread
+        if thread is None:
+            return
+        epoch = self._publisher.new_epoch()
+        self._count(thread.flush())
+        thread.check_instruction(text, partial(self._on_instruction_checked, text))
+        self.get_logger().info(f"instruction of epoch {epoch}: '{_shortened(text)}'")
+
+    def _on_instruction_checked(self, text: str, problem: str) -> None:
+        instruction = self._instruction
+        if problem and instruction is not None and instruction.refuse(text, problem):
+            self.get_logger().error(f"instruction '{_shortened(text)}' refused, nothing is published: {problem}")
+
+    def _on_clock_jump(self, jump: TimeJump) -> None:
+        self._last_now_ns = 0
+        self._start_over(f"the clock jumped by {jump.delta.nanoseconds * _NS:.3f} s")
+
+    def _start_over(self, why: str) -> None:
+        epoch = self._publisher.new_epoch(forget_stamps=True)
+        if self._thread is not None:
+            self._count(self._thread.reset())
+        self.get_logger().warning(f"{why}: everything in flight is void, epoch {epoch} begins")
+
+    def _on_set_parameters(self, parameters: list[Any]) -> SetParametersResult:
+        if self._thread is None:  # they are read when the policy is loaded
+            return SetParametersResult(successful=True)
+        changed = {parameter.name: parameter.value for parameter in parameters}
+        try:
+            chosen = read_parameters(self, PolicyParameters, changed)
+            if any(name in SWITCHED for name in changed):
+                settings = chosen.engine_settings(chosen.max_image_age_s)
+                self._model_health.set_loaded(self._thread.switch(settings, _SWITCH_TIMEOUT_S))
+            elif any(name.startswith("acceptance.") for name in changed):
+                self._thread.set_acceptance(chosen.acceptance_settings())
+        except UserError as error:
+            return SetParametersResult(successful=False, reason=str(error))
+        if "max_image_age_s" in changed:
+            self._thread.set_max_image_age(changed["max_image_age_s"])
+        return SetParametersResult(successful=True)
+
+    # Outcomes, on the inference thread
+
+    def _on_outcome(self, outcome: Outcome) -> None:
+        if isinstance(outcome, Drop):
+            self._drop(outcome.reason, outcome.detail)
+            return
+        if not rclpy.ok():  # a signal ended the context: nothing can be published any more
+            return
+        published = self._publisher.publish(outcome, self._drops.since_activation())
+        if isinstance(published, Published):
+            self._inference_health.add_action(published.latency_s)
+        else:
+            self._drop(published)
+
+    def _on_fault(self, trace: str) -> None:
+        self._inference_health.set_fault(trace.strip().splitlines()[-1])
+        self.get_logger().error(f"the inference thread survived a fault:\n{trace}", throttle_duration_sec=5.0)
+
+    def _on_progress(self, what: str, fraction: float) -> None:
+        self._model_health.set_loading(what, fraction)
+
+    # Bookkeeping
+
+    def _drop(self, reason: DropReason, detail: str = "") -> None:
+        message = self._drops.add(reason, detail)
+        if message:
+            self.get_logger().warning(message)
+
+    def _count(self, drops: list[Drop]) -> None:
+        for drop in drops:
+            self._drop(drop.reason, drop.detail)
+
+    def _input_status(self) -> Status:
+        self._recent = self._drops.take_recent()
+        instruction = self._instruction.current if self._instruction is not None else None
+        text, problem = (instruction.text, instruction.problem) if instruction is not None else ("", "")
+        return self._input_health.status(self._active, _shortened(text), problem, self._recent)
+
+    def _inference_status(self) -> Status:
+        return self._inference_health.status(self._active, self._recent)
+
+    def _now_ns(self) -> int:
+        now_ns: int = self.get_clock().now().nanoseconds
+        return now_ns
+
+    def _value(self, name: str) -> float:
+        value: float = self.get_parameter(name).value
+        return value
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def main() -> None:
+    """Runs the node; the exit code is 2 for a parameter that a user can mend."""
+    sys.exit(
+        run_node(
+            "policy",
+            PolicyNode,
+            SingleThreadedExecutor,
+            finished=lambda node: False,
+            close=PolicyNode.close,
+        )
+    )

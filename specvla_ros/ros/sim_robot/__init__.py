@@ -1,0 +1,1 @@
+"""A simulated robot as a node."""

@@ -1,0 +1,156 @@
+"""What the simulated robot publishes: pictures, clock, episodes, and how fast the world goes."""
+
+import io
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+from builtin_interfaces.msg import Time as TimeMessage
+from PIL import Image as PillowImage
+from rclpy.node import Node
+from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
+from rclpy.time import Time
+from rosgraph_msgs.msg import Clock
+from sensor_msgs.msg import CompressedImage, Image, JointState
+from std_msgs.msg import Header
+
+from specvla_ros.msg import SimEpisode
+from specvla_ros.ros.qos import CLOCK
+from specvla_ros.ros.sim_robot.episodes import Episode, Tally
+from specvla_ros.simulation.table_robot import TableRobot
+from specvla_ros.simulation.world import JOINTS as JOINT_NAMES
+
+_WINDOW_S = 5.0
+
+
+class Pace:
+    """Counts simulated time against the wall clock."""
+
+    def __init__(self) -> None:
+        self._began_s: float | None = None
+        self._simulated_s = 0.0
+
+    def step(self, now_s: float, step_s: float) -> float | None:
+        """Counts a step.
+
+        Args:
+            now_s: wall clock.
+            step_s: simulated time that passed.
+
+        Returns:
+            Simulated over wall seconds, once in 5 wall seconds; None in between.
+        """
+        if self._began_s is None:
+            self._began_s = now_s
+            return None
+        self._simulated_s += step_s
+        elapsed_s = now_s - self._began_s
+        if elapsed_s < _WINDOW_S:
+            return None
+        factor = self._simulated_s / elapsed_s
+        self._began_s, self._simulated_s = now_s, 0.0
+        return factor
+
+
+IMAGE_TOPIC = "/camera/image_raw"
+# Reliable, so that subscribers of either kind get it.
+_STREAM = QoSProfile(depth=5, reliability=ReliabilityPolicy.RELIABLE)
+# Latched, for who comes later; and deep enough that an end is not overwritten by the next start.
+_EPISODE = QoSProfile(depth=10, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
+_FRAME_ID = "camera"
+_JPEG_QUALITY = 90
+
+
+class SimOutputs:
+    """The robot's camera, joints and clock, and how its episodes go.
+
+    Args:
+        node: whose topics they are.
+        robot: that is looked at, by this thread.
+    """
+
+    def __init__(self, node: Node, robot: TableRobot) -> None:
+        self._robot = robot
+        self._raw = node.create_publisher(Image, IMAGE_TOPIC, _STREAM)
+        self._compressed = node.create_publisher(CompressedImage, f"{IMAGE_TOPIC}/compressed", _STREAM)
+        self._joints = node.create_publisher(JointState, "/joint_states", _STREAM)
+        self._clock = node.create_publisher(Clock, "/clock", CLOCK)
+        self._episodes = node.create_publisher(SimEpisode, "~/episode", _EPISODE)
+
+    @property
+    def image_topics(self) -> tuple[str, str]:
+        """The raw and the compressed one, as remapped."""
+        return self._raw.topic_name, self._compressed.topic_name
+
+    def image(self, now_ns: int) -> None:
+        """Publishes what the camera sees, if anybody wants to know."""
+        raw, compressed = (each.get_subscription_count() > 0 for each in (self._raw, self._compressed))
+        if not (raw or compressed):
+            return
+        picture = self._robot.look()
+        header = Header(stamp=_stamp(now_ns), frame_id=_FRAME_ID)
+        if raw:
+            self._raw.publish(_raw(header, picture))
+        if compressed:
+            self._compressed.publish(CompressedImage(header=header, format="jpeg", data=array("B", _jpeg(picture))))
+
+    def clock(self, now_ns: int) -> None:
+        """Publishes the time."""
+        self._clock.publish(Clock(clock=_stamp(now_ns)))
+
+    def joints(self, now_ns: int) -> None:
+        """Publishes the arm's and the fingers' state."""
+        positions, velocities = self._robot.world.joint_state()
+        self._joints.publish(
+            JointState(
+                header=Header(stamp=_stamp(now_ns)),
+                name=list(JOINT_NAMES),
+                position=positions.tolist(),
+                velocity=velocities.tolist(),
+            )
+        )
+
+    def episode(self, now_ns: int, episode: Episode, instruction: str, tally: Tally) -> None:
+        """Publishes how the episode goes."""
+        self._episodes.publish(
+            SimEpisode(
+                header=Header(stamp=_stamp(now_ns)),
+                task=episode.task.name,
+                seed=episode.start.seed,
+                instruction=instruction,
+                episode=episode.start.index,
+                state=int(episode.state),
+                time_s=episode.steps * self._robot.control_dt,
+                actions=episode.actions,
+                stale_actions=episode.ignored,
+                succeeded_so_far=tally.succeeded,
+                finished_so_far=tally.finished,
+                acted_on=self._robot.acted_on() or "",
+                detail=episode.detail,
+            )
+        )
+
+
+def policy_listens(node: Node, image_topics: Sequence[str], action_topic: str) -> bool:
+    """Whether some node listens to the images and publishes actions: who only watches the images is no policy."""
+    actors = node.get_publishers_info_by_topic(action_topic)
+    listeners = [each for topic in image_topics for each in node.get_subscriptions_info_by_topic(topic)]
+    acting, listening = ({(each.node_namespace, each.node_name) for each in ends} for ends in (actors, listeners))
+    return bool(acting & listening)
+
+
+def _stamp(now_ns: int) -> TimeMessage:
+    return Time(nanoseconds=now_ns).to_msg()
+
+
+def _raw(header: Header, picture: np.ndarray) -> Image:
+    height, width = picture.shape[:2]
+    # An array is taken as it is; rclpy would look at each byte of `bytes`.
+    data = array("B", picture.tobytes())
+    return Image(header=header, height=height, width=width, encoding="rgb8", step=3 * width, data=data)
+
+
+def _jpeg(picture: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    PillowImage.fromarray(picture).save(buffer, "JPEG", quality=_JPEG_QUALITY)
+    return buffer.getvalue()

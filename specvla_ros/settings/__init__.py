@@ -1,0 +1,1 @@
+"""Parameters: declared once, read everywhere."""

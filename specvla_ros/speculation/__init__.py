@@ -1,0 +1,1 @@
+"""Draft trees, what drafts them, and which drafted tokens are committed."""

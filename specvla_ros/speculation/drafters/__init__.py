@@ -1,0 +1,1 @@
+"""What drafts tokens: draft heads, earlier answers, lookup, the target itself."""

@@ -1,0 +1,266 @@
+"""The EAGLE draft head as a drafter: it keeps its own keys and values, and grows a tree per request."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from specvla_kernels.graph_capture import Capture, check_rows, fill_at_random
+from specvla_kernels.layout import Ancestry, Span, pack_layout
+from specvla_kernels.send import send
+from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.speculation.drafters.children import Children, top_k
+from specvla_ros.speculation.drafters.eagle_head import EagleHead
+from specvla_ros.speculation.drafters.protocol import DraftInput
+from specvla_ros.speculation.drafters.tree_growth import DraftStart, GrownTrees, TreeGrower, nodes_of, numbers_of
+from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.tree import Tree
+
+MOST_ROWS = 8  # of a request: what OpenVLA's actions commit at once; whatever is more is fed before
+
+
+class StaticDraft:
+    """Feeds the head the newest committed rows of some requests and grows their trees, as it was captured.
+
+    Args:
+        grower: whose head and memory.
+        requests: that it drafts for.
+        levels: of the highest tree.
+        capture: makes it repeatable.
+
+    Raises:
+        Exception: whatever the capture raises.
+    """
+
+    def __init__(self, grower: TreeGrower, *, requests: int, levels: int, capture: Capture) -> None:
+        self._grower = grower
+        self._levels = levels
+        device = grower.keys.device
+        # One committed row each, in a slot that is there: the capture runs too.
+        self._numbers = torch.ones((6, requests), dtype=torch.int64, device=device)
+        self._numbers[0] = 0
+        self._roots = torch.zeros(requests, dtype=torch.int64, device=device)
+        shape = (requests, MOST_ROWS, grower.hidden_size)
+        self._following = torch.zeros(shape, dtype=grower.keys.dtype, device=device)
+        self._hidden = torch.zeros_like(self._following)
+        self._none = torch.zeros_like(self._following[0])
+        self._replay = capture(self.run)
+
+    def __call__(self, inputs: Sequence[DraftInput], nodes: Sequence[int]) -> GrownTrees:
+        """What `TreeGrower.grow` gives, to rounding; nothing is read back.
+
+        Args:
+            inputs: one per request, each with `MOST_ROWS` rows at most; none may be text.
+            nodes: of each tree at most, the root included.
+        """
+        numbers = torch.tensor(numbers_of(inputs, nodes), pin_memory=self._numbers.is_cuda)
+        self._numbers.copy_(numbers, non_blocking=True)
+        torch.stack([each.root for each in inputs], out=self._roots)
+        self._fill(self._following, [each.following for each in inputs])
+        self._fill(self._hidden, [each.hidden for each in inputs])
+        return self._replay().clone()  # the next draft overwrites it
+
+    def run(self) -> GrownTrees:
+        """What is captured, launch by launch: the last draft once more."""
+        start = DraftStart.on_device(self._numbers, self._roots)
+        foreseen = self._grower.foresee(start, self._following, self._hidden)
+        return self._grower.grow(start, foreseen, self._levels)
+
+    def _fill(self, memory: Tensor, rows: Sequence[Tensor]) -> None:
+        """Each request's rows, and zeros behind them."""
+        parts = [part for each in rows for part in (each, self._none[len(each) :])]
+        torch.cat(parts, out=memory.flatten(0, 1))
+
+
+_UNLIKELY = -50.0  # in place of -inf, which has no distance
+
+
+def check_inputs(decoder: LlamaDecoder, requests: int, levels: int, *, prefix_len: int) -> list[DraftInput]:
+    """Requests with random rows, of different numbers, each with a level less than the one before.
+
+    Args:
+        decoder: the target.
+        requests: how many; they have the first slots.
+        levels: of the highest tree.
+        prefix_len: committed rows of each slot, at least one.
+    """
+    generator = torch.Generator().manual_seed(requests)
+    config, device = decoder.config, decoder.device
+    inputs = []
+    for slot in range(requests):
+        rows = min(prefix_len, 1 + (slot + levels) % MOST_ROWS)
+        hidden = torch.randn(rows, config.hidden_size, generator=generator)
+        tokens = torch.randint(config.vocab_size, (rows,), generator=generator).to(device)
+        inputs.append(
+            DraftInput(
+                slot=slot,
+                prefix_len=prefix_len,
+                hidden=hidden.to(device, decoder.dtype),
+                following=decoder.embed_tokens(tokens),
+                root=tokens[-1],
+                levels=max(1, levels - slot),
+                place=1,
+            )
+        )
+    return inputs
+
+
+def check_trees(found: GrownTrees, expected: GrownTrees, *, what: str, dtype: torch.dtype) -> None:
+    """Compares roots, and how the draft's probability is spread over a tree; which of two like nodes it holds is open.
+
+    Raises:
+        RuntimeError: they differ by more than rounding, or nothing was drafted.
+    """
+    if not bool((expected.log_probs[:, 1:] > -torch.inf).any(dim=1).all()):
+        raise RuntimeError(f"{what} has no drafts")
+    if not found.numbers[0, :, 0].equal(expected.numbers[0, :, 0]):
+        raise RuntimeError(f"{what} has other roots")
+    ours, others = (each.log_probs.clamp(min=_UNLIKELY).sort(dim=1).values for each in (found, expected))
+    check_rows(ours, others, what=what, dtype=dtype)
+
+
+class EagleDrafter:
+    """Feeds the head what was committed, and grows trees behind it.
+
+    Args:
+        head: the draft head.
+        decoder: the target, whose embeddings and output head it shares.
+        settings: the tree's size.
+        slots: requests in flight at most.
+        slot_rows: committed rows of a slot at most.
+        children: how a node's children are chosen; by default, and where text may come, the likeliest.
+
+    Attributes:
+        committed_rows: of a slot at most.
+        forwards: of the head since it was made.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        decoder: LlamaDecoder,
+        settings: DraftSettings,
+        *,
+        slots: int,
+        slot_rows: int,
+        children: Children | None = None,
+    ) -> None:
+        self._decoder = decoder
+        self._settings = settings
+        self.committed_rows = slot_rows
+        self.forwards = 0
+        self._slots = slots
+        self._slot_rows = slot_rows + max(settings.beam_nodes, MOST_ROWS)
+        self._captured: dict[tuple[int, int], StaticDraft] = {}  # by requests that grow and levels
+        self._grower = TreeGrower(
+            head,
+            decoder,
+            k=settings.top_k,
+            nodes=settings.nodes,
+            slots=slots,
+            slot_rows=self._slot_rows,
+            children=children or top_k(settings.top_k),
+        )
+
+    def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int] | None = None) -> list[Tree]:
+        """Feeds the head what was committed and grows the next trees.
+
+        Args:
+            inputs: one per request, of different slots.
+            nodes: of each tree, the root included; by default, and at most, those of the settings.
+        """
+        limits = nodes if nodes is not None else [self._settings.nodes] * len(inputs)
+        sizes = {
+            each.slot: (min(each.levels, self._settings.depth), limit)
+            for each, limit in zip(inputs, limits, strict=True)
+            if each.levels > 0 and limit > 1
+        }
+        growing = [each for each in inputs if each.slot in sizes]
+        if not growing:
+            self._feed(inputs)
+            return [Tree.of_root(each.root) for each in inputs]
+        most, highest = [limit for _, limit in sizes.values()], max(levels for levels, _ in sizes.values())
+        in_text = any(each.in_text for each in growing)
+        static = None if in_text else self._captured.get((len(growing), highest))
+        if static is None:
+            grown = self._grow(inputs, growing, most, highest)
+        else:
+            self._feed([rows for each in inputs if (rows := _ahead(each, MOST_ROWS if each.slot in sizes else 0))])
+            self.forwards += highest
+            grown = static([_newest(each) for each in growing], most)
+        k = self._settings.top_k
+        trees = iter(grown.split([(nodes_of(levels, k, limit), levels) for levels, limit in sizes.values()]))
+        return [next(trees) if each.slot in sizes else Tree.of_root(each.root) for each in inputs]
+
+    def capture(self, capture: Capture, levels: int) -> int:
+        """See Capturable: a draft of every number of requests and of levels. Every slot is written to.
+
+        Args:
+            capture: makes work repeatable.
+            levels: that a tree may have where no text comes.
+        """
+        if self._settings.nodes == 1:  # nothing ever grows
+            return 0
+        fill_at_random(self._grower.keys, self._grower.values)
+        for requests in range(self._slots, 0, -1):  # the largest first: the others then find memory in its pool
+            for height in range(min(levels, self._settings.depth), 0, -1):
+                static = StaticDraft(self._grower, requests=requests, levels=height, capture=capture)
+                self._check(static, requests, height)
+                self._captured[requests, height] = static
+        return len(self._captured)
+
+    def release(self) -> None:
+        """See Capturable."""
+        self._captured = {}
+
+    def _check(self, static: StaticDraft, requests: int, levels: int) -> None:
+        """Compares a captured draft with the same work launch by launch, and with a draft of other shapes."""
+        inputs = check_inputs(self._decoder, requests, levels, prefix_len=max(1, self.committed_rows // 2))
+        nodes = [self._settings.nodes] * requests
+        expected = self._grow(inputs, inputs, nodes, levels)
+        found = static(inputs, nodes)
+        what = f"a captured draft of {requests} trees with {levels} levels"
+        check_trees(found, static.run(), dtype=torch.float32, what=what)
+        check_trees(found, expected, dtype=self._decoder.dtype, what=what)
+
+    def _feed(self, inputs: Sequence[DraftInput]) -> dict[int, Tensor]:
+        """The head over the newly committed rows: by slot, [hidden] behind the last of them."""
+        if not inputs:
+            return {}
+        parts: list[tuple[Span, Ancestry | None]] = []
+        start = 0
+        for each in inputs:
+            rows = len(each.hidden)
+            parts.append((Span(each.slot, start, rows, each.prefix_len - rows, is_tree=False), None))
+            start += rows
+        following = torch.cat([each.following for each in inputs])
+        self.forwards += 1
+        layout = pack_layout(parts, self._slot_rows, following.device)
+        hidden = self._grower.forward(following, torch.cat([each.hidden for each in inputs]), layout)
+        return {span.slot: hidden[span.stop - 1] for span, _ in parts}
+
+    def _grow(
+        self, inputs: Sequence[DraftInput], growing: Sequence[DraftInput], nodes: Sequence[int], levels: int
+    ) -> GrownTrees:
+        """Feeds all requests' rows and grows the trees of some, launch by launch."""
+        fed = self._feed(inputs)
+        self.forwards += levels - 1
+        texts = [each.in_text for each in growing]
+        in_text = send(texts, self._decoder.device, torch.bool) if any(texts) else None
+        foreseen = torch.stack([fed[each.slot] for each in growing])
+        return self._grower.grow(DraftStart.of(growing, nodes), foreseen, levels, in_text)
+
+
+def _newest(request: DraftInput) -> DraftInput:
+    """With as many rows as a captured draft takes."""
+    return replace(request, hidden=request.hidden[-MOST_ROWS:], following=request.following[-MOST_ROWS:])
+
+
+def _ahead(request: DraftInput, left: int) -> DraftInput | None:
+    """Without so many of its newest rows; None: it has no others."""
+    rows = len(request.hidden) - left
+    if rows <= 0:
+        return None
+    hidden, following = request.hidden[:rows], request.following[:rows]
+    return replace(request, hidden=hidden, following=following, prefix_len=request.prefix_len - left)

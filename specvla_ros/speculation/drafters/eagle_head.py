@@ -1,0 +1,209 @@
+"""The EAGLE draft head: one decoder layer over features and embeddings, and its checkpoint."""
+
+import json
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from specvla_kernels.layout import PackedLayout
+from specvla_ros.errors import UserError
+from specvla_ros.models.config import LlamaConfig, read_json
+from specvla_ros.models.llama import LlamaDecoder, LlamaLayer
+from specvla_ros.models.weights import load_weights, save_weights
+
+
+class EagleHead(nn.Module):
+    """Spec-VLA eq. 4: the linear fusion of the next token's embedding and the target's hidden state, then one layer.
+
+    No norm in front of the attention and none behind the layer; embeddings and output head are the target's.
+
+    Args:
+        config: the layer's shape.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size)
+        self.layer = LlamaLayer(config, input_norm=False)
+
+    def forward(
+        self,
+        following: Tensor,
+        hidden: Tensor,
+        layout: PackedLayout,
+        rotation: tuple[Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """One packed forward.
+
+        Args:
+            following: [n_rows, hidden], embedding of the token behind each row.
+            hidden: [n_rows, hidden], the target's state at each row, or the head's own where the target has none yet.
+            layout: where the segments lie.
+            rotation: cosines and sines of the rows, see `LlamaDecoder.rotation`.
+            keys: [slots, slot_rows, kv_heads, head_dim], written in place.
+            values: like keys.
+
+        Returns:
+            [n_rows, hidden]: the state behind each row, as the head foresees it.
+        """
+        fused: Tensor = self.fc(torch.cat((following, hidden), dim=-1))
+        out: Tensor = self.layer(fused, *rotation, layout, keys, values)
+        return out
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Every tensor by its name in published draft checkpoints; writing into a value writes into the head."""
+        config, layer = self.config, self.layer
+        rows = [heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)]
+        q, k, v = layer.qkv.weight.split((rows[0], rows[1], rows[1]))
+        gate, up = layer.gate_up.weight.chunk(2)
+        tensors = {
+            "fc.weight": self.fc.weight,
+            "fc.bias": self.fc.bias,
+            "layers.0.self_attn.q_proj.weight": q,
+            "layers.0.self_attn.k_proj.weight": k,
+            "layers.0.self_attn.v_proj.weight": v,
+            "layers.0.self_attn.o_proj.weight": layer.out.weight,
+            "layers.0.post_attention_layernorm.weight": layer.post_norm.weight,
+            "layers.0.mlp.gate_proj.weight": gate,
+            "layers.0.mlp.up_proj.weight": up,
+            "layers.0.mlp.down_proj.weight": layer.down.weight,
+        }
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def load_draft_head(directory: Path, decoder: LlamaDecoder) -> EagleHead:
+    """Loads a draft head for a target, in the target's dtype and on its device.
+
+    Reads model.safetensors, or pytorch_model.bin as SpecVLA publishes it. The embeddings that such a file carries are
+    not read: they are the target's.
+
+    Raises:
+        UserError: a file is missing or damaged, or the head was made for another target.
+    """
+    if not directory.is_dir():
+        raise UserError(f"draft.head: {directory} does not exist; give the folder that holds the head's config.json")
+    config = _config(directory, decoder.config)
+    with torch.device("meta"):
+        head = EagleHead(config)
+    head.to(decoder.dtype).to_empty(device=decoder.device)
+    tensors = head.checkpoint_tensors()
+    pickled = directory / "pytorch_model.bin"
+    if any(directory.glob("model.safetensors*")):
+        load_weights(directory, tensors)
+        single = directory / "model.safetensors"
+        for path in [single] if single.exists() else sorted(directory.glob("model-*-of-*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
+            _check_kind(path, shapes, tensors, decoder)
+    elif pickled.exists():
+        _copy(pickled, _unpickle(pickled), tensors, decoder)
+    else:
+        raise UserError(
+            f"draft.head: {directory} holds neither model.safetensors nor pytorch_model.bin; copy the head's weights "
+            "there, or train one with `specvla train-draft`"
+        )
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+        raise UserError(f"{directory}: the draft head's weights hold NaN or infinity; train it again")
+    return head.eval().requires_grad_(False)
+
+
+def save_draft_head(directory: Path, head: EagleHead) -> None:
+    """Writes config.json and model.safetensors, in bfloat16 as checkpoints are."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = asdict(head.config) | {"model_type": "llama", "num_hidden_layers": 1, "fc_bias": True}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_weights(directory / "model.safetensors", {n: t.bfloat16().cpu() for n, t in head.checkpoint_tensors().items()})
+
+
+def _config(directory: Path, target: LlamaConfig) -> LlamaConfig:
+    path = directory / "config.json"
+    if not path.exists():
+        raise UserError(
+            f"draft.head: {path} is missing; SpecVLA's training does not put it beside the weights: copy it there"
+        )
+    raw = read_json(path)
+    layers = raw.get("num_hidden_layers", 1)
+    if layers != 1:
+        raise UserError(f"{path}: a draft head has one layer, this is a model of {layers}")
+    try:
+        heads = int(raw.get("num_attention_heads", target.num_attention_heads))
+        hidden = int(raw["hidden_size"])
+        config = LlamaConfig(
+            hidden_size=hidden,
+            intermediate_size=int(raw["intermediate_size"]),
+            num_hidden_layers=1,
+            num_attention_heads=heads,
+            num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=int(raw.get("head_dim") or hidden // heads),
+            vocab_size=target.vocab_size,
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope_theta=float(raw.get("rope_theta", target.rope_theta)),
+            max_position_embeddings=target.max_position_embeddings,
+        )
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: {type(error).__name__}: {error}; is this a draft head's config.json?") from None
+    groups = (config.num_attention_heads, config.num_key_value_heads)
+    if min(*groups, config.hidden_size, config.intermediate_size, config.head_dim) < 1 or groups[0] % groups[1]:
+        raise UserError(
+            f"{path}: hidden_size {config.hidden_size}, intermediate_size {config.intermediate_size}, {groups[0]} "
+            f"heads of {config.head_dim} and {groups[1]} key-value heads make no layer; copy the file again"
+        )
+    if config.hidden_size != target.hidden_size:
+        raise UserError(
+            f"{directory} is a draft head for a target of hidden size {config.hidden_size}, but this target has "
+            f"{target.hidden_size}: train one for it with `specvla train-draft`"
+        )
+    if (config.head_dim, config.rope_theta) != (target.head_dim, target.rope_theta):
+        raise UserError(
+            f"{path}: head_dim {config.head_dim} and rope_theta {config.rope_theta:g} are not the target's "
+            f"({target.head_dim}, {target.rope_theta:g}): the head was made for another target"
+        )
+    return config
+
+
+def _unpickle(path: Path) -> dict[str, Tensor]:
+    try:
+        # Files of torch before 1.6 are no zip archives and cannot be mapped.
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (EOFError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path} is damaged or holds more than tensors ({error}); download it again") from None
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise UserError(f"{path} holds no tensors by name; is it a draft head?")
+    return tensors
+
+
+def _copy(path: Path, found: dict[str, Tensor], tensors: dict[str, Tensor], decoder: LlamaDecoder) -> None:
+    missing = [name for name in tensors if name not in found]
+    if missing:
+        raise UserError(f"{path} lacks {missing[0]} and {len(missing) - 1} more tensors: it is no EAGLE draft head")
+    _check_kind(path, {name: tensor.shape for name, tensor in found.items()}, tensors, decoder)
+    for name, tensor in tensors.items():
+        if tuple(found[name].shape) != tuple(tensor.shape):
+            raise UserError(
+                f"{path}: {name} has shape {list(found[name].shape)}, but config.json implies {list(tensor.shape)}"
+            )
+        tensor.copy_(found[name])
+
+
+def _check_kind(
+    path: Path, shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor], decoder: LlamaDecoder
+) -> None:
+    """Refuses a file that has more than an EAGLE head has, or embeddings of another vocabulary."""
+    # The vocabulary in config.json is not asked: SpecVLA's says 32000 where the embeddings have 32064 rows.
+    rows = next(iter(shapes.get("embed_tokens.weight", ())), decoder.config.vocab_size)
+    if rows != decoder.config.vocab_size:
+        raise UserError(
+            f"{path}: the head was made for a vocabulary of {rows} ids, this target has {decoder.config.vocab_size}"
+        )
+    extra = [name for name in shapes if name not in tensors and name != "embed_tokens.weight"]
+    if extra:
+        raise UserError(f"{path} has {extra[0]}, which this kind of draft head does not: it is of another kind")

@@ -1,0 +1,383 @@
+"""The dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4), grown for all requests at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specvla_kernels.attention_plan import AttentionPlan, plan_attention
+from specvla_kernels.layout import Ancestry, PackedLayout, Span
+from specvla_kernels.send import send
+from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.speculation.drafters.children import Children, top_k
+from specvla_ros.speculation.drafters.eagle_head import EagleHead
+from specvla_ros.speculation.drafters.protocol import DraftInput
+from specvla_ros.speculation.tree import Tree
+
+
+@dataclass(frozen=True)
+class GrownTrees:
+    """Finished trees side by side; what a tree does not fill comes last.
+
+    Args:
+        numbers: int64 [4, trees, n]: tokens, and the parents, depths and ancestors of Ancestry. Node 0 is the root.
+        log_probs: [trees, n].
+    """
+
+    numbers: Tensor
+    log_probs: Tensor
+
+    def clone(self) -> "GrownTrees":
+        """In memory of their own."""
+        return GrownTrees(self.numbers.clone(), self.log_probs.clone())
+
+    def split(self, sizes: list[tuple[int, int]]) -> list[Tree]:
+        """One by one.
+
+        Args:
+            sizes: nodes and levels of each.
+        """
+        valid, relaxable = self.log_probs > -torch.inf, torch.ones_like(self.log_probs, dtype=torch.bool)
+        trees = []
+        for i, (n, levels) in enumerate(sizes):
+            tokens, *ancestry = self.numbers[:, i, :n].unbind()
+            log_probs = self.log_probs[i, :n]
+            trees.append(Tree(tokens, Ancestry(*ancestry), log_probs, valid[i, :n], relaxable[i, :n], levels))
+        return trees
+
+
+class TreeGrowth:
+    """Some trees while they grow, level by level, on the device; the host knows all shapes.
+
+    Args:
+        roots: int64 [trees], the last committed tokens.
+        levels: int64 [trees], of drafted tokens; a tree that has them all grows no further.
+
+    Attributes:
+        beam_tokens: int64 [trees, beam], the best of the newest level, whose children are considered next.
+        beam_parents: int64 [trees, beam], each one's place in the beam before it.
+    """
+
+    def __init__(self, roots: Tensor, levels: Tensor) -> None:
+        self._roots = roots[:, None]
+        self._levels = levels[:, None]
+        # Everything considered, in the order it was; number 0 is the root.
+        self._tokens: list[Tensor] = []
+        self._scores: list[Tensor] = []
+        self._parents: list[Tensor] = []
+        self._considered = 1
+        self._beam_scores = torch.zeros_like(self._roots, dtype=torch.float32)
+        self._beam_numbers = torch.zeros_like(self._roots)
+        self.beam_tokens = self._roots
+        self.beam_parents = torch.full_like(self._roots, -1)
+
+    def expand(self, tokens: Tensor, scores: Tensor) -> None:
+        """Considers the children of the beam, and makes the best of them the next beam.
+
+        Args:
+            tokens: int64 [trees, beam, k].
+            scores: [trees, beam, k], log-probability of each child given its parent; NaN counts as impossible.
+        """
+        k = tokens.shape[-1]
+        # The rounded sum of a whole window's mass can be 1 + 1e-7: its child would rank before its own parent.
+        scores = torch.nan_to_num(scores, nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
+        total = (self._beam_scores[:, :, None] + scores).flatten(1)
+        total = torch.where(len(self._tokens) < self._levels, total, -torch.inf)
+        self._parents.append(self._beam_numbers[:, :, None].expand(-1, -1, k).flatten(1))
+        self._tokens.append(tokens.flatten(1))
+        self._scores.append(total)
+        best = total.topk(k).indices if total.shape[1] > k else torch.arange(k, device=total.device).expand_as(total)
+        self.beam_tokens = self._tokens[-1].gather(1, best)
+        self.beam_parents = best // k
+        self._beam_scores = total.gather(1, best)
+        self._beam_numbers = self._considered + best
+        self._considered += total.shape[1]
+
+    def finish(self, nodes: Tensor, most: int) -> GrownTrees:
+        """The best of everything considered, level by level; a parent comes with its child.
+
+        A child's score is never above its parent's. Where they are equal, as in low precision, the stable order keeps
+        the parent first: a child without its parent, as the published code can choose it, cannot be.
+
+        Args:
+            nodes: int64 [trees], of each finished tree at most, the root included.
+            most: no tree has more.
+        """
+        tokens, scores, parents = (torch.cat(each, dim=1) for each in (self._tokens, self._scores, self._parents))
+        considered = tokens.shape[1]
+        kept = min(most - 1, considered)
+        places = torch.arange(considered, device=tokens.device)
+        ranked = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept]
+        # What is over a tree's own limit goes behind all others, where it is nobody's parent.
+        chosen = torch.where(places[:kept] < nodes[:, None] - 1, ranked, considered).sort(dim=1).values
+        node_of = torch.zeros_like(self._roots).repeat(1, considered + 2)
+        node_of.scatter_(1, chosen + 1, (places[:kept] + 1).expand_as(chosen))
+        chosen = chosen.clamp(max=considered - 1)
+        above = node_of.gather(1, parents.gather(1, chosen))
+        of = Ancestry.on_device(torch.cat((torch.full_like(self._roots, -1), above), dim=1), len(self._tokens))
+        tokens = torch.cat((self._roots, tokens.gather(1, chosen)), dim=1)
+        log_probs = scores.gather(1, chosen)
+        return GrownTrees(
+            numbers=torch.stack((tokens, of.parents, of.depths, of.ancestors)),
+            log_probs=torch.cat((torch.zeros_like(self._roots, dtype=log_probs.dtype), log_probs), dim=1),
+        )
+
+
+def nodes_of(levels: int, k: int, most: int) -> int:
+    """Nodes of a finished tree, the root included, where each node has k children and each level's best k go on.
+
+    Args:
+        levels: of the tree, at least one.
+        k: children, and nodes of a beam.
+        most: nodes.
+    """
+    return min(most, 1 + k + (levels - 1) * k * k)
+
+
+class Beams:
+    """Beams of some trees, level behind level.
+
+    Args:
+        levels: int64 [trees], of drafted tokens; no depth is counted beyond them, so that every position exists.
+
+    Attributes:
+        tokens: int64 [trees, n].
+        states: [trees, n, hidden], what the head foresaw at the nodes' parents.
+        depths: int64 [trees, n]; 0 right behind the root.
+        ancestors: int64 [trees, n]; bit j set: node j is an ancestor or the node itself.
+    """
+
+    def __init__(self, levels: Tensor) -> None:
+        self._deepest = (levels - 1).clamp(min=0)[:, None]
+        self._width = 0
+        self._levels = 0
+        none = torch.empty((len(levels), 0), dtype=torch.int64, device=levels.device)
+        self.tokens = self.depths = self.ancestors = none
+        self.states: Tensor | None = None
+
+    def add(self, growth: TreeGrowth, foreseen: Tensor) -> None:
+        """Puts the newest beam behind those before it.
+
+        Args:
+            growth: of the trees.
+            foreseen: [trees, beam, hidden], the head's states at the beam before; at the root for the first.
+        """
+        trees, width = growth.beam_tokens.shape
+        before = self.tokens.shape[1]
+        parents = growth.beam_parents
+        bits = torch.ones_like(parents) << torch.arange(before, before + width, device=parents.device)
+        if before:
+            bits = bits | self.ancestors.gather(1, before - self._width + parents)
+        states = foreseen.gather(1, parents[:, :, None].expand(-1, -1, foreseen.shape[2]))
+        depth = self._deepest.clamp(max=self._levels).expand(trees, width)
+        self.tokens = torch.cat((self.tokens, growth.beam_tokens), dim=1)
+        self.states = states if self.states is None else torch.cat((self.states, states), dim=1)
+        self.depths = torch.cat((self.depths, depth), dim=1)
+        self.ancestors = torch.cat((self.ancestors, bits), dim=1)
+        self._width = width
+        self._levels += 1
+
+
+@dataclass(frozen=True)
+class DraftStart:
+    """What the growth of trees is told of their requests; on the device, so that a captured growth can read it.
+
+    Args:
+        slots: int64 [requests], of the head's keys and values.
+        prefix_lens: int64 [requests], committed rows of the slots.
+        rows: int64 [requests], how many of these are new.
+        levels: int64 [requests], of drafted tokens.
+        nodes: int64 [requests], of the trees at most, the root included.
+        places: int64 [requests], the action dimension of the first drafted tokens.
+        roots: int64 [requests], the last committed tokens.
+        spans: slot and prefix_len of each request once more, on the host; empty where nothing may depend on them.
+    """
+
+    slots: Tensor
+    prefix_lens: Tensor
+    rows: Tensor
+    levels: Tensor
+    nodes: Tensor
+    places: Tensor
+    roots: Tensor
+    spans: tuple[tuple[int, int], ...] = ()
+
+    @staticmethod
+    def of(inputs: Sequence[DraftInput], nodes: Sequence[int]) -> "DraftStart":
+        """Sends them to where the roots are.
+
+        Args:
+            inputs: one per request.
+            nodes: of each tree at most.
+        """
+        roots = torch.stack([each.root for each in inputs])
+        start = DraftStart.on_device(send(numbers_of(inputs, nodes), roots.device), roots)
+        return replace(start, spans=tuple((each.slot, each.prefix_len) for each in inputs))
+
+    @staticmethod
+    def on_device(numbers: Tensor, roots: Tensor) -> "DraftStart":
+        """From int64 [6, requests], what `numbers_of` says, and the roots."""
+        slots, prefix_lens, rows, levels, nodes, places = numbers.unbind()
+        return DraftStart(slots, prefix_lens, rows, levels, nodes, places, roots)
+
+
+def numbers_of(inputs: Sequence[DraftInput], nodes: Sequence[int]) -> list[tuple[int, ...]]:
+    """What the host knows, in the order of DraftStart: six rows with a number per request."""
+    columns = [
+        (each.slot, each.prefix_len, len(each.hidden), each.levels, most, each.place)
+        for each, most in zip(inputs, nodes, strict=True)
+    ]
+    return [*zip(*columns, strict=True)]
+
+
+class TreeGrower:
+    """The head with its keys and values, one slot per request as in the target's ring.
+
+    Args:
+        head: the draft head.
+        decoder: the target, whose embeddings and output head it shares.
+        k: children per node, and nodes of a beam.
+        nodes: of a tree at most, the root included.
+        slots: requests in flight at most.
+        slot_rows: of a slot, the nodes that the head runs over included.
+        children: how a node's children are chosen.
+
+    Attributes:
+        keys: [slots, slot_rows, kv_heads, head_dim].
+        values: like keys.
+        hidden_size: of the states.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        decoder: LlamaDecoder,
+        *,
+        k: int,
+        nodes: int,
+        slots: int,
+        slot_rows: int,
+        children: Children,
+    ) -> None:
+        self._head = head
+        self._decoder = decoder
+        self._k = k
+        self._nodes = nodes
+        self._any_token = top_k(k)
+        self._children = children
+        self._slot_rows = slot_rows
+        self._plans: dict[tuple[int, int, bool], AttentionPlan] = {}
+        config = head.config
+        self.hidden_size = config.hidden_size
+        shape = (slots, slot_rows, config.num_key_value_heads, config.head_dim)
+        self.keys = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
+        self.values = torch.empty_like(self.keys)
+
+    def forward(self, following: Tensor, hidden: Tensor, layout: PackedLayout) -> Tensor:
+        """The head over packed rows; see EagleHead."""
+        rotation = self._decoder.rotation(layout.positions)
+        out: Tensor = self._head(following, hidden, layout, rotation, self.keys, self.values)
+        return out
+
+    def foresee(self, start: DraftStart, following: Tensor, hidden: Tensor) -> Tensor:
+        """The head over each request's newest committed rows.
+
+        Args:
+            start: with their number, `rows`; without spans, which are those of trees.
+            following: [trees, n, hidden], as in EagleHead; of each request the first `rows` count. The others are
+                computed too, into rows of its slot that are not committed.
+            hidden: like following.
+
+        Returns:
+            [trees, hidden], the states behind each request's last.
+        """
+        assert not start.spans
+        nodes = torch.arange(following.shape[1], device=following.device)
+        last = start.rows[:, None] - 1
+        layout = self._layout(start, start.prefix_lens - start.rows, nodes.minimum(last))
+        states = self.forward(following.flatten(0, 1), hidden.flatten(0, 1), layout).view_as(hidden)
+        return states.gather(1, last[:, :, None].expand(-1, -1, states.shape[2]))[:, 0]
+
+    def grow(self, start: DraftStart, foreseen: Tensor, levels: int, texts: Tensor | None = None) -> GrownTrees:
+        """Trees behind committed rows that the head has seen.
+
+        Args:
+            start: where they begin.
+            foreseen: [trees, hidden], the head's states behind the last committed rows.
+            levels: of the highest tree, at least one.
+            texts: bool [trees], whether the drafted tokens may be text; None: none may.
+        """
+        growth, beams = TreeGrowth(start.roots, start.levels), Beams(start.levels)
+        states = foreseen[:, None]
+        for level in range(levels):
+            if level:
+                beams.add(growth, states)
+                states = self._over(beams, start)[:, -self._k :]
+            growth.expand(*self._children_of(states, start.places + level, texts))
+        return growth.finish(start.nodes, self._nodes)
+
+    def _layout(
+        self, start: DraftStart, first_rows: Tensor, offsets: Tensor, ancestors: Tensor | None = None
+    ) -> PackedLayout:
+        """Of as many rows for each request.
+
+        Args:
+            start: whose requests.
+            first_rows: int64 [requests], the slots' rows that they begin at.
+            offsets: int64 [requests, n], of the positions from there.
+            ancestors: int64 [requests, n], of trees; None: chains.
+        """
+        n = offsets.shape[1]
+        begin = start.slots * self._slot_rows + first_rows
+        is_tree = ancestors is not None
+        layout = PackedLayout(
+            tuple(Span(slot, i * n, n, prefix, is_tree) for i, (slot, prefix) in enumerate(start.spans)),
+            positions=(first_rows[:, None] + offsets).flatten(),
+            kv_rows=(begin[:, None] + torch.arange(n, device=offsets.device)).flatten(),
+            ancestors=(torch.zeros_like(offsets) if ancestors is None else ancestors).flatten(),
+        )
+        if not start.spans:
+            plan = self._plan(start.slots, first_rows, n, is_tree)
+            layout.plans[plan.group, self.keys.shape[2]] = plan
+        return layout
+
+    def _over(self, beams: Beams, start: DraftStart) -> Tensor:
+        """The head over every beam so far: [trees, n, hidden].
+
+        The head is one layer, read from memory once per forward however many rows there are: earlier levels are
+        computed again.
+        """
+        assert beams.states is not None
+        layout = self._layout(start, start.prefix_lens, beams.depths, beams.ancestors)
+        following = self._decoder.embed_tokens(beams.tokens.flatten())
+        return self.forward(following, beams.states.flatten(0, 1), layout).view_as(beams.states)
+
+    def _children_of(self, states: Tensor, places: Tensor, texts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Tokens and scores [trees, beam, k] behind states [trees, beam, hidden]."""
+        trees, beam = states.shape[:2]
+        log_probs = self._decoder.logits(states.flatten(0, 1)).log_softmax(dim=-1)
+        places = places.repeat_interleave(beam)
+        tokens, scores = self._children(log_probs, places)
+        if texts is not None:
+            is_text = texts.repeat_interleave(beam)[:, None]
+            any_tokens, any_scores = self._any_token(log_probs, places)
+            tokens, scores = torch.where(is_text, any_tokens, tokens), torch.where(is_text, any_scores, scores)
+        return tokens.view(trees, beam, -1), scores.view(trees, beam, -1)
+
+    def _plan(self, slots: Tensor, first_rows: Tensor, n: int, is_tree: bool) -> AttentionPlan:
+        """The attention's table where the device alone knows the places."""
+        key = (len(slots), n, is_tree)
+        if key not in self._plans:  # made before a capture, by the run that goes before it
+            kv_heads = self.keys.shape[2]
+            self._plans[key] = plan_attention(
+                [Span(0, i * n, n, 0, is_tree) for i in range(len(slots))],
+                group=self._head.config.num_attention_heads // kv_heads,
+                kv_heads=kv_heads,
+                slot_rows=self._slot_rows,
+                device=slots.device,
+            )
+        plan = self._plans[key]
+        places = torch.stack((slots, first_rows), dim=1).to(torch.int32)
+        places = places.repeat_interleave(len(plan.tiles) // len(slots), dim=0)
+        return replace(plan, tiles=torch.cat((places, plan.tiles[:, 2:]), dim=1))

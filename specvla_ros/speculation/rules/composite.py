@@ -1,0 +1,55 @@
+"""A rule for each class of tokens: actions, numbers in text, and the rest of the text."""
+
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from specvla_ros.speculation.accept import AcceptanceRule, Judgement, Verification, Why
+from specvla_ros.speculation.rules.strict import Strict
+
+
+@dataclass(frozen=True)
+class Composite:
+    """Judges each place by the class of the drafted token and of the target's own choice there.
+
+    Both actions: the action rule. Both text: strict if one of them holds a digit, else the text rule. One of each is
+    never kept: where the text ends is the target's word.
+
+    Args:
+        action: for action tokens.
+        text: for text.
+        numbers: bool [vocab], ids whose text holds a digit; where the model is, or each verification copies it there.
+    """
+
+    action: AcceptanceRule
+    text: AcceptanceRule
+    numbers: Tensor
+
+    @property
+    def needs_visual(self) -> bool:
+        """Whether one of the rules does."""
+        return self.action.needs_visual or self.text.needs_visual
+
+    def judge(self, verification: Verification) -> Judgement:
+        """Column by column, what the rule of its class says."""
+        tokens, wanted = verification.tree.tokens, verification.wanted
+        is_action = verification.both_actions
+        mixed = verification.actions.contain(tokens) ^ verification.actions.contain(wanted)
+        numbers = self.numbers.to(tokens.device)
+        number = numbers[tokens.clamp(min=0)] | numbers[wanted.clamp(min=0)]
+        action, text, exact = (rule.judge(verification) for rule in (self.action, self.text, Strict()))
+        words = torch.where(number, exact.keeps, text.keeps)
+        keeps = torch.where(is_action, action.keeps, words) & ~mixed
+        why = torch.where(is_action, action.why, torch.where(number, int(Why.EXACT), text.why))
+        return Judgement(keeps, why)
+
+
+def number_tokens(tokenizer: Tokenizer | None, vocab_size: int) -> Tensor:
+    """Bool [vocab_size]: ids whose text holds a digit; none without a tokenizer."""
+    numbers = torch.zeros(vocab_size, dtype=torch.bool)
+    if tokenizer is not None:
+        for text, token in tokenizer.get_vocab().items():
+            numbers[token] = any(character.isdigit() for character in text)
+    return numbers

@@ -1,0 +1,62 @@
+"""LVSpec's loose acceptance: strict where a token depends on the image (arXiv 2604.05650)."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specvla_ros.speculation.accept import Judgement, Verification, Why
+
+
+@dataclass(frozen=True)
+class LVSpec:
+    """Keeps drafts that depend least on the image, and drafts that the target says a few places away.
+
+    The relevance of a drafted token is the mean of the `top_n` highest cosine similarities between the target's last
+    hidden state at it and those of the image's rows. The share `loose_share` of the drafted tokens with the lowest
+    relevance is taken whatever the target says; the others must be its own choice, or be its choice at most `shift`
+    places before or behind on the same path (position-shift tolerance). The share is one of the tree's nodes, rounded
+    up: with another size of the tree the rule is another.
+
+    The paper's code is not public; this is a reading of its text. For text, not for actions: a loose action token has
+    no bound.
+
+    Args:
+        loose_share: lambda, 0 to 1.
+        top_n: image rows whose similarity counts.
+        shift: in places; 0: no tolerance.
+    """
+
+    loose_share: float = 0.3
+    top_n: int = 8
+    shift: int = 1
+    needs_visual: bool = True
+
+    def judge(self, verification: Verification) -> Judgement:
+        """Exact, irrelevant and shifted tokens.
+
+        Raises:
+            ValueError: the verification has no states of the image.
+        """
+        exact, depths = verification.exact, verification.tree.ancestry.depths
+        loose = self._loose(verification)
+        same = verification.tree.tokens[:, None] == verification.wanted  # [j, k]
+        close = ((depths[:, None] - depths).abs() <= self.shift) & (depths > 0)
+        shifted = (verification.on_path.to(torch.float32) @ (same & close).to(torch.float32).T) > 0  # [e, j]
+        why = torch.where(loose, int(Why.IRRELEVANT), int(Why.SHIFTED))
+        return Judgement((exact | loose) | shifted, torch.where(exact, int(Why.EXACT), why))
+
+    def _loose(self, verification: Verification) -> Tensor:
+        """Bool [n]: among the least relevant; never where the states are not finite."""
+        if verification.visual is None:
+            raise ValueError("LVSpec needs the last hidden states of the image's rows")
+        states, visual = verification.hidden.float(), verification.visual.float()
+        similarity = F.normalize(states, dim=-1) @ F.normalize(visual, dim=-1).T
+        relevance = similarity.topk(min(self.top_n, visual.shape[0]), dim=-1).values.mean(dim=-1)
+        drafted = verification.tree.valid & (verification.tree.ancestry.parents >= 0) & relevance.isfinite()
+        nodes = torch.arange(len(relevance), device=relevance.device)
+        lower = (relevance < relevance[:, None]) | ((relevance == relevance[:, None]) & (nodes < nodes[:, None]))
+        rank = (lower & drafted).sum(dim=1)
+        # In float32, 0.3 of 50 nodes is more than 15.
+        return drafted & (rank < self.loose_share * drafted.sum().to(torch.float64) - 1e-9)

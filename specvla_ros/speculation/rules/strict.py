@@ -1,0 +1,36 @@
+"""Strict acceptance: a drafted token is committed only if it is the target's own choice, so nothing is lost."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specvla_ros.speculation.accept import NOT_A_NUMBER, Judgement, Verification, Why
+
+
+def greedy_choice(logits: Tensor) -> Tensor:
+    """The target's most likely token at each node; the lowest id wins a tie, on every device.
+
+    Args:
+        logits: float32 [n, vocab].
+
+    Returns:
+        int64 [n]; NOT_A_NUMBER for a row with a NaN.
+    """
+    best = logits.amax(dim=-1, keepdim=True)
+    vocab = logits.shape[-1]
+    ids = torch.arange(vocab, device=logits.device)
+    choice = torch.where(logits == best, ids, vocab).amin(dim=-1)
+    return torch.where(choice == vocab, NOT_A_NUMBER, choice)
+
+
+@dataclass(frozen=True)
+class Strict:
+    """Keeps what the target would have chosen itself."""
+
+    needs_visual: bool = False
+
+    def judge(self, verification: Verification) -> Judgement:
+        """Exact tokens only."""
+        exact = verification.exact
+        return Judgement(exact.expand(len(exact), -1), torch.full_like(verification.choices, int(Why.EXACT)))

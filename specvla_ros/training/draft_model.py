@@ -1,0 +1,223 @@
+"""The draft head in training: its forward over batches, and what it is worth on held-out answers."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specvla_ros.models.checkpoint import Policy
+from specvla_ros.speculation.drafters.eagle import EagleDrafter
+from specvla_ros.speculation.drafters.eagle_head import EagleHead
+from specvla_ros.speculation.drafters.protocol import DraftInput
+from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.tree import Tree
+from specvla_ros.training.batched_forward import rotate
+from specvla_ros.training.draft_features import Sample
+
+
+def draft_features(
+    head: EagleHead,
+    following: Tensor,
+    hidden: Tensor,
+    padding: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    answer: int,
+    steps: int,
+) -> list[Tensor]:
+    """Predicted hidden states of the answer's rows, fed with the target's own and then with the head's.
+
+    Row i takes the embedding of the token behind it and the hidden state at it, and predicts the hidden state behind
+    it. In step 1 that state is the target's. In step s the s-1 newest states of a row's history are the head's own, as
+    they are when it drafts the s-th token of a tree (training-time test: HASS, EAGLE-3). Earlier rows are seen as the
+    target made them.
+
+    Args:
+        head: of one layer.
+        following: [batch, rows, hidden], embeddings.
+        hidden: [batch, rows, hidden], the target's.
+        padding: int64 [batch], rows at the left end that are none.
+        cos: float32 [rows, head_dim / 2]; attention knows only differences of positions, so padding shifts nothing.
+        sin: like cos.
+        answer: the last so many rows are the answer's.
+        steps: 1 or more, at most `answer`.
+
+    Returns:
+        Per step s (from 1), [batch, answer - s + 1, hidden]: of the answer's rows from the s-th on.
+    """
+    rows = following.shape[1]
+    places = torch.arange(rows, device=following.device)
+    seen = (places[:, None] >= places) & (places >= padding[:, None, None])
+    # A row of padding sees itself: a softmax over nothing is NaN.
+    seen = seen | torch.eye(rows, dtype=torch.bool, device=seen.device)
+    x = _fuse(head, following, hidden)
+    keys, values = _keys_values(head, x, cos, sin)
+    predicted = _block(head, x, keys, values, cos, sin, seen)[:, -answer:]
+    results = [predicted]
+    stored = [(keys, values)]
+    cos, sin, following = cos[-answer:], sin[-answer:], following[:, -answer:]
+    for step in range(1, steps):
+        # Row a of the answer is fed with what row a-1 predicted in the step before.
+        x = _fuse(head, following[:, step:], results[-1][:, :-1])
+        stored.append(_keys_values(head, x, cos[step:], sin[step:]))
+        visible = _visible(padding, rows, answer, step)
+        keys = torch.cat([each for each, _ in stored], dim=2)
+        values = torch.cat([each for _, each in stored], dim=2)
+        results.append(_block(head, x, keys, values, cos[step:], sin[step:], visible))
+    return results
+
+
+def _visible(padding: Tensor, rows: int, answer: int, step: int) -> Tensor:
+    """Which keys of all steps a row sees: the target's up to `step` places before it, then one of each step since.
+
+    Bool [batch, answer - step, keys].
+    """
+    device = padding.device
+    row = torch.arange(rows - answer + step, rows, device=device)[:, None]
+    column = torch.arange(rows, device=device)
+    masks = [(column <= row - step) & (column >= padding[:, None, None])]
+    for earlier in range(1, step + 1):
+        column = torch.arange(rows - answer + earlier, rows, device=device)
+        masks.append((column == row - (step - earlier)).expand(len(padding), -1, -1))
+    return torch.cat(masks, dim=2)
+
+
+def _fuse(head: EagleHead, following: Tensor, hidden: Tensor) -> Tensor:
+    return head.fc(torch.cat((following, hidden), dim=-1))
+
+
+def _keys_values(head: EagleHead, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    _, k, v = _qkv(head, x)
+    return rotate(k, cos, sin), v
+
+
+def _block(
+    head: EagleHead, x: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, visible: Tensor
+) -> Tensor:
+    layer = head.layer
+    q, _, _ = _qkv(head, x)
+    attended = F.scaled_dot_product_attention(
+        rotate(q, cos, sin), keys, values, attn_mask=visible[:, None], enable_gqa=layer.heads != layer.kv_heads
+    )
+    x = x + layer.out(attended.transpose(1, 2).flatten(2))
+    gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, dim=-1)
+    return x + layer.down(F.silu(gate) * up)
+
+
+def _qkv(head: EagleHead, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    layer = head.layer
+    qkv = layer.qkv(x).view(*x.shape[:2], -1, layer.head_dim).transpose(1, 2)
+    q, k, v = qkv.split((layer.heads, layer.kv_heads, layer.kv_heads), dim=1)
+    return q, k, v
+
+
+_MOST_SAMPLES = 256
+
+
+@dataclass(frozen=True)
+class DraftValidation:
+    """What strict acceptance would have made of the head's trees on held-out answers.
+
+    Args:
+        epoch: passes over the features before it.
+        tau: tokens committed per verification forward.
+        accept_length_by_place: mean accepted drafts by the place of the first drafted token (Spec-VLA, Table 3).
+        samples: answers that were drafted.
+    """
+
+    epoch: int
+    tau: float
+    accept_length_by_place: tuple[tuple[int, float], ...]
+    samples: int
+
+    @staticmethod
+    def of(raw: dict[str, Any]) -> "DraftValidation":
+        """From what `dataclasses.asdict` gave, read back."""
+        places = tuple((int(place), float(length)) for place, length in raw["accept_length_by_place"])
+        return DraftValidation(raw["epoch"], raw["tau"], places, raw["samples"])
+
+
+@torch.inference_mode()
+def validate_draft(policy: Policy, head: EagleHead, samples: Iterable[Sample], *, epoch: int) -> DraftValidation:
+    """Drafts the target's own answers again, token by token as strict acceptance would let it.
+
+    The target need not run: with strict acceptance only its own tokens are committed, and those are known.
+
+    Args:
+        policy: the target.
+        head: the draft head.
+        samples: held-out answers; the first few hundred are used.
+        epoch: for the record.
+    """
+    settings = DraftSettings()
+    head = copy.deepcopy(head).to(policy.decoder.dtype)  # as it will run
+    drafter: EagleDrafter | None = None
+    found: dict[int, list[int]] = {}
+    done = 0
+    for sample in samples:
+        rows = len(sample.prompt) + len(sample.tokens)
+        if drafter is None or drafter.committed_rows < rows:
+            drafter = EagleDrafter(head, policy.decoder, settings, slots=1, slot_rows=rows)
+        for place, accepted in _replay(policy, drafter, sample):
+            found.setdefault(place, []).append(accepted)
+        done += 1
+        if done == _MOST_SAMPLES:
+            break
+    lengths = [length for each in found.values() for length in each]
+    return DraftValidation(
+        epoch=epoch,
+        tau=1 + sum(lengths) / len(lengths) if lengths else 0.0,
+        accept_length_by_place=tuple((place, sum(each) / len(each)) for place, each in sorted(found.items())),
+        samples=done,
+    )
+
+
+def _replay(policy: Policy, drafter: EagleDrafter, sample: Sample) -> list[tuple[int, int]]:
+    """(place of the first drafted token, accept length) of each verification."""
+    decoder = policy.decoder
+    device, dtype = decoder.device, decoder.dtype
+    hidden = sample.hidden.to(device, dtype)
+    tokens = sample.tokens.to(device)
+    embedded = decoder.embed_tokens(tokens)
+    following = torch.cat((sample.prompt.to(device, dtype)[1:], embedded))
+    prompt, answer = len(sample.prompt), len(tokens)
+    goal = tokens.tolist()
+    fed, place, results = 0, 1, []
+    while place < answer:
+        prefix = prompt + place - 1
+        tree = drafter.draft(
+            [
+                DraftInput(
+                    slot=0,
+                    prefix_len=prefix,
+                    hidden=hidden[fed:prefix],
+                    following=following[fed:prefix],
+                    root=tokens[place - 1],
+                    levels=answer - place - 1,
+                    place=place,
+                )
+            ]
+        )[0]
+        accepted = _longest_match(tree, goal[place:])
+        if answer - place > 1:  # where nothing can be drafted there is nothing to judge
+            results.append((place, accepted))
+        fed, place = prefix, place + accepted + 1
+    return results
+
+
+def _longest_match(tree: Tree, goal: list[int]) -> int:
+    """Drafted tokens on the path that agrees with the goal."""
+    parents, tokens = tree.ancestry.parents.tolist(), tree.tokens.tolist()
+    valid: list[bool] = tree.valid.tolist()
+    node, depth = 0, 0
+    while depth < len(goal):
+        children = [i for i, parent in enumerate(parents) if parent == node and valid[i] and tokens[i] == goal[depth]]
+        if not children:
+            break
+        node, depth = children[0], depth + 1
+    return depth

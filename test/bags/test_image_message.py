@@ -1,0 +1,161 @@
+"""Every encoding against pixels computed another way; everything malformed refused."""
+
+import io
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from specvla_ros.bags.image_message import SUPPORTED_ENCODINGS, rgb_from_compressed, rgb_from_image, stamp_ns
+from specvla_ros.errors import UserError
+
+RED, GREEN, BLUE, GREY = (255, 0, 0), (0, 255, 0), (0, 0, 255), (90, 90, 90)
+
+
+def message(pixels: np.ndarray, encoding: str, *, padding: int = 0, rows: int | None = None, **changes: Any) -> Any:
+    """An image message of rows of bytes, with padding behind each row."""
+    height, row_bytes = pixels.shape
+    data = np.pad(pixels, ((0, 0), (0, padding)), constant_values=77).tobytes()
+    fields = dict(
+        height=rows or height, width=4, encoding=encoding, is_bigendian=0, step=row_bytes + padding, data=data
+    )
+    return SimpleNamespace(**(fields | changes))
+
+
+RGB = np.random.default_rng(0).integers(0, 256, (6, 4, 3), dtype=np.uint8)
+ALPHA = np.full((6, 4, 1), 13, np.uint8)
+
+
+def flat(pixels: np.ndarray) -> np.ndarray:
+    return pixels.reshape(pixels.shape[0], -1)
+
+
+EXACT = {
+    "rgb8": (flat(RGB), RGB),
+    "bgr8": (flat(RGB[..., ::-1]), RGB),
+    "8UC3": (flat(RGB[..., ::-1]), RGB),
+    "rgba8": (flat(np.concatenate((RGB, ALPHA), axis=2)), RGB),
+    "bgra8": (flat(np.concatenate((RGB[..., ::-1], ALPHA), axis=2)), RGB),
+    "8UC4": (flat(np.concatenate((RGB[..., ::-1], ALPHA), axis=2)), RGB),
+    "mono8": (RGB[..., 0], RGB[..., :1].repeat(3, axis=2)),
+    "8UC1": (RGB[..., 0], RGB[..., :1].repeat(3, axis=2)),
+}
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("encoding", EXACT)
+def test_eight_bit_encodings(encoding: str, padding: int) -> None:
+    pixels, expected = EXACT[encoding]
+    np.testing.assert_array_equal(rgb_from_image(message(pixels, encoding, padding=padding)), expected)
+
+
+@pytest.mark.parametrize("big_endian", [0, 1])
+@pytest.mark.parametrize(
+    ("encoding", "order"), [("rgb16", (0, 1, 2)), ("bgr16", (2, 1, 0)), ("mono16", None), ("16UC1", None)]
+)
+def test_sixteen_bit_encodings(encoding: str, order: tuple | None, big_endian: int) -> None:
+    kind = ">u2" if big_endian else "<u2"
+    source = RGB[..., 0] if order is None else RGB[..., order]
+    words = flat((source.astype(np.uint16) * 257).astype(kind)).view(np.uint8)
+    result = rgb_from_image(message(words.reshape(6, -1), encoding, padding=4, is_bigendian=big_endian))
+    expected = RGB[..., :1].repeat(3, axis=2) if order is None else RGB
+    np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("colour", [RED, GREEN, BLUE, GREY])
+@pytest.mark.parametrize("encoding", ["yuv422", "uyvy", "yuv422_yuy2", "yuyv", "nv12", "nv21"])
+def test_yuv_encodings(encoding: str, colour: tuple[int, int, int]) -> None:
+    """BT.601, limited range, from the standard's own equations."""
+    r, g, b = (value / 255 for value in colour)
+    luma = 0.299 * r + 0.587 * g + 0.114 * b
+    y, u, v = (
+        round(x) for x in (16 + 219 * luma, 128 + 224 * 0.5 * (b - luma) / 0.886, 128 + 224 * 0.5 * (r - luma) / 0.701)
+    )
+    if encoding.startswith("nv"):
+        chroma = [u, v] if encoding == "nv12" else [v, u]
+        rows = np.array([[y] * 4] * 4 + [chroma * 2] * 2, np.uint8)
+        image = message(rows, encoding, padding=3, rows=4)
+    else:
+        quad = [u, y, v, y] if encoding in ("yuv422", "uyvy") else [y, u, y, v]
+        image = message(np.array([quad * 2] * 4, np.uint8), encoding, padding=3)
+    result = rgb_from_image(image)
+    assert result.shape == (4, 4, 3)
+    assert np.abs(result.astype(int) - colour).max() <= 2
+
+
+@pytest.mark.parametrize("pattern", ["rggb", "bggr", "gbrg", "grbg"])
+def test_bayer_encodings_of_one_colour(pattern: str) -> None:
+    colour = dict(r=200, g=120, b=40)
+    mosaic = np.array([[colour[pattern[2 * (y % 2) + x % 2]] for x in range(4)] for y in range(6)], np.uint8)
+    result = rgb_from_image(message(mosaic, f"bayer_{pattern}8", padding=2))
+    np.testing.assert_array_equal(result, np.broadcast_to((200, 120, 40), (6, 4, 3)))
+
+
+def test_each_supported_encoding_is_tested() -> None:
+    tested = {*EXACT, "rgb16", "bgr16", "mono16", "16UC1", "yuv422", "uyvy", "yuv422_yuy2", "yuyv", "nv12", "nv21"}
+    assert tested | {f"bayer_{p}8" for p in ("rggb", "bggr", "gbrg", "grbg")} == set(SUPPORTED_ENCODINGS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (dict(width=0), "the image is empty: 0 x 6"),
+        (dict(height=0), "the image is empty"),
+        (dict(step=11), "step is 11 bytes, but a row of 4 rgb8 pixels takes 12"),
+        (dict(step=13), "cut off or its step or height is wrong"),
+        (dict(data=bytes(10)), "holds 10 bytes"),
+    ],
+)
+def test_malformed_images(changes: dict, text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        rgb_from_image(message(flat(RGB), "rgb8", **changes))
+
+
+def encoded(kind: str, picture: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, kind)
+    return buffer.getvalue()
+
+
+def test_unknown_encodings_and_odd_sizes() -> None:
+    with pytest.raises(UserError, match="'hsv12' is not supported; let the driver publish one of: rgb8, bgr8"):
+        rgb_from_image(message(flat(RGB), "hsv12"))
+    with pytest.raises(UserError, match="even width"):
+        rgb_from_image(message(RGB[..., 0], "nv12", rows=4, width=3))
+
+
+def test_compressed_images() -> None:
+    png = SimpleNamespace(format="png", data=encoded("PNG", Image.fromarray(RGB)))
+    np.testing.assert_array_equal(rgb_from_compressed(png), RGB)
+    jpeg = SimpleNamespace(format="rgb8; jpeg compressed bgr8", data=encoded("JPEG", Image.new("RGB", (8, 8), GREY)))
+    np.testing.assert_allclose(rgb_from_compressed(jpeg), np.full((8, 8, 3), 90), atol=2)
+    deep = SimpleNamespace(
+        format="16UC1; png compressed", data=encoded("PNG", Image.fromarray(RGB[..., 0] * np.uint16(257)))
+    )
+    np.testing.assert_array_equal(rgb_from_compressed(deep), RGB[..., :1].repeat(3, axis=2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (dict(format="jpeg", data=b""), "empty"),
+        (dict(format="jpeg", data=b"no picture"), "cannot be decoded"),
+        (dict(format="png", data=encoded("PNG", Image.fromarray(RGB))[:60]), "cannot be decoded|cut off"),
+        (dict(format="16UC1; compressedDepth png", data=b"x"), "depth image"),
+    ],
+)
+def test_malformed_compressed_images(fields: dict, text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        rgb_from_compressed(SimpleNamespace(**fields))
+
+
+@pytest.mark.parametrize("stamp", [(0, 0), (-1, 5), (1, 10**9), (float("nan"), 0), (1.5, 0)])
+def test_stamps_that_say_nothing(stamp: tuple) -> None:
+    with pytest.raises(UserError, match=r"header\.stamp"):
+        stamp_ns(SimpleNamespace(stamp=SimpleNamespace(sec=stamp[0], nanosec=stamp[1])))
+
+
+def test_a_stamp_in_nanoseconds() -> None:
+    assert stamp_ns(SimpleNamespace(stamp=SimpleNamespace(sec=3, nanosec=7))) == 3_000_000_007

@@ -1,0 +1,196 @@
+"""The draft head behind its drafter: any mix of requests, any split of the rows, and nothing from stale rows."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_decoder import random_decoder
+from support.draft_heads import random_head
+from support.no_read_back import no_read_back
+from support.static_forwards import recorded, use_table
+
+from specvla_kernels import packed_attention
+from specvla_ros.models.config import LlamaConfig
+from specvla_ros.speculation.accept import ActionIds
+from specvla_ros.speculation.drafters.children import WindowMass
+from specvla_ros.speculation.drafters.eagle import EagleDrafter
+from specvla_ros.speculation.drafters.protocol import DraftInput
+from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.tree import Tree
+
+CONFIG = LlamaConfig(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)
+DECODER = random_decoder(CONFIG, seed=0, dtype=torch.float64)
+HEAD = random_head(DECODER, seed=1)
+SETTINGS = DraftSettings(top_k=3, depth=4, nodes=12)
+WINDOW = WindowMass.of(3, ActionIds(30, 46, 15), 7, torch.device("cpu"))
+WINDOW.tolerate((2,) * 7)
+
+
+def drafter(**arguments: Any) -> EagleDrafter:
+    made = EagleDrafter(HEAD, DECODER, SETTINGS, slots=4, slot_rows=40, **arguments)
+    made._grower.keys.fill_(float("nan"))
+    made._grower.values.fill_(float("nan"))
+    return made
+
+
+def rows(seed: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden, following = torch.randn(2, n, 32, generator=generator, dtype=torch.float64)
+    return hidden, following
+
+
+def request(seed: int, slot: int, prefix: int, first: int, levels: int) -> DraftInput:
+    """Rows `first` to `prefix` of the sequence that `seed` makes."""
+    hidden, following = rows(seed, 40)
+    root = torch.tensor(seed % 50)
+    return DraftInput(slot, prefix, hidden[first:prefix], following[first:prefix], root, levels, place=1)
+
+
+def same(one: Tree, other: Tree) -> None:
+    assert one.tokens.equal(other.tokens)
+    assert one.ancestry.parents.equal(other.ancestry.parents)
+    torch.testing.assert_close(one.log_probs, other.log_probs, atol=1e-9, rtol=1e-9)
+    assert one.levels == other.levels
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 30), st.integers(0, 5)), min_size=1, max_size=4))
+def test_several_requests_at_once_get_what_each_gets_alone(wanted: list[tuple[int, int, int]]) -> None:
+    requests = [request(seed, slot, prefix, 0, levels) for slot, (seed, prefix, levels) in enumerate(wanted)]
+    together = drafter().draft(requests)
+    for each, tree in zip(requests, together, strict=True):
+        same(tree, drafter().draft([each])[0])
+        assert len(tree) <= SETTINGS.nodes and tree.levels == min(each.levels, SETTINGS.depth)
+        assert tree.tokens[0] == each.root
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 99), st.lists(st.integers(1, 30), min_size=1, max_size=4, unique=True), st.integers(0, 4))
+def test_rows_fed_in_any_split_give_the_same_tree(seed: int, ends: list[int], levels: int) -> None:
+    ends.sort()
+    stepwise, first = drafter(), 0
+    for end in ends:
+        # In between a tree is grown too: its scratch rows are written over.
+        (tree,) = stepwise.draft([request(seed, 2, end, first, levels)])
+        first = end
+    same(tree, drafter().draft([request(seed, 2, ends[-1], 0, levels)])[0])
+
+
+def test_a_trees_scratch_rows_are_never_read_again() -> None:
+    made = drafter()
+    made.draft([request(5, 2, 9, 0, 4), request(6, 0, 30, 0, 4)])
+    for slot, prefix in ((2, 9), (0, 30)):
+        made._grower.keys[slot, prefix:] = made._grower.values[slot, prefix:] = float("nan")
+    trees = made.draft([request(5, 2, 12, 9, 4), request(6, 0, 31, 30, 4)])
+    same(trees[0], drafter().draft([request(5, 2, 12, 0, 4)])[0])
+    same(trees[1], drafter().draft([request(6, 0, 31, 0, 4)])[0])
+
+
+def test_node_limits_are_each_requests_own() -> None:
+    trees = drafter().draft([request(1, 0, 5, 0, 4), request(2, 1, 9, 0, 4)], nodes=[4, 9])
+    for tree, seed, prefix, nodes in zip(trees, (1, 2), (5, 9), (4, 9), strict=True):
+        alone = EagleDrafter(HEAD, DECODER, replace(SETTINGS, nodes=nodes), slots=1, slot_rows=40)
+        same(tree, alone.draft([request(seed, 0, prefix, 0, 4)])[0])
+        assert len(tree) == nodes
+
+
+def test_where_text_may_come_any_token_is_drafted() -> None:
+    text, action = replace(request(1, 0, 5, 0, 4), in_text=True, place=0), request(2, 1, 9, 0, 4)
+    for requests in ([text, action], [text]):
+        trees = drafter(children=WINDOW).draft(requests)
+        same(trees[0], drafter().draft([text])[0])
+        if len(trees) > 1:
+            same(trees[1], drafter(children=WINDOW).draft([action])[0])
+    first, stop = WINDOW.actions.first, WINDOW.actions.stop
+    assert any(not first <= token < stop for token in trees[0].tokens[1:].tolist())
+
+
+@pytest.mark.parametrize("on_replay", [False, True])
+def test_no_position_is_beyond_the_targets_last(on_replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree that has all its levels is computed with those that have not; so are rows that no request has."""
+    short = random_decoder(replace(CONFIG, max_position_embeddings=12), seed=0, dtype=torch.float64)
+    made = EagleDrafter(HEAD, short, SETTINGS, slots=2, slot_rows=12)
+    expected = drafter().draft([request(1, 0, 10, 0, 1), request(2, 1, 5, 0, 4)])
+    if on_replay:
+        use_table(monkeypatch)
+        made.capture(recorded, 9)
+    made.draft([request(1, 0, 9, 0, 2), request(2, 1, 4, 0, 4)])
+    trees = made.draft([request(1, 0, 10, 9, 1), request(2, 1, 5, 4, 4)])
+    for tree, other in zip(trees, expected, strict=True):
+        same(tree, other)
+
+
+@pytest.mark.parametrize("children", [None, WINDOW], ids=["top_k", "window"])
+def test_a_tree_grows_without_a_read_back(children: Any) -> None:
+    made = drafter(children=children)
+    requests = [request(3, 0, 7, 0, 4)]
+    with no_read_back():
+        (tree,) = made.draft(requests)
+    assert len(tree) == SETTINGS.nodes
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> EagleDrafter:
+    """A drafter whose drafts are run again where a GPU would replay them."""
+    use_table(monkeypatch)
+    made = EagleDrafter(HEAD, DECODER, SETTINGS, slots=4, slot_rows=40, children=WINDOW)
+    assert made.capture(recorded, 9) == 4 * SETTINGS.depth
+    made._grower.keys.fill_(float("nan"))
+    made._grower.values.fill_(float("nan"))
+    monkeypatch.setattr(made, "_grow", None)  # nothing may grow as it comes
+    return made
+
+
+# Drafts behind each other: by slot, rows that are new and levels. A request that would be too long begins anew.
+ROUNDS = st.lists(
+    st.dictionaries(st.integers(0, 3), st.tuples(st.integers(1, 12), st.integers(0, 5)), min_size=1),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ROUNDS)
+def test_a_captured_draft_gives_the_same_trees(
+    captured: EagleDrafter, rounds: list[dict[int, tuple[int, int]]]
+) -> None:
+    """Any number of requests, of rows and of levels, draft behind draft on the same memory."""
+    pairs: list[tuple[Tree, Tree]] = []
+    fed: dict[int, int] = {}
+    for wanted in rounds:
+        requests, whole = [], []
+        for slot, (new, levels) in wanted.items():
+            first = fed.get(slot, 0) if fed.get(slot, 0) + new <= 30 else 0
+            fed[slot] = first + new
+            requests.append(request(slot, slot, first + new, first, levels))
+            whole.append(request(slot, slot, first + new, 0, levels))
+        trees = captured.draft(requests)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packed_attention, "has_kernels", lambda _: False)
+            expected = drafter(children=WINDOW).draft(whole)
+        pairs += zip(trees, expected, strict=True)
+    for tree, other in pairs:  # at the end: a later draft must leave them alone
+        same(tree, other)
+        assert tree.ancestry.ancestors.equal(other.ancestry.ancestors) and tree.valid.equal(other.valid)
+
+
+def test_what_may_be_text_is_drafted_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [replace(request(1, 0, 5, 0, 4), in_text=True, place=0), request(2, 1, 9, 0, 4)]
+    expected = drafter(children=WINDOW).draft(requests)
+    use_table(monkeypatch)
+    made = drafter(children=WINDOW)
+    made.capture(recorded, 5)
+    for tree, other in zip(made.draft(requests), expected, strict=True):
+        same(tree, other)
+
+
+def test_a_tree_of_its_root_alone_is_not_grown() -> None:
+    made = drafter()
+    (tree,) = made.draft([request(1, 0, 5, 0, 4)], nodes=[1])
+    assert len(tree) == 1 and tree.levels == 0
+    assert made.forwards == 1, "the head saw its rows"
+    alone = EagleDrafter(HEAD, DECODER, replace(SETTINGS, nodes=1), slots=1, slot_rows=40)
+    assert alone.capture(recorded, 5) == 0

@@ -1,0 +1,258 @@
+"""The target as its own drafter, held against greedy decoding of the pruned prompt without a cache."""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_decoder import random_decoder
+from support.no_read_back import no_read_back
+from torch import Tensor
+
+from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.segment import Segment
+from specvla_ros.models.config import LlamaConfig
+from specvla_ros.speculation.drafters.protocol import DraftInput
+from specvla_ros.speculation.drafters.self_draft import SelfDrafter, image_rows_to_keep
+from specvla_ros.speculation.tree import Tree
+
+CONFIG = LlamaConfig(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)
+DECODER = random_decoder(CONFIG, seed=0, dtype=torch.float64)
+IMAGE, ANSWER, SLOT_ROWS = 12, 20, 48
+SHARES = (0.1, 0.5, 1.0)
+KEPT = {0.1: 1, 0.5: 6, 1.0: 12}
+
+
+@dataclass(frozen=True)
+class Script:
+    """A prompt and an answer that has nothing to do with what the target would say."""
+
+    prompt_ids: tuple[int, ...]
+    answer: tuple[int, ...]
+    embeddings: Tensor
+    hidden: Tensor
+
+    @property
+    def prompt_rows(self) -> int:
+        return IMAGE + len(self.prompt_ids)
+
+
+@functools.cache
+def script(seed: int) -> Script:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(50, (2 + seed % 6 + ANSWER,), generator=generator)
+    words = DECODER.embed_tokens(ids)
+    image = torch.randn(IMAGE, 32, generator=generator, dtype=torch.float64)
+    embeddings = torch.cat((words[:1], image, words[1:]))
+    prompt_ids, answer = ids[:-ANSWER].tolist(), ids[-ANSWER:].tolist()
+    return Script(tuple(prompt_ids), tuple(answer), embeddings, hidden_of(embeddings))
+
+
+def hidden_of(embeddings: Tensor) -> Tensor:
+    ring = new_ring(DECODER, slots=1, slot_rows=len(embeddings))
+    return packed_forward(DECODER, [Segment(0, 0, embeddings)], ring).hidden
+
+
+def request(seed: int, slot: int, told: int, levels: int, *, since: int = -1) -> DraftInput:
+    """With answer tokens 0 to `told` committed, those up to `since` told before; -1: nothing was."""
+    made = script(seed)
+    prefix = made.prompt_rows + told
+    first = made.prompt_rows + since if since >= 0 else 0
+    return DraftInput(
+        slot,
+        prefix,
+        made.hidden[first:prefix],
+        made.embeddings[first + 1 : prefix + 1],
+        torch.tensor(made.answer[told]),
+        levels,
+        place=0,
+        prompt=made.prompt_ids,
+    )
+
+
+def drafter(share: float, tokens: int = 5) -> SelfDrafter:
+    made = SelfDrafter(DECODER, image_tokens=IMAGE, image_share=share, tokens=tokens, slots=4, slot_rows=SLOT_ROWS)
+    made._keys.fill_(float("nan"))
+    made._values.fill_(float("nan"))
+    return made
+
+
+def kept_rows(made: Script, share: float) -> list[int]:
+    """Image rows, counted from the prompt's first row, by a loop over all pairs."""
+    cosine = functools.partial(torch.nn.functional.cosine_similarity, dim=0)
+    text = range(1 + IMAGE, made.prompt_rows)
+    means = {i: sum(float(cosine(made.hidden[i], made.hidden[j])) for j in text) for i in range(1, 1 + IMAGE)}
+    return sorted(sorted(means, key=lambda i: means[i], reverse=True)[: KEPT[share]])
+
+
+def plain(seed: int, told: int, share: float, tokens: int) -> tuple[list[int], list[float]]:
+    """What the target says over the pruned prompt, every token from the whole sequence."""
+    made = script(seed)
+    rows = [0, *kept_rows(made, share), *range(1 + IMAGE, made.prompt_rows + told + 1)]
+    sequence, said, total = made.embeddings[rows], [], [0.0]
+    for _ in range(tokens):
+        ring = new_ring(DECODER, slots=1, slot_rows=len(sequence))
+        logits = packed_forward(DECODER, [Segment(0, 0, sequence)], ring).logits[0]
+        said.append(int(logits.argmax()))
+        total.append(total[-1] + float(logits.log_softmax(-1).max()))
+        sequence = torch.cat((sequence, DECODER.embed_tokens(torch.tensor(said[-1:]))))
+    return said, total
+
+
+def is_chain(tree: Tree, root: int, said: list[int], log_probs: list[float]) -> None:
+    assert tree.tokens.tolist() == [root, *said]
+    assert tree.ancestry.parents.tolist() == list(range(-1, len(said)))
+    assert tree.levels == len(said) and tree.valid.all() and tree.relaxable.all()
+    torch.testing.assert_close(tree.log_probs, torch.tensor(log_probs), atol=1e-5, rtol=1e-5)
+
+
+def same(one: Tree, other: Tree) -> None:
+    assert one.tokens.equal(other.tokens) and one.ancestry.parents.equal(other.ancestry.parents)
+    torch.testing.assert_close(one.log_probs, other.log_probs, atol=1e-6, rtol=1e-6)
+    assert one.valid.all() and other.valid.all() and one.levels == other.levels
+
+
+@pytest.mark.parametrize("share", SHARES)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 20), told=st.integers(0, ANSWER - 1), levels=st.integers(0, 7))
+def test_a_chain_is_what_the_target_says_over_the_pruned_prompt(
+    share: float, seed: int, told: int, levels: int
+) -> None:
+    made = drafter(share)
+    assert made.kept_image_tokens == KEPT[share]
+    (tree,) = made.draft([request(seed, 3, told, levels)])
+    is_chain(tree, script(seed).answer[told], *plain(seed, told, share, min(levels, 5)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    share=st.sampled_from(SHARES),
+    seed=st.integers(0, 20),
+    ends=st.lists(st.tuples(st.integers(0, ANSWER - 1), st.integers(0, 5)), min_size=2, max_size=5),
+)
+def test_what_is_told_in_any_split_gives_the_same_chain(share: float, seed: int, ends: list[tuple[int, int]]) -> None:
+    made, since = drafter(share), -1
+    for told, levels in sorted(dict(ends).items()):
+        # With no level left nothing is drafted, and what was told is read when a level is wanted again.
+        (tree,) = made.draft([request(seed, 1, told, levels, since=since)])
+        same(tree, drafter(share).draft([request(seed, 1, told, levels)])[0])
+        since = told
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    share=st.sampled_from(SHARES),
+    wanted=st.lists(
+        st.tuples(st.integers(0, 20), st.integers(0, 9), st.integers(0, 9), st.integers(0, 6)), min_size=2, max_size=4
+    ),
+)
+def test_several_requests_at_once_get_what_each_gets_alone(
+    share: float, wanted: list[tuple[int, int, int, int]]
+) -> None:
+    together = drafter(share)
+    begun = [request(seed, slot, told, 3) for slot, (seed, told, _, _) in enumerate(wanted)]
+    later = [
+        request(seed, slot, told + more + 1, levels, since=told)
+        for slot, (seed, told, more, levels) in enumerate(wanted)
+    ]
+    trees = [*together.draft(begun), *together.draft(later)]
+    assert together.forwards == 3 + min(5, max(each.levels for each in later))
+    for i, (first, second) in enumerate(zip(begun, later, strict=True)):
+        alone = drafter(share)
+        same(trees[i], alone.draft([first])[0])
+        same(trees[i + len(begun)], alone.draft([second])[0])
+
+
+@settings(max_examples=20, deadline=None)
+@given(share=st.sampled_from(SHARES), last=st.integers(0, 19), next_=st.integers(0, 20), levels=st.integers(0, 5))
+def test_a_slot_that_is_given_on_shows_nothing_of_its_last_request(
+    share: float, last: int, next_: int, levels: int
+) -> None:
+    made = drafter(share)
+    made.draft([request(last, 2, 9, 5)])
+    made.draft([request(last, 2, 15, levels, since=9)])
+    (tree,) = made.draft([request(next_, 2, 0, 5)])
+    same(tree, drafter(share).draft([request(next_, 2, 0, 5)])[0])
+
+
+def test_the_chains_own_rows_are_never_read_again() -> None:
+    made = drafter(0.5)
+    first = request(4, 2, 3, 5)
+    made.draft([first])
+    behind_root = first.prefix_len - IMAGE + made.kept_image_tokens + 1
+    made._keys[:, 2, behind_root:] = made._values[:, 2, behind_root:] = float("nan")
+    (tree,) = made.draft([request(4, 2, 5, 5, since=3)])
+    is_chain(tree, script(4).answer[5], *plain(4, 5, 0.5, 5))
+
+
+def test_limits_are_each_requests_own_and_what_is_not_wanted_costs_nothing() -> None:
+    made = drafter(0.5)
+    requests = [request(1, 0, 2, 5), request(2, 1, 3, 5)]
+    assert [tree.levels for tree in made.draft(requests, [0, 2])] == [0, 2]
+    assert made.forwards == 2
+    assert made.fed_rows == script(2).prompt_rows - IMAGE // 2 + 4, "the prompt and four tokens, for one request"
+    assert made.draft([request(1, 0, 4, 0, since=2)])[0].levels == 0 and made.forwards == 2
+
+
+def test_a_chain_ends_at_the_first_nan() -> None:
+    made = drafter(0.5)
+    asked = request(1, 0, 2, 5)
+    (tree,) = made.draft([replace(asked, following=torch.full_like(asked.following, float("nan")))])
+    assert tree.valid.tolist() == [True] + [False] * 5
+    assert ((tree.tokens >= 0) & (tree.tokens < 50)).all()
+
+
+def test_a_prompt_that_is_not_whole_is_refused() -> None:
+    asked = request(1, 0, 0, 5)
+    half = replace(asked, prefix_len=5, hidden=asked.hidden[:5], following=asked.following[:5])
+    with pytest.raises(ValueError, match="first 5 rows of slot 0 lack some of the prompt's 15"):
+        drafter(0.5).draft([half])
+
+
+def test_image_rows_are_ranked_without_text_too() -> None:
+    states = torch.randn(IMAGE, 32, generator=torch.Generator().manual_seed(0))
+    assert len(set(image_rows_to_keep(states, states[:0], 4).tolist())) == 4
+    assert image_rows_to_keep(states, 3 * states[[7]], 1).tolist() == [7], "the length of a state does not count"
+
+
+def test_a_chain_grows_without_a_read_back() -> None:
+    made = drafter(0.5)
+    requests: list[Any] = [request(3, 0, 2, 5), request(5, 1, 3, 2)]
+    with no_read_back():
+        trees = made.draft(requests)
+    assert [tree.levels for tree in trees] == [5, 2]
+
+
+@given(st.lists(st.integers(0, 5), min_size=0, max_size=6), st.integers(1, 6))
+def test_joined_trees_keep_every_path(parents: list[int], chain: int) -> None:
+    below = [min(parent, i) for i, parent in enumerate(parents)]
+    tree, other = a_tree(below, first=10), a_tree(list(range(chain)), first=30)
+    both = tree.joined_with(other)
+    assert paths(both) == paths(tree) | paths(other)
+    assert len(both) == len(tree) + chain and both.levels == max(tree.levels, chain)
+    assert both.log_probs.tolist() == [*tree.log_probs.tolist(), *other.log_probs.tolist()[1:]]
+    depths = [len(path) - 1 for path in (path_to(both, node) for node in range(len(both)))]
+    assert both.ancestry.depths.tolist() == depths
+    assert both.joined_with(Tree.of_root(torch.tensor(1))) is both
+
+
+def a_tree(parents: list[int], *, first: int) -> Tree:
+    root = Tree.of_root(torch.tensor(1))
+    n = len(parents) + 1
+    ancestry = type(root.ancestry).of([-1, *parents])
+    tokens = torch.tensor([1, *range(first, first + n - 1)])
+    yes = torch.ones(n, dtype=torch.bool)
+    return Tree(tokens, ancestry, -torch.arange(n) / first, yes, yes, levels=int(ancestry.depths.max()))
+
+
+def path_to(tree: Tree, node: int) -> tuple[int, ...]:
+    parent = int(tree.ancestry.parents[node])
+    above = path_to(tree, parent) if parent >= 0 else ()
+    return (*above, int(tree.tokens[node]))
+
+
+def paths(tree: Tree) -> set[tuple[int, ...]]:
+    return {path_to(tree, node) for node in range(len(tree))}

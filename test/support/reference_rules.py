@@ -1,0 +1,166 @@
+"""The acceptance rules once more, path by path in plain Python: what the tensor code is held against."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule, Verification, Why
+from specvla_ros.speculation.rules.bin_distance import BinDistance
+from specvla_ros.speculation.rules.composite import Composite
+from specvla_ros.speculation.rules.fly import Fly
+from specvla_ros.speculation.rules.lvspec import LVSpec
+from specvla_ros.speculation.rules.strict import Strict
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The path's nodes, and behind each of them the token, its bins off and its reason."""
+
+    nodes: tuple[int, ...]
+    tokens: tuple[int, ...]
+    bins_off: tuple[int, ...]
+    why: tuple[int, ...]
+
+
+def accept_by_loops(rule: AcceptanceRule, verification: Verification) -> Committed:
+    """What `choose_path.accept` commits, by trying every path."""
+    tree = verification.tree
+    best: tuple[tuple[float, ...], Committed] | None = None
+    for end in range(len(tree)):
+        path = _path_to(verification, end)
+        if not all(bool(tree.valid[node]) for node in path[1:]):
+            continue
+        reasons = [_reason(rule, verification, path, place) for place in range(1, len(path))]
+        if not all(
+            bool(tree.relaxable[path[place]]) or _is_exact(verification, path, place) for place in range(1, len(path))
+        ):
+            continue
+        if Why.REJECTED in reasons:
+            continue
+        if any(_wanted(verification, path, place) == NOT_A_NUMBER for place in range(1, len(path))):
+            continue
+        off = [_bins_off(verification, path, place) for place in range(1, len(path))]
+        likelihood = float(tree.log_probs[end])
+        merit = (len(path), -sum(off), -math.inf if math.isnan(likelihood) else likelihood, -end)
+        tokens = (*(int(tree.tokens[node]) for node in path[1:]), int(verification.choices[end]))
+        committed = Committed(tuple(path), tokens, (*off, 0), (*(int(each) for each in reasons), int(Why.TARGET)))
+        if best is None or merit > best[0]:
+            best = (merit, committed)
+    assert best is not None  # the root alone is always a path
+    return best[1]
+
+
+def _path_to(verification: Verification, end: int) -> list[int]:
+    path = [end]
+    while (parent := int(verification.tree.ancestry.parents[path[0]])) >= 0:
+        path.insert(0, parent)
+    return path
+
+
+def _token(verification: Verification, path: list[int], place: int) -> int:
+    return int(verification.tree.tokens[path[place]])
+
+
+def _wanted(verification: Verification, path: list[int], place: int) -> int:
+    return int(verification.choices[path[place - 1]])
+
+
+def _is_exact(verification: Verification, path: list[int], place: int) -> bool:
+    return _token(verification, path, place) == _wanted(verification, path, place)
+
+
+def _is_action(verification: Verification, token: int) -> bool:
+    return verification.actions.first <= token < verification.actions.stop
+
+
+def _bins_off(verification: Verification, path: list[int], place: int) -> int:
+    actions = verification.actions
+    token, wanted = _token(verification, path, place), _wanted(verification, path, place)
+    are = [_is_action(verification, each) for each in (token, wanted)]
+    if all(are):
+        values = [min(actions.stop - 1 - each, actions.bins - 1) for each in (token, wanted)]
+        return abs(values[0] - values[1])
+    return actions.bins if any(are) else int(token != wanted)
+
+
+def _reason(rule: AcceptanceRule, verification: Verification, path: list[int], place: int) -> Why:
+    """Why the token at a place of the path is kept, or REJECTED."""
+    if isinstance(rule, Composite):
+        return _composite(rule, verification, path, place)
+    if _is_exact(verification, path, place):
+        return Why.EXACT
+    if isinstance(rule, BinDistance):
+        return _near(rule, verification, path, place)
+    if isinstance(rule, Fly):
+        return _deferred(rule, verification, path, place)
+    if isinstance(rule, LVSpec):
+        return _loose(rule, verification, path, place)
+    assert isinstance(rule, Strict)
+    return Why.REJECTED
+
+
+def _near(rule: BinDistance, verification: Verification, path: list[int], place: int) -> Why:
+    token, wanted = _token(verification, path, place), _wanted(verification, path, place)
+    if not (_is_action(verification, token) and _is_action(verification, wanted)):
+        return Why.REJECTED
+    earlier = sum(_is_action(verification, _token(verification, path, each)) for each in range(1, place))
+    dimension = verification.place + earlier
+    r = rule.bins[dimension] if dimension < len(rule.bins) else 0
+    return Why.NEAR if _bins_off(verification, path, place) <= r else Why.REJECTED
+
+
+def _deferred(rule: Fly, verification: Verification, path: list[int], place: int) -> Why:
+    probabilities = verification.logits[path[place - 1]].softmax(-1)
+    if rule.entropy == "paper":
+        entropy = float(torch.special.entr(probabilities).sum()) / math.log(len(probabilities))
+        follow, gate_off = rule.window, False
+    else:
+        likeliest = probabilities.sort(descending=True).values[:3]
+        entropy = float(torch.special.entr(likeliest).sum())
+        follow, gate_off = rule.window - 1, rule.theta <= 0.01
+    if not gate_off and not entropy >= rule.theta:
+        return Why.REJECTED
+    if place + rule.window > _deepest_behind(verification, path[place]):
+        return Why.REJECTED
+    window = range(place + 1, place + 1 + follow)
+    agrees = window.stop <= len(path) and all(_is_exact(verification, path, each) for each in window)
+    return Why.DEFERRED if agrees else Why.REJECTED
+
+
+def _deepest_behind(verification: Verification, node: int) -> int:
+    paths = [_path_to(verification, end) for end in range(len(verification.tree)) if verification.tree.valid[end]]
+    return max((len(path) - 1 for path in paths if node in path), default=0)
+
+
+def _loose(rule: LVSpec, verification: Verification, path: list[int], place: int) -> Why:
+    if path[place] in _irrelevant(rule, verification):
+        return Why.IRRELEVANT
+    near = range(max(1, place - rule.shift), min(len(path) - 1, place + rule.shift) + 1)
+    token = _token(verification, path, place)
+    return Why.SHIFTED if any(token == _wanted(verification, path, each) for each in near) else Why.REJECTED
+
+
+def _irrelevant(rule: LVSpec, verification: Verification) -> set[int]:
+    assert verification.visual is not None
+    relevance: dict[int, float] = {}
+    for node in range(1, len(verification.tree)):
+        similar = F.cosine_similarity(verification.hidden[node].float()[None], verification.visual.float())
+        mean = float(similar.sort(descending=True).values[: rule.top_n].mean())
+        if verification.tree.valid[node] and math.isfinite(mean):
+            relevance[node] = mean
+    ordered = sorted(relevance, key=lambda node: (relevance[node], node))
+    return {node for rank, node in enumerate(ordered) if rank < rule.loose_share * len(ordered) - 1e-9}
+
+
+def _composite(rule: Composite, verification: Verification, path: list[int], place: int) -> Why:
+    token, wanted = _token(verification, path, place), _wanted(verification, path, place)
+    are = [_is_action(verification, each) for each in (token, wanted)]
+    if any(are) and not all(are):
+        return Why.REJECTED
+    if all(are):
+        return _reason(rule.action, verification, path, place)
+    if any(bool(rule.numbers[max(each, 0)]) for each in (token, wanted)):
+        return _reason(Strict(), verification, path, place)
+    return _reason(rule.text, verification, path, place)
