@@ -22,7 +22,7 @@ from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
 from specvla_ros.evaluation.sweep import Setting, SweepRow, sweep
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.rollout import EpisodeResult
-from specvla_ros.speculation.accept import Why
+from specvla_ros.speculation.accept import AcceptReason
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 METRES, RADIANS = 0.002, 0.02
@@ -97,7 +97,7 @@ def _row(row: SweepRow) -> dict[str, Any]:
     return row.as_json() | {
         "agreement": exact / tokens if tokens else 0.0,
         "tokens_per_action": tokens / tally.actions if tally.actions else 0.0,
-        "why": {Why(code).name.lower(): count / tokens for code, count in sorted(tally.why.items())},
+        "why": {AcceptReason(code).name.lower(): count / tokens for code, count in sorted(tally.why.items())},
         "drops": row.summary.drops,
     }
 

@@ -23,7 +23,7 @@ from timing import synchronise, take_turns
 from transformers_baseline import transformers_llama
 
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.packed_forward import new_cache, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.models.openvla import Projector
@@ -54,15 +54,15 @@ def _measure(size: Size, device: str, dtype: torch.dtype, repeats: int, bandwidt
     decoder = random_decoder(size.llama, dtype=dtype, device=device)
     reference = transformers_llama(decoder)
     prompt = torch.randn(PROMPT, size.llama.hidden_size, device=device, dtype=dtype)
-    ring = new_ring(decoder, slots=1, slot_rows=304)
+    cache = new_cache(decoder, slots=1, slot_rows=304)
     contestants: dict[str, Callable[[], Any]] = {
-        "prefill": lambda: _ours(decoder, ring, prompt, 1),
-        "action": lambda: _ours(decoder, ring, prompt, TOKENS),
+        "prefill": lambda: _ours(decoder, cache, prompt, 1),
+        "action": lambda: _ours(decoder, cache, prompt, TOKENS),
         "transformers_prefill": lambda: _generate(reference, prompt, 1),
         "transformers_action": lambda: _generate(reference, prompt, TOKENS),
     }
     times = take_turns(contestants, repeats, device)
-    same = _ours(decoder, ring, prompt, TOKENS) == _generate(reference, prompt, TOKENS)
+    same = _ours(decoder, cache, prompt, TOKENS) == _generate(reference, prompt, TOKENS)
     vision = _vision(size, device, dtype, max(3, repeats // 3))
     step = (times["action"] - times["prefill"]) / (TOKENS - 1)
     reference_step = (times["transformers_action"] - times["transformers_prefill"]) / (TOKENS - 1)
@@ -83,15 +83,15 @@ def _measure(size: Size, device: str, dtype: torch.dtype, repeats: int, bandwidt
     }
 
 
-def _ours(decoder: LlamaDecoder, ring: Any, prompt: torch.Tensor, tokens: int) -> list[int]:
+def _ours(decoder: LlamaDecoder, cache: Any, prompt: torch.Tensor, tokens: int) -> list[int]:
     segment = Segment(0, 0, prompt)
     out: list[int] = []
     while True:
-        out.append(int(packed_forward(decoder, [segment], ring).logits[0].argmax()))
+        out.append(int(packed_forward(decoder, [segment], cache).logits[0].argmax()))
         if len(out) == tokens:
             return out
         root = torch.tensor(out[-1:], device=prompt.device)
-        segment = Segment(0, len(prompt) + len(out) - 1, root, ancestry=Ancestry.of((-1,), prompt.device))
+        segment = Segment(0, len(prompt) + len(out) - 1, root, ancestry=Ancestry.from_parents((-1,), prompt.device))
 
 
 def _generate(model: Any, prompt: torch.Tensor, tokens: int) -> list[int]:

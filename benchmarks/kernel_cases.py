@@ -17,7 +17,7 @@ from specvla_kernels.packed_attention import packed_attention
 from specvla_kernels.rmsnorm_residual import rmsnorm_residual, rmsnorm_residual_reference
 from specvla_kernels.rope_write_kv import rope_write_kv
 from specvla_kernels.swiglu import swiglu, swiglu_reference
-from specvla_ros.engine.kv_ring import KVRing
+from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.planning.cost import Part
 from specvla_ros.planning.device import Arithmetic
@@ -28,18 +28,18 @@ _LEVELS = 7
 _ACCEPTED = ((4, 16), (1, 50))  # trees, and nodes of each
 
 
-def kernel_cases(decoder: LlamaDecoder, batch: Batch, ring: KVRing) -> Iterator[Case]:
+def kernel_cases(decoder: LlamaDecoder, batch: Batch, cache: KVCache) -> Iterator[Case]:
     """What is done once in a layer, in one layer."""
-    yield _rope(decoder, batch, ring)
-    yield _attention(decoder, batch, ring)
+    yield _rope(decoder, batch, cache)
+    yield _attention(decoder, batch, cache)
     yield _norm(decoder, batch)
     yield _gate(decoder, batch)
     yield _int8(decoder, batch)
 
 
-def forward_cases(decoder: LlamaDecoder, ring: KVRing) -> Iterator[Case]:
+def forward_cases(decoder: LlamaDecoder, cache: KVCache) -> Iterator[Case]:
     """What is done once behind a forward."""
-    yield _commit(ring)
+    yield _commit(cache)
     for trees, nodes in _ACCEPTED:
         yield _accept(decoder, trees, nodes)
 
@@ -53,7 +53,7 @@ def _part(name: str, rows: int, tensors: list[Tensor], operations: float, read_b
     return Part(name, read_bytes + sum(each.nbytes for each in tensors), operations, rows)
 
 
-def _rope(decoder: LlamaDecoder, batch: Batch, ring: KVRing) -> Case:
+def _rope(decoder: LlamaDecoder, batch: Batch, cache: KVCache) -> Case:
     config = decoder.config
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     qkv = _random(decoder, batch.rows, heads + 2 * kv_heads, dim)
@@ -62,21 +62,21 @@ def _rope(decoder: LlamaDecoder, batch: Batch, ring: KVRing) -> Case:
     rows = batch.layout.kv_rows
 
     def call() -> Tensor:
-        return rope_write_kv(q, k, v, cos, sin, rows, ring.keys[0], ring.values[0])
+        return rope_write_kv(q, k, v, cos, sin, rows, cache.keys[0], cache.values[0])
 
     operations = 3.0 * (q.numel() + k.numel())
     part = _part("rope_write_kv", batch.rows, [qkv, qkv, cos, sin, rows], operations)
     return Case("rope_write_kv", batch.name, batch.rows, (part,), with_and_without_kernels(call, q))
 
 
-def _attention(decoder: LlamaDecoder, batch: Batch, ring: KVRing) -> Case:
+def _attention(decoder: LlamaDecoder, batch: Batch, cache: KVCache) -> Case:
     config = decoder.config
     q = _random(decoder, batch.rows, config.num_attention_heads, config.head_dim)
 
     def call() -> Tensor:
-        return packed_attention(q, ring.keys[0], ring.values[0], batch.layout)
+        return packed_attention(q, cache.keys[0], cache.values[0], batch.layout)
 
-    row_bytes = 2 * ring.keys[0, 0, 0].nbytes
+    row_bytes = 2 * cache.keys[0, 0, 0].nbytes
     operations = 4.0 * batch.pairs * config.num_attention_heads * config.head_dim
     part = _part("packed_attention", batch.rows, [q, q], operations, read_bytes=float(batch.key_rows * row_bytes))
     return Case("packed_attention", batch.name, batch.rows, (part,), with_and_without_kernels(call, q))
@@ -115,27 +115,27 @@ def _int8(decoder: LlamaDecoder, batch: Batch) -> Case:
     return Case("int8_linear", batch.name, batch.rows, (part,), calls)
 
 
-def _commit(ring: KVRing) -> Case:
+def _commit(cache: KVCache) -> Case:
     """Several requests' paths, in all layers."""
-    device = ring.keys.device
+    device = cache.keys.device
     slots = torch.arange(_COMMITS, device=device)
     first_rows = torch.full_like(slots, PROMPT)
     path = [*_PATH, *[NO_NODE] * (_LEVELS + 1 - len(_PATH))]
     nodes = torch.tensor([path] * _COMMITS, device=device)
-    moved = 2 * ring.keys[:, 0, 0].nbytes * (len(_PATH) - 1) * _COMMITS  # keys and values
+    moved = 2 * cache.keys[:, 0, 0].nbytes * (len(_PATH) - 1) * _COMMITS  # keys and values
     part = _part("commit_kv", _COMMITS, [slots, first_rows, nodes], 0.0, read_bytes=2.0 * moved)
 
     def call() -> None:
-        commit_kv_batch(ring.keys, ring.values, slots, first_rows, nodes)
+        commit_kv_batch(cache.keys, cache.values, slots, first_rows, nodes)
 
     name = f"{_COMMITS} paths of {len(_PATH)}"
-    return Case("commit_kv", name, _COMMITS * len(_PATH), (part,), with_and_without_kernels(call, ring.keys))
+    return Case("commit_kv", name, _COMMITS * len(_PATH), (part,), with_and_without_kernels(call, cache.keys))
 
 
 def _accept(decoder: LlamaDecoder, requests: int, nodes: int) -> Case:
     stop = decoder.config.vocab_size - 64
-    tolerance = Tolerance.of((254,) * 7, stop - 256, stop, 255, decoder.device)
-    ancestry = Ancestry.of(tree_parents(nodes), decoder.device)
+    tolerance = Tolerance.from_bins((254,) * 7, stop - 256, stop, 255, decoder.device)
+    ancestry = Ancestry.from_parents(tree_parents(nodes), decoder.device)
     drafted, chosen = (torch.randint(stop - 256, stop, (requests, nodes), device=decoder.device) for _ in range(2))
     yes = torch.ones(requests, nodes, dtype=torch.bool, device=decoder.device)
     trees = Trees(

@@ -78,14 +78,14 @@ def _int8_tops(decoder: LlamaDecoder, device: str) -> float:
 
 def _cases(decoder: LlamaDecoder) -> Iterator[tuple[str, Case]]:
     """Kernels, then stages; each is made when it is its turn, and its operands are given back behind it."""
-    ring, draft_head, packed = filled_ring(decoder), random_draft_head(decoder), batches(decoder)
+    cache, draft_head, packed = filled_ring(decoder), random_draft_head(decoder), batches(decoder)
     for batch in packed:
-        for case in kernel_cases(decoder, batch, ring):
+        for case in kernel_cases(decoder, batch, cache):
             yield "kernel", case
-    for case in forward_cases(decoder, ring):
+    for case in forward_cases(decoder, cache):
         yield "kernel", case
     for batch in packed:
-        for case in stage_cases(decoder, draft_head, batch, ring):
+        for case in stage_cases(decoder, draft_head, batch, cache):
             yield "stage", case
 
 

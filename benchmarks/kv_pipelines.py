@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.packed_forward import new_cache, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.models.llama import LlamaDecoder
 
@@ -29,11 +29,11 @@ class Slots:
     def __init__(self, decoder: LlamaDecoder, prompt_rows: int, stages: int) -> None:
         rows = prompt_rows + stages
         self._decoder = decoder
-        self.ring = new_ring(decoder, slots=stages, slot_rows=rows + -rows % _ROW_MULTIPLE)
+        self.cache = new_cache(decoder, slots=stages, slot_rows=rows + -rows % _ROW_MULTIPLE)
         self.prompt_rows, self.stages = prompt_rows, stages
         self._tokens: list[list[int]] = []  # of each frame in flight, the newest first
         self._roots = torch.empty(0, dtype=torch.int64, device=decoder.device)
-        self._alone = Ancestry.of((-1,), decoder.device)
+        self._alone = Ancestry.from_parents((-1,), decoder.device)
         self._ticks = 0
 
     def tick(self, prompt: Tensor) -> tuple[int, ...]:
@@ -43,7 +43,7 @@ class Slots:
         for stage in range(1, len(self._tokens) + 1):
             root = self._roots[stage - 1 : stage]
             segments.append(Segment(self.slot_of(stage), self.committed(stage), root, self._alone))
-        choices = packed_forward(self._decoder, segments, self.ring).logits.argmax(dim=-1)
+        choices = packed_forward(self._decoder, segments, self.cache).logits.argmax(dim=-1)
         self.after()
         self._ticks += 1
         self._tokens.insert(0, [])
@@ -88,7 +88,7 @@ class Shift(Slots):
         for stage in reversed(self.filled):
             if stage + 1 < self.stages:
                 rows = slice(0, self.committed(stage + 1))
-                for store in (self.ring.keys, self.ring.values):
+                for store in (self.cache.keys, self.cache.values):
                     store[:, stage + 1, rows].copy_(store[:, stage, rows])
 
 
@@ -97,9 +97,9 @@ class Naive(Slots):
 
     def __init__(self, decoder: LlamaDecoder, prompt_rows: int, stages: int) -> None:
         super().__init__(decoder, prompt_rows, stages)
-        ring = self.ring
+        cache = self.cache
         self._own = [
-            tuple(torch.empty_like(store[:, 0]) for store in (ring.keys, ring.values)) for _ in range(self.stages)
+            tuple(torch.empty_like(store[:, 0]) for store in (cache.keys, cache.values)) for _ in range(self.stages)
         ]
 
     def slot_of(self, stage: int) -> int:
@@ -118,7 +118,7 @@ class Naive(Slots):
 
     def _copy(self, stage: int, rows: slice, *, gather: bool) -> None:
         own = self._own[super().slot_of(stage)]
-        for store, mine in zip((self.ring.keys, self.ring.values), own, strict=True):
+        for store, mine in zip((self.cache.keys, self.cache.values), own, strict=True):
             if gather:
                 store[:, stage, rows].copy_(mine[:, rows])
             else:
@@ -130,7 +130,7 @@ LAYOUTS = {"naive": Naive, "shift": Shift, "slots": Slots}
 
 def moved_bytes(name: str, pipeline: Slots) -> int:
     """Bytes that a full pipeline's tick copies, each read once and written once."""
-    keys = pipeline.ring.keys
+    keys = pipeline.cache.keys
     row = 2 * keys.shape[0] * keys.shape[3] * keys.shape[4] * keys.element_size()
     stages = range(pipeline.stages)
     written = sum(pipeline.written(stage).stop - pipeline.written(stage).start for stage in stages)

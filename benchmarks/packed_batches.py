@@ -1,14 +1,14 @@
-"""The packed batches that kernels and stages are timed on, over a KV ring that has what they attend to."""
+"""The packed batches that kernels and stages are timed on, over a KV cache that has what they attend to."""
 
 from dataclasses import dataclass
 
 import torch
 from shapes import PROMPT, tree_parents
 
-from specvla_kernels.graph_capture import fill_at_random
+from specvla_kernels.graph_capture import randomize
 from specvla_kernels.layout import Ancestry, PackedLayout
-from specvla_ros.engine.kv_ring import KVRing
-from specvla_ros.engine.packed_forward import new_ring
+from specvla_ros.engine.kv_cache import KVCache
+from specvla_ros.engine.packed_forward import new_cache
 from specvla_ros.engine.segment import PackedBatch, Segment, pack
 from specvla_ros.models.llama import LlamaDecoder
 
@@ -25,7 +25,7 @@ class Batch:
         name: for tables.
         packed: embeddings, layout, wanted rows.
         pairs: of a row and a row that it attends to.
-        key_rows: rows of the ring that are read, each once.
+        key_rows: rows of the KV cache that are read, each once.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Batch:
         return self.packed.embeddings.shape[0]
 
 
-def filled_ring(decoder: LlamaDecoder) -> KVRing:
-    """A ring with room for every batch; all rows hold random keys and values."""
-    ring = new_ring(decoder, slots=_SLOTS, slot_rows=_SLOT_ROWS)
-    fill_at_random(ring.keys, ring.values)
-    return ring
+def filled_ring(decoder: LlamaDecoder) -> KVCache:
+    """A KV cache with room for every batch; all rows hold random keys and values."""
+    cache = new_cache(decoder, slots=_SLOTS, slot_rows=_SLOT_ROWS)
+    randomize(cache.keys, cache.values)
+    return cache
 
 
 def batches(decoder: LlamaDecoder) -> list[Batch]:
@@ -67,7 +67,7 @@ def batches(decoder: LlamaDecoder) -> list[Batch]:
 
 def _tree(decoder: LlamaDecoder, slot: int, nodes: int) -> Segment:
     tokens = torch.randint(0, decoder.config.vocab_size, (nodes,), device=decoder.device)
-    return Segment(slot, PROMPT, tokens, Ancestry.of(tree_parents(nodes), decoder.device), wanted=nodes)
+    return Segment(slot, PROMPT, tokens, Ancestry.from_parents(tree_parents(nodes), decoder.device), wanted=nodes)
 
 
 def _batch(decoder: LlamaDecoder, name: str, segments: list[Segment]) -> Batch:

@@ -26,7 +26,7 @@ from specvla_ros.evaluation.calibration import Tolerance
 from specvla_ros.evaluation.frame_sources import FIRST_SEED, Frame, simulation_source
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import compare_episodes
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.device_pace import read_device
 from specvla_ros.simulation.rollout import Clock, EpisodeResult
@@ -67,7 +67,7 @@ def main() -> None:
     """Runs what is missing, and writes the JSON file."""
     of = "per task; 0: the engine alone"
     options = parser(__doc__, work="pipelining-benchmark", out="pipelining_nano.json", episodes=60, of=of).parse_args()
-    policy = load_policy(nano_policy(), device="cpu")
+    policy = load_target(nano_policy(), device="cpu")
     frames = list(islice(simulation_source(policy, FIRST_SEED), FRAMES))
     devices = {}
     for name in DEVICES:
@@ -87,7 +87,7 @@ def main() -> None:
     write_result(result, options)
 
 
-def _saturated(policy: Policy, chosen: EngineSettings, frames: Sequence[Frame], device: str) -> dict[str, Any]:
+def _saturated(policy: Target, chosen: EngineSettings, frames: Sequence[Frame], device: str) -> dict[str, Any]:
     """The engine alone: whenever it has room the next frame is there, taken at that moment."""
     engine, pace = Engine(policy, chosen), read_device(device)
     engine.warm_up()

@@ -12,7 +12,7 @@ from shapes import Size
 from torch import Tensor, nn
 
 from specvla_ros.engine.observation import Observation
-from specvla_ros.models.checkpoint import ImageEmbeddings, Policy
+from specvla_ros.models.checkpoint import ImageEmbeddings, Target
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer
 from specvla_ros.models.config import OpenVLAConfig
 from specvla_ros.models.llama import LlamaDecoder
@@ -29,7 +29,7 @@ _SHARPNESS = 64.0
 
 
 @dataclass(frozen=True)
-class RandomPolicy(Policy):
+class RandomPolicy(Target):
     """Answers every image with the same random prompt, through the vision towers if it has any.
 
     Args:

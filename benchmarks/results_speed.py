@@ -70,7 +70,7 @@ def _modes(result: dict[str, Any], file: str) -> str:
         trace=result["acceptance"]["name"],
         mean=result["acceptance"]["mean_accepted"],
         nodes=result["tree_nodes"],
-        memory="Memory is the peak on the GPU, weights included." if on_gpu else "Memory is the KV ring's.",
+        memory="Memory is the peak on the GPU, weights included." if on_gpu else "Memory is the KV cache's.",
     )
     parts = [text]
     for name, size in result["sizes"].items():

@@ -48,7 +48,7 @@ class Turns:
         accepted: drafted tokens, of each verification.
         tokens: the last action's.
         begun, overtaken: frames.
-        peak_bytes: of the GPU's memory, weights included; of the KV ring on a CPU.
+        peak_bytes: of the GPU's memory, weights included; of the KV cache on a CPU.
         cuda_graphs: how many there are, or why none; empty on a CPU.
     """
 
@@ -124,8 +124,8 @@ def add_turn(turns: Turns, policy: RandomPolicy, settings: EngineSettings, trace
     done = _run(engine, turns, actions, begun)
     synchronise(device)
     turns.rates_hz.append(done / (time.perf_counter() - started))
-    ring = engine._setup.ring
-    turns.peak_bytes = on_gpu.end() if on_gpu is not None else ring.keys.nbytes + ring.values.nbytes
+    cache = engine._setup.cache
+    turns.peak_bytes = on_gpu.end() if on_gpu is not None else cache.keys.nbytes + cache.values.nbytes
 
 
 def _run(engine: Engine, turns: Turns, actions: int, begun: dict[int, float]) -> int:

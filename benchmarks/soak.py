@@ -23,7 +23,7 @@ from soak_run import PICTURES, Phase, Soak
 from speed_benchmark import Device, Out, result_head, write_result
 
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import DTYPES, Policy
+from specvla_ros.models.checkpoint import DTYPES, Target
 from specvla_ros.speculation.settings import DraftSettings
 
 # Logits of the soak's policy spread over about ±5; a rounding in its two layers moves them by less than this.
@@ -115,7 +115,7 @@ def _growth(ticks: np.ndarray, memory: np.ndarray) -> float:
     return float(slope * (ticks[-1] - ticks[0]))
 
 
-def _shapes(policy: Policy) -> dict[str, int]:
+def _shapes(policy: Target) -> dict[str, int]:
     llama = policy.decoder.config
     return {
         "hidden_size": llama.hidden_size,

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.models.weights import save_weights
 from specvla_ros.speculation.drafters.combine import DRAFT_FOLDER
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
@@ -17,17 +17,17 @@ _STATISTICS = {"soak": {"action": {"q01": [-1.0] * 7, "q99": [1.0] * 7, "mask": 
 
 
 @torch.no_grad()
-def soak_policy(directory: Path, *, dtype: str, device: str) -> Policy:
+def soak_policy(directory: Path, *, dtype: str, device: str) -> Target:
     """Writes the checkpoint with a draft head, and loads it."""
     write_nano(directory, _SHAPE, INSTRUCTIONS, _STATISTICS, seed=0)
-    policy = load_policy(directory, device="cpu", dtype="float32")
+    policy = load_target(directory, device="cpu", dtype="float32")
     _spread(policy)
     save_weights(directory / "model.safetensors", policy.model.checkpoint_tensors())
     save_draft_head(directory / DRAFT_FOLDER, _head(policy))
-    return load_policy(directory, device=device, dtype=dtype)
+    return load_target(directory, device=device, dtype=dtype)
 
 
-def _spread(policy: Policy) -> None:
+def _spread(policy: Target) -> None:
     """Weights large enough for answers to differ, and an output head that knows actions only."""
     generator = torch.Generator().manual_seed(1)
     for parameter in policy.decoder.parameters():
@@ -38,7 +38,7 @@ def _spread(policy: Policy) -> None:
     head[tokenizer.vocab_size :] = 0.0
 
 
-def _head(policy: Policy) -> EagleHead:
+def _head(policy: Target) -> EagleHead:
     head = EagleHead(policy.decoder.config).requires_grad_(False)
     generator = torch.Generator().manual_seed(2)
     for parameter in head.parameters():

@@ -12,10 +12,10 @@ from soak_policy import INSTRUCTIONS
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, DropCounter, DropReason, Outcome
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.packed_forward import new_cache, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 
 PICTURES = 8
 _FRAME, _NEW_PICTURE, _NEW_EPOCH, _SWITCH = 0.6, 0.2, 0.01, 0.02  # chances per tick
@@ -60,7 +60,7 @@ class Soak:
         seed: of everything that happens.
     """
 
-    def __init__(self, policy: Policy, seed: int) -> None:
+    def __init__(self, policy: Target, seed: int) -> None:
         self._policy = policy
         self._random = random.Random(seed)
         pixels = np.random.default_rng(seed)
@@ -153,15 +153,15 @@ class Soak:
         prompt = self._policy.prompt_embeddings(seen.image, self._policy.prompt_ids(seen.instruction))
         answer = decoder.embed_tokens(torch.tensor(prefix, dtype=torch.int64, device=decoder.device))
         rows = torch.cat((prompt, answer))
-        ring = new_ring(decoder, slots=1, slot_rows=len(rows))
-        best, second = packed_forward(decoder, [Segment(0, 0, rows)], ring).logits[0].topk(2).values.tolist()
+        cache = new_cache(decoder, slots=1, slot_rows=len(rows))
+        best, second = packed_forward(decoder, [Segment(0, 0, rows)], cache).logits[0].topk(2).values.tolist()
         return float(best - second)
 
     def _check_slots(self, phase: Phase) -> None:
         setup = self._engine._setup  # how many slots are free is nobody's business but a soak's
         held = {request.slot for request in setup.flight.requests}
-        if len(held) != self._engine.in_flight or setup.ring.free_slots + len(held) != setup.ring.slots:
-            phase.fail(f"{setup.ring.slots} slots, {setup.ring.free_slots} free, {self._engine.in_flight} in flight")
+        if len(held) != self._engine.in_flight or setup.cache.free_slots + len(held) != setup.cache.slots:
+            phase.fail(f"{setup.cache.slots} slots, {setup.cache.free_slots} free, {self._engine.in_flight} in flight")
 
     def _check_end(self, phase: Phase) -> None:
         self._check_slots(phase)

@@ -15,7 +15,7 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.calibration import Tolerance
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
 from specvla_ros.evaluation.sweep import Setting, SweepRow, sweep
-from specvla_ros.models.checkpoint import load_policy
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.rollout import EpisodeResult
 from specvla_ros.speculation.rules.registry import bins_of
@@ -61,7 +61,7 @@ def main() -> None:
             print(f"{name}: {done} of {wanted}", file=sys.stderr, flush=True)
 
     rows = sweep(SimulateSettings(policy), settings(), plan, options.work, show)
-    loaded = load_policy(policy, device="cpu")
+    loaded = load_target(policy, device="cpu")
     result = result_head("speculation", options) | {
         "policy": policy.name,
         "first_seed": options.seed,

@@ -7,16 +7,16 @@ from packed_batches import Batch
 from timed_case import Case, with_and_without_kernels
 from torch import Tensor, nn
 
-from specvla_ros.engine.kv_ring import KVRing
+from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.planning.cost import Part
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
 
 
-def stage_cases(decoder: LlamaDecoder, draft_head: EagleHead, batch: Batch, ring: KVRing) -> Iterator[Case]:
+def stage_cases(decoder: LlamaDecoder, draft_head: EagleHead, batch: Batch, cache: KVCache) -> Iterator[Case]:
     """Both halves of a layer, the output head, the draft head, and the whole forward of the target."""
     layer, layout = decoder.layers[0], batch.layout
-    x, keys, values = batch.packed.embeddings, ring.keys, ring.values
+    x, keys, values = batch.packed.embeddings, cache.keys, cache.values
     rotation = decoder.rotation(layout.positions)
     wanted = x[batch.packed.wanted_rows]
     following = x.flip(0)
@@ -26,7 +26,7 @@ def stage_cases(decoder: LlamaDecoder, draft_head: EagleHead, batch: Batch, ring
 
     first = _matrices([layer.qkv, layer.out], batch.rows)
     second = _matrices([layer.gate_up, layer.down], batch.rows)
-    attended = _attended(decoder, batch, ring)
+    attended = _attended(decoder, batch, cache)
     head = _matrices([decoder.lm_head], len(wanted))
     drafting = _matrices(
         [draft_head.fc, draft_head.layer.qkv, draft_head.layer.out, draft_head.layer.gate_up, draft_head.layer.down],
@@ -57,10 +57,10 @@ def _matrices(modules: list[nn.Linear], rows: int) -> Part:
     return Part("matrices", float(sum(each.weight.nbytes for each in modules)), 2.0 * values * rows, rows)
 
 
-def _attended(decoder: LlamaDecoder, batch: Batch, ring: KVRing) -> Part:
+def _attended(decoder: LlamaDecoder, batch: Batch, cache: KVCache) -> Part:
     """One layer's: each key and value row is read once, those of the batch are written once."""
     config = decoder.config
-    row: Tensor = ring.keys[0, 0, 0]
+    row: Tensor = cache.keys[0, 0, 0]
     operations = 4.0 * batch.pairs * config.num_attention_heads * config.head_dim
     return Part("attention", 2.0 * row.nbytes * (batch.key_rows + batch.rows), operations, batch.rows)
 

@@ -25,7 +25,7 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.models.config import read_config
 from specvla_ros.models.openvla import OpenVLA
 from specvla_ros.models.weights import save_weights
@@ -83,11 +83,11 @@ def main() -> None:
     """Trains, and writes the checkpoint with a card.json of how it went."""
     options = _options()
     torch.manual_seed(0)
-    nano = load_policy(nano_policy(), device="cpu")
+    nano = load_target(nano_policy(), device="cpu")
     seen = _look(nano, options.episodes)
     texts = sorted({text for _, _, text, _ in seen} | {" ".join(map(str, range(10)))})
     _write_untrained(nano, options.out, texts)
-    policy = load_policy(options.out, device="cpu")
+    policy = load_target(options.out, device="cpu")
     samples = [_sample(policy, nano, *each) for each in seen]
     every = max(2, len(samples) // 200)
     held_out = samples[::every]
@@ -107,7 +107,7 @@ def main() -> None:
     print(json.dumps(card, indent=2))
 
 
-def _look(nano: Policy, episodes: int) -> list[tuple[Observation, Task, str, tuple[int, ...]]]:
+def _look(nano: Target, episodes: int) -> list[tuple[Observation, Task, str, tuple[int, ...]]]:
     """What the nano policy sees and does, with the text for it."""
     robot = TableRobot()
     states: list[tuple[Observation, WorldState]] = []
@@ -134,14 +134,14 @@ def _look(nano: Policy, episodes: int) -> list[tuple[Observation, Task, str, tup
     return seen
 
 
-def _write_untrained(nano: Policy, out: Path, texts: list[str]) -> None:
+def _write_untrained(nano: Target, out: Path, texts: list[str]) -> None:
     """The nano policy with a row for each new word."""
     config = json.loads((nano.directory / "config.json").read_text(encoding="utf-8"))
     instructions = [task.instruction for task in TASKS]
     write_nano(out, NanoShape(), [*instructions, *texts], config["norm_stats"], seed=0)
     model, known = OpenVLA(read_config(out)), nano.model.checkpoint_tensors()
     tensors = model.checkpoint_tensors()
-    fresh = load_policy(out, device="cpu")
+    fresh = load_target(out, device="cpu")
     for name, tensor in fresh.model.checkpoint_tensors().items():
         tensors[name].copy_(known[name] if tensor.shape == known[name].shape else tensor)
     rows = _rows_of_known_words(nano, fresh)
@@ -151,7 +151,7 @@ def _write_untrained(nano: Policy, out: Path, texts: list[str]) -> None:
     del config["instructions"]
 
 
-def _rows_of_known_words(nano: Policy, writer: Policy) -> Tensor:
+def _rows_of_known_words(nano: Target, writer: Target) -> Tensor:
     """int64 [n, 2]: a token's id in the nano policy, and in the writer."""
     assert nano.prompt.tokenizer is not None and writer.prompt.tokenizer is not None
     ids = writer.prompt.tokenizer.get_vocab()
@@ -163,7 +163,7 @@ def _rows_of_known_words(nano: Policy, writer: Policy) -> Tensor:
 
 @torch.inference_mode()
 def _sample(
-    policy: Policy, nano: Policy, observation: Observation, task: Task, text: str, tokens: tuple[int, ...]
+    policy: Target, nano: Target, observation: Observation, task: Task, text: str, tokens: tuple[int, ...]
 ) -> Sample:
     assert policy.prompt.tokenizer is not None
     pixels = policy.image_processor(observation.image)[None]
@@ -174,7 +174,7 @@ def _sample(
     return Sample(image, tuple(policy.prompt_ids(task.instruction)), answer)
 
 
-def _train(policy: Policy, samples: list[Sample], steps: int, batch: int) -> None:
+def _train(policy: Target, samples: list[Sample], steps: int, batch: int) -> None:
     trained = list(policy.decoder.parameters())
     for parameter in trained:
         parameter.requires_grad_(True)
@@ -193,19 +193,19 @@ def _train(policy: Policy, samples: list[Sample], steps: int, batch: int) -> Non
     policy.model.requires_grad_(False)
 
 
-def _loss(policy: Policy, samples: list[Sample]) -> Tensor:
+def _loss(policy: Target, samples: list[Sample]) -> Tensor:
     logits, answers = _logits(policy, samples)
     return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=-100)
 
 
 @torch.inference_mode()
-def _agreement(policy: Policy, samples: list[Sample]) -> float:
+def _agreement(policy: Target, samples: list[Sample]) -> float:
     logits, answers = _logits(policy, samples)
     there = answers >= 0
     return float((logits.argmax(-1) == answers)[there].float().mean())
 
 
-def _logits(policy: Policy, samples: list[Sample]) -> tuple[Tensor, Tensor]:
+def _logits(policy: Target, samples: list[Sample]) -> tuple[Tensor, Tensor]:
     """[batch, longest answer, vocab] and the answers, int64 with -100 behind their ends."""
     embed, longest = policy.decoder.embed_tokens, max(len(each.answer) for each in samples)
     width = max(len(each.prompt) for each in samples) + longest - 1

@@ -20,7 +20,7 @@ from timing import take_turns
 
 from specvla_kernels.commit_kv import commit_kv
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.packed_forward import new_cache, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.verify import ToVerify, verify
 from specvla_ros.models.llama import LlamaDecoder
@@ -62,13 +62,13 @@ def main(
 
 
 def _measure(decoder: LlamaDecoder, device: str, repeats: int) -> dict[str, Any]:
-    ring = new_ring(decoder, slots=1, slot_rows=PROMPT + 80)
+    cache = new_cache(decoder, slots=1, slot_rows=PROMPT + 80)
     prompt = torch.randn(PROMPT, decoder.config.hidden_size, device=device, dtype=decoder.dtype)
-    packed_forward(decoder, [Segment(0, 0, prompt)], ring)
+    packed_forward(decoder, [Segment(0, 0, prompt)], cache)
     trees = {nodes: _tree(nodes, device) for nodes in NODES}
 
     def forward(tree: Tree) -> Any:
-        return packed_forward(decoder, [Segment(0, PROMPT, tree.tokens, tree.ancestry, wanted=len(tree))], ring)
+        return packed_forward(decoder, [Segment(0, PROMPT, tree.tokens, tree.ancestry, wanted=len(tree))], cache)
 
     verified = forward(trees[TREE])
     vocab = decoder.config.vocab_size
@@ -81,7 +81,7 @@ def _measure(decoder: LlamaDecoder, device: str, repeats: int) -> dict[str, Any]
     for name, rule in _rules(vocab, device).items():
         parts[f"accept, {name}"] = lambda rule=rule: verify(verified.logits, [part], rule, actions)
     path = tuple(range(0, 2 * COMMITTED, 2))
-    parts["commit"] = lambda: commit_kv(ring.keys, ring.values, 0, PROMPT, path)
+    parts["commit"] = lambda: commit_kv(cache.keys, cache.values, 0, PROMPT, path)
     for nodes in (TREE, 50):
         parts[f"draft, {nodes} nodes"] = _drafting(decoder, nodes, prompt)
     seconds = take_turns(parts, repeats, device)
@@ -109,7 +109,7 @@ def _rules(vocab: int, device: str) -> dict[str, AcceptanceRule]:
 
 def _tree(nodes: int, device: str) -> Tree:
     tokens = torch.randint(0, 32000, (nodes,), device=device)
-    ancestry = Ancestry.of(tree_parents(nodes), device)
+    ancestry = Ancestry.from_parents(tree_parents(nodes), device)
     there = torch.ones(nodes, dtype=torch.bool, device=device)
     return Tree(tokens, ancestry, torch.zeros(nodes, device=device), there, there, levels=7)
 

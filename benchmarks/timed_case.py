@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specvla_kernels import jit
-from specvla_kernels.jit import has_kernels
+from specvla_kernels import device as jit
+from specvla_kernels.device import has_kernels
 from specvla_ros.planning.cost import Part
 
 TRITON, PYTORCH, COMPILED, UNQUANTISED = "Triton", "PyTorch", "torch.compile", "unquantised"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from specvla_kernels.jit import has_kernels, jit, power_of_two, tl
+from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 
 NO_NODE = -1  # pads a path; also what is no token
 LEAST_NODES, LEAST_PLACES = 16, 8  # one compilation for all smaller trees, and shorter paths
@@ -60,7 +60,7 @@ class Tolerance:
     distinct: int
 
     @staticmethod
-    def of(
+    def from_bins(
         bins: Sequence[int] | None, first: int, stop: int, distinct: int, device: torch.device | str = "cpu"
     ) -> "Tolerance":
         """Bins per dimension, 0 beyond them; None: strict."""

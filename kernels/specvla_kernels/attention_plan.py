@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specvla_kernels.jit import power_of_two
-from specvla_kernels.send import send
+from specvla_kernels.device import power_of_two, to_device
 
 if TYPE_CHECKING:
     from specvla_kernels.layout import Span
@@ -73,7 +72,7 @@ def plan_attention(
         spans: its segments; for a bucket, the longest that it holds.
         group: query heads per key head.
         kv_heads: key heads.
-        slot_rows: rows per slot of the ring.
+        slot_rows: rows per slot of the KV cache.
         device: where the kernel runs.
         capacity: tiles at least.
         programs: wanted in one launch; 0: two per multiprocessor of the device.
@@ -89,7 +88,7 @@ def plan_attention(
     rows += [_NO_WORK] * (capacity - len(rows))
     wanted = programs or _programs_of(device)
     splits = min(wanted // (len(rows) * kv_heads), -(-slot_rows // _KEYS_PER_SPLIT), _MOST_SPLITS)
-    tiles = send(rows, device, torch.int32)
+    tiles = to_device(rows, device, torch.int32)
     return AttentionPlan(tiles, group=group, block_m=block_m, splits=max(1, splits))
 
 

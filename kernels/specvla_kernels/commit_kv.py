@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.accept_tree import LEAST_PLACES
-from specvla_kernels.jit import has_kernels, jit, power_of_two, tl
-from specvla_kernels.send import send
+from specvla_kernels.device import has_kernels, jit, power_of_two, tl, to_device
 
 _BLOCK = 2048  # elements that a program holds, keys or values: 16 per thread
 
@@ -27,7 +26,7 @@ def commit_kv(keys: Tensor, values: Tensor, slot: int, first_row: int, nodes: Se
     moved = next((i for i, node in enumerate(nodes) if node != i), len(nodes))
     if moved == len(nodes):
         return
-    sources = send([first_row + node for node in nodes[moved:]], keys.device)
+    sources = to_device([first_row + node for node in nodes[moved:]], keys.device)
     start, stop = first_row + moved, first_row + len(nodes)
     for store in (keys, values):
         # Indexing with a tensor copies before it is written: a destination may be the source of a later row.

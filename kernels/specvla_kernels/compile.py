@@ -23,8 +23,8 @@ with suppress(ImportError):
 from specvla_kernels.accept_tree import Tolerance, Trees, accept_tree_triton
 from specvla_kernels.attention_plan import plan_attention
 from specvla_kernels.commit_kv import commit_kv_triton
+from specvla_kernels.device import HAS_TRITON
 from specvla_kernels.int8_linear import round_rows_triton, scale_sums_triton
-from specvla_kernels.jit import HAS_TRITON
 from specvla_kernels.layout import Span
 from specvla_kernels.packed_attention import packed_attention_triton
 from specvla_kernels.rmsnorm_residual import rmsnorm_residual_triton
@@ -49,7 +49,7 @@ class _Shape:
     def rows(self, n_rows: int, heads: int) -> Tensor:
         return torch.empty(n_rows, heads, self.head_dim, dtype=self.dtype, device=_META)
 
-    def ring(self) -> Tensor:
+    def cache(self) -> Tensor:
         return torch.empty(4, _SLOT_ROWS, self.kv_heads, self.head_dim, dtype=self.dtype, device=_META)
 
 
@@ -71,7 +71,7 @@ def _rope(shape: _Shape) -> None:
     qkv = shape.rows(n_rows, shape.heads + 2 * shape.kv_heads)
     q, k, v = qkv.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
     angles = torch.empty(n_rows, shape.head_dim // 2, device=_META)
-    rope_write_kv_triton(q, k, v, angles, angles, _whole(n_rows), shape.ring(), shape.ring())
+    rope_write_kv_triton(q, k, v, angles, angles, _whole(n_rows), shape.cache(), shape.cache())
 
 
 def _attention(shape: _Shape, length: int, programs: int) -> None:
@@ -84,12 +84,12 @@ def _attention(shape: _Shape, length: int, programs: int) -> None:
         device=_META,
         programs=programs,
     )
-    packed_attention_triton(shape.rows(length, shape.heads), shape.ring(), shape.ring(), _whole(length), plan)
+    packed_attention_triton(shape.rows(length, shape.heads), shape.cache(), shape.cache(), _whole(length), plan)
 
 
 def _commit(shape: _Shape, places: int) -> None:
-    rings = torch.empty(2, 32, *shape.ring().shape, dtype=shape.dtype, device=_META)
-    commit_kv_triton(rings[0], rings[1], _whole(4), _whole(4), _whole(4, places))
+    caches = torch.empty(2, 32, *shape.cache().shape, dtype=shape.dtype, device=_META)
+    commit_kv_triton(caches[0], caches[1], _whole(4), _whole(4), _whole(4, places))
 
 
 def _pointwise(shape: _Shape) -> None:

@@ -7,14 +7,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from specvla_kernels.jit import has_kernels
+from specvla_kernels.device import has_kernels
 
 # Of a row's length. Another size sums in another order, in every layer; a row that is wrong is off by its whole length.
 _TOLERANCES = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.2}
 _EXACT = 1e-6
 
 
-def fill_at_random(keys: Tensor, values: Tensor) -> None:
+def randomize(keys: Tensor, values: Tensor) -> None:
     """Gives every row of an unused store finite keys and values, for the work of a check to look at."""
     generator = torch.Generator(keys.device).manual_seed(0)
     for store in (keys, values):

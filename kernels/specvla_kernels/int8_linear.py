@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvla_kernels.jit import has_kernels, jit, tl
+from specvla_kernels.device import has_kernels, jit, tl
 
 _LEAST_ROWS = 32  # cuBLAS' int8 product refuses 16 rows and fewer; up to 32 it is read-bound, so padding costs nothing
 _LEAST_MAXIMUM = 1e-30  # of a row: a row of zeros must not be divided by zero

@@ -1,4 +1,4 @@
-"""Where each segment of a packed forward lies: in the packed rows and in the KV ring."""
+"""Where each segment of a packed forward lies: in the packed rows and in the KV cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.attention_plan import AttentionPlan, plan_attention
-from specvla_kernels.send import send
+from specvla_kernels.device import to_device
 
 MAX_TREE_NODES = 64  # a node's ancestors are the bits of one int64
 
@@ -31,7 +31,7 @@ class Ancestry:
         return self.parents.shape[0]
 
     @staticmethod
-    def of(parents: Sequence[int], device: torch.device | str = "cpu") -> "Ancestry":
+    def from_parents(parents: Sequence[int], device: torch.device | str = "cpu") -> "Ancestry":
         """From parents known on the host.
 
         Raises:
@@ -47,7 +47,7 @@ class Ancestry:
             if parent >= 0:
                 depths[node], ancestors[node] = depths[parent] + 1, ancestors[parent] | ancestors[node]
         signed = [bits - (bits >> 63 << 64) for bits in ancestors]
-        return Ancestry(*send((parents, depths, signed), torch.device(device)).unbind())
+        return Ancestry(*to_device((parents, depths, signed), torch.device(device)).unbind())
 
     @staticmethod
     def on_device(parents: Tensor, levels: int) -> "Ancestry":
@@ -159,7 +159,7 @@ def pack_layout(parts: Sequence[tuple[Span, Ancestry | None]], slot_rows: int, d
 
     Args:
         parts: each segment's place, and its ancestry if it is a tree; spans in packed order.
-        slot_rows: rows per slot of the ring.
+        slot_rows: rows per slot of the KV cache.
         device: where the layout goes; nothing is read back from it.
     """
     positions: list[Tensor] = []

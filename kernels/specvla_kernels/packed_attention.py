@@ -1,4 +1,4 @@
-"""Attention of a packed batch over the KV ring: causal chains, chunks behind a prefix, and trees."""
+"""Attention of a packed batch over the KV cache: causal chains, chunks behind a prefix, and trees."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specvla_kernels.attention_plan import AttentionPlan
-from specvla_kernels.jit import has_kernels, jit, power_of_two, tl
+from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 from specvla_kernels.layout import PackedLayout
 
 # Most keys per step, and most bytes of them, by rows of a tile. With a head of 128 in bf16, 64 rows and 64 keys spill
@@ -19,9 +19,9 @@ _STEPS = {16: (64, 16 << 10), 32: (64, 16 << 10), 64: (32, 8 << 10)}
 def packed_attention(q: Tensor, k_ring: Tensor, v_ring: Tensor, layout: PackedLayout) -> Tensor:
     """Each row attends to its slot's committed prefix and to its own segment: causally in a chain, ancestors in a tree.
 
-    Segments never see each other. The keys and values of the rows themselves are already in the ring
-    (`rope_write_kv`). Softmax in float32, scale 1 / sqrt(head_dim). Rows of the ring that no segment has written are
-    not read, whatever they hold.
+    Segments never see each other. The keys and values of the rows themselves are already in the KV cache
+    (`rope_write_kv`). Softmax in float32, scale 1 / sqrt(head_dim). Rows that no segment has written are not
+    read, whatever they hold.
 
     The kernel is FlashAttention-2's (arXiv 2307.08691) online softmax; where a forward has few tiles their keys are
     split, as in Flash-Decoding, and merged by a second launch.

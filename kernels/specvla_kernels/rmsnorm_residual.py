@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvla_kernels.jit import has_kernels, jit, power_of_two, tl
+from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 
 
 def rmsnorm_residual(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

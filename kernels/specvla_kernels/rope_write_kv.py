@@ -1,9 +1,9 @@
-"""RoPE on queries and keys, and keys and values into the KV ring, in one pass."""
+"""RoPE on queries and keys, and keys and values into the KV cache, in one pass."""
 
 import torch
 from torch import Tensor
 
-from specvla_kernels.jit import has_kernels, jit, power_of_two, tl
+from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 
 _BLOCK = 512  # elements of half a head that a program holds: 4 per thread and operand, and many programs per row
 
@@ -11,7 +11,7 @@ _BLOCK = 512  # elements of half a head that a program holds: 4 per thread and o
 def rope_write_kv(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, k_ring: Tensor, v_ring: Tensor
 ) -> Tensor:
-    """Rotates q and k by position (RoFormer eq. 34, Llama's half-split layout) and writes k and v to the ring.
+    """Rotates q and k by position (RoFormer eq. 34, Llama's half-split layout) and writes k and v to the KV cache.
 
     Args:
         q: [n_rows, heads, head_dim].

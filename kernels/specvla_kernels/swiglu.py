@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvla_kernels.jit import has_kernels, jit, tl
+from specvla_kernels.device import has_kernels, jit, tl
 
 _BLOCK = 1024  # columns per program: 8 per thread
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from specvla_ros.engine.outcome import Outcome
-    from specvla_ros.models.checkpoint import Policy
+    from specvla_ros.models.checkpoint import Target
 
 app = typer.Typer(
     help="Real-time vision-language-action policies on ROS 2.",
@@ -73,10 +73,10 @@ def predict(
     from specvla_ros.engine.engine import Engine
     from specvla_ros.engine.observation import Observation
     from specvla_ros.engine.settings import EngineSettings
-    from specvla_ros.models.checkpoint import load_policy
+    from specvla_ros.models.checkpoint import load_target
 
     ids = _parse_ids(prompt_ids) if prompt_ids else None
-    policy = load_policy(
+    policy = load_target(
         checkpoint,
         device=device,
         dtype=dtype.value,
@@ -94,7 +94,7 @@ def predict(
     _print_outcome(outcome, policy, as_json=as_json)
 
 
-def _print_outcome(outcome: "Outcome", policy: "Policy", *, as_json: bool) -> None:
+def _print_outcome(outcome: "Outcome", policy: "Target", *, as_json: bool) -> None:
     from specvla_ros.engine.outcome import Drop
 
     if isinstance(outcome, Drop):
@@ -169,7 +169,7 @@ def replay(
     from specvla_ros.engine.settings import EngineSettings
     from specvla_ros.evaluation.replay import check_replay, replay
     from specvla_ros.evaluation.replay_summary import Thresholds
-    from specvla_ros.models.checkpoint import load_policy
+    from specvla_ros.models.checkpoint import load_target
 
     thresholds = Thresholds(
         max_p95_latency_s=max_p95_latency_s,
@@ -184,7 +184,7 @@ def replay(
         action_topic=action_topic or None,
     )
     check_replay(bag, out, topics)
-    policy = load_policy(
+    policy = load_target(
         checkpoint,
         device=device,
         dtype=dtype.value,

@@ -58,14 +58,14 @@ def train_draft(
     check_accelerate()
     from specvla_ros.cli.simulation import progress_bar
     from specvla_ros.evaluation.frame_sources import SIMULATION
-    from specvla_ros.models.checkpoint import load_policy
+    from specvla_ros.models.checkpoint import load_target
     from specvla_ros.policies.bundled import nano_policy
     from specvla_ros.training import train_draft as training
 
     if SIMULATION in data and len(data) > 1:
         raise UserError("--data sim cannot be mixed with bags: train twice, or choose one")
     settings = training.DraftTraining(epochs, batch_size, learning_rate, own_steps, seed)
-    policy = load_policy(target or nano_policy(), device=device, dtype=dtype.value, unnorm_key=unnorm_key)
+    policy = load_target(target or nano_policy(), device=device, dtype=dtype.value, unnorm_key=unnorm_key)
     with progress_bar() as bar:
         asking = bar.add_task("asking the target", total=frames)
         shards = training.collect_features(

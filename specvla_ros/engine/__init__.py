@@ -1,1 +1,1 @@
-"""The engine: requests, segments, the KV ring and the tick. No ROS, no model names."""
+"""The engine: requests, segments, the KV cache and the tick. No ROS, no model names."""

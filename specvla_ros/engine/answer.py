@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 from specvla_ros.speculation.accept import ActionIds
 
 
@@ -23,7 +23,7 @@ class AnswerFormat:
     max_text: int = 0
 
     @staticmethod
-    def of(policy: Policy, max_text: int) -> "AnswerFormat":
+    def from_target(policy: Target, max_text: int) -> "AnswerFormat":
         """A policy's."""
         tokenizer = policy.action_tokenizer
         ids = ActionIds(tokenizer.first_id, tokenizer.vocab_size, bins=len(tokenizer.centers))

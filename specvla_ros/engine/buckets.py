@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 
 _TILE_ROWS = 64  # of a matrix product: a part of a tile takes as long as a whole one
 _PART = 8  # above 512 rows a bucket is at most an eighth larger than the power of two below it asks for
@@ -38,7 +38,7 @@ class ForwardSizes:
     chunks: tuple[int, ...]
 
     @staticmethod
-    def of(policy: Policy, settings: EngineSettings) -> "ForwardSizes":
+    def from_settings(policy: Target, settings: EngineSettings) -> "ForwardSizes":
         """Those of a policy whose prompts may have any length that a slot has rows for."""
         prompts = range(policy.image_tokens + 1, policy.image_tokens + settings.max_text_tokens + 1)
         chunks = {rows for length in prompts for rows in _chunks(length, settings.chunks)}

@@ -23,7 +23,7 @@ from specvla_ros.engine.tally import TickWork
 from specvla_ros.engine.verify import Commit
 from specvla_ros.engine.verify_shares import upload, verify_shares
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule
 from specvla_ros.speculation.drafters.protocol import DraftInput
 from specvla_ros.speculation.rules.registry import make_rule
@@ -45,7 +45,7 @@ class Engine:
         UserError: the settings do not fit the policy or the device's memory.
     """
 
-    def __init__(self, policy: Policy, settings: EngineSettings, now_ns: Callable[[], int] | None = None) -> None:
+    def __init__(self, policy: Target, settings: EngineSettings, now_ns: Callable[[], int] | None = None) -> None:
         if settings.max_image_age_s and now_ns is None:
             raise UserError("max_image_age_s needs the clock of the stamps; set it to 0 to decode recorded images")
         self.policy = policy
@@ -198,7 +198,7 @@ class Engine:
         self._clock.start()
         prompt = self.policy.prompt_embeddings(observation.image, prompt_ids, setup.vision)
         self._clock.stop()
-        slot = setup.ring.take()
+        slot = setup.cache.take()
         assert slot is not None
         nothing = Tree.of_root(torch.zeros((), dtype=torch.int64, device=prompt.device))
         setup.flight.requests.append(Request(observation, slot, prompt, prompt_ids, wait_s, nothing))

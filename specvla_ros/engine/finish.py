@@ -8,11 +8,11 @@ from specvla_ros.engine.answer import AnswerFormat
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 
 
 def outcome_of(
-    request: Request, policy: Policy, answer: AnswerFormat, settings: EngineSettings, *, in_flight: int
+    request: Request, policy: Target, answer: AnswerFormat, settings: EngineSettings, *, in_flight: int
 ) -> Outcome:
     """What a request with a complete answer ends in.
 

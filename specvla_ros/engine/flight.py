@@ -2,7 +2,7 @@
 
 import math
 
-from specvla_ros.engine.kv_ring import KVRing
+from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.request import Request
 
@@ -13,13 +13,13 @@ class Flight:
     """Keeps requests in the order of their frames.
 
     Args:
-        ring: whose slots the requests hold.
+        cache: whose slots the requests hold.
         chunks: forwards over which a prompt is spread.
         in_order: whether actions wait for those of older frames, in place of overtaking them.
     """
 
-    def __init__(self, ring: KVRing, *, chunks: int, in_order: bool) -> None:
-        self._ring = ring
+    def __init__(self, cache: KVCache, *, chunks: int, in_order: bool) -> None:
+        self._cache = cache
         self._chunks = chunks
         self._in_order = in_order
         self._forwards = 0.0  # per finished request, mean; 0: none yet
@@ -32,19 +32,19 @@ class Flight:
 
         More would only wait longer for the same rate; how many it takes is learnt from the requests that finished.
         """
-        needed = math.ceil(self._forwards / self._chunks - 1e-9) if self._forwards else self._ring.slots
-        return max(1, min(self._ring.slots, needed))
+        needed = math.ceil(self._forwards / self._chunks - 1e-9) if self._forwards else self._cache.slots
+        return max(1, min(self._cache.slots, needed))
 
     @property
     def has_room(self) -> bool:
         """Whether the next tick may begin a prompt: one at a time."""
         prefilling = any(request.prefilling for request in self.requests)
-        return bool(self._ring.free_slots) and len(self.requests) < self.target and not prefilling
+        return bool(self._cache.free_slots) and len(self.requests) < self.target and not prefilling
 
     def remove(self, request: Request) -> None:
         """Takes a request out that is finished or dropped; its slot is free."""
         self.requests.remove(request)
-        self._ring.give_back(request.slot)
+        self._cache.give_back(request.slot)
 
     def finish(self, request: Request, action: Action) -> list[Drop]:
         """Takes a request out with its action; what was older is overtaken."""

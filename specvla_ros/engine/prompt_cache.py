@@ -2,7 +2,7 @@
 
 from specvla_ros.engine.observation import Observation
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 
 
 class PromptCache:
@@ -13,7 +13,7 @@ class PromptCache:
         max_text_tokens: the longest prompt text that a slot holds.
     """
 
-    def __init__(self, policy: Policy, max_text_tokens: int) -> None:
+    def __init__(self, policy: Target, max_text_tokens: int) -> None:
         self._policy = policy
         self._max_text_tokens = max_text_tokens
         self._last: tuple[str, tuple[int, ...]] = ("", ())

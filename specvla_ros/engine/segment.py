@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specvla_kernels.device import to_device
 from specvla_kernels.layout import Ancestry, PackedLayout, Span, pack_layout
-from specvla_kernels.send import send
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PackedBatch:
 
     Args:
         embeddings: [n_rows, hidden], the segments' inputs in order.
-        layout: where each segment lies in the rows and in the KV ring.
+        layout: where each segment lies in the rows and in the KV cache.
         wanted_rows: int64 [n_wanted], the rows whose logits are computed, segments in order.
     """
 
@@ -105,7 +105,7 @@ def pack(segments: Sequence[Segment], slot_rows: int, embed: Callable[[Tensor], 
 
     Args:
         segments: at least one. A slot's second segment is a tree that begins where its first, a chain, ends.
-        slot_rows: rows per slot of the ring they are to be written to.
+        slot_rows: rows per slot of the KV cache they are to be written to.
         embed: token ids [n] to embeddings [n, hidden].
 
     Raises:
@@ -118,5 +118,5 @@ def pack(segments: Sequence[Segment], slot_rows: int, embed: Callable[[Tensor], 
     return PackedBatch(
         embeddings=embedded[0] if len(embedded) == 1 else torch.cat(embedded),
         layout=pack_layout(parts, slot_rows, device),
-        wanted_rows=send(wanted_rows(segments, spans), device),
+        wanted_rows=to_device(wanted_rows(segments, spans), device),
     )

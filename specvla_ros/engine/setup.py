@@ -1,22 +1,22 @@
-"""What an engine is set up with for its settings: the KV ring, what drafts, and which drafts are taken."""
+"""What an engine is set up with for its settings: the KV cache, what drafts, and which drafts are taken."""
 
 import logging
 from dataclasses import dataclass, replace
 
 from specvla_kernels.accept_tree import Tolerance
-from specvla_kernels.jit import has_kernels
+from specvla_kernels.device import has_kernels
 from specvla_ros.engine.answer import AnswerFormat
 from specvla_ros.engine.buckets import ForwardSizes
 from specvla_ros.engine.flight import Flight
 from specvla_ros.engine.forwards import Forwards
 from specvla_ros.engine.graphs import Graphs
-from specvla_ros.engine.kv_ring import KVRing
+from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.slot_ring import allocate_ring
+from specvla_ros.engine.slot_ring import allocate_cache
 from specvla_ros.engine.verify_on_device import VerificationKernels, tolerance_of
 from specvla_ros.engine.vision import Vision
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 from specvla_ros.speculation.accept import AcceptanceRule
 from specvla_ros.speculation.drafters.combine import Drafter
 from specvla_ros.speculation.rules.registry import bins_of, make_rule
@@ -32,7 +32,7 @@ class Setup:
     Attributes:
         settings: that were asked for; with mode `ar` or `pipeline` where nothing can draft and that is allowed.
         answer: when an answer is complete.
-        ring: keys and values.
+        cache: keys and values.
         drafter: grows the trees.
         rule: which drafts are taken.
         tolerance: the rule as the acceptance kernel takes it; None where there is no such kernel, or it does not know
@@ -46,7 +46,7 @@ class Setup:
 
     settings: EngineSettings
     answer: AnswerFormat
-    ring: KVRing
+    cache: KVCache
     drafter: Drafter
     rule: AcceptanceRule
     tolerance: Tolerance | None
@@ -56,14 +56,14 @@ class Setup:
     graphs: Graphs
     fallback: str = ""
 
-    def set_acceptance(self, settings: AcceptanceSettings, policy: Policy) -> None:
+    def set_acceptance(self, settings: AcceptanceSettings, policy: Target) -> None:
         """Takes another acceptance rule.
 
         Raises:
             UserError: it does not fit the policy; the old one stays.
         """
         self.rule = make_rule(settings, policy)
-        self.tolerance = _kernel_tolerance(self.rule, self.answer, self.ring)
+        self.tolerance = _kernel_tolerance(self.rule, self.answer, self.cache)
         self.drafter.set_tolerance(bins_of(settings, policy))
         self.settings = replace(self.settings, acceptance=settings)
 
@@ -78,7 +78,7 @@ class Setup:
         return described | {name: text for name, text in said.items() if text}
 
 
-def set_up(policy: Policy, settings: EngineSettings) -> Setup:
+def set_up(policy: Target, settings: EngineSettings) -> Setup:
     """Loads and allocates what the settings need.
 
     Raises:
@@ -86,27 +86,27 @@ def set_up(policy: Policy, settings: EngineSettings) -> Setup:
     """
     if policy.action_head:
         settings.check_action_head()
-    answer = AnswerFormat.of(policy, settings.max_reasoning_tokens)
+    answer = AnswerFormat.from_target(policy, settings.max_reasoning_tokens)
     rule = make_rule(settings.acceptance, policy)
-    ring = allocate_ring(policy, settings, answer)
-    drafter, fallback = _make_drafter(policy, settings, ring.slot_rows)
+    cache = allocate_cache(policy, settings, answer)
+    drafter, fallback = _make_drafter(policy, settings, cache.slot_rows)
     if fallback:
         settings = replace(settings, mode={"spec": "ar", "specpipe": "pipeline"}[settings.mode])
     drafter.set_tolerance(bins_of(settings.acceptance, policy))
-    flight = Flight(ring, chunks=settings.chunks, in_order=settings.in_order)
-    tolerance = _kernel_tolerance(rule, answer, ring)
+    flight = Flight(cache, chunks=settings.chunks, in_order=settings.in_order)
+    tolerance = _kernel_tolerance(rule, answer, cache)
     vision = Vision(policy.model)
-    forwards = Forwards(policy.decoder, ring, ForwardSizes.of(policy, settings))
-    verification = VerificationKernels(answer.actions, ring, settings.tree_nodes, answer.longest)
-    graphs = Graphs(ring.keys, (forwards, vision, verification, drafter))
-    return Setup(settings, answer, ring, drafter, rule, tolerance, flight, vision, forwards, graphs, fallback)
+    forwards = Forwards(policy.decoder, cache, ForwardSizes.from_settings(policy, settings))
+    verification = VerificationKernels(answer.actions, cache, settings.tree_nodes, answer.longest)
+    graphs = Graphs(cache.keys, (forwards, vision, verification, drafter))
+    return Setup(settings, answer, cache, drafter, rule, tolerance, flight, vision, forwards, graphs, fallback)
 
 
-def _kernel_tolerance(rule: AcceptanceRule, answer: AnswerFormat, ring: KVRing) -> Tolerance | None:
-    return tolerance_of(rule, answer.actions, ring.keys.device) if has_kernels(ring.keys) else None
+def _kernel_tolerance(rule: AcceptanceRule, answer: AnswerFormat, cache: KVCache) -> Tolerance | None:
+    return tolerance_of(rule, answer.actions, cache.keys.device) if has_kernels(cache.keys) else None
 
 
-def _make_drafter(policy: Policy, settings: EngineSettings, slot_rows: int) -> tuple[Drafter, str]:
+def _make_drafter(policy: Target, settings: EngineSettings, slot_rows: int) -> tuple[Drafter, str]:
     """What drafts; nothing, with the reason, where nothing can be had and the user allowed to go on without."""
     slots = settings.slots
     if not settings.drafts:

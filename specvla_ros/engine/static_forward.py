@@ -11,7 +11,7 @@ from specvla_kernels.attention_plan import AttentionPlan, plan_attention
 from specvla_kernels.graph_capture import Capture
 from specvla_kernels.layout import PackedLayout, Span
 from specvla_ros.engine.buckets import Bucket
-from specvla_ros.engine.kv_ring import KVRing
+from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.segment import Segment, spans_of, wanted_rows
 from specvla_ros.models.llama import ForwardResult, LlamaDecoder
 
@@ -51,11 +51,11 @@ class _Numbers:
 class StaticForward:
     """One bucket's forward: the segments are copied in, the layers run as they were captured, a copy comes out.
 
-    The rows that no segment has are zeros, see nothing, and write their keys and values to the ring's sink row.
+    The rows that no segment has are zeros, see nothing, and write their keys and values to the KV cache's sink row.
 
     Args:
         decoder: whose layers run.
-        ring: that they write to; a slot's last row must be left alone.
+        cache: that they write to; a slot's last row must be left alone.
         bucket: the size.
         segments: of a forward at most.
         capture: makes the layers repeatable.
@@ -64,13 +64,15 @@ class StaticForward:
         Exception: whatever the capture raises.
     """
 
-    def __init__(self, decoder: LlamaDecoder, ring: KVRing, bucket: Bucket, *, segments: int, capture: Capture) -> None:
+    def __init__(
+        self, decoder: LlamaDecoder, cache: KVCache, bucket: Bucket, *, segments: int, capture: Capture
+    ) -> None:
         self._decoder = decoder
-        self._ring = ring
+        self._cache = cache
         self._rows = bucket.rows
         config, device = decoder.config, decoder.device
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        plan = _plan(bucket, heads // kv_heads, kv_heads, ring)
+        plan = _plan(bucket, heads // kv_heads, kv_heads, cache)
         size = _Numbers.size(bucket.rows, _most_tiles(bucket, segments, plan))
         self._numbers = numbers = _Numbers.of(torch.zeros(size, dtype=torch.int64, device=device), bucket.rows)
         self._plan = replace(plan, tiles=numbers.tiles)
@@ -91,7 +93,7 @@ class StaticForward:
         Raises:
             ValueError: they do not fit their slots, or each other, or the bucket.
         """
-        spans = spans_of(segments, self._ring.slot_rows - 1)
+        spans = spans_of(segments, self._cache.slot_rows - 1)
         n = spans[-1].stop
         if n > self._rows:
             raise ValueError(f"{n} rows do not fit a forward of {self._rows}")
@@ -102,7 +104,7 @@ class StaticForward:
         return ForwardResult(self._decoder.logits(hidden[wanted]), hidden)
 
     def _run(self) -> Tensor:
-        return self._decoder.hidden_states(self._embeddings, self._layout, self._ring.keys, self._ring.values)
+        return self._decoder.hidden_states(self._embeddings, self._layout, self._cache.keys, self._cache.values)
 
     def _send(self, segments: Sequence[Segment], spans: Sequence[Span]) -> Tensor:
         """Sends what the host knows; the wanted rows, on the device."""
@@ -110,11 +112,11 @@ class StaticForward:
         memory = torch.zeros(len(self._numbers.all), dtype=torch.int64, pin_memory=self._numbers.all.is_cuda)
         host = _Numbers.of(memory, self._rows)
         positions, kv_rows, ancestors = (each.numpy() for each in (host.positions, host.kv_rows, host.ancestors))
-        kv_rows[:] = self._ring.sink_row
+        kv_rows[:] = self._cache.sink_row
         for span in spans:
             rows, nodes = slice(span.start, span.stop), np.arange(span.length)
             positions[rows] = span.prefix_len + (0 if span.is_tree else nodes)
-            kv_rows[rows] = span.slot * self._ring.slot_rows + span.prefix_len + nodes
+            kv_rows[rows] = span.slot * self._cache.slot_rows + span.prefix_len + nodes
             ancestors[rows] = span.is_tree  # enough for a single node
         n = spans[-1].stop if spans else 0
         idle = [Span.idle(n, self._rows - n)] if n < self._rows else []
@@ -143,10 +145,10 @@ class StaticForward:
         torch.cat([*parts, self._no_embeddings[: self._rows - n]], out=self._embeddings)
 
 
-def _plan(bucket: Bucket, group: int, kv_heads: int, ring: KVRing) -> AttentionPlan:
+def _plan(bucket: Bucket, group: int, kv_heads: int, cache: KVCache) -> AttentionPlan:
     """Tiles and shares of keys that fit a bucket full of its longest segments; its table is not read."""
     spans = [Span(0, 0, bucket.longest, 0, is_tree=True)] * -(-bucket.rows // bucket.longest)
-    return plan_attention(spans, group=group, kv_heads=kv_heads, slot_rows=ring.slot_rows, device=ring.keys.device)
+    return plan_attention(spans, group=group, kv_heads=kv_heads, slot_rows=cache.slot_rows, device=cache.keys.device)
 
 
 def _most_tiles(bucket: Bucket, segments: int, plan: AttentionPlan) -> int:

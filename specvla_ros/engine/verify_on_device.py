@@ -9,10 +9,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specvla_kernels.accept_tree import LEAST_NODES, LEAST_PLACES, Tolerance, Trees, accept_tree
 from specvla_kernels.commit_kv import commit_kv_batch
+from specvla_kernels.device import blocks, to_device
 from specvla_kernels.graph_capture import Capture
-from specvla_kernels.jit import blocks
-from specvla_kernels.send import send
-from specvla_ros.engine.kv_ring import KVRing
+from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.verify import Commit
 from specvla_ros.speculation.accept import AcceptanceRule, ActionIds
 from specvla_ros.speculation.rules.bin_distance import BinDistance
@@ -25,7 +24,7 @@ def tolerance_of(rule: AcceptanceRule, actions: ActionIds, device: torch.device)
     if not isinstance(rule, Strict | BinDistance):
         return None
     bins = rule.bins if isinstance(rule, BinDistance) else None
-    return Tolerance.of(bins, actions.first, actions.stop, actions.bins, device)
+    return Tolerance.from_bins(bins, actions.first, actions.stop, actions.bins, device)
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,15 @@ class Uploaded:
     first_rows: Tensor
 
     @staticmethod
-    def of(places: Sequence[int], slots: Sequence[int], first_rows: Sequence[int], device: torch.device) -> "Uploaded":
+    def from_requests(
+        places: Sequence[int], slots: Sequence[int], first_rows: Sequence[int], device: torch.device
+    ) -> "Uploaded":
         """In one copy."""
-        return Uploaded(*send((places, slots, first_rows), device).unbind())
+        return Uploaded(*to_device((places, slots, first_rows), device).unbind())
 
 
 def verify_on_device(
-    logits: Tensor, trees: Sequence[Tree], uploaded: Uploaded, tolerance: Tolerance, ring: KVRing
+    logits: Tensor, trees: Sequence[Tree], uploaded: Uploaded, tolerance: Tolerance, cache: KVCache
 ) -> list[Commit]:
     """Chooses every request's path and moves its keys and values.
 
@@ -58,13 +59,13 @@ def verify_on_device(
         trees: that were in the forward.
         uploaded: for the same requests.
         tolerance: of the rule.
-        ring: whose rows move.
+        cache: whose rows move.
     """
     levels = max(tree.levels for tree in trees)
     choices = greedy_choice(logits).split([len(tree) for tree in trees])
     packed = accept_tree(_padded(trees, choices, uploaded.places), tolerance, levels)
     width = levels + 1
-    commit_kv_batch(ring.keys, ring.values, uploaded.slots, uploaded.first_rows, packed[:, :width])
+    commit_kv_batch(cache.keys, cache.values, uploaded.slots, uploaded.first_rows, packed[:, :width])
     commits = []
     for row, numbers in zip(packed, packed.tolist(), strict=True):  # the tick's one read-back
         count = numbers[-1]
@@ -79,25 +80,25 @@ class VerificationKernels:
 
     Args:
         actions: ids of action tokens.
-        ring: whose rows are moved.
+        cache: whose rows are moved.
         nodes: of a tree at most.
         levels: no tree is deeper than this.
     """
 
     actions: ActionIds
-    ring: KVRing
+    cache: KVCache
     nodes: int
     levels: int
 
     def capture(self, capture: Capture) -> int:
         """Runs both once for every size that they are compiled for, which serves every rule; nothing moves."""
-        device, actions = self.ring.keys.device, self.actions
-        tolerance = Tolerance.of(None, actions.first, actions.stop, actions.bins, device)
+        device, actions = self.cache.keys.device, self.actions
+        tolerance = Tolerance.from_bins(None, actions.first, actions.stop, actions.bins, device)
         first = torch.zeros(1, dtype=torch.int64, device=device)
         for nodes in blocks(LEAST_NODES, self.nodes):
             for places in blocks(LEAST_PLACES, self.levels + 1):
                 packed = accept_tree(_roots(nodes, device), tolerance, places - 1)
-                commit_kv_batch(self.ring.keys, self.ring.values, first, first, packed[:, :places])
+                commit_kv_batch(self.cache.keys, self.cache.values, first, first, packed[:, :places])
         return 0
 
     def release(self) -> None:

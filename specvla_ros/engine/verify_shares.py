@@ -23,7 +23,7 @@ def upload(setup: Setup, shares: Sequence[Share]) -> Uploaded | None:
     requests = [share.request for share in shares]
     places = [setup.answer.place(request.tokens) for request in requests]
     slots, roots = [request.slot for request in requests], [request.root_row for request in requests]
-    return Uploaded.of(places, slots, roots, setup.ring.keys.device)
+    return Uploaded.from_requests(places, slots, roots, setup.cache.keys.device)
 
 
 def verify_shares(setup: Setup, logits: Tensor, shares: Sequence[Share], uploaded: Uploaded | None) -> list[Commit]:
@@ -37,10 +37,10 @@ def verify_shares(setup: Setup, logits: Tensor, shares: Sequence[Share], uploade
     """
     if uploaded is not None and setup.tolerance is not None:
         trees = [share.request.tree for share in shares]
-        return verify_on_device(logits, trees, uploaded, setup.tolerance, setup.ring)
+        return verify_on_device(logits, trees, uploaded, setup.tolerance, setup.cache)
     parts = [share.to_verify(setup.answer) for share in shares]
     commits = verify(logits, parts, setup.rule, setup.answer.actions)
     for share, commit in zip(shares, commits, strict=True):
         request = share.request
-        commit_kv(setup.ring.keys, setup.ring.values, request.slot, request.root_row, commit.nodes)
+        commit_kv(setup.cache.keys, setup.cache.values, request.slot, request.root_row, commit.nodes)
     return commits

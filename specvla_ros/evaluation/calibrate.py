@@ -26,7 +26,7 @@ from specvla_ros.evaluation.report.calibrate import write_calibrate_report
 from specvla_ros.evaluation.side_by_side import FrameRun, run_side_by_side
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import compare_episodes
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 from specvla_ros.simulation.device_pace import read_device, tick_time
 from specvla_ros.simulation.rollout import EpisodeResult
 from specvla_ros.speculation.rules.registry import bins_of
@@ -114,7 +114,7 @@ class Progress:
 
 
 def collect_frames(
-    policy: Policy, base: SimulateSettings, data: Sequence[str] | None, plan: CalibratePlan, frames: int
+    policy: Target, base: SimulateSettings, data: Sequence[str] | None, plan: CalibratePlan, frames: int
 ) -> list[Frame]:
     """The frames to try the settings on.
 
@@ -139,7 +139,7 @@ def collect_frames(
 
 
 def calibrate(
-    policy: Policy,
+    policy: Target,
     base: SimulateSettings,
     frames: Sequence[Frame],
     plan: CalibratePlan,
@@ -196,7 +196,7 @@ def calibrate(
     return calibration
 
 
-def _relaxed(policy: Policy, spec: EngineSettings, plan: CalibratePlan) -> tuple[list[list[Trial]], dict[str, str]]:
+def _relaxed(policy: Target, spec: EngineSettings, plan: CalibratePlan) -> tuple[list[list[Trial]], dict[str, str]]:
     """The trials of each tolerance, and the tolerances that do not fit the checkpoint, with the reason."""
     trials: list[list[Trial]] = []
     refused: dict[str, str] = {}
@@ -230,7 +230,7 @@ def _tree(settings: EngineSettings) -> str:
 
 
 def _try_on_frames(
-    policy: Policy,
+    policy: Target,
     plain: Trial,
     groups: Sequence[Sequence[Trial]],
     frames: Sequence[Frame],
@@ -297,7 +297,7 @@ def _try_in_simulation(
     return candidate.with_success(pairs, plan.limits)
 
 
-def _context(policy: Policy, base: SimulateSettings, plan: CalibratePlan, frames: int) -> dict[str, Any]:
+def _context(policy: Target, base: SimulateSettings, plan: CalibratePlan, frames: int) -> dict[str, Any]:
     episodes = asdict(plan.episodes) if plan.episodes is not None else None
     return {
         "policy": policy.describe(),

@@ -35,7 +35,7 @@ from specvla_ros.evaluation.replay_summary import (
     summarise,
 )
 from specvla_ros.evaluation.report.replay import write_report
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -178,7 +178,7 @@ _USUAL = TopicChoice()
 
 
 def replay(
-    policy: Policy,
+    policy: Target,
     settings: EngineSettings,
     bag_path: str | Path,
     out_dir: str | Path,

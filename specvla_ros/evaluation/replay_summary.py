@@ -10,7 +10,7 @@ import numpy as np
 from specvla_ros.bags.frames import BagFrame
 from specvla_ros.engine.outcome import Action, DropCounter, DropReason
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class FrameResult:
         return line
 
 
-def compare(policy: Policy, action: Action, recorded: tuple[float, ...] | None) -> Comparison | None:
+def compare(policy: Target, action: Action, recorded: tuple[float, ...] | None) -> Comparison | None:
     """An action beside the recorded one; None when that is missing, not finite, or of another length."""
     if recorded is None or len(recorded) != policy.action_dim or not all(map(math.isfinite, recorded)):
         return None

@@ -13,7 +13,7 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import DecodeTally
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import Frame
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 from specvla_ros.simulation.device_pace import TickTime, tick_time
 
 
@@ -38,7 +38,7 @@ class FrameRun:
 
 
 def run_side_by_side(
-    policy: Policy,
+    policy: Target,
     settings: Mapping[str, EngineSettings],
     frames: Sequence[Frame],
     *,

@@ -18,7 +18,7 @@ from specvla_ros.evaluation.film import Film
 from specvla_ros.evaluation.provenance import file_hashes, hardware, software
 from specvla_ros.evaluation.report.simulate import write_simulate_report
 from specvla_ros.evaluation.simulate_summary import SimulateSummary, summarise_episodes
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.models.codecs.bins import ActionStatistics
 from specvla_ros.models.config import read_config
 from specvla_ros.simulation.device_pace import read_device, tick_time
@@ -41,7 +41,7 @@ class SimulateSettings:
         emulate: device whose stage times are taken in place of those measured; empty: none.
         engine: how to decode.
         time_limit: an episode has failed after so many times the time that its task allows.
-        device, dtype, unnorm_key, center_crop, quantization: as for `load_policy`.
+        device, dtype, unnorm_key, center_crop, quantization: as for `load_target`.
     """
 
     policy: Path
@@ -113,13 +113,13 @@ def _stage(settings: SimulateSettings, process: int) -> tuple[Engine, SimulatedR
     return engine, robot
 
 
-def policy_of(settings: SimulateSettings) -> Policy:
+def policy_of(settings: SimulateSettings) -> Target:
     """Loads the policy; without a key, the action statistics of a LIBERO suite are those that are named as it is.
 
     Raises:
         UserError: the checkpoint or an option does not fit.
     """
-    return load_policy(
+    return load_target(
         settings.policy,
         device=settings.device,
         dtype=settings.dtype,

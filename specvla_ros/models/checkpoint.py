@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specvla_kernels.send import send
+from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, select_statistics
 from specvla_ros.models.config import OpenVLAConfig, read_config
@@ -118,7 +118,7 @@ ImageEmbeddings = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Policy:
+class Target:
     """A checkpoint, ready to decode. Holds no state between images."""
 
     directory: Path
@@ -181,7 +181,7 @@ class Policy:
             [n + image_tokens, hidden].
         """
         embeddings = (vision or self.model.image_embeddings)(self.image_processor(image))
-        return self.model.prompt_embeddings(embeddings, send(prompt_ids, self.decoder.device))
+        return self.model.prompt_embeddings(embeddings, to_device(prompt_ids, self.decoder.device))
 
     def action(self, tokens: Sequence[int]) -> np.ndarray:
         """Action tokens [action_dim] to float64 values in the robot's units."""
@@ -202,7 +202,7 @@ class Policy:
         }
 
 
-def load_policy(
+def load_target(
     directory: str | Path,
     *,
     device: str = "auto",
@@ -212,7 +212,7 @@ def load_policy(
     quantization: str = "none",
     action_head: bool = False,
     progress: Progress | None = None,
-) -> Policy:
+) -> Target:
     """Loads an OpenVLA checkpoint from a Hugging Face directory.
 
     Args:
@@ -249,7 +249,7 @@ def load_policy(
     action_tokenizer = ActionTokenizer(config.token_vocab_size, config.action_bins)
     if action_head:
         model.decoder.head_ids = range(action_tokenizer.first_id, action_tokenizer.vocab_size)
-    return Policy(
+    return Target(
         directory=directory,
         model=model,
         image_processor=image_processor,

@@ -99,7 +99,7 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaDecoder(nn.Module):
-    """Llama from embeddings to logits, over a KV ring.
+    """Llama from embeddings to logits, over a KV cache.
 
     Logits are at least float32, so that rounding to half precision makes no ties; see `head_dtype`.
 
@@ -136,7 +136,7 @@ class LlamaDecoder(nn.Module):
             embeddings: [n_rows, hidden].
             layout: where the segments lie.
             wanted_rows: int64 [n_wanted], rows whose logits are computed.
-            keys: [layers, slots, slot_rows, kv_heads, head_dim], the ring's; the rows' own keys are written into it.
+            keys: [layers, slots, slot_rows, kv_heads, head_dim], the rows' own keys are written into it.
             values: like keys.
         """
         hidden = self.hidden_states(embeddings, layout, keys, values)

@@ -14,7 +14,7 @@ NOT_A_NUMBER = -1
 NO_NODE = -1
 
 
-class Why(IntEnum):
+class AcceptReason(IntEnum):
     """Why a drafted token was taken, or not."""
 
     TARGET = 0  # the target's own token, not drafted
@@ -200,6 +200,6 @@ def _committed(verification: Verification, why: Tensor, end: Tensor) -> Acceptan
         nodes=nodes,
         tokens=torch.where(is_last, verification.choices[end], tokens),
         bins_off=torch.where(drafted, verification.bins_off[node], 0),
-        why=torch.where(drafted, why[node], int(Why.TARGET)),
+        why=torch.where(drafted, why[node], int(AcceptReason.TARGET)),
         count=depths[end].reshape(()) + 1,
     )

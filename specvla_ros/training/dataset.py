@@ -25,7 +25,7 @@ from specvla_ros.bags.image_message import rgb_from_compressed, rgb_from_image
 from specvla_ros.bags.reader import Bag, open_bag
 from specvla_ros.bags.topics import RAW_IMAGE, TopicChoice, choose_topics
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 from specvla_ros.models.prompt import normalise_instruction
 
 _VERSION = 1
@@ -244,7 +244,7 @@ class Batches:
         data: the demonstrations.
     """
 
-    def __init__(self, policy: Policy, data: DemonstrationSet) -> None:
+    def __init__(self, policy: Target, data: DemonstrationSet) -> None:
         self._images = data.images
         self._instruction_of = data.instruction_of
         prompts = [policy.prompt_ids(text) for text in data.instructions]

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.packed_forward import new_cache, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import Frame
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 from specvla_ros.speculation.rules.strict import greedy_choice
 
 _SHARD = 256  # samples
@@ -42,23 +42,23 @@ class Sample:
 
 
 @torch.inference_mode()
-def answer(policy: Policy, frames: Sequence[Frame]) -> list[Sample]:
+def answer(policy: Target, frames: Sequence[Frame]) -> list[Sample]:
     """Has the target answer, greedily, with all frames in one packed forward per token.
 
     Frames to which it says anything but an action are left out.
     """
     prompts = [policy.prompt_embeddings(image, policy.prompt_ids(asked)) for image, asked in frames]
     decoder, dim = policy.decoder, policy.action_dim
-    ring = new_ring(decoder, slots=len(prompts), slot_rows=max(map(len, prompts)) + dim)
-    result = packed_forward(decoder, [Segment(slot, 0, prompt) for slot, prompt in enumerate(prompts)], ring)
+    cache = new_cache(decoder, slots=len(prompts), slot_rows=max(map(len, prompts)) + dim)
+    result = packed_forward(decoder, [Segment(slot, 0, prompt) for slot, prompt in enumerate(prompts)], cache)
     hidden = [[rows] for rows in result.hidden.split([len(prompt) for prompt in prompts])]
     tokens = [greedy_choice(result.logits)]
-    root = Ancestry.of((-1,), decoder.device)
+    root = Ancestry.from_parents((-1,), decoder.device)
     for step in range(dim - 1):
         roots = [
             Segment(slot, len(prompt) + step, tokens[-1][slot : slot + 1], root) for slot, prompt in enumerate(prompts)
         ]
-        result = packed_forward(decoder, roots, ring)
+        result = packed_forward(decoder, roots, cache)
         for mine, row in zip(hidden, result.hidden.split(1), strict=True):
             mine.append(row)
         tokens.append(greedy_choice(result.logits))
@@ -107,7 +107,7 @@ class FeatureStore:
 
     def fill(
         self,
-        policy: Policy,
+        policy: Target,
         frames: Iterable[Frame],
         *,
         limit_bytes: float,

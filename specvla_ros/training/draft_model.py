@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
 from specvla_ros.speculation.drafters.protocol import DraftInput
@@ -136,14 +136,14 @@ class DraftValidation:
     samples: int
 
     @staticmethod
-    def of(raw: dict[str, Any]) -> "DraftValidation":
+    def from_json(raw: dict[str, Any]) -> "DraftValidation":
         """From what `dataclasses.asdict` gave, read back."""
         places = tuple((int(place), float(length)) for place, length in raw["accept_length_by_place"])
         return DraftValidation(raw["epoch"], raw["tau"], places, raw["samples"])
 
 
 @torch.inference_mode()
-def validate_draft(policy: Policy, head: EagleHead, samples: Iterable[Sample], *, epoch: int) -> DraftValidation:
+def validate_draft(policy: Target, head: EagleHead, samples: Iterable[Sample], *, epoch: int) -> DraftValidation:
     """Drafts the target's own answers again, token by token as strict acceptance would let it.
 
     The target need not run: with strict acceptance only its own tokens are committed, and those are known.
@@ -177,7 +177,7 @@ def validate_draft(policy: Policy, head: EagleHead, samples: Iterable[Sample], *
     )
 
 
-def _replay(policy: Policy, drafter: EagleDrafter, sample: Sample) -> list[tuple[int, int]]:
+def _replay(policy: Target, drafter: EagleDrafter, sample: Sample) -> list[tuple[int, int]]:
     """(place of the first drafted token, accept length) of each verification."""
     decoder = policy.decoder
     device, dtype = decoder.device, decoder.dtype

@@ -23,7 +23,7 @@ from specvla_ros.evaluation.frame_sources import (
     simulation_source,
 )
 from specvla_ros.evaluation.provenance import file_hashes
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
 from specvla_ros.training.draft_features import FeatureStore, Sample, shuffled_samples
 from specvla_ros.training.draft_model import DraftValidation, draft_features, validate_draft
@@ -79,7 +79,7 @@ class DraftProgress:
 
 
 def collect_features(
-    policy: Policy,
+    policy: Target,
     data: Sequence[Path] | None,
     out: Path,
     *,
@@ -114,7 +114,7 @@ def collect_features(
 
 
 def train_draft(
-    policy: Policy,
+    policy: Target,
     shards: Sequence[Path],
     out: Path,
     training: DraftTraining,
@@ -147,7 +147,7 @@ class _Trainer:
     def __init__(
         self,
         accelerator: Any,
-        policy: Policy,
+        policy: Target,
         shards: Sequence[Path],
         held_out: Sequence[Path],
         out: Path,
@@ -255,7 +255,7 @@ class _Trainer:
         state = torch.load(path, map_location=self._accelerator.device, weights_only=True)
         self._head.load_state_dict(state["head"])
         self._optimiser.load_state_dict(state["optimiser"])
-        self._history = [DraftValidation.of(each) for each in state["history"]]
+        self._history = [DraftValidation.from_json(each) for each in state["history"]]
         self._done = state["done"]
 
     def _finish(self) -> None:
@@ -272,7 +272,7 @@ class _Trainer:
 class _Trainee(nn.Module):
     """The loss of a batch, as accelerate wraps it for several GPUs; only the head's weights are its own."""
 
-    def __init__(self, policy: Policy, head: EagleHead, own_steps: int) -> None:
+    def __init__(self, policy: Target, head: EagleHead, own_steps: int) -> None:
         super().__init__()
         self.head = head
         self._decoder = (policy.decoder,)  # in a tuple, so that the target is no part of this module

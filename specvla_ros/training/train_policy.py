@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import find_bags
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer
 from specvla_ros.models.weights import save_weights
 from specvla_ros.training.batched_forward import action_logits
@@ -186,7 +186,7 @@ class _Trainer:
         if accelerator.is_main_process:
             self._check_or_begin(data)
         accelerator.wait_for_everyone()
-        self._policy = load_policy(out, device=str(accelerator.device), dtype="float32")
+        self._policy = load_target(out, device=str(accelerator.device), dtype="float32")
         self._batches = Batches(self._policy, data)
         self._model = _Trainee(self._policy)
         self._optimisers = [accelerator.prepare(each) for each in _optimisers(self._model, training.learning_rate)]
@@ -321,7 +321,7 @@ class _Trainer:
 class _Trainee(nn.Module):
     """The policy's model as a function of a batch, as accelerate wraps it for several GPUs."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Target) -> None:
         super().__init__()
         self.model = policy.model.train().requires_grad_(True)
 

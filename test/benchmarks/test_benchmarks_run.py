@@ -147,7 +147,7 @@ def test_soak_finds_a_slot_that_nobody_gave_back(soak: Soak, monkeypatch: pytest
 
     def switch_and_lose(settings: EngineSettings):
         drops = switch(settings)
-        soak._engine._setup.ring.take()
+        soak._engine._setup.cache.take()
         return drops
 
     monkeypatch.setattr(soak._engine, "switch", switch_and_lose)
@@ -167,7 +167,7 @@ def test_a_trace_cuts_a_chain_to_its_length():
     trace = Trace(AcceptanceLengths("always two", (0.0, 0.0, 1.0)))
     root = Tree.of_root(torch.tensor(1))
     yes = torch.ones(4, dtype=torch.bool)
-    chain = Tree(torch.arange(4), Ancestry.of((-1, 0, 1, 2)), torch.zeros(4), yes, yes, levels=3)
+    chain = Tree(torch.arange(4), Ancestry.from_parents((-1, 0, 1, 2)), torch.zeros(4), yes, yes, levels=3)
     assert trace.cut(root) is root
     assert trace.cut(chain).valid.tolist() == [True, True, True, False]
 

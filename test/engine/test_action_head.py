@@ -15,7 +15,7 @@ from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.speculation.rules.strict import greedy_choice
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
@@ -31,20 +31,20 @@ RELAXED = AcceptanceSettings("bin_distance", bins=(4,))
 WINDOW = DraftSettings(nodes=10, top_k=4, depth=4, children="window_mass")
 
 
-def in_float64(policy: Policy) -> Policy:
+def in_float64(policy: Target) -> Target:
     policy.model.to(torch.float64)
     return policy
 
 
 @pytest.fixture(scope="module")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Policy, Policy]]:
+def policies(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Target, Target]]:
     """The plain head and the action head, of several checkpoints."""
     pairs = []
     for shape in (dict(seed=3, hidden_size=96, layers=3), dict(seed=9, hidden_size=64, layers=1)):
         directory = tmp_path_factory.mktemp("checkpoint")
         write_random_checkpoint(directory, **shape)
-        write_random_head(directory / "draft", load_policy(directory, device="cpu").decoder)
-        pairs.append(tuple(in_float64(load_policy(directory, device="cpu", action_head=on)) for on in (False, True)))
+        write_random_head(directory / "draft", load_target(directory, device="cpu").decoder)
+        pairs.append(tuple(in_float64(load_target(directory, device="cpu", action_head=on)) for on in (False, True)))
     return pairs
 
 
@@ -53,7 +53,7 @@ def frame(seed: int) -> Observation:
     return Observation(image, "put carrot on plate", 1)
 
 
-def decoded(policy: Policy, chosen: EngineSettings, seed: int) -> Action:
+def decoded(policy: Target, chosen: EngineSettings, seed: int) -> Action:
     action = Engine(policy, chosen).act(frame(seed))
     assert isinstance(action, Action), action
     return action
@@ -62,14 +62,14 @@ def decoded(policy: Policy, chosen: EngineSettings, seed: int) -> Action:
 @settings(max_examples=24, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(which=st.integers(0, 1), chosen=st.sampled_from(MODES), seed=st.integers(0, 50))
 def test_the_tokens_are_those_of_the_plain_head(
-    policies: list[tuple[Policy, Policy]], which: int, chosen: EngineSettings, seed: int
+    policies: list[tuple[Target, Target]], which: int, chosen: EngineSettings, seed: int
 ) -> None:
     plain, actions = policies[which]
     assert decoded(actions, chosen, seed).tokens == decoded(plain, EngineSettings(), seed).tokens
 
 
 @pytest.mark.parametrize("children", [DRAFT, WINDOW], ids=lambda each: each.children)
-def test_relaxed_acceptance_keeps_its_bounds(policies: list[tuple[Policy, Policy]], children: DraftSettings) -> None:
+def test_relaxed_acceptance_keeps_its_bounds(policies: list[tuple[Target, Target]], children: DraftSettings) -> None:
     relaxed = EngineSettings("spec", draft=children, acceptance=RELAXED)
     for _, policy in policies:
         for seed in range(4):
@@ -82,7 +82,7 @@ def test_relaxed_acceptance_keeps_its_bounds(policies: list[tuple[Policy, Policy
 @torch.inference_mode()
 def test_logits_of_actions_are_the_plain_heads_and_others_are_none(tmp_path: Path, dtype: str) -> None:
     write_random_checkpoint(tmp_path, seed=4, hidden_size=64, layers=1, text=1.0)
-    plain, actions = (load_policy(tmp_path, device="cpu", dtype=dtype, action_head=on) for on in (False, True))
+    plain, actions = (load_target(tmp_path, device="cpu", dtype=dtype, action_head=on) for on in (False, True))
     hidden = torch.randn(40, 64, generator=torch.Generator().manual_seed(1)).to(plain.decoder.dtype)
     whole, known = plain.decoder.logits(hidden), actions.decoder.logits(hidden)
     ids = slice(plain.action_tokenizer.first_id, plain.action_tokenizer.vocab_size)
@@ -99,7 +99,7 @@ def test_logits_of_actions_are_the_plain_heads_and_others_are_none(tmp_path: Pat
 
 
 @pytest.mark.parametrize("mode", ["ar", "spec"])
-def test_a_nan_gives_no_action(policies: list[tuple[Policy, Policy]], mode: str) -> None:
+def test_a_nan_gives_no_action(policies: list[tuple[Target, Target]], mode: str) -> None:
     _, policy = policies[0]
     weight = policy.decoder.norm.weight
     kept = weight.clone()
@@ -112,7 +112,7 @@ def test_a_nan_gives_no_action(policies: list[tuple[Policy, Policy]], mode: str)
     assert outcome.reason is DropReason.NOT_FINITE
 
 
-def test_a_policy_that_writes_text_is_refused(policies: list[tuple[Policy, Policy]]) -> None:
+def test_a_policy_that_writes_text_is_refused(policies: list[tuple[Target, Target]]) -> None:
     plain, actions = policies[0]
     text = EngineSettings(max_reasoning_tokens=5)
     Engine(plain, text)
@@ -127,5 +127,5 @@ def test_a_policy_that_writes_text_is_refused(policies: list[tuple[Policy, Polic
     PolicyParameters(checkpoint="x", model_action_head=True).check()
 
 
-def test_the_description_names_it(policies: list[tuple[Policy, Policy]]) -> None:
+def test_the_description_names_it(policies: list[tuple[Target, Target]]) -> None:
     assert [policy.describe()["action_head"] for policy in policies[0]] == ["false", "true"]

@@ -19,7 +19,7 @@ OPENVLA: Any = SimpleNamespace(image_tokens=256)
 
 def sizes(chosen: EngineSettings, *, image_tokens: int = 256) -> ForwardSizes:
     policy: Any = SimpleNamespace(image_tokens=image_tokens)
-    return ForwardSizes.of(policy, chosen)
+    return ForwardSizes.from_settings(policy, chosen)
 
 
 def shares(length: int, chunks: int) -> list[int]:

@@ -24,12 +24,12 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.forwards import Forwards
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, Outcome
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.packed_forward import new_cache, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.static_forward import StaticForward
 from specvla_ros.engine.static_vision import StaticVision
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.speculation.drafters.eagle import EagleDrafter, StaticDraft
 from specvla_ros.speculation.settings import DraftSettings
@@ -40,7 +40,7 @@ PLAIN = EngineSettings()
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), seed=5, hidden_size=64, layers=2)
 
 
@@ -66,10 +66,10 @@ def essence(outcome: Outcome) -> tuple[object, ...]:
     return outcome.observation.stamp_ns, outcome.tokens, outcome.record.tokens_per_forward
 
 
-def all_captured(policy: Policy, chosen: EngineSettings) -> str:
+def all_captured(policy: Target, chosen: EngineSettings) -> str:
     """The status once every size of forward and of draft, and the vision towers, are captured."""
     drafts = chosen.slots * chosen.draft.depth if chosen.drafts else 0
-    return f"{len(ForwardSizes.of(policy, chosen).buckets()) + drafts + 1} captured"
+    return f"{len(ForwardSizes.from_settings(policy, chosen).buckets()) + drafts + 1} captured"
 
 
 def only_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def only_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("chosen", [PLAIN, SPECPIPE], ids=["ar", "specpipe"])
 def test_captured_forwards_give_the_same_tokens(
-    policy: Policy, chosen: EngineSettings, monkeypatch: pytest.MonkeyPatch
+    policy: Target, chosen: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = driven(Engine(policy, chosen))
     assert any(len(each) == 3 and isinstance(each[1], tuple) for each in expected)
@@ -93,12 +93,12 @@ def test_captured_forwards_give_the_same_tokens(
     engine.warm_up()
     assert engine.describe()["cuda_graphs"] == all_captured(policy, chosen)
     only_captured(monkeypatch)
-    for store in (engine._setup.ring.keys, engine._setup.ring.values):
+    for store in (engine._setup.cache.keys, engine._setup.cache.values):
         store.fill_(torch.nan)
     assert driven(engine) == expected
 
 
-def test_a_switch_captures_again(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_captures_again(policy: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     capture_with(monkeypatch)
     cold = Engine(policy, PLAIN)
     cold.switch(SPECPIPE)
@@ -154,7 +154,7 @@ DRAFT = r"a captured draft of \d trees with \d levels"
     ],
 )
 def test_what_cannot_be_captured_runs_as_it_comes(
-    policy: Policy,
+    policy: Target,
     of: type,
     capture: Capture,
     said: str,
@@ -188,8 +188,8 @@ def test_a_size_that_was_not_expected_runs_as_it_comes(monkeypatch: pytest.Monke
 
     use_table(monkeypatch)
     decoder = random_decoder(LlamaConfig(32, 40, 2, 4, 2, 16, vocab_size=50), dtype=torch.float64)
-    ring, other = (new_ring(decoder, slots=2, slot_rows=64) for _ in range(2))
-    run = Forwards(decoder, ring, ForwardSizes(slots=2, nodes=4, chunks=(8,)))
+    cache, other = (new_cache(decoder, slots=2, slot_rows=64) for _ in range(2))
+    run = Forwards(decoder, cache, ForwardSizes(slots=2, nodes=4, chunks=(8,)))
     run.capture(counted)
     before = runs
     for n, captured in ((8, 1), (30, 0), (5, 1)):
@@ -200,7 +200,7 @@ def test_a_size_that_was_not_expected_runs_as_it_comes(monkeypatch: pytest.Monke
         before = runs
 
 
-def test_on_a_cpu_nothing_is_captured_and_nothing_is_said(policy: Policy) -> None:
+def test_on_a_cpu_nothing_is_captured_and_nothing_is_said(policy: Target) -> None:
     engine = Engine(policy, PLAIN)
     engine.warm_up()
     assert "cuda_graphs" not in engine.describe()
@@ -214,7 +214,7 @@ def test_on_a_gpu_every_size_is_captured(
 ) -> None:
     directory = tmp_path_factory.mktemp("checkpoint")
     write_random_checkpoint(directory, seed=5, hidden_size=64, layers=2)
-    policy = load_policy(directory, device="cuda", dtype="float32")
+    policy = load_target(directory, device="cuda", dtype="float32")
     write_random_head(directory / "draft", policy.decoder)
     expected = driven(Engine(policy, chosen))
     engine = Engine(policy, chosen)

@@ -21,11 +21,11 @@ from specvla_ros.engine.forwards import Forwards
 from specvla_ros.engine.graphs import Graphs
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Outcome
-from specvla_ros.engine.packed_forward import new_ring
+from specvla_ros.engine.packed_forward import new_cache
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.static_vision import StaticVision
 from specvla_ros.engine.vision import Vision
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.models.config import LlamaConfig
 
 PLAIN = EngineSettings()
@@ -33,7 +33,7 @@ CHUNKED = EngineSettings("pipeline", prefill_chunks=3)
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), seed=6, hidden_size=64, layers=2)
 
 
@@ -71,7 +71,7 @@ def counting(replays: list[int]) -> Capture:
 
 @pytest.mark.parametrize("chosen", [PLAIN, CHUNKED], ids=["ar", "chunked"])
 def test_every_frame_is_seen_by_captured_towers(
-    policy: Policy, chosen: EngineSettings, monkeypatch: pytest.MonkeyPatch
+    policy: Target, chosen: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(Engine(policy, chosen))
     assert len(set(expected.values())) > 1, "what is shown decides what is answered"
@@ -81,14 +81,16 @@ def test_every_frame_is_seen_by_captured_towers(
     assert answers(engine) == expected and not replays, "nothing is captured that was not warmed up"
     engine.reset()
     engine.warm_up()
-    assert engine.describe()["cuda_graphs"] == f"{len(ForwardSizes.of(policy, chosen).buckets()) + 1} captured"
+    assert (
+        engine.describe()["cuda_graphs"] == f"{len(ForwardSizes.from_settings(policy, chosen).buckets()) + 1} captured"
+    )
     replays.clear()
     assert answers(engine) == expected
     assert len(replays) == 6
 
 
 def test_a_switch_captures_again_and_the_next_frame_is_seen_by_that(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
+    policy: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(Engine(policy, CHUNKED))
     replays: list[int] = []
@@ -104,7 +106,7 @@ def test_a_switch_captures_again_and_the_next_frame_is_seen_by_that(
 
 
 @torch.inference_mode()
-def test_an_image_leaves_the_embeddings_of_earlier_ones_alone(policy: Policy) -> None:
+def test_an_image_leaves_the_embeddings_of_earlier_ones_alone(policy: Target) -> None:
     static = StaticVision(policy.model, recorded)
     shown = [policy.image_processor(image(seed)) for seed in range(3)]
     with no_read_back():
@@ -116,13 +118,13 @@ def test_an_image_leaves_the_embeddings_of_earlier_ones_alone(policy: Policy) ->
 
 @torch.inference_mode()
 def test_what_was_captured_is_forgotten_when_a_later_warm_up_fails(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
+    policy: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_with(monkeypatch)
     decoder = random_decoder(LlamaConfig(32, 40, 2, 4, 2, 16, vocab_size=50), dtype=torch.float64)
     vision = Vision(policy.model)
-    ring = new_ring(decoder, slots=1, slot_rows=64)
-    run = Graphs(ring.keys, (Forwards(decoder, ring, ForwardSizes(slots=1, nodes=4, chunks=(8,))), vision))
+    cache = new_cache(decoder, slots=1, slot_rows=64)
+    run = Graphs(cache.keys, (Forwards(decoder, cache, ForwardSizes(slots=1, nodes=4, chunks=(8,))), vision))
     run.warm_up()
     assert vision._captured is not None
     monkeypatch.setattr(graphs, "capture_on", lambda _: refuses)
@@ -130,7 +132,7 @@ def test_what_was_captured_is_forgotten_when_a_later_warm_up_fails(
     assert vision._captured is None and run.status.startswith("off: RuntimeError: an operation")
 
 
-def test_on_a_cpu_the_towers_run_as_they_come(policy: Policy) -> None:
+def test_on_a_cpu_the_towers_run_as_they_come(policy: Target) -> None:
     engine = Engine(policy, PLAIN)
     engine.warm_up()
     assert engine._setup.vision._captured is None
@@ -144,7 +146,7 @@ def test_on_a_gpu_images_in_quick_succession_keep_their_embeddings(
 ) -> None:
     directory = tmp_path_factory.mktemp("checkpoint")
     write_random_checkpoint(directory, seed=6, hidden_size=64, layers=2)
-    policy = load_policy(directory, device="cuda", dtype="float32")
+    policy = load_target(directory, device="cuda", dtype="float32")
     capture = capture_on(policy.decoder.norm.weight)
     assert capture is not None
     static = StaticVision(policy.model, capture)

@@ -10,24 +10,24 @@ from support.random_checkpoint import write_random_checkpoint
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.packed_forward import new_cache, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 
 INSTRUCTION = "put carrot on plate"
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Target:
     directory = tmp_path_factory.mktemp("checkpoint")
     write_random_checkpoint(directory, seed=3)
-    return load_policy(directory, device="cpu")
+    return load_target(directory, device="cpu")
 
 
 @pytest.fixture
-def engine(policy: Policy) -> Engine:
+def engine(policy: Target) -> Engine:
     return Engine(policy, EngineSettings())
 
 
@@ -36,15 +36,15 @@ def frame(stamp_ns: int, *, seed: int | None = None, instruction: str = INSTRUCT
     return Observation(rng.integers(0, 256, (48, 64, 3), dtype=np.uint8), instruction, stamp_ns)
 
 
-def decode_from_scratch(policy: Policy, observation: Observation) -> list[int]:
+def decode_from_scratch(policy: Target, observation: Observation) -> list[int]:
     """Greedy decoding without a cache: every token from the whole sequence."""
     prompt = policy.prompt_embeddings(observation.image, policy.prompt_ids(observation.instruction))
     tokens: list[int] = []
     for _ in range(policy.action_dim):
         ids = torch.tensor(tokens, dtype=torch.int64)
         sequence = torch.cat((prompt, policy.decoder.embed_tokens(ids)))
-        ring = new_ring(policy.decoder, slots=1, slot_rows=len(sequence))
-        logits = packed_forward(policy.decoder, [Segment(0, 0, sequence)], ring).logits
+        cache = new_cache(policy.decoder, slots=1, slot_rows=len(sequence))
+        logits = packed_forward(policy.decoder, [Segment(0, 0, sequence)], cache).logits
         tokens.append(int(logits[0].argmax()))
     return tokens
 
@@ -56,7 +56,7 @@ def all_outcomes(engine: Engine) -> list:
     return outcomes
 
 
-def test_plain_decoding_equals_a_full_recompute(policy: Policy, engine: Engine) -> None:
+def test_plain_decoding_equals_a_full_recompute(policy: Target, engine: Engine) -> None:
     answers = set()
     for stamp in range(1, 7):
         observation = frame(stamp, instruction=f"{INSTRUCTION} {stamp}")
@@ -132,7 +132,7 @@ def test_a_reset_takes_any_stamp_next(engine: Engine) -> None:
     assert first.tokens == second.tokens
 
 
-def test_a_stale_frame_is_dropped_at_admission(policy: Policy) -> None:
+def test_a_stale_frame_is_dropped_at_admission(policy: Target) -> None:
     now = 1_000_000_000
     engine = Engine(policy, EngineSettings(max_image_age_s=0.5), now_ns=lambda: now)
     drop = engine.act(frame(400_000_000))
@@ -141,7 +141,7 @@ def test_a_stale_frame_is_dropped_at_admission(policy: Policy) -> None:
     assert isinstance(engine.act(frame(600_000_000)), Action)
 
 
-def test_a_staleness_limit_needs_a_clock(policy: Policy) -> None:
+def test_a_staleness_limit_needs_a_clock(policy: Target) -> None:
     with pytest.raises(UserError, match="clock of the stamps"):
         Engine(policy, EngineSettings(max_image_age_s=0.5))
 
@@ -157,7 +157,7 @@ def test_an_instruction_that_cannot_be_asked_is_refused_and_gives_no_action(engi
 
 
 def test_a_fault_inside_a_tick_drops_its_requests_and_the_engine_goes_on(
-    engine: Engine, policy: Policy, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, policy: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("the device fell off the bus")
@@ -173,7 +173,7 @@ def test_a_fault_inside_a_tick_drops_its_requests_and_the_engine_goes_on(
         assert isinstance(engine.act(frame(engine._admission._last_stamp_ns + 1)), Action)
 
 
-def test_nan_in_the_weights_gives_no_action(policy: Policy, engine: Engine) -> None:
+def test_nan_in_the_weights_gives_no_action(policy: Target, engine: Engine) -> None:
     weight = policy.decoder.norm.weight
     kept = weight.clone()
     weight.fill_(float("nan"))
@@ -186,7 +186,7 @@ def test_nan_in_the_weights_gives_no_action(policy: Policy, engine: Engine) -> N
     assert isinstance(engine.act(frame(2)), Action)
 
 
-def test_a_token_that_is_no_action_gives_no_action(policy: Policy, engine: Engine) -> None:
+def test_a_token_that_is_no_action_gives_no_action(policy: Target, engine: Engine) -> None:
     head = policy.decoder.lm_head.weight
     kept = head.clone()
     head.zero_()  # all logits tie at 0: the lowest id wins, which is no action token
@@ -204,7 +204,7 @@ def test_warm_up_leaves_no_trace(engine: Engine) -> None:
     assert isinstance(engine.act(frame(1)), Action)
 
 
-def test_a_slot_longer_than_the_model_is_refused(policy: Policy) -> None:
+def test_a_slot_longer_than_the_model_is_refused(policy: Target) -> None:
     with pytest.raises(UserError, match=r"lower decode\.max_text_tokens"):
         Engine(policy, EngineSettings(max_text_tokens=4096))
 
@@ -229,7 +229,7 @@ def test_an_observation_needs_an_rgb_image(shape: tuple[int, ...]) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.sampled_from(["submit", "repeat", "tick", "flush", "reset"]), max_size=40))
-def test_every_frame_ends_exactly_once_and_no_slot_leaks(policy: Policy, steps: list[str]) -> None:
+def test_every_frame_ends_exactly_once_and_no_slot_leaks(policy: Target, steps: list[str]) -> None:
     engine = Engine(policy, EngineSettings())
     submitted: list[Observation] = []
     ended: list[Observation] = []
@@ -245,4 +245,4 @@ def test_every_frame_ends_exactly_once_and_no_slot_leaks(policy: Policy, steps: 
             ended += [drop.observation for drop in (engine.flush() if step == "flush" else engine.reset())]
     ended += [outcome.observation for outcome in all_outcomes(engine)]
     assert sorted(map(id, ended)) == sorted(map(id, submitted))
-    assert engine._setup.ring.free_slots == 1
+    assert engine._setup.cache.free_slots == 1

@@ -6,7 +6,7 @@ from random_decoder import random_decoder
 from transformers_baseline import transformers_llama
 
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.packed_forward import new_cache, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.models.llama import head_dtype
@@ -29,14 +29,14 @@ def test_prefill_and_decode_equal_transformers(config: LlamaConfig, seed: int) -
     prompt = torch.randint(config.vocab_size, (37,), generator=torch.Generator().manual_seed(seed))
     expected = reference.generate(prompt[None], max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
 
-    ring = new_ring(decoder, slots=1, slot_rows=64)
-    result = packed_forward(decoder, [Segment(0, 0, prompt, wanted=len(prompt))], ring)
+    cache = new_cache(decoder, slots=1, slot_rows=64)
+    result = packed_forward(decoder, [Segment(0, 0, prompt, wanted=len(prompt))], cache)
     torch.testing.assert_close(result.logits, reference(prompt[None]).logits[0], atol=1e-5, rtol=1e-5)
 
     tokens = [int(result.logits[-1].argmax())]
     for step in range(11):
-        root = Segment(0, len(prompt) + step, torch.tensor(tokens[-1:]), ancestry=Ancestry.of((-1,)))
-        tokens.append(int(packed_forward(decoder, [root], ring).logits[0].argmax()))
+        root = Segment(0, len(prompt) + step, torch.tensor(tokens[-1:]), ancestry=Ancestry.from_parents((-1,)))
+        tokens.append(int(packed_forward(decoder, [root], cache).logits[0].argmax()))
     assert tokens == expected[len(prompt) :].tolist()
 
 
@@ -60,7 +60,7 @@ def test_the_head_is_kept_so_that_logits_are_not_rounded(
 def test_a_tied_head_in_half_precision_gives_float32_logits() -> None:
     decoder = random_decoder(SHAPES[3], dtype=torch.bfloat16)
     decoder.lm_head.weight = decoder.embed_tokens.weight
-    ring = new_ring(decoder, slots=1, slot_rows=16)
-    logits = packed_forward(decoder, [Segment(0, 0, torch.arange(5))], ring).logits
+    cache = new_cache(decoder, slots=1, slot_rows=16)
+    logits = packed_forward(decoder, [Segment(0, 0, torch.arange(5))], cache).logits
     assert logits.dtype == torch.float32
     assert not logits.equal(logits.bfloat16().float()), "the logits were rounded"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from random_decoder import random_decoder
 
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.packed_forward import new_cache, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.models.config import LlamaConfig
 
@@ -58,9 +58,9 @@ def history(decoder, generator: torch.Generator, n: int) -> torch.Tensor:
 
 
 def full_recompute(decoder, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits at the last of a plain chain of tokens, in a ring of its own."""
-    ring = new_ring(decoder, slots=1, slot_rows=len(tokens))
-    return packed_forward(decoder, [Segment(0, 0, tokens)], ring).logits[0]
+    """Logits at the last of a plain chain of tokens, in a KV cache of its own."""
+    cache = new_cache(decoder, slots=1, slot_rows=len(tokens))
+    return packed_forward(decoder, [Segment(0, 0, tokens)], cache).logits[0]
 
 
 @settings(max_examples=40, deadline=None)
@@ -70,22 +70,24 @@ def test_a_segment_gets_in_a_pack_what_it_gets_alone(model, plan, data) -> None:
     decoder = random_decoder(config, seed=seed, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     slots = data.draw(st.permutations(range(len(plan) + 1)))[: len(plan)]
-    packed_ring = new_ring(decoder, slots=len(plan) + 1, slot_rows=SLOT_ROWS)
-    lone_ring = new_ring(decoder, slots=len(plan) + 1, slot_rows=SLOT_ROWS)
-    for ring in (packed_ring, lone_ring):  # what is not committed must never be seen
-        ring.keys.fill_(float("nan"))
-        ring.values.fill_(float("nan"))
+    packed_ring = new_cache(decoder, slots=len(plan) + 1, slot_rows=SLOT_ROWS)
+    lone_ring = new_cache(decoder, slots=len(plan) + 1, slot_rows=SLOT_ROWS)
+    for cache in (packed_ring, lone_ring):  # what is not committed must never be seen
+        cache.keys.fill_(float("nan"))
+        cache.values.fill_(float("nan"))
     segments = []
     for (prefix, parents, nodes), slot in zip(plan, slots, strict=True):
         if prefix:
             before = Segment(slot, 0, history(decoder, generator, prefix), wanted=0)
-            for ring in (packed_ring, lone_ring):
-                packed_forward(decoder, [before], ring)
+            for cache in (packed_ring, lone_ring):
+                packed_forward(decoder, [before], cache)
         tokens = history(decoder, generator, nodes)
         as_embeddings = data.draw(st.booleans())
         inputs = decoder.embed_tokens(tokens) if as_embeddings else tokens
         wanted = nodes if parents is not None else data.draw(st.integers(0, nodes))
-        segments.append(Segment(slot, prefix, inputs, None if parents is None else Ancestry.of(parents), wanted))
+        segments.append(
+            Segment(slot, prefix, inputs, None if parents is None else Ancestry.from_parents(parents), wanted)
+        )
 
     packed = packed_forward(decoder, segments, packed_ring)
     alone = [packed_forward(decoder, [segment], lone_ring) for segment in segments]
@@ -106,11 +108,13 @@ def test_each_node_of_a_tree_gets_what_its_own_path_gets_as_a_chain(model, prefi
     generator = torch.Generator().manual_seed(seed)
     before = history(decoder, generator, prefix)
     tokens = history(decoder, generator, len(parents))
-    ring = new_ring(decoder, slots=2, slot_rows=SLOT_ROWS)
+    cache = new_cache(decoder, slots=2, slot_rows=SLOT_ROWS)
     if prefix:
-        packed_forward(decoder, [Segment(1, 0, before, wanted=0)], ring)
+        packed_forward(decoder, [Segment(1, 0, before, wanted=0)], cache)
 
-    logits = packed_forward(decoder, [Segment(1, prefix, tokens, Ancestry.of(parents), len(parents))], ring).logits
+    logits = packed_forward(
+        decoder, [Segment(1, prefix, tokens, Ancestry.from_parents(parents), len(parents))], cache
+    ).logits
 
     for node in {0, len(parents) // 2, len(parents) - 1}:
         path = []
@@ -129,9 +133,9 @@ def test_a_prefill_in_chunks_equals_a_whole_one(model, length, data) -> None:
     decoder = random_decoder(config, seed=seed, dtype=torch.float64)
     tokens = history(decoder, torch.Generator().manual_seed(seed), length)
     cuts = sorted({0, length, *data.draw(st.lists(st.integers(0, length), max_size=3))})
-    ring = new_ring(decoder, slots=1, slot_rows=SLOT_ROWS)
+    cache = new_cache(decoder, slots=1, slot_rows=SLOT_ROWS)
 
     for begin, end in pairwise(cuts):
-        logits = packed_forward(decoder, [Segment(0, begin, tokens[begin:end])], ring).logits
+        logits = packed_forward(decoder, [Segment(0, begin, tokens[begin:end])], cache).logits
 
     torch.testing.assert_close(logits[0], full_recompute(decoder, tokens), **TOLERANCE)

@@ -13,7 +13,7 @@ from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 from specvla_ros.speculation.settings import DraftSettings
 
 SMALL_TREE = DraftSettings(nodes=8, top_k=3, depth=3)
@@ -25,7 +25,7 @@ PIPELINED = [
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), seed=9, hidden_size=64, layers=2)
 
 
@@ -47,7 +47,7 @@ def fed(engine: Engine, frames: list[Observation]) -> list[Outcome]:
 
 @pytest.mark.parametrize("chosen", PIPELINED, ids=str)
 def test_a_frame_of_nan_is_dropped_alone_and_its_slot_is_clean_again(
-    policy: Policy, chosen: EngineSettings, monkeypatch: pytest.MonkeyPatch
+    policy: Target, chosen: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frames = [frame(stamp) for stamp in range(1, 13)]
     plain = Engine(policy, EngineSettings())
@@ -69,10 +69,10 @@ def test_a_frame_of_nan_is_dropped_alone_and_its_slot_is_clean_again(
     for action in (each for each in ended if isinstance(each, Action)):
         expected = right[action.observation.stamp_ns]
         assert isinstance(expected, Action) and action.tokens == expected.tokens
-    assert engine._setup.ring.free_slots == chosen.slots
+    assert engine._setup.cache.free_slots == chosen.slots
 
 
-def test_a_switch_drops_what_is_in_flight_and_keeps_what_waits(policy: Policy) -> None:
+def test_a_switch_drops_what_is_in_flight_and_keeps_what_waits(policy: Target) -> None:
     engine = Engine(policy, EngineSettings("pipeline"))
     plain = Engine(policy, EngineSettings())
     for stamp, mode in enumerate(("specpipe", "ar", "pipeline", "spec"), start=1):
@@ -92,7 +92,7 @@ def test_a_switch_drops_what_is_in_flight_and_keeps_what_waits(policy: Policy) -
         assert action.record.mode == engine.settings.mode == mode
 
 
-def test_a_switch_that_does_not_fit_changes_nothing(policy: Policy, tmp_path: Path) -> None:
+def test_a_switch_that_does_not_fit_changes_nothing(policy: Target, tmp_path: Path) -> None:
     engine = Engine(policy, EngineSettings("pipeline"))
     engine.submit(frame(1))
     engine.tick()
@@ -105,7 +105,7 @@ def test_a_switch_that_does_not_fit_changes_nothing(policy: Policy, tmp_path: Pa
 
 
 def test_slots_that_do_not_fit_the_memory_are_refused_with_their_size(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
+    policy: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -17,7 +17,7 @@ from support.pipelines import failing_tick, frame, plain_tokens, poisoned
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.settings import MODES, EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 from specvla_ros.speculation.settings import DraftSettings
 
 TREE = DraftSettings(nodes=8, top_k=2, depth=3, temporal=True)
@@ -32,11 +32,11 @@ any_settings = st.builds(
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), seed=7, hidden_size=64, layers=1)
 
 
-def test_whatever_happens_every_frame_ends_once_and_rightly(policy: Policy) -> None:
+def test_whatever_happens_every_frame_ends_once_and_rightly(policy: Target) -> None:
     plain = plain_tokens(policy)
 
     class Machine(RuleBasedStateMachine):
@@ -108,8 +108,8 @@ def test_whatever_happens_every_frame_ends_once_and_rightly(policy: Policy) -> N
         def every_slot_is_free_or_held(self) -> None:
             setup = self.engine._setup
             held = [request.slot for request in setup.flight.requests]
-            assert len(set(held)) == len(held) == setup.ring.slots - setup.ring.free_slots
-            assert setup.ring.slots == setup.settings.slots
+            assert len(set(held)) == len(held) == setup.cache.slots - setup.cache.free_slots
+            assert setup.cache.slots == setup.settings.slots
 
         @invariant()
         def actions_left_in_order_and_nothing_ended_twice(self) -> None:

@@ -11,7 +11,7 @@ from support.pipelines import PICTURES, failing_tick, frame, plain_tokens, poiso
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 SMALL_TREE = DraftSettings(nodes=8, top_k=3, depth=3, temporal=True)
@@ -20,12 +20,12 @@ BINS = 6
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), seed=5, hidden_size=64, layers=2)
 
 
 @pytest.fixture(scope="module")
-def plain(policy: Policy):
+def plain(policy: Target):
     return plain_tokens(policy)
 
 
@@ -51,7 +51,7 @@ steps = st.lists(
     on_device=st.booleans(),
 )
 def test_every_finished_frame_has_the_plain_decoders_tokens(
-    policy: Policy, plain, chosen: EngineSettings, steps: list[str], pictures: list[int], on_device: bool
+    policy: Target, plain, chosen: EngineSettings, steps: list[str], pictures: list[int], on_device: bool
 ) -> None:
     engine = poisoned(policy, chosen, as_on_a_gpu=on_device)
     submitted: dict[int, int] = {}
@@ -83,8 +83,8 @@ def test_every_finished_frame_has_the_plain_decoders_tokens(
         assert action.record.forwards == len(action.record.tick_s)
     stamps = [action.observation.stamp_ns for action in actions]
     assert stamps == sorted(set(stamps)), "actions leave in the order of their frames"
-    ring = engine._setup.ring
-    assert ring.free_slots == ring.slots == chosen.slots
+    cache = engine._setup.cache
+    assert cache.free_slots == cache.slots == chosen.slots
     if chosen.in_order:
         assert not any(each.reason is DropReason.OVERTAKEN for each in ended if isinstance(each, Drop))
     failed = [each for each in ended if isinstance(each, Drop) and each.reason is DropReason.ENGINE_FAULT]
@@ -113,7 +113,7 @@ def essence(outcome: Outcome) -> tuple[object, ...]:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(chosen=modes, gaps=st.lists(st.integers(0, 4), min_size=6, max_size=6), picture=st.integers(0, PICTURES - 1))
 def test_relaxed_tokens_stay_within_their_bins(
-    policy: Policy, chosen: EngineSettings, gaps: list[int], picture: int
+    policy: Target, chosen: EngineSettings, gaps: list[int], picture: int
 ) -> None:
     relaxed = replace(
         chosen, mode="specpipe", acceptance=AcceptanceSettings("bin_distance", bins=(BINS,), gripper_bins=0)
@@ -141,7 +141,7 @@ def test_relaxed_tokens_stay_within_their_bins(
     ],
 )
 def test_a_frame_always_waiting_gives_an_action_every_so_many_ticks(
-    policy: Policy, chosen: EngineSettings, forwards: int, every: float
+    policy: Target, chosen: EngineSettings, forwards: int, every: float
 ) -> None:
     engine = Engine(policy, chosen)
     ended: list[Outcome] = []
@@ -159,7 +159,7 @@ def test_a_frame_always_waiting_gives_an_action_every_so_many_ticks(
         assert engine._setup.flight.target == -(-forwards // chosen.chunks)
 
 
-def test_without_a_new_frame_a_tick_verifies_alone(policy: Policy) -> None:
+def test_without_a_new_frame_a_tick_verifies_alone(policy: Target) -> None:
     engine = Engine(policy, EngineSettings("specpipe", draft=SMALL_TREE))
     engine.submit(frame(1, 1))
     engine.tick()
@@ -168,7 +168,7 @@ def test_without_a_new_frame_a_tick_verifies_alone(policy: Policy) -> None:
     assert (engine.last_work.images, engine.last_work.prompts) == (0, 0.0) and 1 < engine.last_work.nodes <= 8
 
 
-def test_a_chunk_counts_for_its_share_and_commits_nothing(policy: Policy) -> None:
+def test_a_chunk_counts_for_its_share_and_commits_nothing(policy: Target) -> None:
     engine = Engine(policy, EngineSettings("pipeline", prefill_chunks=3))
     engine.submit(frame(1, 1))
     shares = []
@@ -181,7 +181,7 @@ def test_a_chunk_counts_for_its_share_and_commits_nothing(policy: Policy) -> Non
     assert request.tokens_per_forward == [0, 0, 1]
 
 
-def test_a_newer_frame_that_is_through_first_overtakes(policy: Policy) -> None:
+def test_a_newer_frame_that_is_through_first_overtakes(policy: Target) -> None:
     """The same picture as the last action's is decoded in its own prefill, and is through before older frames."""
     engine = Engine(policy, EngineSettings("specpipe", draft=replace(DraftSettings(nodes=10), temporal=True)))
     assert isinstance(engine.act(frame(1, 1)), Action)
@@ -207,7 +207,7 @@ def test_a_newer_frame_that_is_through_first_overtakes(policy: Policy) -> None:
     assert all(isinstance(each, Action) for each in left)
 
 
-def test_an_action_that_waits_for_an_older_one_is_void_with_its_epoch(policy: Policy) -> None:
+def test_an_action_that_waits_for_an_older_one_is_void_with_its_epoch(policy: Target) -> None:
     engine = Engine(policy, EngineSettings("specpipe", draft=SMALL_TREE, in_order=True))
     assert isinstance(engine.act(frame(1, 1)), Action)
     older, newer = frame(2, 2), frame(3, 1)
@@ -225,7 +225,7 @@ def test_an_action_that_waits_for_an_older_one_is_void_with_its_epoch(policy: Po
     assert [each.observation for each in ended] == [last]
 
 
-def test_rules_that_look_at_the_image_see_all_of_it_though_it_came_in_chunks(policy: Policy) -> None:
+def test_rules_that_look_at_the_image_see_all_of_it_though_it_came_in_chunks(policy: Target) -> None:
     lvspec = AcceptanceSettings("lvspec", lvspec_loose_share=0.4)
     whole, chunked = (
         Engine(policy, EngineSettings("specpipe", prefill_chunks=chunks, draft=SMALL_TREE, acceptance=lvspec))

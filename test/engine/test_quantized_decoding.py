@@ -17,10 +17,10 @@ from support.random_checkpoint import write_random_checkpoint
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.packed_forward import new_cache, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.speculation.settings import DraftSettings
 
 pytest.importorskip("torchao.quantization", reason="torchao is not installed")
@@ -41,12 +41,12 @@ MARGIN = 0.05
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint")
     write_random_checkpoint(path, **request.param)
-    write_random_head(path / "draft", load_policy(path, device="cpu").decoder)
+    write_random_head(path / "draft", load_target(path, device="cpu").decoder)
     return path
 
 
-def quantised(directory: Path) -> Policy:
-    return load_policy(directory, device="cpu", quantization="w8a8")
+def quantised(directory: Path) -> Target:
+    return load_target(directory, device="cpu", quantization="w8a8")
 
 
 def frame(stamp_ns: int) -> Observation:
@@ -54,7 +54,7 @@ def frame(stamp_ns: int) -> Observation:
     return Observation(image, "put carrot on plate", stamp_ns)
 
 
-def answers(policy: Policy, chosen: EngineSettings) -> dict[int, tuple[int, ...]]:
+def answers(policy: Target, chosen: EngineSettings) -> dict[int, tuple[int, ...]]:
     """Tokens by stamp; the pipelined modes get a new frame in every tick."""
     engine = Engine(policy, chosen)
     waiting = [frame(stamp) for stamp in range(1, FRAMES + 1)]
@@ -91,12 +91,12 @@ def test_in_float32_a_token_differs_only_where_two_are_nearly_as_good(directory:
 
 
 @torch.inference_mode()
-def top_two_margin(policy: Policy, observation: Observation, tokens: tuple[int, ...]) -> float:
+def top_two_margin(policy: Target, observation: Observation, tokens: tuple[int, ...]) -> float:
     """By how much the best logit behind a prefix is ahead of the second, beside the largest."""
     prompt = policy.prompt_embeddings(observation.image, policy.prompt_ids(observation.instruction))
     sequence = torch.cat((prompt, policy.decoder.embed_tokens(torch.tensor(tokens, dtype=torch.int64))))
-    ring = new_ring(policy.decoder, slots=1, slot_rows=len(sequence))
-    first, second = packed_forward(policy.decoder, [Segment(0, 0, sequence)], ring).logits[0].topk(2).values.tolist()
+    cache = new_cache(policy.decoder, slots=1, slot_rows=len(sequence))
+    first, second = packed_forward(policy.decoder, [Segment(0, 0, sequence)], cache).logits[0].topk(2).values.tolist()
     return float((first - second) / abs(first))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.kv_ring import KVRing
+from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.segment import Segment, pack
 
 
@@ -17,7 +17,7 @@ def tokens(n: int) -> torch.Tensor:
     [
         (dict(inputs=tokens(0)), "at least one node"),
         (dict(inputs=tokens(2), wanted=3), "wanted must be 0 to 2"),
-        (dict(inputs=tokens(2), ancestry=Ancestry.of((-1,))), "2 nodes have an ancestry of 1"),
+        (dict(inputs=tokens(2), ancestry=Ancestry.from_parents((-1,))), "2 nodes have an ancestry of 1"),
     ],
 )
 def test_a_segment_that_fits_nothing_is_refused(arguments: dict, message: str) -> None:
@@ -30,7 +30,7 @@ def test_a_segment_that_fits_nothing_is_refused(arguments: dict, message: str) -
 )
 def test_an_ancestry_that_is_none_is_refused(parents: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Ancestry.of(parents)
+        Ancestry.from_parents(parents)
 
 
 def embed(ids: torch.Tensor) -> torch.Tensor:
@@ -38,8 +38,8 @@ def embed(ids: torch.Tensor) -> torch.Tensor:
 
 
 def test_two_segments_of_a_slot_must_follow_each_other() -> None:
-    root = Segment(0, 5, tokens(1), ancestry=Ancestry.of((-1,)))
-    for first in (Segment(0, 0, tokens(1)), Segment(0, 4, tokens(1), ancestry=Ancestry.of((-1,)))):
+    root = Segment(0, 5, tokens(1), ancestry=Ancestry.from_parents((-1,)))
+    for first in (Segment(0, 0, tokens(1)), Segment(0, 4, tokens(1), ancestry=Ancestry.from_parents((-1,)))):
         with pytest.raises(ValueError, match="do not follow each other"):
             pack([first, root], 16, embed)
     assert pack([Segment(0, 4, tokens(1)), root], 16, embed).layout.positions.tolist() == [4, 5]
@@ -51,7 +51,7 @@ def test_a_segment_beyond_its_slot_is_refused() -> None:
 
 
 def test_rows_positions_and_ancestors_of_a_tree() -> None:
-    tree = Segment(2, 10, tokens(4), ancestry=Ancestry.of((-1, 0, 0, 2)), wanted=4)
+    tree = Segment(2, 10, tokens(4), ancestry=Ancestry.from_parents((-1, 0, 0, 2)), wanted=4)
     chain = Segment(0, 3, tokens(2))
 
     batch = pack([chain, tree], 32, embed)
@@ -63,20 +63,20 @@ def test_rows_positions_and_ancestors_of_a_tree() -> None:
 
 
 def test_the_64th_node_keeps_its_own_bit() -> None:
-    chain_tree = Segment(0, 0, tokens(64), ancestry=Ancestry.of((-1, *range(63))))
+    chain_tree = Segment(0, 0, tokens(64), ancestry=Ancestry.from_parents((-1, *range(63))))
     layout = pack([chain_tree], 64, embed).layout
     assert layout.masks[0] is not None
     assert layout.masks[0].equal(torch.ones(64, 64, dtype=torch.bool).tril())
 
 
 def test_a_slot_is_given_back_once() -> None:
-    ring = KVRing(
+    cache = KVCache(
         layers=1, slots=2, slot_rows=4, kv_heads=1, head_dim=2, dtype=torch.float32, device=torch.device("cpu")
     )
-    slots = [ring.take(), ring.take()]
+    slots = [cache.take(), cache.take()]
     assert sorted(slots) == [0, 1]  # type: ignore[type-var]
-    assert ring.take() is None
-    ring.give_back(0)
+    assert cache.take() is None
+    cache.give_back(0)
     with pytest.raises(ValueError, match="not held"):
-        ring.give_back(0)
-    assert ring.take() == 0
+        cache.give_back(0)
+    assert cache.take() == 0

@@ -12,7 +12,7 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.speculation.settings import DraftSettings
 
 LONGEST_TEXT = 24
@@ -21,32 +21,32 @@ ACTS = dict(seed=3, hidden_size=96, layers=4)
 WRITES = dict(seed=4, hidden_size=64, layers=2, text=1.4)
 
 
-def load(directory: Path, shape: dict) -> Policy:
+def load(directory: Path, shape: dict) -> Target:
     write_random_checkpoint(directory, **shape)
-    loaded = load_policy(directory, device="cpu")
+    loaded = load_target(directory, device="cpu")
     loaded.model.to(torch.float64)
     loaded.decoder.lm_head.to(torch.float64)
     return loaded
 
 
 @pytest.fixture(scope="module")
-def actor(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+def actor(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load(tmp_path_factory.mktemp("actor"), ACTS)
 
 
 @pytest.fixture(scope="module")
-def writer(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load(tmp_path_factory.mktemp("writer"), WRITES)
 
 
-def engine_of(policy: Policy, tokens: int, share: float, *, text: int = 0) -> Engine:
+def engine_of(policy: Target, tokens: int, share: float, *, text: int = 0) -> Engine:
     """A poisoned engine whose only source is the target."""
     draft = DraftSettings(self_tokens=tokens, self_image_share=share)
     engine = Engine(policy, EngineSettings("spec", draft=draft, max_reasoning_tokens=text))
     drafter = engine._setup.drafter._self
     assert engine._setup.drafter.sources == ("self",) and drafter is not None
-    for ring in (engine._setup.ring.keys, engine._setup.ring.values, drafter._keys, drafter._values):
-        ring.fill_(float("nan"))
+    for cache in (engine._setup.cache.keys, engine._setup.cache.values, drafter._keys, drafter._values):
+        cache.fill_(float("nan"))
     return engine
 
 
@@ -57,7 +57,7 @@ def frame(stamp_ns: int) -> Observation:
 
 @pytest.mark.parametrize(("tokens", "committed"), [(1, (1, 2, 2, 2)), (2, (1, 3, 3)), (6, (1, 6)), (63, (1, 6))])
 def test_with_the_whole_image_every_drafted_action_token_is_right(
-    actor: Policy, tokens: int, committed: tuple[int, ...]
+    actor: Target, tokens: int, committed: tuple[int, ...]
 ) -> None:
     plain, spec = Engine(actor, EngineSettings()), engine_of(actor, tokens, 1.0)
     for stamp in range(1, 4):
@@ -68,7 +68,7 @@ def test_with_the_whole_image_every_drafted_action_token_is_right(
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 9])
-def test_with_the_whole_image_every_drafted_word_is_right(writer: Policy, tokens: int) -> None:
+def test_with_the_whole_image_every_drafted_word_is_right(writer: Target, tokens: int) -> None:
     plain = Engine(writer, EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
     spec = engine_of(writer, tokens, 1.0, text=LONGEST_TEXT)
     seen = 0
@@ -85,7 +85,7 @@ def test_with_the_whole_image_every_drafted_word_is_right(writer: Policy, tokens
     assert seen, "the random policy writes too little: choose another seed"
 
 
-def test_a_tenth_of_the_image_loses_nothing(actor: Policy) -> None:
+def test_a_tenth_of_the_image_loses_nothing(actor: Target) -> None:
     plain, spec = Engine(actor, EngineSettings()), engine_of(actor, 3, 0.1)
     accepted = 0
     for stamp in range(1, FRAMES + 1):
@@ -96,7 +96,7 @@ def test_a_tenth_of_the_image_loses_nothing(actor: Policy) -> None:
     assert accepted < 3 * FRAMES, "a random policy needs its image: had it been left in?"
 
 
-def test_a_tick_counts_the_targets_forwards_and_rows(actor: Policy) -> None:
+def test_a_tick_counts_the_targets_forwards_and_rows(actor: Target) -> None:
     engine = engine_of(actor, 3, 0.1)
     engine.submit(frame(1))
     work = []
@@ -111,7 +111,7 @@ def test_a_tick_counts_the_targets_forwards_and_rows(actor: Policy) -> None:
 
 @pytest.mark.parametrize(("with_head", "nodes", "found"), [(False, 4, 4), (False, 20, 6), (True, 4, 4), (True, 20, 20)])
 def test_the_chain_and_the_heads_tree_share_the_nodes(
-    actor: Policy, tmp_path: Path, *, with_head: bool, nodes: int, found: int
+    actor: Target, tmp_path: Path, *, with_head: bool, nodes: int, found: int
 ) -> None:
     head = str(write_random_head(tmp_path, actor.decoder)) if with_head else ""
     draft = DraftSettings(head=head, nodes=nodes, self_tokens=9, self_image_share=1.0)

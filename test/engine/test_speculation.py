@@ -1,4 +1,4 @@
-"""Speculative decoding: strict loses nothing, relaxed stays in its bounds, the ring holds what a recompute gives."""
+"""Speculative decoding: strict loses nothing, relaxed stays in its bounds, the cache holds what a recompute gives."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,11 +16,11 @@ from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.packed_forward import new_cache, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.speculation.drafters.protocol import DraftInput, DraftWork
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 from specvla_ros.speculation.tree import Tree
@@ -30,7 +30,7 @@ SHAPES = [dict(seed=3, hidden_size=96, layers=4), dict(seed=8, hidden_size=64, l
 
 
 @pytest.fixture(scope="module", params=SHAPES, ids=str)
-def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
     return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), **request.param)
 
 
@@ -75,7 +75,7 @@ class Scripted:
             depths.append(depths[parent] + 1)
             valid.append(draw(st.integers(0, 9)) > 0)
         log_probs = torch.tensor([0.0, *(draw(st.floats(-5, 0)) for _ in tokens[1:])])
-        ancestry = Ancestry.of(parents)
+        ancestry = Ancestry.from_parents(parents)
         relaxable = torch.tensor([draw(st.integers(0, 4)) > 0 for _ in tokens])
         return Tree(torch.tensor(tokens), ancestry, log_probs, torch.tensor(valid), relaxable, levels=max(depths))
 
@@ -89,19 +89,19 @@ class Scripted:
         pass
 
 
-def scripted_engine(policy: Policy, data: st.DataObject, answer: Sequence[int], chosen: EngineSettings) -> Engine:
+def scripted_engine(policy: Target, data: st.DataObject, answer: Sequence[int], chosen: EngineSettings) -> Engine:
     engine = Engine(policy, chosen)
     first = policy.action_tokenizer.first_id
     engine._setup.drafter = Scripted(data, answer, low=first, high=policy.action_tokenizer.vocab_size - 1)  # type: ignore[assignment]
-    engine._setup.ring.keys.fill_(float("nan"))
-    engine._setup.ring.values.fill_(float("nan"))
+    engine._setup.cache.keys.fill_(float("nan"))
+    engine._setup.cache.values.fill_(float("nan"))
     return engine
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), seed=st.integers(0, 5))
 def test_strict_yields_the_plain_decoders_tokens_whatever_is_drafted(
-    policy: Policy, data: st.DataObject, seed: int
+    policy: Target, data: st.DataObject, seed: int
 ) -> None:
     plain = decoded(Engine(policy, EngineSettings()), frame(1, seed=seed))
     engine = scripted_engine(policy, data, plain.tokens, STRICT)
@@ -114,7 +114,7 @@ def test_strict_yields_the_plain_decoders_tokens_whatever_is_drafted(
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), seed=st.integers(0, 5), bins=st.lists(st.integers(0, 9), min_size=7, max_size=7))
 def test_relaxed_stays_within_its_bounds_given_its_own_prefix(
-    policy: Policy, data: st.DataObject, seed: int, bins: list[int]
+    policy: Target, data: st.DataObject, seed: int, bins: list[int]
 ) -> None:
     plain = decoded(Engine(policy, EngineSettings()), frame(1, seed=seed))
     relaxed = replace(STRICT, acceptance=AcceptanceSettings("bin_distance", bins=tuple(bins)))
@@ -126,17 +126,17 @@ def test_relaxed_stays_within_its_bounds_given_its_own_prefix(
         assert off == apart <= bins[place]
 
 
-def plain_choice(policy: Policy, observation: Observation, tokens: Sequence[int]) -> int:
+def plain_choice(policy: Target, observation: Observation, tokens: Sequence[int]) -> int:
     """The target's own token behind a prefix, without a cache."""
     prompt = policy.prompt_embeddings(observation.image, policy.prompt_ids(observation.instruction))
     sequence = torch.cat((prompt, policy.decoder.embed_tokens(torch.tensor(tokens, dtype=torch.int64))))
-    ring = new_ring(policy.decoder, slots=1, slot_rows=len(sequence))
-    return int(packed_forward(policy.decoder, [Segment(0, 0, sequence)], ring).logits[0].argmax())
+    cache = new_cache(policy.decoder, slots=1, slot_rows=len(sequence))
+    return int(packed_forward(policy.decoder, [Segment(0, 0, sequence)], cache).logits[0].argmax())
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_committed_keys_and_values_equal_a_recompute(policy: Policy, data: st.DataObject) -> None:
+def test_committed_keys_and_values_equal_a_recompute(policy: Target, data: st.DataObject) -> None:
     observation = frame(1, seed=2)
     plain = decoded(Engine(policy, EngineSettings()), observation)
     relaxed = replace(STRICT, acceptance=AcceptanceSettings("bin_distance", bins=(5,) * 7))
@@ -148,9 +148,9 @@ def test_committed_keys_and_values_equal_a_recompute(policy: Policy, data: st.Da
         committed = torch.tensor(request.tokens[:-1], dtype=torch.int64)
         sequence = torch.cat((request.prompt, policy.decoder.embed_tokens(committed)))
         assert len(sequence) == request.prefix_len
-        ring = new_ring(policy.decoder, slots=1, slot_rows=len(sequence))
-        packed_forward(policy.decoder, [Segment(0, 0, sequence)], ring)
-        for ours, fresh in ((engine._setup.ring.keys, ring.keys), (engine._setup.ring.values, ring.values)):
+        cache = new_cache(policy.decoder, slots=1, slot_rows=len(sequence))
+        packed_forward(policy.decoder, [Segment(0, 0, sequence)], cache)
+        for ours, fresh in ((engine._setup.cache.keys, cache.keys), (engine._setup.cache.values, cache.values)):
             torch.testing.assert_close(ours[:, request.slot, : len(sequence)], fresh[:, 0], atol=1e-9, rtol=1e-9)
         engine.tick()
 
@@ -167,7 +167,7 @@ def test_committed_keys_and_values_equal_a_recompute(policy: Policy, data: st.Da
     ],
     ids=str,
 )
-def test_strict_equals_plain_with_the_real_sources(policy: Policy, draft: DraftSettings) -> None:
+def test_strict_equals_plain_with_the_real_sources(policy: Target, draft: DraftSettings) -> None:
     plain = Engine(policy, EngineSettings())
     bold = AcceptanceSettings("bin_distance", bins=(0,))
     for acceptance in (AcceptanceSettings(), bold):
@@ -182,7 +182,7 @@ def test_strict_equals_plain_with_the_real_sources(policy: Policy, draft: DraftS
         plain.reset()
 
 
-def test_a_picture_seen_before_is_decoded_in_its_own_prefill(policy: Policy) -> None:
+def test_a_picture_seen_before_is_decoded_in_its_own_prefill(policy: Target) -> None:
     engine = Engine(policy, STRICT)
     first, again = (decoded(engine, frame(stamp, seed=1)) for stamp in (1, 2))
     assert again.tokens == first.tokens
@@ -193,7 +193,7 @@ def test_a_picture_seen_before_is_decoded_in_its_own_prefill(policy: Policy) -> 
     assert decoded(engine, frame(4, seed=1, epoch=1)).record.tokens_per_forward[0] == 1
 
 
-def test_the_acceptance_can_change_between_ticks(policy: Policy) -> None:
+def test_the_acceptance_can_change_between_ticks(policy: Target) -> None:
     engine = Engine(policy, STRICT)
     held = decoded(engine, frame(1, seed=1))
     engine.set_acceptance(AcceptanceSettings("bin_distance", bins=(254,)))
@@ -209,7 +209,7 @@ def test_the_acceptance_can_change_between_ticks(policy: Policy) -> None:
     assert engine.settings.acceptance.bins == (254,), "the old rule stays"
 
 
-def test_no_head_leaves_the_one_beside_the_checkpoint_alone(policy: Policy) -> None:
+def test_no_head_leaves_the_one_beside_the_checkpoint_alone(policy: Target) -> None:
     engine = Engine(policy, EngineSettings("spec", draft=DraftSettings(head="none", temporal=True)))
     assert engine.describe()["drafts"] == "temporal"
     first, again = (decoded(engine, frame(stamp, seed=1)) for stamp in (1, 2))
@@ -218,13 +218,13 @@ def test_no_head_leaves_the_one_beside_the_checkpoint_alone(policy: Policy) -> N
 
 def test_nothing_to_draft_with_is_refused(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, hidden_size=64, layers=1)
-    bare = load_policy(tmp_path, device="cpu")
+    bare = load_target(tmp_path, device="cpu")
     with pytest.raises(UserError, match="nothing to draft with"):
         Engine(bare, EngineSettings("spec"))
     Engine(bare, EngineSettings("spec", draft=DraftSettings(temporal=True)))
 
 
-def test_without_a_draft_it_decodes_plainly_only_if_that_is_allowed(policy: Policy, tmp_path: Path) -> None:
+def test_without_a_draft_it_decodes_plainly_only_if_that_is_allowed(policy: Target, tmp_path: Path) -> None:
     missing = DraftSettings(head=str(tmp_path / "none"))
     with pytest.raises(UserError, match="does not exist"):
         Engine(policy, EngineSettings("spec", draft=missing))

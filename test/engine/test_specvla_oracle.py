@@ -17,7 +17,7 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.speculation.accept import NO_NODE, NOT_A_NUMBER, Acceptance, AcceptanceRule, Verification
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
@@ -32,8 +32,8 @@ def runs(r: int | None) -> list[dict]:
 
 
 @lru_cache(maxsize=8)
-def policy_of(unnorm_key: str) -> Policy:
-    return load_policy(TARGET / "checkpoint", device="cpu", unnorm_key=unnorm_key)
+def policy_of(unnorm_key: str) -> Target:
+    return load_target(TARGET / "checkpoint", device="cpu", unnorm_key=unnorm_key)
 
 
 @pytest.fixture(scope="module")

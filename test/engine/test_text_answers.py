@@ -9,8 +9,8 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Policy
-from specvla_ros.speculation.accept import Why
+from specvla_ros.models.checkpoint import Target
+from specvla_ros.speculation.accept import AcceptReason
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 LONGEST_TEXT = 24
@@ -31,14 +31,14 @@ RULES = {
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
     shape = dict(seed=request.param, hidden_size=64, layers=2, text=1.2)
     return policy_with_random_head(tmp_path_factory.mktemp("writer"), **shape)
 
 
-def outcomes(policy: Policy, settings: EngineSettings) -> list[Outcome]:
+def outcomes(policy: Target, settings: EngineSettings) -> list[Outcome]:
     engine = Engine(policy, settings)
-    for holder in (engine._setup.ring, engine._setup.drafter._self):
+    for holder in (engine._setup.cache, engine._setup.drafter._self):
         for name in ("keys", "_keys", "values", "_values"):
             getattr(holder, name, torch.empty(0)).fill_(float("nan"))
     images = (np.random.default_rng(i).integers(0, 256, (48, 64, 3), dtype=np.uint8) for i in range(FRAMES))
@@ -52,7 +52,7 @@ def essence(outcome: Outcome) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_strict_yields_the_plain_decoders_words_and_actions(policy: Policy, draft: str) -> None:
+def test_strict_yields_the_plain_decoders_words_and_actions(policy: Target, draft: str) -> None:
     plain = outcomes(policy, EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
     spec = outcomes(policy, EngineSettings("spec", max_reasoning_tokens=LONGEST_TEXT, draft=DRAFTS[draft]))
     assert list(map(essence, spec)) == list(map(essence, plain))
@@ -61,7 +61,7 @@ def test_strict_yields_the_plain_decoders_words_and_actions(policy: Policy, draf
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_loose_rules_end_in_actions_and_say_why(policy: Policy, rule: str) -> None:
+def test_loose_rules_end_in_actions_and_say_why(policy: Target, rule: str) -> None:
     chosen = EngineSettings("spec", max_reasoning_tokens=LONGEST_TEXT, draft=DRAFTS["all"], acceptance=RULES[rule])
     found = [each for each in outcomes(policy, chosen) if isinstance(each, Action)]
     assert found
@@ -72,11 +72,11 @@ def test_loose_rules_end_in_actions_and_say_why(policy: Policy, rule: str) -> No
         assert len(record.why) == len(record.bins_off) == sum(record.tokens_per_forward)
         if rule == "composite":
             words, acted = record.why[:-2], record.bins_off[-2:]
-            assert set(words) <= {Why.TARGET, Why.EXACT, Why.DEFERRED, Why.NEAR}
+            assert set(words) <= {AcceptReason.TARGET, AcceptReason.EXACT, AcceptReason.DEFERRED, AcceptReason.NEAR}
             assert all(off <= BINS for off in acted)
 
 
-def test_an_answer_that_was_given_before_takes_one_forward(policy: Policy) -> None:
+def test_an_answer_that_was_given_before_takes_one_forward(policy: Target) -> None:
     draft = DraftSettings(nodes=1 + LONGEST_TEXT + 2, temporal=True)
     engine = Engine(policy, EngineSettings("spec", max_reasoning_tokens=LONGEST_TEXT, draft=draft))
     for seed in range(FRAMES):

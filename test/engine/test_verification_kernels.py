@@ -6,9 +6,9 @@ from support.static_forwards import recorded
 
 from specvla_kernels.accept_tree import LEAST_NODES, LEAST_PLACES, accept_tree_reference
 from specvla_kernels.commit_kv import commit_kv_reference
-from specvla_kernels.jit import blocks, power_of_two
+from specvla_kernels.device import blocks, power_of_two
 from specvla_ros.engine import verify_on_device
-from specvla_ros.engine.kv_ring import KVRing
+from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.verify_on_device import VerificationKernels
 from specvla_ros.speculation.accept import ActionIds
 
@@ -30,16 +30,16 @@ def test_every_size_that_a_tree_may_have_is_compiled_and_nothing_moves(
 
     monkeypatch.setattr(verify_on_device, "accept_tree", accept)
     monkeypatch.setattr(verify_on_device, "commit_kv_batch", commit)
-    ring = KVRing(
+    cache = KVCache(
         layers=2, slots=2, slot_rows=80, kv_heads=1, head_dim=2, dtype=torch.float32, device=torch.device("cpu")
     )
-    for store in (ring.keys, ring.values):
+    for store in (cache.keys, cache.values):
         store.normal_()
-    before = ring.keys.clone(), ring.values.clone()
+    before = cache.keys.clone(), cache.values.clone()
 
-    assert VerificationKernels(ActionIds(10, 26, 15), ring, nodes, levels).capture(recorded) == 0
+    assert VerificationKernels(ActionIds(10, 26, 15), cache, nodes, levels).capture(recorded) == 0
 
-    assert ring.keys.equal(before[0]) and ring.values.equal(before[1])
+    assert cache.keys.equal(before[0]) and cache.values.equal(before[1])
     places = {max(LEAST_PLACES, power_of_two(each + 1)) for each in range(levels + 1)}
     assert accepted == {(max(LEAST_NODES, power_of_two(n)), each) for n in range(1, nodes + 1) for each in places}
     assert moved == places

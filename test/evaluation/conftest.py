@@ -11,18 +11,18 @@ from support.replays import Run, read_frames
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.replay import replay
 from specvla_ros.evaluation.replay_summary import ReplaySummary
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Target:
     directory = tmp_path_factory.mktemp("checkpoint")
     write_random_checkpoint(directory, seed=5)
-    return load_policy(directory, device="cpu")
+    return load_target(directory, device="cpu")
 
 
 @pytest.fixture
-def run(policy: Policy, tmp_path: Path) -> Run:
+def run(policy: Target, tmp_path: Path) -> Run:
     """Replays a bag, or entries of one, and gives summary, frames and output directory."""
     count = 0
 

@@ -16,7 +16,7 @@ from specvla_ros.evaluation.calibration import Calibration, Candidate, Deviation
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
 from specvla_ros.evaluation.simulate_summary import PairedComparison, Rate
 from specvla_ros.evaluation.statistics import paired_difference
-from specvla_ros.models.checkpoint import load_policy
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.settings.decode import read_decode_parameters
 from specvla_ros.settings.profiles import merge_parameters
@@ -122,7 +122,7 @@ def test_the_profile_names_the_quantisation_that_it_was_found_for(tmp_path: Path
 @needs_gl
 def test_the_most_relaxed_setting_within_the_limits_is_chosen(tmp_path: Path):
     base = SimulateSettings(nano_policy(), engine=EngineSettings("spec", draft=DraftSettings(temporal=True)))
-    policy = load_policy(base.policy, device="cpu")
+    policy = load_target(base.policy, device="cpu")
     none, near, far = map(Tolerance.parse, ("0.0001mm", "2mm,1.1deg", "30mm,20deg"))
     # Of three pairs nothing is certain: all of the success may be lost.
     wide = Limits(loss_points=100, p95_mm=1000, p95_deg=1000, gripper_share=1)

@@ -9,8 +9,8 @@ from support.verifications import ACTIONS, make_tree, one_hot, verifications, ve
 
 from specvla_kernels import accept_tree as kernels
 from specvla_kernels.accept_tree import Tolerance, Trees, accept_tree_reference, accept_tree_triton
-from specvla_kernels.jit import HAS_TRITON
-from specvla_ros.speculation.accept import NO_NODE, NOT_A_NUMBER, Verification, Why, accept
+from specvla_kernels.device import HAS_TRITON
+from specvla_ros.speculation.accept import NO_NODE, NOT_A_NUMBER, AcceptReason, Verification, accept
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.strict import Strict
 
@@ -41,7 +41,7 @@ def batch(parts: list[Verification]) -> Trees:
 
 
 def check(parts: list[Verification], bins: tuple[int, ...] | None) -> None:
-    tolerance = Tolerance.of(bins, ACTIONS.first, ACTIONS.stop, ACTIONS.bins, DEVICE)
+    tolerance = Tolerance.from_bins(bins, ACTIONS.first, ACTIONS.stop, ACTIONS.bins, DEVICE)
     levels = max(part.tree.levels for part in parts)
     rule = Strict() if bins is None else BinDistance(bins)
     expected = []
@@ -91,7 +91,7 @@ def test_large_trees_with_ties(n: int, reach: int, bins: tuple[int, ...] | None,
 
 
 def test_the_numbers_are_the_engines() -> None:
-    assert (kernels.TARGET, kernels.EXACT, kernels.NEAR) == (Why.TARGET, Why.EXACT, Why.NEAR)
+    assert (kernels.TARGET, kernels.EXACT, kernels.NEAR) == (AcceptReason.TARGET, AcceptReason.EXACT, AcceptReason.NEAR)
     assert kernels.NO_NODE == NO_NODE == NOT_A_NUMBER
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.kernels import DEVICE, DTYPES
 
 from specvla_kernels.commit_kv import commit_kv, commit_kv_reference, commit_kv_triton
-from specvla_kernels.jit import HAS_TRITON
+from specvla_kernels.device import HAS_TRITON
 
 
 @st.composite

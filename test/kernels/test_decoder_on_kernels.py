@@ -6,8 +6,8 @@ from support.kernels import DEVICE
 
 from specvla_kernels import commit_kv, packed_attention, rope_write_kv
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.kv_ring import KVRing
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.kv_cache import KVCache
+from specvla_ros.engine.packed_forward import new_cache, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.models.llama import LlamaDecoder
@@ -25,24 +25,24 @@ CONFIG = LlamaConfig(
 )
 
 
-def two_ticks(decoder: LlamaDecoder) -> tuple[torch.Tensor, KVRing]:
-    """A tree in slot 2 beside a prefill in slot 0, then a tree in each; their logits and the ring."""
-    ring = new_ring(decoder, slots=3, slot_rows=40)
-    ring.keys.fill_(float("nan"))
-    ring.values.fill_(float("nan"))
+def two_ticks(decoder: LlamaDecoder) -> tuple[torch.Tensor, KVCache]:
+    """A tree in slot 2 beside a prefill in slot 0, then a tree in each; their logits and the KV cache."""
+    cache = new_cache(decoder, slots=3, slot_rows=40)
+    cache.keys.fill_(float("nan"))
+    cache.values.fill_(float("nan"))
     generator = torch.Generator().manual_seed(1)
     prompt = torch.randint(50, (21,), generator=generator).to(DEVICE)
-    tree = Ancestry.of([-1, 0, 0, 1, 2, 4], DEVICE)
+    tree = Ancestry.from_parents([-1, 0, 0, 1, 2, 4], DEVICE)
     drafted = torch.randint(50, (6,), generator=generator).to(DEVICE)
 
-    first = packed_forward(decoder, [Segment(2, 0, prompt[:9]), Segment(0, 0, prompt)], ring)
+    first = packed_forward(decoder, [Segment(2, 0, prompt[:9]), Segment(0, 0, prompt)], cache)
     both = [Segment(2, 9, drafted, tree, wanted=6), Segment(0, 21, drafted.flip(0), tree, wanted=6)]
-    second = packed_forward(decoder, both, ring)
+    second = packed_forward(decoder, both, cache)
     slots, first_rows = torch.tensor([2, 0], device=DEVICE), torch.tensor([9, 21], device=DEVICE)
     nodes = torch.tensor([[0, 2, 4, 5], [0, 1, -1, -1]], device=DEVICE)
-    commit_kv.commit_kv_batch(ring.keys, ring.values, slots, first_rows, nodes)
-    third = packed_forward(decoder, [Segment(0, 23, drafted, tree, wanted=6), Segment(2, 13, drafted[:1])], ring)
-    return torch.cat((first.logits, second.logits, third.logits)), ring
+    commit_kv.commit_kv_batch(cache.keys, cache.values, slots, first_rows, nodes)
+    third = packed_forward(decoder, [Segment(0, 23, drafted, tree, wanted=6), Segment(2, 13, drafted[:1])], cache)
+    return torch.cat((first.logits, second.logits, third.logits)), cache
 
 
 @torch.inference_mode()
@@ -57,9 +57,9 @@ def test_a_decoder_on_kernels_gives_what_it_gives_on_references(monkeypatch: pyt
         for operator in (rope_write_kv, packed_attention, commit_kv):
             monkeypatch.setattr(operator, "has_kernels", lambda _, kernels=kernels: kernels)
         results.append(two_ticks(decoder))
-    (expected, expected_ring), (logits, ring) = results
+    (expected, expected_cache), (logits, cache) = results
 
     assert expected.isfinite().all()
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(ring.keys, expected_ring.keys, atol=1e-4, rtol=1e-4, equal_nan=True)
-    torch.testing.assert_close(ring.values, expected_ring.values, atol=1e-4, rtol=1e-4, equal_nan=True)
+    torch.testing.assert_close(cache.keys, expected_cache.keys, atol=1e-4, rtol=1e-4, equal_nan=True)
+    torch.testing.assert_close(cache.values, expected_cache.values, atol=1e-4, rtol=1e-4, equal_nan=True)

@@ -1,4 +1,4 @@
-"""The kernel against the reference in float64: any mix of segments, over a ring whose unwritten rows are NaN."""
+"""The kernel against the reference in float64: any mix of segments, over a KV cache whose unwritten rows are NaN."""
 
 import pytest
 import torch
@@ -28,21 +28,21 @@ def segments(draw: st.DrawFn) -> Parts:
             most = min(SLOT_ROWS - prefix_len, 64) if kind == "tree" else SLOT_ROWS - prefix_len - 1
             length = draw(st.one_of(st.sampled_from([1, min(16, most), most]), st.integers(1, min(40, most))))
             parents = [draw(st.integers(-1, node - 1)) for node in range(length)] if kind == "tree" else []
-            ancestry = Ancestry.of(parents, DEVICE) if parents else None
+            ancestry = Ancestry.from_parents(parents, DEVICE) if parents else None
             parts.append((Span(slot, start, length, prefix_len, kind == "tree"), ancestry))
             start, prefix_len = start + length, prefix_len + length
     return parts
 
 
-def rings(layout: PackedLayout, kv_heads: int, head_dim: int, generator: torch.Generator) -> list[torch.Tensor]:
+def caches(layout: PackedLayout, kv_heads: int, head_dim: int, generator: torch.Generator) -> list[torch.Tensor]:
     """Keys and values of float64 that fit every dtype; rows that nothing has written are NaN."""
     made = []
     for _ in range(2):
-        ring = poisoned(SLOTS, SLOT_ROWS, kv_heads, head_dim, dtype=torch.float64)
+        cache = poisoned(SLOTS, SLOT_ROWS, kv_heads, head_dim, dtype=torch.float64)
         for span in layout.spans:
             rows = span.prefix_len + span.length
-            ring[span.slot, :rows] = torch.randn(rows, kv_heads, head_dim, generator=generator).bfloat16().to(ring)
-        made.append(ring)
+            cache[span.slot, :rows] = torch.randn(rows, kv_heads, head_dim, generator=generator).bfloat16().to(cache)
+        made.append(cache)
     return made
 
 
@@ -61,7 +61,7 @@ def test_the_kernel_is_the_reference(
 ) -> None:
     generator = torch.Generator().manual_seed(len(parts) + head_dim)
     layout = pack_layout(parts, SLOT_ROWS, DEVICE)
-    keys, values = rings(layout, kv_heads, head_dim, generator)
+    keys, values = caches(layout, kv_heads, head_dim, generator)
     n_rows = layout.spans[-1].stop
     q = torch.randn(n_rows, kv_heads * group, head_dim, generator=generator).bfloat16().to(DEVICE, torch.float64)
     shape = dict(group=group, kv_heads=kv_heads, slot_rows=SLOT_ROWS, device=DEVICE, programs=programs)
@@ -78,7 +78,7 @@ def test_the_kernel_is_the_reference(
 def test_a_plan_takes_the_next_forward_of_its_bucket() -> None:
     """What a captured launch does: the table's contents change, its place and the launch do not."""
     generator = torch.Generator().manual_seed(0)
-    tree = Ancestry.of([-1, 0, 0, 1, 1], DEVICE)
+    tree = Ancestry.from_parents([-1, 0, 0, 1, 1], DEVICE)
     first = pack_layout([(Span(0, 0, 5, 40, True), tree), (Span(1, 5, 5, 60, True), tree)], SLOT_ROWS, DEVICE)
     then = pack_layout([(Span(2, 0, 5, 130, True), tree)], SLOT_ROWS, DEVICE)
     plan = plan_attention(first.spans, group=2, kv_heads=2, slot_rows=SLOT_ROWS, device=DEVICE, programs=16)
@@ -86,7 +86,7 @@ def test_a_plan_takes_the_next_forward_of_its_bucket() -> None:
     assert plan.splits > 1
     for layout in (first, then):
         plan.tiles.copy_(plan.table(layout.spans))
-        keys, values = rings(layout, 2, 16, generator)
+        keys, values = caches(layout, 2, 16, generator)
         q = torch.randn(layout.spans[-1].stop, 4, 16, generator=generator, dtype=torch.float64).to(DEVICE)
         out = packed_attention_triton(q.float(), keys.float(), values.float(), layout.ancestors, plan)
         torch.testing.assert_close(out.double(), packed_attention_reference(q, keys, values, layout), atol=1e-4, rtol=0)
@@ -98,7 +98,7 @@ def test_a_plan_takes_the_next_forward_of_its_bucket() -> None:
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's numpy
 def test_a_nan_in_a_query_reaches_its_own_row_only() -> None:
     layout = pack_layout([(Span(0, 0, 3, 70, False), None)], SLOT_ROWS, DEVICE)
-    keys, values = (ring.float() for ring in rings(layout, 1, 16, torch.Generator().manual_seed(0)))
+    keys, values = (cache.float() for cache in caches(layout, 1, 16, torch.Generator().manual_seed(0)))
     q = torch.ones(3, 1, 16, device=DEVICE)
     q[1, 0, 3] = float("nan")
     for programs in (1, 4):
@@ -117,7 +117,7 @@ def test_layers_share_a_plan() -> None:
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="captures a CUDA graph")
 def test_a_captured_launch_takes_the_next_forward() -> None:
     generator = torch.Generator().manual_seed(0)
-    trees = [Ancestry.of(parents, DEVICE) for parents in ([-1, 0, 0, 1, 1], [-1, 0, 1, 2, 3])]
+    trees = [Ancestry.from_parents(parents, DEVICE) for parents in ([-1, 0, 0, 1, 1], [-1, 0, 1, 2, 3])]
     first = pack_layout([(Span(0, 0, 5, 40, True), trees[0]), (Span(1, 5, 5, 60, True), trees[1])], SLOT_ROWS, DEVICE)
     then = pack_layout([(Span(2, 0, 5, 130, True), trees[1]), (Span(0, 5, 5, 1, True), trees[0])], SLOT_ROWS, DEVICE)
     plan = plan_attention(first.spans, group=2, kv_heads=2, slot_rows=SLOT_ROWS, device=DEVICE)
@@ -130,8 +130,8 @@ def test_a_captured_launch_takes_the_next_forward() -> None:
         out = packed_attention_triton(q, keys, values, ancestors, plan)
     for layout in (first, then):
         q.copy_(torch.randn(q.shape, generator=generator))
-        for ring, contents in zip((keys, values), rings(layout, 2, 64, generator), strict=True):
-            ring.copy_(contents)
+        for cache, contents in zip((keys, values), caches(layout, 2, 64, generator), strict=True):
+            cache.copy_(contents)
         ancestors.copy_(layout.ancestors)
         plan.tiles.copy_(plan.table(layout.spans))
         graph.replay()

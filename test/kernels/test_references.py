@@ -23,9 +23,9 @@ def test_attention_sees_the_prefix_and_its_own_ancestors_only(group: int) -> Non
     spans = (Span(2, 0, 3, 0, False), Span(0, 3, 2, 4, False), Span(1, 5, 3, 5, True))
     visible = [[0], [0, 1], [0, 1, 2], [*range(5)], [*range(6)], [*range(6)], [*range(7)], [*range(6), 7]]
     for span in spans:
-        for ring in (keys, values):
-            ring[span.slot, : span.prefix_len + span.length] = torch.randn(kv_heads, dim, dtype=torch.float64)
-            ring[span.slot, : span.prefix_len + span.length] += torch.randn(
+        for cache in (keys, values):
+            cache[span.slot, : span.prefix_len + span.length] = torch.randn(kv_heads, dim, dtype=torch.float64)
+            cache[span.slot, : span.prefix_len + span.length] += torch.randn(
                 span.prefix_len + span.length, kv_heads, dim, dtype=torch.float64
             )
     q = torch.randn(8, kv_heads * group, dim, dtype=torch.float64)

@@ -30,13 +30,13 @@ def test_the_kernel_is_the_reference(
     angles = (torch.rand(n_rows, head_dim // 2, generator=generator) * 6).to(DEVICE)
     # The last row of the last slot, and others in any order.
     kv_rows = torch.cat((torch.tensor([13]), torch.randperm(13, generator=generator)[: n_rows - 1])).to(DEVICE)
-    rings = [poisoned(2, 7, kv_heads, head_dim, dtype=dtype) for _ in range(2)]
-    expected_rings = [poisoned(2, 7, kv_heads, head_dim, dtype=torch.float64) for _ in range(2)]
+    caches = [poisoned(2, 7, kv_heads, head_dim, dtype=dtype) for _ in range(2)]
+    expected_caches = [poisoned(2, 7, kv_heads, head_dim, dtype=torch.float64) for _ in range(2)]
 
-    out = rope_write_kv_triton(q, k, v, angles.cos(), angles.sin(), kv_rows, *rings)
+    out = rope_write_kv_triton(q, k, v, angles.cos(), angles.sin(), kv_rows, *caches)
 
     doubles = [x.double() for x in (q, k, v, angles.cos(), angles.sin())]
-    expected = rope_write_kv_reference(*doubles, kv_rows, *expected_rings)
+    expected = rope_write_kv_reference(*doubles, kv_rows, *expected_caches)
     torch.testing.assert_close(out.double(), expected, **TOLERANCES[dtype])
-    for ring, expected_ring in zip(rings, expected_rings, strict=True):
-        torch.testing.assert_close(ring.double(), expected_ring, **TOLERANCES[dtype], equal_nan=True)
+    for cache, expected_cache in zip(caches, expected_caches, strict=True):
+        torch.testing.assert_close(cache.double(), expected_cache, **TOLERANCES[dtype], equal_nan=True)

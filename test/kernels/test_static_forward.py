@@ -18,8 +18,8 @@ from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.buckets import ForwardSizes
 from specvla_ros.engine.forwards import Forwards
 from specvla_ros.engine.graphs import Graphs
-from specvla_ros.engine.kv_ring import KVRing
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.kv_cache import KVCache
+from specvla_ros.engine.packed_forward import new_cache, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.static_forward import StaticForward
 from specvla_ros.models.config import LlamaConfig
@@ -55,19 +55,19 @@ def tree(draw: st.DrawFn, tokens: torch.Generator, slot: int, most: int, prefix_
     prefix_len = draw(st.sampled_from([0, 3, 40])) if prefix_len is None else prefix_len
     parents = [-1, *(draw(st.integers(0, node - 1)) for node in range(1, n))]
     ids = torch.randint(50, (n,), generator=tokens).to(DEVICE)
-    return Segment(slot, prefix_len, ids, Ancestry.of(parents, DEVICE), wanted=draw(st.integers(0, n)))
+    return Segment(slot, prefix_len, ids, Ancestry.from_parents(parents, DEVICE), wanted=draw(st.integers(0, n)))
 
 
-def ring_before(segments: list[Segment]) -> KVRing:
+def ring_before(segments: list[Segment]) -> KVCache:
     """NaN but for what is committed."""
-    ring = new_ring(DECODER, slots=SLOTS, slot_rows=SLOT_ROWS)
-    for seed, store in enumerate((ring.keys, ring.values)):
+    cache = new_cache(DECODER, slots=SLOTS, slot_rows=SLOT_ROWS)
+    for seed, store in enumerate((cache.keys, cache.values)):
         committed = torch.randn(store.shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
         store.fill_(torch.nan)
         for segment in segments:
             rows = slice(0, segment.prefix_len)
             store[:, segment.slot, rows] = committed[:, segment.slot, rows]
-    return ring
+    return cache
 
 
 def poison(static: StaticForward) -> None:
@@ -85,7 +85,7 @@ def poisoned_empty(x: torch.Tensor, *size: Any, **kinds: Any) -> torch.Tensor:
 @given(several=st.lists(forwards(), min_size=2, max_size=2), programs=st.sampled_from([1, 40]))
 @torch.inference_mode()
 def test_forwards_of_a_bucket_are_packed_forwards(several: list[list[Segment]], programs: int) -> None:
-    ring = ring_before([])
+    cache = ring_before([])
     bucket = max(filter(None, (SIZES.bucket([len(each) for each in segments]) for segments in several)))
     with kernels(True) as patch:
         patch.setattr(attention_plan, "_programs_of", lambda _: programs)
@@ -99,13 +99,13 @@ def test_forwards_of_a_bucket_are_packed_forwards(several: list[list[Segment]], 
 
             return again
 
-        static = StaticForward(DECODER, ring, bucket, segments=SIZES.segments, capture=keep)
+        static = StaticForward(DECODER, cache, bucket, segments=SIZES.segments, capture=keep)
         for segments in several:
-            expected_ring = ring_before(segments)
+            expected_cache = ring_before(segments)
             with kernels(False):
-                expected = packed_forward(DECODER, segments, expected_ring)
-            ring.keys.copy_(ring_before(segments).keys)
-            ring.values.copy_(ring_before(segments).values)
+                expected = packed_forward(DECODER, segments, expected_cache)
+            cache.keys.copy_(ring_before(segments).keys)
+            cache.values.copy_(ring_before(segments).values)
             poison(static)
 
             result = static(segments)
@@ -113,19 +113,19 @@ def test_forwards_of_a_bucket_are_packed_forwards(several: list[list[Segment]], 
             torch.testing.assert_close(result.hidden, expected.hidden, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(result.logits, expected.logits, atol=1e-4, rtol=1e-4)
             assert whole[-1].isfinite().all(), "rows that no segment has are finite too"
-            for store, wanted in ((ring.keys, expected_ring.keys), (ring.values, expected_ring.values)):
-                store.flatten(1, 2)[:, ring.sink_row] = torch.nan  # the one row that a packed forward leaves alone
+            for store, wanted in ((cache.keys, expected_cache.keys), (cache.values, expected_cache.values)):
+                store.flatten(1, 2)[:, cache.sink_row] = torch.nan  # the one row that a packed forward leaves alone
                 torch.testing.assert_close(store, wanted, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
 @torch.inference_mode()
 def test_a_result_outlives_the_next_forward_and_nothing_is_read_back() -> None:
-    ring = ring_before([])
+    cache = ring_before([])
     segments, others = ([Segment(slot, 0, torch.arange(slot, 9, device=DEVICE), wanted=2)] for slot in (0, 1))
     bucket = SIZES.bucket([9])
     assert bucket is not None
     held = torch.zeros(bucket.rows, 32, device=DEVICE)
-    static = StaticForward(DECODER, ring, bucket, segments=SIZES.segments, capture=lambda run: lambda: held)
+    static = StaticForward(DECODER, cache, bucket, segments=SIZES.segments, capture=lambda run: lambda: held)
     with no_read_back():
         result = static(segments)
     held.fill_(7.0)
@@ -150,15 +150,15 @@ def test_what_does_not_fit_is_refused() -> None:
 @given(several=st.lists(forwards(), min_size=2, max_size=4))
 @torch.inference_mode()
 def test_captured_forwards_are_packed_forwards(several: list[list[Segment]]) -> None:
-    ring = ring_before([])
-    captured = Forwards(DECODER, ring, SIZES)
-    graphs = Graphs(ring.keys, (captured,))
+    cache = ring_before([])
+    captured = Forwards(DECODER, cache, SIZES)
+    graphs = Graphs(cache.keys, (captured,))
     graphs.warm_up()
     assert graphs.status == f"{len(SIZES.buckets())} captured"
     for segments in several:
         before = ring_before(segments)
-        ring.keys.copy_(before.keys)
-        ring.values.copy_(before.values)
+        cache.keys.copy_(before.keys)
+        cache.values.copy_(before.values)
         expected = packed_forward(DECODER, segments, before)
         result = captured(segments)
         torch.testing.assert_close(result.hidden, expected.hidden, atol=1e-3, rtol=1e-3)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import copy_checkpoint, edit_json, shard, write_checkpoint
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import load_policy
+from specvla_ros.models.checkpoint import load_target
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def checkpoint(good: Path, tmp_path: Path) -> Path:
 
 def refuse(directory: Path, match: str, **arguments: str) -> None:
     with pytest.raises(UserError, match=match):
-        load_policy(directory, **({"device": "cpu"} | arguments))
+        load_target(directory, **({"device": "cpu"} | arguments))
 
 
 def edit_weights(directory: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -75,7 +75,7 @@ def test_a_truncated_shard(checkpoint: Path) -> None:
 
 def test_shards_give_the_same_model(good: Path, checkpoint: Path) -> None:
     shard(checkpoint)
-    whole, sharded = (load_policy(path, device="cpu").model.checkpoint_tensors() for path in (good, checkpoint))
+    whole, sharded = (load_target(path, device="cpu").model.checkpoint_tensors() for path in (good, checkpoint))
     assert whole.keys() == sharded.keys()
     assert all(torch.equal(whole[name], sharded[name]) for name in whole)
 
@@ -148,7 +148,7 @@ def test_a_tokenizer_of_another_model(checkpoint: Path) -> None:
 
 def test_no_tokenizer_refuses_words_and_takes_ids(checkpoint: Path) -> None:
     (checkpoint / "tokenizer.json").unlink()
-    policy = load_policy(checkpoint, device="cpu")
+    policy = load_target(checkpoint, device="cpu")
     with pytest.raises(UserError, match=r"no tokenizer\.json"):
         policy.prompt_ids("put carrot on plate")
     assert policy.prompt.complete([1, 5]) == (1, 5)
@@ -163,7 +163,7 @@ def test_unnorm_keys(checkpoint: Path) -> None:
         lambda c: c["norm_stats"].update(libero_goal_no_noops=c["norm_stats"]["demo_bridge"]),
     )
     refuse(checkpoint, "statistics of 2 datasets; set unnorm_key to one of: demo_bridge, libero_goal_no_noops")
-    assert load_policy(checkpoint, device="cpu", unnorm_key="libero_goal").unnorm_key == "libero_goal_no_noops"
+    assert load_target(checkpoint, device="cpu", unnorm_key="libero_goal").unnorm_key == "libero_goal_no_noops"
     edit_json(checkpoint / "config.json", lambda c: c.update(norm_stats={}))
     refuse(checkpoint, "statistics of 0 datasets")
 
@@ -181,7 +181,7 @@ def test_a_fine_tuned_checkpoints_statistics_take_precedence(checkpoint: Path) -
     statistics = {"mine": {"action": dict(q01=[0.0] * 7, q99=[1.0] * 7)}}
     (checkpoint / "dataset_statistics.json").write_text("{}")
     edit_json(checkpoint / "dataset_statistics.json", lambda value: value.update(statistics))
-    policy = load_policy(checkpoint, device="cpu")
+    policy = load_target(checkpoint, device="cpu")
     assert policy.unnorm_key == "mine"
     assert policy.statistics.mask.all()
 

@@ -11,13 +11,13 @@ from support.random_checkpoint import write_random_checkpoint
 _LOAD = """
 import json, resource, sys
 from pathlib import Path
-from specvla_ros.models.checkpoint import load_policy
+from specvla_ros.models.checkpoint import load_target
 def rss():
     status = Path("/proc/self/status").read_text()
     return {key: int(status.split(key + ":")[1].split()[0]) * 1024 for key in ("VmRSS", "VmHWM")}
-load_policy(sys.argv[2], device="cpu")  # what the libraries take on first use is not the model's
+load_target(sys.argv[2], device="cpu")  # what the libraries take on first use is not the model's
 before = rss()["VmRSS"]
-policy = load_policy(sys.argv[1], device="cpu", dtype="bfloat16")
+policy = load_target(sys.argv[1], device="cpu", dtype="bfloat16")
 model = sum(parameter.nbytes for parameter in policy.model.parameters())
 print(json.dumps({"peak": rss()["VmHWM"] - before, "model": model}))
 """

@@ -14,10 +14,10 @@ from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.packed_forward import new_cache, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 
 VARIANTS = ("openvla_tiny_a", "openvla_tiny_b")
 CASES = [(variant, case) for variant in VARIANTS for case in range(8)]
@@ -30,11 +30,11 @@ def arrays(variant: str, name: str) -> dict[str, np.ndarray]:
 
 
 @cache
-def policy_of(variant: str, unnorm_key: str) -> Policy:
-    return load_policy(ORACLES / variant / "checkpoint", unnorm_key=unnorm_key, device="cpu")
+def policy_of(variant: str, unnorm_key: str) -> Target:
+    return load_target(ORACLES / variant / "checkpoint", unnorm_key=unnorm_key, device="cpu")
 
 
-def load_case(variant: str, index: int) -> tuple[dict, np.ndarray, Policy]:
+def load_case(variant: str, index: int) -> tuple[dict, np.ndarray, Target]:
     case = json.loads((ORACLES / variant / "cases.json").read_text())[index]
     image = np.asarray(Image.open(ORACLES / variant / case["image"]).convert("RGB"))
     return case, image, policy_of(variant, case["unnorm_key"])
@@ -56,12 +56,12 @@ def test_tokens_and_actions_equal_the_original(variant: str, index: int) -> None
 def test_logits_and_hidden_states_equal_the_original(variant: str, index: int) -> None:
     case, image, policy = load_case(variant, index)
     prompt = policy.prompt_embeddings(image, case["input_ids"])
-    ring = new_ring(policy.decoder, slots=2, slot_rows=320)
+    cache = new_cache(policy.decoder, slots=2, slot_rows=320)
     segments = [Segment(1, 0, prompt)]
     for step, token in enumerate(case["generated_ids"][:-1]):
-        segments.append(Segment(1, len(prompt) + step, torch.tensor([token]), ancestry=Ancestry.of((-1,))))
+        segments.append(Segment(1, len(prompt) + step, torch.tensor([token]), ancestry=Ancestry.from_parents((-1,))))
 
-    results = [packed_forward(policy.decoder, [segment], ring) for segment in segments]
+    results = [packed_forward(policy.decoder, [segment], cache) for segment in segments]
 
     expected = arrays(variant, "cases")
     logits = torch.cat([result.logits for result in results]).numpy()
@@ -127,12 +127,12 @@ def test_half_precision_differs_only_where_the_margin_is_small() -> None:
     variant = VARIANTS[0]
     path: Path = ORACLES / variant / "checkpoint"
     case, image, full = load_case(variant, 0)
-    half = load_policy(path, unnorm_key=case["unnorm_key"], device="cpu", dtype="bfloat16")
+    half = load_target(path, unnorm_key=case["unnorm_key"], device="cpu", dtype="bfloat16")
     results = []
     for policy in (full, half):
         prompt = policy.prompt_embeddings(image, case["input_ids"])
-        ring = new_ring(policy.decoder, slots=1, slot_rows=320)
-        results.append(packed_forward(policy.decoder, [Segment(0, 0, prompt)], ring).logits)
+        cache = new_cache(policy.decoder, slots=1, slot_rows=320)
+        results.append(packed_forward(policy.decoder, [Segment(0, 0, prompt)], cache).logits)
     assert results[1].dtype == torch.float32
     top = results[0].topk(2).values[0]
     bound = (results[0] - results[1]).abs().max().item()
@@ -144,8 +144,8 @@ def test_half_precision_differs_only_where_the_margin_is_small() -> None:
 def test_layout_types_are_the_kernels() -> None:
     """The decoder is called with the kernels' own layout: models know nothing of the engine."""
     policy = policy_of(VARIANTS[0], "tiny_bridge")
-    ring = new_ring(policy.decoder, slots=1, slot_rows=16)
+    cache = new_cache(policy.decoder, slots=1, slot_rows=16)
     row = torch.tensor([0])
     layout = PackedLayout((Span(0, 0, 1, 0, is_tree=False),), row, row, row)
-    result = policy.decoder(policy.decoder.embed_tokens(torch.tensor([1])), layout, row, ring.keys, ring.values)
+    result = policy.decoder(policy.decoder.embed_tokens(torch.tensor([1])), layout, row, cache.keys, cache.values)
     assert result.logits.shape == (1, 32064)

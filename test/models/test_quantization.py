@@ -15,12 +15,12 @@ from support.checkpoints import shard, write_checkpoint
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.cli.options import Quantization
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.packed_forward import new_cache, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.errors import UserError
 from specvla_ros.models import checkpoint as load_model
 from specvla_ros.models import quantization
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.models.openvla import OpenVLA
 from specvla_ros.models.quantization import MATRICES, QUANTIZATIONS, Int8Linear, check_quantization
 from specvla_ros.planning.cost import OPENVLA_7B
@@ -41,24 +41,24 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def stored_bytes(policy: Policy) -> int:
+def stored_bytes(policy: Target) -> int:
     """Of the decoder's layers."""
     layers = policy.decoder.layers
     return sum(tensor.nbytes for tensor in (*layers.parameters(), *layers.buffers()))
 
 
-def logits(policy: Policy, seed: int) -> torch.Tensor:
+def logits(policy: Target, seed: int) -> torch.Tensor:
     prompt = torch.randint(80, (40,), generator=torch.Generator().manual_seed(seed))
-    ring = new_ring(policy.decoder, slots=1, slot_rows=64)
-    return packed_forward(policy.decoder, [Segment(0, 0, prompt, wanted=40)], ring).logits
+    cache = new_cache(policy.decoder, slots=1, slot_rows=64)
+    return packed_forward(policy.decoder, [Segment(0, 0, prompt, wanted=40)], cache).logits
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @torch.inference_mode()
 def test_w8a8_is_near_the_unquantised_model_and_smaller(checkpoint: Path, dtype: str) -> None:
     needs_torchao()
-    exact = load_policy(checkpoint, device="cpu", dtype=dtype)
-    rounded = load_policy(checkpoint, device="cpu", dtype=dtype, quantization="w8a8")
+    exact = load_target(checkpoint, device="cpu", dtype=dtype)
+    rounded = load_target(checkpoint, device="cpu", dtype=dtype, quantization="w8a8")
     for seed in range(4):
         wanted, found = logits(exact, seed), logits(rounded, seed)
         assert found.dtype == wanted.dtype == torch.float32
@@ -72,8 +72,8 @@ def test_w8a8_is_near_the_unquantised_model_and_smaller(checkpoint: Path, dtype:
 
 def test_only_the_layers_matrices_are_quantised(checkpoint: Path) -> None:
     needs_torchao()
-    exact = dict(load_policy(checkpoint, device="cpu").model.named_parameters())
-    model = load_policy(checkpoint, device="cpu", quantization="w8a8").model
+    exact = dict(load_target(checkpoint, device="cpu").model.named_parameters())
+    model = load_target(checkpoint, device="cpu", quantization="w8a8").model
     matrices = {f"decoder.layers.{i}.{name}" for i in range(CHECKPOINT["layers"]) for name in MATRICES}
     assert {name for name, module in model.named_modules() if isinstance(module, Int8Linear)} == matrices
     for name, parameter in model.named_parameters():
@@ -88,24 +88,24 @@ def test_an_incomplete_checkpoint_is_refused_as_ever_and_progress_ends_at_one(tm
     directory = write_checkpoint(tmp_path / "sharded")
     *_, last = shard(directory)
     told: list[float] = []
-    load_policy(directory, device="cpu", quantization="w8a8", progress=lambda _, done: told.append(done))
+    load_target(directory, device="cpu", quantization="w8a8", progress=lambda _, done: told.append(done))
     assert told == sorted(told)
     assert told[-1] == 1.0
     (directory / last).unlink()
     with pytest.raises(UserError, match=rf"is incomplete: {last} missing, of 2 shards"):
-        load_policy(directory, device="cpu", quantization="w8a8")
+        load_target(directory, device="cpu", quantization="w8a8")
 
 
 _LOAD = """
 import sys
 from pathlib import Path
-from specvla_ros.models.checkpoint import load_policy
+from specvla_ros.models.checkpoint import load_target
 def rss():
     status = Path("/proc/self/status").read_text()
     return {key: int(status.split(key + ":")[1].split()[0]) * 1024 for key in ("VmRSS", "VmHWM")}
-load_policy(sys.argv[2], device="cpu", quantization="w8a8")  # what the libraries take on first use is not the model's
+load_target(sys.argv[2], device="cpu", quantization="w8a8")  # what the libraries take on first use is not the model's
 before = rss()["VmRSS"]
-policy = load_policy(sys.argv[1], device="cpu", quantization="w8a8")
+policy = load_target(sys.argv[1], device="cpu", quantization="w8a8")
 print(rss()["VmHWM"] - before)
 """
 
@@ -150,7 +150,7 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> Capability:
 @pytest.mark.parametrize("wanted", ["int4", "fp8"])
 def test_a_cpu_is_told_what_it_can_do(wanted: str, checkpoint: Path) -> None:
     with pytest.raises(UserError, match=rf"'{wanted}' needs a CUDA GPU; on a CPU choose w8a8, or none"):
-        load_policy(checkpoint, device="cpu", quantization=wanted)
+        load_target(checkpoint, device="cpu", quantization=wanted)
 
 
 @pytest.mark.parametrize(
@@ -179,20 +179,20 @@ def test_a_gpu_that_has_it_is_let_pass(capability: Capability, wanted: str, foun
 def test_without_torchao_the_way_to_it_is_named(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
     monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"'w8a8' needs torchao: pip install torchao .*`specvla doctor`"):
-        load_policy(checkpoint, device="cpu", quantization="w8a8")
-    assert load_policy(checkpoint, device="cpu").quantization == "none"
+        load_target(checkpoint, device="cpu", quantization="w8a8")
+    assert load_target(checkpoint, device="cpu").quantization == "none"
 
 
 def test_a_torchao_without_the_configuration_is_too_old(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
     monkeypatch.delattr(needs_torchao(), "Int8DynamicActivationInt8WeightConfig")
     with pytest.raises(UserError, match="this torchao is too old for 'w8a8'"):
-        load_policy(checkpoint, device="cpu", quantization="w8a8")
+        load_target(checkpoint, device="cpu", quantization="w8a8")
 
 
 def test_a_matrix_that_torchao_leaves_as_it_is_is_refused(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
     monkeypatch.setattr(needs_torchao(), "quantize_", lambda *_: None)
     with pytest.raises(UserError, match=r"shape \[288, 96\] cannot be quantised as 'w8a8'"):
-        load_policy(checkpoint, device="cpu", quantization="w8a8")
+        load_target(checkpoint, device="cpu", quantization="w8a8")
 
 
 @pytest.mark.parametrize("wanted", QUANTIZATIONS[1:])

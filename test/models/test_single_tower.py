@@ -10,7 +10,7 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import load_policy
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.config import read_config
 from specvla_ros.models.openvla import OpenVLA
 from specvla_ros.models.weights import save_weights
@@ -43,7 +43,7 @@ def test_siglip_alone(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     keep_siglip(tmp_path)
 
-    policy = load_policy(tmp_path, device="cpu")
+    policy = load_target(tmp_path, device="cpu")
 
     names = policy.model.checkpoint_tensors()
     assert not any("fused_featurizer" in name or "projector.fc3" in name for name in names)

@@ -64,11 +64,11 @@ def test_a_plan_of_the_nano_policy(tmp_path: Path, weights: str) -> None:
 
 
 def test_counts_of_the_nano_policy_are_those_of_its_model() -> None:
-    from specvla_ros.models.checkpoint import load_policy
+    from specvla_ros.models.checkpoint import load_target
     from specvla_ros.models.config import read_config
 
     counts = model_cost(read_config(nano_policy()))
-    model = load_policy(nano_policy(), device="cpu").model
+    model = load_target(nano_policy(), device="cpu").model
     decoder = sum(p.numel() for layer in model.decoder.layers for p in layer.parameters() if p.dim() == 2)
     assert counts.decoder_values == decoder
     vision = [*model.towers.parameters(), *model.projector.parameters()]

@@ -15,13 +15,13 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import load_policy
+from specvla_ros.models.checkpoint import load_target
 
 INSTRUCTION = "put carrot on plate"
 
 
 def in_process(checkpoint: Path, image: np.ndarray, instruction: str) -> Action:
-    action = Engine(load_policy(checkpoint, device="cpu"), EngineSettings()).act(Observation(image, instruction, 1))
+    action = Engine(load_target(checkpoint, device="cpu"), EngineSettings()).act(Observation(image, instruction, 1))
     assert isinstance(action, Action)
     return action
 

@@ -25,7 +25,7 @@ CONFIG = LlamaConfig(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=
 DECODER = random_decoder(CONFIG, seed=0, dtype=torch.float64)
 HEAD = random_head(DECODER, seed=1)
 SETTINGS = DraftSettings(top_k=3, depth=4, nodes=12)
-WINDOW = WindowMass.of(3, ActionIds(30, 46, 15), 7, torch.device("cpu"))
+WINDOW = WindowMass.from_actions(3, ActionIds(30, 46, 15), 7, torch.device("cpu"))
 WINDOW.tolerate((2,) * 7)
 
 

@@ -14,7 +14,7 @@ from support.reference_rules import Committed, accept_by_loops
 from support.verifications import ACTIONS, VOCAB, make_tree, one_hot, verifications, verify_tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specvla_ros.speculation.accept import NO_NODE, NOT_A_NUMBER, AcceptanceRule, Verification, Why, accept
+from specvla_ros.speculation.accept import NO_NODE, NOT_A_NUMBER, AcceptanceRule, AcceptReason, Verification, accept
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.composite import Composite
 from specvla_ros.speculation.rules.fly import Fly
@@ -63,7 +63,7 @@ def test_what_is_committed_is_a_path_and_no_padding(rule: AcceptanceRule, verifi
     assert all(verification.tree.valid[node] for node in found.nodes)
     assert found.tokens[:-1] == tuple(verification.tree.tokens[list(found.nodes[1:])].tolist())
     assert found.tokens[-1] == verification.choices[found.nodes[-1]]
-    assert Why.REJECTED not in found.why
+    assert AcceptReason.REJECTED not in found.why
 
 
 @given(verifications())

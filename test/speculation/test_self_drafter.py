@@ -12,7 +12,7 @@ from random_decoder import random_decoder
 from support.no_read_back import no_read_back
 from torch import Tensor
 
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.packed_forward import new_cache, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.speculation.drafters.protocol import DraftInput
@@ -52,8 +52,8 @@ def script(seed: int) -> Script:
 
 
 def hidden_of(embeddings: Tensor) -> Tensor:
-    ring = new_ring(DECODER, slots=1, slot_rows=len(embeddings))
-    return packed_forward(DECODER, [Segment(0, 0, embeddings)], ring).hidden
+    cache = new_cache(DECODER, slots=1, slot_rows=len(embeddings))
+    return packed_forward(DECODER, [Segment(0, 0, embeddings)], cache).hidden
 
 
 def request(seed: int, slot: int, told: int, levels: int, *, since: int = -1) -> DraftInput:
@@ -94,8 +94,8 @@ def plain(seed: int, told: int, share: float, tokens: int) -> tuple[list[int], l
     rows = [0, *kept_rows(made, share), *range(1 + IMAGE, made.prompt_rows + told + 1)]
     sequence, said, total = made.embeddings[rows], [], [0.0]
     for _ in range(tokens):
-        ring = new_ring(DECODER, slots=1, slot_rows=len(sequence))
-        logits = packed_forward(DECODER, [Segment(0, 0, sequence)], ring).logits[0]
+        cache = new_cache(DECODER, slots=1, slot_rows=len(sequence))
+        logits = packed_forward(DECODER, [Segment(0, 0, sequence)], cache).logits[0]
         said.append(int(logits.argmax()))
         total.append(total[-1] + float(logits.log_softmax(-1).max()))
         sequence = torch.cat((sequence, DECODER.embed_tokens(torch.tensor(said[-1:]))))

@@ -23,7 +23,7 @@ VOCAB = 30
 
 
 def window_mass(k: int, *bins: int) -> WindowMass:
-    made = WindowMass.of(k, ACTIONS, 7, torch.device("cpu"))
+    made = WindowMass.from_actions(k, ACTIONS, 7, torch.device("cpu"))
     made.tolerate(bins)
     return made
 
@@ -171,13 +171,13 @@ def test_prompt_lookup_takes_the_longest_and_most_recent_match() -> None:
 
 
 def test_branches_join_what_they_share() -> None:
-    branches = Branches.of([(1, 2, 3), (1, 2, 4), (5,)], levels=3, most=9)
+    branches = Branches.from_chains([(1, 2, 3), (1, 2, 4), (5,)], levels=3, most=9)
     assert branches.tokens == (1, 2, 3, 4, 5)
     assert branches.parents == (-1, 0, 1, 1, -1)
     assert branches.levels == 3
-    assert Branches.of([(1, 2, 3), (4,)], levels=2, most=9).tokens == (1, 2, 4)
-    assert Branches.of([(1, 2, 3), (4,)], levels=3, most=2).tokens == (1, 2)
-    assert len(Branches.of([], levels=3, most=2)) == 0
+    assert Branches.from_chains([(1, 2, 3), (4,)], levels=2, most=9).tokens == (1, 2, 4)
+    assert Branches.from_chains([(1, 2, 3), (4,)], levels=3, most=2).tokens == (1, 2)
+    assert len(Branches.from_chains([], levels=3, most=2)) == 0
 
 
 def test_branches_hang_below_the_root_of_any_tree() -> None:
@@ -185,14 +185,16 @@ def test_branches_hang_below_the_root_of_any_tree() -> None:
     for level in range(2):
         grow(growth, top_k(2), log_probs(level, growth.beam_tokens.shape[1]), level)
     tree = finished(growth, levels=2, k=2, nodes=6)
-    both = add_branches(tree, Branches.of([(1, 2, 3), (4,)], levels=3, most=9), relaxable=False)
+    both = add_branches(tree, Branches.from_chains([(1, 2, 3), (4,)], levels=3, most=9), relaxable=False)
     assert both.tokens.tolist() == [*tree.tokens.tolist(), 1, 2, 3, 4]
     assert both.ancestry.parents.tolist() == [*tree.ancestry.parents.tolist(), 0, 6, 7, 0]
     assert both.levels == 3 and both.ancestry.depths.tolist()[-4:] == [1, 2, 3, 1]
     assert both.relaxable.tolist() == [True] * 6 + [False] * 4
     assert both.valid.all() and (both.log_probs[-4:] == -torch.inf).all()
     assert add_branches(tree, Branches((), ()), relaxable=True) is tree
-    alone = add_branches(Tree.of_root(torch.tensor(3)), Branches.of([(1, 2)], levels=5, most=3), relaxable=True)
+    alone = add_branches(
+        Tree.of_root(torch.tensor(3)), Branches.from_chains([(1, 2)], levels=5, most=3), relaxable=True
+    )
     assert alone.ancestry.ancestors.tolist() == [0b1, 0b11, 0b111]
 
 
@@ -247,6 +249,6 @@ def test_whatever_is_put_together_has_the_ancestry_of_its_parents(data: st.DataO
     mine = data.draw(st.integers(1, nodes))
     tree, other = random_tree(data, mine), random_tree(data, nodes - mine + 1)
     for made in (tree, tree.joined_with(other)):
-        expected = Ancestry.of(made.ancestry.parents.tolist())
+        expected = Ancestry.from_parents(made.ancestry.parents.tolist())
         assert made.ancestry.depths.equal(expected.depths) and made.ancestry.ancestors.equal(expected.ancestors)
     assert len(tree.joined_with(other)) == nodes

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from support.random_checkpoint import write_random_checkpoint
 
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
 
@@ -25,10 +25,10 @@ def write_random_head(directory: Path, decoder: LlamaDecoder, *, seed: int = 0) 
     return directory
 
 
-def policy_with_random_head(directory: Path, **shape: Any) -> Policy:
+def policy_with_random_head(directory: Path, **shape: Any) -> Target:
     """A small random policy in float64, where rounding decides nothing, with a random head beside it."""
     write_random_checkpoint(directory, **shape)
-    policy = load_policy(directory, device="cpu")
+    policy = load_target(directory, device="cpu")
     write_random_head(directory / "draft", policy.decoder)
     policy.model.to(torch.float64)
     policy.decoder.lm_head.to(torch.float64)

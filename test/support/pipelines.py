@@ -10,7 +10,7 @@ from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verify_on_device import tolerance_of
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 
 PICTURES = 5
 
@@ -20,7 +20,7 @@ def frame(stamp_ns: int, picture: int, *, epoch: int = 1) -> Observation:
     return Observation(image, "put carrot on plate", stamp_ns, epoch=epoch)
 
 
-def plain_tokens(policy: Policy) -> Callable[[int], tuple[int, ...]]:
+def plain_tokens(policy: Target) -> Callable[[int], tuple[int, ...]]:
     """The plain decoder's tokens for a picture."""
     engine = Engine(policy, EngineSettings())
 
@@ -34,14 +34,14 @@ def plain_tokens(policy: Policy) -> Callable[[int], tuple[int, ...]]:
     return tokens
 
 
-def poisoned(policy: Policy, chosen: EngineSettings, *, as_on_a_gpu: bool = False) -> Engine:
+def poisoned(policy: Target, chosen: EngineSettings, *, as_on_a_gpu: bool = False) -> Engine:
     engine = Engine(policy, chosen)
     if as_on_a_gpu:
         setup = engine._setup
-        setup.tolerance = tolerance_of(setup.rule, setup.answer.actions, setup.ring.keys.device)
+        setup.tolerance = tolerance_of(setup.rule, setup.answer.actions, setup.cache.keys.device)
         assert setup.tolerance is not None
-    engine._setup.ring.keys.fill_(float("nan"))
-    engine._setup.ring.values.fill_(float("nan"))
+    engine._setup.cache.keys.fill_(float("nan"))
+    engine._setup.cache.values.fill_(float("nan"))
     return engine
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule, Verification, Why
+from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule, AcceptReason, Verification
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.composite import Composite
 from specvla_ros.speculation.rules.fly import Fly
@@ -37,7 +37,7 @@ def accept_by_loops(rule: AcceptanceRule, verification: Verification) -> Committ
             bool(tree.relaxable[path[place]]) or _is_exact(verification, path, place) for place in range(1, len(path))
         ):
             continue
-        if Why.REJECTED in reasons:
+        if AcceptReason.REJECTED in reasons:
             continue
         if any(_wanted(verification, path, place) == NOT_A_NUMBER for place in range(1, len(path))):
             continue
@@ -45,7 +45,9 @@ def accept_by_loops(rule: AcceptanceRule, verification: Verification) -> Committ
         likelihood = float(tree.log_probs[end])
         merit = (len(path), -sum(off), -math.inf if math.isnan(likelihood) else likelihood, -end)
         tokens = (*(int(tree.tokens[node]) for node in path[1:]), int(verification.choices[end]))
-        committed = Committed(tuple(path), tokens, (*off, 0), (*(int(each) for each in reasons), int(Why.TARGET)))
+        committed = Committed(
+            tuple(path), tokens, (*off, 0), (*(int(each) for each in reasons), int(AcceptReason.TARGET))
+        )
         if best is None or merit > best[0]:
             best = (merit, committed)
     assert best is not None  # the root alone is always a path
@@ -85,12 +87,12 @@ def _bins_off(verification: Verification, path: list[int], place: int) -> int:
     return actions.bins if any(are) else int(token != wanted)
 
 
-def _reason(rule: AcceptanceRule, verification: Verification, path: list[int], place: int) -> Why:
+def _reason(rule: AcceptanceRule, verification: Verification, path: list[int], place: int) -> AcceptReason:
     """Why the token at a place of the path is kept, or REJECTED."""
     if isinstance(rule, Composite):
         return _composite(rule, verification, path, place)
     if _is_exact(verification, path, place):
-        return Why.EXACT
+        return AcceptReason.EXACT
     if isinstance(rule, BinDistance):
         return _near(rule, verification, path, place)
     if isinstance(rule, Fly):
@@ -98,20 +100,20 @@ def _reason(rule: AcceptanceRule, verification: Verification, path: list[int], p
     if isinstance(rule, LVSpec):
         return _loose(rule, verification, path, place)
     assert isinstance(rule, Strict)
-    return Why.REJECTED
+    return AcceptReason.REJECTED
 
 
-def _near(rule: BinDistance, verification: Verification, path: list[int], place: int) -> Why:
+def _near(rule: BinDistance, verification: Verification, path: list[int], place: int) -> AcceptReason:
     token, wanted = _token(verification, path, place), _wanted(verification, path, place)
     if not (_is_action(verification, token) and _is_action(verification, wanted)):
-        return Why.REJECTED
+        return AcceptReason.REJECTED
     earlier = sum(_is_action(verification, _token(verification, path, each)) for each in range(1, place))
     dimension = verification.place + earlier
     r = rule.bins[dimension] if dimension < len(rule.bins) else 0
-    return Why.NEAR if _bins_off(verification, path, place) <= r else Why.REJECTED
+    return AcceptReason.NEAR if _bins_off(verification, path, place) <= r else AcceptReason.REJECTED
 
 
-def _deferred(rule: Fly, verification: Verification, path: list[int], place: int) -> Why:
+def _deferred(rule: Fly, verification: Verification, path: list[int], place: int) -> AcceptReason:
     probabilities = verification.logits[path[place - 1]].softmax(-1)
     if rule.entropy == "paper":
         entropy = float(torch.special.entr(probabilities).sum()) / math.log(len(probabilities))
@@ -121,12 +123,12 @@ def _deferred(rule: Fly, verification: Verification, path: list[int], place: int
         entropy = float(torch.special.entr(likeliest).sum())
         follow, gate_off = rule.window - 1, rule.theta <= 0.01
     if not gate_off and not entropy >= rule.theta:
-        return Why.REJECTED
+        return AcceptReason.REJECTED
     if place + rule.window > _deepest_behind(verification, path[place]):
-        return Why.REJECTED
+        return AcceptReason.REJECTED
     window = range(place + 1, place + 1 + follow)
     agrees = window.stop <= len(path) and all(_is_exact(verification, path, each) for each in window)
-    return Why.DEFERRED if agrees else Why.REJECTED
+    return AcceptReason.DEFERRED if agrees else AcceptReason.REJECTED
 
 
 def _deepest_behind(verification: Verification, node: int) -> int:
@@ -134,12 +136,16 @@ def _deepest_behind(verification: Verification, node: int) -> int:
     return max((len(path) - 1 for path in paths if node in path), default=0)
 
 
-def _loose(rule: LVSpec, verification: Verification, path: list[int], place: int) -> Why:
+def _loose(rule: LVSpec, verification: Verification, path: list[int], place: int) -> AcceptReason:
     if path[place] in _irrelevant(rule, verification):
-        return Why.IRRELEVANT
+        return AcceptReason.IRRELEVANT
     near = range(max(1, place - rule.shift), min(len(path) - 1, place + rule.shift) + 1)
     token = _token(verification, path, place)
-    return Why.SHIFTED if any(token == _wanted(verification, path, each) for each in near) else Why.REJECTED
+    return (
+        AcceptReason.SHIFTED
+        if any(token == _wanted(verification, path, each) for each in near)
+        else AcceptReason.REJECTED
+    )
 
 
 def _irrelevant(rule: LVSpec, verification: Verification) -> set[int]:
@@ -154,11 +160,11 @@ def _irrelevant(rule: LVSpec, verification: Verification) -> set[int]:
     return {node for rank, node in enumerate(ordered) if rank < rule.loose_share * len(ordered) - 1e-9}
 
 
-def _composite(rule: Composite, verification: Verification, path: list[int], place: int) -> Why:
+def _composite(rule: Composite, verification: Verification, path: list[int], place: int) -> AcceptReason:
     token, wanted = _token(verification, path, place), _wanted(verification, path, place)
     are = [_is_action(verification, each) for each in (token, wanted)]
     if any(are) and not all(are):
-        return Why.REJECTED
+        return AcceptReason.REJECTED
     if all(are):
         return _reason(rule.action, verification, path, place)
     if any(bool(rule.numbers[max(each, 0)]) for each in (token, wanted)):

@@ -22,7 +22,7 @@ def make_tree(
     valid: Sequence[bool] | None = None,
     relaxable: Sequence[bool] | None = None,
 ) -> Tree:
-    ancestry = Ancestry.of(parents)
+    ancestry = Ancestry.from_parents(parents)
     return Tree(
         tokens=torch.tensor(tokens),
         ancestry=ancestry,

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.kv_ring import KVRing
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.kv_cache import KVCache
+from specvla_ros.engine.packed_forward import new_cache, packed_forward
 from specvla_ros.engine.segment import Segment
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.training.batched_forward import action_logits
 from specvla_ros.training.nano import NanoShape, write_nano
 
@@ -23,19 +23,19 @@ def policy(tmp_path_factory):
         image_size=28, patch_size=14, vision_dim=32, vision_depth=3, hidden_size=64, layers=3, head_dim=16
     )
     write_nano(directory, shape, INSTRUCTIONS, STATISTICS, seed=3)
-    policy = load_policy(directory, device="cpu")
+    policy = load_target(directory, device="cpu")
     policy.model.double()
     return policy
 
 
-def served_logits(policy: Policy, image: np.ndarray, instruction: str, answer: list[int]) -> torch.Tensor:
+def served_logits(policy: Target, image: np.ndarray, instruction: str, answer: list[int]) -> torch.Tensor:
     """Logits of each answer token by the packed forward: the prompt, then one node per token."""
-    ring: KVRing = new_ring(policy.decoder, slots=1, slot_rows=64)
+    cache: KVCache = new_cache(policy.decoder, slots=1, slot_rows=64)
     prompt = policy.prompt_embeddings(image, policy.prompt_ids(instruction))
-    logits = [packed_forward(policy.decoder, [Segment(0, 0, prompt)], ring).logits]
+    logits = [packed_forward(policy.decoder, [Segment(0, 0, prompt)], cache).logits]
     for i, token in enumerate(answer[:-1]):
-        node = Segment(0, len(prompt) + i, torch.tensor([token]), ancestry=Ancestry.of((-1,)))
-        logits.append(packed_forward(policy.decoder, [node], ring).logits)
+        node = Segment(0, len(prompt) + i, torch.tensor([token]), ancestry=Ancestry.from_parents((-1,)))
+        logits.append(packed_forward(policy.decoder, [node], cache).logits)
     return torch.cat(logits)
 
 

@@ -20,12 +20,12 @@ from support.random_checkpoint import write_random_checkpoint
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.packed_forward import new_ring, packed_forward
+from specvla_ros.engine.packed_forward import new_cache, packed_forward
 from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import Frame
-from specvla_ros.models.checkpoint import Policy, load_policy
+from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.speculation.drafters.eagle_head import load_draft_head
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.training import draft_features, train_draft
@@ -37,10 +37,10 @@ pytest.importorskip("accelerate", reason="training needs accelerate: pip install
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Target:
     directory = tmp_path_factory.mktemp("target")
     write_random_checkpoint(directory, seed=4, hidden_size=64, layers=2)
-    return load_policy(directory, device="cpu")
+    return load_target(directory, device="cpu")
 
 
 def frames(n: int) -> Iterator[Frame]:
@@ -54,7 +54,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_features, "_SHARD", 16)
 
 
-def test_features_are_what_the_engine_decodes(policy: Policy) -> None:
+def test_features_are_what_the_engine_decodes(policy: Target) -> None:
     wanted = list(frames(3))
     samples = answer(policy, wanted)
     assert len(samples) == 3
@@ -64,12 +64,12 @@ def test_features_are_what_the_engine_decodes(policy: Policy) -> None:
         assert tuple(sample.tokens.tolist()) == action.tokens
         behind = policy.decoder.embed_tokens(sample.tokens[:-1])
         whole = torch.cat((sample.prompt, behind))
-        ring = new_ring(policy.decoder, slots=1, slot_rows=len(whole))
-        hidden = packed_forward(policy.decoder, [Segment(0, 0, whole)], ring).hidden
+        cache = new_cache(policy.decoder, slots=1, slot_rows=len(whole))
+        hidden = packed_forward(policy.decoder, [Segment(0, 0, whole)], cache).hidden
         torch.testing.assert_close(sample.hidden, hidden, atol=1e-4, rtol=1e-4)
 
 
-def test_a_store_goes_on_behind_its_last_whole_shard(policy: Policy, tmp_path: Path, small_shards: None) -> None:
+def test_a_store_goes_on_behind_its_last_whole_shard(policy: Target, tmp_path: Path, small_shards: None) -> None:
     def cut_short() -> Iterator[Frame]:
         for i, frame in enumerate(frames(50)):
             if i == 40:
@@ -92,7 +92,7 @@ def test_a_store_goes_on_behind_its_last_whole_shard(policy: Policy, tmp_path: P
 
 
 def test_the_disk_is_bounded_and_an_epoch_holds_every_sample_once(
-    policy: Policy, tmp_path: Path, small_shards: None
+    policy: Target, tmp_path: Path, small_shards: None
 ) -> None:
     store = FeatureStore(tmp_path, {})
     store.fill(policy, frames(200), limit_bytes=1)
@@ -108,7 +108,7 @@ class _Stop(Exception):
     pass
 
 
-def test_training_goes_on_where_it_stopped_and_teaches(policy: Policy, tmp_path: Path, small_shards: None) -> None:
+def test_training_goes_on_where_it_stopped_and_teaches(policy: Target, tmp_path: Path, small_shards: None) -> None:
     # Few pictures again and again, so that a few epochs must teach something.
     store = FeatureStore(tmp_path / "features", {})
     store.fill(policy, (frame for _ in range(8) for frame in frames(8)), limit_bytes=1e9)
@@ -141,7 +141,7 @@ def test_training_goes_on_where_it_stopped_and_teaches(policy: Policy, tmp_path:
     assert forwards < 8 * 5, "the engine must reap what the validation promised"
 
 
-def test_another_training_in_the_same_place_is_refused(policy: Policy, tmp_path: Path, small_shards: None) -> None:
+def test_another_training_in_the_same_place_is_refused(policy: Target, tmp_path: Path, small_shards: None) -> None:
     store = FeatureStore(tmp_path / "features", {})
     store.fill(policy, frames(40), limit_bytes=1e9)
 
@@ -177,12 +177,12 @@ def test_a_killed_command_goes_on(tmp_path: Path) -> None:
     finished = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert finished.returncode == 0, finished.stderr
     assert "epoch 2: " in finished.stderr
-    assert load_draft_head(out, load_policy(target, device="cpu").decoder) is not None
+    assert load_draft_head(out, load_target(target, device="cpu").decoder) is not None
 
 
 def test_a_head_is_judged_in_the_dtype_of_its_target(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, seed=4, hidden_size=64, layers=2)
-    policy = load_policy(tmp_path, device="cpu", dtype="bfloat16")
+    policy = load_target(tmp_path, device="cpu", dtype="bfloat16")
     head = random_head(policy.decoder).to(torch.float32)
     judged = validate_draft(policy, head, answer(policy, list(frames(2))), epoch=1)
     assert judged.samples == 2 and judged.tau >= 1

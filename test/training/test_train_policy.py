@@ -12,7 +12,7 @@ import torch
 from specvla_ros.bags.demonstrations import DemonstrationRecord, Hindsight, write_demonstration
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import find_bags
-from specvla_ros.models.checkpoint import load_policy
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer
 from specvla_ros.training.dataset import action_statistics, load_demonstrations, shuffled
 from specvla_ros.training.nano import NanoShape
@@ -67,7 +67,7 @@ def test_trained_policy_is_a_checkpoint_that_follows_image_and_instruction(bags,
     assert not (tmp_path / "policy" / STATE_DIRECTORY).exists()
     recorded = json.loads((tmp_path / "policy" / "training.json").read_text())
     assert recorded["seed"] == 0 and recorded["episodes"] == 20 and len(recorded["validation"]) == len(history)
-    policy = load_policy(tmp_path / "policy")
+    policy = load_target(tmp_path / "policy")
     assert policy.prompt.taught == (LEFT, RIGHT) and policy.unnorm_key == "d"
     with pytest.raises(UserError, match="never taught 'go up'; it knows: 'go left'; 'go right'"):
         policy.prompt_ids("go up")

@@ -29,14 +29,14 @@ def load_engine(
     progress("importing torch", 0.0)
     try:
         from specvla_ros.engine.engine import Engine
-        from specvla_ros.models.checkpoint import load_policy
+        from specvla_ros.models.checkpoint import load_target
     except ModuleNotFoundError as error:
         raise UserError(
             f"the Python package '{error.name}' is missing; install it with `pip install -r requirements/runtime.txt` "
             "(on a Jetson take torch from NVIDIA's wheels); `specvla doctor` lists everything that is missing"
         ) from None
     _leave_a_core_to_ros()
-    policy = load_policy(
+    policy = load_target(
         parameters.checkpoint,
         device=parameters.device,
         dtype=parameters.dtype,

@@ -46,7 +46,7 @@ class WindowMass:
     bins: Tensor
 
     @staticmethod
-    def of(k: int, actions: ActionIds, dimensions: int, device: torch.device) -> "WindowMass":
+    def from_actions(k: int, actions: ActionIds, dimensions: int, device: torch.device) -> "WindowMass":
         """Without tolerance in any of the action's dimensions."""
         return WindowMass(k, actions, torch.zeros(dimensions + 1, dtype=torch.int64, device=device))
 

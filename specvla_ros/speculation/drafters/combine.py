@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from specvla_kernels.device import to_device
 from specvla_kernels.graph_capture import Capture
 from specvla_kernels.layout import Ancestry
-from specvla_kernels.send import send
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 from specvla_ros.speculation.accept import ActionIds
 from specvla_ros.speculation.drafters.children import WindowMass
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
@@ -39,7 +39,7 @@ class Branches:
         return len(self.tokens)
 
     @staticmethod
-    def of(chains: Sequence[Sequence[int]], *, levels: int, most: int) -> "Branches":
+    def from_chains(chains: Sequence[Sequence[int]], *, levels: int, most: int) -> "Branches":
         """Joins chains.
 
         Args:
@@ -81,10 +81,10 @@ def add_branches(tree: Tree, branches: Branches, *, relaxable: bool) -> Tree:
     if not len(branches):
         return tree
     # With a root in front, which becomes the tree's.
-    tokens = send((0, *branches.tokens), tree.tokens.device)
+    tokens = to_device((0, *branches.tokens), tree.tokens.device)
     alone = Tree(
         tokens=tokens,
-        ancestry=Ancestry.of((-1, *(parent + 1 for parent in branches.parents)), tokens.device),
+        ancestry=Ancestry.from_parents((-1, *(parent + 1 for parent in branches.parents)), tokens.device),
         log_probs=torch.full_like(tokens, -torch.inf, dtype=tree.log_probs.dtype),
         valid=torch.ones_like(tokens, dtype=torch.bool),
         relaxable=torch.full_like(tokens, relaxable, dtype=torch.bool),
@@ -109,7 +109,7 @@ class Drafter:
         UserError: nothing to draft with, or the draft head does not fit the target.
     """
 
-    def __init__(self, policy: Policy, settings: DraftSettings | None, *, slots: int, slot_rows: int) -> None:
+    def __init__(self, policy: Target, settings: DraftSettings | None, *, slots: int, slot_rows: int) -> None:
         tokenizer = policy.action_tokenizer
         self._actions = ActionIds(tokenizer.first_id, tokenizer.vocab_size, bins=len(tokenizer.centers))
         self._device = policy.decoder.device
@@ -126,7 +126,7 @@ class Drafter:
         if directory is not None:
             head = load_draft_head(directory, policy.decoder)
             if settings.children == "window_mass":
-                self._window = WindowMass.of(settings.top_k, self._actions, self._action_dim, self._device)
+                self._window = WindowMass.from_actions(settings.top_k, self._actions, self._action_dim, self._device)
             self._eagle = EagleDrafter(
                 head, policy.decoder, settings, slots=slots, slot_rows=slot_rows, children=self._window
             )
@@ -185,7 +185,7 @@ class Drafter:
         """One tree per request, of at most `draft.nodes` nodes."""
         nodes = self._settings.nodes
         earlier = [
-            Branches.of(
+            Branches.from_chains(
                 self._earlier(each.epoch, each.place, each.answer, in_text=each.in_text),
                 levels=each.levels,
                 most=nodes - 1,
@@ -193,7 +193,7 @@ class Drafter:
             for each in inputs
         ]
         looked_up = [
-            Branches.of(self._looked_up(each), levels=each.levels, most=nodes - 1 - len(taken))
+            Branches.from_chains(self._looked_up(each), levels=each.levels, most=nodes - 1 - len(taken))
             for each, taken in zip(inputs, earlier, strict=True)
         ]
         trees = self._by_model(
@@ -229,7 +229,7 @@ class Drafter:
             in_text: the answer may begin with text.
         """
         root = Tree.of_root(torch.zeros(1, dtype=torch.int64, device=self._device))
-        branches = Branches.of(
+        branches = Branches.from_chains(
             self._earlier(epoch, 0, (), in_text=in_text), levels=levels, most=self._settings.nodes - 1
         )
         return add_branches(root, branches, relaxable=False)
@@ -258,7 +258,7 @@ class Drafter:
         return [look_up(context, context, self._lookup)] if self._lookup else []
 
 
-def _head_directory(policy: Policy, settings: DraftSettings) -> Path | None:
+def _head_directory(policy: Target, settings: DraftSettings) -> Path | None:
     if settings.head == NO_HEAD:
         return None
     if settings.head:

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specvla_kernels.graph_capture import Capture, check_rows, fill_at_random
+from specvla_kernels.device import to_device
+from specvla_kernels.graph_capture import Capture, check_rows, randomize
 from specvla_kernels.layout import Ancestry, Span, pack_layout
-from specvla_kernels.send import send
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.speculation.drafters.children import Children, top_k
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
@@ -202,7 +202,7 @@ class EagleDrafter:
         """
         if self._settings.nodes == 1:  # nothing ever grows
             return 0
-        fill_at_random(self._grower.keys, self._grower.values)
+        randomize(self._grower.keys, self._grower.values)
         for requests in range(self._slots, 0, -1):  # the largest first: the others then find memory in its pool
             for height in range(min(levels, self._settings.depth), 0, -1):
                 static = StaticDraft(self._grower, requests=requests, levels=height, capture=capture)
@@ -247,9 +247,9 @@ class EagleDrafter:
         fed = self._feed(inputs)
         self.forwards += levels - 1
         texts = [each.in_text for each in growing]
-        in_text = send(texts, self._decoder.device, torch.bool) if any(texts) else None
+        in_text = to_device(texts, self._decoder.device, torch.bool) if any(texts) else None
         foreseen = torch.stack([fed[each.slot] for each in growing])
-        return self._grower.grow(DraftStart.of(growing, nodes), foreseen, levels, in_text)
+        return self._grower.grow(DraftStart.from_inputs(growing, nodes), foreseen, levels, in_text)
 
 
 def _newest(request: DraftInput) -> DraftInput:

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specvla_kernels.device import to_device
 from specvla_kernels.layout import Ancestry, Span, pack_layout
-from specvla_kernels.send import send
 from specvla_ros.models.llama import ForwardResult, LlamaDecoder
 from specvla_ros.speculation.drafters.protocol import DraftInput
 from specvla_ros.speculation.rules.strict import greedy_choice
@@ -36,7 +36,7 @@ class _Chain:
     gains: list[Tensor] = field(default_factory=list)
 
     def add(self, token: Tensor, gain: Tensor, embedding: Tensor) -> None:
-        """Takes the token behind `inputs`, which are then in the ring."""
+        """Takes the token behind `inputs`, which are then in the KV cache."""
         self.tokens.append(token)
         self.gains.append(gain)
         self.start += len(self.inputs)
@@ -52,7 +52,7 @@ class _Chain:
         n = len(log_probs)
         return Tree(
             tokens=torch.cat((root, *self.tokens)),
-            ancestry=Ancestry.of(range(-1, n - 1), root.device),
+            ancestry=Ancestry.from_parents(range(-1, n - 1), root.device),
             log_probs=log_probs,
             valid=log_probs > -torch.inf,
             relaxable=torch.ones_like(log_probs, dtype=torch.bool),
@@ -70,7 +70,7 @@ class SelfDrafter:
     stage.
 
     A drafted token costs a forward of the whole target. Keys and values are the drafter's own: one slot per request as
-    in the target's ring, shorter by the image rows that are left out.
+    in the target's KV cache, shorter by the image rows that are left out.
 
     Args:
         decoder: the target.
@@ -78,7 +78,7 @@ class SelfDrafter:
         image_share: of these rows, to be kept; at least one is.
         tokens: of a chain at most, 1 to 63.
         slots: requests in flight at most.
-        slot_rows: committed rows of a slot of the target's ring at most.
+        slot_rows: committed rows of a slot of the target's KV cache at most.
 
     Attributes:
         kept_image_tokens: image rows that the drafter sees.
@@ -99,7 +99,7 @@ class SelfDrafter:
         shape = (config.num_hidden_layers, slots, self._slot_rows, config.num_key_value_heads, config.head_dim)
         self._keys = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
         self._values = torch.empty_like(self._keys)
-        self._owed: dict[int, Tensor] = {}  # by slot: rows that are committed, but not in the ring yet
+        self._owed: dict[int, Tensor] = {}  # by slot: rows that are committed, but not in the KV cache yet
         self._chunks: dict[int, list[DraftInput]] = {}  # by slot: of a prompt that has not ended
         self.forwards = 0
         self.fed_rows = 0
@@ -177,7 +177,7 @@ class SelfDrafter:
             rows += len(chain.inputs)
         embeddings = torch.cat([chain.inputs for chain in chains])
         layout = pack_layout([(span, None) for span in spans], self._slot_rows, embeddings.device)
-        last = send([span.stop - 1 for span in spans], embeddings.device)
+        last = to_device([span.stop - 1 for span in spans], embeddings.device)
         result: ForwardResult = self._decoder(embeddings, layout, last, self._keys, self._values)
         self.forwards += 1
         # NaN logits give no choice; the chain ends there, but the next forward needs a token that exists.

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.attention_plan import AttentionPlan, plan_attention
+from specvla_kernels.device import to_device
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
-from specvla_kernels.send import send
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.speculation.drafters.children import Children, top_k
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
@@ -204,7 +204,7 @@ class DraftStart:
     spans: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
-    def of(inputs: Sequence[DraftInput], nodes: Sequence[int]) -> "DraftStart":
+    def from_inputs(inputs: Sequence[DraftInput], nodes: Sequence[int]) -> "DraftStart":
         """Sends them to where the roots are.
 
         Args:
@@ -212,7 +212,7 @@ class DraftStart:
             nodes: of each tree at most.
         """
         roots = torch.stack([each.root for each in inputs])
-        start = DraftStart.on_device(send(numbers_of(inputs, nodes), roots.device), roots)
+        start = DraftStart.on_device(to_device(numbers_of(inputs, nodes), roots.device), roots)
         return replace(start, spans=tuple((each.slot, each.prefix_len) for each in inputs))
 
     @staticmethod
@@ -232,7 +232,7 @@ def numbers_of(inputs: Sequence[DraftInput], nodes: Sequence[int]) -> list[tuple
 
 
 class TreeGrower:
-    """The head with its keys and values, one slot per request as in the target's ring.
+    """The head with its keys and values, one slot per request as in the target's KV cache.
 
     Args:
         head: the draft head.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import DEFAULT_NAMES, ActionStatistics
-from specvla_ros.speculation.accept import Judgement, Verification, Why
+from specvla_ros.speculation.accept import AcceptReason, Judgement, Verification
 
 _METRES = ("x", "y", "z")
 
@@ -33,7 +33,7 @@ class BinDistance:
         """Exact tokens, and action tokens within the tolerance of their dimension."""
         exact = verification.exact
         near = verification.both_actions & (verification.bins_off <= self._tolerance(verification))
-        why = torch.where(exact, int(Why.EXACT), int(Why.NEAR))
+        why = torch.where(exact, int(AcceptReason.EXACT), int(AcceptReason.NEAR))
         return Judgement((exact | near).expand(len(exact), -1), why)
 
     def _tolerance(self, verification: Verification) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from specvla_ros.speculation.accept import AcceptanceRule, Judgement, Verification, Why
+from specvla_ros.speculation.accept import AcceptanceRule, AcceptReason, Judgement, Verification
 from specvla_ros.speculation.rules.strict import Strict
 
 
@@ -42,7 +42,7 @@ class Composite:
         action, text, exact = (rule.judge(verification) for rule in (self.action, self.text, Strict()))
         words = torch.where(number, exact.keeps, text.keeps)
         keeps = torch.where(is_action, action.keeps, words) & ~mixed
-        why = torch.where(is_action, action.why, torch.where(number, int(Why.EXACT), text.why))
+        why = torch.where(is_action, action.why, torch.where(number, int(AcceptReason.EXACT), text.why))
         return Judgement(keeps, why)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specvla_ros.speculation.accept import Judgement, Verification, Why
+from specvla_ros.speculation.accept import AcceptReason, Judgement, Verification
 
 _CODE_GATE_OFF = 0.01
 _CODE_TERMS = 3
@@ -47,7 +47,7 @@ class Fly:
         counts = on_path.to(torch.float32) @ (exact[:, None] & within).to(torch.float32)  # [e, j]
         reach = torch.where(on_path & verification.tree.valid[:, None], depths[:, None], 0).amax(dim=0)
         excused = (counts == follow) & (self._unsure(verification) & (depths + self.window <= reach))
-        why = torch.where(exact, int(Why.EXACT), int(Why.DEFERRED))
+        why = torch.where(exact, int(AcceptReason.EXACT), int(AcceptReason.DEFERRED))
         return Judgement(exact | excused, why)
 
     def _unsure(self, verification: Verification) -> Tensor:

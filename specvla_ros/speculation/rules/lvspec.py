@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvla_ros.speculation.accept import Judgement, Verification, Why
+from specvla_ros.speculation.accept import AcceptReason, Judgement, Verification
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class LVSpec:
         same = verification.tree.tokens[:, None] == verification.wanted  # [j, k]
         close = ((depths[:, None] - depths).abs() <= self.shift) & (depths > 0)
         shifted = (verification.on_path.to(torch.float32) @ (same & close).to(torch.float32).T) > 0  # [e, j]
-        why = torch.where(loose, int(Why.IRRELEVANT), int(Why.SHIFTED))
-        return Judgement((exact | loose) | shifted, torch.where(exact, int(Why.EXACT), why))
+        why = torch.where(loose, int(AcceptReason.IRRELEVANT), int(AcceptReason.SHIFTED))
+        return Judgement((exact | loose) | shifted, torch.where(exact, int(AcceptReason.EXACT), why))
 
     def _loose(self, verification: Verification) -> Tensor:
         """Bool [n]: among the least relevant; never where the states are not finite."""

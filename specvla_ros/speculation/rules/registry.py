@@ -1,6 +1,6 @@
 """From settings to the rule that they describe for a policy."""
 
-from specvla_ros.models.checkpoint import Policy
+from specvla_ros.models.checkpoint import Target
 from specvla_ros.speculation.accept import AcceptanceRule
 from specvla_ros.speculation.rules.bin_distance import BinDistance, spread_bins, tolerance_in_bins
 from specvla_ros.speculation.rules.composite import Composite, number_tokens
@@ -10,7 +10,7 @@ from specvla_ros.speculation.rules.strict import Strict
 from specvla_ros.speculation.settings import AcceptanceSettings
 
 
-def make_rule(settings: AcceptanceSettings, policy: Policy) -> AcceptanceRule:
+def make_rule(settings: AcceptanceSettings, policy: Target) -> AcceptanceRule:
     """The rule.
 
     Raises:
@@ -31,7 +31,7 @@ def make_rule(settings: AcceptanceSettings, policy: Policy) -> AcceptanceRule:
     return Composite(near, text, numbers.to(policy.decoder.device))
 
 
-def bins_of(settings: AcceptanceSettings, policy: Policy) -> tuple[int, ...]:
+def bins_of(settings: AcceptanceSettings, policy: Target) -> tuple[int, ...]:
     """Tolerance in bins per action dimension.
 
     Raises:

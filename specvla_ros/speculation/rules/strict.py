@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specvla_ros.speculation.accept import NOT_A_NUMBER, Judgement, Verification, Why
+from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptReason, Judgement, Verification
 
 
 def greedy_choice(logits: Tensor) -> Tensor:
@@ -33,4 +33,4 @@ class Strict:
     def judge(self, verification: Verification) -> Judgement:
         """Exact tokens only."""
         exact = verification.exact
-        return Judgement(exact.expand(len(exact), -1), torch.full_like(verification.choices, int(Why.EXACT)))
+        return Judgement(exact.expand(len(exact), -1), torch.full_like(verification.choices, int(AcceptReason.EXACT)))

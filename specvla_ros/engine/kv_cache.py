@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 
-class KVRing:
+class KVCache:
     """Keys and values of the requests in flight.
 
-    Named for ActionFlow's ring buffer; requests finish out of order, so slots come from a free list and a request's
+    ActionFlow's is a ring buffer; here requests finish out of order, so slots come from a free list and a request's
     rows never move.
 
     Args:

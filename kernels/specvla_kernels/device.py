@@ -1,12 +1,8 @@
-"""Triton where its kernels can run; elsewhere every operator is its PyTorch reference.
-
-It is imported where there is a GPU, where it shall interpret, and where somebody has imported it to compile. Not just
-because it is installed: it brings an LLVM of its own, and imported behind Mesa's software renderer, which brings
-another, it ends the process.
-"""
+"""What runs the operators, Triton or PyTorch, and how the host's numbers reach the device."""
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -53,3 +49,17 @@ def blocks(least: int, most: int) -> list[int]:
 def power_of_two(n: int, least: int = 1) -> int:
     """The smallest power of two that is not below n, nor below another one: the sides of a kernel's blocks."""
     return max(least, 1 << max(0, n - 1).bit_length())
+
+
+def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor of numbers that the host knows.
+
+    A copy from memory that is not pinned makes the host wait until the GPU has done all that it was given.
+
+    Args:
+        numbers: nested as `torch.tensor` takes them.
+        device: where they go.
+        dtype: of the tensor.
+    """
+    tensor = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    return tensor.to(device, non_blocking=True)
