@@ -10,7 +10,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import Target
 
 _ROW_MULTIPLE = 16  # slots begin on a multiple of an attention tile's rows
-_SINK_ROWS = 1  # of a slot, which no request uses; see KVRing.sink_row
+_SINK_ROWS = 1  # of a slot, which no request uses; see KVCache.sink_row
 _GIB = 1 << 30
 
 

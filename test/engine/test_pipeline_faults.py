@@ -110,6 +110,6 @@ def test_slots_that_do_not_fit_the_memory_are_refused_with_their_size(
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(slot_ring, "new_ring", full)
+    monkeypatch.setattr(slot_ring, "new_cache", full)
     with pytest.raises(UserError, match=r"64 KV slots of \d+ rows take \d+\.\d\d GiB.*lower decode\.max_in_flight"):
         Engine(policy, EngineSettings("pipeline", max_in_flight=64))

@@ -242,7 +242,7 @@ def test_joined_trees_keep_every_path(parents: list[int], chain: int) -> None:
 def a_tree(parents: list[int], *, first: int) -> Tree:
     root = Tree.of_root(torch.tensor(1))
     n = len(parents) + 1
-    ancestry = type(root.ancestry).of([-1, *parents])
+    ancestry = type(root.ancestry).from_parents([-1, *parents])
     tokens = torch.tensor([1, *range(first, first + n - 1)])
     yes = torch.ones(n, dtype=torch.bool)
     return Tree(tokens, ancestry, -torch.arange(n) / first, yes, yes, levels=int(ancestry.depths.max()))
