@@ -20,8 +20,7 @@ from specvla_ros.engine.setup import set_up
 from specvla_ros.engine.share import Share
 from specvla_ros.engine.stage_clock import StageClock
 from specvla_ros.engine.tally import TickWork
-from specvla_ros.engine.verify import Commit
-from specvla_ros.engine.verify_shares import upload, verify_shares
+from specvla_ros.engine.verifier import Commit
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import Target
 from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule
@@ -89,7 +88,7 @@ class Engine:
         return make_rule(settings, self.policy)
 
     def set_acceptance(self, settings: AcceptanceSettings) -> None:
-        """Takes another acceptance rule from the next tick on.
+        """Takes another acceptance rule from the next frame on; frames in flight finish with theirs.
 
         Raises:
             UserError: it does not fit the policy; the old one stays.
@@ -201,7 +200,8 @@ class Engine:
         slot = setup.cache.take()
         assert slot is not None
         nothing = Tree.of_root(torch.zeros((), dtype=torch.int64, device=prompt.device))
-        setup.flight.requests.append(Request(observation, slot, prompt, prompt_ids, wait_s, nothing))
+        rule = setup.verifier.rule
+        setup.flight.requests.append(Request(observation, slot, prompt, prompt_ids, wait_s, nothing, rule))
         self._admission.waiting = None
         self._work = replace(self._work, images=1)
         return []
@@ -211,9 +211,11 @@ class Engine:
         setup = self._setup
         shares = self._shares()
         verified = [share for share in shares if share.verifies]
-        uploaded = upload(setup, verified)
+        parts = [share.to_verify(setup.answer) for share in verified]
+        prepared = setup.verifier.prepare(parts)
         logits = self._forward(shares)
-        commits = verify_shares(setup, logits, verified, uploaded) if verified else []
+        parts = [share.with_states(part) for share, part in zip(verified, parts, strict=True)]
+        commits = setup.verifier.verify(logits, parts, prepared) if parts else []
         vision_s = self._clock.read_s() if verified else 0.0  # behind a read-back alone
         outcomes, told = self._commit_all(verified, commits, vision_s, started_ns)
         for share in shares:
@@ -243,7 +245,7 @@ class Engine:
         result = self._setup.forwards([each for mine in segments for each in mine])
         for share, hidden in zip(shares, result.hidden.split([sum(map(len, mine)) for mine in segments]), strict=True):
             share.hidden = hidden
-            if self._setup.rule.needs_visual:
+            if share.request.rule.needs_visual:
                 share.keep_visual(self.policy.image_tokens)
         return result.logits
 

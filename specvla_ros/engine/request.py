@@ -7,7 +7,8 @@ from torch import Tensor
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import DecodeRecord, StageTimings
 from specvla_ros.engine.segment import Segment
-from specvla_ros.engine.verify import Commit
+from specvla_ros.engine.verifier import Commit
+from specvla_ros.speculation.accept import AcceptanceRule
 from specvla_ros.speculation.tree import Tree
 
 
@@ -23,6 +24,7 @@ class Request:
         wait_s: seconds from receipt to admission.
         tree: what the next forward verifies. Its root is the last committed token, whose keys and values are not
             written yet; behind a prompt it is the prompt's last row, and its token is not read.
+        rule: decides which drafts are accepted, from its first token to its last.
         prefix_len: committed rows of the slot.
         tokens: committed answer tokens.
         visual: last hidden states of the image's rows, chunk by chunk, where the acceptance rule asks for them.
@@ -36,6 +38,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     wait_s: float
     tree: Tree
+    rule: AcceptanceRule
     prefix_len: int = 0
     tokens: list[int] = field(default_factory=list)
     visual: list[Tensor] = field(default_factory=list)

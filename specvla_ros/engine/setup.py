@@ -3,8 +3,6 @@
 import logging
 from dataclasses import dataclass, replace
 
-from specvla_kernels.accept_tree import Tolerance
-from specvla_kernels.device import has_kernels
 from specvla_ros.engine.answer import AnswerFormat
 from specvla_ros.engine.buckets import ForwardSizes
 from specvla_ros.engine.flight import Flight
@@ -13,11 +11,10 @@ from specvla_ros.engine.graphs import Graphs
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.slot_ring import allocate_cache
-from specvla_ros.engine.verify_on_device import VerificationKernels, tolerance_of
+from specvla_ros.engine.verifier import Verifier
 from specvla_ros.engine.vision import Vision
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import Target
-from specvla_ros.speculation.accept import AcceptanceRule
 from specvla_ros.speculation.drafters.combine import Drafter
 from specvla_ros.speculation.rules.registry import bins_of, make_rule
 from specvla_ros.speculation.settings import AcceptanceSettings
@@ -34,9 +31,7 @@ class Setup:
         answer: when an answer is complete.
         cache: keys and values.
         drafter: grows the trees.
-        rule: which drafts are taken.
-        tolerance: the rule as the acceptance kernel takes it; None where there is no such kernel, or it does not know
-            the rule.
+        verifier: chooses which drafts are committed.
         flight: the requests.
         vision: runs the vision towers.
         forwards: run the packed forward.
@@ -48,8 +43,7 @@ class Setup:
     answer: AnswerFormat
     cache: KVCache
     drafter: Drafter
-    rule: AcceptanceRule
-    tolerance: Tolerance | None
+    verifier: Verifier
     flight: Flight
     vision: Vision
     forwards: Forwards
@@ -57,13 +51,12 @@ class Setup:
     fallback: str = ""
 
     def set_acceptance(self, settings: AcceptanceSettings, policy: Target) -> None:
-        """Takes another acceptance rule.
+        """Takes another acceptance rule for the requests that begin from now on.
 
         Raises:
             UserError: it does not fit the policy; the old one stays.
         """
-        self.rule = make_rule(settings, policy)
-        self.tolerance = _kernel_tolerance(self.rule, self.answer, self.cache)
+        self.verifier.set_rule(make_rule(settings, policy))
         self.drafter.set_tolerance(bins_of(settings, policy))
         self.settings = replace(self.settings, acceptance=settings)
 
@@ -94,16 +87,11 @@ def set_up(policy: Target, settings: EngineSettings) -> Setup:
         settings = replace(settings, mode={"spec": "ar", "specpipe": "pipeline"}[settings.mode])
     drafter.set_tolerance(bins_of(settings.acceptance, policy))
     flight = Flight(cache, chunks=settings.chunks, in_order=settings.in_order)
-    tolerance = _kernel_tolerance(rule, answer, cache)
     vision = Vision(policy.model)
     forwards = Forwards(policy.decoder, cache, ForwardSizes.from_settings(policy, settings))
-    verification = VerificationKernels(answer.actions, cache, settings.tree_nodes, answer.longest)
-    graphs = Graphs(cache.keys, (forwards, vision, verification, drafter))
-    return Setup(settings, answer, cache, drafter, rule, tolerance, flight, vision, forwards, graphs, fallback)
-
-
-def _kernel_tolerance(rule: AcceptanceRule, answer: AnswerFormat, cache: KVCache) -> Tolerance | None:
-    return tolerance_of(rule, answer.actions, cache.keys.device) if has_kernels(cache.keys) else None
+    verifier = Verifier(rule, answer.actions, cache, max_nodes=settings.tree_nodes, max_depth=answer.longest)
+    graphs = Graphs(cache.keys, (forwards, vision, verifier, drafter))
+    return Setup(settings, answer, cache, drafter, verifier, flight, vision, forwards, graphs, fallback)
 
 
 def _make_drafter(policy: Target, settings: EngineSettings, slot_rows: int) -> tuple[Drafter, str]:

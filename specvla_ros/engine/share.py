@@ -1,7 +1,7 @@
 """One request's share of a forward."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from specvla_ros.engine.answer import AnswerFormat
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.segment import Segment
-from specvla_ros.engine.verify import Commit, ToVerify
+from specvla_ros.engine.verifier import Commit, VerifierInput
 from specvla_ros.speculation.drafters.protocol import DraftInput
 
 
@@ -53,11 +53,16 @@ class Share:
         if self.prompt_rows and rows.start < rows.stop:
             self.request.visual.append(self.hidden[rows])
 
-    def to_verify(self, answer: AnswerFormat) -> ToVerify:
-        """What the acceptance rule judges."""
+    def to_verify(self, answer: AnswerFormat) -> VerifierInput:
+        """What is verified; the states are known after the forward, see `with_states`."""
         request = self.request
-        visual = torch.cat(request.visual) if request.visual else None
-        return ToVerify(request.tree, self._of_tree, answer.place(request.tokens), visual)
+        position = answer.place(request.tokens)
+        return VerifierInput(request.tree, request.slot, request.root_row, position, request.rule)
+
+    def with_states(self, part: VerifierInput) -> VerifierInput:
+        """With the hidden states of the tree, and of the image's rows."""
+        visual = torch.cat(self.request.visual) if self.request.visual else None
+        return replace(part, hidden=self._of_tree, visual=visual)
 
     def prompt_input(self) -> DraftInput:
         """What a drafter is told of a chunk that does not end the prompt; nothing grows from it."""
