@@ -29,10 +29,12 @@ def test_imports_circles_and_private_functions_are_counted(tmp_path: Path) -> No
             "specvla_ros/__init__.py": "__version__ = '1'\n",
             "specvla_ros/errors.py": "import specvla_ros\n",
             "specvla_ros/engine/__init__.py": "",
-            "specvla_ros/engine/engine.py": "from specvla_ros.models import llama\n\ndef f():\n    from .run import f\n",
+            "specvla_ros/engine/engine.py": (
+                "from specvla_ros.models import llama\n\ndef f():\n    from .run import g\n"
+            ),
             "specvla_ros/engine/run.py": (
-                "from ..errors import UserError\nfrom specvla_ros.engine.engine import f as g\n\n"
-                "def _once(): ...\ndef _twice(): ...\n\ndef f():\n    _once()\n    _twice(_twice)\n"
+                "from ..errors import UserError\nfrom specvla_ros.engine.engine import f\n\n"
+                "def _once(): ...\ndef _twice(): ...\n\ndef g():\n    _once()\n    _twice(_twice)\n"
             ),
             "specvla_ros/models/__init__.py": "",
             "specvla_ros/models/llama.py": "import specvla_ros.engine.run\nfrom specvla_kernels.linear import linear\n",
