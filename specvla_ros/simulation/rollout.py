@@ -216,15 +216,9 @@ class Rollout:
     def _observe(self, episode: _Episode) -> Observation:
         episode.pictured = episode.passed
         observation = Observation(
-<<<<<<< HEAD
-            image=self._robot.look(),
+            images=self._robot.look(),
             instruction=episode.instruction,
             stamp_ns=_START_NS + round(episode.passed * self._robot.control_dt * 1e9),
-=======
-            images=self._robot.look(),
-            instruction=self._instruction,
-            stamp_ns=_START_NS + round(self._passed * self._robot.control_dt * 1e9),
->>>>>>> engine
         )
         if self._on_look is not None:
             self._on_look(observation)
