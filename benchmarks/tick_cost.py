@@ -24,9 +24,9 @@ from specvla_kernels.accept_tree import NO_NODE
 from specvla_kernels.commit_kv import commit_kv
 from specvla_kernels.device import to_device
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
-from specvla_ros.engine.verifier import Verifier, VerifierInput
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.kv_cache import new_cache
+from specvla_ros.engine.verifier import Verifier, VerifyInput
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.speculation.accept import AcceptanceRule, ActionIds
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
@@ -83,10 +83,10 @@ def _measure(decoder: LlamaDecoder, device: str, repeats: int) -> dict[str, Any]
         f"forward, {nodes} nodes": lambda tree=tree: forward(tree) for nodes, tree in trees.items()
     }
     for name, rule in _rules(vocab, device).items():
-        part = VerifierInput(trees[TREE], 0, PROMPT, 1, rule, verified.hidden, visual)
+        part = VerifyInput(trees[TREE], 1, 0, PROMPT, rule, [visual])
         verifier = Verifier(rule, actions, cache, max_nodes=TREE, max_depth=DEPTH)
         parts[f"accept, {name}"] = lambda verifier=verifier, part=part: verifier.verify(
-            verified.logits, [part], verifier.prepare([part])
+            verified.logits, [verified.hidden], [part], verifier.prepare([part])
         )
     path = [*range(0, 2 * COMMITTED, 2), *[NO_NODE] * (DEPTH + 1 - COMMITTED)]
     slots, rows, nodes = (to_device(each, cache.keys.device) for each in ([0], [PROMPT], [path]))

@@ -15,32 +15,32 @@ from specvla_kernels.device import blocks, to_device
 from specvla_kernels.graph_capture import Capture
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.kv_cache import KVCache
-from specvla_ros.speculation.accept import AcceptanceRule, ActionIds, Verification, accept
+from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.speculation.accept import AcceptanceRule, Verification, accept
 from specvla_ros.speculation.rules.strict import Strict, greedy_choice
 from specvla_ros.speculation.tree import Tree
 
 
 @dataclass(frozen=True)
-class VerifierInput:
-    """One request's tree in a forward.
+class VerifyInput:
+    """One request's tree in a forward, as the host knows it before.
 
     Args:
         tree: drafted tokens; its root may be the prompt's last row.
+        position: action tokens committed so far: the action dimension of the next one.
         slot: the request's KV slot.
         root_row: the slot's row of the root.
-        position: action tokens committed so far: the action dimension of the next one.
         rule: decides which drafts are accepted.
-        hidden: [n, hidden], the target's last hidden states of the nodes; known after the forward.
-        visual: [image_tokens, hidden], those of the image's rows; None where the rule does not need them.
+        visual: last hidden states of the image's rows, [n, hidden] for each chunk of the prompt, those of this forward
+            added by it; empty where the rule does not need them.
     """
 
     tree: Tree
+    position: int
     slot: int
     root_row: int
-    position: int
     rule: AcceptanceRule
-    hidden: Tensor | None = None
-    visual: Tensor | None = None
+    visual: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Verifier:
         """Takes another rule for the requests that begin from now on; those in flight keep theirs."""
         self.rule = rule
 
-    def prepare(self, parts: Sequence[VerifierInput]) -> list[Group]:
+    def prepare(self, parts: Sequence[VerifyInput]) -> list[Group]:
         """Uploads what the host knows before the forward; a copy after it would wait for it.
 
         Args:
@@ -124,15 +124,20 @@ class Verifier:
             by_rule.setdefault(id(part.rule), []).append(index)
         return [self._group(parts, indices, starts) for indices in by_rule.values()]
 
-    def verify(self, logits: Tensor, parts: Sequence[VerifierInput], prepared: Sequence[Group]) -> list[Commit]:
+    def verify(
+        self, logits: Tensor, hidden: Sequence[Tensor], parts: Sequence[VerifyInput], prepared: Sequence[Group]
+    ) -> list[Commit]:
         """Chooses every request's path and moves its keys and values.
 
         Args:
             logits: float32 [nodes of all trees, vocab], requests in order.
-            parts: at least one, as they were prepared, and with the states that their rules need.
+            hidden: [nodes, hidden], last hidden states of each request's tree.
+            parts: as they were prepared.
             prepared: the groups that `prepare` made of them.
         """
-        verifications = self._verifications(logits, parts, prepared)
+        if not parts:
+            return []
+        verifications = self._verifications(logits, hidden, parts, prepared)
         paths = [accept(group.rule, each) for group, each in zip(prepared, verifications, strict=True)]
         for group, path in zip(prepared, paths, strict=True):
             nodes = path[:, : group.max_depth + 1]
@@ -167,7 +172,7 @@ class Verifier:
     def release(self) -> None:
         """See Capturable: what is compiled stays."""
 
-    def _group(self, parts: Sequence[VerifierInput], indices: Sequence[int], starts: Sequence[int]) -> Group:
+    def _group(self, parts: Sequence[VerifyInput], indices: Sequence[int], starts: Sequence[int]) -> Group:
         mine = [parts[index] for index in indices]
         requests, n = len(mine), max(len(part.tree) for part in mine)
         numbers = [*(part.position for part in mine), *(part.slot for part in mine), *(part.root_row for part in mine)]
@@ -180,7 +185,7 @@ class Verifier:
         return Group(tuple(indices), mine[0].rule, max_depth, positions, slots, root_rows, rows=flat.view(requests, n))
 
     def _verifications(
-        self, logits: Tensor, parts: Sequence[VerifierInput], prepared: Sequence[Group]
+        self, logits: Tensor, hidden: Sequence[Tensor], parts: Sequence[VerifyInput], prepared: Sequence[Group]
     ) -> Iterator[Verification]:
         choices = greedy_choice(logits)
         trees = [part.tree for part in parts]
@@ -188,16 +193,16 @@ class Verifier:
             trees.append(self._padding)
             choices = torch.cat((choices, self._padding.tokens))
         for group in prepared:
-            mine = [parts[index] for index in group.parts]
-            hidden, visual = [part.hidden for part in mine], [part.visual for part in mine]
             yield Verification(
                 trees=_padded(trees, choices, None if len(parts) == 1 else group.rows, group.positions),
                 actions=self._actions,
                 max_depth=group.max_depth,
                 logits=logits,
                 rows=None if len(parts) == 1 else group.rows.clamp(max=len(logits) - 1),
-                hidden=_together(hidden) if group.rule.needs_hidden else None,
-                visual=_together(visual) if group.rule.needs_visual else None,
+                hidden=_padded_rows([hidden[index] for index in group.parts]) if group.rule.needs_hidden else None,
+                visual=torch.stack([torch.cat([*parts[index].visual]) for index in group.parts])
+                if group.rule.needs_visual
+                else None,
             )
 
 
@@ -234,9 +239,6 @@ def _padded(trees: Sequence[Tree], choices: Tensor, rows: Tensor | None, positio
     )
 
 
-def _together(states: Sequence[Tensor | None]) -> Tensor:
+def _padded_rows(states: Sequence[Tensor]) -> Tensor:
     """States [n, hidden] of some requests as [requests, n, hidden], padded with zeros."""
-    known = [each for each in states if each is not None]
-    if len(known) < len(states):
-        raise ValueError("the acceptance rule needs hidden states that the forward did not keep")
-    return known[0][None] if len(known) == 1 else pad_sequence(known, batch_first=True)
+    return states[0][None] if len(states) == 1 else pad_sequence([*states], batch_first=True)

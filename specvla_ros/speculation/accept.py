@@ -11,6 +11,7 @@ from torch import Tensor
 from specvla_kernels import accept_tree as walk
 from specvla_kernels.accept_tree import accept_tree
 from specvla_kernels.compare_drafts import NO_TOKEN, Comparison, Trees, compare_drafts
+from specvla_ros.models.codecs.codec import ActionIds
 
 NOT_A_NUMBER = NO_TOKEN  # in place of a token: the target's logits hold a NaN
 
@@ -25,29 +26,6 @@ class AcceptReason(IntEnum):
     IRRELEVANT = 4  # among the tokens that depend least on the image
     SHIFTED = 5  # the target's own choice a few positions away
     REJECTED = 6
-
-
-@dataclass(frozen=True)
-class ActionIds:
-    """Which token ids are actions.
-
-    Args:
-        first: lowest action id, the highest value.
-        stop: one past the highest action id, the lowest value.
-        bins: number of distinct values; the ids `first` and `first + 1` decode alike.
-    """
-
-    first: int
-    stop: int
-    bins: int
-
-    def contain(self, tokens: Tensor) -> Tensor:
-        """Bool of the shape of tokens."""
-        return (tokens >= self.first) & (tokens < self.stop)
-
-    def bin_of(self, tokens: Tensor) -> Tensor:
-        """int64 of the shape of tokens: the index of the value, counted from the lowest; clipped for other tokens."""
-        return (self.stop - 1 - tokens).clamp(0, self.bins - 1)
 
 
 @dataclass(frozen=True)

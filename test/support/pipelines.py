@@ -35,8 +35,8 @@ def plain_tokens(policy: Target) -> Callable[[int], tuple[int, ...]]:
 
 def poisoned(policy: Target, chosen: EngineSettings) -> Engine:
     engine = Engine(policy, chosen)
-    engine._setup.cache.keys.fill_(float("nan"))
-    engine._setup.cache.values.fill_(float("nan"))
+    engine.cache.keys.fill_(float("nan"))
+    engine.cache.values.fill_(float("nan"))
     return engine
 
 
@@ -44,7 +44,7 @@ def failing_tick(engine: Engine) -> list[Outcome]:
     def fail(*_: object) -> None:
         raise RuntimeError("the device fell off the bus")
 
-    handle = engine.policy.decoder.register_forward_pre_hook(fail)
+    handle = engine.target.decoder.register_forward_pre_hook(fail)
     try:
         return engine.tick()
     finally:
