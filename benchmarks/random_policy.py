@@ -20,8 +20,8 @@ from specvla_ros.models.openvla import OpenVLA
 from specvla_ros.models.prompt import PromptTokenizer
 from specvla_ros.models.quantization import check_quantization, quantize_layer
 from specvla_ros.models.target import ImageEmbeddings
-from specvla_ros.speculation.drafters.combine import DRAFT_FOLDER
 from specvla_ros.speculation.drafters.eagle_head import save_draft_head
+from specvla_ros.speculation.drafters.head import DRAFT_FOLDER
 
 TEXT_TOKENS = 34  # of OpenVLA's prompt, about; the other 256 of its 290 rows are the image's
 _BINS = 256

@@ -24,13 +24,13 @@ from speed_benchmark import Device, Out, result_head, write_result
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import DTYPES, Target
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 # Logits of the soak's policy spread over about ±5; a rounding in its two layers moves them by less than this.
 MARGINS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.4}
 # By the slope over the second half of the ticks. 5000 ticks that each kept one frame of the soak's would be 45 MiB.
 RESIDENT_GROWTH, GPU_GROWTH = 8 << 20, 4 << 20
-_TREE = DraftSettings(nodes=16, top_k=4, depth=4, temporal=True)
+_TREE = adjusted(DraftSettings(nodes=16, top_k=4, depth=4), temporal=True)
 
 
 def phases() -> dict[str, list[EngineSettings]]:

@@ -7,8 +7,8 @@ from torch import nn
 
 from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.models.weights import save_weights
-from specvla_ros.speculation.drafters.combine import DRAFT_FOLDER
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
+from specvla_ros.speculation.drafters.head import DRAFT_FOLDER
 from specvla_ros.training.nano import NanoShape, write_nano
 
 INSTRUCTIONS = ("lift the red block", "push the green block", "put the blue block in the box")

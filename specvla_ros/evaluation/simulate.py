@@ -25,7 +25,7 @@ from specvla_ros.simulation.device_pace import read_device, tick_time
 from specvla_ros.simulation.episode_pool import run_episodes
 from specvla_ros.simulation.robot import SimulatedRobot
 from specvla_ros.simulation.rollout import Clock, EpisodeResult, Rollout
-from specvla_ros.speculation.drafters.combine import DRAFT_FOLDER
+from specvla_ros.speculation.drafters.head import DRAFT_FOLDER
 
 TABLE = "table"
 

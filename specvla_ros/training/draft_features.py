@@ -19,7 +19,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import Frame
 from specvla_ros.models.checkpoint import Target
 from specvla_ros.models.observation import Observation
-from specvla_ros.speculation.rules.strict import greedy_choice
+from specvla_ros.speculation.accept import greedy_choice
 
 _SHARD = 256  # samples
 _BATCH = 16  # requests of one packed forward

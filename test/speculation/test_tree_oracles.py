@@ -13,7 +13,7 @@ from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.speculation.drafters.children import top_k
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
-from specvla_ros.speculation.drafters.protocol import DraftInput
+from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.drafters.tree_growth import TreeGrowth, nodes_of
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
@@ -98,8 +98,8 @@ def test_the_head_foresees_what_the_published_head_does() -> None:
             hidden=hidden,
             following=embeddings[prefix + 1 - len(hidden) :],
             root=torch.tensor(calls[tag]["root"]),
-            levels=5,
-            place=1,
+            max_depth=5,
+            position=1,
         )
         recorder.seen.clear()
         (tree,) = drafter.draft([request])

@@ -10,9 +10,9 @@ from specvla_kernels.device import to_device
 from specvla_kernels.graph_capture import Capture, check_rows, randomize
 from specvla_kernels.layout import Ancestry, Span, pack_layout
 from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.speculation.drafters.children import Children, top_k
+from specvla_ros.speculation.drafters.children import Children, WindowMass, top_k
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
-from specvla_ros.speculation.drafters.protocol import DraftInput
+from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftWork
 from specvla_ros.speculation.drafters.tree_growth import DraftStart, GrownTrees, TreeGrower, nodes_of, numbers_of
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
@@ -99,8 +99,8 @@ def check_inputs(decoder: LlamaDecoder, requests: int, levels: int, *, prefix_le
                 hidden=hidden.to(device, decoder.dtype),
                 following=decoder.embed_tokens(tokens),
                 root=tokens[-1],
-                levels=max(1, levels - slot),
-                place=1,
+                max_depth=max(1, levels - slot),
+                position=1,
             )
         )
     return inputs
@@ -120,7 +120,7 @@ def check_trees(found: GrownTrees, expected: GrownTrees, *, what: str, dtype: to
     check_rows(ours, others, what=what, dtype=dtype)
 
 
-class EagleDrafter:
+class EagleDrafter(Drafter):
     """Feeds the head what was committed, and grows trees behind it.
 
     Args:
@@ -130,6 +130,7 @@ class EagleDrafter:
         slots: requests in flight at most.
         slot_rows: committed rows of a slot at most.
         children: how a node's children are chosen; by default, and where text may come, the likeliest.
+        captured_depth: maximum depth of the trees that `capture` is for.
 
     Attributes:
         committed_rows: of a slot at most.
@@ -145,9 +146,12 @@ class EagleDrafter:
         slots: int,
         slot_rows: int,
         children: Children | None = None,
+        captured_depth: int = 0,
     ) -> None:
         self._decoder = decoder
         self._settings = settings
+        self._window = children if isinstance(children, WindowMass) else None
+        self._captured_depth = captured_depth
         self.committed_rows = slot_rows
         self.forwards = 0
         self._slots = slots
@@ -163,23 +167,36 @@ class EagleDrafter:
             children=children or top_k(settings.top_k),
         )
 
-    def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int] | None = None) -> list[Tree]:
+    @property
+    def work(self) -> DraftWork:
+        """Forwards of the head."""
+        return DraftWork(head_forwards=self.forwards)
+
+    def set_tolerance(self, bins: tuple[int, ...]) -> None:
+        """Gives it to the windows of the children."""
+        if self._window is not None:
+            self._window.tolerate(bins)
+
+    def draft(
+        self, inputs: Sequence[DraftInput], nodes: Sequence[int] | None = None, *, last: bool = True
+    ) -> list[Tree]:
         """Feeds the head what was committed and grows the next trees.
 
         Args:
             inputs: one per request, of different slots.
             nodes: of each tree, the root included; by default, and at most, those of the settings.
+            last: makes no difference.
         """
         limits = nodes if nodes is not None else [self._settings.nodes] * len(inputs)
         sizes = {
-            each.slot: (min(each.levels, self._settings.depth), limit)
+            each.slot: (min(each.max_depth, self._settings.depth), limit)
             for each, limit in zip(inputs, limits, strict=True)
-            if each.levels > 0 and limit > 1
+            if each.max_depth > 0 and limit > 1
         }
         growing = [each for each in inputs if each.slot in sizes]
         if not growing:
             self._feed(inputs)
-            return [Tree.of_root(each.root) for each in inputs]
+            return [Tree.from_root(each.root) for each in inputs]
         most, highest = [limit for _, limit in sizes.values()], max(levels for levels, _ in sizes.values())
         in_text = any(each.in_text for each in growing)
         static = None if in_text else self._captured.get((len(growing), highest))
@@ -191,20 +208,15 @@ class EagleDrafter:
             grown = static([_newest(each) for each in growing], most)
         k = self._settings.top_k
         trees = iter(grown.split([(nodes_of(levels, k, limit), levels) for levels, limit in sizes.values()]))
-        return [next(trees) if each.slot in sizes else Tree.of_root(each.root) for each in inputs]
+        return [next(trees) if each.slot in sizes else Tree.from_root(each.root) for each in inputs]
 
-    def capture(self, capture: Capture, levels: int) -> int:
-        """See Capturable: a draft of every number of requests and of levels. Every slot is written to.
-
-        Args:
-            capture: makes work repeatable.
-            levels: that a tree may have where no text comes.
-        """
+    def capture(self, capture: Capture) -> int:
+        """See Capturable: a draft of every number of requests and of levels. Every slot is written to."""
         if self._settings.nodes == 1:  # nothing ever grows
             return 0
         randomize(self._grower.keys, self._grower.values)
         for requests in range(self._slots, 0, -1):  # the largest first: the others then find memory in its pool
-            for height in range(min(levels, self._settings.depth), 0, -1):
+            for height in range(min(self._captured_depth, self._settings.depth), 0, -1):
                 static = StaticDraft(self._grower, requests=requests, levels=height, capture=capture)
                 self._check(static, requests, height)
                 self._captured[requests, height] = static

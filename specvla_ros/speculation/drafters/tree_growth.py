@@ -12,7 +12,7 @@ from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.speculation.drafters.children import Children, top_k
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
-from specvla_ros.speculation.drafters.protocol import DraftInput
+from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.tree import Tree
 
 
@@ -225,7 +225,7 @@ class DraftStart:
 def numbers_of(inputs: Sequence[DraftInput], nodes: Sequence[int]) -> list[tuple[int, ...]]:
     """What the host knows, in the order of DraftStart: six rows with a number per request."""
     columns = [
-        (each.slot, each.prefix_len, len(each.hidden), each.levels, most, each.place)
+        (each.slot, each.prefix_len, len(each.hidden), each.max_depth, most, each.position)
         for each, most in zip(inputs, nodes, strict=True)
     ]
     return [*zip(*columns, strict=True)]
