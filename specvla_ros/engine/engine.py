@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from specvla_ros.engine.kv_cache import KVCache, allocate_cache
@@ -188,7 +187,7 @@ class Engine:
         Raises:
             UserError: it is empty, or its prompt is longer than a slot holds.
         """
-        self._lay_out(Observation(np.zeros((1, 1, 3), np.uint8), instruction, stamp_ns=1))
+        self._lay_out(replace(self.target.blank_observation(), instruction=instruction, prompt_ids=None))
 
     def describe(self) -> dict[str, Any]:
         """What is loaded and how it decodes, for diagnostics and results."""

@@ -20,7 +20,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.models import checkpoint as load_model
 from specvla_ros.models import quantization
 from specvla_ros.models.checkpoint import Target, load_target
-from specvla_ros.models.openvla import OpenVLA
+from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.quantization import MATRICES, QUANTIZATIONS, Int8Linear, check_quantization
 from specvla_ros.planning.cost import OPENVLA_7B
 from specvla_ros.ros.policy.parameters import PolicyParameters
