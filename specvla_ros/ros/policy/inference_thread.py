@@ -260,17 +260,8 @@ def load_engine(parameters: PolicyParameters, now_ns: Callable[[], int], progres
             "(on a Jetson take torch from NVIDIA's wheels); `specvla doctor` lists everything that is missing"
         ) from None
     _leave_a_core_to_ros()
-    policy = load_target(
-        parameters.checkpoint,
-        device=parameters.device,
-        dtype=parameters.dtype,
-        unnorm_key=parameters.unnorm_key,
-        center_crop=parameters.center_crop,
-        quantization=parameters.model_quantization,
-        action_head=parameters.model_action_head,
-        progress=progress,
-    )
-    return Engine(policy, parameters.engine_settings(parameters.max_image_age_s), now_ns=now_ns)
+    policy = load_target(parameters.checkpoint, **vars(parameters.model), progress=progress)
+    return Engine(policy, parameters.engine, now_ns=now_ns)
 
 
 def _leave_a_core_to_ros() -> None:

@@ -16,6 +16,7 @@ from rclpy.node import Node
 
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
+from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
 from specvla_ros.ros.policy.action_publisher import ActionPublisher, Published
@@ -34,7 +35,7 @@ from specvla_ros.ros.policy.inference_thread import InferenceThread, load_engine
 from specvla_ros.ros.policy.instruction import Instruction, InstructionInput
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.ros.spinning import run_node
-from specvla_ros.settings.decode import SWITCHED
+from specvla_ros.speculation.settings import AcceptanceSettings
 
 _NS = 1e-9
 _LOAD_POLL_S = 0.1
@@ -63,8 +64,9 @@ class PolicyNode(LifecycleNode):
         self._drops = DropLedger()
         self._model_status = not_loaded_status()
         self._input_health, self._inference_health = InputHealth(), InferenceHealth()
+        self._chosen = PolicyParameters()  # read when the node is configured
         try:
-            self._chosen = declare_parameters(self, PolicyParameters)
+            declare_parameters(self, PolicyParameters)
         except UserError:
             self.destroy_node()
             raise
@@ -76,14 +78,14 @@ class PolicyNode(LifecycleNode):
             JumpThreshold(min_forward=None, min_backward=Duration(nanoseconds=-1), on_clock_change=True),
             post_callback=self._on_clock_jump,
         )
-        self._diagnostics = DiagnosticsPublisher(self, self._chosen.diagnostics_period_s, self._statuses)
+        self._diagnostics = DiagnosticsPublisher(self, self._value("diagnostics_period_s"), self._statuses)
 
     # Transitions
 
     def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
         """Loads and warms up the policy; what a user can mend is refused, and configure may be tried again."""
-        self._chosen = read_parameters(self, PolicyParameters)
         try:
+            self._chosen = read_parameters(self, PolicyParameters)
             self._chosen.check()
             self._thread = InferenceThread(
                 partial(load_engine, self._chosen, self._now_ns),
@@ -201,7 +203,7 @@ class PolicyNode(LifecycleNode):
             self._drop(DropReason.NO_INSTRUCTION, "publish one on the topic 'instruction' or set the parameter")
             return
         observation = Observation(
-            image=frame.rgb,
+            images=frame.rgb,
             instruction=wanted.text,
             stamp_ns=frame.stamp_ns,
             frame_id=frame.frame_id,
@@ -241,11 +243,10 @@ class PolicyNode(LifecycleNode):
         changed = {parameter.name: parameter.value for parameter in parameters}
         try:
             chosen = read_parameters(self, PolicyParameters, changed)
-            if any(name in SWITCHED for name in changed):
-                settings = chosen.engine_settings(chosen.max_image_age_s)
-                self._model_status = loaded_status(self._thread.switch(settings))
-            elif any(name.startswith("acceptance.") for name in changed):
-                self._thread.set_acceptance(chosen.acceptance_settings())
+            if any(name.startswith(EngineSettings.ROS_PREFIX) for name in changed):
+                self._model_status = loaded_status(self._thread.switch(chosen.engine))
+            elif any(name.startswith(AcceptanceSettings.ROS_PREFIX) for name in changed):
+                self._thread.set_acceptance(chosen.engine.acceptance)
         except UserError as error:
             return SetParametersResult(successful=False, reason=str(error))
         if "max_image_age_s" in changed:
