@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from support.bags import episode, write_bag
 from support.draft_heads import random_head
+from support.patience import wait_until
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.engine.batch import Segment, packed_forward
@@ -167,10 +167,8 @@ def test_a_killed_command_goes_on(tmp_path: Path) -> None:
     command += ["--out", str(out), "--epochs", "2", "--learning-rate", "1e-3"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment)
-    deadline = time.monotonic() + 120
-    while not list(out.glob("training_state/features/shard-*.safetensors")) and time.monotonic() < deadline:
-        assert process.poll() is None
-        time.sleep(0.1)
+    wait_until(lambda: list(out.glob("training_state/features/shard-*.safetensors")) or process.poll() is not None)
+    assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (out / "model.safetensors").exists()
