@@ -15,11 +15,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from specvla_ros.bags.frames import BagFrame, bag_frames
-from specvla_ros.bags.image_message import rgb_from_compressed, rgb_from_image, stamp_ns
+from specvla_ros.bags.frames import BagFrame, ReplayTopics, TopicChoice, bag_frames, choose_topics
+from specvla_ros.bags.image_message import rgb_from_message, stamp_ns
 from specvla_ros.bags.reader import Bag, open_bag
 from specvla_ros.bags.recorder import BagRecorder
-from specvla_ros.bags.topics import RAW_IMAGE, ReplayTopics, TopicChoice, choose_topics
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, DropReason
@@ -134,8 +133,7 @@ class ReplayRun:
         """What the node does with an image, without ROS: checks in the same order, then the engine."""
         try:
             message = frame.image.message()
-            to_rgb = rgb_from_image if frame.image.msgtype == RAW_IMAGE else rgb_from_compressed
-            rgb = to_rgb(message)
+            rgb = rgb_from_message(message)
         except UserError as error:
             return _dropped(frame, None, received_ns, DropReason.BAD_IMAGE, str(error))
         try:
@@ -209,6 +207,8 @@ def replay(
     out = _usable_output(out_dir)
     with open_bag(bag_path) as bag:
         chosen = choose_topics(bag, topics)
+        if chosen.note:
+            Console(stderr=True).print(chosen.note, markup=False, highlight=False, soft_wrap=True)
         instruction = topics.instruction
         engine = Engine(policy, settings)
         if instruction is not None:

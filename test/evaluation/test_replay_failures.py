@@ -13,9 +13,9 @@ import pytest
 from support import bags
 from support.replays import Run, drops_of, read_frames
 
+from specvla_ros.bags.frames import TopicChoice
 from specvla_ros.bags.reader import open_bag
 from specvla_ros.bags.recorder import ACTION_TOPIC
-from specvla_ros.bags.topics import TopicChoice
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Outcome
