@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from specvla_ros.errors import UserError
+from specvla_ros.models.config import QUANTIZATIONS
 from specvla_ros.settings.decode import DecodeParameters
 from specvla_ros.settings.parameter import parameter
 
 TRANSPORTS = ("auto", "raw", "compressed")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("none", "int4", "w8a8", "fp8")
 
 
 @dataclass(frozen=True)
