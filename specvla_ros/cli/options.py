@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import WeightFormat as Quantization
+from specvla_ros.models.settings import WeightFormat as Quantization
 from specvla_ros.planning.device import known_devices
 
 if TYPE_CHECKING:
@@ -58,10 +58,9 @@ def engine_settings(mode: str, parameters: list[str] | None, params_file: Path |
     Raises:
         UserError: an unknown parameter or a value out of range.
     """
-    from specvla_ros.settings.decode import read_decode_parameters
+    from specvla_ros.engine.settings import engine_settings_from
 
-    short = [f"decode.mode:={mode}"] if mode else []
-    return read_decode_parameters([*(parameters or ()), *short], params_file).engine_settings()
+    return engine_settings_from(mode=mode, assignments=parameters or (), params_file=params_file)
 
 
 def check_accelerate() -> None:

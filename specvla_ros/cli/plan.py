@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import WeightFormat
+from specvla_ros.models.settings import WeightFormat
 from specvla_ros.planning.device import known_devices
 
 app = typer.Typer()

@@ -88,8 +88,8 @@ class ReplayRun:
         self._engine = engine
         self._out = out
         self._action_dt = action_dt
-        self._columns = ReplayColumns(engine.policy.action_names, start_ns)
-        origin = {key: str(value) for key, value in engine.policy.describe().items()}
+        self._columns = ReplayColumns(engine.target.codec.names, start_ns)
+        origin = {key: str(value) for key, value in engine.target.describe().items()}
         self._recorder = BagRecorder(out / BAG_DIRECTORY, origin)
         self._lines = (out / FRAMES_FILE).open("w", encoding="utf-8")
 
@@ -145,7 +145,7 @@ class ReplayRun:
         if not frame.epoch:
             return _dropped(frame, stamp, received_ns, DropReason.NO_INSTRUCTION, "recorded before any instruction")
         observation = Observation(
-            image=rgb,
+            images=rgb,
             instruction=frame.instruction,
             stamp_ns=stamp,
             frame_id=message.header.frame_id,
@@ -164,7 +164,7 @@ class ReplayRun:
             total_s=(action.finished_ns - received_ns) * _NS,
             action=action,
             seq=len(self._columns.frame),
-            comparison=compare(self._engine.policy, action, frame.recorded),
+            comparison=compare(self._engine.target.codec, action, frame.recorded),
         )
 
 
@@ -301,7 +301,7 @@ def _context(
             "action_topic": topics.action.name if topics.action else None,
         },
         "settings": {**asdict(engine.settings), "instruction": instruction, "action_dt": action_dt},
-        "policy": engine.policy.describe(),
+        "policy": engine.target.describe(),
         "software": software(),
         "hardware": hardware(),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),

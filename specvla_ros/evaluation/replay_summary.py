@@ -10,7 +10,7 @@ import numpy as np
 from specvla_ros.bags.frames import BagFrame
 from specvla_ros.engine.outcome import Action, DropCounter, DropReason
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.codecs.codec import Codec
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ class FrameResult:
         return line
 
 
-def compare(policy: Target, action: Action, recorded: tuple[float, ...] | None) -> Comparison | None:
+def compare(codec: Codec, action: Action, recorded: tuple[float, ...] | None) -> Comparison | None:
     """An action beside the recorded one; None when that is missing, not finite, or of another length."""
-    if recorded is None or len(recorded) != policy.action_dim or not all(map(math.isfinite, recorded)):
+    if recorded is None or len(recorded) != len(codec.names) or not all(map(math.isfinite, recorded)):
         return None
     wanted = np.asarray(recorded, dtype=np.float64)
-    tokens = policy.action_tokenizer.encode(policy.statistics.normalise(wanted))
+    tokens = np.asarray(codec.encode(wanted[None]))
     return Comparison(wanted, action.values - wanted, np.abs(tokens - np.asarray(action.tokens)))
 
 

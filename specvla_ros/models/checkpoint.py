@@ -1,23 +1,26 @@
 """From a checkpoint directory to a policy: model, prompt, image processor and action statistics."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, select_statistics
+from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec, select_statistics
 from specvla_ros.models.config import OpenVLAConfig, read_config
 from specvla_ros.models.image_processor import ImageProcessor, read_image_processor
 from specvla_ros.models.llama import LlamaDecoder, LlamaLayer, head_dtype
+from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla import OpenVLA, layer_tensors
 from specvla_ros.models.prompt import PromptTokenizer, read_prompt_tokenizer
 from specvla_ros.models.quantization import BYTES_PER_WEIGHT, MATRICES, check_quantization, quantize_layer
+from specvla_ros.models.target import ImageEmbeddings, PromptLayout
 from specvla_ros.models.weights import Progress, check_files, load_weights
 
 
@@ -113,8 +116,6 @@ def _bytes_needed(model: OpenVLA, quantization: str) -> float:
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ImageEmbeddings = Callable[[Tensor], Tensor]
-"""As `OpenVLA.image_embeddings`."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,28 @@ class Target:
     model: OpenVLA
     image_processor: ImageProcessor
     prompt: PromptTokenizer
-    action_tokenizer: ActionTokenizer
-    statistics: ActionStatistics
+    codec: BinsCodec
     quantization: str = "none"
+
+    @property
+    def action_tokenizer(self) -> ActionTokenizer:
+        """Action tokens to normalised values."""
+        return self.codec.tokenizer
+
+    @property
+    def statistics(self) -> ActionStatistics:
+        """Normalised values to the robot's units."""
+        return self.codec.statistics
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Text to ids and back; None where the checkpoint has no tokenizer.json."""
+        return self.prompt.tokenizer
+
+    @property
+    def causal_prompt(self) -> bool:
+        """A prompt row sees only earlier rows."""
+        return True
 
     @property
     def decoder(self) -> LlamaDecoder:
@@ -167,25 +187,41 @@ class Target:
         """
         return self.prompt.ids(instruction)
 
+    def prompt_layout(self, observation: Observation) -> PromptLayout:
+        """BOS, the image, the rest of the text; see `Target`.
+
+        Raises:
+            UserError: several camera images, an empty instruction, or no tokenizer.
+        """
+        _ = observation.image
+        ids = observation.prompt_ids
+        ids = self.prompt_ids(observation.instruction) if ids is None else self.prompt.complete(ids)
+        return PromptLayout(ids, len(ids) + self.image_tokens, range(1, 1 + self.image_tokens))
+
     def prompt_embeddings(
-        self, image: np.ndarray, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None
+        self, observation: Observation, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None
     ) -> Tensor:
         """The prompt as the decoder reads it.
 
         Args:
-            image: RGB uint8 [height, width, 3].
+            observation: its only camera's image is read.
             prompt_ids: [n], BOS first.
-            vision: runs the vision towers; None: the model does.
+            vision: the image embeddings' implementation; None: the model's own.
 
         Returns:
             [n + image_tokens, hidden].
         """
-        embeddings = (vision or self.model.image_embeddings)(self.image_processor(image))
+        embeddings = (vision or self.model.image_embeddings)(self.image_processor(observation.image))
         return self.model.prompt_embeddings(embeddings, to_device(prompt_ids, self.decoder.device))
+
+    def blank_observation(self) -> Observation:
+        """A black image and a prompt of one token."""
+        image = np.zeros((self.model.config.towers[0].image_size,) * 2 + (3,), np.uint8)
+        return Observation(image, "", stamp_ns=1, prompt_ids=self.prompt.complete((1,)))
 
     def action(self, tokens: Sequence[int]) -> np.ndarray:
         """Action tokens [action_dim] to float64 values in the robot's units."""
-        return self.statistics.unnormalise(self.action_tokenizer.decode(tokens))
+        return self.codec.decode(tokens)[0]
 
     def describe(self) -> dict[str, str | int]:
         """What is loaded, for diagnostics and results."""
@@ -254,8 +290,7 @@ def load_target(
         model=model,
         image_processor=image_processor,
         prompt=prompt,
-        action_tokenizer=action_tokenizer,
-        statistics=statistics,
+        codec=BinsCodec(action_tokenizer, statistics),
         quantization=quantization,
     )
 

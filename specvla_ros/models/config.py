@@ -3,23 +3,10 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from specvla_ros.errors import UserError
-
-
-class WeightFormat(str, Enum):
-    """How the decoder's matrices are stored; everything else stays in the policy's dtype."""
-
-    NONE = "none"
-    INT4 = "int4"
-    W8A8 = "w8a8"
-    FP8 = "fp8"
-
-
-QUANTIZATIONS = tuple(weights.value for weights in WeightFormat)
 
 
 @dataclass(frozen=True)

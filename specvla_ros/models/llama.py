@@ -1,7 +1,5 @@
 """The Llama decoder, written around the packed forward."""
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +9,7 @@ from specvla_kernels.linear import linear
 from specvla_kernels.packed_attention import packed_attention
 from specvla_kernels.rope_write_kv import rope_write_kv
 from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.target import ForwardResult as ForwardResult
 
 
 def head_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -23,19 +22,6 @@ def head_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
         return dtype
     accumulates = device.type == "cuda" and "dtype" in torch.ops.aten.mm.overloads()
     return dtype if accumulates else torch.float32
-
-
-@dataclass(frozen=True)
-class ForwardResult:
-    """What one packed forward gives, segments in order.
-
-    Args:
-        logits: float32 [n_wanted, vocab], of the wanted rows.
-        hidden: [n_rows, hidden], of all rows, behind the final norm.
-    """
-
-    logits: Tensor
-    hidden: Tensor
 
 
 class _RMSNorm(nn.Module):

@@ -48,6 +48,12 @@ class OpenVLA(nn.Module):
         self.projector = Projector(vision_dim, config.llama.hidden_size, fused=len(config.towers) > 1)
         self.decoder = LlamaDecoder(config.llama)
 
+    @property
+    def pixel_shape(self) -> tuple[int, ...]:
+        """[3 * towers, size, size]; empty for a model without towers."""
+        towers = self.config.towers
+        return (3 * len(towers), towers[0].image_size, towers[0].image_size) if self.towers else ()
+
     def image_embeddings(self, pixel_values: Tensor) -> Tensor:
         """Normalised pixels [3 * towers, size, size] to embeddings [image_tokens, hidden]."""
         images = pixel_values.to(self.decoder.device, self.decoder.dtype).split(3)

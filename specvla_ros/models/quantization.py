@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from specvla_kernels.int8_linear import int8_linear
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import QUANTIZATIONS
 from specvla_ros.models.llama import LlamaLayer
+from specvla_ros.models.settings import QUANTIZATIONS
 
 MATRICES = ("qkv", "out", "gate_up", "down")
 

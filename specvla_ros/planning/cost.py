@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import LlamaConfig, OpenVLAConfig, VisionTowerConfig, WeightFormat
+from specvla_ros.models.config import LlamaConfig, OpenVLAConfig, VisionTowerConfig
+from specvla_ros.models.settings import WeightFormat
 from specvla_ros.planning.device import Arithmetic, Device, StageTimes, derated
 
 # Hugging Face openvla/openvla-7b, config.json: Llama-2-7B with a vocabulary padded to 32064, DINOv2 ViT-L/14 with four

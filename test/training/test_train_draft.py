@@ -17,11 +17,11 @@ from support.bags import episode, write_bag
 from support.draft_heads import random_head
 from support.random_checkpoint import write_random_checkpoint
 
+from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import Frame
@@ -135,7 +135,7 @@ def test_training_goes_on_where_it_stopped_and_teaches(policy: Target, tmp_path:
     drafted = Engine(policy, EngineSettings("spec", draft=DraftSettings(head=str(tmp_path / "again"))))
     forwards = 0
     for image, asked in frames(8):
-        action = drafted.act(Observation(image, asked, stamp_ns=drafted._admission._last_stamp_ns + 1))
+        action = drafted.act(Observation(image, asked, stamp_ns=drafted.mailbox.last_stamp_ns + 1))
         assert isinstance(action, Action)
         forwards += action.record.forwards
     assert forwards < 8 * 5, "the engine must reap what the validation promised"
