@@ -22,7 +22,6 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.evaluation.calibration import Tolerance
 from specvla_ros.evaluation.frame_sources import FIRST_SEED, Frame, simulation_source
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import compare_episodes
@@ -33,6 +32,7 @@ from specvla_ros.simulation.rollout import Clock, EpisodeResult
 from specvla_ros.simulation.table_robot import ACTION_DT_S
 from specvla_ros.simulation.tasks import choose_tasks
 from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.tolerance import Tolerance
 
 Episodes = Mapping[tuple[str, int], EpisodeResult]
 

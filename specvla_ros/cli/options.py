@@ -64,10 +64,9 @@ def engine_settings(mode: str, parameters: list[str] | None, params_file: Path |
     Raises:
         UserError: an unknown parameter or a value out of range.
     """
-    from specvla_ros.settings.decode import read_decode_parameters
+    from specvla_ros.engine.settings import engine_settings_from
 
-    short = [f"decode.mode:={mode}"] if mode else []
-    return read_decode_parameters([*(parameters or ()), *short], params_file).engine_settings()
+    return engine_settings_from(mode=mode, assignments=parameters or (), params_file=params_file)
 
 
 def check_accelerate() -> None:

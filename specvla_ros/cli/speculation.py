@@ -116,11 +116,11 @@ def sweep(
     center_crop: CenterCrop = False,
 ) -> None:
     """Compare plain, strict and relaxed decoding on the same episodes: Spec-VLA's tables 1 to 3 and figure 4."""
+    from specvla_ros.engine.settings import engine_settings_from
     from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
     from specvla_ros.evaluation.sweep import relaxation_settings
     from specvla_ros.evaluation.sweep import sweep as run
     from specvla_ros.policies.bundled import nano_policy
-    from specvla_ros.settings.decode import read_decode_parameters
     from specvla_ros.simulation.rollout import EpisodeResult
 
     base = SimulateSettings(
@@ -132,7 +132,7 @@ def sweep(
         center_crop=center_crop,
         quantization=quantization.value,
     )
-    chosen = read_decode_parameters([*(param or ()), "decode.mode:=spec"], params_file).engine_settings()
+    chosen = engine_settings_from(mode="spec", assignments=param or (), params_file=params_file)
     plan = SimulatePlan(tuple(task or ()), episodes, seed, films=0, workers=workers)
     with progress_bar() as bar:
         line = bar.add_task("episodes", total=None)
@@ -196,12 +196,13 @@ def calibrate(
     center_crop: CenterCrop = False,
 ) -> None:
     """Choose tolerance and draft tree from evidence, and write them as a ROS 2 parameter file."""
+    from specvla_ros.engine.settings import engine_settings_from
     from specvla_ros.evaluation import calibrate as calibration
-    from specvla_ros.evaluation.calibration import Limits, Tolerance
+    from specvla_ros.evaluation.calibration import Limits
     from specvla_ros.evaluation.report.sweep import CALIBRATION_HEAD, calibration_row
     from specvla_ros.evaluation.simulate import TABLE, SimulatePlan, SimulateSettings, policy_of
     from specvla_ros.policies.bundled import nano_policy
-    from specvla_ros.settings.decode import read_decode_parameters
+    from specvla_ros.speculation.tolerance import Tolerance
 
     simulated = world != "none"
     base = SimulateSettings(
@@ -212,7 +213,7 @@ def calibrate(
         dtype=dtype.value,
         center_crop=center_crop,
         quantization=quantization.value,
-        engine=read_decode_parameters([*(param or ()), "decode.mode:=spec"], params_file).engine_settings(),
+        engine=engine_settings_from(mode="spec", assignments=param or (), params_file=params_file),
     )
     tried = tuple(map(Tolerance.parse, tolerance or _TOLERANCES))
     plan = calibration.CalibratePlan(

@@ -6,11 +6,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.calibration import Calibration, Candidate, Limits, Tolerance, Trial, deviation
+from specvla_ros.evaluation.calibration import Calibration, Candidate, Limits, Trial, deviation
 from specvla_ros.evaluation.frame_sources import (
     FIRST_SEED,
     SIMULATION,
@@ -22,64 +20,43 @@ from specvla_ros.evaluation.frame_sources import (
 )
 from specvla_ros.evaluation.provenance import head
 from specvla_ros.evaluation.report.sweep import write_calibration_report
-from specvla_ros.evaluation.run_directory import REPORT_FILE, RunDirectory, replace_file
+from specvla_ros.evaluation.run_directory import REPORT_FILE, RunDirectory
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import compare_episodes
 from specvla_ros.evaluation.sweep import FrameRun, run_side_by_side
 from specvla_ros.models.checkpoint import Target
+from specvla_ros.settings.parameter import values_of
+from specvla_ros.settings.profiles import write_parameters
 from specvla_ros.simulation.device_pace import read_device, tick_time
 from specvla_ros.simulation.rollout import EpisodeResult
 from specvla_ros.speculation.rules.registry import bins_of
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
+from specvla_ros.speculation.tolerance import Tolerance
 
 
 def write_profile(path: Path, calibration: Calibration) -> None:
     """Writes the file that `params_file:=` and --params-file take; the evidence is in its first lines."""
     chosen = calibration.chosen
-    lines = [
-        "# Chosen by specvla calibrate; the evidence is in calibration.json beside this file.",
-        f"# {chosen.trial.name}: {chosen.speed_up:.2f} times as fast as plain decoding, "
+    comments = [
+        "Chosen by specvla calibrate; the evidence is in calibration.json beside this file.",
+        f"{chosen.trial.name}: {chosen.speed_up:.2f} times as fast as plain decoding, "
         f"{chosen.forwards_per_action:.2f} forwards per action",
-        f"# deviation p95: {chosen.deviation.p95_mm:.2g} mm, {chosen.deviation.p95_deg:.2g} deg, gripper "
+        f"deviation p95: {chosen.deviation.p95_mm:.2g} mm, {chosen.deviation.p95_deg:.2g} deg, gripper "
         f"{chosen.deviation.gripper_share:.2%}",
-        f"# success against plain decoding: {chosen.success or 'not tried'}",
+        f"success against plain decoding: {chosen.success or 'not tried'}",
     ]
     emulated = calibration.context.get("emulate")
     if emulated:
-        lines.append(f"# times are those of an emulated {emulated['name']}: none ran")
+        comments.append(f"times are those of an emulated {emulated['name']}: none ran")
     # Tolerances found for rounded weights hold for these alone.
     quantization = calibration.context.get("policy", {}).get("quantization", "none")
-    model = {"model": {"quantization": quantization}} if quantization != "none" else {}
-    text = yaml.safe_dump({"/**": {"ros__parameters": model | parameters(chosen)}}, sort_keys=False)
-    replace_file(path, "\n".join(lines) + "\n" + text)
+    model = {"model.quantization": quantization} if quantization != "none" else {}
+    # Of the mode's own settings none was tried.
+    values = {name: value for name, value in values_of(chosen.trial.engine).items() if name.startswith(_TRIED)}
+    write_parameters(path, model | values, comments)
 
 
-def parameters(candidate: Candidate) -> dict[str, Any]:
-    """The policy node's parameters, nested as in a parameter file."""
-    engine = candidate.trial.engine
-    named: dict[str, Any] = {"decode": {"mode": engine.mode}}
-    if engine.mode != "ar":
-        draft = engine.draft
-        named["draft"] = {
-            "top_k": draft.top_k,
-            "depth": draft.depth,
-            "nodes": draft.nodes,
-            "children": draft.children,
-            "temporal": draft.temporal,
-        }
-        named["draft"] |= {"head": draft.head} if draft.head else {}
-    acceptance = engine.acceptance
-    named["acceptance"] = {"rule": acceptance.rule}
-    if acceptance.rule == "bin_distance" and any(acceptance.bins):
-        named["acceptance"]["bins"] = list(acceptance.bins)
-    elif acceptance.rule == "bin_distance":
-        named["acceptance"] |= {
-            "tolerance_m": float(acceptance.tolerance_m),
-            "tolerance_rad": float(acceptance.tolerance_rad),
-        }
-    return named
-
-
+_TRIED = ("decode.mode", "draft.", "acceptance.")
 CALIBRATION_FILE, PROFILE_FILE = "calibration.json", "profile.yaml"
 PLAIN = "ar"
 _FRAMES = "frames"

@@ -1,7 +1,5 @@
 """What calibration compares: tolerances, how far they let an action deviate, and the choice between them."""
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -11,60 +9,7 @@ import numpy as np
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.statistics import PairedComparison, percentiles
-from specvla_ros.speculation.settings import AcceptanceSettings
-
-_PART = re.compile(r"([0-9.]+)\s*(mm|deg|bins?)")
-_EXAMPLE = "write it as 2mm,1.1deg, or 2mm, or 1deg, or 5bins"
-
-
-@dataclass(frozen=True, order=True)
-class Tolerance:
-    """How far an action token may be from the target's own choice; of two, the one with more mm is the larger.
-
-    Args:
-        mm: of x, y, z; 0: strict.
-        degrees: of roll, pitch, yaw; 0: strict.
-        bins: of every moving dimension, in place of the others.
-    """
-
-    mm: float = 0.0
-    degrees: float = 0.0
-    bins: int = 0
-
-    @staticmethod
-    def parse(text: str) -> "Tolerance":
-        """Reads one.
-
-        Raises:
-            UserError: it cannot be read.
-        """
-        found: dict[str, float] = {}
-        for part in text.replace(" ", "").split(","):
-            match = _PART.fullmatch(part)
-            try:
-                number = float(match[1]) if match else math.nan
-            except ValueError:
-                number = math.nan
-            unit = match[2].removesuffix("s") if match else ""
-            if not number > 0 or unit in found:
-                raise UserError(f"'{text}' is no tolerance; {_EXAMPLE}")
-            found[unit] = number
-        if "bin" in found and (len(found) > 1 or not found["bin"].is_integer()):
-            raise UserError(f"'{text}' is no tolerance: bins are whole, and stand alone; {_EXAMPLE}")
-        return Tolerance(found.get("mm", 0.0), found.get("deg", 0.0), int(found.get("bin", 0)))
-
-    @property
-    def acceptance(self) -> AcceptanceSettings:
-        """As the engine takes it."""
-        if self.bins:
-            return AcceptanceSettings("bin_distance", bins=(self.bins,))
-        metres, radians = round(self.mm * 1e-3, 9), round(math.radians(self.degrees), 6)
-        return AcceptanceSettings("bin_distance", tolerance_m=metres, tolerance_rad=radians)
-
-    def __str__(self) -> str:
-        parts = [(self.mm, "mm"), (self.degrees, "deg"), (self.bins, "bins")]
-        return ",".join(f"{number:g}{unit}" for number, unit in parts if number)
-
+from specvla_ros.speculation.tolerance import Tolerance
 
 _ACTION_DIM = 7
 _OPEN = 0.5  # a gripper value beyond is one command, below it the other

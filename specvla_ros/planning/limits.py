@@ -9,8 +9,9 @@ from functools import cache
 from specvla_ros.errors import UserError
 from specvla_ros.planning.cost import Forward, ModelCost, WeightFormat, draft_part, forward_parts, least_seconds
 from specvla_ros.planning.device import DeviceLimits
+from specvla_ros.speculation.settings import DraftSettings
 
-TREE_DEPTH = 4  # Spec-VLA, section 5.1
+TREE_DEPTH = DraftSettings().depth - 1  # as Spec-VLA (section 5.1) and EAGLE count: one less
 
 # Spec-VLA (arXiv 2507.22424), table 2, relaxed acceptance: accepted tokens per verification on each LIBERO suite, the
 # target's own token not counted.

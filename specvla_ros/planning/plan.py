@@ -103,7 +103,7 @@ def choose(
     in_flight = math.ceil((chunks_used + verifications) / chunks_used) if best.mode.pipelined else 1
     nodes = _nodes(ridge / in_flight, packed=best.mode.pipelined) if drafts else 1
     # A tree is no deeper than the tokens that may be missing when it is drafted, the target's own one not counted.
-    depth = max(1, min(TREE_DEPTH, model.action_tokens - 2)) if drafts else 1
+    depth = max(1, min(TREE_DEPTH + 1, model.action_tokens - 2)) if drafts else 1
     trees = math.ceil(verifications / chunks_used) if best.mode.pipelined else 0
     longest = chunk_rows(model.prompt_rows, chunks_used)[0]
     filled = _fill_tiles(longest, trees * nodes, most=model.prompt_rows) if chunks_used > 1 else longest

@@ -38,15 +38,10 @@ def load_engine(
     _leave_a_core_to_ros()
     policy = load_target(
         parameters.checkpoint,
-        device=parameters.device,
-        dtype=parameters.dtype,
-        unnorm_key=parameters.unnorm_key,
-        center_crop=parameters.center_crop,
-        quantization=parameters.model_quantization,
-        action_head=parameters.model_action_head,
+        **vars(parameters.model),
         progress=progress,
     )
-    return Engine(policy, parameters.engine_settings(parameters.max_image_age_s), now_ns=now_ns)
+    return Engine(policy, parameters.engine, now_ns=now_ns)
 
 
 def _leave_a_core_to_ros() -> None:

@@ -15,6 +15,7 @@ from rclpy.node import Node
 
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
+from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
 from specvla_ros.ros.policy.action_publisher import ActionPublisher, Published
@@ -32,7 +33,7 @@ from specvla_ros.ros.policy.inference_thread import InferenceThread
 from specvla_ros.ros.policy.instruction import InstructionInput
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.ros.spinning import run_node
-from specvla_ros.settings.decode import SWITCHED
+from specvla_ros.speculation.settings import AcceptanceSettings
 
 _NS = 1e-9
 _STOP_TIMEOUT_S = 10.0
@@ -63,8 +64,9 @@ class PolicyNode(LifecycleNode):
         self._drops = DropLedger()
         self._model_health, self._input_health = ModelHealth(), InputHealth()
         self._inference_health = InferenceHealth()
+        self._chosen = PolicyParameters()  # read when the node is configured
         try:
-            self._chosen = declare_parameters(self, PolicyParameters)
+            declare_parameters(self, PolicyParameters)
         except UserError:
             self.destroy_node()
             raise
@@ -78,7 +80,7 @@ class PolicyNode(LifecycleNode):
         )
         self._diagnostics = DiagnosticsPublisher(
             self,
-            self._chosen.diagnostics_period_s,
+            self._value("diagnostics_period_s"),
             {"model": self._model_health.status, "inputs": self._input_status, "inference": self._inference_status},
         )
 
@@ -86,8 +88,8 @@ class PolicyNode(LifecycleNode):
 
     def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
         """Loads and warms up the policy; what a user can mend is refused, and configure may be tried again."""
-        self._chosen = read_parameters(self, PolicyParameters)
         try:
+            self._chosen = read_parameters(self, PolicyParameters)
             self._chosen.check()
             self._thread = InferenceThread(
                 partial(load_engine, self._chosen, self._now_ns),
@@ -244,11 +246,10 @@ class PolicyNode(LifecycleNode):
         changed = {parameter.name: parameter.value for parameter in parameters}
         try:
             chosen = read_parameters(self, PolicyParameters, changed)
-            if any(name in SWITCHED for name in changed):
-                settings = chosen.engine_settings(chosen.max_image_age_s)
-                self._model_health.set_loaded(self._thread.switch(settings, _SWITCH_TIMEOUT_S))
-            elif any(name.startswith("acceptance.") for name in changed):
-                self._thread.set_acceptance(chosen.acceptance_settings())
+            if any(name.startswith(EngineSettings.ROS_PREFIX) for name in changed):
+                self._model_health.set_loaded(self._thread.switch(chosen.engine, _SWITCH_TIMEOUT_S))
+            elif any(name.startswith(AcceptanceSettings.ROS_PREFIX) for name in changed):
+                self._thread.set_acceptance(chosen.engine.acceptance)
         except UserError as error:
             return SetParametersResult(successful=False, reason=str(error))
         if "max_image_age_s" in changed:

@@ -11,7 +11,7 @@ from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
 
 from specvla_ros.errors import UserError
-from specvla_ros.ros.parameters import declare_parameters, unknown_parameters
+from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
 from specvla_ros.ros.sim_robot.episodes import Episode, EpisodeState, Start, Tally, programme, task_of
 from specvla_ros.ros.sim_robot.inputs import ActionInput, Expected, InstructionTopic
 from specvla_ros.ros.sim_robot.outputs import Pace, SimOutputs, policy_listens
@@ -53,7 +53,8 @@ class SimRobot(Node):
     def __init__(self, **node_arguments: Any) -> None:
         super().__init__("sim_robot", **node_arguments)
         try:
-            self._chosen = declare_parameters(self, SimRobotParameters)
+            declare_parameters(self, SimRobotParameters)
+            self._chosen = read_parameters(self, SimRobotParameters)
             self._programme = programme(self._chosen.chosen_tasks(), self._chosen.episodes, self._chosen.seed)
             self.robot = TableRobot(self._chosen.image_size)
         except UserError:

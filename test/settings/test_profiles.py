@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from specvla_ros.errors import UserError
+from specvla_ros.ros.policy.parameters import PolicyParameters
+from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.profiles import as_bool, merge_parameters
 
 CONFIG = Path(__file__).resolve().parents[2] / "config"
@@ -63,12 +65,7 @@ def test_booleans() -> None:
 
 @pytest.mark.parametrize("profile", ["cpu", "desktop", "orin"])
 def test_every_parameter_of_a_profile_is_one_of_the_policys(profile: str) -> None:
-    fields = pytest.importorskip("specvla_ros.ros.parameters")
-    from dataclasses import fields as dataclass_fields
-
-    from specvla_ros.ros.policy.parameters import PolicyParameters
-
-    declared = {fields.ros_name(each): each for each in dataclass_fields(PolicyParameters)}
+    declared = {each.name: each for each in walk(PolicyParameters())}
     merged = merge_parameters([CONFIG / "common.yaml", CONFIG / f"{profile}.yaml"], {}, node="policy")
-    problems = [fields.problem(declared[name], value) for name, value in merged.items()]
+    problems = [declared[name].problem(value) for name, value in merged.items()]
     assert not any(problems)

@@ -1,0 +1,294 @@
+#!/usr/bin/env python3
+"""Counts the structure of the product: files, imports between rooms, circles, and what one frame passes through.
+
+python scripts/count_structure.py                      # this checkout
+python scripts/count_structure.py --root DIR --json    # another one, for a comparison
+python scripts/count_structure.py --trace              # also runs the policy node on one image (needs ROS 2)
+
+The product is specvla_ros and specvla_kernels. A room is a first-level folder or module of specvla_ros, or
+specvla_kernels. All imports count: also those inside functions and for type checkers alone.
+"""
+
+import argparse
+import ast
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+PACKAGE, KERNELS = "specvla_ros", "specvla_kernels"
+# From the top down; imports go down, or stay on a floor. Rooms without a floor may be imported by all others.
+FLOORS = (
+    ("ros", "serving", "cli", "nodes"),
+    ("evaluation", "simulation", "training", "planning"),
+    ("policy",),
+    ("engine",),
+    ("drafting",),  # like nodes and acceptance a room of older revisions
+    ("models", "speculation", "acceptance"),
+    (KERNELS,),
+)
+ALONE = "control"  # neither imports nor is below any room with a floor
+
+Graph = Mapping[str, set[str]]
+
+
+@dataclass(frozen=True)
+class Module:
+    """A Python file of the product.
+
+    Args:
+        path: the file.
+        tree: its syntax.
+        lines: their number.
+    """
+
+    path: Path
+    tree: ast.Module
+    lines: int
+
+
+def product(root: Path) -> dict[str, Module]:
+    """The modules of a checkout, by dotted name; that of a package is the package's."""
+    modules = {}
+    for package, folder in folders(root).items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            name = ".".join((package, *parts)).removesuffix(".__init__")
+            text = path.read_text(encoding="utf-8")
+            modules[name] = Module(path, ast.parse(text), len(text.splitlines()))
+    return modules
+
+
+def folders(root: Path) -> dict[str, Path]:
+    """Where each package lies; the kernels of older revisions in kernels/ itself."""
+    kernels = root / "kernels" / KERNELS
+    return {PACKAGE: root / PACKAGE, KERNELS: kernels if kernels.is_dir() else root / "kernels"}
+
+
+def imports(modules: Mapping[str, Module]) -> dict[str, set[str]]:
+    """The product's modules that each one imports; the top package, asked for its version alone, is none."""
+    graph = {}
+    for name, module in modules.items():
+        package = name if module.path.name == "__init__.py" else name.rpartition(".")[0]
+        found = {target for node in ast.walk(module.tree) for target in _targets(node, package)}
+        known = {target if target in modules else target.rpartition(".")[0] for target in found}
+        graph[name] = {target for target in known if target in modules} - {name, PACKAGE}
+    return graph
+
+
+def _targets(node: ast.AST, package: str) -> Iterable[str]:
+    """Dotted names that a statement imports, a module's or one in a module."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+    source = ".".join([*above, *([node.module] if node.module else [])])
+    return [f"{source}.{alias.name}" for alias in node.names]
+
+
+def room_of(module: str) -> str:
+    """The room that a module is in."""
+    top, _, rest = module.partition(".")
+    return top if top == KERNELS or not rest else rest.partition(".")[0]
+
+
+def arrows(graph: Graph) -> dict[str, set[str]]:
+    """The rooms that each room imports."""
+    rooms: dict[str, set[str]] = {room_of(module): set() for module in graph}
+    for module, targets in graph.items():
+        rooms[room_of(module)] |= {room_of(target) for target in targets} - {room_of(module)}
+    return rooms
+
+
+def climbing(rooms: Graph) -> list[str]:
+    """Arrows against `FLOORS`, and those from or to what stands alone that break it."""
+    floor = {room: number for number, names in enumerate(FLOORS) for room in names}
+    found = []
+    for room, targets in sorted(rooms.items()):
+        for target in sorted(targets & floor.keys()):
+            if room == ALONE or (room in floor and floor[target] < floor[room]):
+                found.append(f"{room} -> {target}")
+    return found
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """Groups in which every member reaches every other one."""
+    reached = {start: _reachable(graph, start) for start in graph}
+    groups = {
+        frozenset(name for name in reached[start] if start in reached[name])
+        for start in graph
+        if start in reached[start]
+    }
+    return sorted(sorted(group) for group in groups)
+
+
+def _reachable(graph: Graph, start: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = [*graph[start]]
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting += graph[name]
+    return seen
+
+
+def private_functions(tree: ast.Module) -> tuple[int, int]:
+    """How many functions and methods with a leading underscore there are, and how many are named in one place."""
+    defined = {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("_")
+        and not node.name.endswith("__")
+    }
+    used = Counter(
+        node.id if isinstance(node, ast.Name) else node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name | ast.Attribute)
+    )
+    return len(defined), sum(used[name] == 1 for name in defined)
+
+
+def count(root: Path) -> dict[str, Any]:
+    """All counts of a checkout that need no run."""
+    modules = product(root)
+    graph = imports(modules)
+    rooms = arrows(graph)
+    importers = Counter(target for targets in graph.values() for target in targets)
+    plain = [name for name, module in modules.items() if module.path.name not in ("__init__.py", "__main__.py")]
+    private = [private_functions(module.tree) for module in modules.values()]
+    return {
+        "files": len(modules),
+        "files_without_init": sum(module.path.name != "__init__.py" for module in modules.values()),
+        "lines": sum(module.lines for module in modules.values()),
+        "rooms": len(rooms),
+        "arrows": sum(map(len, rooms.values())),
+        "climbing_arrows": climbing(rooms),
+        "circles_of_modules": circles(graph),
+        "circles_of_rooms": circles(rooms),
+        "modules_with_one_importer": sum(importers[name] == 1 for name in plain),
+        "private_functions": sum(total for total, _ in private),
+        "private_functions_used_once": sum(once for _, once in private),
+    }
+
+
+def trace(root: Path) -> list[str]:
+    """The product's files that one frame passes through, from its image message to its action: see `_run_node`."""
+    with tempfile.TemporaryDirectory() as directory:
+        for package, folder in folders(root).items():  # kernels/ of older revisions is imported by another name
+            (Path(directory) / package).symlink_to(folder)
+        environment = os.environ | {"PYTHONPATH": directory, "ROS_AUTOMATIC_DISCOVERY_RANGE": "LOCALHOST"}
+        command = [sys.executable, __file__, "--run-node"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            raise SystemExit(f"the policy node did not answer:\n{done.stderr}")
+        prefix = f"{directory}{os.sep}"
+        found = json.loads(done.stdout.splitlines()[-1])
+        return sorted(file.removeprefix(prefix) for file in found if file.startswith(prefix))
+
+
+def _run_node() -> None:
+    """Prints the files entered while the policy node, in `ar` on the CPU, answers one image.
+
+    An image before it has loaded what is loaded once; a new instruction between them makes a prompt again. A file is
+    entered when a function of its module is called, one that dataclass has made included.
+    """
+    entered: set[str] = set()
+    tracing = threading.Event()
+
+    def on_call(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and tracing.is_set():
+            entered.add(str(frame.f_globals.get("__file__", "")))
+
+    threading.setprofile(on_call)
+    sys.setprofile(on_call)
+    import rclpy
+    from rclpy.executors import SingleThreadedExecutor
+    from rclpy.parameter import Parameter
+    from sensor_msgs.msg import Image
+    from std_msgs.msg import String
+
+    from specvla_ros.msg import VlaAction
+
+    package = Path(sys.modules[PACKAGE].__path__[0])
+    older = (package / "nodes").is_dir()  # asked of the files: an installed package may stand behind this one
+    node_class = import_module(f"{PACKAGE}.nodes.policy" if older else f"{PACKAGE}.ros.policy.node").PolicyNode
+    checkpoint = package / "policies" / "nano"
+    chosen = {"checkpoint": str(checkpoint), "device": "cpu", "instruction": "lift the red cube"}
+    rclpy.init()
+    node = node_class(parameter_overrides=[Parameter(name, value=value) for name, value in chosen.items()])
+    user = rclpy.create_node("user", enable_rosout=False)
+    executor = SingleThreadedExecutor()
+    executor.add_node(node)
+    executor.add_node(user)
+    actions: list[VlaAction] = []
+    user.create_subscription(VlaAction, "/policy/action", actions.append, 1)
+    images = user.create_publisher(Image, "image", 1)
+    instructions = user.create_publisher(String, "instruction", 1)
+
+    def spin(seconds: float, until: Callable[[], object]) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not until():
+            executor.spin_once(timeout_sec=0.05)
+
+    def act() -> str:
+        """The instruction that the action answers."""
+        message = Image(height=64, width=64, encoding="rgb8", step=192, data=bytes(64 * 192))
+        message.header.stamp = node.get_clock().now().to_msg()
+        seen = len(actions)
+        images.publish(message)
+        spin(60, until=lambda: len(actions) > seen)
+        return str(actions[-1].instruction)
+
+    assert node.trigger_configure().name == node.trigger_activate().name == "SUCCESS"
+    spin(60, until=lambda: images.get_subscription_count() and user.count_publishers("/policy/action"))
+    act()
+    instructions.publish(String(data="lift the green cube"))
+    spin(2, until=lambda: False)
+    tracing.set()
+    assert act() == "lift the green cube"
+    tracing.clear()
+    node.close()
+    rclpy.try_shutdown()
+    print(json.dumps(sorted(entered)))
+
+
+def main() -> None:
+    """Prints the counts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="a checkout")
+    parser.add_argument("--trace", action="store_true", help="count the files between image message and action")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--run-node", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run_node:
+        _run_node()
+        return
+    root = options.root.resolve()
+    counts = count(root)
+    if options.trace:
+        counts["files_from_image_to_action"] = trace(root)
+    print(json.dumps(counts, indent=2) if options.json else "\n".join(_lines(counts)))
+
+
+def _lines(counts: Mapping[str, Any]) -> Iterable[str]:
+    for name, found in counts.items():
+        members = found if isinstance(found, list) else []
+        yield f"{name.replace('_', ' '):32}{len(members) if isinstance(found, list) else found:>8}"
+        yield from (f"    {member if isinstance(member, str) else ', '.join(member)}" for member in members)
+
+
+if __name__ == "__main__":
+    main()

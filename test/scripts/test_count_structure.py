@@ -1,0 +1,70 @@
+"""The structure of the product: how it is counted, and what of it must hold."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "count_structure.py"
+
+
+def counts(*arguments: object) -> dict[str, object]:
+    command = [sys.executable, str(SCRIPT), "--json", *map(str, arguments)]
+    found: dict[str, object] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return found
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return root
+
+
+def test_imports_circles_and_private_functions_are_counted(tmp_path: Path) -> None:
+    root = write(
+        tmp_path,
+        {
+            "specvla_ros/__init__.py": "__version__ = '1'\n",
+            "specvla_ros/errors.py": "import specvla_ros\n",
+            "specvla_ros/engine/__init__.py": "",
+            "specvla_ros/engine/engine.py": (
+                "from specvla_ros.models import llama\n\ndef f():\n    from .run import g\n"
+            ),
+            "specvla_ros/engine/run.py": (
+                "from ..errors import UserError\nfrom specvla_ros.engine.engine import f\n\n"
+                "def _once(): ...\ndef _twice(): ...\n\ndef g():\n    _once()\n    _twice(_twice)\n"
+            ),
+            "specvla_ros/models/__init__.py": "",
+            "specvla_ros/models/llama.py": "import specvla_ros.engine.run\nfrom specvla_kernels.linear import linear\n",
+            "kernels/specvla_kernels/__init__.py": "",
+            "kernels/specvla_kernels/linear.py": "import torch\n",
+        },
+    )
+    assert counts("--root", root) == {
+        "files": 9,
+        "files_without_init": 5,
+        "lines": 18,
+        "rooms": 5,
+        "arrows": 4,
+        "climbing_arrows": ["models -> engine"],
+        "circles_of_modules": [
+            ["specvla_ros.engine.engine", "specvla_ros.engine.run", "specvla_ros.models.llama"],
+        ],
+        "circles_of_rooms": [["engine", "models"]],
+        "modules_with_one_importer": 4,
+        "private_functions": 2,
+        "private_functions_used_once": 1,
+    }
+
+
+def test_kernels_of_older_revisions_lie_in_their_folder_itself(tmp_path: Path) -> None:
+    files = {"kernels/linear.py": "", "specvla_ros/a.py": "import specvla_kernels.linear\n"}
+    assert counts("--root", write(tmp_path, files))["arrows"] == 1
+
+
+def test_no_import_climbs_and_no_rooms_import_each_other() -> None:
+    found = counts()
+    assert found["climbing_arrows"] == []
+    assert found["circles_of_rooms"] == []
