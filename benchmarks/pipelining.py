@@ -22,15 +22,15 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.evaluation.frame_sources import FIRST_SEED, Frame, simulation_source
+from specvla_ros.evaluation.frame_sources import Frame, simulation_source
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import compare_episodes
 from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.device_pace import read_device
+from specvla_ros.simulation.robot import ACTION_DT_S
 from specvla_ros.simulation.rollout import Clock, EpisodeResult
-from specvla_ros.simulation.table_robot import ACTION_DT_S
-from specvla_ros.simulation.tasks import choose_tasks
+from specvla_ros.simulation.tasks import FRAME_FIRST_SEED, choose_tasks
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tolerance import Tolerance
 
@@ -68,7 +68,7 @@ def main() -> None:
     of = "per task; 0: the engine alone"
     options = parser(__doc__, work="pipelining-benchmark", out="pipelining_nano.json", episodes=60, of=of).parse_args()
     policy = load_target(nano_policy(), device="cpu")
-    frames = list(islice(simulation_source(policy, FIRST_SEED), FRAMES))
+    frames = list(islice(simulation_source(policy, FRAME_FIRST_SEED), FRAMES))
     devices = {}
     for name in DEVICES:
         device = read_device(name)

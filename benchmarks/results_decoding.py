@@ -64,7 +64,7 @@ policy is first of all late, so an episode may take {limit:g} times its task's t
 did not need more. *ar's time / its own* is over the starts where both succeed. What counts is how old the picture is
 that the arm follows, latency and period together: fewer forwards shorten the one, more frames in flight the other,
 and whole prefills of other frames in between lengthen it again. An action is a displacement from where the arm was in
-its picture, and the arm takes off what it has gone since (`simulation/image_goal.py`); added up instead, late actions
+its picture, and the arm takes off what it has gone since (`control/displacement.py`); added up instead, late actions
 overshoot.
 
 """

@@ -32,14 +32,12 @@ from specvla_ros.models.weights import save_weights
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.device_pace import tick_time
 from specvla_ros.simulation.expert import holds
+from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.rollout import Clock, Rollout
-from specvla_ros.simulation.table_robot import TableRobot
-from specvla_ros.simulation.tasks import TASKS, Task
-from specvla_ros.simulation.world import WorldState
+from specvla_ros.simulation.tasks import TASKS, TEXT_POLICY_FIRST_SEED, Task, WorldState
 from specvla_ros.training.batched_forward import decoder_hidden, image_embeddings
 from specvla_ros.training.nano import NanoShape, write_nano
 
-FIRST_SEED = 3_000_000  # of starts that nothing else uses
 LONGEST_TEXT = 64
 _CELL_M, _ORIGIN_M = 0.04, (0.3, -0.2)
 _NEAR_M = 0.05
@@ -123,7 +121,7 @@ def _look(nano: Target, episodes: int) -> list[tuple[Observation, Task, str, tup
     for episode in range(episodes):
         task = TASKS[episode % len(TASKS)]
         states.clear()
-        rollout.run(task.name, FIRST_SEED + episode)
+        rollout.run(task.name, TEXT_POLICY_FIRST_SEED + episode)
         engine.reset()
         for observation, state in states:
             action = engine.act(observation)

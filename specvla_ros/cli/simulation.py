@@ -155,8 +155,8 @@ def collect(
     ray: Ray = False,
 ) -> None:
     """Record demonstrations by the scripted experts, as ROS 2 bags."""
-    from specvla_ros.simulation.collect import FIRST_SEED
     from specvla_ros.simulation.collect import collect as run
+    from specvla_ros.simulation.tasks import DEMONSTRATION_FIRST_SEED
 
     with progress_bar() as bar:
         line = bar.add_task("demonstrations", total=None)
@@ -165,7 +165,7 @@ def collect(
             tasks=list(task or ()),
             episodes=episodes,
             noise=noise,
-            first_seed=FIRST_SEED if seed is None else seed,
+            first_seed=DEMONSTRATION_FIRST_SEED if seed is None else seed,
             workers=workers,
             ray=ray,
             on_progress=lambda done, wanted: bar.update(line, completed=done, total=wanted),

@@ -10,7 +10,6 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.calibration import Calibration, Candidate, Limits, Trial, deviation
 from specvla_ros.evaluation.frame_sources import (
-    FIRST_SEED,
     SIMULATION,
     Frame,
     bag_source,
@@ -29,6 +28,7 @@ from specvla_ros.settings.parameter import values_of
 from specvla_ros.settings.profiles import write_parameters
 from specvla_ros.simulation.device_pace import read_device, tick_time
 from specvla_ros.simulation.rollout import EpisodeResult
+from specvla_ros.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.speculation.rules.registry import bins_of
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 from specvla_ros.speculation.tolerance import Tolerance
@@ -107,7 +107,7 @@ def collect_frames(
     """
     if not data or list(data) == [SIMULATION]:
         tasks = plan.episodes.tasks if plan.episodes else ()
-        source = simulation_source(policy, FIRST_SEED, world=base.world, tasks=tasks, engine=base.engine)
+        source = simulation_source(policy, FRAME_FIRST_SEED, world=base.world, tasks=tasks, engine=base.engine)
     elif SIMULATION in data:
         raise UserError("--data sim cannot be mixed with bags: choose one")
     else:

@@ -20,7 +20,6 @@ from specvla_ros.simulation.device_pace import tick_time
 from specvla_ros.simulation.rollout import Clock, Rollout
 
 SIMULATION = "sim"
-FIRST_SEED = 2_000_000  # neither those of `simulate` nor those of `collect`
 
 Frame = tuple[np.ndarray, str]  # RGB uint8 [height, width, 3], and what is asked
 

@@ -134,7 +134,7 @@ def make_robot(world: str) -> SimulatedRobot:
         UserError: no such world, or it cannot be drawn or is not installed here.
     """
     if world == TABLE:
-        from specvla_ros.simulation.table_robot import TableRobot
+        from specvla_ros.simulation.robot import TableRobot
 
         return TableRobot()
     from specvla_ros.simulation.libero import LiberoRobot

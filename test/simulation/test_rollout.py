@@ -11,8 +11,8 @@ from specvla_ros.engine.outcome import Drop, DropReason
 from specvla_ros.engine.tally import TickWork
 from specvla_ros.errors import UserError
 from specvla_ros.simulation.device_pace import _STAGES, EmulatedDevice, read_device, tick_time
+from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.rollout import Clock, Rollout
-from specvla_ros.simulation.table_robot import TableRobot
 from specvla_ros.speculation.drafters.protocol import DraftWork
 
 pytestmark = needs_gl

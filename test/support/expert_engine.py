@@ -9,7 +9,7 @@ from specvla_ros.engine.outcome import Action, DecodeRecord, Outcome, StageTimin
 from specvla_ros.engine.tally import TickWork
 from specvla_ros.models.codecs.bins import DEFAULT_NAMES, ActionStatistics
 from specvla_ros.simulation.expert import demonstrate
-from specvla_ros.simulation.table_robot import TableRobot
+from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.tasks import TASKS
 
 STATISTICS = ActionStatistics(

@@ -17,7 +17,7 @@ from specvla_ros.ros.sim_robot.inputs import ActionInput, Expected, InstructionT
 from specvla_ros.ros.sim_robot.outputs import Pace, SimOutputs, policy_listens
 from specvla_ros.ros.sim_robot.parameters import SimRobotParameters
 from specvla_ros.ros.spinning import run_node
-from specvla_ros.simulation.table_robot import TableRobot
+from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.world import SimulationDiverged
 
 _EPOCH_NS = 1_000_000_000  # a stamp of 0 is no stamp

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from specvla_ros.settings.parameter import parameter
+from specvla_ros.simulation.robot import IMAGE_SIZE
 from specvla_ros.simulation.rollout import Clock
-from specvla_ros.simulation.table_robot import IMAGE_SIZE
 from specvla_ros.simulation.tasks import Task, choose_tasks
 
 ALL_TASKS = ("all",)

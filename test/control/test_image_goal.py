@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from support.expert_engine import ExpertEngine
 from support.gl import needs_gl
 
+from specvla_ros.control.displacement import ImageGoal
+from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
 from specvla_ros.simulation.device_pace import EmulatedDevice, tick_time
-from specvla_ros.simulation.image_goal import ImageGoal
-from specvla_ros.simulation.osc import POSITION_SCALE_M, ROTATION_SCALE_RAD, Pose, rotation_matrix, rotation_vector
+from specvla_ros.simulation.osc import CONTROL_HZ, POSITION_SCALE_M, SCALE
+from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.rollout import Clock, Rollout
-from specvla_ros.simulation.table_robot import TableRobot
 
 DT_S, STEP_S = 0.2, 0.05
-SCALE = np.array([POSITION_SCALE_M] * 3 + [ROTATION_SCALE_RAD] * 3)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ displacements = st.lists(st.floats(-1.5, 1.5), min_size=6, max_size=6).map(
 @settings(deadline=None)
 @given(displacements, st.lists(displacements, min_size=1, max_size=12), st.floats(0.0, 30.0))
 def test_rest_of_the_way_ends_where_the_picture_meant(action, moves, age_s):
-    goal = ImageGoal()
+    goal = ImageGoal(CONTROL_HZ, SCALE)
     poses = [Pose(np.zeros(3), np.eye(3))]
     goal.reset(poses[0])
     for move in moves:
@@ -53,7 +53,7 @@ def test_rest_of_the_way_ends_where_the_picture_meant(action, moves, age_s):
 
 
 def test_action_that_is_not_late_is_followed_as_it_is():
-    goal = ImageGoal()
+    goal = ImageGoal(CONTROL_HZ, SCALE)
     goal.reset(Pose(np.zeros(3), np.eye(3)))
     goal.add(Pose(np.ones(3), np.eye(3)))
     action = np.array([0.3, 0, 0, 0, 0, 2.0, 0])

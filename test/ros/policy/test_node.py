@@ -1,14 +1,19 @@
 """Images and instructions in over DDS, actions out."""
 
 import io
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import rclpy
+from diagnostic_msgs.msg import DiagnosticArray
 from PIL import Image as PilImage
+from rclpy.executors import SingleThreadedExecutor
 from rclpy.parameter import Parameter
-from sensor_msgs.msg import CompressedImage
-from support.ros import Robot, rgb_image, robot, stamps
+from sensor_msgs.msg import CompressedImage, Image
+from std_msgs.msg import String
+from support.ros import LATCHED, PATIENCE_S, Robot, rgb_image, robot, stamps
 
 from specvla_ros.bags.image_message import rgb_from_image
 from specvla_ros.engine.engine import Engine
@@ -16,6 +21,10 @@ from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.ros.policy import image_input
+from specvla_ros.ros.policy import node as node_module
+from specvla_ros.ros.policy.node import PolicyNode
+from specvla_ros.ros.qos import DIAGNOSTICS
 
 INSTRUCTION = "put carrot on plate"
 
@@ -51,6 +60,22 @@ def test_each_frame_is_answered_once_with_its_own_stamp(checkpoint: Path) -> Non
         assert r.drops() == {}
 
 
+def test_no_stage_counts_what_another_has_counted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, topic, to_rgb = image_input._TOPICS["raw"]
+
+    def slowly(message: Image) -> np.ndarray:
+        time.sleep(0.05)  # as a large JPEG on a slow core
+        return to_rgb(message)
+
+    monkeypatch.setitem(image_input._TOPICS, "raw", (kind, topic, slowly))
+    with robot(checkpoint, instruction=INSTRUCTION) as r:
+        r.start()
+        action = r.act(rgb_image(r.now_ns()))
+    assert action.wait_s > 0.05
+    parts = action.receive_s + action.wait_s + action.vision_s + action.prefill_s + action.decode_s + action.publish_s
+    assert parts <= action.latency_s + 1e-3
+
+
 @pytest.mark.parametrize("latched", [False, True])
 def test_an_instruction_reaches_the_policy_from_any_publisher(checkpoint: Path, latched: bool) -> None:
     with robot(checkpoint) as r:
@@ -61,9 +86,6 @@ def test_an_instruction_reaches_the_policy_from_any_publisher(checkpoint: Path, 
 
 def test_a_latched_instruction_from_before_the_policy_is_heard(checkpoint: Path) -> None:
     with robot(checkpoint) as r:
-        from std_msgs.msg import String
-        from support.ros import LATCHED
-
         r.user.create_publisher(String, "instruction", LATCHED).publish(String(data="turn lever"))
         r.spin(0.2)
         r.start()
@@ -119,12 +141,41 @@ def test_nothing_is_published_unless_active(checkpoint: Path) -> None:
         assert r.policy.trigger_cleanup().name == "SUCCESS"
 
 
+def test_each_of_two_policies_has_diagnostics_of_its_own() -> None:
+    rclpy.init()
+    executor = SingleThreadedExecutor()
+    policies = [
+        PolicyNode(namespace=name, parameter_overrides=[Parameter("diagnostics_period_s", value=0.1)])
+        for name in ("left/arm", "right/arm")
+    ]
+    listener = rclpy.create_node("listener", enable_rosout=False)
+    seen: dict[str, str] = {}
+
+    def listen(message: DiagnosticArray) -> None:
+        seen.update({status.name: status.hardware_id for status in message.status})
+
+    listener.create_subscription(DiagnosticArray, "/diagnostics", listen, DIAGNOSTICS)
+    for node in (*policies, listener):
+        executor.add_node(node)
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while len(seen) < 6 and time.monotonic() < deadline:
+            executor.spin_once(timeout_sec=0.05)
+    finally:
+        assert all(policy.close() for policy in policies)
+        executor.shutdown()
+        for node in (*policies, listener):
+            node.destroy_node()
+        rclpy.try_shutdown()
+    assert seen == {
+        f"{side}/arm/policy: {task}": f"/{side}/arm/policy"
+        for side in ("left", "right")
+        for task in ("model", "inputs", "inference")
+    }
+
+
 def test_other_callbacks_are_served_while_the_policy_loads(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import time
-
-    from specvla_ros.ros.policy import node as module
-
-    load = module.load_engine
+    load = node_module.load_engine
 
     def slowly(parameters, now_ns, progress):  # type: ignore[no-untyped-def]
         for step in range(10):
@@ -132,7 +183,7 @@ def test_other_callbacks_are_served_while_the_policy_loads(checkpoint: Path, mon
             time.sleep(0.1)
         return load(parameters, now_ns, progress)
 
-    monkeypatch.setattr(module, "load_engine", slowly)
+    monkeypatch.setattr(node_module, "load_engine", slowly)
     with robot(checkpoint, diagnostics_period_s=0.1) as r:
         r.until(lambda: r.user.count_publishers("/diagnostics"))
         r.start()
