@@ -12,8 +12,8 @@ from support.patience import wait_until
 
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.simulate import EPISODES_FILE, SimulatePlan, SimulateSettings, read_episodes, simulate
-from specvla_ros.evaluation.simulate_summary import Rate, compare_episodes, summarise_episodes
-from specvla_ros.evaluation.statistics import mcnemar_p, wilson_interval
+from specvla_ros.evaluation.simulate_summary import compare_episodes, summarise_episodes
+from specvla_ros.evaluation.statistics import Rate, mcnemar_p, wilson_interval
 from specvla_ros.simulation.rollout import Clock, EpisodeResult
 from specvla_ros.simulation.tasks import TASKS
 from specvla_ros.training.nano import NanoShape, write_nano

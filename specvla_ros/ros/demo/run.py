@@ -22,7 +22,8 @@ from std_msgs.msg import String
 
 from specvla_ros.bags.image_message import rgb_from_image
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.simulate_summary import Rate, SimulateSummary
+from specvla_ros.evaluation.simulate_summary import SimulateSummary
+from specvla_ros.evaluation.statistics import Rate
 from specvla_ros.models.config import read_config
 from specvla_ros.models.prompt import normalise_instruction
 from specvla_ros.msg import SimEpisode, VlaAction
@@ -67,7 +68,6 @@ def run_demo(out: Path, policy: Path, *, tasks: list[str], episodes: int, seed: 
     taught = read_config(policy).instructions
     # A simulated policy must not be heard by a robot on the network.
     os.environ.setdefault("ROS_AUTOMATIC_DISCOVERY_RANGE", "LOCALHOST")
-    shutil.rmtree(out / "films", ignore_errors=True)
     record = DemoRecord(out, policy)
     console = Console()
     console.print("[bold]specvla demo[/bold]: sim_robot ⇄ ROS 2 topics ⇄ an OpenVLA policy, trained for this table")
