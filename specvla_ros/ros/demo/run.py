@@ -9,7 +9,10 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
 import numpy as np
 import rclpy
 from rclpy.executors import ExternalShutdownException
@@ -28,6 +31,7 @@ from specvla_ros.msg import SimEpisode, VlaAction
 from specvla_ros.ros.demo.record import DemoRecord
 from specvla_ros.ros.lifecycle_client import LifecycleClient
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION, NEWEST_IMAGE
+from specvla_ros.settings.profiles import write_parameters
 from specvla_ros.simulation.gl import require_gl
 from specvla_ros.simulation.rollout import EpisodeResult
 from specvla_ros.simulation.tasks import TASKS, choose_tasks
@@ -96,6 +100,8 @@ class TypedLine:
 _CONFIGURE_TIMEOUT_S = 120.0
 _SILENCE_S = 60.0  # without news of an episode
 _CLOCK = "realtime"
+_IMAGES_FROM_ROBOT = ("-r", "image:=/camera/image_raw", "-r", "image/compressed:=/camera/image_raw/compressed")
+PARAMETERS_FILE = "parameters.yaml"
 
 
 class _Watcher(Node):
@@ -115,7 +121,9 @@ class _Watcher(Node):
         self._instruction.publish(String(data=instruction))
 
 
-def run_demo(out: Path, policy: Path, *, tasks: list[str], episodes: int, seed: int) -> int:
+def run_demo(
+    out: Path, policy: Path, *, tasks: list[str], episodes: int, seed: int, parameters: Mapping[str, Any]
+) -> int:
     """Shows the policy drive the simulated arm, and writes films and a report.
 
     Args:
@@ -124,6 +132,7 @@ def run_demo(out: Path, policy: Path, *, tasks: list[str], episodes: int, seed: 
         tasks: names; none: all.
         episodes: per task.
         seed: of the first start.
+        parameters: of the policy node, by name; written to parameters.yaml in `out`.
 
     Returns:
         0 when the arm succeeded at least once and everything ran to its end, else 1.
@@ -141,7 +150,9 @@ def run_demo(out: Path, policy: Path, *, tasks: list[str], episodes: int, seed: 
     console.print("[bold]specvla demo[/bold]: sim_robot ⇄ ROS 2 topics ⇄ an OpenVLA policy, trained for this table")
     finished = False
     try:
-        finished = _act(console, record, policy, taught, _robot_parameters(chosen, episodes, seed))
+        given = {**parameters, "checkpoint": str(policy), "use_sim_time": True}
+        write_parameters(out / PARAMETERS_FILE, given, ["Of the policy node in `specvla demo`."])
+        finished = _act(console, record, out / PARAMETERS_FILE, taught, _robot_parameters(chosen, episodes, seed))
     except (KeyboardInterrupt, ExternalShutdownException):
         console.print("interrupted")
     summary = record.finish(_CLOCK)
@@ -150,12 +161,10 @@ def run_demo(out: Path, policy: Path, *, tasks: list[str], episodes: int, seed: 
 
 
 def _act(
-    console: Console, record: DemoRecord, checkpoint: Path, taught: tuple[str, ...], robot_parameters: list[str]
+    console: Console, record: DemoRecord, policy_file: Path, taught: tuple[str, ...], robot_parameters: list[str]
 ) -> bool:
     """Runs both nodes until the robot has had its episodes; False when one of them ended early."""
-    policy = _start(
-        "policy", f"checkpoint:={checkpoint}", "device:=cpu", "use_sim_time:=true", image_topic="/camera/image_raw"
-    )
+    policy = _start("policy", "--params-file", str(policy_file), *_IMAGES_FROM_ROBOT)
     robot: subprocess.Popen[bytes] | None = None
     rclpy.init(args=[])
     watcher = _Watcher(record)
@@ -191,7 +200,8 @@ def _act(
 
 
 def _robot_parameters(tasks: list[str], episodes: int, seed: int) -> list[str]:
-    return [f"clock:={_CLOCK}", f"tasks:=[{', '.join(tasks)}]", f"episodes:={episodes}", f"seed:={seed}"]
+    given = [f"clock:={_CLOCK}", f"tasks:=[{', '.join(tasks)}]", f"episodes:={episodes}", f"seed:={seed}"]
+    return [part for parameter in given for part in ("-p", parameter)]
 
 
 def _ask(watcher: _Watcher, line: str, taught: tuple[str, ...]) -> str:
@@ -200,10 +210,7 @@ def _ask(watcher: _Watcher, line: str, taught: tuple[str, ...]) -> str:
     return "" if known else f"the policy was never taught “{line}”; it knows: {'; '.join(taught)}"
 
 
-def _start(name: str, *parameters: str, image_topic: str = "") -> "subprocess.Popen[bytes]":
-    arguments = [part for parameter in parameters for part in ("-p", parameter)]
-    if image_topic:
-        arguments += ["-r", f"image:={image_topic}", "-r", f"image/compressed:={image_topic}/compressed"]
+def _start(name: str, *arguments: str) -> "subprocess.Popen[bytes]":
     # A demo that is killed must not leave a policy behind on the topics of the next one.
     end_with = f"from specvla_ros.simulation.episode_pool import end_with_parent; end_with_parent({os.getpid()})"
     code = f"{end_with}; from specvla_ros.ros.{name}.node import main; main()"
