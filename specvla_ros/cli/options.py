@@ -13,6 +13,7 @@ import typer
 from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
 from specvla_ros.models.settings import ModelSettings
+from specvla_ros.planning.device import known_devices
 from specvla_ros.settings.parameter import Declared, walk
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ World = Annotated[str, typer.Option(help="table, or a LIBERO suite such as liber
 Episodes = Annotated[int, typer.Option(help="Per task.", min=1)]
 Seed = Annotated[int, typer.Option(help="Of the first episode's start; the others follow.", min=0)]
 Emulate = Annotated[
-    str, typer.Option(help="Count stage times of a device: orin, rtx5090, h200 or a JSON file. An emulation.")
+    str,
+    typer.Option(help=f"Count stage times of a device: {', '.join(known_devices())} or a JSON file. An emulation."),
 ]
 Tasks = Annotated[list[str] | None, typer.Option("--task", help="A task's name; again for more. Default: all.")]
 Workers = Annotated[int, typer.Option(help="Worker processes; 0: this one alone.", min=0)]

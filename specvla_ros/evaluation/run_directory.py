@@ -74,9 +74,9 @@ class RunDirectory:
                 ) from None
             return False
         if found != described:
-            names = sorted(name for name in found.keys() | described if found.get(name) != described.get(name))
+            names = ", ".join(_differing(found, described))
             raise UserError(
-                f"{self.path} holds results of other settings ({', '.join(names)}; see {SETTINGS_FILE} there); give "
+                f"{self.path} holds results of other settings ({names}; see {SETTINGS_FILE} there); give "
                 "another directory with --out, or remove that one"
             )
         return True
@@ -135,6 +135,18 @@ class RunDirectory:
     def _settings(self) -> dict[str, Any] | None:
         found = self.read_json(SETTINGS_FILE)
         return None if found is None else dict(found)
+
+
+def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """Dotted names of the values that differ, sorted."""
+    names = []
+    for name in sorted(first.keys() | second):
+        one, other = first.get(name), second.get(name)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            names += [f"{name}.{each}" for each in _differing(one, other)]
+        elif one != other:
+            names.append(name)
+    return names
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -6,9 +6,8 @@ from support.kernels import DEVICE
 
 from specvla_kernels import commit_kv, packed_attention, rope_write_kv
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.kv_cache import KVCache
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.kv_cache import KVCache, new_cache
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.models.llama import LlamaDecoder
 
@@ -40,7 +39,7 @@ def two_ticks(decoder: LlamaDecoder) -> tuple[torch.Tensor, KVCache]:
     second = packed_forward(decoder, both, cache)
     slots, first_rows = torch.tensor([2, 0], device=DEVICE), torch.tensor([9, 21], device=DEVICE)
     nodes = torch.tensor([[0, 2, 4, 5], [0, 1, -1, -1]], device=DEVICE)
-    commit_kv.commit_kv_batch(cache.keys, cache.values, slots, first_rows, nodes)
+    commit_kv.commit_kv(cache.keys, cache.values, slots, first_rows, nodes)
     third = packed_forward(decoder, [Segment(0, 23, drafted, tree, wanted=6), Segment(2, 13, drafted[:1])], cache)
     return torch.cat((first.logits, second.logits, third.logits)), cache
 

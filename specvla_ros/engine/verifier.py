@@ -1,0 +1,244 @@
+"""From a forward's logits to what each request commits: its tokens, and its keys and values in their final rows."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from specvla_kernels.accept_tree import MIN_PATH
+from specvla_kernels.commit_kv import commit_kv
+from specvla_kernels.compare_drafts import MIN_NODES, Trees
+from specvla_kernels.device import blocks, to_device
+from specvla_kernels.graph_capture import Capture
+from specvla_kernels.layout import Ancestry
+from specvla_ros.engine.kv_cache import KVCache
+from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.speculation.accept import AcceptanceRule, Verification, accept
+from specvla_ros.speculation.rules.strict import Strict, greedy_choice
+from specvla_ros.speculation.tree import Tree
+
+
+@dataclass(frozen=True)
+class VerifyInput:
+    """One request's tree in a forward, as the host knows it before.
+
+    Args:
+        tree: drafted tokens; its root may be the prompt's last row.
+        position: action tokens committed so far: the action dimension of the next one.
+        slot: the request's KV slot.
+        root_row: the slot's row of the root.
+        rule: decides which drafts are accepted.
+        visual: last hidden states of the image's rows, [n, hidden] for each chunk of the prompt, those of this forward
+            added by it; empty where the rule does not need them.
+    """
+
+    tree: Tree
+    position: int
+    slot: int
+    root_row: int
+    rule: AcceptanceRule
+    visual: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What one request commits: the path's nodes, and the token after each of them.
+
+    Args:
+        nodes: the nodes whose keys and values join the slot's prefix, the root first.
+        tokens: accepted drafts, then the target's own choice after the last node; NOT_A_NUMBER where that is none.
+        bins_off: distance of each token from the target's own choice, in bins.
+        why: an AcceptReason for each token.
+        nodes_on_device: int64 [n], the nodes where the model is.
+        tokens_on_device: int64 [n], the tokens there.
+    """
+
+    nodes: tuple[int, ...]
+    tokens: tuple[int, ...]
+    bins_off: tuple[int, ...]
+    why: tuple[int, ...]
+    nodes_on_device: Tensor
+    tokens_on_device: Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """The requests of a forward that share a rule, and what the host knows of them, uploaded.
+
+    Args:
+        parts: their indices among the requests of the forward.
+        rule: theirs.
+        max_depth: of their trees.
+        positions: int64 [requests].
+        slots: int64 [requests], all different.
+        root_rows: int64 [requests].
+        rows: int64 [requests, n], each node's row among all trees' nodes; padding has the row after the last.
+    """
+
+    parts: tuple[int, ...]
+    rule: AcceptanceRule
+    max_depth: int
+    positions: Tensor
+    slots: Tensor
+    root_rows: Tensor
+    rows: Tensor
+
+
+class Verifier:
+    """Chooses what each request commits and moves its keys and values, with one read-back for all of them.
+
+    Args:
+        rule: of the requests that begin next.
+        actions: ids of action tokens.
+        cache: keys and values.
+        max_nodes: of a tree.
+        max_depth: of a tree.
+    """
+
+    def __init__(
+        self, rule: AcceptanceRule, actions: ActionIds, cache: KVCache, *, max_nodes: int, max_depth: int
+    ) -> None:
+        self.rule = rule
+        self._actions = actions
+        self._cache = cache
+        self._max_nodes = max_nodes
+        self._max_depth = max_depth
+        self._padding = _padding(cache.keys.device)
+
+    def set_rule(self, rule: AcceptanceRule) -> None:
+        """Takes another rule for the requests that begin from now on; those in flight keep theirs."""
+        self.rule = rule
+
+    def prepare(self, parts: Sequence[VerifyInput]) -> list[Group]:
+        """Uploads what the host knows before the forward; a copy after it would wait for it.
+
+        Args:
+            parts: the requests, of different slots, in the order of their logits.
+        """
+        starts = [*accumulate((len(part.tree) for part in parts), initial=0)]
+        by_rule: dict[int, list[int]] = {}
+        for index, part in enumerate(parts):
+            by_rule.setdefault(id(part.rule), []).append(index)
+        return [self._group(parts, indices, starts) for indices in by_rule.values()]
+
+    def verify(
+        self, logits: Tensor, hidden: Sequence[Tensor], parts: Sequence[VerifyInput], prepared: Sequence[Group]
+    ) -> list[Commit]:
+        """Chooses every request's path and moves its keys and values.
+
+        Args:
+            logits: float32 [nodes of all trees, vocab], requests in order.
+            hidden: [nodes, hidden], last hidden states of each request's tree.
+            parts: as they were prepared.
+            prepared: the groups that `prepare` made of them.
+        """
+        if not parts:
+            return []
+        verifications = self._verifications(logits, hidden, parts, prepared)
+        paths = [accept(group.rule, each) for group, each in zip(prepared, verifications, strict=True)]
+        for group, path in zip(prepared, paths, strict=True):
+            nodes = path[:, : group.max_depth + 1]
+            commit_kv(self._cache.keys, self._cache.values, group.slots, group.root_rows, nodes)
+        numbers = iter(torch.cat([path.flatten() for path in paths]).tolist())  # the tick's one read-back
+        commits: dict[int, Commit] = {}
+        for group, path in zip(prepared, paths, strict=True):
+            width = group.max_depth + 1
+            for index, on_device in zip(group.parts, path, strict=True):
+                *columns, count = islice(numbers, len(on_device))
+                chosen, tokens, off, why = (tuple(columns[i * width : i * width + count]) for i in range(4))
+                commits[index] = Commit(chosen, tokens, off, why, on_device[:count], on_device[width : width + count])
+        return [commits[index] for index in range(len(parts))]
+
+    def capture(self, capture: Capture) -> int:
+        """See Capturable: compiles the operators for every size that a tree may have, which serves every rule.
+
+        Met in a tick, a compilation would take as long as many ticks. Nothing is captured and nothing moves.
+        """
+        device = self._cache.keys.device
+        first = torch.zeros(1, dtype=torch.int64, device=device)
+        for n in blocks(MIN_NODES, self._max_nodes):
+            rows = torch.ones(1, n, dtype=torch.int64, device=device)
+            rows[0, 0] = 0
+            trees = _padded([Tree.of_root(first), self._padding], first.repeat(2), rows, first)
+            for length in blocks(MIN_PATH, self._max_depth + 1):
+                verification = Verification(trees, self._actions, length - 1, torch.empty(0))
+                path = accept(Strict(), verification)
+                commit_kv(self._cache.keys, self._cache.values, first, first, path[:, :length])
+        return 0
+
+    def release(self) -> None:
+        """See Capturable: what is compiled stays."""
+
+    def _group(self, parts: Sequence[VerifyInput], indices: Sequence[int], starts: Sequence[int]) -> Group:
+        mine = [parts[index] for index in indices]
+        requests, n = len(mine), max(len(part.tree) for part in mine)
+        numbers = [*(part.position for part in mine), *(part.slot for part in mine), *(part.root_row for part in mine)]
+        for index, part in zip(indices, mine, strict=True):
+            rows = range(starts[index], starts[index] + len(part.tree))
+            numbers += [*rows, *[starts[-1]] * (n - len(rows))]
+        uploaded = to_device(numbers, self._cache.keys.device)
+        positions, slots, root_rows, flat = uploaded.split([requests, requests, requests, requests * n])
+        max_depth = max(part.tree.levels for part in mine)
+        return Group(tuple(indices), mine[0].rule, max_depth, positions, slots, root_rows, rows=flat.view(requests, n))
+
+    def _verifications(
+        self, logits: Tensor, hidden: Sequence[Tensor], parts: Sequence[VerifyInput], prepared: Sequence[Group]
+    ) -> Iterator[Verification]:
+        choices = greedy_choice(logits)
+        trees = [part.tree for part in parts]
+        if len(parts) > 1:
+            trees.append(self._padding)
+            choices = torch.cat((choices, self._padding.tokens))
+        for group in prepared:
+            yield Verification(
+                trees=_padded(trees, choices, None if len(parts) == 1 else group.rows, group.positions),
+                actions=self._actions,
+                max_depth=group.max_depth,
+                logits=logits,
+                rows=None if len(parts) == 1 else group.rows.clamp(max=len(logits) - 1),
+                hidden=_padded_rows([hidden[index] for index in group.parts]) if group.rule.needs_hidden else None,
+                visual=torch.stack([torch.cat([*parts[index].visual]) for index in group.parts])
+                if group.rule.needs_visual
+                else None,
+            )
+
+
+def _padding(device: torch.device) -> Tree:
+    """A node that is never accepted and on no path, not even its own."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    no = torch.zeros(1, dtype=torch.bool, device=device)
+    return Tree(zero, Ancestry(zero, zero, zero), torch.full((1,), -torch.inf, device=device), no, no, levels=0)
+
+
+def _padded(trees: Sequence[Tree], choices: Tensor, rows: Tensor | None, positions: Tensor) -> Trees:
+    """Trees of some requests, side by side.
+
+    Args:
+        trees: of all requests of the forward, and padding.
+        choices: int64 [nodes of all trees].
+        rows: int64 [requests, n], the nodes of some requests among those of all; None: one request.
+        positions: int64 [requests].
+    """
+
+    def column(parts: Sequence[Tensor]) -> Tensor:
+        return parts[0][None] if rows is None else torch.cat([*parts])[rows]
+
+    return Trees(
+        tokens=column([tree.tokens for tree in trees]),
+        parents=column([tree.ancestry.parents for tree in trees]),
+        depths=column([tree.ancestry.depths for tree in trees]),
+        ancestors=column([tree.ancestry.ancestors for tree in trees]),
+        log_probs=column([tree.log_probs for tree in trees]),
+        valid=column([tree.valid for tree in trees]),
+        relaxable=column([tree.relaxable for tree in trees]),
+        choices=column([choices]),
+        positions=positions,
+    )
+
+
+def _padded_rows(states: Sequence[Tensor]) -> Tensor:
+    """States [n, hidden] of some requests as [requests, n, hidden], padded with zeros."""
+    return states[0][None] if len(states) == 1 else pad_sequence([*states], batch_first=True)
