@@ -144,8 +144,8 @@ def _ros() -> list[Check]:
         return Check("ros2 tools", "ok", path)
 
     sourced = (
-        "for the nodes and the demo, which a pip wheel lacks: source /opt/ros/<distro>/setup.bash, or run make build on a "
-        "machine without ROS 2"
+        "for the nodes and the demo, which a pip wheel lacks: source /opt/ros/<distro>/setup.bash, or run make build "
+        "on a machine without ROS 2"
     )
     checks = [_attempt("rclpy", rclpy, sourced)]
     if checks[0].state != "ok":
