@@ -92,9 +92,8 @@ def train_draft(
 
 def _check_frames(bags: list[Path] | None, frames: int) -> None:
     """Whether there are enough frames to train on, before the target is asked about any of them."""
-    from specvla_ros.bags.frames import bag_frames
+    from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
     from specvla_ros.bags.reader import open_bag
-    from specvla_ros.bags.topics import TopicChoice, choose_topics
     from specvla_ros.evaluation.frame_sources import find_bags
     from specvla_ros.training.draft_features import MIN_FRAMES
 
