@@ -65,12 +65,14 @@ def train_draft(
     if SIMULATION in data and len(data) > 1:
         raise UserError("--data sim cannot be mixed with bags: train twice, or choose one")
     settings = training.DraftTraining(epochs, batch_size, learning_rate, own_steps, seed)
+    bags = None if data == [SIMULATION] else [Path(name) for name in data]
+    training.check_frames(bags, frames)
     policy = load_target(target or nano_policy(), device=device, dtype=dtype.value, unnorm_key=unnorm_key)
     with progress_bar() as bar:
         asking = bar.add_task("asking the target", total=frames)
         shards = training.collect_features(
             policy,
-            None if data == [SIMULATION] else [Path(each) for each in data],
+            bags,
             out,
             seed=seed,
             frames=frames,
@@ -80,7 +82,7 @@ def train_draft(
         line = bar.add_task("training", total=None)
         shown = 0
 
-        def show(progress: training.DraftProgress) -> None:
+        def show(progress: training.Progress[training.DraftValidation]) -> None:
             nonlocal shown
             bar.update(line, completed=progress.step, total=progress.steps, description=f"loss {progress.loss:.4f}")
             found = progress.validation

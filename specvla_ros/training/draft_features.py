@@ -21,7 +21,7 @@ from specvla_ros.models.checkpoint import Target
 from specvla_ros.models.observation import Observation
 from specvla_ros.speculation.rules.strict import greedy_choice
 
-_SHARD = 256  # samples
+SHARD_SAMPLES = 256
 _BATCH = 16  # requests of one packed forward
 _NAMES = ("lengths", "prompts", "hidden", "tokens")
 
@@ -127,13 +127,13 @@ class FeatureStore:
             on_frame: called with the number of frames done.
         """
         source = iter(frames)
-        done = len(self.shards) * _SHARD
+        done = len(self.shards) * SHARD_SAMPLES
         for _ in islice(source, done):
             pass
         while self.bytes_used < limit_bytes:
             samples: list[Sample] = []
             taken = 0
-            while taken < _SHARD and (batch := list(islice(source, min(_BATCH, _SHARD - taken)))):
+            while taken < SHARD_SAMPLES and (batch := list(islice(source, min(_BATCH, SHARD_SAMPLES - taken)))):
                 samples += answer(policy, batch)
                 taken += len(batch)
                 if on_frame is not None:
@@ -141,7 +141,7 @@ class FeatureStore:
             if samples:
                 self._write(samples)
             done += taken
-            if taken < _SHARD:
+            if taken < SHARD_SAMPLES:
                 return
 
     def _write(self, samples: Sequence[Sample]) -> None:
