@@ -33,11 +33,8 @@ def find_bags(directories: Sequence[Path]) -> tuple[Path, ...]:
     for directory in directories:
         if not directory.is_dir():
             raise UserError(f"--data {directory} does not exist; `specvla collect --out {directory}` records some")
-        if (directory / "metadata.yaml").exists():
-            bags.append(directory)
-        bags += sorted(
-            path.parent for path in directory.glob("*/metadata.yaml") if not path.parent.name.startswith(".")
-        )
+        children = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
+        bags += [path for path in (directory, *children) if (path / "metadata.yaml").exists()]
     if not bags:
         raise UserError(
             f"no bags in {', '.join(map(str, directories))}; `specvla collect --out {directories[0]}` records some"

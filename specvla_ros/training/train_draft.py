@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specvla_ros.bags.frames import TopicChoice, choose_topics
+from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
 from specvla_ros.bags.reader import open_bag
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import (
@@ -25,7 +25,7 @@ from specvla_ros.evaluation.provenance import file_hashes
 from specvla_ros.models.checkpoint import Target
 from specvla_ros.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
-from specvla_ros.training.draft_features import SHARD_SAMPLES, FeatureStore, Sample, shuffled_samples
+from specvla_ros.training.draft_features import MIN_FRAMES, FeatureStore, Sample, shuffled_samples
 from specvla_ros.training.draft_model import DraftValidation, draft_features, validate_draft
 from specvla_ros.training.trainer import (
     STATE_DIRECTORY,
@@ -81,20 +81,20 @@ def check_frames(data: Sequence[Path] | None, frames: int) -> None:
     Raises:
         UserError: too few to train on and to validate with, or a bag that cannot be read.
     """
-    needed = SHARD_SAMPLES + 1
-    if frames < needed:
-        raise UserError(f"--frames {frames} is too few to train on and to validate with: give at least {needed}")
+    if frames < MIN_FRAMES:
+        raise UserError(f"--frames {frames} is too few to train on and to validate with; {MIN_FRAMES} are the minimum")
     if data is None:
         return
     held = 0
     for path in find_bags(data):
         with open_bag(path) as bag:
-            held += choose_topics(bag, TopicChoice()).image.count
-    if held < needed:
-        raise UserError(
-            f"the bags hold {held} images, too few to train on and to validate with: at least {needed} are "
-            "needed; give more bags with --data, or --data sim to ask the target in simulation"
-        )
+            held += sum(1 for frame in bag_frames(bag, choose_topics(bag, TopicChoice())) if frame.instruction)
+        if held >= MIN_FRAMES:
+            return
+    raise UserError(
+        f"the data hold {held} images with an instruction, too few to train on and to validate with; {MIN_FRAMES} are "
+        "the minimum: give more bags, or --data sim to ask the target in simulation"
+    )
 
 
 def collect_features(

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from support.bags import episode, write_bag
 from support.draft_heads import random_head
+from support.patience import wait_until
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.engine.batch import Segment, packed_forward
@@ -181,8 +181,8 @@ def test_too_few_frames_are_refused_before_the_target_is_asked(tmp_path: Path) -
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2
     words = " ".join(result.stderr.replace("│", " ").split())
-    assert "the bags hold 150 images, too few" in words
-    assert "at least 257 are needed; give more bags with --data, or --data sim" in words
+    assert "the data hold 150 images with an instruction, too few" in words
+    assert "257 are the minimum: give more bags, or --data sim to ask the target in simulation" in words
     assert not (tmp_path / "out").exists()
 
 
@@ -191,7 +191,9 @@ def test_frames_are_counted_over_all_bags(tmp_path: Path) -> None:
         write_bag(tmp_path / name, episode(images, actions=False))
     check_frames([tmp_path], 20000)
     check_frames(None, 257)
-    with pytest.raises(UserError, match="--frames 256 is too few to train on and to validate with: give at least 257"):
+    with pytest.raises(
+        UserError, match="--frames 256 is too few to train on and to validate with; 257 are the minimum"
+    ):
         check_frames([tmp_path], 256)
 
 
@@ -204,10 +206,8 @@ def test_a_killed_command_goes_on(tmp_path: Path) -> None:
     command += ["--out", str(out), "--epochs", "2", "--learning-rate", "1e-3"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment)
-    deadline = time.monotonic() + 120
-    while not list(out.glob("training_state/features/shard-*.safetensors")) and time.monotonic() < deadline:
-        assert process.poll() is None
-        time.sleep(0.1)
+    wait_until(lambda: list(out.glob("training_state/features/shard-*.safetensors")) or process.poll() is not None)
+    assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (out / "model.safetensors").exists()
