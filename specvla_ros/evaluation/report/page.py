@@ -19,6 +19,7 @@ h1 { font-size: 1.5rem; margin-bottom: 0; overflow-wrap: anywhere; } h2 { font-s
 td, th { padding: .2rem .9rem .2rem 0; text-align: left; vertical-align: top; white-space: nowrap; }
 td { border-bottom: 1px solid #eceef0; font-variant-numeric: tabular-nums; }
 th { font-weight: 600; border-bottom: 1px solid #c8ccd1; } .number { text-align: right; }
+.plot { min-width: 560px; } .provenance td { text-align: left; }
 td.text { white-space: normal; min-width: 16rem; overflow-wrap: anywhere; }
 .verdict { padding: .6rem 1rem; border-left: 5px solid #9aa3ad; margin: 1rem 0; overflow-wrap: anywhere; }
 .passed { border-color: #2a8a4a; background: #eef8f1; } .failed { border-color: #c0392b; background: #fdf0ee; }
@@ -69,14 +70,13 @@ def plot(drawn: go.Figure, height: int, *, name: str | None = None, **layout: An
         name: id of its element, for scripts.
         layout: what differs from the common layout.
     """
-    drawn.update_layout(
-        **{"template": "plotly_white", "height": height, "margin": dict(l=60, r=20, t=40, b=50)} | layout
-    )
+    common = dict(template="plotly_white", height=height, margin=dict(l=60, r=20, t=60, b=50))
+    drawn.update_layout(**common | layout)
     # Markers on an axis are drawn whole.
     drawn.update_traces(cliponaxis=False, selector=lambda trace: trace.type in ("scatter", "bar"))
     options = {"displaylogo": False, "responsive": True}
     html: str = drawn.to_html(full_html=False, include_plotlyjs=False, config=options, div_id=name)
-    return html
+    return f"<div class=scroll><div class=plot>{html}</div></div>"
 
 
 def heatmap(x: Sequence[str], y: Sequence[str], shares: Sequence[Sequence[float]], text: Any) -> go.Figure:
@@ -108,7 +108,7 @@ def emulation(device: Mapping[str, Any] | None) -> str:
 
 def provenance(context: Mapping[str, Any]) -> str:
     """The section at a page's end: what the result was made of."""
-    return "<h2>Provenance</h2>" + table(("", ""), context_rows(context))
+    return f"<h2>Provenance</h2><div class=provenance>{table(('', ''), context_rows(context))}</div>"
 
 
 def context_rows(context: Mapping[str, Any]) -> list[tuple[str, str]]:
