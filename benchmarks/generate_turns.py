@@ -70,7 +70,7 @@ class GenerateTurns:
     def _act(self) -> float:
         """Seconds of one action; its tokens are read back, as an action's must be."""
         started = time.perf_counter()
-        prompt = self._policy.prompt_embeddings(frame(1).image, (1,) * TEXT_TOKENS)
+        prompt = self._policy.prompt_embeddings(frame(1), (1,) * TEXT_TOKENS)
         mask = torch.ones(1, len(prompt), dtype=torch.int64, device=self._device)
         out = self._model.generate(
             inputs_embeds=prompt[None],

@@ -7,9 +7,8 @@ from shapes import PROMPT, tree_parents
 
 from specvla_kernels.graph_capture import randomize
 from specvla_kernels.layout import Ancestry, PackedLayout
-from specvla_ros.engine.kv_cache import KVCache
-from specvla_ros.engine.packed_forward import new_cache
-from specvla_ros.engine.segment import PackedBatch, Segment, pack
+from specvla_ros.engine.batch import PackedBatch, Segment, pack
+from specvla_ros.engine.kv_cache import KVCache, new_cache
 from specvla_ros.models.llama import LlamaDecoder
 
 DECODES, LARGE_TREE, TREES, TREE = 7, 50, 3, 16

@@ -12,13 +12,14 @@ from shapes import Size
 from torch import Tensor, nn
 
 from specvla_ros.engine.observation import Observation
-from specvla_ros.models.checkpoint import ImageEmbeddings, Target
-from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer
+from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
 from specvla_ros.models.config import OpenVLAConfig
 from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.models.openvla import OpenVLA
+from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.prompt import PromptTokenizer
 from specvla_ros.models.quantization import check_quantization, quantize_layer
+from specvla_ros.models.target import ImageEmbeddings
 from specvla_ros.speculation.drafters.combine import DRAFT_FOLDER
 from specvla_ros.speculation.drafters.eagle_head import save_draft_head
 
@@ -45,11 +46,13 @@ class RandomPolicy(Target):
         """Rows of the prompt that are not text."""
         return self.prompt_rows - TEXT_TOKENS
 
-    def prompt_embeddings(self, image: np.ndarray, prompt_ids: Any, vision: ImageEmbeddings | None = None) -> Tensor:
+    def prompt_embeddings(
+        self, observation: Observation, prompt_ids: Any, vision: ImageEmbeddings | None = None
+    ) -> Tensor:
         """The prompt, whatever is shown and asked."""
         if self.embeddings is not None:
             return self.embeddings
-        return super().prompt_embeddings(image, prompt_ids, vision)
+        return super().prompt_embeddings(observation, prompt_ids, vision)
 
 
 @torch.no_grad()
@@ -75,8 +78,10 @@ def random_policy(
         model=model,
         image_processor=lambda _: pixels,  # type: ignore[arg-type]  # the pixels are there already
         prompt=PromptTokenizer(None, chat=False, trailing_id=None, vocab_size=size.llama.vocab_size),
-        action_tokenizer=ActionTokenizer(model.config.token_vocab_size, _BINS),
-        statistics=ActionStatistics("random", -np.ones(tokens), np.ones(tokens), np.ones(tokens, dtype=bool)),
+        codec=BinsCodec(
+            ActionTokenizer(model.config.token_vocab_size, _BINS),
+            ActionStatistics("random", -np.ones(tokens), np.ones(tokens), np.ones(tokens, dtype=bool)),
+        ),
         prompt_rows=prompt_rows,
         embeddings=None if vision else torch.randn(shape, generator=generator, device=device, dtype=dtype),
     )

@@ -114,8 +114,8 @@ def add_turn(turns: Turns, policy: RandomPolicy, settings: EngineSettings, trace
     if on_gpu is not None:
         on_gpu.begin()
     engine = Engine(policy, settings)
-    engine._setup.graphs.warm_up()  # `Engine.warm_up` would also decode an image, and the trace with it
-    turns.cuda_graphs = engine._setup.graphs.status
+    engine.runner.graphs.warm_up()  # `Engine.warm_up` would also decode an image, and the trace with it
+    turns.cuda_graphs = engine.runner.graphs.status
     trace.follow(engine)
     begun: dict[int, float] = {}
     _run(engine, Turns(), min(_WARM, actions), begun)
@@ -124,7 +124,7 @@ def add_turn(turns: Turns, policy: RandomPolicy, settings: EngineSettings, trace
     done = _run(engine, turns, actions, begun)
     synchronise(device)
     turns.rates_hz.append(done / (time.perf_counter() - started))
-    cache = engine._setup.cache
+    cache = engine.cache
     turns.peak_bytes = on_gpu.end() if on_gpu is not None else cache.keys.nbytes + cache.values.nbytes
 
 

@@ -77,7 +77,7 @@ def _reshaped(policy: RandomPolicy, tokens: int, rows: int) -> RandomPolicy:
     shape = (rows, decoder.config.hidden_size)
     embeddings = torch.randn(shape, generator=generator, device=decoder.device, dtype=decoder.dtype)
     statistics = ActionStatistics("random", -np.ones(tokens), np.ones(tokens), np.ones(tokens, dtype=bool))
-    return replace(policy, prompt_rows=rows, embeddings=embeddings, statistics=statistics)
+    return replace(policy, prompt_rows=rows, embeddings=embeddings, codec=replace(policy.codec, statistics=statistics))
 
 
 def _point(policy: RandomPolicy, lengths: AcceptanceLengths, nodes: int, actions: int, repeats: int) -> dict[str, Any]:

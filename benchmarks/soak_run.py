@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from soak_policy import INSTRUCTIONS
 
+from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, DropCounter, DropReason, Outcome
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import Target
 
@@ -150,7 +150,7 @@ class Soak:
     def _margin(self, seen: Observation, prefix: Sequence[int]) -> float:
         """Between the target's two best logits behind a prefix of an answer."""
         decoder = self._policy.decoder
-        prompt = self._policy.prompt_embeddings(seen.image, self._policy.prompt_ids(seen.instruction))
+        prompt = self._policy.prompt_embeddings(seen, self._policy.prompt_ids(seen.instruction))
         answer = decoder.embed_tokens(torch.tensor(prefix, dtype=torch.int64, device=decoder.device))
         rows = torch.cat((prompt, answer))
         cache = new_cache(decoder, slots=1, slot_rows=len(rows))
@@ -158,10 +158,12 @@ class Soak:
         return float(best - second)
 
     def _check_slots(self, phase: Phase) -> None:
-        setup = self._engine._setup  # how many slots are free is nobody's business but a soak's
-        held = {request.slot for request in setup.flight.requests}
-        if len(held) != self._engine.in_flight or setup.cache.free_slots + len(held) != setup.cache.slots:
-            phase.fail(f"{setup.cache.slots} slots, {setup.cache.free_slots} free, {self._engine.in_flight} in flight")
+        engine = self._engine
+        held = {request.slot for request in engine.scheduler.requests}
+        if len(held) != self._engine.in_flight or engine.cache.free_slots + len(held) != engine.cache.slots:
+            phase.fail(
+                f"{engine.cache.slots} slots, {engine.cache.free_slots} free, {self._engine.in_flight} in flight"
+            )
 
     def _check_end(self, phase: Phase) -> None:
         self._check_slots(phase)

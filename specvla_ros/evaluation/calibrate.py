@@ -26,7 +26,7 @@ from specvla_ros.evaluation.sweep import FrameRun, run_side_by_side
 from specvla_ros.models.checkpoint import Target
 from specvla_ros.settings.parameter import values_of
 from specvla_ros.settings.profiles import write_parameters
-from specvla_ros.simulation.device_pace import read_device, tick_time
+from specvla_ros.simulation.device_pace import read_stage_times, tick_time
 from specvla_ros.simulation.rollout import EpisodeResult
 from specvla_ros.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.speculation.rules.registry import bins_of
@@ -229,7 +229,7 @@ def _try_on_frames(
         on_progress(Progress(_FRAMES, done, wanted))
 
     candidates: list[Candidate] = []
-    pace = tick_time(read_device(plan.emulate) if plan.emulate else None)
+    pace = tick_time(read_stage_times(plan.emulate) if plan.emulate else None)
     for group in groups:
         engines = {each.name: each.engine for each in (plain, *group)}
         runs = run_side_by_side(policy, engines, frames, rounds=1, pace=pace, on_frame=one_more)
@@ -286,6 +286,6 @@ def _context(policy: Target, base: SimulateSettings, plan: CalibratePlan, frames
         "world": base.world,
         "frames": frames,
         "episodes": asdict(plan.episodes) if plan.episodes is not None else None,
-        "emulate": asdict(read_device(plan.emulate)) if plan.emulate else None,
+        "emulate": asdict(read_stage_times(plan.emulate)) if plan.emulate else None,
         **head(),
     }

@@ -13,6 +13,7 @@ import torch
 
 import specvla_ros
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.planning.measure import cpu_name
 from specvla_ros.speculation.drafters.combine import DRAFT_FOLDER
 
 
@@ -67,16 +68,6 @@ def hardware() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": platform.platform(),
     }
-
-
-def cpu_name() -> str:
-    """The processor's name; on ARM its architecture, where Linux gives no name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.lower().startswith(("model name", "hardware"))]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def git_revision(repository: Path) -> str | None:

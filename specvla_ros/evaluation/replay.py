@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
-from specvla_ros.bags.frames import BagFrame, bag_frames
-from specvla_ros.bags.image_message import rgb_from_compressed, rgb_from_image, stamp_ns
+from specvla_ros.bags.frames import BagFrame, ReplayTopics, TopicChoice, bag_frames, choose_topics
+from specvla_ros.bags.image_message import rgb_from_message, stamp_ns
 from specvla_ros.bags.reader import Bag, open_bag
 from specvla_ros.bags.recorder import BagRecorder
-from specvla_ros.bags.topics import RAW_IMAGE, ReplayTopics, TopicChoice, choose_topics
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, DecodeRecord, DropReason, StageTimings
@@ -64,13 +64,13 @@ class ReplayRun:
         self._engine = engine
         self._directory = directory
         self._action_dt = action_dt
-        self._columns = ReplayColumns(engine.policy.action_names, start_ns)
+        self._columns = ReplayColumns(engine.target.codec.names, start_ns)
         self._pictures = Pictures(frames_in_bag, start_ns)
         self._kept = directory.resume_lines(FRAMES_FILE, lambda line: FrameRecord(**line))
         self._newest: list[Observation] = []  # of the kept frames: that of the newest action, and the newest of all
         bag = directory.path / BAG_DIRECTORY
         shutil.rmtree(bag, ignore_errors=True)
-        self._recorder = BagRecorder(bag, {key: str(value) for key, value in engine.policy.describe().items()})
+        self._recorder = BagRecorder(bag, {key: str(value) for key, value in engine.target.describe().items()})
         self._lines = directory.append_to(FRAMES_FILE)
 
     def play(self, frame: BagFrame) -> bool:
@@ -122,7 +122,7 @@ class ReplayRun:
             values=action.values.tolist(),
             timings=asdict(action.timings),
             decode={**asdict(record), "forwards": record.forwards, "tau": record.tau},
-            **compare(self._engine.policy, action, frame.recorded),
+            **compare(self._engine.target.codec, action, frame.recorded),
         )
 
     def _restore(self, record: FrameRecord, frame: BagFrame, observed: Observation | FrameRecord) -> None:
@@ -160,8 +160,7 @@ def _observe(frame: BagFrame, received_ns: int) -> Observation | FrameRecord:
     """What the node does with an image, without ROS: the checks before the engine, in the same order."""
     try:
         message = frame.image.message()
-        to_rgb = rgb_from_image if frame.image.msgtype == RAW_IMAGE else rgb_from_compressed
-        rgb = to_rgb(message)
+        rgb = rgb_from_message(message)
     except UserError as error:
         return _dropped(frame, received_ns, DropReason.BAD_IMAGE, str(error))
     try:
@@ -171,7 +170,7 @@ def _observe(frame: BagFrame, received_ns: int) -> Observation | FrameRecord:
     if not frame.epoch:
         return _dropped(frame, received_ns, DropReason.NO_INSTRUCTION, "recorded before any instruction", stamp)
     return Observation(
-        image=rgb,
+        images=rgb,
         instruction=frame.instruction,
         stamp_ns=stamp,
         frame_id=message.header.frame_id,
@@ -198,7 +197,7 @@ def _action(record: FrameRecord, observation: Observation, names: tuple[str, ...
     return Action(
         observation=observation,
         names=names,
-        values=np.array(record.values),
+        actions=np.array(record.values)[None],
         tokens=tuple(record.tokens),
         timings=StageTimings(**record.timings),
         record=DecodeRecord(**decode),
@@ -239,6 +238,8 @@ def replay(
     directory = _open_output(out_dir)
     with open_bag(bag_path) as bag:
         chosen = choose_topics(bag, topics)
+        if chosen.note:
+            Console(stderr=True).print(chosen.note, markup=False, highlight=False, soft_wrap=True)
         instruction = topics.instruction
         engine = Engine(policy, settings)
         if instruction is not None:
@@ -316,7 +317,7 @@ def _context(
             "action_topic": topics.action.name if topics.action else None,
         },
         "settings": {**asdict(engine.settings), "instruction": instruction, "action_dt": action_dt},
-        "policy": engine.policy.describe(),
+        "policy": engine.target.describe(),
         **head(),
     }
 

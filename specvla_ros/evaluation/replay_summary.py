@@ -11,7 +11,7 @@ from specvla_ros.bags.frames import BagFrame
 from specvla_ros.engine.outcome import Action, DropCounter, DropReason
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.statistics import percentiles
-from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.codecs.codec import Codec
 
 
 @dataclass(frozen=True)
@@ -107,18 +107,18 @@ class FrameRecord:
         return {name: value for name, value in vars(self).items() if value is not None or name in required}
 
 
-def compare(policy: Target, action: Action, recorded: tuple[float, ...] | None) -> dict[str, Any]:
+def compare(codec: Codec, action: Action, recorded: tuple[float, ...] | None) -> dict[str, Any]:
     """An action beside the recorded one: error and bin_distance of its FrameRecord; empty when it cannot be compared.
 
     Args:
-        policy: whose action it is.
+        codec: of the policy whose action it is.
         action: the decoded action.
         recorded: the recorded one; None: missing. It is not compared when not finite or of another length.
     """
-    if recorded is None or len(recorded) != policy.action_dim or not all(map(math.isfinite, recorded)):
+    if recorded is None or len(recorded) != len(codec.names) or not all(map(math.isfinite, recorded)):
         return {}
     wanted = np.asarray(recorded, dtype=np.float64)
-    tokens = policy.action_tokenizer.encode(policy.statistics.normalise(wanted))
+    tokens = np.asarray(codec.encode(wanted[None]))
     distance = np.abs(tokens - np.asarray(action.tokens))
     return {"error": (action.values - wanted).tolist(), "bin_distance": distance.tolist()}
 

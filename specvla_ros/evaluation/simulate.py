@@ -20,7 +20,7 @@ from specvla_ros.evaluation.simulate_summary import SimulateSummary, summarise_e
 from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.models.codecs.bins import ActionStatistics
 from specvla_ros.models.config import read_config
-from specvla_ros.simulation.device_pace import read_device, tick_time
+from specvla_ros.simulation.device_pace import read_stage_times, tick_time
 from specvla_ros.simulation.episode_pool import run_episodes
 from specvla_ros.simulation.robot import SimulatedRobot
 from specvla_ros.simulation.rollout import Clock, EpisodeResult, Rollout
@@ -84,7 +84,7 @@ def run_job(job: EpisodeJob) -> EpisodeResult:
         UserError: the policy, the world or an argument does not fit.
     """
     engine, robot = _stage(job.settings, os.getpid())
-    pace = tick_time(read_device(job.settings.emulate) if job.settings.emulate else None)
+    pace = tick_time(read_stage_times(job.settings.emulate) if job.settings.emulate else None)
     clock, limit = job.settings.clock, job.settings.time_limit
     if job.film is None:
         return Rollout(engine, robot, clock, pace, time_limit=limit).run(job.task, job.seed)
@@ -208,7 +208,7 @@ def simulate(
     """
     read_config(settings.policy)
     if settings.emulate:
-        read_device(settings.emulate)
+        read_stage_times(settings.emulate)
     tasks = tasks_of(settings.world, plan.tasks)
     directory = RunDirectory(out, "simulate")
     out = directory.path
@@ -275,5 +275,5 @@ def _film(out: Path, task: str, seed: int) -> Path:
 
 
 def _context(settings: SimulateSettings, plan: SimulatePlan) -> dict[str, object]:
-    emulated = asdict(read_device(settings.emulate)) if settings.emulate else None
+    emulated = asdict(read_stage_times(settings.emulate)) if settings.emulate else None
     return {"settings": settings.as_json(), "plan": asdict(plan), "emulation": emulated, **head()}

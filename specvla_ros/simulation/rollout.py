@@ -216,7 +216,7 @@ class Rollout:
     def _observe(self, episode: _Episode) -> Observation:
         episode.pictured = episode.passed
         observation = Observation(
-            image=self._robot.look(),
+            images=self._robot.look(),
             instruction=episode.instruction,
             stamp_ns=_START_NS + round(episode.passed * self._robot.control_dt * 1e9),
         )
@@ -250,5 +250,5 @@ class Rollout:
 def _roughness(engine: Engine, actions: list[Action]) -> float:
     if len(actions) < 2:
         return 0.0
-    normalised = np.array([engine.policy.statistics.normalise(action.values) for action in actions])
+    normalised = np.array([engine.target.codec.normalise(action.actions)[0] for action in actions])
     return float(np.abs(np.diff(normalised[:, :-1], axis=0)).mean())

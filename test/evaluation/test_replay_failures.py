@@ -12,9 +12,9 @@ import pytest
 from support import bags
 from support.replays import Meddling, Run, drops_of, read_frames
 
+from specvla_ros.bags.frames import TopicChoice
 from specvla_ros.bags.reader import open_bag
 from specvla_ros.bags.recorder import ACTION_TOPIC
-from specvla_ros.bags.topics import TopicChoice
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.replay import check_replay, replay

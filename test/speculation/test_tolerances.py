@@ -13,8 +13,8 @@ from tokenizers.models import WordLevel
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import Target, load_target
-from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer
-from specvla_ros.speculation.rules.bin_distance import BinDistance, spread_bins, tolerance_in_bins
+from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, spread_bins, tolerance_in_bins
+from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.composite import Composite, number_tokens
 from specvla_ros.speculation.rules.fly import Fly
 from specvla_ros.speculation.rules.lvspec import LVSpec

@@ -203,7 +203,7 @@ class PolicyNode(LifecycleNode):
             self._drop(DropReason.NO_INSTRUCTION, "publish one on the topic 'instruction' or set the parameter")
             return
         observation = Observation(
-            image=frame.rgb,
+            images=frame.rgb,
             instruction=wanted.text,
             stamp_ns=frame.stamp_ns,
             frame_id=frame.frame_id,

@@ -1,4 +1,4 @@
-"""Segments, and the packed batch that carries any mix of them through one forward.
+"""The engine's one primitive: segments, and the packed forward that carries any mix of them.
 
 Everything the model computes is one call on a list of segments. A prefill is a chain of prompt embeddings, whole or a
 chunk behind a committed prefix; a decode step is a tree of one node; a verification is a tree of drafted tokens.
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from specvla_kernels.device import to_device
 from specvla_kernels.layout import Ancestry, PackedLayout, Span, pack_layout
+from specvla_ros.engine.kv_cache import KVCache
+from specvla_ros.models.target import Decoder, ForwardResult
 
 
 @dataclass(frozen=True)
@@ -120,3 +122,15 @@ def pack(segments: Sequence[Segment], slot_rows: int, embed: Callable[[Tensor], 
         layout=pack_layout(parts, slot_rows, device),
         wanted_rows=to_device(wanted_rows(segments, spans), device),
     )
+
+
+def packed_forward(decoder: Decoder, segments: Sequence[Segment], cache: KVCache) -> ForwardResult:
+    """Runs any mix of prefills, chunks, decode steps and trees; writes their keys and values to the KV cache.
+
+    Each segment gets what it would get alone, to rounding.
+
+    Returns:
+        Logits of each segment's last `wanted` nodes, and hidden states of all nodes, segments in order.
+    """
+    batch = pack(segments, cache.slot_rows, decoder.embed_tokens)
+    return decoder(batch.embeddings, batch.layout, batch.wanted_rows, cache.keys, cache.values)

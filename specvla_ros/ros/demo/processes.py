@@ -1,5 +1,9 @@
-"""Brings a lifecycle node to its active state from another process."""
+"""The demo's nodes as processes: started, brought to their active state, ended."""
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,22 +17,54 @@ from rclpy.task import Future
 
 from specvla_ros.errors import UserError
 
+NodeProcess = subprocess.Popen[bytes]
+
 _ANSWER_S = 5.0
+_STOP_TIMEOUT_S = 15.0
 _NEXT = {
     State.PRIMARY_STATE_UNCONFIGURED: Transition.TRANSITION_CONFIGURE,
     State.PRIMARY_STATE_INACTIVE: Transition.TRANSITION_ACTIVATE,
 }
 
 
+def start_node(name: str, *parameters: str, remaps: tuple[str, ...] = ()) -> NodeProcess:
+    """Starts a node of this package, which ends with this process.
+
+    Args:
+        name: folder of the node under specvla_ros/ros.
+        parameters: as `name:=value`.
+        remaps: as `from:=to`.
+    """
+    arguments = [part for parameter in parameters for part in ("-p", parameter)]
+    arguments += [part for remap in remaps for part in ("-r", remap)]
+    # A demo that is killed must not leave a policy behind on the topics of the next one.
+    end_with = f"from specvla_ros.simulation.episode_pool import end_with_parent; end_with_parent({os.getpid()})"
+    code = f"{end_with}; from specvla_ros.ros.{name}.node import main; main()"
+    only_errors = ["--log-level", "error"]
+    return subprocess.Popen([sys.executable, "-c", code, "--ros-args", *arguments, *only_errors], stdin=subprocess.DEVNULL)
+
+
+def stop_node(process: NodeProcess) -> None:
+    """Ends a node as Ctrl-C does, or kills it when it does not end."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 class LifecycleClient:
-    """Asks for transitions, and looks at the node's state rather than wait for an answer.
+    """Requests transitions, and looks at the node's state rather than wait for an answer.
 
     A service's answer is lost when the server has not yet discovered the client's end of the answer's topic, which
     happens on a loaded machine: what counts is the state that the node is in.
 
     Args:
-        node: that asks; nobody else may spin it meanwhile.
-        name: of the lifecycle node, for example `/policy`.
+        node: the client's own node; nobody else may spin it meanwhile.
+        name: the lifecycle node's name, for example `/policy`.
     """
 
     def __init__(self, node: Node, name: str) -> None:
@@ -41,31 +77,31 @@ class LifecycleClient:
 
         Args:
             alive: whether its process runs.
-            timeout_s: for all of it.
+            timeout_s: limit for all of it.
 
         Raises:
             UserError: it does not come up, or refuses.
         """
         deadline = time.monotonic() + timeout_s
-        asked: Future[Any] | None = None
-        asked_for, asked_s = 0, 0.0
+        answer: Future[Any] | None = None
+        requested, requested_s = 0, 0.0
         while alive() and time.monotonic() < deadline:
             state = self._state()
             if state == State.PRIMARY_STATE_ACTIVE:
                 return
             transition = _NEXT.get(state)
-            if transition is None:  # unknown, or on its way
+            if transition is None:  # unknown, or in a transition
                 time.sleep(0.05)
                 continue
-            if transition == asked_for and asked is not None:
-                answer = asked.result() if asked.done() else None
-                if answer is not None and not answer.success:
+            if transition == requested and answer is not None:
+                result = answer.result() if answer.done() else None
+                if result is not None and not result.success:
                     raise UserError("the policy node refused to start; its own message above says why")
-                if time.monotonic() - asked_s < _ANSWER_S:
+                if time.monotonic() - requested_s < _ANSWER_S:
                     rclpy.spin_once(self._node, timeout_sec=0.05)
                     continue
-            asked = self._change.call_async(ChangeState.Request(transition=Transition(id=transition)))
-            asked_for, asked_s = transition, time.monotonic()
+            answer = self._change.call_async(ChangeState.Request(transition=Transition(id=transition)))
+            requested, requested_s = transition, time.monotonic()
         raise UserError("the policy node did not come up; `specvla doctor` says what to fix")
 
     def _state(self) -> int:
