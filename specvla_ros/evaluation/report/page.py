@@ -1,5 +1,6 @@
 """The style that every report shares: one HTML file, readable without a network and on a phone."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -11,6 +12,7 @@ from plotly.offline import get_plotlyjs
 from specvla_ros.evaluation.run_directory import replace_file
 
 INK, GREY, BLUE, GREEN, AMBER, RED = "#1b1f24", "#9aa3ad", "#3c7fb1", "#58a371", "#e1a03c", "#c9512f"
+_NUMBER = re.compile(r"[-+]?[0-9.]+%?")
 _LONG_CELL = 40  # characters; longer ones are text, which may wrap
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
@@ -49,16 +51,21 @@ def write_page(path: Path, title: str, parts: Sequence[str]) -> None:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of plain text, which scrolls where the window is narrow. Numbers are set flush right and never wrap."""
-    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"] if any(head) else []
-    lines += ["<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows]
+    """A table of plain text, which scrolls where the window is narrow. Columns of numbers are flush right."""
+    rows = list(rows)
+    columns = list(zip(*rows, strict=True)) or [()] * len(head)
+    numbers = [any(cells) and all(map(_NUMBER.fullmatch, filter(None, cells))) for cells in columns]
+    lines = [_row("th", head, numbers)] if any(head) else []
+    lines += [_row("td", row, numbers) for row in rows]
     return "<div class=scroll><table>" + "".join(lines) + "</table></div>"
 
 
-def _cell(text: str) -> str:
-    number = text.replace(".", "", 1).lstrip("-").isdigit()
-    kind = " class=number" if number else " class=text" if len(text) > _LONG_CELL else ""
-    return f"<td{kind}>{escape(text)}</td>"
+def _row(tag: str, cells: Sequence[str], numbers: Sequence[bool]) -> str:
+    html = []
+    for cell, number in zip(cells, numbers, strict=True):
+        kind = " class=number" if number else " class=text" if len(cell) > _LONG_CELL else ""
+        html.append(f"<{tag}{kind}>{escape(cell)}</{tag}>")
+    return f"<tr>{''.join(html)}</tr>"
 
 
 def plot(drawn: go.Figure, height: int, *, name: str | None = None, **layout: Any) -> str:
