@@ -295,7 +295,7 @@ def _open_output(out_dir: str | Path) -> RunDirectory:
     directory = RunDirectory(out_dir, "replay")
     directory.check()
     summary = directory.read_json(SUMMARY_FILE)
-    if summary is not None and not summary["incomplete"]:
+    if summary is not None and not summary.get("incomplete"):
         raise UserError(
             f"{directory.path} holds the result of an earlier replay; give another directory with --out, or remove "
             "that one"
