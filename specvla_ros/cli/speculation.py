@@ -197,8 +197,8 @@ def calibrate(
         line = bar.add_task("looking for frames", total=None)
         images = calibration.collect_frames(loaded, base, data, plan, frames)
 
-        def show(progress: calibration.Progress) -> None:
-            bar.update(line, completed=progress.done, total=progress.wanted, description=progress.stage)
+        def show(stage: str, done: int, wanted: int) -> None:
+            bar.update(line, completed=done, total=wanted, description=stage)
 
         found = calibration.calibrate(loaded, base, images, plan, out, show)
     print_table(CALIBRATION_HEAD[:-1], [calibration_row(each, found)[:-1] for each in found.shortlist])
