@@ -3,32 +3,33 @@
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 from specvla_ros.errors import UserError
 from specvla_ros.planning.cost import Forward, ModelCost, WeightFormat, draft_part, forward_parts, least_seconds
 from specvla_ros.planning.device import LIMIT, Device, Efficiency, derated
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
-TREE_DEPTH = DraftSettings().depth - 1  # as Spec-VLA (section 5.1) and EAGLE count: one less
-
-# Spec-VLA (arXiv 2507.22424), table 2, relaxed acceptance: accepted tokens per verification on each LIBERO suite, the
-# target's own token not counted.
+# Spec-VLA (arXiv 2507.22424), table 2, relaxed acceptance: mean accept length on each LIBERO suite, and its tolerance.
 SPEC_VLA_RELAXED = {"goal": 1.56, "object": 1.30, "spatial": 1.05, "long": 1.03}
+_SPEC_VLA_BINS = {"goal": 9, "object": 9, "spatial": 9, "long": 5}
+_BINOMIAL_TRIALS = 4  # see spec_vla_relaxed
 
 
 @dataclass(frozen=True)
 class AcceptanceLengths:
-    """A distribution of accepted tokens.
+    """A distribution of accept lengths.
 
     Args:
         name: for reports.
         probabilities: of 0, 1, … accepted tokens.
+        acceptance: settings that the lengths were reached with.
     """
 
     name: str
     probabilities: tuple[float, ...]
+    acceptance: AcceptanceSettings = field(default_factory=AcceptanceSettings)
 
     def __post_init__(self) -> None:
         if min(self.probabilities) < 0 or abs(sum(self.probabilities) - 1) > 1e-9:
@@ -61,11 +62,11 @@ class AcceptanceLengths:
 
 
 def spec_vla_relaxed(suite: str) -> AcceptanceLengths:
-    """A binomial distribution over the tree's levels with Spec-VLA's mean.
+    """A binomial distribution with Spec-VLA's mean.
 
-    Only the mean is Spec-VLA's. Of three shapes tried (binomial over 4 and over 5 levels, and a chance per token, which
+    Only the mean is Spec-VLA's. Of three shapes tried (binomial with 4 and with 5 trials, and a chance per token, which
     is geometric), this one comes nearest to a roofline worked out by hand earlier: it is fitted, not observed. The
-    geometric one needs 2.84 instead of 2.72 verifications for the six tokens behind a prefill on Goal, and loses more
+    geometric one needs 2.84 instead of 2.72 verifications for the six tokens after a prefill on Goal, and loses more
     frames in specpipe: 36 % instead of 29 %, with 2 chunks 12 % instead of 4 %.
 
     Raises:
@@ -73,12 +74,12 @@ def spec_vla_relaxed(suite: str) -> AcceptanceLengths:
     """
     if suite not in SPEC_VLA_RELAXED:
         raise UserError(f"there are no acceptance lengths of '{suite}'; known: {', '.join(SPEC_VLA_RELAXED)}")
-    share = SPEC_VLA_RELAXED[suite] / TREE_DEPTH
+    trials, share = _BINOMIAL_TRIALS, SPEC_VLA_RELAXED[suite] / _BINOMIAL_TRIALS
     probabilities = tuple(
-        math.comb(TREE_DEPTH, length) * share**length * (1 - share) ** (TREE_DEPTH - length)
-        for length in range(TREE_DEPTH + 1)
+        math.comb(trials, length) * share**length * (1 - share) ** (trials - length) for length in range(trials + 1)
     )
-    return AcceptanceLengths(f"Spec-VLA relaxed, LIBERO-{suite.title()}", probabilities)
+    acceptance = AcceptanceSettings("bin_distance", bins=(_SPEC_VLA_BINS[suite],))
+    return AcceptanceLengths(f"Spec-VLA relaxed, LIBERO-{suite.title()}", probabilities, acceptance)
 
 
 _FRAMES = 2000
@@ -93,8 +94,9 @@ class Mode:
     Args:
         name: as in the tables.
         decode_mode: value of `decode.mode`.
-        pipelined: admit a frame as soon as the one before has its prompt behind it.
-        nodes: per tree; 1: plain decoding.
+        pipelined: a frame is admitted as soon as the prompt of the one before is through.
+        nodes: of a tree; 1: plain decoding.
+        depth: drafted tokens on a tree's longest path, each a forward of the draft head.
         chunks: forwards over which a prompt is spread.
         max_in_flight: requests; a new frame waits while there are so many.
     """
@@ -103,6 +105,7 @@ class Mode:
     decode_mode: str
     pipelined: bool = False
     nodes: int = 1
+    depth: int = DraftSettings.depth
     chunks: int = 1
     max_in_flight: int = 64
 
@@ -296,16 +299,16 @@ class ModeLimit:
         return self.kv_bytes + self.weight_bytes <= device.memory_gb * 1e9
 
 
-def tick_seconds(tick: Tick, *, model: ModelCost, device: Device, weights: WeightFormat) -> float:
-    """Least time of a tick. The draft head's forward over the prompt is left out: it may run beside the next frame."""
+def tick_seconds(tick: Tick, mode: Mode, *, model: ModelCost, device: Device, weights: WeightFormat) -> float:
+    """Shortest time of a tick, without the draft head's forward over the prompt: it may run beside the next frame."""
     seconds = least_seconds(forward_parts(tick.forward, model, weights, device.value_bytes), device)
     if not tick.drafting:
         return seconds
     draft = draft_part(
         model,
         device.value_bytes,
-        steps=TREE_DEPTH,
-        rows=tick.drafting * NODES,
+        steps=mode.depth,
+        rows=tick.drafting * mode.nodes,
         prefix_rows=tick.drafting * model.prompt_rows,
     )
     return seconds + draft.seconds(device)
@@ -321,7 +324,7 @@ def mode_limit(
 
         @cache
         def seconds(tick: Tick) -> float:
-            return tick_seconds(tick, model=model, device=reached, weights=weights) + efficiency.forward_s
+            return tick_seconds(tick, mode, model=model, device=reached, weights=weights) + efficiency.forward_s
 
         return run_loop(mode, model.prompt_rows, model.action_tokens, lengths, seconds)
 

@@ -144,20 +144,22 @@ def test_a_draw_is_repeated() -> None:
 def test_any_device_gets_a_profile_that_holds_together(device: Device, weights: WeightFormat) -> None:
     limits = [mode_limit(mode, MODEL, device, weights, GOAL) for mode in MODES]
     profile = choose(MODEL, device, weights, limits, GOAL)
-    pipelined = profile.mode in ("pipeline", "specpipe")
-    assert (profile.prefill_chunks == 1 and profile.max_in_flight == 1) or pipelined
-    assert 1 <= profile.nodes <= (16 if pipelined else 64)
-    assert profile.top_k * (profile.depth - 1) <= 64
-    assert profile.limit.in_flight <= profile.max_in_flight
-    assert -(-MODEL.prompt_rows // profile.prefill_chunks) <= profile.chunk_rows <= MODEL.prompt_rows
-    if profile.mode == "specpipe" and profile.nodes > 8:
-        assert profile.nodes * profile.max_in_flight <= ridge_rows(MODEL, device, weights)
+    settings = profile.settings
+    pipelined = settings.mode in ("pipeline", "specpipe")
+    assert (settings.prefill_chunks == 1 and settings.max_in_flight == 1) or pipelined
+    assert 1 <= settings.draft.nodes <= (16 if pipelined else 64)
+    assert settings.draft.top_k * (settings.draft.depth - 1) <= 64
+    assert profile.limit.in_flight <= settings.max_in_flight
+    assert -(-MODEL.prompt_rows // settings.prefill_chunks) <= profile.chunk_rows <= MODEL.prompt_rows
+    if settings.mode == "specpipe" and settings.draft.nodes > 8:
+        assert settings.draft.nodes * settings.max_in_flight <= ridge_rows(MODEL, device, weights)
 
 
 @pytest.mark.parametrize(("device", "chunks"), [("h200", 2), ("rtx5090", 3), ("orin", 2)])
 def test_chunks_of_about_the_ridge_are_chosen(device: str, chunks: int) -> None:
     profile = make_plan(read_device(device), WeightFormat.NONE).profile
-    assert (profile.mode, profile.prefill_chunks, profile.nodes) == ("specpipe", chunks, 16)
+    settings = profile.settings
+    assert (settings.mode, settings.prefill_chunks, settings.draft.nodes) == ("specpipe", chunks, 16)
     tiles = {"h200": 192, "rtx5090": 128, "orin": 192}
     assert f"{tiles[device]}, whole tiles" in profile.reasons["chunk length"]
 
