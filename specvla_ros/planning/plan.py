@@ -96,7 +96,7 @@ def choose(
     candidates = [limit for limit in limits if limit.mode.chunks in (1, min(wanted_chunks, _MAX_CHUNKS))]
     fitting = [limit for limit in candidates if limit.fits(device)]
     best = min(fitting or candidates, key=lambda limit: limit.oldest_image_s)
-    pipelined, drafts, chunks = best.mode.pipelined, best.mode.nodes > 1, best.mode.chunks
+    pipelined, drafts, chunks = best.mode.pipelined, best.mode.drafts, best.mode.chunks
     verifications = lengths.verifications(model.action_tokens - 1) if drafts else model.action_tokens - 1
     in_flight = math.ceil((chunks + verifications) / chunks) if pipelined else 1
     nodes = _nodes(ridge / in_flight, packed=pipelined) if drafts else 1

@@ -111,15 +111,15 @@ def test_the_loop_without_chance_is_exact() -> None:
 
     assert run(Mode("ar", "ar")) == (7, 0.143, 0, 1)
     assert run(Mode("spec", "spec", nodes=16)) == (4, 0.25, 0, 1)
-    assert run(Mode("pipeline", "pipeline", pipelined=True)) == (7, 1, 0, 7)
-    assert run(Mode("pipeline, 2", "pipeline", pipelined=True, chunks=2)) == (8, 0.5, 0, 4)
-    assert run(Mode("specpipe", "specpipe", pipelined=True, nodes=16)) == (4, 1, 0, 4)
-    assert run(Mode("specpipe, 3", "specpipe", pipelined=True, nodes=16, chunks=3)) == (6, 0.333, 0, 2)
+    assert run(Mode("pipeline", "pipeline")) == (7, 1, 0, 7)
+    assert run(Mode("pipeline, 2", "pipeline", chunks=2)) == (8, 0.5, 0, 4)
+    assert run(Mode("specpipe", "specpipe", nodes=16)) == (4, 1, 0, 4)
+    assert run(Mode("specpipe, 3", "specpipe", nodes=16, chunks=3)) == (6, 0.333, 0, 2)
 
 
 def test_frames_wait_where_enough_are_in_flight() -> None:
     never = AcceptanceLengths("never", (1.0,))
-    found = run_loop(Mode("two", "specpipe", pipelined=True, nodes=8, max_in_flight=2), 290, 7, never, lambda _: 1.0)
+    found = run_loop(Mode("two", "specpipe", nodes=8, max_in_flight=2), 290, 7, never, lambda _: 1.0)
     assert found.in_flight == 2
     assert found.latency_s == 7
     assert found.action_rate_hz == pytest.approx(2 / 7, rel=0.01)
