@@ -7,16 +7,14 @@ Behind a prompt of 290 rows, as OpenVLA's, with random weights: time does not de
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 import typer
+from harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head, take_turns
 from random_decoder import random_decoder, random_draft_head
-from rich.console import Console
-from rich.table import Table
-from shapes import PROMPT, SIZES, tree_parents
-from speed_benchmark import Device, Dtype, Out, Sizes, dtype_on, result_head, write_result
-from timing import take_turns
+from random_policy import PROMPT, SIZES, tree_parents
 
 from specvla_kernels.commit_kv import commit_kv
 from specvla_kernels.layout import Ancestry
@@ -43,6 +41,7 @@ _BEAM = 8
 
 
 def main(
+    context: typer.Context,
     sizes: Sizes = "tiny,1b",
     device: Device = "cpu",
     dtype: Dtype = "",
@@ -51,14 +50,12 @@ def main(
 ) -> None:
     """Times the parts of a tick, taking turns."""
     chosen = dtype_on(device, dtype)
-    result = result_head("tick_cost", chosen, {"sizes": sizes, "device": device, "dtype": dtype, "repeats": repeats})
-    result |= {"torch": torch.__version__, "tree_nodes": TREE, "sizes": {}}
+    result = result_head(context, chosen) | {"tree_nodes": TREE, "sizes": {}}
     for name in sizes.split(","):
         with torch.inference_mode():
             decoder = random_decoder(SIZES[name].llama, dtype=chosen, device=device)
             result["sizes"][name] = _measure(decoder, device, repeats)
-    _print(result)
-    write_result(result, out)
+    finish(result, out)
 
 
 def _measure(decoder: LlamaDecoder, device: str, repeats: int) -> dict[str, Any]:
@@ -76,10 +73,10 @@ def _measure(decoder: LlamaDecoder, device: str, repeats: int) -> dict[str, Any]
     visual = torch.randn(IMAGE_TOKENS, decoder.config.hidden_size, device=device, dtype=decoder.dtype)
     part = ToVerify(trees[TREE], verified.hidden, 1, visual)
     parts: dict[str, Callable[[], Any]] = {
-        f"forward, {nodes} nodes": lambda tree=tree: forward(tree) for nodes, tree in trees.items()
+        f"forward, {nodes} nodes": partial(forward, tree) for nodes, tree in trees.items()
     }
     for name, rule in _rules(vocab, device).items():
-        parts[f"accept, {name}"] = lambda rule=rule: verify(verified.logits, [part], rule, actions)
+        parts[f"accept, {name}"] = partial(verify, verified.logits, [part], rule, actions)
     path = tuple(range(0, 2 * COMMITTED, 2))
     parts["commit"] = lambda: commit_kv(cache.keys, cache.values, 0, PROMPT, path)
     for nodes in (TREE, 50):
@@ -124,17 +121,6 @@ def _drafting(decoder: LlamaDecoder, nodes: int, prompt: torch.Tensor) -> Callab
 
     drafter.draft([told(prompt, PROMPT)])
     return lambda: drafter.draft([told(prompt[:COMMITTED], PROMPT + COMMITTED)])
-
-
-def _print(result: dict[str, Any]) -> None:
-    table = Table("", *result["sizes"], title=f"{result['hardware']}, {result['dtype']}, milliseconds")
-    first = next(iter(result["sizes"].values()))
-    for part in first["seconds"]:
-        table.add_row(part, *(f"{figures['seconds'][part] * 1e3:.2f}" for figures in result["sizes"].values()))
-    for part in first["share_of_tick"]:
-        shares = (f"{figures['share_of_tick'][part]:.1%}" for figures in result["sizes"].values())
-        table.add_row(f"share of a tick: {part}", *shares)
-    Console().print(table)
 
 
 if __name__ == "__main__":
