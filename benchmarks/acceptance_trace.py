@@ -66,7 +66,7 @@ class Trace:
 
     def follow(self, engine: Engine) -> None:
         """Cuts whatever an engine drafts from now on."""
-        drafter = engine._setup.drafter  # a trace is nothing that settings can ask for
+        drafter = engine.drafter  # a trace is nothing that settings can ask for
         draft = drafter.draft
         drafter.draft = lambda inputs: [self.cut(tree) for tree in draft(inputs)]  # type: ignore[method-assign]
 

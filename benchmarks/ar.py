@@ -20,10 +20,10 @@ from random_policy import PROMPT, SIZES, TOKENS, Size
 from transformers_baseline import transformers_llama
 
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.models.openvla import Projector
+from specvla_ros.models.openvla.model import Projector
 from specvla_ros.models.vision_tower import VisionTower
 
 

@@ -22,9 +22,8 @@ from specvla_kernels.packed_attention import packed_attention
 from specvla_kernels.rmsnorm_residual import rmsnorm_residual, rmsnorm_residual_reference
 from specvla_kernels.rope_write_kv import rope_write_kv
 from specvla_kernels.swiglu import swiglu, swiglu_reference
-from specvla_ros.engine.kv_cache import KVCache
-from specvla_ros.engine.packed_forward import new_cache
-from specvla_ros.engine.segment import PackedBatch, Segment, pack
+from specvla_ros.engine.batch import PackedBatch, Segment, pack
+from specvla_ros.engine.kv_cache import KVCache, new_cache
 from specvla_ros.models.llama import LlamaDecoder, LlamaLayer
 from specvla_ros.planning.cost import Part
 from specvla_ros.planning.device import Arithmetic

@@ -20,7 +20,7 @@ from random_policy import SIZES
 
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.planning.cost import least_seconds, total_bytes, total_operations
-from specvla_ros.planning.device import DeviceLimits
+from specvla_ros.planning.device import Device as DeviceLimits
 from specvla_ros.planning.measure import measure_device
 
 _MANY_ROWS = 2048  # of a product that is bound by computing

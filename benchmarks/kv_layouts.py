@@ -20,8 +20,8 @@ from random_policy import PROMPT, SIZES, TOKENS
 from torch import Tensor
 
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.llama import LlamaDecoder
 
 _ROW_MULTIPLE = 16

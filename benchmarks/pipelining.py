@@ -22,21 +22,22 @@ from harness import Episodes, Out, Seed, Work, Workers, finish, result_head, sho
 from results_page import RESULTS
 from saturated import Saturated, make_engine
 
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import TickWork
-from specvla_ros.evaluation.calibration import Tolerance
-from specvla_ros.evaluation.frame_sources import FIRST_SEED, Frame, simulation_source
+from specvla_ros.evaluation.frame_sources import Frame, simulation_source
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import compare_episodes
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.simulation.device_pace import EmulatedDevice, read_device
+from specvla_ros.simulation.device_pace import StageTimes, read_stage_times
+from specvla_ros.simulation.robot import ACTION_DT_S
 from specvla_ros.simulation.rollout import Clock, EpisodeResult
-from specvla_ros.simulation.table_robot import ACTION_DT_S
-from specvla_ros.simulation.tasks import choose_tasks
+from specvla_ros.simulation.tasks import FRAME_FIRST_SEED, choose_tasks
 from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.tolerance import Tolerance
 
 Results = Mapping[tuple[str, int], EpisodeResult]
 
@@ -77,11 +78,11 @@ def main(
 ) -> None:
     """Runs what is missing; no episodes: the engine alone."""
     policy = load_target(nano_policy(), device="cpu")
-    frames = list(islice(simulation_source(policy, FIRST_SEED), FRAMES))
+    frames = list(islice(simulation_source(policy, FRAME_FIRST_SEED), FRAMES))
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     devices = {}
     for name in DEVICES:
-        device = read_device(name)
+        device = read_stage_times(name)
         saturated = {mode: _saturated(policy, chosen, frames, device) for mode, chosen in settings().items()}
         print(json.dumps(saturated, indent=1), file=sys.stderr, flush=True)
         closed = _closed_loop(name, plan, work / name) if episodes else {}
@@ -98,7 +99,7 @@ def main(
 
 
 def _saturated(
-    policy: Target, chosen: EngineSettings, frames: Sequence[Frame], device: EmulatedDevice
+    policy: OpenVLATarget, chosen: EngineSettings, frames: Sequence[Frame], device: StageTimes
 ) -> dict[str, Any]:
     """The engine alone, by the device's clock."""
     now_s = started_s = 0.0

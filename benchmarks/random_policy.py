@@ -10,14 +10,15 @@ import torch
 from random_decoder import random_decoder, random_draft_head
 from torch import Tensor, nn
 
-from specvla_ros.engine.observation import Observation
-from specvla_ros.models.checkpoint import ImageEmbeddings, Target
-from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer
+from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
 from specvla_ros.models.config import LlamaConfig, OpenVLAConfig, VisionTowerConfig
 from specvla_ros.models.llama import LlamaDecoder, LlamaLayer
-from specvla_ros.models.openvla import OpenVLA
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.model import OpenVLA
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.prompt import PromptTokenizer
 from specvla_ros.models.quantization import check_quantization, quantize_layer
+from specvla_ros.models.target import ImageEmbeddings
 from specvla_ros.speculation.drafters.combine import DRAFT_FOLDER
 from specvla_ros.speculation.drafters.eagle_head import save_draft_head
 
@@ -58,7 +59,7 @@ def tree_parents(nodes: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class RandomPolicy(Target):
+class RandomPolicy(OpenVLATarget):
     """Answers every image with the same random prompt, through the vision towers if it has any.
 
     Args:
@@ -74,13 +75,19 @@ class RandomPolicy(Target):
         """Rows of the prompt that are not text."""
         return self.prompt_rows - TEXT_TOKENS
 
-    def prompt_embeddings(self, image: np.ndarray, prompt_ids: Any, vision: ImageEmbeddings | None = None) -> Tensor:
+    def prompt_embeddings(
+        self, observation: Observation, prompt_ids: Any, vision: ImageEmbeddings | None = None
+    ) -> Tensor:
         """The prompt, whatever is shown and asked."""
         if self.embeddings is not None:
             return self.embeddings
-        return super().prompt_embeddings(image, prompt_ids, vision)
+        return super().prompt_embeddings(observation, prompt_ids, vision)
 
-    def describe(self) -> dict[str, str | int]:
+    def blank_observation(self) -> Observation:
+        """The observation that all others are too."""
+        return frame(1)
+
+    def describe(self) -> dict[str, Any]:
         """Nothing: no checkpoint was loaded."""
         return {}
 
@@ -109,8 +116,7 @@ def random_policy(
         model=model,
         image_processor=lambda _: pixels,  # type: ignore[arg-type]  # the pixels are there already
         prompt=PromptTokenizer(None, chat=False, trailing_id=None, vocab_size=size.llama.vocab_size),
-        action_tokenizer=ActionTokenizer(model.config.token_vocab_size, _BINS),
-        statistics=ActionStatistics("random", -np.ones(tokens), np.ones(tokens), np.ones(tokens, dtype=bool)),
+        codec=random_codec(model.config.token_vocab_size, tokens),
         prompt_rows=prompt_rows,
         embeddings=None if vision else torch.randn(shape, generator=generator, device=device, dtype=dtype),
     )
@@ -150,6 +156,12 @@ def actions_only(decoder: LlamaDecoder) -> LlamaDecoder:
     head[stop:] = 0.0
     head *= _SHARPNESS
     return decoder
+
+
+def random_codec(vocab_size: int, tokens: int) -> BinsCodec:
+    """A codec of so many tokens per action, each between -1 and 1."""
+    statistics = ActionStatistics("random", -np.ones(tokens), np.ones(tokens), np.ones(tokens, dtype=bool))
+    return BinsCodec(ActionTokenizer(vocab_size, _BINS), statistics)
 
 
 def frame(stamp_ns: int) -> Observation:

@@ -16,11 +16,11 @@ from random_policy import TEXT_TOKENS, RandomPolicy, frame
 from torch import Tensor, nn
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import TickWork
-from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import Target
 from specvla_ros.planning.limits import AcceptanceLengths
 from specvla_ros.speculation.settings import DraftSettings
 
@@ -141,8 +141,8 @@ class EngineTurns:
         self._rates_hz.append(done / (time.perf_counter() - started))
         self._admitted += len(run.admitted_s) - admitted
         self._cuda_graphs = str(engine.describe().get("cuda_graphs", ""))
-        cache = engine._setup.cache
-        self._peak_bytes = memory.end() if memory is not None else cache.keys.nbytes + cache.values.nbytes
+        store = engine.cache.keys.nbytes + engine.cache.values.nbytes
+        self._peak_bytes = memory.end() if memory is not None else store
 
     def _add(self, outcome: Outcome, seconds: float) -> bool:
         """Whether it is an action; a frame may only be overtaken."""

@@ -13,15 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
 from acceptance_trace import TRACE_HELP, describe, trace_lengths
 from harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head
-from random_policy import SIZES, TEXT_TOKENS, RandomPolicy, random_policy
+from random_policy import SIZES, TEXT_TOKENS, RandomPolicy, random_codec, random_policy
 from saturated import EngineTurns, compete, mode_settings
 
-from specvla_ros.models.codecs.bins import ActionStatistics
 from specvla_ros.planning.limits import AcceptanceLengths
 
 IN_ORDER = "specpipe, in order"
@@ -70,8 +68,8 @@ def _reshaped(policy: RandomPolicy, tokens: int, rows: int) -> RandomPolicy:
     generator = torch.Generator(decoder.device).manual_seed(rows)
     shape = (rows, decoder.config.hidden_size)
     embeddings = torch.randn(shape, generator=generator, device=decoder.device, dtype=decoder.dtype)
-    statistics = ActionStatistics("random", -np.ones(tokens), np.ones(tokens), np.ones(tokens, dtype=bool))
-    return replace(policy, prompt_rows=rows, embeddings=embeddings, statistics=statistics)
+    codec = random_codec(policy.model.config.token_vocab_size, tokens)
+    return replace(policy, prompt_rows=rows, embeddings=embeddings, codec=codec)
 
 
 def _point(policy: RandomPolicy, lengths: AcceptanceLengths, nodes: int, actions: int, repeats: int) -> dict[str, Any]:

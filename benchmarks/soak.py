@@ -23,13 +23,14 @@ import typer
 from harness import Device, Out, finish, result_head
 from torch import nn
 
+from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, DropCounter, DropReason, Outcome
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import DTYPES, Target, load_target
+from specvla_ros.models.checkpoint import DTYPES, load_target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.weights import save_weights
 from specvla_ros.speculation.drafters.combine import DRAFT_FOLDER
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
@@ -101,7 +102,7 @@ def _growth(ticks: np.ndarray, memory: np.ndarray) -> float:
     return float(slope * (ticks[-1] - ticks[0]))
 
 
-def _shapes(policy: Target) -> dict[str, int]:
+def _shapes(policy: OpenVLATarget) -> dict[str, int]:
     llama = policy.decoder.config
     return {
         "hidden_size": llama.hidden_size,
@@ -178,7 +179,7 @@ class Soak:
         seed: seed of everything that happens.
     """
 
-    def __init__(self, policy: Target, seed: int) -> None:
+    def __init__(self, policy: OpenVLATarget, seed: int) -> None:
         self._policy = policy
         self._random = random.Random(seed)
         pixels = np.random.default_rng(seed)
@@ -268,7 +269,7 @@ class Soak:
     def _margin(self, seen: Observation, prefix: Sequence[int]) -> float:
         """The difference between the target's two best logits after a prefix of an answer."""
         decoder = self._policy.decoder
-        prompt = self._policy.prompt_embeddings(seen.image, self._policy.prompt_ids(seen.instruction))
+        prompt = self._policy.prompt_embeddings(seen, self._policy.prompt_ids(seen.instruction))
         answer = decoder.embed_tokens(torch.tensor(prefix, dtype=torch.int64, device=decoder.device))
         rows = torch.cat((prompt, answer))
         cache = new_cache(decoder, slots=1, slot_rows=len(rows))
@@ -276,10 +277,10 @@ class Soak:
         return float(best - second)
 
     def _check_slots(self, phase: Phase) -> None:
-        setup = self._engine._setup  # how many slots are free is nobody's business but a soak's
-        held = {request.slot for request in setup.flight.requests}
-        if len(held) != self._engine.in_flight or setup.cache.free_slots + len(held) != setup.cache.slots:
-            phase.fail(f"{setup.cache.slots} slots, {setup.cache.free_slots} free, {self._engine.in_flight} in flight")
+        engine, cache = self._engine, self._engine.cache
+        held = {request.slot for request in engine.scheduler.requests}
+        if len(held) != engine.in_flight or cache.free_slots + len(held) != cache.slots:
+            phase.fail(f"{cache.slots} slots, {cache.free_slots} free, {engine.in_flight} in flight")
 
     def _check_end(self, phase: Phase) -> None:
         self._check_slots(phase)
@@ -294,7 +295,7 @@ class Soak:
 
 
 @torch.no_grad()
-def soak_policy(directory: Path, *, dtype: str, device: str) -> Target:
+def soak_policy(directory: Path, *, dtype: str, device: str) -> OpenVLATarget:
     """Writes the checkpoint with a draft head, and loads it."""
     write_nano(directory, _SHAPE, INSTRUCTIONS, _STATISTICS, seed=0)
     policy = load_target(directory, device="cpu", dtype="float32")
@@ -304,7 +305,7 @@ def soak_policy(directory: Path, *, dtype: str, device: str) -> Target:
     return load_target(directory, device=device, dtype=dtype)
 
 
-def _spread(policy: Target) -> None:
+def _spread(policy: OpenVLATarget) -> None:
     """Makes weights large enough for answers to differ, and the output head give actions only."""
     generator = torch.Generator().manual_seed(1)
     for parameter in policy.decoder.parameters():
@@ -315,7 +316,7 @@ def _spread(policy: Target) -> None:
     head[tokenizer.vocab_size :] = 0.0
 
 
-def _head(policy: Target) -> EagleHead:
+def _head(policy: OpenVLATarget) -> EagleHead:
     head = EagleHead(policy.decoder.config).requires_grad_(False)
     generator = torch.Generator().manual_seed(2)
     for parameter in head.parameters():

@@ -14,13 +14,14 @@ from harness import Episodes, Out, Seed, Work, Workers, finish, result_head, sho
 from results_page import RESULTS
 
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.evaluation.calibration import Tolerance
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
-from specvla_ros.evaluation.sweep import Setting, SweepRow, sweep
+from specvla_ros.evaluation.simulate_summary import Setting, SweepRow
+from specvla_ros.evaluation.sweep import sweep
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.speculation.rules.registry import bins_of
 from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings
+from specvla_ros.speculation.tolerance import Tolerance
 
 # The first is about the size of what the nano policy's own tokens are off the expert's; the second is what
 # `specvla calibrate` chooses for it with the limits that are its defaults.

@@ -18,9 +18,9 @@ from random_policy import PROMPT, SIZES, tree_parents
 
 from specvla_kernels.commit_kv import commit_kv
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
-from specvla_ros.engine.verify import ToVerify, verify
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.kv_cache import new_cache
+from specvla_ros.engine.verifier import ToVerify, verify
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.speculation.accept import AcceptanceRule, ActionIds
 from specvla_ros.speculation.drafters.eagle import EagleDrafter

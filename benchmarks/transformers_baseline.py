@@ -8,8 +8,7 @@ from harness import synchronise
 from random_policy import TEXT_TOKENS, TOKENS, RandomPolicy, frame
 from saturated import GpuMemory, rate_and_latency
 
-from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.models.openvla import llama_tensors
+from specvla_ros.models.llama import LlamaDecoder, llama_tensors
 
 _WARM = 2  # actions before a turn: a captured decode step is recorded in its second run
 _SHARED = (
@@ -101,7 +100,7 @@ class GenerateTurns:
     def _act(self) -> float:
         """Seconds of one action; its tokens are read back, as an action's must be."""
         started = time.perf_counter()
-        prompt = self._policy.prompt_embeddings(frame(1).image, (1,) * TEXT_TOKENS)
+        prompt = self._policy.prompt_embeddings(frame(1), (1,) * TEXT_TOKENS)
         mask = torch.ones(1, len(prompt), dtype=torch.int64, device=self._device)
         out = self._model.generate(
             inputs_embeds=prompt[None],

@@ -165,7 +165,7 @@ def replay(
 
     Exit code 1 when a limit is broken or the bag could not be replayed to its end, 2 when something given is wrong.
     """
-    from specvla_ros.bags.topics import TopicChoice
+    from specvla_ros.bags.frames import TopicChoice
     from specvla_ros.engine.settings import EngineSettings
     from specvla_ros.evaluation.replay import check_replay, replay
     from specvla_ros.evaluation.replay_summary import Thresholds

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specvla_ros.errors import UserError
+from specvla_ros.models.settings import WeightFormat as Quantization
+from specvla_ros.planning.device import known_devices
 
 if TYPE_CHECKING:
     from specvla_ros.engine.settings import EngineSettings
@@ -21,15 +23,6 @@ class Dtype(str, Enum):
     FLOAT16 = "float16"
 
 
-class Quantization(str, Enum):
-    """Quantised weights of the language model's layers."""
-
-    NONE = "none"
-    INT4 = "int4"
-    W8A8 = "w8a8"
-    FP8 = "fp8"
-
-
 PolicyOption = Annotated[
     Path | None, typer.Option(help="OpenVLA checkpoint directory. Default: the nano policy of this package.")
 ]
@@ -37,7 +30,8 @@ World = Annotated[str, typer.Option(help="table, or a LIBERO suite such as liber
 Episodes = Annotated[int, typer.Option(help="Per task.", min=1)]
 Seed = Annotated[int, typer.Option(help="Of the first episode's start; the others follow.", min=0)]
 Emulate = Annotated[
-    str, typer.Option(help="Count stage times of a device: orin, rtx5090, h200 or a JSON file. An emulation.")
+    str,
+    typer.Option(help=f"Count stage times of a device: {', '.join(known_devices())} or a JSON file. An emulation."),
 ]
 UnnormKey = Annotated[str, typer.Option(help="Dataset whose action statistics apply; empty: the only one there is.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
@@ -64,10 +58,9 @@ def engine_settings(mode: str, parameters: list[str] | None, params_file: Path |
     Raises:
         UserError: an unknown parameter or a value out of range.
     """
-    from specvla_ros.settings.decode import read_decode_parameters
+    from specvla_ros.engine.settings import engine_settings_from
 
-    short = [f"decode.mode:={mode}"] if mode else []
-    return read_decode_parameters([*(parameters or ()), *short], params_file).engine_settings()
+    return engine_settings_from(mode=mode, assignments=parameters or (), params_file=params_file)
 
 
 def check_accelerate() -> None:

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from specvla_ros.cli.options import (
     CenterCrop,
@@ -32,6 +30,7 @@ from specvla_ros.cli.options import (
     engine_settings,
 )
 from specvla_ros.errors import UserError
+from specvla_ros.evaluation.terminal import print_table, progress_bar
 
 app = typer.Typer()
 
@@ -103,19 +102,19 @@ def simulate(
             bar.update(line, completed=done, total=wanted, description=text)
 
         summary = run(settings, plan, out, show)
-    console = Console()
-    table = Table("task", "success", "moved what it names", "steps", "time [s]")
+    rows = []
     for name, each in summary.tasks.items():
         numbers = ("" if v is None else f"{v:.1f}" for v in (each.steps_to_success, each.time_to_success_s))
-        table.add_row(name, str(each.success), str(each.listened or ""), *numbers)
-    console.print(table)
+        rows.append((name, str(each.success), str(each.listened or ""), *numbers))
+    print_table(("task", "success", "moved what it names", "steps", "time [s]"), rows)
+    console = Console()
     latency = summary.latency_s
     times = f", latency p50 {latency['p50'] * 1e3:.1f} ms, p95 {latency['p95'] * 1e3:.1f} ms" if latency else ""
     emulated = f" (emulated: {emulate})" if emulate else ""
     console.print(f"success {summary.success}, {summary.action_rate_hz:.1f} actions/s{times}{emulated}")
     tally = summary.decode
     if tally.accepted:
-        console.print(f"{tally.forwards_per_action:.2f} forwards per action, {tally.tau:.2f} tokens per verification")
+        console.print(f"{tally.forwards_per_action:.2f} forwards per action, τ {tally.tau:.2f}")
     console.print(f"see {out / 'report.html'}")
 
 
@@ -156,8 +155,8 @@ def collect(
     ray: Ray = False,
 ) -> None:
     """Record demonstrations by the scripted experts, as ROS 2 bags."""
-    from specvla_ros.simulation.collect import FIRST_SEED
     from specvla_ros.simulation.collect import collect as run
+    from specvla_ros.simulation.tasks import DEMONSTRATION_FIRST_SEED
 
     with progress_bar() as bar:
         line = bar.add_task("demonstrations", total=None)
@@ -166,7 +165,7 @@ def collect(
             tasks=list(task or ()),
             episodes=episodes,
             noise=noise,
-            first_seed=FIRST_SEED if seed is None else seed,
+            first_seed=DEMONSTRATION_FIRST_SEED if seed is None else seed,
             workers=workers,
             ray=ray,
             on_progress=lambda done, wanted: bar.update(line, completed=done, total=wanted),
@@ -223,15 +222,3 @@ def train_policy(
             on_progress=show,
         )
     typer.echo(f"the checkpoint is in {out}; try it: specvla simulate --policy {out} --out {out}-simulated")
-
-
-def progress_bar() -> Progress:
-    """A bar with counts and the time left, on stderr."""
-    return Progress(
-        SpinnerColumn(),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-        console=Console(stderr=True),
-    )

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from specvla_ros.cli.options import (
     CenterCrop,
@@ -27,6 +26,7 @@ from specvla_ros.cli.options import (
     check_accelerate,
 )
 from specvla_ros.errors import UserError
+from specvla_ros.evaluation.terminal import print_table, progress_bar
 
 app = typer.Typer()
 
@@ -56,7 +56,6 @@ def train_draft(
 ) -> None:
     """Train an EAGLE draft head on the target's own answers; several GPUs: accelerate launch -m specvla_ros.cli …."""
     check_accelerate()
-    from specvla_ros.cli.simulation import progress_bar
     from specvla_ros.evaluation.frame_sources import SIMULATION
     from specvla_ros.models.checkpoint import load_target
     from specvla_ros.policies.bundled import nano_policy
@@ -88,7 +87,7 @@ def train_draft(
                 shown = found.epoch
                 places = ", ".join(f"{place}: {length:.2f}" for place, length in found.accept_length_by_place)
                 bar.console.print(
-                    f"epoch {found.epoch}: {found.tau:.2f} tokens per forward on {found.samples} held-out answers; "
+                    f"epoch {found.epoch}: τ {found.tau:.2f} on {found.samples} held-out answers; "
                     f"accept length by place {places}"
                 )
 
@@ -117,12 +116,11 @@ def sweep(
     center_crop: CenterCrop = False,
 ) -> None:
     """Compare plain, strict and relaxed decoding on the same episodes: Spec-VLA's tables 1 to 3 and figure 4."""
-    from specvla_ros.cli.simulation import progress_bar
+    from specvla_ros.engine.settings import engine_settings_from
     from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
     from specvla_ros.evaluation.sweep import relaxation_settings
     from specvla_ros.evaluation.sweep import sweep as run
     from specvla_ros.policies.bundled import nano_policy
-    from specvla_ros.settings.decode import read_decode_parameters
     from specvla_ros.simulation.rollout import EpisodeResult
 
     base = SimulateSettings(
@@ -134,7 +132,7 @@ def sweep(
         center_crop=center_crop,
         quantization=quantization.value,
     )
-    chosen = read_decode_parameters([*(param or ()), "decode.mode:=spec"], params_file).engine_settings()
+    chosen = engine_settings_from(mode="spec", assignments=param or (), params_file=params_file)
     plan = SimulatePlan(tuple(task or ()), episodes, seed, films=0, workers=workers)
     with progress_bar() as bar:
         line = bar.add_task("episodes", total=None)
@@ -143,19 +141,21 @@ def sweep(
             bar.update(line, completed=done, total=wanted, description=name)
 
         rows = run(base, relaxation_settings(chosen, bins or [1, 3, 5, 9, 15]), plan, out, show)
-    table = Table("setting", "success", "only plain / only this", "tokens per forward", "forwards", "ms", "speed-up")
-    for row in rows:
-        tally, pairs = row.summary.decode, row.against_first
-        table.add_row(
-            row.setting.name,
-            str(row.summary.success),
-            f"{pairs.only_first} / {pairs.only_second}",
-            f"{tally.tau:.2f}",
-            f"{tally.forwards_per_action:.2f}",
-            f"{row.action_s * 1e3:.1f}",
-            f"{row.speed_up:.2f}",
-        )
-    Console().print(table)
+    print_table(
+        ("setting", "success", "only plain / only this", "τ", "forwards", "ms", "speed-up"),
+        [
+            (
+                row.setting.name,
+                str(row.summary.success),
+                f"{row.against_first.only_first} / {row.against_first.only_second}",
+                f"{row.summary.decode.tau:.2f}",
+                f"{row.summary.decode.forwards_per_action:.2f}",
+                f"{row.action_s * 1e3:.1f}",
+                f"{row.speed_up:.2f}",
+            )
+            for row in rows
+        ],
+    )
     typer.echo(f"see {out / 'report.html'}, {out / 'sweep.json'} and a folder for each setting")
 
 
@@ -196,13 +196,13 @@ def calibrate(
     center_crop: CenterCrop = False,
 ) -> None:
     """Choose tolerance and draft tree from evidence, and write them as a ROS 2 parameter file."""
-    from specvla_ros.cli.simulation import progress_bar
+    from specvla_ros.engine.settings import engine_settings_from
     from specvla_ros.evaluation import calibrate as calibration
-    from specvla_ros.evaluation.calibration import Limits, Tolerance
-    from specvla_ros.evaluation.report.calibrate import HEAD, row
+    from specvla_ros.evaluation.calibration import Limits
+    from specvla_ros.evaluation.report.sweep import CALIBRATION_HEAD, calibration_row
     from specvla_ros.evaluation.simulate import TABLE, SimulatePlan, SimulateSettings, policy_of
     from specvla_ros.policies.bundled import nano_policy
-    from specvla_ros.settings.decode import read_decode_parameters
+    from specvla_ros.speculation.tolerance import Tolerance
 
     simulated = world != "none"
     base = SimulateSettings(
@@ -213,7 +213,7 @@ def calibrate(
         dtype=dtype.value,
         center_crop=center_crop,
         quantization=quantization.value,
-        engine=read_decode_parameters([*(param or ()), "decode.mode:=spec"], params_file).engine_settings(),
+        engine=engine_settings_from(mode="spec", assignments=param or (), params_file=params_file),
     )
     tried = tuple(map(Tolerance.parse, tolerance or _TOLERANCES))
     plan = calibration.CalibratePlan(
@@ -232,11 +232,8 @@ def calibrate(
             bar.update(line, completed=progress.done, total=progress.wanted, description=progress.stage)
 
         found = calibration.calibrate(loaded, base, images, plan, out, show)
-    shown = Table(*HEAD[:-1])
+    print_table(CALIBRATION_HEAD[:-1], [calibration_row(each, found)[:-1] for each in found.shortlist])
     console = Console()
-    for each in found.shortlist:
-        shown.add_row(*row(each, found)[:-1])
-    console.print(shown)
     for each in found.shortlist:
         if each.refusals:
             console.print(f"{each.trial.name}: {'; '.join(each.refusals)}")

@@ -1,32 +1,27 @@
 """The engine: observations in, actions out, one tick at a time."""
 
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from specvla_ros.engine.admission import Admission
-from specvla_ros.engine.finish import outcome_of
-from specvla_ros.engine.observation import Observation
-from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
-from specvla_ros.engine.prompt_cache import PromptCache
+from specvla_ros.engine.kv_cache import KVCache, allocate_cache
+from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.engine.request import Request
+from specvla_ros.engine.runner import Runner
+from specvla_ros.engine.scheduler import Batch, Mailbox, Scheduler
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.setup import set_up
-from specvla_ros.engine.share import Share
-from specvla_ros.engine.stage_clock import StageClock
 from specvla_ros.engine.tally import TickWork
-from specvla_ros.engine.verify import Commit
-from specvla_ros.engine.verify_shares import upload, verify_shares
+from specvla_ros.engine.verifier import Commit, Verifier, VerifyInput
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Target
-from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule
-from specvla_ros.speculation.drafters.protocol import DraftInput
-from specvla_ros.speculation.rules.registry import make_rule
+from specvla_ros.models.codecs.codec import Codec
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import PromptLayout, Target
+from specvla_ros.speculation.accept import AcceptanceRule
+from specvla_ros.speculation.drafters.combine import Drafter
+from specvla_ros.speculation.rules.registry import bins_of, make_rule
 from specvla_ros.speculation.settings import AcceptanceSettings
 from specvla_ros.speculation.tree import Tree
 
@@ -34,31 +29,43 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Decodes the newest observations. One thread only may touch it.
+    """Decodes the newest observations. One thread may use it; `submit` may be called from any.
 
     Args:
-        policy: the target and what surrounds it.
+        target: the policy that decides every token.
         settings: how to decode.
         now_ns: the clock of the observations' stamps; needed for the staleness limit.
 
+    Attributes:
+        settings: how it decodes; with mode `ar` or `pipeline` where nothing can draft and that is allowed.
+        cache: keys and values.
+        scheduler: the requests in flight.
+        runner: vision and forwards.
+        verifier: which drafts are committed.
+        drafter: grows the trees.
+        mailbox: the newest observation.
+
     Raises:
-        UserError: the settings do not fit the policy or the device's memory.
+        UserError: the settings do not fit the target or the device's memory.
     """
 
-    def __init__(self, policy: Target, settings: EngineSettings, now_ns: Callable[[], int] | None = None) -> None:
+    settings: EngineSettings
+    cache: KVCache
+    scheduler: Scheduler
+    runner: Runner
+    verifier: Verifier
+    drafter: Drafter
+    _codec: Codec
+    _fallback: str
+    _last_prompt: tuple[str, PromptLayout] | None
+
+    def __init__(self, target: Target, settings: EngineSettings, now_ns: Callable[[], int] | None = None) -> None:
         if settings.max_image_age_s and now_ns is None:
             raise UserError("max_image_age_s needs the clock of the stamps; set it to 0 to decode recorded images")
-        self.policy = policy
-        self._admission = Admission(now_ns)
-        self._clock = StageClock(policy.decoder.device)
-        self._prompts = PromptCache(policy, settings.max_text_tokens)
-        self._setup = set_up(policy, settings)
+        self.target = target
+        self.mailbox = Mailbox(now_ns)
         self._work = TickWork()
-
-    @property
-    def settings(self) -> EngineSettings:
-        """How it decodes."""
-        return self._setup.settings
+        self._set_up(settings)
 
     @property
     def last_work(self) -> TickWork:
@@ -68,92 +75,21 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether an observation waits or is in flight."""
-        return self._admission.waiting is not None or bool(self._setup.flight.requests)
+        return self.mailbox.waiting or bool(self.scheduler.requests)
 
     @property
     def in_flight(self) -> int:
-        """Requests in flight."""
-        return len(self._setup.flight.requests)
+        """Number of requests in flight."""
+        return len(self.scheduler.requests)
 
     @property
     def has_room(self) -> bool:
         """Whether an observation submitted now would be admitted by the next tick."""
-        return self._setup.flight.has_room
-
-    def rule_for(self, settings: AcceptanceSettings) -> AcceptanceRule:
-        """The acceptance rule that settings describe, for this policy.
-
-        Raises:
-            UserError: they do not fit its action statistics.
-        """
-        return make_rule(settings, self.policy)
-
-    def set_acceptance(self, settings: AcceptanceSettings) -> None:
-        """Takes another acceptance rule from the next tick on.
-
-        Raises:
-            UserError: it does not fit the policy; the old one stays.
-        """
-        self._setup.set_acceptance(settings, self.policy)
-
-    def switch(self, settings: EngineSettings) -> list[Drop]:
-        """Decodes otherwise from the next tick on; what is in flight is dropped, what waits is kept.
-
-        Raises:
-            UserError: the settings do not fit the policy or the device's memory; it goes on as before.
-        """
-        changed = set_up(self.policy, settings)  # beside the old one, which is still whole if this fails
-        drops, warm = self._setup.flight.flush(DropReason.MODE_CHANGED), self._setup.graphs.warm
-        self._setup, self._prompts = changed, PromptCache(self.policy, settings.max_text_tokens)
-        if warm:
-            changed.graphs.warm_up()
-        return drops
-
-    def set_max_image_age(self, seconds: float) -> None:
-        """Takes another staleness limit; 0: none."""
-        self._setup.settings = replace(self._setup.settings, max_image_age_s=seconds)
-
-    def describe(self) -> dict[str, str | int]:
-        """What is loaded and how it decodes, for diagnostics and results."""
-        return self.policy.describe() | self._setup.describe()
-
-    def warm_up(self) -> None:
-        """Decodes one black image and captures CUDA graphs, so that the first real one finds everything ready.
-
-        Raises:
-            UserError: the policy does not get through it, with the reason.
-        """
-        image = np.zeros((self.policy.model.config.towers[0].image_size,) * 2 + (3,), np.uint8)
-        observation = Observation(image, "", stamp_ns=1, prompt_ids=self.policy.prompt.complete((1,)))
-        now_ns, self._admission.now_ns = self._admission.now_ns, None
-        outcome = self.act(observation)
-        self._admission.now_ns = now_ns
-        self.reset()
-        if isinstance(outcome, Drop) and outcome.reason is not DropReason.NOT_AN_ACTION:
-            raise UserError(f"the policy failed on a black test image: {outcome.reason.value}: {outcome.detail}")
-        self._setup.graphs.warm_up()
-
-    def check_instruction(self, instruction: str) -> None:
-        """Whether the policy can be asked this.
-
-        Raises:
-            UserError: it is empty, or its prompt is longer than a slot holds.
-        """
-        self._prompts.ids(Observation(np.zeros((1, 1, 3), np.uint8), instruction, stamp_ns=1))
+        return self.scheduler.has_room
 
     def submit(self, observation: Observation) -> list[Drop]:
         """Puts the newest observation before the engine; one that still waited is dropped for it."""
-        return self._admission.submit(observation)
-
-    def flush(self, reason: DropReason = DropReason.EPOCH_CHANGED) -> list[Drop]:
-        """Drops what waits and what is in flight, at once."""
-        return self._setup.flight.flush(reason) + self._admission.drop(reason)
-
-    def reset(self) -> list[Drop]:
-        """Flushes, and takes any stamp next: for a clock that jumped, or another recording."""
-        self._admission.take_any_stamp()
-        self._setup.drafter.forget()
-        return self.flush()
+        return self.mailbox.submit(observation)
 
     def act(self, observation: Observation) -> Outcome:
         """Decodes one observation to its end."""
@@ -164,152 +100,220 @@ class Engine:
 
     @torch.inference_mode()
     def tick(self) -> list[Outcome]:
-        """One packed forward and what surrounds it: admit, pack, forward, accept, retire.
+        """One packed forward and what surrounds it.
 
         A fault drops the requests in flight and is reported as their reason; the engine goes on.
         """
-        started = time.monotonic_ns()
         self._work = TickWork()
         try:
-            outcomes = self._admit()
-            if self._setup.flight.requests:
-                outcomes += self._step(started)
-            return outcomes
+            batch = self.scheduler.schedule()  # newest frame; chunks; trees
+            if batch.shares:
+                commits = self._forward(batch)
+                self.scheduler.commit(batch, commits)
+                self._draft(batch, commits)
+                self.scheduler.book_time(batch)
+                self._work = replace(self._work, finished=len(batch.shares) - self.in_flight)
+            return self.scheduler.release()  # in the order of the stamps, each frame once
         except Exception as error:  # whatever it is, the robot's node must outlive it
             _log.exception("a tick failed")
             detail = f"{type(error).__name__}: {error}"
-            return [replace(drop, detail=detail) for drop in self.flush(DropReason.ENGINE_FAULT)]
+            drops = [replace(drop, detail=detail) for drop in self.flush(DropReason.ENGINE_FAULT)]
+            return self.scheduler.release() + drops
 
-    def _admit(self) -> list[Outcome]:
-        """Gives the waiting observation a slot, if its prompt may begin now."""
-        setup = self._setup
-        if self._admission.waiting is None or not setup.flight.has_room:
-            return []
-        observation = self._admission.take(setup.settings.max_image_age_s)
-        if not isinstance(observation, Observation):
-            return [observation] if observation is not None else []
+    def flush(self, reason: DropReason = DropReason.EPOCH_CHANGED) -> list[Drop]:
+        """Drops what waits and what is in flight, at once."""
+        return self.scheduler.flush(reason) + self.mailbox.drop(reason)
+
+    def reset(self) -> list[Drop]:
+        """Flushes, and takes any stamp next: for a clock that jumped, or another recording."""
+        self.mailbox.take_any_stamp()
+        self.drafter.forget()
+        return self.flush()
+
+    def rule_for(self, settings: AcceptanceSettings) -> AcceptanceRule:
+        """The acceptance rule that settings describe, for this policy.
+
+        Raises:
+            UserError: they do not fit its action statistics.
+        """
+        return make_rule(settings, self.target)
+
+    def set_acceptance(self, settings: AcceptanceSettings) -> None:
+        """Takes another acceptance rule from the next tick on.
+
+        Raises:
+            UserError: it does not fit the policy; the old one stays.
+        """
+        rule, bins = make_rule(settings, self.target), bins_of(settings, self.target)
+        self.verifier.set_rule(rule)
+        self.drafter.set_tolerance(bins)
+        self._change_settings(replace(self.settings, acceptance=settings))
+
+    def set_max_image_age(self, seconds: float) -> None:
+        """Takes another staleness limit; 0: none."""
+        self._change_settings(replace(self.settings, max_image_age_s=seconds))
+
+    def switch(self, settings: EngineSettings) -> list[Drop]:
+        """Decodes otherwise from the next tick on; what is in flight is dropped, what waits is kept.
+
+        Raises:
+            UserError: the settings do not fit the policy or the device's memory; it goes on as before.
+        """
+        before, graphs = self.scheduler, self.runner.graphs
+        self._set_up(settings)
+        if graphs.warm:
+            self.runner.graphs.warm_up()
+        return before.flush(DropReason.MODE_CHANGED)
+
+    def warm_up(self) -> None:
+        """Decodes one black image and captures CUDA graphs, so that the first real one finds everything ready.
+
+        Raises:
+            UserError: the policy does not get through it, with the reason.
+        """
+        now_ns, self.mailbox.now_ns = self.mailbox.now_ns, None
         try:
-            prompt_ids = self._prompts.ids(observation)
-        except UserError as error:
-            return [Drop(observation, DropReason.BAD_INSTRUCTION, str(error))]
-        self._admission.waiting = observation  # a fault of the vision tower drops it as what waits
-        received_ns = observation.received_ns
-        wait_s = (time.monotonic_ns() - received_ns) * 1e-9 if received_ns else 0.0
-        self._clock.start()
-        prompt = self.policy.prompt_embeddings(observation.image, prompt_ids, setup.vision)
-        self._clock.stop()
-        slot = setup.cache.take()
-        assert slot is not None
-        nothing = Tree.of_root(torch.zeros((), dtype=torch.int64, device=prompt.device))
-        setup.flight.requests.append(Request(observation, slot, prompt, prompt_ids, wait_s, nothing))
-        self._admission.waiting = None
-        self._work = replace(self._work, images=1)
-        return []
+            outcome = self.act(self.target.blank_observation())
+        finally:
+            self.mailbox.now_ns = now_ns
+        self.reset()
+        if isinstance(outcome, Drop) and outcome.reason is not DropReason.NOT_AN_ACTION:
+            raise UserError(f"the policy failed on a black test image: {outcome.reason.value}: {outcome.detail}")
+        self.runner.graphs.warm_up()
 
-    def _step(self, started_ns: int) -> list[Outcome]:
-        """One forward for all requests in flight."""
-        setup = self._setup
-        shares = self._shares()
-        verified = [share for share in shares if share.verifies]
-        uploaded = upload(setup, verified)
-        logits = self._forward(shares)
-        commits = verify_shares(setup, logits, verified, uploaded) if verified else []
-        vision_s = self._clock.read_s() if verified else 0.0  # behind a read-back alone
-        outcomes, told = self._commit_all(verified, commits, vision_s, started_ns)
-        for share in shares:
-            if not share.verifies:
-                share.request.advance(share.prompt_rows)
-                told.append((share.request, share.prompt_input()))
-        outcomes += setup.flight.hopeless()
-        self._draft([each for request, each in told if request in setup.flight.requests])
-        for share in shares:
-            if share.request in setup.flight.requests:
-                share.request.book_time(_seconds_since(started_ns), vision_s, prefill=share.prompt_rows > 0)
-        self._work = replace(self._work, finished=len(shares) - len(setup.flight.requests))
-        return outcomes + setup.flight.released()
+    def check_instruction(self, instruction: str) -> None:
+        """Whether the policy can be asked this.
 
-    def _shares(self) -> list[Share]:
-        """Each request's rows of the next forward."""
-        shares = [Share.of(request, self._setup.settings.chunks) for request in self._setup.flight.requests]
-        for share in shares:
-            if share.ends_prompt:  # not earlier: what is known of earlier answers grows meanwhile
-                share.request.tree = self._behind_prompt(share.request)
-        self._work = _with_shares(self._work, shares)
-        return shares
+        Raises:
+            UserError: it is empty, or its prompt is longer than a slot holds.
+        """
+        self._lay_out(replace(self.target.blank_observation(), instruction=instruction, prompt_ids=None))
 
-    def _forward(self, shares: Sequence[Share]) -> Tensor:
-        """The packed forward: hidden states go to their shares; the logits, float32 [nodes of all trees, vocab]."""
-        segments = [share.segments() for share in shares]
-        result = self._setup.forwards([each for mine in segments for each in mine])
-        for share, hidden in zip(shares, result.hidden.split([sum(map(len, mine)) for mine in segments]), strict=True):
-            share.hidden = hidden
-            if self._setup.rule.needs_visual:
-                share.keep_visual(self.policy.image_tokens)
-        return result.logits
+    def describe(self) -> dict[str, Any]:
+        """What is loaded and how it decodes, for diagnostics and results."""
+        described: dict[str, Any] = {
+            "decode.mode": self.settings.mode,
+            "slots": self.settings.slots,
+            "drafts": ", ".join(self.drafter.sources),
+        }
+        optional = {"decode.fallback": self._fallback, "cuda_graphs": self.runner.graphs.status}
+        return self.target.describe() | described | {name: text for name, text in optional.items() if text}
 
-    def _commit_all(
-        self, shares: Sequence[Share], commits: Sequence[Commit], vision_s: float, started_ns: int
-    ) -> tuple[list[Outcome], list[tuple[Request, DraftInput]]]:
-        """Makes tokens final, oldest frame first; drops, and what a drafter is told of the requests that go on."""
-        setup = self._setup
-        outcomes: list[Outcome] = []
-        told: list[tuple[Request, DraftInput]] = []
-        for share, commit in zip(shares, commits, strict=True):
-            request = share.request
-            if NOT_A_NUMBER in commit.tokens:
-                setup.flight.remove(request)
-                outcomes.append(Drop(request.observation, DropReason.NOT_FINITE, "the policy's logits hold NaN"))
-            elif self._commit(request, commit):
-                request.book_time(_seconds_since(started_ns), vision_s, prefill=share.prompt_rows > 0)
-                outcomes += self._finish(request)
-            else:
-                told.append((request, share.draft_input(commit, setup.answer, self.policy.decoder.embed_tokens)))
-        return outcomes, told
+    def _forward(self, batch: Batch) -> list[Commit]:
+        """Runs a batch and chooses what its requests commit."""
+        self._work = _work_of(batch)
+        verified = batch.verified
+        trees = [
+            VerifyInput(
+                share.request.tree,
+                self._codec.position(share.request.tokens),
+                share.request.slot,
+                share.request.root_row,
+                share.request.visual,
+            )
+            for share in verified
+        ]
+        prepared = self.verifier.prepare(trees)
+        logits = self.runner.run(batch, keep_visual=self.verifier.rule.needs_visual)
+        commits = self.verifier.verify(logits, [share.tree_hidden for share in verified], trees, prepared)
+        if verified:
+            batch.vision_s = self.runner.vision_s()  # after a read-back alone
+        return commits
 
-    def _commit(self, request: Request, commit: Commit) -> bool:
-        """Makes a forward's tokens final; True when the answer is complete."""
-        setup, known = self._setup, len(request.tokens)
-        request.commit(commit)
-        end = setup.answer.end(request.tokens, known)
-        request.cut(end or len(request.tokens))
-        return end > 0
-
-    def _finish(self, request: Request) -> Sequence[Outcome]:
-        """Ends a request; its action leaves by `Flight.released`."""
-        setup = self._setup
-        outcome = outcome_of(request, self.policy, setup.answer, setup.settings, in_flight=self.in_flight)
-        if not isinstance(outcome, Action):
-            setup.flight.remove(request)
-            return [outcome]
-        setup.drafter.observe(request.observation.epoch, tuple(request.tokens), outcome.tokens)
-        return setup.flight.finish(request, outcome)
-
-    def _draft(self, inputs: list[DraftInput]) -> None:
-        """Grows the trees that the next forward verifies."""
+    def _draft(self, batch: Batch, commits: list[Commit]) -> None:
+        """Grows the trees that the next forward verifies, and lets the drafters learn from finished answers."""
+        for answer in batch.finished:
+            self.drafter.observe(answer.epoch, answer.tokens, answer.action)
+        embed, going_on = self.target.decoder.embed_tokens, self.scheduler.requests
+        committed = zip(batch.verified, commits, strict=True)
+        inputs = [
+            share.draft_input(commit, self._codec, embed) for share, commit in committed if share.request in going_on
+        ]
+        inputs += [share.chunk_input() for share in batch.shares if not share.verifies and share.request in going_on]
         if not inputs:
             return
-        drafter = self._setup.drafter
-        before = drafter.work
-        trees = {each.slot: tree for each, tree in zip(inputs, drafter.draft(inputs), strict=True)}
-        for request in self._setup.flight.requests:
+        before = self.drafter.work
+        trees = {each.slot: tree for each, tree in zip(inputs, self.drafter.draft(inputs), strict=True)}
+        for request in going_on:
             request.tree = trees.get(request.slot, request.tree)
-        drafted = drafter.work.since(before)
+        drafted = self.drafter.work.since(before)
         head_prompts = self._work.prompts if drafted.head_forwards else 0.0
         self._work = replace(self._work, drafting=drafted, head_prompts=head_prompts)
 
-    def _behind_prompt(self, request: Request) -> Tree:
+    def _draft_prompt(self, request: Request) -> Tree:
         """What the end of a prompt verifies with it."""
-        answer = self._setup.answer
-        return self._setup.drafter.behind_prompt(
-            request.observation.epoch, levels=answer.longest, in_text=answer.in_text(())
+        codec = self._codec
+        return self.drafter.behind_prompt(request.observation.epoch, levels=codec.max_tokens, in_text=codec.in_text(()))
+
+    def _lay_out(self, observation: Observation) -> PromptLayout:
+        """The prompt of an observation; the last instruction's ids are kept.
+
+        Raises:
+            UserError: the policy cannot be asked this, or it is longer than a slot holds.
+        """
+        last, same_prompt = self._last_prompt, observation.prompt_ids is None and observation.state is None
+        if last is not None and same_prompt and observation.instruction == last[0]:
+            return last[1]
+        layout = self.target.prompt_layout(observation)
+        if len(layout.ids) > self.settings.max_text_tokens:
+            raise UserError(
+                f"the prompt has {len(layout.ids)} tokens, but a KV slot holds {self.settings.max_text_tokens}: "
+                "shorten the instruction, or raise decode.max_text_tokens"
+            )
+        if same_prompt:
+            self._last_prompt = (observation.instruction, layout)
+        return layout
+
+    def _change_settings(self, settings: EngineSettings) -> None:
+        self.settings = self.scheduler.settings = settings
+
+    def _set_up(self, settings: EngineSettings) -> None:
+        """Loads and allocates what the settings need; nothing of the engine changes if that fails.
+
+        Raises:
+            UserError: they do not fit the target or the device's memory.
+        """
+        target = self.target
+        if target.action_head:
+            settings.check_action_head()
+        if settings.chunks > 1 and not target.causal_prompt:
+            raise UserError("this policy's prompt sees itself both ways, so it cannot be cut: set prefill_chunks to 1")
+        codec = target.codec.with_text(settings.max_reasoning_tokens)
+        rule = make_rule(settings.acceptance, target)
+        cache = allocate_cache(target, settings, codec.max_tokens)
+        drafter, fallback = _make_drafter(target, settings, cache.slot_rows)
+        if fallback:
+            settings = replace(settings, mode={"spec": "ar", "specpipe": "pipeline"}[settings.mode])
+        drafter.set_tolerance(bins_of(settings.acceptance, target))
+        verifier = Verifier(rule, codec.action_ids, cache, max_nodes=settings.tree_nodes, max_depth=codec.max_tokens)
+        runner = Runner(target, cache, settings, (verifier, drafter))
+        root = Tree.of_root(torch.zeros((), dtype=torch.int64, device=target.decoder.device))
+        scheduler = Scheduler(
+            settings, self.mailbox, cache, codec, root=root, lay_out=self._lay_out, draft_prompt=self._draft_prompt
         )
+        self._codec, self._fallback = codec, fallback
+        self._last_prompt = None
+        self.settings, self.cache, self.scheduler = settings, cache, scheduler
+        self.runner, self.verifier, self.drafter = runner, verifier, drafter
 
 
-def _with_shares(work: TickWork, shares: Sequence[Share]) -> TickWork:
-    prompts = sum(share.prompt_rows / len(share.request.prompt) for share in shares)
-    nodes = sum(len(share.request.tree) - share.ends_prompt for share in shares if share.verifies)
-    return replace(work, prompts=prompts, nodes=nodes)
+def _work_of(batch: Batch) -> TickWork:
+    return TickWork(
+        images=sum(share.begins for share in batch.shares),
+        prompts=sum(share.prompt_rows / share.request.layout.rows for share in batch.shares),
+        nodes=sum(len(share.request.tree) - share.ends_prompt for share in batch.verified),
+    )
 
 
-def _seconds_since(started_ns: int) -> float:
-    return (time.monotonic_ns() - started_ns) * 1e-9
+def _make_drafter(target: Target, settings: EngineSettings, slot_rows: int) -> tuple[Drafter, str]:
+    """What drafts; nothing, with the reason, where nothing can be had and the user allowed to go on without."""
+    slots = settings.slots
+    if not settings.drafts:
+        return Drafter(target, None, slots=slots, slot_rows=slot_rows), ""
+    try:
+        return Drafter(target, settings.draft, slots=slots, slot_rows=slot_rows), ""
+    except UserError as error:
+        if not settings.draft.fallback_to_ar:
+            raise
+        _log.warning("decoding plainly, as draft.fallback_to_ar allows: %s", error)
+        return Drafter(target, None, slots=slots, slot_rows=slot_rows), str(error)

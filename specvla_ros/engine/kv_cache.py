@@ -1,17 +1,56 @@
-"""The KV store: one slot per request in flight, all layers, allocated once."""
+"""The KV cache: one slot per request in flight, all layers, allocated once."""
 
 import torch
 from torch import Tensor
 
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.errors import UserError
+from specvla_ros.models.target import Decoder, Target
 
-class KVCache:
-    """Keys and values of the requests in flight.
+_ROW_MULTIPLE = 16  # slots begin on a multiple of an attention tile's rows
+_SINK_ROWS = 1  # of a slot, which no request uses; see KVCache.sink_row
+_GIB = 1 << 30
 
-    ActionFlow's is a ring buffer; here requests finish out of order, so slots come from a free list and a request's
-    rows never move.
+
+class SlotPool:
+    """Which slots are free. Requests finish out of order, so this is a free list and no ring.
 
     Args:
-        layers, slots, slot_rows, kv_heads, head_dim: its shape. A slot holds the prompt, the action tokens and the
+        slots: number of slots, held and free.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._free = list(range(slots))
+
+    @property
+    def free_slots(self) -> int:
+        """Number of slots that no request holds."""
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """A free slot, or None when all are held."""
+        return self._free.pop() if self._free else None
+
+    def give_back(self, slot: int) -> None:
+        """Frees a slot; its rows are simply overwritten by the next request.
+
+        Raises:
+            ValueError: nobody holds it.
+        """
+        if slot in self._free or not 0 <= slot < self.slots:
+            raise ValueError(f"slot {slot} is not held")
+        self._free.append(slot)
+
+
+class KVCache(SlotPool):
+    """Keys and values of the requests in flight.
+
+    A request keeps its slot to its end, unlike in ActionFlow, whose ring buffer shifts rows; within the slot, the rows
+    of an accepted path move to the end of the committed prefix (`specvla_kernels.commit_kv`).
+
+    Args:
+        layers, slots, slot_rows, kv_heads, head_dim: its shape. A slot holds the prompt, the answer's tokens and the
             drafted nodes of one forward.
 
     Attributes:
@@ -30,16 +69,11 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        super().__init__(slots)
         shape = (layers, slots, slot_rows, kv_heads, head_dim)
         self.keys: Tensor = torch.empty(shape, dtype=dtype, device=device)
         self.values: Tensor = torch.empty(shape, dtype=dtype, device=device)
         self.slot_rows = slot_rows
-        self._free = list(range(slots))
-
-    @property
-    def slots(self) -> int:
-        """Held and free."""
-        return self.keys.shape[1]
 
     @property
     def sink_row(self) -> int:
@@ -49,21 +83,64 @@ class KVCache:
         """
         return self.slots * self.slot_rows - 1
 
-    @property
-    def free_slots(self) -> int:
-        """Slots that no request holds."""
-        return len(self._free)
 
-    def take(self) -> int | None:
-        """A free slot, or None when all are held."""
-        return self._free.pop() if self._free else None
+def new_cache(decoder: Decoder, *, slots: int, slot_rows: int) -> KVCache:
+    """A KV cache in the decoder's shape.
 
-    def give_back(self, slot: int) -> None:
-        """Frees a slot; its rows are simply overwritten by the next request.
+    Args:
+        decoder: the target's decoder.
+        slots: maximum number of requests in flight.
+        slot_rows: rows per request: prompt, answer tokens and drafted nodes.
+    """
+    config = decoder.config
+    return KVCache(
+        layers=config.num_hidden_layers,
+        slots=slots,
+        slot_rows=slot_rows,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        dtype=decoder.dtype,
+        device=decoder.device,
+    )
 
-        Raises:
-            ValueError: nobody holds it.
-        """
-        if slot in self._free or not 0 <= slot < self.slots:
-            raise ValueError(f"slot {slot} is not held")
-        self._free.append(slot)
+
+def allocate_cache(target: Target, settings: EngineSettings, answer_tokens: int) -> KVCache:
+    """Slots with rows for the prompt, the answer, and the nodes that are verified after them.
+
+    Args:
+        target: the policy.
+        settings: how the engine decodes.
+        answer_tokens: length of the longest answer.
+
+    Raises:
+        UserError: a slot would be longer than the model's positions, or the slots do not fit the device's memory.
+    """
+    scratch = settings.draft.nodes if settings.drafts else 0
+    rows = target.image_tokens + settings.max_text_tokens + answer_tokens + scratch + _SINK_ROWS
+    rows += -rows % _ROW_MULTIPLE
+    longest = target.decoder.config.max_position_embeddings
+    if rows > longest:
+        raise UserError(
+            f"a slot of {rows} rows is longer than the model's {longest} positions: lower decode.max_text_tokens, "
+            "decode.max_reasoning_tokens or draft.nodes"
+        )
+    try:
+        return new_cache(target.decoder, slots=settings.slots, slot_rows=rows)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
+            raise
+        raise UserError(_what_would_fit(target.decoder, settings, rows)) from None
+
+
+def _what_would_fit(decoder: Decoder, settings: EngineSettings, rows: int) -> str:
+    config = decoder.config
+    size = 2 * config.num_hidden_layers * rows * config.num_key_value_heads * config.head_dim
+    slot_bytes = size * decoder.dtype.itemsize
+    text = f"{settings.slots} KV slots of {rows} rows take {settings.slots * slot_bytes / _GIB:.2f} GiB"
+    if decoder.device.type != "cuda":
+        return f"{text}, more than there is: lower decode.max_in_flight or decode.max_text_tokens"
+    free, _ = torch.cuda.mem_get_info(decoder.device)
+    return (
+        f"{text}, but the GPU has {free / _GIB:.2f} GiB free, enough for {free // slot_bytes}: lower "
+        "decode.max_in_flight, decode.max_text_tokens or draft.nodes, or close what else uses the GPU"
+    )

@@ -5,7 +5,7 @@ from enum import Enum
 
 import numpy as np
 
-from specvla_ros.engine.observation import Observation
+from specvla_ros.models.observation import Observation
 
 
 class DropReason(str, Enum):
@@ -70,19 +70,27 @@ class Action:
 
     Args:
         observation: what it answers; the stamp travels with it.
-        names: one per value.
-        values: float64 [action_dim], un-normalised; displacements per `action_dt` of the training data.
-        tokens: the action tokens, one per value.
+        names: one per dimension.
+        actions: float64 [horizon, dims], un-normalised; displacements per `dt_s` of the training data.
+        tokens: the action tokens, one per value for bins.
         finished_ns: `time.monotonic_ns()` when the last token was committed.
+        dt_s: seconds that one action takes; None where the checkpoint does not say.
     """
 
     observation: Observation
     names: tuple[str, ...]
-    values: np.ndarray
+    actions: np.ndarray
     tokens: tuple[int, ...]
     timings: StageTimings
     record: DecodeRecord
     finished_ns: int
+    dt_s: float | None = None
+
+    @property
+    def values(self) -> np.ndarray:
+        """float64 [dims], the first action."""
+        first: np.ndarray = self.actions[0]
+        return first
 
 
 @dataclass(frozen=True)

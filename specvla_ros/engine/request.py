@@ -1,28 +1,33 @@
-"""One observation on its way through the engine."""
+"""One observation on its way through the engine, and its share of a forward."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.batch import Segment
 from specvla_ros.engine.outcome import DecodeRecord, StageTimings
-from specvla_ros.engine.segment import Segment
-from specvla_ros.engine.verify import Commit
+from specvla_ros.engine.verifier import Commit
+from specvla_ros.models.codecs.codec import Codec
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import PromptLayout
+from specvla_ros.speculation.drafters.protocol import DraftInput
 from specvla_ros.speculation.tree import Tree
 
 
 @dataclass(eq=False)
 class Request:
-    """The state that a request carries between ticks; each is itself alone, whatever it holds.
+    """The state that a request carries between ticks; equal only to itself.
 
     Attributes:
         observation: what it answers.
         slot: its KV slot.
-        prompt: [prompt_len, hidden], embeddings; its keys and values may come in chunks.
-        prompt_ids: the prompt's text.
+        layout: the rows of its prompt.
         wait_s: seconds from receipt to admission.
         tree: what the next forward verifies. Its root is the last committed token, whose keys and values are not
-            written yet; behind a prompt it is the prompt's last row, and its token is not read.
+            written yet; after a prompt it is the prompt's last row, and its token is not read.
+        prompt: [prompt rows, hidden], embeddings; set by the runner in the tick that begins the prompt.
         prefix_len: committed rows of the slot.
         tokens: committed answer tokens.
         visual: last hidden states of the image's rows, chunk by chunk, where the acceptance rule asks for them.
@@ -32,10 +37,10 @@ class Request:
 
     observation: Observation
     slot: int
-    prompt: Tensor
-    prompt_ids: tuple[int, ...]
+    layout: PromptLayout
     wait_s: float
     tree: Tree
+    prompt: Tensor = field(default_factory=lambda: torch.empty(0))
     prefix_len: int = 0
     tokens: list[int] = field(default_factory=list)
     visual: list[Tensor] = field(default_factory=list)
@@ -52,29 +57,12 @@ class Request:
     @property
     def prefilling(self) -> bool:
         """Whether rows of the prompt are still missing."""
-        return self.prefix_len < self.prompt.shape[0]
+        return self.prefix_len < self.layout.rows
 
     @property
     def root_row(self) -> int:
         """The slot's row of the tree's root."""
-        return self.prompt.shape[0] - 1 if self.prefilling else self.prefix_len
-
-    def segments(self, prompt_rows: int) -> list[Segment]:
-        """Its share of the next forward: a chunk of the prompt, its end with what is drafted behind it, or a tree.
-
-        Args:
-            prompt_rows: of the prompt, in this forward; 0 behind it.
-        """
-        n, start = len(self.tree), self.prefix_len
-        if not prompt_rows:
-            return [Segment(self.slot, start, self.tree.tokens, self.tree.ancestry, wanted=n)]
-        stop = start + prompt_rows
-        ends = stop == len(self.prompt)
-        chain = Segment(self.slot, start, self.prompt[start:stop], wanted=int(ends))
-        if not ends or n == 1:
-            return [chain]
-        behind = self.tree.ancestry.without_root()
-        return [chain, Segment(self.slot, stop, self.tree.tokens[1:], behind, wanted=n - 1)]
+        return self.layout.rows - 1 if self.prefilling else self.prefix_len
 
     def advance(self, prompt_rows: int) -> None:
         """Makes a chunk final that does not end the prompt."""
@@ -127,3 +115,103 @@ class Request:
             tick_s=tuple(self.tick_s),
             in_flight=in_flight,
         )
+
+
+@dataclass
+class ScheduledRequest:
+    """One request's share of a forward: a chunk of its prompt, the prompt's end with a drafted tree, or a tree.
+
+    Attributes:
+        request: whose rows they are.
+        prompt_rows: number of prompt rows among them; 0 after the prompt.
+        ends_prompt: whether the prompt's last row is one of them.
+        hidden: [rows, hidden], last hidden states after the forward; those of the tree are the last.
+    """
+
+    request: Request
+    prompt_rows: int
+    ends_prompt: bool
+    hidden: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @staticmethod
+    def next_share(request: Request, chunks: int) -> "ScheduledRequest":
+        """The next share of a request whose prompt is spread over `chunks` forwards."""
+        length = request.layout.rows
+        left = max(0, length - request.prefix_len)
+        rows = min(left, -(-length // chunks))
+        return ScheduledRequest(request, rows, ends_prompt=0 < left == rows)
+
+    @property
+    def begins(self) -> bool:
+        """Whether the prompt begins with it."""
+        return self.request.prefix_len == 0
+
+    @property
+    def verifies(self) -> bool:
+        """Whether tokens come of it; not of a chunk that does not end the prompt."""
+        return self.ends_prompt or not self.prompt_rows
+
+    def segments(self) -> list[Segment]:
+        """Its part of the packed batch."""
+        request = self.request
+        tree, start = request.tree, request.prefix_len
+        n = len(tree)
+        if not self.prompt_rows:
+            return [Segment(request.slot, start, tree.tokens, tree.ancestry, wanted=n)]
+        stop = start + self.prompt_rows
+        chain = Segment(request.slot, start, request.prompt[start:stop], wanted=int(self.ends_prompt))
+        if not self.ends_prompt or n == 1:
+            return [chain]
+        drafted = tree.ancestry.without_root()
+        return [chain, Segment(request.slot, stop, tree.tokens[1:], drafted, wanted=n - 1)]
+
+    def keep_visual(self) -> None:
+        """Keeps the hidden states of the image's rows, for rules that look at them."""
+        start, visual = self.request.prefix_len, self.request.layout.visual_rows
+        rows = slice(max(0, visual.start - start), max(0, min(self.prompt_rows, visual.stop - start)))
+        if self.prompt_rows and rows.start < rows.stop:
+            self.request.visual.append(self.hidden[rows])
+
+    def chunk_input(self) -> DraftInput:
+        """What a drafter needs of a chunk that does not end the prompt; nothing grows from it."""
+        request = self.request
+        start, stop = request.prefix_len - self.prompt_rows, request.prefix_len
+        return DraftInput(
+            slot=request.slot,
+            prefix_len=stop,
+            hidden=self.hidden,
+            following=request.prompt[start + 1 : stop + 1],
+            root=request.tree.tokens[0],
+            levels=0,
+            place=0,
+            epoch=request.observation.epoch,
+            prompt=request.layout.ids,
+            mid_prompt=True,
+        )
+
+    def draft_input(self, commit: Commit, codec: Codec, embed: Callable[[Tensor], Tensor]) -> DraftInput:
+        """What a drafter needs of the rows that `commit` has made final."""
+        request = self.request
+        hidden = self.tree_hidden[commit.nodes_on_device]
+        following = embed(commit.tokens_on_device)
+        if self.prompt_rows:
+            hidden = torch.cat((self.hidden[: self.prompt_rows - 1], hidden))
+            following = torch.cat((request.prompt[len(request.prompt) - self.prompt_rows + 1 :], following))
+        return DraftInput(
+            slot=request.slot,
+            prefix_len=request.prefix_len,
+            hidden=hidden,
+            following=following,
+            root=commit.tokens_on_device[-1],
+            levels=codec.remaining(request.tokens) - 1,
+            place=codec.position(request.tokens),
+            epoch=request.observation.epoch,
+            prompt=request.layout.ids,
+            answer=tuple(request.tokens),
+            in_text=codec.in_text(request.tokens),
+        )
+
+    @property
+    def tree_hidden(self) -> Tensor:
+        """[nodes, hidden], last hidden states of the tree's nodes."""
+        return self.hidden[-len(self.request.tree) :]

@@ -1,62 +1,85 @@
 """Settings of the engine."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 from specvla_ros.errors import UserError
+from specvla_ros.settings.parameter import check, hint, parameter, section, walk, with_values
+from specvla_ros.settings.profiles import merge_parameters, read_assignments
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
+from specvla_ros.speculation.tolerance import Tolerance
 
 _SLOTS = {"ar": 1, "spec": 1, "pipeline": 7, "specpipe": 4}
 MODES = tuple(_SLOTS)
 _DRAFTING = ("spec", "specpipe")
 _PIPELINED = ("pipeline", "specpipe")
-MOST_SLOTS = 64
-MOST_CHUNKS = 16
 
 
 @dataclass(frozen=True)
 class EngineSettings:
     """How the engine decodes.
 
-    Args:
-        mode: `ar`: one request in flight, one node per forward. `spec`: one request, a draft tree per forward.
-            `pipeline` (ActionFlow): a forward carries the newest frame's prefill and one node of every request in
-            flight. `specpipe`: the same with a draft tree of every request.
-        max_in_flight: requests in flight at most, of the pipelined modes; 0: 7 for `pipeline`, 4 for `specpipe`.
-        prefill_chunks: forwards over which a prompt is spread, in the pipelined modes.
-        in_order: every frame that was begun is finished, and actions wait for those of older frames; otherwise a frame
-            is dropped when a newer one overtakes it. For the pipelined modes.
-        max_text_tokens: longest prompt text, in tokens; a KV slot has rows for it behind those of the image.
-        max_reasoning_tokens: longest text that the policy writes before its action; 0 for OpenVLA, which writes none.
-        max_image_age_s: a frame older than this at admission is dropped; 0 switches the check off (replay).
-        draft: where drafted tokens come from; not read in `ar` and `pipeline`.
-        acceptance: which of them are taken.
-
     Raises:
         UserError: a value is out of range.
     """
 
-    mode: str = "ar"
-    max_in_flight: int = 0
-    prefill_chunks: int = 1
-    in_order: bool = False
-    max_text_tokens: int = 128
-    max_reasoning_tokens: int = 0
-    max_image_age_s: float = 0.0
-    draft: DraftSettings = field(default_factory=DraftSettings)
-    acceptance: AcceptanceSettings = field(default_factory=AcceptanceSettings)
+    ROS_PREFIX: ClassVar[str] = "decode."
+
+    mode: str = parameter(
+        "ar",
+        "How tokens are decoded. ar: one frame at a time, a token per forward. spec: one frame, a draft tree per "
+        "forward. pipeline (ActionFlow): a forward carries the newest frame's prefill and one token of every frame in "
+        "flight. specpipe: the same with a draft tree of every frame.",
+        choices=MODES,
+        writable=True,
+    )
+    max_in_flight: int = parameter(
+        0,
+        f"Maximum of requests in flight in pipeline and specpipe; 0: {_SLOTS['pipeline']} and {_SLOTS['specpipe']}.",
+        minimum=0,
+        maximum=64,
+        writable=True,
+    )
+    prefill_chunks: int = parameter(
+        1, "Forwards over which pipeline and specpipe spread a prompt.", minimum=1, maximum=16, writable=True
+    )
+    in_order: bool = parameter(
+        False,
+        "Finish every frame that was begun, in pipeline and specpipe: actions wait for those of older frames. "
+        "Otherwise a frame is dropped when a newer one overtakes it.",
+        writable=True,
+    )
+    # A KV slot has rows for it after those of the image.
+    max_text_tokens: int = parameter(
+        128,
+        "Longest prompt text; a longer instruction is refused.",
+        unit="tokens",
+        minimum=1,
+        maximum=4096,
+    )
+    max_reasoning_tokens: int = parameter(
+        0,
+        "Longest text that the policy may write before its action; 0: its first token is an action, as OpenVLA's is.",
+        unit="tokens",
+        minimum=0,
+        maximum=4096,
+    )
+    max_image_age_s: float = parameter(
+        0.0,
+        "An image older than this gets no action; 0 switches the check off, as for recorded images.",
+        unit="s",
+        minimum=0.0,
+        maximum=3600.0,
+        writable=True,
+        name="max_image_age_s",
+    )
+    draft: DraftSettings = section(DraftSettings)
+    acceptance: AcceptanceSettings = section(AcceptanceSettings)
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise UserError(f"decode.mode is '{self.mode}', but it must be one of: {', '.join(MODES)}")
-        for name, low, high in (("max_in_flight", 0, MOST_SLOTS), ("prefill_chunks", 1, MOST_CHUNKS)):
-            if not low <= getattr(self, name) <= high:
-                raise UserError(f"decode.{name} must be {low} to {high}, got {getattr(self, name)}")
-        if self.max_text_tokens < 1:
-            raise UserError(f"decode.max_text_tokens must be at least 1, got {self.max_text_tokens}")
-        if self.max_reasoning_tokens < 0:
-            raise UserError(f"decode.max_reasoning_tokens must be 0 or more, got {self.max_reasoning_tokens}")
-        if not self.max_image_age_s >= 0:
-            raise UserError(f"max_image_age_s must be 0 (off) or more, got {self.max_image_age_s}")
+        check(self)
 
     def check_action_head(self) -> None:
         """Whether an output head of action tokens alone can write these answers.
@@ -77,15 +100,62 @@ class EngineSettings:
 
     @property
     def tree_nodes(self) -> int:
-        """Of a request's tree at most, the root included."""
+        """Maximum of nodes in a request's tree, the root included."""
         return self.draft.nodes if self.drafts else 1
 
     @property
     def slots(self) -> int:
-        """Requests in flight at most."""
+        """Maximum of requests in flight."""
         return self.max_in_flight or _SLOTS[self.mode] if self.mode in _PIPELINED else 1
 
     @property
     def chunks(self) -> int:
         """Forwards over which a prompt is spread."""
         return self.prefill_chunks if self.mode in _PIPELINED else 1
+
+
+_FILE_PREFIXES = tuple(each.ROS_PREFIX for each in (EngineSettings, DraftSettings, AcceptanceSettings))
+
+
+def engine_settings_from(
+    *,
+    mode: str = "",
+    tolerance: str = "",
+    assignments: Sequence[str] = (),
+    params_file: Path | None = None,
+    **keywords: Any,
+) -> EngineSettings:
+    """Settings as the command line and Python callers give them.
+
+    Later ones win: the file, the tolerance, the assignments and keywords, the mode.
+
+    Args:
+        mode: value of decode.mode; empty: not given.
+        tolerance: such as 2mm,1.1deg or 5bins, accepted by bin_distance unless another rule is set; 0 or strict: none.
+            Empty: not given.
+        assignments: `name:=value`, with YAML's values.
+        params_file: a ROS parameter file; of what is in it only decode.*, draft.* and acceptance.* are taken.
+        keywords: parameters with underscores for dots (draft_nodes=16), or a field of EngineSettings
+            (prefill_chunks=2).
+
+    Raises:
+        UserError: a file or tolerance that cannot be read, an unknown name, a value out of range.
+    """
+    in_file = merge_parameters([params_file], {}, node="policy") if params_file is not None else {}
+    values: dict[str, Any] = {name: value for name, value in in_file.items() if name.startswith(_FILE_PREFIXES)}
+    if tolerance:
+        accepted = Tolerance.parse(tolerance).acceptance
+        values |= {
+            f"{accepted.ROS_PREFIX}{name}": getattr(accepted, name)
+            for name in ("rule", "bins", "tolerance_m", "tolerance_rad")
+        }
+    values |= read_assignments(assignments)
+    known = {declared.name.replace(".", "_"): declared.name for declared in walk(EngineSettings())}
+    for keyword, value in keywords.items():
+        name = known.get(keyword) or known.get(f"{EngineSettings.ROS_PREFIX}{keyword}".replace(".", "_"))
+        if name is None:
+            raise UserError(f"there is no parameter '{keyword}'; {hint(keyword, known)}")
+        values[name] = value
+    if mode:
+        values[f"{EngineSettings.ROS_PREFIX}mode"] = mode
+    return with_values(EngineSettings(), values)

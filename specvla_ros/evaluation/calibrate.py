@@ -1,19 +1,15 @@
 """`specvla calibrate`: the tolerance and tree for a robot, from evidence."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.calibration import Calibration, Candidate, Limits, Tolerance, Trial, deviation
+from specvla_ros.evaluation.calibration import Calibration, Candidate, Limits, Trial, deviation
 from specvla_ros.evaluation.frame_sources import (
-    FIRST_SEED,
     SIMULATION,
     Frame,
     bag_source,
@@ -21,66 +17,47 @@ from specvla_ros.evaluation.frame_sources import (
     require_frames,
     simulation_source,
 )
-from specvla_ros.evaluation.provenance import hardware, software
-from specvla_ros.evaluation.report.calibrate import write_calibrate_report
-from specvla_ros.evaluation.side_by_side import FrameRun, run_side_by_side
+from specvla_ros.evaluation.provenance import head
+from specvla_ros.evaluation.report.sweep import write_calibration_report
+from specvla_ros.evaluation.run_directory import REPORT_FILE, RunDirectory
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import compare_episodes
+from specvla_ros.evaluation.sweep import FrameRun, run_side_by_side
 from specvla_ros.models.checkpoint import Target
-from specvla_ros.simulation.device_pace import read_device, tick_time
+from specvla_ros.settings.parameter import values_of
+from specvla_ros.settings.profiles import write_parameters
+from specvla_ros.simulation.device_pace import read_stage_times, tick_time
 from specvla_ros.simulation.rollout import EpisodeResult
+from specvla_ros.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.speculation.rules.registry import bins_of
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
+from specvla_ros.speculation.tolerance import Tolerance
 
 
 def write_profile(path: Path, calibration: Calibration) -> None:
     """Writes the file that `params_file:=` and --params-file take; the evidence is in its first lines."""
     chosen = calibration.chosen
-    lines = [
-        "# Chosen by specvla calibrate; the evidence is in calibration.json beside this file.",
-        f"# {chosen.trial.name}: {chosen.speed_up:.2f} times as fast as plain decoding, "
+    comments = [
+        "Chosen by specvla calibrate; the evidence is in calibration.json beside this file.",
+        f"{chosen.trial.name}: {chosen.speed_up:.2f} times as fast as plain decoding, "
         f"{chosen.forwards_per_action:.2f} forwards per action",
-        f"# deviation p95: {chosen.deviation.p95_mm:.2g} mm, {chosen.deviation.p95_deg:.2g} deg, gripper "
+        f"deviation p95: {chosen.deviation.p95_mm:.2g} mm, {chosen.deviation.p95_deg:.2g} deg, gripper "
         f"{chosen.deviation.gripper_share:.2%}",
-        f"# success against plain decoding: {chosen.success or 'not tried'}",
+        f"success against plain decoding: {chosen.success or 'not tried'}",
     ]
     emulated = calibration.context.get("emulate")
     if emulated:
-        lines.append(f"# times are those of an emulated {emulated['name']}: none ran")
+        comments.append(f"times are those of an emulated {emulated['name']}: none ran")
     # Tolerances found for rounded weights hold for these alone.
     quantization = calibration.context.get("policy", {}).get("quantization", "none")
-    model = {"model": {"quantization": quantization}} if quantization != "none" else {}
-    text = yaml.safe_dump({"/**": {"ros__parameters": model | parameters(chosen)}}, sort_keys=False)
-    path.write_text("\n".join(lines) + "\n" + text, encoding="utf-8")
+    model = {"model.quantization": quantization} if quantization != "none" else {}
+    # Of the mode's own settings none was tried.
+    values = {name: value for name, value in values_of(chosen.trial.engine).items() if name.startswith(_TRIED)}
+    write_parameters(path, model | values, comments)
 
 
-def parameters(candidate: Candidate) -> dict[str, Any]:
-    """The policy node's parameters, nested as in a parameter file."""
-    engine = candidate.trial.engine
-    named: dict[str, Any] = {"decode": {"mode": engine.mode}}
-    if engine.mode != "ar":
-        draft = engine.draft
-        named["draft"] = {
-            "top_k": draft.top_k,
-            "depth": draft.depth,
-            "nodes": draft.nodes,
-            "children": draft.children,
-            "temporal": draft.temporal,
-        }
-        named["draft"] |= {"head": draft.head} if draft.head else {}
-    acceptance = engine.acceptance
-    named["acceptance"] = {"rule": acceptance.rule}
-    if acceptance.rule == "bin_distance" and any(acceptance.bins):
-        named["acceptance"]["bins"] = list(acceptance.bins)
-    elif acceptance.rule == "bin_distance":
-        named["acceptance"] |= {
-            "tolerance_m": float(acceptance.tolerance_m),
-            "tolerance_rad": float(acceptance.tolerance_rad),
-        }
-    return named
-
-
-CALIBRATION_FILE, PROFILE_FILE, REPORT_FILE = "calibration.json", "profile.yaml", "report.html"
+_TRIED = ("decode.mode", "draft.", "acceptance.")
+CALIBRATION_FILE, PROFILE_FILE = "calibration.json", "profile.yaml"
 PLAIN = "ar"
 _FRAMES = "frames"
 
@@ -130,7 +107,7 @@ def collect_frames(
     """
     if not data or list(data) == [SIMULATION]:
         tasks = plan.episodes.tasks if plan.episodes else ()
-        source = simulation_source(policy, FIRST_SEED, world=base.world, tasks=tasks, engine=base.engine)
+        source = simulation_source(policy, FRAME_FIRST_SEED, world=base.world, tasks=tasks, engine=base.engine)
     elif SIMULATION in data:
         raise UserError("--data sim cannot be mixed with bags: choose one")
     else:
@@ -166,6 +143,8 @@ def calibrate(
     Raises:
         UserError: something given is wrong, or no tolerance fits the checkpoint.
     """
+    directory = RunDirectory(out, "calibrate")
+    directory.check()
     spec = replace(base.engine, mode="spec")
     plain = Trial(PLAIN, None, replace(base.engine, mode=PLAIN, acceptance=AcceptanceSettings()))
     strict = [Trial(f"strict, {_tree(each)}", None, each) for each in _trees(spec, plan.nodes, AcceptanceSettings())]
@@ -192,7 +171,11 @@ def calibrate(
         refused=refused,
         context=_context(policy, base, plan, len(frames)),
     )
-    _write(calibration, out)
+    directory.begin()
+    with directory.reporting_errors():
+        directory.write_json(CALIBRATION_FILE, calibration.as_json())
+        write_profile(directory.path / PROFILE_FILE, calibration)
+        write_calibration_report(directory.path / REPORT_FILE, calibration)
     return calibration
 
 
@@ -246,7 +229,7 @@ def _try_on_frames(
         on_progress(Progress(_FRAMES, done, wanted))
 
     candidates: list[Candidate] = []
-    pace = tick_time(read_device(plan.emulate) if plan.emulate else None)
+    pace = tick_time(read_stage_times(plan.emulate) if plan.emulate else None)
     for group in groups:
         engines = {each.name: each.engine for each in (plain, *group)}
         runs = run_side_by_side(policy, engines, frames, rounds=1, pace=pace, on_frame=one_more)
@@ -298,24 +281,11 @@ def _try_in_simulation(
 
 
 def _context(policy: Target, base: SimulateSettings, plan: CalibratePlan, frames: int) -> dict[str, Any]:
-    episodes = asdict(plan.episodes) if plan.episodes is not None else None
     return {
         "policy": policy.describe(),
         "world": base.world,
         "frames": frames,
-        "episodes": episodes,
-        "emulate": asdict(read_device(plan.emulate)) if plan.emulate else None,
-        "software": software(),
-        "hardware": hardware(),
+        "episodes": asdict(plan.episodes) if plan.episodes is not None else None,
+        "emulate": asdict(read_stage_times(plan.emulate)) if plan.emulate else None,
+        **head(),
     }
-
-
-def _write(calibration: Calibration, out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(calibration.as_json(), indent=2, allow_nan=False)
-        (out / CALIBRATION_FILE).write_text(text + "\n", encoding="utf-8")
-        write_profile(out / PROFILE_FILE, calibration)
-        write_calibrate_report(out / REPORT_FILE, calibration)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror}") from None

@@ -1,7 +1,5 @@
 """What calibration compares: tolerances, how far they let an action deviate, and the choice between them."""
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -10,64 +8,9 @@ import numpy as np
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.simulate_summary import PairedComparison
-from specvla_ros.evaluation.statistics import paired_difference
-from specvla_ros.speculation.settings import AcceptanceSettings
+from specvla_ros.evaluation.statistics import PairedComparison, percentiles
+from specvla_ros.speculation.tolerance import Tolerance
 
-_PART = re.compile(r"([0-9.]+)\s*(mm|deg|bins?)")
-_EXAMPLE = "write it as 2mm,1.1deg, or 2mm, or 1deg, or 5bins"
-
-
-@dataclass(frozen=True, order=True)
-class Tolerance:
-    """How far an action token may be from the target's own choice; of two, the one with more mm is the larger.
-
-    Args:
-        mm: of x, y, z; 0: strict.
-        degrees: of roll, pitch, yaw; 0: strict.
-        bins: of every moving dimension, in place of the others.
-    """
-
-    mm: float = 0.0
-    degrees: float = 0.0
-    bins: int = 0
-
-    @staticmethod
-    def parse(text: str) -> "Tolerance":
-        """Reads one.
-
-        Raises:
-            UserError: it cannot be read.
-        """
-        found: dict[str, float] = {}
-        for part in text.replace(" ", "").split(","):
-            match = _PART.fullmatch(part)
-            try:
-                number = float(match[1]) if match else math.nan
-            except ValueError:
-                number = math.nan
-            unit = match[2].removesuffix("s") if match else ""
-            if not number > 0 or unit in found:
-                raise UserError(f"'{text}' is no tolerance; {_EXAMPLE}")
-            found[unit] = number
-        if "bin" in found and (len(found) > 1 or not found["bin"].is_integer()):
-            raise UserError(f"'{text}' is no tolerance: bins are whole, and stand alone; {_EXAMPLE}")
-        return Tolerance(found.get("mm", 0.0), found.get("deg", 0.0), int(found.get("bin", 0)))
-
-    @property
-    def acceptance(self) -> AcceptanceSettings:
-        """As the engine takes it."""
-        if self.bins:
-            return AcceptanceSettings("bin_distance", bins=(self.bins,))
-        metres, radians = round(self.mm * 1e-3, 9), round(math.radians(self.degrees), 6)
-        return AcceptanceSettings("bin_distance", tolerance_m=metres, tolerance_rad=radians)
-
-    def __str__(self) -> str:
-        parts = [(self.mm, "mm"), (self.degrees, "deg"), (self.bins, "bins")]
-        return ",".join(f"{number:g}{unit}" for number, unit in parts if number)
-
-
-_P95 = 95.0
 _ACTION_DIM = 7
 _OPEN = 0.5  # a gripper value beyond is one command, below it the other
 
@@ -119,9 +62,9 @@ def deviation(plain: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Devia
     degrees = np.degrees(np.linalg.norm(apart[:, 3:6], axis=1))
     flipped = (first[there, 6] > _OPEN) != (second[there, 6] > _OPEN)
     return Deviation(
-        p95_mm=float(np.percentile(mm, _P95)),
+        p95_mm=percentiles(mm)["p95"],
         largest_mm=float(mm.max()),
-        p95_deg=float(np.percentile(degrees, _P95)),
+        p95_deg=percentiles(degrees)["p95"],
         largest_deg=float(degrees.max()),
         gripper_share=float(flipped.mean()),
         lost_share=float(1 - there.mean()),
@@ -209,21 +152,16 @@ class Candidate:
 
     def with_success(self, pairs: PairedComparison, limits: Limits) -> "Candidate":
         """With its success, and what that speaks against it."""
-        _, low, _ = paired_difference(pairs.only_first, pairs.only_second, pairs.first.n)
+        _, low, _ = pairs.points
         reasons = self.refusals
-        if 100 * low < -limits.loss_points:
-            reasons += (f"it may lose {-100 * low:.1f} points of success, the limit is {limits.loss_points:g}",)
+        if low < -limits.loss_points:
+            reasons += (f"it may lose {-low:.1f} points of success, the limit is {limits.loss_points:g}",)
         return replace(self, pairs=pairs, refusals=reasons)
 
     @property
     def success(self) -> str:
         """For a table: the difference to plain decoding in points, with its interval; empty without episodes."""
-        if self.pairs is None:
-            return ""
-        points = [
-            100 * each for each in paired_difference(self.pairs.only_first, self.pairs.only_second, self.pairs.first.n)
-        ]
-        return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*points)
+        return str(self.pairs or "")
 
     def as_json(self) -> dict[str, Any]:
         """For calibration.json."""

@@ -1,6 +1,6 @@
 """The Llama decoder, written around the packed forward."""
 
-from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from specvla_kernels.linear import linear
 from specvla_kernels.packed_attention import packed_attention
 from specvla_kernels.rope_write_kv import rope_write_kv
 from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.target import ForwardResult as ForwardResult
 
 
 def head_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -23,19 +24,6 @@ def head_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
         return dtype
     accumulates = device.type == "cuda" and "dtype" in torch.ops.aten.mm.overloads()
     return dtype if accumulates else torch.float32
-
-
-@dataclass(frozen=True)
-class ForwardResult:
-    """What one packed forward gives, segments in order.
-
-    Args:
-        logits: float32 [n_wanted, vocab], of the wanted rows.
-        hidden: [n_rows, hidden], of all rows, behind the final norm.
-    """
-
-    logits: Tensor
-    hidden: Tensor
 
 
 class _RMSNorm(nn.Module):
@@ -185,3 +173,34 @@ class LlamaDecoder(nn.Module):
             self._rotary = (angles.cos(), angles.sin())
         cos, sin = self._rotary
         return cos[positions], sin[positions]
+
+
+def llama_tensors(decoder: LlamaDecoder, prefix: str = "") -> dict[str, Tensor]:
+    """The decoder's tensors by their names in transformers' LlamaForCausalLM."""
+    config = decoder.config
+    tensors = {"model.embed_tokens.weight": decoder.embed_tokens.weight, "model.norm.weight": decoder.norm.weight}
+    if not config.tie_word_embeddings:
+        tensors["lm_head.weight"] = decoder.lm_head.weight
+    named = {prefix + name: tensor.detach() for name, tensor in tensors.items()}
+    for i, layer in enumerate(decoder.layers):
+        named |= layer_tensors(cast(LlamaLayer, layer), config, f"{prefix}model.layers.{i}.")
+    return named
+
+
+def layer_tensors(layer: LlamaLayer, config: LlamaConfig, prefix: str) -> dict[str, Tensor]:
+    """One layer's tensors by their names in transformers' LlamaDecoderLayer; it must not be quantised."""
+    q_rows, kv_rows = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    q, k, v = layer.qkv.weight.split((q_rows, kv_rows, kv_rows))
+    gate, up = layer.gate_up.weight.chunk(2)
+    tensors = {
+        "input_layernorm.weight": cast(Tensor, layer.input_norm.weight),
+        "self_attn.q_proj.weight": q,
+        "self_attn.k_proj.weight": k,
+        "self_attn.v_proj.weight": v,
+        "self_attn.o_proj.weight": layer.out.weight,
+        "post_attention_layernorm.weight": layer.post_norm.weight,
+        "mlp.gate_proj.weight": gate,
+        "mlp.up_proj.weight": up,
+        "mlp.down_proj.weight": layer.down.weight,
+    }
+    return {prefix + name: tensor.detach() for name, tensor in tensors.items()}

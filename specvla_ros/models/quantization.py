@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from specvla_kernels.int8_linear import int8_linear
 from specvla_ros.errors import UserError
 from specvla_ros.models.llama import LlamaLayer
+from specvla_ros.models.settings import QUANTIZATIONS
 
-QUANTIZATIONS = ("none", "int4", "w8a8", "fp8")
 MATRICES = ("qkv", "out", "gate_up", "down")
 
 # What a weight takes, its share of the scales included. int4: a scale and a zero in bfloat16 per group of 128, and rows

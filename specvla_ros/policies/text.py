@@ -22,24 +22,23 @@ import typer
 from torch import Tensor
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.config import read_config
-from specvla_ros.models.openvla import OpenVLA
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.model import OpenVLA
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.weights import save_weights
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.device_pace import tick_time
 from specvla_ros.simulation.expert import holds
+from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.rollout import Clock, Rollout
-from specvla_ros.simulation.table_robot import TableRobot
-from specvla_ros.simulation.tasks import TASKS, Task
-from specvla_ros.simulation.world import WorldState
+from specvla_ros.simulation.tasks import TASKS, TEXT_POLICY_FIRST_SEED, Task, WorldState
 from specvla_ros.training.batched_forward import decoder_hidden, image_embeddings
 from specvla_ros.training.nano import NanoShape, write_nano
 
-FIRST_SEED = 3_000_000  # of starts that nothing else uses
 LONGEST_TEXT = 64  # tokens
 _CELL_M, _ORIGIN_M = 0.04, (0.3, -0.2)
 _NEAR_M = 0.05
@@ -129,7 +128,7 @@ def main(
     print(json.dumps(card, indent=2))
 
 
-def _look(nano: Target, episodes: int) -> list[Frame]:
+def _look(nano: OpenVLATarget, episodes: int) -> list[Frame]:
     """Frames of the nano policy's episodes."""
     robot = TableRobot()
     states: list[tuple[Observation, WorldState]] = []
@@ -145,7 +144,7 @@ def _look(nano: Target, episodes: int) -> list[Frame]:
     for episode in range(episodes):
         task = TASKS[episode % len(TASKS)]
         states.clear()
-        rollout.run(task.name, FIRST_SEED + episode)
+        rollout.run(task.name, TEXT_POLICY_FIRST_SEED + episode)
         engine.reset()
         for observation, state in states:
             action = engine.act(observation)
@@ -156,7 +155,7 @@ def _look(nano: Target, episodes: int) -> list[Frame]:
     return seen
 
 
-def _write_untrained(nano: Target, out: Path, texts: list[str]) -> None:
+def _write_untrained(nano: OpenVLATarget, out: Path, texts: list[str]) -> None:
     """The nano policy with a row for each new word."""
     config = json.loads((nano.directory / "config.json").read_text(encoding="utf-8"))
     instructions = [task.instruction for task in TASKS]
@@ -172,7 +171,7 @@ def _write_untrained(nano: Target, out: Path, texts: list[str]) -> None:
     save_weights(out / "model.safetensors", tensors)
 
 
-def _rows_of_known_words(nano: Target, writer: Target) -> Tensor:
+def _rows_of_known_words(nano: OpenVLATarget, writer: OpenVLATarget) -> Tensor:
     """int64 [n, 2]: a token's id in the nano policy, and its id in the writer."""
     assert nano.prompt.tokenizer is not None and writer.prompt.tokenizer is not None
     ids = writer.prompt.tokenizer.get_vocab()
@@ -183,7 +182,7 @@ def _rows_of_known_words(nano: Target, writer: Target) -> Tensor:
 
 
 @torch.inference_mode()
-def _sample(policy: Target, nano: Target, frame: Frame) -> Sample:
+def _sample(policy: OpenVLATarget, nano: OpenVLATarget, frame: Frame) -> Sample:
     assert policy.prompt.tokenizer is not None
     pixels = policy.image_processor(frame.observation.image)[None]
     words = policy.prompt.tokenizer.encode(frame.text, add_special_tokens=False).ids
@@ -193,7 +192,7 @@ def _sample(policy: Target, nano: Target, frame: Frame) -> Sample:
     return Sample(image, tuple(policy.prompt_ids(frame.task.instruction)), answer)
 
 
-def _train(policy: Target, samples: list[Sample], steps: int, batch: int) -> None:
+def _train(policy: OpenVLATarget, samples: list[Sample], steps: int, batch: int) -> None:
     trained = list(policy.decoder.parameters())
     for parameter in trained:
         parameter.requires_grad_(True)
@@ -212,19 +211,19 @@ def _train(policy: Target, samples: list[Sample], steps: int, batch: int) -> Non
     policy.model.requires_grad_(False)
 
 
-def _loss(policy: Target, samples: list[Sample]) -> Tensor:
+def _loss(policy: OpenVLATarget, samples: list[Sample]) -> Tensor:
     logits, answers = _logits(policy, samples)
     return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=-100)
 
 
 @torch.inference_mode()
-def _accuracy(policy: Target, samples: list[Sample]) -> float:
+def _accuracy(policy: OpenVLATarget, samples: list[Sample]) -> float:
     logits, answers = _logits(policy, samples)
     written = answers >= 0
     return float((logits.argmax(-1) == answers)[written].float().mean())
 
 
-def _logits(policy: Target, samples: list[Sample]) -> tuple[Tensor, Tensor]:
+def _logits(policy: OpenVLATarget, samples: list[Sample]) -> tuple[Tensor, Tensor]:
     """[batch, longest answer, vocab], and the answers: int64 with -100 after their ends."""
     embed, longest = policy.decoder.embed_tokens, max(len(sample.answer) for sample in samples)
     width = max(len(sample.prompt) for sample in samples) + longest - 1

@@ -16,7 +16,7 @@ from rosgraph_msgs.msg import Clock
 
 from specvla_ros.bags.reader import Bag, BagMessage, OfferedQos, open_bag
 from specvla_ros.errors import UserError
-from specvla_ros.ros.parameters import declare_parameters
+from specvla_ros.ros.parameters import declare_parameters, read_parameters
 from specvla_ros.ros.qos import CLOCK
 from specvla_ros.ros.spinning import run_node
 from specvla_ros.settings.parameter import parameter
@@ -35,7 +35,7 @@ class BagPlayerParameters:
     bag: str = parameter("", "The bag: a directory, or an .mcap or .db3 file.")
     rate: float = parameter(1.0, "Speed of the bag's time against real time.", minimum=0.01, maximum=100.0)
     loop: bool = parameter(False, "Begin again at the end; the clock then jumps back.")
-    clock_hz: float = parameter(100.0, "How often /clock is published [Hz].", minimum=1.0, maximum=1000.0)
+    clock_hz: float = parameter(100.0, "How often /clock is published.", unit="Hz", minimum=1.0, maximum=1000.0)
     wait_for_subscriber: str = parameter(
         "", "Play only once somebody listens to this topic of the bag; empty: at once."
     )
@@ -51,7 +51,8 @@ class BagPlayer(Node):
     def __init__(self) -> None:
         super().__init__("bag_player")
         try:
-            self._chosen = declare_parameters(self, BagPlayerParameters)
+            declare_parameters(self, BagPlayerParameters)
+            self._chosen = read_parameters(self, BagPlayerParameters)
             self._bag = _open(self._chosen)
         except UserError:
             self.destroy_node()

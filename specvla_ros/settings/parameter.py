@@ -1,9 +1,27 @@
-"""Parameters as fields of frozen dataclasses: default, description and limits. Needs no ROS."""
+"""Parameters, declared once: on the fields of frozen dataclasses. Needs no ROS and no torch.
 
+A class of settings has parameters (`parameter`), other classes of settings (`section`) and groups of them by name
+(`groups`). ROS parameters, YAML profiles, `-p name:=value`, Python keywords and the reference page come from a walk
+over it (`walk`), and its `__post_init__` calls `check`, the only place that looks at ranges and choices.
+
+The name of a parameter, as ROS and everybody else sees it, is the class's `ROS_PREFIX` and the field's name; a `name=`
+takes the place of both. In a group it is the prefix of the class that has the groups, the group and the field; there a
+`name=` takes the place of the last two.
+"""
+
+import difflib
 import math
-from dataclasses import Field, dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
+from typing import Any, TypeVar
 
+from specvla_ros.errors import UserError
+
+Settings = TypeVar("Settings")
+Choices = tuple[str, ...] | Callable[[], tuple[str, ...]]
+
+_PARAMETER, _SECTION, _GROUPS = "parameter", "section", "groups"
 _KINDS = {
     bool: "true or false",
     int: "a whole number",
@@ -11,68 +29,268 @@ _KINDS = {
     str: "a text",
 }
 _LISTS = {str: "a list of texts", int: "a list of whole numbers"}
+_ABSTRACT: dict[type, type] = {int: Integral, float: Real}  # NumPy's numbers too
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a parameter may be.
+class Parameter:
+    """What a parameter means and may be.
 
     Args:
-        description: one sentence, with the unit.
-        name: as ROS sees it; empty: the field's name.
-        minimum: the smallest value of a number.
-        maximum: the largest value of a number.
-        choices: the only values of a text; empty: any.
-        writable: whether it may change while the node runs.
+        description: one sentence.
+        unit: of its numbers, such as m or tokens; empty: none.
+        minimum: smallest value of a number; None: no limit.
+        maximum: largest value of a number; None: no limit.
+        choices: the only values of a string; empty: any. A function, where a registry knows them.
+        writable: whether it may change while a node runs.
+        name: see the module.
     """
 
     description: str
-    name: str = ""
+    unit: str = ""
     minimum: float | None = None
     maximum: float | None = None
-    choices: tuple[str, ...] = ()
+    choices: Choices = ()
     writable: bool = False
+    name: str = ""
+
+    @property
+    def range(self) -> str:
+        """The numbers that are allowed, in words; empty: all."""
+        if self.minimum is None:
+            return "" if self.maximum is None else f"at most {self.maximum:.10g}"
+        return f"{self.minimum:.10g} or more" if self.maximum is None else f"{self.minimum:.10g} to {self.maximum:.10g}"
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The strings that are allowed; empty: all."""
+        return self.choices() if callable(self.choices) else self.choices
 
 
-def parameter(default: object, description: str, **limits: Any) -> Any:
-    """A field of a parameter dataclass; `limits` are those of `Limits`.
+@dataclass(frozen=True)
+class Declared:
+    """A parameter of a tree of settings.
+
+    Args:
+        name: full name, such as draft.nodes.
+        path: attributes, and names of groups, from the tree's root to the value.
+        parameter: what it means and may be.
+        default: the field's own default, whose type is the parameter's.
+        value: in this tree; of a tree of defaults it is the default that counts.
+    """
+
+    name: str
+    path: tuple[str, ...]
+    parameter: Parameter
+    default: Any
+    value: Any
+
+    @property
+    def description(self) -> str:
+        """With the unit."""
+        unit = self.parameter.unit
+        return f"{self.parameter.description} [{unit}]" if unit else self.parameter.description
+
+    @property
+    def kind(self) -> type:
+        """Of the value, or of a list's elements."""
+        return type(self.default[0]) if self.is_list else type(self.default)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it holds several values."""
+        return isinstance(self.default, tuple)
+
+    def problem(self, value: object) -> str:
+        """What is wrong with a value that a user gave, and what would be right; empty when nothing is."""
+        if self._wrong(value, exact=True) is None:
+            return ""
+        return f"parameter '{self.name}' is {value!r}, but it must be {self._words} (default: {self.value!r})"
+
+    def check(self) -> None:
+        """Looks at the value.
+
+        Raises:
+            UserError: it is out of range.
+        """
+        wrong = self._wrong(self.value, exact=False)
+        if wrong is None:
+            return
+        if self.parameter.choices:
+            raise UserError(f"{self.name} is '{wrong[0]}', but it must be {self._words}")
+        raise UserError(f"{self.name} must be {self.parameter.range or self._words}, got {wrong[0]!r}")
+
+    @property
+    def _words(self) -> str:
+        if self.parameter.choices:
+            return "one of: " + ", ".join(self.parameter.allowed)
+        kind = (_LISTS if self.is_list else _KINDS)[self.kind]
+        numbers = self.parameter.range
+        return f"{kind} from {numbers}" if " to " in numbers else f"{kind}, {numbers}" if numbers else kind
+
+    def _wrong(self, value: object, *, exact: bool) -> tuple[object] | None:
+        """What does not fit: an element of the value or all of it; `exact`: an int is no float, as in ROS."""
+        if isinstance(value, tuple) is not self.is_list:
+            return (value,)
+        elements = value if isinstance(value, tuple) else (value,)
+        return next(((each,) for each in elements if not self._fits(each, exact=exact)), None)
+
+    def _fits(self, value: Any, *, exact: bool) -> bool:
+        if exact or self.kind is bool:
+            right = type(value) is self.kind
+        else:
+            right = isinstance(value, _ABSTRACT.get(self.kind, self.kind)) and not isinstance(value, bool)
+        if not right or (self.parameter.choices and value not in self.parameter.allowed):
+            return False
+        if self.kind in (bool, str):
+            return True
+        low, high = self.parameter.minimum, self.parameter.maximum
+        return math.isfinite(value) and (low is None or value >= low) and (high is None or value <= high)
+
+
+class Groups(dict[str, Any]):
+    """Settings by the name of their group; immutable, so that settings that hold them are hashable."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Groups, (dict(self),)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("settings do not change; make others with `with_values`")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+
+def parameter(
+    default: object,
+    description: str,
+    *,
+    unit: str = "",
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: Choices = (),
+    writable: bool = False,
+    name: str = "",
+) -> Any:
+    """A field that is a parameter; see `Parameter`.
 
     A list has a tuple as its default, and never an empty one: ROS could not tell of what it is empty.
     """
-    return field(default=default, metadata={"limits": Limits(description, **limits)})
+    declared = Parameter(description, unit, minimum, maximum, choices, writable, name)
+    return field(default=default, metadata={_PARAMETER: declared})
 
 
-def ros_name(declared: "Field[Any]") -> str:
-    """What ROS calls the parameter of a field."""
-    return limits_of(declared).name or declared.name
+def section(kind: type, **defaults: Any) -> Any:
+    """A field that holds settings of their own.
+
+    Args:
+        kind: their class.
+        defaults: those that are others here than in the class.
+    """
+    return field(default_factory=lambda: kind(**defaults), metadata={_SECTION: kind})
 
 
-def problem(declared: "Field[Any]", value: object) -> str:
-    """What is wrong with a value, and what would be right; empty when nothing is."""
-    default: Any = declared.default
-    limits, kind = limits_of(declared), type(default)
-    element = type(default[0]) if kind is tuple else kind
-    allowed = _LISTS[element] if kind is tuple else _KINDS[kind]
-    if limits.minimum is not None and limits.maximum is not None:
-        allowed += f" from {limits.minimum:g} to {limits.maximum:g}"
-    if limits.choices:
-        allowed = "one of: " + ", ".join(limits.choices)
-    values: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)
-    right = type(value) is kind and all(_is_right(each, element, limits) for each in values)
-    if right:
-        return ""
-    return f"parameter '{ros_name(declared)}' is {value!r}, but it must be {allowed} (default: {default!r})"
+def groups(kinds: Callable[[], Mapping[str, type]]) -> Any:
+    """A field that holds settings by name, such as those of every acceptance rule.
+
+    Args:
+        kinds: the classes of settings by name; a function, as a registry may grow until it is called.
+    """
+    return field(default_factory=lambda: groups_of(kinds()), metadata={_GROUPS: kinds})
 
 
-def _is_right(value: Any, kind: type[Any], limits: Limits) -> bool:
-    if type(value) is not kind or (limits.choices and value not in limits.choices):
-        return False
-    if limits.minimum is None or limits.maximum is None or kind is str:
-        return True
-    return math.isfinite(value) and bool(limits.minimum <= value <= limits.maximum)
+def groups_of(kinds: Mapping[str, type], **given: Any) -> Groups:
+    """Settings of every group: those given, and defaults.
+
+    Raises:
+        UserError: one is given that is no group.
+    """
+    unknown = given.keys() - kinds.keys()
+    if unknown:
+        raise UserError(f"there are no settings of '{min(unknown)}'; known: {', '.join(kinds)}")
+    return Groups({name: given[name] if name in given else kind() for name, kind in kinds.items()})
 
 
-def limits_of(declared: "Field[Any]") -> Limits:
-    """The limits of a field."""
-    limits: Limits = declared.metadata["limits"]
-    return limits
+def walk(settings: object) -> Iterator[Declared]:
+    """Every parameter of a tree of settings, in the order of declaration; of a tree of defaults: `walk(Kind())`."""
+    yield from _walk(settings, (), "", getattr(settings, "ROS_PREFIX", ""))
+
+
+def _walk(settings: Any, path: tuple[str, ...], outer: str, inner: str) -> Iterator[Declared]:
+    for each in fields(settings):
+        value, here = getattr(settings, each.name), (*path, each.name)
+        if _PARAMETER in each.metadata:
+            declared: Parameter = each.metadata[_PARAMETER]
+            name = outer + (declared.name or inner + each.name)
+            yield Declared(name, here, declared, each.default, value)
+        elif _SECTION in each.metadata:
+            yield from _walk(value, here, "", getattr(value, "ROS_PREFIX", ""))
+        elif _GROUPS in each.metadata:
+            for name, group in value.items():
+                yield from _walk(group, (*here, name), inner, f"{name}.")
+
+
+def check(settings: object) -> None:
+    """Looks at every parameter of a tree of settings; for `__post_init__`.
+
+    Raises:
+        UserError: one is out of range.
+    """
+    for declared in walk(settings):
+        declared.check()
+
+
+def values_of(settings: object) -> dict[str, Any]:
+    """Values by full name."""
+    return {declared.name: declared.value for declared in walk(settings)}
+
+
+def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
+    """The same settings with other values, all at once.
+
+    Args:
+        settings: frozen dataclass.
+        values: by full name; a number stands for a list of one, a whole number for one with a decimal point.
+
+    Raises:
+        UserError: an unknown name, a value that is not allowed, or values that do not fit together.
+    """
+    known = {declared.name: declared for declared in walk(settings)}
+    changes: dict[tuple[str, ...], Any] = {}
+    for name, value in values.items():
+        if name not in known:
+            raise UserError(f"there is no parameter '{name}'; {hint(name, known)}")
+        declared = known[name]
+        value = _converted(value, declared)
+        problem = declared.problem(value)
+        if problem:
+            raise UserError(problem)
+        changes[declared.path] = value
+    return _replaced(settings, changes)
+
+
+def hint(name: str, known: Mapping[str, object]) -> str:
+    """What may have been meant by an unknown name."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(known)}"
+
+
+def _converted(value: Any, declared: Declared) -> Any:
+    if declared.is_list and not isinstance(value, tuple):
+        return tuple(value) if isinstance(value, list) else (value,)
+    return float(value) if declared.kind is float and type(value) is int else value
+
+
+def _replaced(settings: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
+    """Every class is made once, with all of its changes: not every two of them fit together one by one."""
+    if () in changes:
+        return changes[()]
+    by_field: dict[str, dict[tuple[str, ...], Any]] = {}
+    for path, value in changes.items():
+        by_field.setdefault(path[0], {})[path[1:]] = value
+    held = settings if isinstance(settings, Groups) else vars(settings)
+    made = {name: _replaced(held[name], deeper) for name, deeper in by_field.items()}
+    return Groups({**settings, **made}) if isinstance(settings, Groups) else replace(settings, **made)

@@ -1,6 +1,7 @@
-"""How the launch files merge parameters: common < profile < the user's file < launch arguments that are not empty.
+"""Parameters in files and on the command line.
 
-Merged here rather than by ROS, where a file that names the node beats one for all nodes (`/**`) whatever their order.
+Launch files merge them: common < profile < the user's file < launch arguments that are not empty. Merged
+here rather than by ROS, where a file that names the node beats one for all nodes (`/**`) whatever their order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,43 @@ def merge_parameters(
     for file in files:
         merged |= _read(file, node, namespace.strip("/"))
     return merged | {name: text for name, text in arguments.items() if text}
+
+
+def read_assignments(assignments: Sequence[str]) -> dict[str, Value]:
+    """Values by name from `name:=value`, with YAML's values.
+
+    Raises:
+        UserError: one of them cannot be read.
+    """
+    values: dict[str, Value] = {}
+    for assignment in assignments:
+        name, separator, text = assignment.partition(":=")
+        if not separator:
+            raise UserError(f"'{assignment}' is no parameter; write it as name:=value, for example decode.mode:=spec")
+        try:
+            values[name] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise UserError(f"the value of '{assignment}' cannot be read as YAML; quote it") from None
+    return values
+
+
+def write_parameters(path: Path, values: Mapping[str, Any], comments: Sequence[str] = ()) -> None:
+    """Writes a parameter file for every node.
+
+    Args:
+        path: file to write.
+        values: by dotted name.
+        comments: lines at its beginning.
+    """
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        *folders, last = name.split(".")
+        inner = nested
+        for folder in folders:
+            inner = inner.setdefault(folder, {})
+        inner[last] = list(value) if isinstance(value, tuple) else value
+    text = yaml.safe_dump({"/**": {"ros__parameters": nested}}, sort_keys=False)
+    path.write_text("".join(f"# {line}\n" for line in comments) + text, encoding="utf-8")
 
 
 def as_bool(name: str, text: str) -> bool:

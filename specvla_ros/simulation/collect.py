@@ -25,12 +25,10 @@ from specvla_ros.bags.demonstrations import PARTIAL, DemonstrationRecord, Hindsi
 from specvla_ros.errors import UserError
 from specvla_ros.simulation.episode_pool import run_episodes
 from specvla_ros.simulation.expert import demonstrate
-from specvla_ros.simulation.table_robot import TableRobot
-from specvla_ros.simulation.tasks import TASKS, choose_tasks
+from specvla_ros.simulation.robot import TableRobot
+from specvla_ros.simulation.tasks import DEMONSTRATION_FIRST_SEED, TASKS, choose_tasks
 from specvla_ros.simulation.world import SimulationDiverged
 
-# Evaluation draws its layouts from 0 on: what is judged was never demonstrated.
-FIRST_SEED = 1_000_000
 _NOISE = np.array([0.012, 0.012, 0.012, 0.02, 0.02, 0.04, 0.0])  # metres and radians per action, at full noise
 _NOISE_LEVELS = (0.0, 0.5, 1.0)
 _SHOVE_CHANCE = 0.04
@@ -73,7 +71,7 @@ def collect(
     tasks: list[str],
     episodes: int,
     noise: float = 1.0,
-    first_seed: int = FIRST_SEED,
+    first_seed: int = DEMONSTRATION_FIRST_SEED,
     workers: int = 0,
     ray: bool = False,
     on_progress: Callable[[int, int], None] | None = None,

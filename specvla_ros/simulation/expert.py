@@ -6,9 +6,8 @@ every decision can be read off the picture.
 
 import numpy as np
 
-from specvla_ros.simulation.layout import BLOCK_TOP_M, CUBE_HALF_M, CUBES
-from specvla_ros.simulation.tasks import Task
-from specvla_ros.simulation.world import WorldState, upright_error
+from specvla_ros.simulation.tasks import BLOCK_TOP_M, CUBE_HALF_M, CUBES, Task, WorldState
+from specvla_ros.simulation.world import upright_error
 
 STEP_S = 0.2
 MAX_STEP_M = 0.05

@@ -6,13 +6,14 @@ Torques follow Khatib (1987), "A unified approach for motion and force control o
 the task-space inertia makes the directions independent of each other.
 """
 
-from dataclasses import dataclass
-
 import mujoco
 import numpy as np
 
+from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
+
 POSITION_SCALE_M = 0.05
 ROTATION_SCALE_RAD = 0.5
+SCALE = np.array([POSITION_SCALE_M] * 3 + [ROTATION_SCALE_RAD] * 3)
 CONTROL_HZ = 20
 _STIFFNESS = 1500.0  # [1/s²]; critically damped: the hand lags its goal by 50 ms
 _NULLSPACE_STIFFNESS = 20.0
@@ -22,26 +23,16 @@ _LEAD_RAD = 0.4
 _OPEN_M = 0.05
 
 
-@dataclass(frozen=True)
-class Pose:
-    """Where the hand is to be, base frame.
-
-    Args:
-        position: float64 [3], metres.
-        rotation: float64 [3, 3].
-    """
-
-    position: np.ndarray
-    rotation: np.ndarray
-
-
 class OscPose:
     """Moves the hand's pinch site to a goal pose that each control step displaces.
 
     Args:
         model: with joints joint1 … joint7, fingers left_finger and right_finger, and a site `pinch`.
-        low: float64 [3], the least goal position in metres, base frame: keeps the fingers above the table.
+        low: float64 [3], the smallest goal position in metres, base frame: keeps the fingers above the table.
         high: float64 [3], the largest.
+
+    Attributes:
+        goal: where the hand is being moved to.
     """
 
     def __init__(self, model: mujoco.MjModel, low: np.ndarray, high: np.ndarray) -> None:
@@ -59,30 +50,21 @@ class OscPose:
 
     def reset(self, data: mujoco.MjData) -> None:
         """Takes the present pose as the goal, and opens the gripper."""
-        self._goal = data.site_xpos[self._site].copy()
-        self._goal_rotation = data.site_xmat[self._site].reshape(3, 3).copy()
+        self.goal = Pose(data.site_xpos[self._site].copy(), data.site_xmat[self._site].reshape(3, 3).copy())
         self._rest = data.qpos[self._positions].copy()
         data.ctrl[self._fingers] = _OPEN_M
-
-    @property
-    def goal(self) -> Pose:
-        """Where the hand is being moved to, copied."""
-        return Pose(self._goal.copy(), self._goal_rotation.copy())
 
     def displace(self, data: mujoco.MjData, action: np.ndarray) -> None:
         """Moves the goal by one control step's action, float [7], clipped to [-1, 1]."""
         action = np.clip(action, -1.0, 1.0)
+        goal = self.goal.displaced(SCALE * action[:6])
         position = data.site_xpos[self._site]
-        goal = self._goal + POSITION_SCALE_M * action[:3]
-        goal = np.clip(goal, position - _LEAD_M, position + _LEAD_M)
-        self._goal = np.clip(goal, self._low, self._high)
+        lead = np.clip(goal.position, position - _LEAD_M, position + _LEAD_M)
         rotation = data.site_xmat[self._site].reshape(3, 3)
-        wanted = rotation_matrix(ROTATION_SCALE_RAD * action[3:6]) @ self._goal_rotation
-        lead = rotation_vector(wanted @ rotation.T)
-        size = np.linalg.norm(lead)
-        if size > _LEAD_RAD:
-            wanted = rotation_matrix(lead * (_LEAD_RAD / size)) @ rotation
-        self._goal_rotation = wanted
+        turn = rotation_vector(goal.rotation @ rotation.T)
+        size = np.linalg.norm(turn)
+        wanted = rotation_matrix(turn * (_LEAD_RAD / size)) @ rotation if size > _LEAD_RAD else goal.rotation
+        self.goal = Pose(np.clip(lead, self._low, self._high), wanted)
         data.ctrl[self._fingers] = 0.0 if action[6] > 0 else _OPEN_M
 
     def apply(self, data: mujoco.MjData) -> None:
@@ -97,7 +79,7 @@ class OscPose:
         task_inertia = np.linalg.inv(j @ inverse_j + 1e-6 * np.eye(6))
         rotation = data.site_xmat[self._site].reshape(3, 3)
         error = np.concatenate(
-            [self._goal - data.site_xpos[self._site], rotation_vector(self._goal_rotation @ rotation.T)]
+            [self.goal.position - data.site_xpos[self._site], rotation_vector(self.goal.rotation @ rotation.T)]
         )
         force = task_inertia @ (_STIFFNESS * error - 2 * _STIFFNESS**0.5 * (j @ velocity))
         posture = _NULLSPACE_STIFFNESS * (self._rest - data.qpos[self._positions])
@@ -105,21 +87,3 @@ class OscPose:
         free = inertia @ (posture - inverse_j @ (task_inertia @ (j @ posture)))
         torque = j.T @ force + free + data.qfrc_bias[self._dofs]
         data.ctrl[self._arm_controls] = np.clip(torque, -self._limit, self._limit)
-
-
-def rotation_matrix(vector: np.ndarray) -> np.ndarray:
-    """Rotation vector [3] in radians to a matrix [3, 3] (Rodrigues)."""
-    quaternion, matrix = np.zeros(4), np.zeros(9)
-    angle = float(np.linalg.norm(vector))
-    axis = vector / angle if angle > 0 else np.array([0.0, 0.0, 1.0])
-    mujoco.mju_axisAngle2Quat(quaternion, axis, angle)
-    mujoco.mju_quat2Mat(matrix, quaternion)
-    return matrix.reshape(3, 3)
-
-
-def rotation_vector(matrix: np.ndarray) -> np.ndarray:
-    """Rotation matrix [3, 3] to a rotation vector [3] in radians, no longer than pi."""
-    quaternion, vector = np.zeros(4), np.zeros(3)
-    mujoco.mju_mat2Quat(quaternion, np.ascontiguousarray(matrix).ravel())
-    mujoco.mju_quat2Vel(vector, quaternion, 1.0)
-    return vector

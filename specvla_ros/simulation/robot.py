@@ -1,8 +1,16 @@
-"""What a rollout needs of a simulated robot: the table's arm, or LIBERO's."""
+"""Simulated robots as rollouts and nodes use them: what any must offer, and the arm at the table."""
 
 from typing import Protocol
 
 import numpy as np
+
+from specvla_ros.control.displacement import DisplacementFollower, ImageGoal
+from specvla_ros.simulation.osc import CONTROL_HZ, SCALE
+from specvla_ros.simulation.tasks import Task, WorldState, acted_on, choose_tasks, draw_layout
+from specvla_ros.simulation.world import Camera, World
+
+IMAGE_SIZE = 224
+ACTION_DT_S = 0.2  # a policy of about 5 Hz over a controller of 20 Hz
 
 
 class SimulatedRobot(Protocol):
@@ -60,3 +68,76 @@ class SimulatedRobot(Protocol):
 
     def close(self) -> None:
         """Frees what the robot holds."""
+
+
+class TableRobot:
+    """One table with one arm and one camera; see SimulatedRobot for the methods.
+
+    Args:
+        image_size: height and width of the picture, pixels.
+
+    Raises:
+        UserError: the machine cannot draw offscreen.
+    """
+
+    control_dt = 1.0 / CONTROL_HZ
+    action_dt = ACTION_DT_S
+    largest_translation = 0.05
+
+    def __init__(self, image_size: int = IMAGE_SIZE) -> None:
+        self.world = World()
+        self._camera = Camera(self.world, image_size, image_size)
+        self._follower = DisplacementFollower(CONTROL_HZ, SCALE)
+        self._goal = ImageGoal(CONTROL_HZ, SCALE)
+        self.task: Task = choose_tasks([])[0]
+
+    @property
+    def instruction(self) -> str:
+        """What the policy is told."""
+        return self.task.instruction
+
+    @property
+    def max_steps(self) -> int:
+        """Actions after which the episode has failed."""
+        return self.task.max_steps
+
+    def reset(self, task: str, seed: int) -> None:
+        """Begins an episode."""
+        (self.task,) = choose_tasks([task])
+        self.world.reset(draw_layout(seed))
+        self._follower.reset()
+        self._goal.reset(self.world.goal)
+        self._start = self.world.state()
+
+    def look(self) -> np.ndarray:
+        """The camera's picture, RGB uint8 [size, size, 3]."""
+        return self._camera.render()
+
+    def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
+        """Starts to follow an action: metres and radians over 0.2 s, base frame; gripper 1 opens, 0 closes.
+
+        What the arm has gone since the picture is part of the way; see `ImageGoal`.
+        """
+        motion = self._goal.left(values, self.action_dt, age_s)
+        self._follower.take(motion.values, motion.seconds)
+
+    def advance(self) -> None:
+        """Lets 50 ms pass."""
+        self.world.control_step(self._follower.next())
+        self._goal.add(self.world.goal)
+
+    def state(self) -> WorldState:
+        """The true state, which the policy does not see."""
+        return self.world.state()
+
+    def succeeded(self) -> bool:
+        """Whether the task is done now."""
+        return self.task.succeeded(self.world.state())
+
+    def acted_on(self) -> str | None:
+        """The cube that was moved most since the reset, by 3 cm or more."""
+        return acted_on(self._start, self.world.state())
+
+    def close(self) -> None:
+        """Frees the OpenGL context."""
+        self._camera.close()

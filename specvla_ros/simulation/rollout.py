@@ -1,6 +1,7 @@
 """One episode: the engine looks, decides, and a simulated robot moves, with time as it would pass."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,7 +11,7 @@ import numpy as np
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
-from specvla_ros.engine.outcome import Action, Outcome
+from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.tally import DecodeTally
 from specvla_ros.simulation.device_pace import TickTime
 from specvla_ros.simulation.robot import SimulatedRobot
@@ -61,7 +62,54 @@ class EpisodeResult:
     decode: dict[str, Any] = field(default_factory=dict)
 
 
-OnStep = Callable[[], None]
+@dataclass
+class _Episode:
+    """Where an episode stands.
+
+    Args:
+        instruction: what the policy is told.
+        max_steps: control steps after which it has failed.
+
+    Attributes:
+        passed: control steps of the world.
+        pictured: control step of the newest picture that the engine was given.
+        thought_s: realtime: world time at which the engine is through with what it has begun.
+        succeeded: the task is done.
+        actions: that the robot took.
+        latency_s: of each of them.
+        drops: observations without an action, by reason.
+        silent: observations without an action since the last action.
+        tally: how the actions were decoded.
+    """
+
+    instruction: str
+    max_steps: int
+    passed: int = 0
+    pictured: int = -1
+    thought_s: float = 0.0
+    succeeded: bool = False
+    actions: list[Action] = field(default_factory=list)
+    latency_s: list[float] = field(default_factory=list)
+    drops: Counter[str] = field(default_factory=Counter)
+    silent: int = 0
+    tally: DecodeTally = field(default_factory=DecodeTally)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to do or to hope for."""
+        return self.succeeded or self.passed >= self.max_steps or self.silent >= _FAULT_LIMIT
+
+    def drop(self, reason: DropReason) -> None:
+        """Counts an observation without an action."""
+        self.drops[reason.value] += 1
+        self.silent += 1
+
+    def act(self, action: Action, latency_s: float) -> None:
+        """Counts an action."""
+        self.silent = 0
+        self.actions.append(action)
+        self.tally.add(action.record)
+        self.latency_s.append(latency_s)
 
 
 class Rollout:
@@ -74,7 +122,7 @@ class Rollout:
         tick_time: seconds of a tick; see device_pace.
         on_step: called after each `control_dt` of the world, for a film.
         on_look: called with each observation that the engine is given.
-        time_limit: an episode has failed after so many times the time that its task allows.
+        time_limit: multiple of the task's time after which an episode has failed.
     """
 
     def __init__(
@@ -83,13 +131,13 @@ class Rollout:
         robot: SimulatedRobot,
         clock: Clock,
         tick_time: TickTime,
-        on_step: OnStep | None = None,
+        on_step: Callable[[], None] | None = None,
         on_look: Callable[[Observation], None] | None = None,
         time_limit: float = 1.0,
     ) -> None:
         self._engine = engine
         self._robot = robot
-        self._clock = clock
+        self._step = self._lockstep if clock is Clock.LOCKSTEP else self._realtime
         self._tick_time = tick_time
         self._on_step = on_step
         self._on_look = on_look
@@ -109,77 +157,68 @@ class Rollout:
         """
         self._robot.reset(task, seed)
         self._engine.reset()
-        self._instruction = instruction or self._robot.instruction
-        self._engine.check_instruction(self._instruction)
-        self._passed = 0  # control steps
-        self._pictured = -1  # control step of the newest picture that the engine was given
-        self._thought_s = 0.0  # realtime: when the engine is through with what it has begun
-        self._succeeded = False
-        self._actions: list[Action] = []
-        self._latency_s: list[float] = []
-        self._drops: dict[str, int] = {}
-        self._tally = DecodeTally()
-        self._silent = 0
+        episode = _Episode(
+            instruction=instruction or self._robot.instruction,
+            max_steps=round(self._time_limit * self._robot.max_steps * self._per_action),
+        )
+        self._engine.check_instruction(episode.instruction)
         failure = ""
-        most = round(self._time_limit * self._robot.max_steps * self._per_action)
         try:
-            step = self._lockstep if self._clock is Clock.LOCKSTEP else self._realtime
-            while not self._succeeded and self._passed < most:
-                step()
-                if self._silent >= _FAULT_LIMIT:
-                    failure = f"no action for {_FAULT_LIMIT} images in a row: {self._drops}"
-                    break
+            while not episode.over:
+                self._step(episode)
+            if episode.silent >= _FAULT_LIMIT:
+                failure = f"no action for {_FAULT_LIMIT} images in a row: {dict(episode.drops)}"
         except SimulationDiverged as error:
             failure = str(error)
         return EpisodeResult(
             task=task,
             seed=seed,
-            instruction=self._instruction,
-            succeeded=self._succeeded,
-            steps=len(self._actions),
-            time_s=self._passed * self._robot.control_dt,
-            latency_s=tuple(self._latency_s),
-            drops=dict(self._drops),
-            roughness=_roughness(self._engine, self._actions),
+            instruction=episode.instruction,
+            succeeded=episode.succeeded,
+            steps=len(episode.actions),
+            time_s=episode.passed * self._robot.control_dt,
+            latency_s=tuple(episode.latency_s),
+            drops=dict(episode.drops),
+            roughness=_roughness(self._engine, episode.actions),
             acted_on=self._robot.acted_on(),
             failure=failure,
-            decode=self._tally.as_json(),
+            decode=episode.tally.as_json(),
         )
 
-    def _lockstep(self) -> None:
+    def _lockstep(self, episode: _Episode) -> None:
         """The world waits for the action, then moves for the time that it is meant for."""
-        self._engine.submit(self._observe())
+        self._engine.submit(self._observe(episode))
         seconds = 0.0
         outcomes: list[Outcome] = []
         while self._engine.busy:
             seconds += self._tick(outcomes)
-        self._take(outcomes, seconds)
-        self._advance(self._passed + self._per_action)
+        self._take(episode, outcomes, seconds)
+        self._advance(episode, episode.passed + self._per_action)
 
-    def _realtime(self) -> None:
+    def _realtime(self, episode: _Episode) -> None:
         """One tick, while the world goes on."""
-        at = int(self._thought_s / self._robot.control_dt + 1e-9)
+        control_dt = self._robot.control_dt
         if not self._engine.busy:
             # The newest picture that is not the one before; a picture is taken each control step.
-            stamped = max(at, self._pictured + 1)
-            self._advance(stamped)
-            self._thought_s = max(self._thought_s, stamped * self._robot.control_dt)
-            if self._succeeded:
+            stamped = max(int(episode.thought_s / control_dt + 1e-9), episode.pictured + 1)
+            self._advance(episode, stamped)
+            episode.thought_s = max(episode.thought_s, stamped * control_dt)
+            if episode.succeeded:
                 return
         # A camera would send every picture, and the engine would take the newest; the others need not be drawn.
-        if self._engine.has_room and self._passed > self._pictured:
-            self._engine.submit(self._observe())
+        if self._engine.has_room and episode.passed > episode.pictured:
+            self._engine.submit(self._observe(episode))
         outcomes: list[Outcome] = []
-        self._thought_s += self._tick(outcomes)
-        self._advance(int(self._thought_s / self._robot.control_dt + 1e-9))
-        self._take(outcomes, None)
+        episode.thought_s += self._tick(outcomes)
+        self._advance(episode, int(episode.thought_s / control_dt + 1e-9))
+        self._take(episode, outcomes, None)
 
-    def _observe(self) -> Observation:
-        self._pictured = self._passed
+    def _observe(self, episode: _Episode) -> Observation:
+        episode.pictured = episode.passed
         observation = Observation(
-            image=self._robot.look(),
-            instruction=self._instruction,
-            stamp_ns=_START_NS + round(self._passed * self._robot.control_dt * 1e9),
+            images=self._robot.look(),
+            instruction=episode.instruction,
+            stamp_ns=_START_NS + round(episode.passed * self._robot.control_dt * 1e9),
         )
         if self._on_look is not None:
             self._on_look(observation)
@@ -190,24 +229,20 @@ class Rollout:
         outcomes += self._engine.tick()
         return self._tick_time(self._engine.last_work, time.perf_counter() - started)
 
-    def _take(self, outcomes: list[Outcome], seconds: float | None) -> None:
+    def _take(self, episode: _Episode, outcomes: list[Outcome], seconds: float | None) -> None:
         for outcome in outcomes:
             if not isinstance(outcome, Action):
-                self._drops[outcome.reason.value] = self._drops.get(outcome.reason.value, 0) + 1
-                self._silent += 1
+                episode.drop(outcome.reason)
                 continue
-            self._silent = 0
-            self._actions.append(outcome)
-            self._tally.add(outcome.record)
             looked_s = (outcome.observation.stamp_ns - _START_NS) * 1e-9
-            self._latency_s.append(self._thought_s - looked_s if seconds is None else seconds)
-            self._robot.take(outcome.values, self._passed * self._robot.control_dt - looked_s)
+            episode.act(outcome, episode.thought_s - looked_s if seconds is None else seconds)
+            self._robot.take(outcome.values, episode.passed * self._robot.control_dt - looked_s)
 
-    def _advance(self, until: int) -> None:
-        while self._passed < until and not self._succeeded:
+    def _advance(self, episode: _Episode, until: int) -> None:
+        while episode.passed < until and not episode.succeeded:
             self._robot.advance()
-            self._passed += 1
-            self._succeeded = self._robot.succeeded()
+            episode.passed += 1
+            episode.succeeded = self._robot.succeeded()
             if self._on_step is not None:
                 self._on_step()
 
@@ -215,5 +250,5 @@ class Rollout:
 def _roughness(engine: Engine, actions: list[Action]) -> float:
     if len(actions) < 2:
         return 0.0
-    normalised = np.array([engine.policy.statistics.normalise(action.values) for action in actions])
+    normalised = np.array([engine.target.codec.normalise(action.actions)[0] for action in actions])
     return float(np.abs(np.diff(normalised[:, :-1], axis=0)).mean())

@@ -1,15 +1,17 @@
 """The simulated table: physics, state and pictures."""
 
 import logging
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 
 import mujoco
 import numpy as np
 
+from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
 from specvla_ros.errors import UserError
-from specvla_ros.simulation.layout import DISTRACTORS, Layout
-from specvla_ros.simulation.osc import CONTROL_HZ, OscPose, Pose, rotation_matrix, rotation_vector
+from specvla_ros.simulation.gl import require_gl
+from specvla_ros.simulation.osc import CONTROL_HZ, OscPose
+from specvla_ros.simulation.tasks import CUBES, DISTRACTORS, Layout, WorldState
 
 _log = logging.getLogger(__name__)
 # Otherwise MuJoCo writes its warnings to a file in whatever directory the process runs in.
@@ -17,36 +19,17 @@ mujoco.set_mju_user_warning(lambda message: _log.warning("MuJoCo: %s", message))
 
 JOINTS = (*(f"joint{i}" for i in range(1, 8)), "left_finger", "right_finger")
 CAMERA = "front"
-IMAGE_SIZE = 224
 # The pinch site is 4 mm above the fingertips at the lowest.
 WORKSPACE_LOW_M = np.array([0.30, -0.30, 0.015])
 WORKSPACE_HIGH_M = np.array([0.78, 0.30, 0.30])
 _SCENE = Path(__file__).parent / "assets" / "table.xml"
 _HOME = (0.0, 0.15, 0.0, -2.2, 0.0, 2.35, 0.785)
 _OFF_TABLE_M = 5.0
+_MOVABLE = (*CUBES, "block", *DISTRACTORS)
 
 
 class SimulationDiverged(RuntimeError):
     """The physics gave a value that is not finite; the episode is void."""
-
-
-@dataclass(frozen=True)
-class WorldState:
-    """What experts and success tests look at; metres and radians, base frame.
-
-    Args:
-        hand: float64 [3], the point between the fingertips.
-        rotation: float64 [3, 3], of the hand; columns are its axes, z points out of the fingers.
-        opening: distance between the fingers, metres.
-        positions: per body float64 [3], its centre.
-        yaws: per body, its rotation about z.
-    """
-
-    hand: np.ndarray
-    rotation: np.ndarray
-    opening: float
-    positions: dict[str, np.ndarray]
-    yaws: dict[str, float]
 
 
 class World:
@@ -164,9 +147,6 @@ class World:
                 return
 
 
-_MOVABLE = ("red_cube", "green_cube", "blue_cube", "block", *DISTRACTORS)
-
-
 def _yaw(matrix: np.ndarray) -> float:
     return float(np.arctan2(matrix[3], matrix[0]))
 
@@ -175,3 +155,49 @@ def upright_error(rotation: np.ndarray, yaw: float) -> np.ndarray:
     """Rotation vector [3] that turns a hand to point straight down with its fingers opening across `yaw`."""
     down = rotation_matrix(np.array([0.0, 0.0, yaw])) @ np.diag([1.0, -1.0, -1.0])
     return rotation_vector(down @ rotation.T)
+
+
+class Camera:
+    """The table's camera. Belongs to the thread that made it: an OpenGL context cannot be shared.
+
+    Args:
+        world: that it looks at.
+        width: of the picture, pixels.
+        height: of the picture, pixels.
+
+    Raises:
+        UserError: the machine cannot draw offscreen.
+    """
+
+    def __init__(self, world: World, width: int, height: int) -> None:
+        backend = require_gl()
+        self._world = world
+        try:
+            self._renderer = mujoco.Renderer(world.model, height, width)
+        except Exception as error:  # each backend raises its own kind
+            raise UserError(
+                f"MuJoCo cannot draw with MUJOCO_GL={backend} ({error}); set MUJOCO_GL to osmesa (CPU) or egl (GPU), "
+                "and install libosmesa6 or the GPU's driver"
+            ) from None
+        self._renderer.scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = False
+        self._closed = False
+
+    def render(self) -> np.ndarray:
+        """The present picture, uint8 [height, width, 3], RGB."""
+        self._renderer.update_scene(self._world.data, CAMERA)
+        return self._renderer.render().copy()
+
+    def close(self) -> None:
+        """Frees the OpenGL context."""
+        if self._closed:
+            return
+        self._closed = True
+        # A render makes this camera's context the current one. Freed under another one, what is deleted are the
+        # textures of that other camera, whose pictures are garbage from then on.
+        self._renderer.render()
+        self._renderer.close()
+
+    def __del__(self) -> None:
+        # At the end of the process the OpenGL library may be gone before its contexts, and so may this module.
+        if hasattr(self, "_closed") and sys is not None and not sys.is_finalizing():
+            self.close()

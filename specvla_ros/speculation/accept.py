@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.speculation.tree import Tree
 
 NOT_A_NUMBER = -1
@@ -24,29 +25,6 @@ class AcceptReason(IntEnum):
     IRRELEVANT = 4  # among the tokens that depend least on the image
     SHIFTED = 5  # the target's own choice a few places away
     REJECTED = 6
-
-
-@dataclass(frozen=True)
-class ActionIds:
-    """Which token ids are actions.
-
-    Args:
-        first: the lowest action token, the highest value.
-        stop: one past the highest, the lowest value.
-        bins: distinct values; the ids `first` and `first + 1` decode alike.
-    """
-
-    first: int
-    stop: int
-    bins: int
-
-    def contain(self, tokens: Tensor) -> Tensor:
-        """Bool of the shape of tokens."""
-        return (tokens >= self.first) & (tokens < self.stop)
-
-    def bin_of(self, tokens: Tensor) -> Tensor:
-        """int64 of the shape of tokens: the index of the value, counted from the lowest; clipped for other tokens."""
-        return (self.stop - 1 - tokens).clamp(0, self.bins - 1)
 
 
 @dataclass(frozen=True)

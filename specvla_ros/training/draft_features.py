@@ -13,11 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import Frame
 from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.observation import Observation
 from specvla_ros.speculation.rules.strict import greedy_choice
 
 _SHARD = 256  # samples
@@ -47,7 +48,9 @@ def answer(policy: Target, frames: Sequence[Frame]) -> list[Sample]:
 
     Frames to which it says anything but an action are left out.
     """
-    prompts = [policy.prompt_embeddings(image, policy.prompt_ids(asked)) for image, asked in frames]
+    prompts = [
+        policy.prompt_embeddings(Observation(image, asked, 1), policy.prompt_ids(asked)) for image, asked in frames
+    ]
     decoder, dim = policy.decoder, policy.action_dim
     cache = new_cache(decoder, slots=len(prompts), slot_rows=max(map(len, prompts)) + dim)
     result = packed_forward(decoder, [Segment(slot, 0, prompt) for slot, prompt in enumerate(prompts)], cache)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import (
-    FIRST_SEED,
     SIMULATION,
     bag_source,
     find_bags,
@@ -24,6 +23,7 @@ from specvla_ros.evaluation.frame_sources import (
 )
 from specvla_ros.evaluation.provenance import file_hashes
 from specvla_ros.models.checkpoint import Target
+from specvla_ros.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
 from specvla_ros.training.draft_features import FeatureStore, Sample, shuffled_samples
 from specvla_ros.training.draft_model import DraftValidation, draft_features, validate_draft
@@ -108,7 +108,9 @@ def collect_features(
     named = sorted(str(bag.resolve()) for bag in find_bags(data)) if data is not None else [SIMULATION]
     described = {"target": file_hashes(sorted(policy.directory.glob("*.safetensors"))), "data": named, "seed": seed}
     store = FeatureStore(out / STATE_DIRECTORY / "features", described)
-    source = bag_source(find_bags(data), seed) if data is not None else simulation_source(policy, FIRST_SEED + seed)
+    source = (
+        bag_source(find_bags(data), seed) if data is not None else simulation_source(policy, FRAME_FIRST_SEED + seed)
+    )
     store.fill(policy, islice(require_frames(source), frames), limit_bytes=max_bytes, on_frame=on_frame)
     return store.shards
 

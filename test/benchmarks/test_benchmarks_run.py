@@ -149,7 +149,7 @@ def test_soak_finds_a_slot_that_nobody_gave_back(soak: Soak, monkeypatch: pytest
 
     def switch_and_lose(settings: EngineSettings):
         drops = switch(settings)
-        soak._engine._setup.cache.take()
+        soak._engine.cache.take()
         return drops
 
     monkeypatch.setattr(soak._engine, "switch", switch_and_lose)

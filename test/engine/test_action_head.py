@@ -16,6 +16,7 @@ from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.settings import ModelSettings
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.speculation.rules.strict import greedy_choice
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
@@ -120,11 +121,11 @@ def test_a_policy_that_writes_text_is_refused(policies: list[tuple[Target, Targe
     for refused in (
         lambda: Engine(actions, text),
         lambda: engine.switch(text),
-        PolicyParameters(checkpoint="x", model_action_head=True, decode_max_reasoning_tokens=5).check,
+        PolicyParameters(checkpoint="x", model=ModelSettings(action_head=True), engine=text).check,
     ):
         with pytest.raises(UserError, match=r"decode\.max_reasoning_tokens is 5: set it to 0, or model\.action_head"):
             refused()
-    PolicyParameters(checkpoint="x", model_action_head=True).check()
+    PolicyParameters(checkpoint="x", model=ModelSettings(action_head=True)).check()
 
 
 def test_the_description_names_it(policies: list[tuple[Target, Target]]) -> None:

@@ -4,14 +4,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specvla_ros.engine.buckets import Bucket, ForwardSizes, padded_rows
-from specvla_ros.engine.request import Request
+from specvla_ros.engine.cuda_graphs import Bucket, ForwardSizes, padded_rows
+from specvla_ros.engine.request import Request, ScheduledRequest
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.share import Share
+from specvla_ros.models.target import PromptLayout
 from specvla_ros.speculation.settings import DraftSettings
 
 OPENVLA: Any = SimpleNamespace(image_tokens=256)
@@ -25,10 +24,10 @@ def sizes(chosen: EngineSettings, *, image_tokens: int = 256) -> ForwardSizes:
 def shares(length: int, chunks: int) -> list[int]:
     """The rows of a prompt in each forward, as the engine cuts it."""
     nothing: Any = None
-    request = Request(nothing, 0, torch.empty(length, 1), (), 0.0, nothing)
+    request = Request(nothing, 0, PromptLayout((), length, range(0)), 0.0, nothing)
     rows = []
     while request.prefilling:
-        rows.append(Share.of(request, chunks).prompt_rows)
+        rows.append(ScheduledRequest.next_share(request, chunks).prompt_rows)
         request.prefix_len += rows[-1]
     return rows
 

@@ -18,17 +18,15 @@ from support.random_checkpoint import write_random_checkpoint
 from support.static_forwards import recorded, use_table
 
 from specvla_kernels.graph_capture import Capture
-from specvla_ros.engine import forwards
-from specvla_ros.engine.buckets import ForwardSizes
+from specvla_ros.engine import runner as forwards
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.cuda_graphs import ForwardSizes, StaticForward, StaticVision
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.forwards import Forwards
+from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, Outcome
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
+from specvla_ros.engine.runner import Forwards
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.static_forward import StaticForward
-from specvla_ros.engine.static_vision import StaticVision
 from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.speculation.drafters.eagle import EagleDrafter, StaticDraft
@@ -93,7 +91,7 @@ def test_captured_forwards_give_the_same_tokens(
     engine.warm_up()
     assert engine.describe()["cuda_graphs"] == all_captured(policy, chosen)
     only_captured(monkeypatch)
-    for store in (engine._setup.cache.keys, engine._setup.cache.values):
+    for store in (engine.cache.keys, engine.cache.values):
         store.fill_(torch.nan)
     assert driven(engine) == expected
 
@@ -169,8 +167,8 @@ def test_what_cannot_be_captured_runs_as_it_comes(
         engine.warm_up()
     assert re.search(f"^off: .*{said}", str(engine.describe()["cuda_graphs"]))
     assert len(caplog.records) == 1
-    setup = engine._setup
-    assert setup.vision._captured is None and not setup.forwards._captured
+    runner = engine.runner
+    assert runner.vision._captured is None and not runner.forwards._captured
     assert driven(engine) == expected
 
 

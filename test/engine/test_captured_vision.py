@@ -14,17 +14,14 @@ from support.random_checkpoint import write_random_checkpoint
 from support.static_forwards import recorded
 
 from specvla_kernels.graph_capture import Capture, capture_on
-from specvla_ros.engine import graphs
-from specvla_ros.engine.buckets import ForwardSizes
+from specvla_ros.engine import cuda_graphs as graphs
+from specvla_ros.engine.cuda_graphs import ForwardSizes, Graphs, StaticVision
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.forwards import Forwards
-from specvla_ros.engine.graphs import Graphs
+from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Outcome
-from specvla_ros.engine.packed_forward import new_cache
+from specvla_ros.engine.runner import Forwards, Vision
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.static_vision import StaticVision
-from specvla_ros.engine.vision import Vision
 from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.models.config import LlamaConfig
 
@@ -97,9 +94,9 @@ def test_a_switch_captures_again_and_the_next_frame_is_seen_by_that(
     capture_with(monkeypatch, counting(replays), of=StaticVision)
     engine = Engine(policy, PLAIN)
     engine.warm_up()
-    before = engine._setup.vision
+    before = engine.runner.vision
     engine.switch(CHUNKED)
-    assert engine._setup.vision is not before
+    assert engine.runner.vision is not before
     replays.clear()
     assert answers(engine) == expected
     assert len(replays) == 6
@@ -135,7 +132,7 @@ def test_what_was_captured_is_forgotten_when_a_later_warm_up_fails(
 def test_on_a_cpu_the_towers_run_as_they_come(policy: Target) -> None:
     engine = Engine(policy, PLAIN)
     engine.warm_up()
-    assert engine._setup.vision._captured is None
+    assert engine.runner.vision._captured is None
     assert len(answers(engine)) == 6
 
 

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_checkpoint import write_random_checkpoint
 
+from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import Target, load_target
@@ -38,7 +38,7 @@ def frame(stamp_ns: int, *, seed: int | None = None, instruction: str = INSTRUCT
 
 def decode_from_scratch(policy: Target, observation: Observation) -> list[int]:
     """Greedy decoding without a cache: every token from the whole sequence."""
-    prompt = policy.prompt_embeddings(observation.image, policy.prompt_ids(observation.instruction))
+    prompt = policy.prompt_embeddings(observation, policy.prompt_ids(observation.instruction))
     tokens: list[int] = []
     for _ in range(policy.action_dim):
         ids = torch.tensor(tokens, dtype=torch.int64)
@@ -165,12 +165,12 @@ def test_a_fault_inside_a_tick_drops_its_requests_and_the_engine_goes_on(
     for owner, name in ((type(policy.decoder), "forward"), (type(policy.model), "prompt_embeddings")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)
-            drop = engine.act(frame(engine._admission._last_stamp_ns + 1))
+            drop = engine.act(frame(engine.mailbox.last_stamp_ns + 1))
         assert isinstance(drop, Drop)
         assert drop.reason is DropReason.ENGINE_FAULT
         assert "fell off the bus" in drop.detail
         assert not engine.busy
-        assert isinstance(engine.act(frame(engine._admission._last_stamp_ns + 1)), Action)
+        assert isinstance(engine.act(frame(engine.mailbox.last_stamp_ns + 1)), Action)
 
 
 def test_nan_in_the_weights_gives_no_action(policy: Target, engine: Engine) -> None:
@@ -245,4 +245,4 @@ def test_every_frame_ends_exactly_once_and_no_slot_leaks(policy: Target, steps: 
             ended += [drop.observation for drop in (engine.flush() if step == "flush" else engine.reset())]
     ended += [outcome.observation for outcome in all_outcomes(engine)]
     assert sorted(map(id, ended)) == sorted(map(id, submitted))
-    assert engine._setup.cache.free_slots == 1
+    assert engine.cache.free_slots == 1

@@ -6,8 +6,8 @@ from random_decoder import random_decoder
 from transformers_baseline import transformers_llama
 
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.models.llama import head_dtype
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.draft_heads import policy_with_random_head
 
-from specvla_ros.engine import slot_ring
+from specvla_ros.engine import kv_cache as slot_ring
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
@@ -69,7 +69,7 @@ def test_a_frame_of_nan_is_dropped_alone_and_its_slot_is_clean_again(
     for action in (each for each in ended if isinstance(each, Action)):
         expected = right[action.observation.stamp_ns]
         assert isinstance(expected, Action) and action.tokens == expected.tokens
-    assert engine._setup.cache.free_slots == chosen.slots
+    assert engine.cache.free_slots == chosen.slots
 
 
 def test_a_switch_drops_what_is_in_flight_and_keeps_what_waits(policy: Target) -> None:

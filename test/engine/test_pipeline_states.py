@@ -106,10 +106,10 @@ def test_whatever_happens_every_frame_ends_once_and_rightly(policy: Target) -> N
 
         @invariant()
         def every_slot_is_free_or_held(self) -> None:
-            setup = self.engine._setup
-            held = [request.slot for request in setup.flight.requests]
-            assert len(set(held)) == len(held) == setup.cache.slots - setup.cache.free_slots
-            assert setup.cache.slots == setup.settings.slots
+            engine = self.engine
+            held = [request.slot for request in engine.scheduler.requests]
+            assert len(set(held)) == len(held) == engine.cache.slots - engine.cache.free_slots
+            assert engine.cache.slots == engine.settings.slots
 
         @invariant()
         def actions_left_in_order_and_nothing_ended_twice(self) -> None:

@@ -83,7 +83,7 @@ def test_every_finished_frame_has_the_plain_decoders_tokens(
         assert action.record.forwards == len(action.record.tick_s)
     stamps = [action.observation.stamp_ns for action in actions]
     assert stamps == sorted(set(stamps)), "actions leave in the order of their frames"
-    cache = engine._setup.cache
+    cache = engine.cache
     assert cache.free_slots == cache.slots == chosen.slots
     if chosen.in_order:
         assert not any(each.reason is DropReason.OVERTAKEN for each in ended if isinstance(each, Drop))
@@ -156,7 +156,7 @@ def test_a_frame_always_waiting_gives_an_action_every_so_many_ticks(
     assert {action.record.forwards for action in actions} == {forwards}
     assert len(actions) == pytest.approx(ticks / every, abs=1)
     if chosen.mode == "pipeline" and not chosen.max_in_flight:
-        assert engine._setup.flight.target == -(-forwards // chosen.chunks)
+        assert engine.scheduler.target_in_flight == -(-forwards // chosen.chunks)
 
 
 def test_without_a_new_frame_a_tick_verifies_alone(policy: Target) -> None:
@@ -177,7 +177,7 @@ def test_a_chunk_counts_for_its_share_and_commits_nothing(policy: Target) -> Non
         shares.append(engine.last_work.prompts)
         assert engine.has_room == (tick == 2), "one prompt at a time"
     assert sum(shares) == pytest.approx(1.0) and max(shares) < 0.4
-    (request,) = engine._setup.flight.requests
+    (request,) = engine.scheduler.requests
     assert request.tokens_per_forward == [0, 0, 1]
 
 

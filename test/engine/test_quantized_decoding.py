@@ -14,11 +14,11 @@ import torch
 from support.draft_heads import write_random_head
 from support.random_checkpoint import write_random_checkpoint
 
+from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.speculation.settings import DraftSettings
@@ -93,7 +93,7 @@ def test_in_float32_a_token_differs_only_where_two_are_nearly_as_good(directory:
 @torch.inference_mode()
 def top_two_margin(policy: Target, observation: Observation, tokens: tuple[int, ...]) -> float:
     """By how much the best logit behind a prefix is ahead of the second, beside the largest."""
-    prompt = policy.prompt_embeddings(observation.image, policy.prompt_ids(observation.instruction))
+    prompt = policy.prompt_embeddings(observation, policy.prompt_ids(observation.instruction))
     sequence = torch.cat((prompt, policy.decoder.embed_tokens(torch.tensor(tokens, dtype=torch.int64))))
     cache = new_cache(policy.decoder, slots=1, slot_rows=len(sequence))
     first, second = packed_forward(policy.decoder, [Segment(0, 0, sequence)], cache).logits[0].topk(2).values.tolist()

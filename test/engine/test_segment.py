@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from specvla_kernels.layout import Ancestry
+from specvla_ros.engine.batch import Segment, pack
 from specvla_ros.engine.kv_cache import KVCache
-from specvla_ros.engine.segment import Segment, pack
 
 
 def tokens(n: int) -> torch.Tensor:

@@ -43,9 +43,9 @@ def engine_of(policy: Target, tokens: int, share: float, *, text: int = 0) -> En
     """A poisoned engine whose only source is the target."""
     draft = DraftSettings(self_tokens=tokens, self_image_share=share)
     engine = Engine(policy, EngineSettings("spec", draft=draft, max_reasoning_tokens=text))
-    drafter = engine._setup.drafter._self
-    assert engine._setup.drafter.sources == ("self",) and drafter is not None
-    for cache in (engine._setup.cache.keys, engine._setup.cache.values, drafter._keys, drafter._values):
+    drafter = engine.drafter._self
+    assert engine.drafter.sources == ("self",) and drafter is not None
+    for cache in (engine.cache.keys, engine.cache.values, drafter._keys, drafter._values):
         cache.fill_(float("nan"))
     return engine
 

@@ -13,11 +13,11 @@ from support.draft_heads import policy_with_random_head
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_kernels.layout import Ancestry
+from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import Target, load_target
@@ -92,9 +92,9 @@ class Scripted:
 def scripted_engine(policy: Target, data: st.DataObject, answer: Sequence[int], chosen: EngineSettings) -> Engine:
     engine = Engine(policy, chosen)
     first = policy.action_tokenizer.first_id
-    engine._setup.drafter = Scripted(data, answer, low=first, high=policy.action_tokenizer.vocab_size - 1)  # type: ignore[assignment]
-    engine._setup.cache.keys.fill_(float("nan"))
-    engine._setup.cache.values.fill_(float("nan"))
+    engine.drafter = Scripted(data, answer, low=first, high=policy.action_tokenizer.vocab_size - 1)  # type: ignore[assignment]
+    engine.cache.keys.fill_(float("nan"))
+    engine.cache.values.fill_(float("nan"))
     return engine
 
 
@@ -128,7 +128,7 @@ def test_relaxed_stays_within_its_bounds_given_its_own_prefix(
 
 def plain_choice(policy: Target, observation: Observation, tokens: Sequence[int]) -> int:
     """The target's own token behind a prefix, without a cache."""
-    prompt = policy.prompt_embeddings(observation.image, policy.prompt_ids(observation.instruction))
+    prompt = policy.prompt_embeddings(observation, policy.prompt_ids(observation.instruction))
     sequence = torch.cat((prompt, policy.decoder.embed_tokens(torch.tensor(tokens, dtype=torch.int64))))
     cache = new_cache(policy.decoder, slots=1, slot_rows=len(sequence))
     return int(packed_forward(policy.decoder, [Segment(0, 0, sequence)], cache).logits[0].argmax())
@@ -144,13 +144,13 @@ def test_committed_keys_and_values_equal_a_recompute(policy: Target, data: st.Da
     engine.submit(observation)
     engine.tick()
     while engine.in_flight:
-        (request,) = engine._setup.flight.requests
+        (request,) = engine.scheduler.requests
         committed = torch.tensor(request.tokens[:-1], dtype=torch.int64)
         sequence = torch.cat((request.prompt, policy.decoder.embed_tokens(committed)))
         assert len(sequence) == request.prefix_len
         cache = new_cache(policy.decoder, slots=1, slot_rows=len(sequence))
         packed_forward(policy.decoder, [Segment(0, 0, sequence)], cache)
-        for ours, fresh in ((engine._setup.cache.keys, cache.keys), (engine._setup.cache.values, cache.values)):
+        for ours, fresh in ((engine.cache.keys, cache.keys), (engine.cache.values, cache.values)):
             torch.testing.assert_close(ours[:, request.slot, : len(sequence)], fresh[:, 0], atol=1e-9, rtol=1e-9)
         engine.tick()
 

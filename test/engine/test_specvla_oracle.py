@@ -11,13 +11,13 @@ import torch
 from PIL import Image
 from support.paths import ORACLES, needs
 
-from specvla_ros.engine import verify
-from specvla_ros.engine.answer import AnswerFormat
+from specvla_ros.engine import verifier as verify
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.speculation.accept import NO_NODE, NOT_A_NUMBER, Acceptance, AcceptanceRule, Verification
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
@@ -99,7 +99,7 @@ def test_with_the_published_choice_of_path_the_answers_are_the_recorded_ones(
 ) -> None:
     monkeypatch.setattr(verify, "accept", accept_as_published)
     # The published code drafts to its full depth, whatever is still missing of the answer.
-    monkeypatch.setattr(AnswerFormat, "missing", lambda *_: 6)
+    monkeypatch.setattr(BinsCodec, "remaining", lambda *_: 6)
     assert len(runs(r)) == 8
     for run in runs(r):
         assert list(decode(run, head)) == run["raw_tokens"][:7]

@@ -38,7 +38,7 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def outcomes(policy: Target, settings: EngineSettings) -> list[Outcome]:
     engine = Engine(policy, settings)
-    for holder in (engine._setup.cache, engine._setup.drafter._self):
+    for holder in (engine.cache, engine.drafter._self):
         for name in ("keys", "_keys", "values", "_values"):
             getattr(holder, name, torch.empty(0)).fill_(float("nan"))
     images = (np.random.default_rng(i).integers(0, 256, (48, 64, 3), dtype=np.uint8) for i in range(FRAMES))

@@ -7,9 +7,9 @@ from support.static_forwards import recorded
 from specvla_kernels.accept_tree import LEAST_NODES, LEAST_PLACES, accept_tree_reference
 from specvla_kernels.commit_kv import commit_kv_reference
 from specvla_kernels.device import blocks, power_of_two
-from specvla_ros.engine import verify_on_device
+from specvla_ros.engine import verifier as verify_on_device
 from specvla_ros.engine.kv_cache import KVCache
-from specvla_ros.engine.verify_on_device import VerificationKernels
+from specvla_ros.engine.verifier import VerificationKernels
 from specvla_ros.speculation.accept import ActionIds
 
 

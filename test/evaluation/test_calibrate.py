@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 from support.gl import needs_gl
 
-from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.calibrate import PROFILE_FILE, CalibratePlan, calibrate, collect_frames, write_profile
-from specvla_ros.evaluation.calibration import Calibration, Candidate, Deviation, Limits, Tolerance, Trial, deviation
+from specvla_ros.evaluation.calibration import Calibration, Candidate, Deviation, Limits, Trial, deviation
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
-from specvla_ros.evaluation.simulate_summary import PairedComparison, Rate
-from specvla_ros.evaluation.statistics import paired_difference
+from specvla_ros.evaluation.statistics import PairedComparison, Rate, paired_difference
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.settings.decode import read_decode_parameters
 from specvla_ros.settings.profiles import merge_parameters
 from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.tolerance import Tolerance
 
 
 def test_tolerances_are_read_as_they_are_written():
@@ -105,7 +104,7 @@ def test_the_profile_is_read_back_as_the_setting_that_was_chosen(tmp_path: Path,
     chosen = candidate(trial=Trial("any", None, engine))
     path = tmp_path / PROFILE_FILE
     write_profile(path, Calibration((chosen,), chosen, Limits(), {}, {"emulate": {"name": "an Orin"}}))
-    again = read_decode_parameters([], path).engine_settings()
+    again = engine_settings_from(params_file=path)
     assert (again.mode, again.acceptance, again.draft) == (engine.mode, engine.acceptance, engine.draft)
     assert "none ran" in path.read_text()
 
@@ -146,7 +145,7 @@ def test_the_most_relaxed_setting_within_the_limits_is_chosen(tmp_path: Path):
     written = json.loads((tmp_path / "tight" / "calibration.json").read_text())
     assert written["chosen"]["name"] == found.chosen.trial.name
     assert "Emulation" in (tmp_path / "tight" / "report.html").read_text()
-    profile = read_decode_parameters([], tmp_path / "tight" / PROFILE_FILE).engine_settings()
+    profile = engine_settings_from(params_file=tmp_path / "tight" / PROFILE_FILE)
     assert profile.acceptance == near.acceptance and profile.draft.temporal
 
     exact = calibrate(

@@ -6,9 +6,8 @@ from support.kernels import DEVICE
 
 from specvla_kernels import commit_kv, packed_attention, rope_write_kv
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.kv_cache import KVCache
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.kv_cache import KVCache, new_cache
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.models.llama import LlamaDecoder
 

@@ -15,13 +15,10 @@ from support.static_forwards import kernels, rerun
 from specvla_kernels import attention_plan
 from specvla_kernels.graph_capture import Result
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.buckets import ForwardSizes
-from specvla_ros.engine.forwards import Forwards
-from specvla_ros.engine.graphs import Graphs
-from specvla_ros.engine.kv_cache import KVCache
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
-from specvla_ros.engine.static_forward import StaticForward
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.cuda_graphs import ForwardSizes, Graphs, StaticForward
+from specvla_ros.engine.kv_cache import KVCache, new_cache
+from specvla_ros.engine.runner import Forwards
 from specvla_ros.models.config import LlamaConfig
 
 pytest.importorskip("triton")

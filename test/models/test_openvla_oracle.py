@@ -11,11 +11,11 @@ from PIL import Image
 from support.paths import ORACLES, needs
 
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
+from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import Target, load_target
 
@@ -55,7 +55,7 @@ def test_tokens_and_actions_equal_the_original(variant: str, index: int) -> None
 @pytest.mark.parametrize(("variant", "index"), CASES)
 def test_logits_and_hidden_states_equal_the_original(variant: str, index: int) -> None:
     case, image, policy = load_case(variant, index)
-    prompt = policy.prompt_embeddings(image, case["input_ids"])
+    prompt = policy.prompt_embeddings(Observation(image, "", 1), case["input_ids"])
     cache = new_cache(policy.decoder, slots=2, slot_rows=320)
     segments = [Segment(1, 0, prompt)]
     for step, token in enumerate(case["generated_ids"][:-1]):
@@ -75,7 +75,7 @@ def test_pixels_and_prompt_embeddings_equal_the_original(variant: str, index: in
     case, image, policy = load_case(variant, index)
 
     pixels = policy.image_processor(image).numpy()
-    prompt = policy.prompt_embeddings(image, case["input_ids"]).numpy()
+    prompt = policy.prompt_embeddings(Observation(image, "", 1), case["input_ids"]).numpy()
 
     np.testing.assert_allclose(pixels, arrays(variant, "vision")["pixel_values"][index], atol=1e-6, rtol=0)
     expected = arrays(variant, "cases")["prefill_embeddings"][index, : len(prompt)]
@@ -130,7 +130,7 @@ def test_half_precision_differs_only_where_the_margin_is_small() -> None:
     half = load_target(path, unnorm_key=case["unnorm_key"], device="cpu", dtype="bfloat16")
     results = []
     for policy in (full, half):
-        prompt = policy.prompt_embeddings(image, case["input_ids"])
+        prompt = policy.prompt_embeddings(Observation(image, "", 1), case["input_ids"])
         cache = new_cache(policy.decoder, slots=1, slot_rows=320)
         results.append(packed_forward(policy.decoder, [Segment(0, 0, prompt)], cache).logits)
     assert results[1].dtype == torch.float32

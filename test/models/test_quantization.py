@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,17 @@ from support.checkpoints import shard, write_checkpoint
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.cli.options import Quantization
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.errors import UserError
 from specvla_ros.models import checkpoint as load_model
 from specvla_ros.models import quantization
 from specvla_ros.models.checkpoint import Target, load_target
-from specvla_ros.models.openvla import OpenVLA
+from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.quantization import MATRICES, QUANTIZATIONS, Int8Linear, check_quantization
 from specvla_ros.planning.cost import OPENVLA_7B
 from specvla_ros.ros.policy.parameters import PolicyParameters
-from specvla_ros.settings.parameter import limits_of, ros_name
+from specvla_ros.settings.parameter import walk
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 CHECKPOINT = dict(seed=3, hidden_size=96, layers=4)
@@ -214,5 +213,5 @@ def test_an_unknown_quantisation_is_refused() -> None:
 
 
 def test_node_and_command_line_offer_the_same() -> None:
-    (declared,) = (each for each in fields(PolicyParameters) if ros_name(each) == "model.quantization")
-    assert limits_of(declared).choices == QUANTIZATIONS == tuple(each.value for each in Quantization)
+    (declared,) = (each for each in walk(PolicyParameters()) if each.name == "model.quantization")
+    assert declared.parameter.choices == QUANTIZATIONS == tuple(each.value for each in Quantization)

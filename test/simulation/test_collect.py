@@ -3,22 +3,21 @@
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 from support.gl import needs_gl
+from support.patience import wait_until
 
 from specvla_ros.bags import demonstrations as demonstration_bag
-from specvla_ros.bags.frames import bag_frames
+from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
 from specvla_ros.bags.image_message import rgb_from_compressed
 from specvla_ros.bags.reader import open_bag
-from specvla_ros.bags.topics import TopicChoice, choose_topics
 from specvla_ros.errors import UserError
-from specvla_ros.simulation.collect import FIRST_SEED, collect, episode_of
+from specvla_ros.simulation.collect import collect, episode_of
 from specvla_ros.simulation.expert import demonstrate
-from specvla_ros.simulation.table_robot import TableRobot
-from specvla_ros.simulation.tasks import TASKS
+from specvla_ros.simulation.robot import TableRobot
+from specvla_ros.simulation.tasks import DEMONSTRATION_FIRST_SEED, TASKS
 from specvla_ros.training.dataset import load_demonstrations
 
 pytestmark = needs_gl
@@ -32,13 +31,13 @@ def frames(bag):
 def test_bag_holds_what_the_expert_saw_and_did(tmp_path):
     result = collect(tmp_path, tasks=["put_red"], episodes=2, noise=0.0)
     assert (result.wanted, result.kept, result.new, result.failed) == (2, 2, 2, 0)
-    bag = tmp_path / f"put_red-{FIRST_SEED}"
-    assert episode_of(bag) == ("put_red", FIRST_SEED)
+    bag = tmp_path / f"put_red-{DEMONSTRATION_FIRST_SEED}"
+    assert episode_of(bag) == ("put_red", DEMONSTRATION_FIRST_SEED)
     recorded = frames(bag)
     times_ns = [frame.image.time_ns for frame in recorded]
     assert {frame.instruction for frame in recorded} == {"put the red cube on the block"}
     robot = TableRobot()
-    robot.reset("put_red", FIRST_SEED)
+    robot.reset("put_red", DEMONSTRATION_FIRST_SEED)
     for frame, passed_ns in zip(recorded, [*np.diff(times_ns), 200_000_000], strict=True):
         np.testing.assert_allclose(frame.recorded, demonstrate(robot.task, robot.state()))
         shown = rgb_from_compressed(frame.image.message()).astype(int)
@@ -54,7 +53,7 @@ def test_noise_is_in_what_is_done_not_in_what_is_recorded(tmp_path):
     collect(tmp_path, tasks=["lift_blue"], episodes=6, noise=1.0)
     disturbed = 0
     robot = TableRobot(image_size=32)
-    for seed in range(FIRST_SEED, FIRST_SEED + 6):
+    for seed in range(DEMONSTRATION_FIRST_SEED, DEMONSTRATION_FIRST_SEED + 6):
         robot.reset("lift_blue", seed)
         for frame in frames(tmp_path / f"lift_blue-{seed}"):
             if not np.allclose(frame.recorded, demonstrate(robot.task, robot.state())):
@@ -69,11 +68,11 @@ def test_noise_is_in_what_is_done_not_in_what_is_recorded(tmp_path):
 
 def test_every_picture_is_labelled_for_every_instruction(tmp_path):
     collect(tmp_path, tasks=["push_green"], episodes=1, noise=0.0)
-    data = load_demonstrations([tmp_path / f"push_green-{FIRST_SEED}"], tmp_path / "cache", 32)
+    data = load_demonstrations([tmp_path / f"push_green-{DEMONSTRATION_FIRST_SEED}"], tmp_path / "cache", 32)
     assert data.instructions == tuple(sorted(task.instruction for task in TASKS))
     assert data.actions.shape[1:] == (len(TASKS), 7)
     robot = TableRobot(image_size=32)
-    robot.reset("push_green", FIRST_SEED)
+    robot.reset("push_green", DEMONSTRATION_FIRST_SEED)
     for place, which in enumerate(data.instruction_of[0]):
         task = next(each for each in TASKS if each.instruction == data.instructions[which])
         np.testing.assert_allclose(data.actions[0, place], demonstrate(task, robot.state()))
@@ -83,9 +82,7 @@ def test_every_picture_is_labelled_for_every_instruction(tmp_path):
 def test_killed_collection_goes_on_where_it_stopped(tmp_path):
     command = [sys.executable, "-m", "specvla_ros.cli.app", "collect", "--out", str(tmp_path), "--task", "lift_red"]
     process = subprocess.Popen([*command, "--episodes", "200"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("lift_red-*"))) < 3 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: len(list(tmp_path.glob("lift_red-*"))) >= 3)
     process.send_signal(signal.SIGKILL)
     process.wait()
     kept = {bag.name: bag.stat().st_mtime_ns for bag in tmp_path.glob("lift_red-*")}
@@ -106,7 +103,7 @@ def test_full_disk_is_said_and_keeps_what_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr(demonstration_bag, "_write", full)
     with pytest.raises(UserError, match=r"No space left on device\. Free some space.*recorded so far is kept"):
         collect(tmp_path, tasks=["lift_red"], episodes=2)
-    assert [bag.name for bag in tmp_path.iterdir()] == [f"lift_red-{FIRST_SEED}"]
+    assert [bag.name for bag in tmp_path.iterdir()] == [f"lift_red-{DEMONSTRATION_FIRST_SEED}"]
 
 
 def test_unknown_task_is_refused(tmp_path):

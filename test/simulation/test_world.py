@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from support.gl import needs_gl
 
+from specvla_ros.control.displacement import DisplacementFollower
 from specvla_ros.errors import UserError
-from specvla_ros.simulation.displacement import DisplacementFollower
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.gl import choose_gl, require_gl
-from specvla_ros.simulation.layout import CUBES, draw_layout
-from specvla_ros.simulation.table_robot import TableRobot
-from specvla_ros.simulation.tasks import TASKS, acted_on, choose_tasks
+from specvla_ros.simulation.osc import CONTROL_HZ, SCALE
+from specvla_ros.simulation.robot import TableRobot
+from specvla_ros.simulation.tasks import CUBES, TASKS, acted_on, choose_tasks, draw_layout
 from specvla_ros.simulation.world import SimulationDiverged, World
 
 OPEN, CLOSED = -1.0, 1.0
@@ -25,7 +25,7 @@ def world():
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_expert_does_every_task_although_it_is_disturbed(world, task):
-    follower = DisplacementFollower()
+    follower = DisplacementFollower(CONTROL_HZ, SCALE)
     rng = np.random.default_rng(1)
     for seed in range(6):
         world.reset(draw_layout(seed))
@@ -50,7 +50,7 @@ def test_nothing_is_done_at_the_start(world):
 @pytest.mark.parametrize("axis", range(3))
 def test_displacement_moves_the_hand_by_its_length(world, axis):
     world.reset(draw_layout(0))
-    follower = DisplacementFollower()
+    follower = DisplacementFollower(CONTROL_HZ, SCALE)
     start = world.state().hand
     for _ in range(3):
         move = np.zeros(7)
@@ -66,7 +66,7 @@ def test_displacement_moves_the_hand_by_its_length(world, axis):
 
 
 def test_more_actions_do_not_make_the_arm_faster():
-    slow, fast = DisplacementFollower(), DisplacementFollower()
+    slow, fast = DisplacementFollower(CONTROL_HZ, SCALE), DisplacementFollower(CONTROL_HZ, SCALE)
     move = np.array([0.04, 0, 0, 0, 0, 0.1, 1.0])
     moved = {}
     for name, follower, every in (("slow", slow, 4), ("fast", fast, 1)):
@@ -81,7 +81,7 @@ def test_more_actions_do_not_make_the_arm_faster():
 
 
 def test_without_a_new_action_the_arm_holds_still():
-    follower = DisplacementFollower()
+    follower = DisplacementFollower(CONTROL_HZ, SCALE)
     follower.take(np.array([0.04, 0, 0, 0, 0, 0, 0.0]), 0.2)
     steps = [follower.next() for _ in range(6)]
     assert all(step[0] > 0 for step in steps[:4]) and all(step[0] == 0 for step in steps[4:])

@@ -12,8 +12,8 @@ from random_decoder import random_decoder
 from support.no_read_back import no_read_back
 from torch import Tensor
 
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.speculation.drafters.protocol import DraftInput
 from specvla_ros.speculation.drafters.self_draft import SelfDrafter, image_rows_to_keep

@@ -13,8 +13,8 @@ from tokenizers.models import WordLevel
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import Target, load_target
-from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer
-from specvla_ros.speculation.rules.bin_distance import BinDistance, spread_bins, tolerance_in_bins
+from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, spread_bins, tolerance_in_bins
+from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.composite import Composite, number_tokens
 from specvla_ros.speculation.rules.fly import Fly
 from specvla_ros.speculation.rules.lvspec import LVSpec
@@ -96,11 +96,11 @@ def test_one_number_is_for_what_moves_and_a_list_is_as_given() -> None:
         (dict(bins=(5, -1)), r"acceptance\.bins must be 0 to 254, got -1"),
         (dict(bins=(255,)), r"acceptance\.bins must be 0 to 254, got 255"),
         (dict(gripper_bins=-1), r"acceptance\.gripper_bins"),
-        (dict(tolerance_m=-0.1), r"acceptance\.tolerance_m must be 0 or more"),
+        (dict(tolerance_m=-0.1), r"acceptance\.tolerance_m must be 0 to 1"),
         (dict(tolerance_m=math.nan), r"acceptance\.tolerance_m .* got nan"),
         (dict(tolerance_rad=math.inf), r"acceptance\.tolerance_rad .* got inf"),
         (dict(fly_theta=math.nan), r"acceptance\.fly_theta"),
-        (dict(fly_window=0), r"acceptance\.fly_window must be 1 or more"),
+        (dict(fly_window=0), r"acceptance\.fly_window must be 1 to 32"),
         (dict(lvspec_loose_share=1.1), r"acceptance\.lvspec_loose_share must be 0 to 1"),
         (dict(lvspec_top_n=0), r"acceptance\.lvspec_top_n"),
         (dict(lvspec_shift=-1), r"acceptance\.lvspec_shift"),

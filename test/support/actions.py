@@ -20,7 +20,7 @@ def action(index: int = 0, *, stamp_ns: int = 1_700_000_000_123_456_789) -> Acti
     return Action(
         observation=observation,
         names=NAMES,
-        values=np.linspace(-0.5, 0.5, 7) + index,
+        actions=np.linspace(-0.5, 0.5, 7)[None] + index,
         tokens=tuple(range(31744, 31751)),
         timings=StageTimings(wait_s=0.01, vision_s=0.02, prefill_s=0.03, decode_s=0.04),
         record=DecodeRecord(

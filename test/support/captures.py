@@ -7,7 +7,7 @@ import pytest
 from support.static_forwards import recorded, use_table
 
 from specvla_kernels.graph_capture import Capture
-from specvla_ros.engine import graphs
+from specvla_ros.engine import cuda_graphs as graphs
 
 Run = Callable[[], Any]
 

@@ -7,9 +7,9 @@ import numpy as np
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, DecodeRecord, Outcome, StageTimings
 from specvla_ros.engine.tally import TickWork
-from specvla_ros.models.codecs.bins import DEFAULT_NAMES, ActionStatistics
+from specvla_ros.models.codecs.bins import DEFAULT_NAMES, ActionStatistics, ActionTokenizer, BinsCodec
 from specvla_ros.simulation.expert import demonstrate
-from specvla_ros.simulation.table_robot import TableRobot
+from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.tasks import TASKS
 
 STATISTICS = ActionStatistics(
@@ -27,7 +27,7 @@ class ExpertEngine:
         robot: whose state is looked at when an observation is submitted.
     """
 
-    policy = SimpleNamespace(statistics=STATISTICS)
+    target = SimpleNamespace(codec=BinsCodec(ActionTokenizer(32000), STATISTICS))
 
     def __init__(self, robot: TableRobot) -> None:
         self.robot = robot
@@ -68,7 +68,7 @@ class ExpertEngine:
             Action(
                 observation=observation,
                 names=DEFAULT_NAMES,
-                values=values,
+                actions=values[None],
                 tokens=(0,) * 7,
                 timings=StageTimings(),
                 record=DecodeRecord("ar"),

@@ -9,7 +9,7 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.verify_on_device import tolerance_of
+from specvla_ros.engine.verifier import tolerance_of
 from specvla_ros.models.checkpoint import Target
 
 PICTURES = 5
@@ -37,11 +37,11 @@ def plain_tokens(policy: Target) -> Callable[[int], tuple[int, ...]]:
 def poisoned(policy: Target, chosen: EngineSettings, *, as_on_a_gpu: bool = False) -> Engine:
     engine = Engine(policy, chosen)
     if as_on_a_gpu:
-        setup = engine._setup
-        setup.tolerance = tolerance_of(setup.rule, setup.answer.actions, setup.cache.keys.device)
-        assert setup.tolerance is not None
-    engine._setup.cache.keys.fill_(float("nan"))
-    engine._setup.cache.values.fill_(float("nan"))
+        verifier = engine.verifier
+        verifier.tolerance = tolerance_of(verifier.rule, policy.codec.action_ids, engine.cache.keys.device)
+        assert verifier.tolerance is not None
+    engine.cache.keys.fill_(float("nan"))
+    engine.cache.values.fill_(float("nan"))
     return engine
 
 
@@ -49,7 +49,7 @@ def failing_tick(engine: Engine) -> list[Outcome]:
     def fail(*_: object) -> None:
         raise RuntimeError("the device fell off the bus")
 
-    handle = engine.policy.decoder.register_forward_pre_hook(fail)
+    handle = engine.target.decoder.register_forward_pre_hook(fail)
     try:
         return engine.tick()
     finally:

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.kv_cache import KVCache
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.kv_cache import KVCache, new_cache
 from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.observation import Observation
 from specvla_ros.training.batched_forward import action_logits
 from specvla_ros.training.nano import NanoShape, write_nano
 
@@ -31,7 +31,7 @@ def policy(tmp_path_factory):
 def served_logits(policy: Target, image: np.ndarray, instruction: str, answer: list[int]) -> torch.Tensor:
     """Logits of each answer token by the packed forward: the prompt, then one node per token."""
     cache: KVCache = new_cache(policy.decoder, slots=1, slot_rows=64)
-    prompt = policy.prompt_embeddings(image, policy.prompt_ids(instruction))
+    prompt = policy.prompt_embeddings(Observation(image, "", 1), policy.prompt_ids(instruction))
     logits = [packed_forward(policy.decoder, [Segment(0, 0, prompt)], cache).logits]
     for i, token in enumerate(answer[:-1]):
         node = Segment(0, len(prompt) + i, torch.tensor([token]), ancestry=Ancestry.from_parents((-1,)))

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,13 +14,14 @@ import torch
 from safetensors.torch import load_file
 from support.bags import episode, write_bag
 from support.draft_heads import random_head
+from support.patience import wait_until
 from support.random_checkpoint import write_random_checkpoint
 
+from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.packed_forward import new_cache, packed_forward
-from specvla_ros.engine.segment import Segment
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import Frame
@@ -135,7 +135,7 @@ def test_training_goes_on_where_it_stopped_and_teaches(policy: Target, tmp_path:
     drafted = Engine(policy, EngineSettings("spec", draft=DraftSettings(head=str(tmp_path / "again"))))
     forwards = 0
     for image, asked in frames(8):
-        action = drafted.act(Observation(image, asked, stamp_ns=drafted._admission._last_stamp_ns + 1))
+        action = drafted.act(Observation(image, asked, stamp_ns=drafted.mailbox.last_stamp_ns + 1))
         assert isinstance(action, Action)
         forwards += action.record.forwards
     assert forwards < 8 * 5, "the engine must reap what the validation promised"
@@ -167,10 +167,8 @@ def test_a_killed_command_goes_on(tmp_path: Path) -> None:
     command += ["--out", str(out), "--epochs", "2", "--learning-rate", "1e-3"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment)
-    deadline = time.monotonic() + 120
-    while not list(out.glob("training_state/features/shard-*.safetensors")) and time.monotonic() < deadline:
-        assert process.poll() is None
-        time.sleep(0.1)
+    wait_until(lambda: list(out.glob("training_state/features/shard-*.safetensors")) or process.poll() is not None)
+    assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (out / "model.safetensors").exists()

@@ -1,12 +1,14 @@
 """Actions as bins: 256 per dimension at the end of the vocabulary, un-normalised by the training data's quantiles."""
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from specvla_ros.errors import UserError
+from specvla_ros.models.codecs.codec import ActionIds
 
 
 class ActionTokenizer:
@@ -111,3 +113,165 @@ def select_statistics(norm_stats: Mapping[str, Any], unnorm_key: str) -> ActionS
     if not (np.isfinite(low).all() and np.isfinite(high).all() and (low <= high).all()):
         raise UserError(f"norm_stats['{unnorm_key}']['action']: q01 and q99 must be finite, with q01 <= q99")
     return ActionStatistics(unnorm_key, low, high, mask)
+
+
+_METRES = ("x", "y", "z")
+
+
+@dataclass(frozen=True)
+class BinsCodec:
+    """OpenVLA's answers: one bin token per dimension, after up to `max_text` tokens of text.
+
+    Args:
+        tokenizer: token ids to normalised values.
+        statistics: normalised values to the robot's units.
+        max_text: text tokens that may come before the action, as embodied chain-of-thought policies write them; 0 for
+            OpenVLA, whose first token is an action.
+        dt_s: see `Codec`.
+    """
+
+    tokenizer: ActionTokenizer
+    statistics: ActionStatistics
+    max_text: int = 0
+    dt_s: float | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.statistics.names
+
+    @property
+    def horizon(self) -> int:
+        return 1
+
+    @property
+    def dims(self) -> int:
+        """Dimensions of an action, and its tokens."""
+        return len(self.statistics.low)
+
+    @property
+    def action_ids(self) -> ActionIds:
+        tokenizer = self.tokenizer
+        return ActionIds(tokenizer.first_id, tokenizer.vocab_size, bins=len(tokenizer.centers))
+
+    @property
+    def max_tokens(self) -> int:
+        return self.max_text + self.dims
+
+    def with_text(self, max_text: int) -> "BinsCodec":
+        return replace(self, max_text=max_text)
+
+    def position(self, tokens: Sequence[int]) -> int:
+        if not self.max_text:
+            return len(tokens)
+        text = (i for i, token in enumerate(reversed(tokens)) if not self.tokenizer.is_action(token))
+        return next(text, len(tokens))
+
+    def in_text(self, tokens: Sequence[int]) -> bool:
+        return self.max_text > 0 and not self.position(tokens)
+
+    def remaining(self, tokens: Sequence[int]) -> int:
+        position = self.position(tokens)
+        return self.dims - position if position else self.max_tokens - len(tokens)
+
+    def legal_ids(self, tokens: Sequence[int]) -> range | None:
+        return None if self.in_text(tokens) else range(self.tokenizer.first_id, self.tokenizer.vocab_size)
+
+    def end(self, tokens: Sequence[int], known: int) -> int:
+        for n in range(known + 1, len(tokens) + 1):
+            if n == self.max_tokens or self.position(tokens[:n]) == self.dims:
+                return n
+        return 0
+
+    def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return tuple(tokens[-self.dims :])
+
+    def invalid(self, tokens: Sequence[int]) -> int | None:
+        return next((token for token in tokens if not self.tokenizer.is_action(token)), None)
+
+    def decode(self, tokens: Sequence[int]) -> np.ndarray:
+        return self.statistics.unnormalise(self.tokenizer.decode(tokens))[None]
+
+    def encode(self, actions: np.ndarray) -> tuple[int, ...]:
+        return tuple(int(token) for token in self.tokenizer.encode(self.statistics.normalise(actions[0])))
+
+    def normalise(self, actions: np.ndarray) -> np.ndarray:
+        return self.statistics.normalise(actions)
+
+    def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
+        return tolerance_in_bins(
+            self.statistics, len(self.tokenizer.centers), metres=metres, radians=radians, gripper_bins=gripper_bins
+        )
+
+    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
+        return spread_bins(bins, self.statistics.mask.tolist(), gripper_bins)
+
+    def bound(self, bins: Sequence[int]) -> np.ndarray:
+        normalised = np.asarray(bins) * np.diff(self.tokenizer.edges)[0]
+        scale = np.where(self.statistics.mask, (self.statistics.high - self.statistics.low) / 2, 1.0)
+        return (normalised * scale)[None]
+
+
+def tolerance_in_bins(
+    statistics: ActionStatistics, values: int, *, metres: float, radians: float, gripper_bins: int
+) -> tuple[int, ...]:
+    """Physical tolerances as whole bins per dimension, rounded down.
+
+    Args:
+        statistics: of the checkpoint; a bin of a dimension is 2 / `values` of half its range.
+        values: bin centres per dimension (255).
+        metres: for x, y, z; 0: strict.
+        radians: for roll, pitch, yaw; 0: strict.
+        gripper_bins: for dimensions that the statistics do not scale.
+
+    Raises:
+        UserError: a tolerance smaller than one bin of its dimension, or statistics whose units are not known.
+    """
+    if statistics.names != DEFAULT_NAMES:
+        raise UserError(
+            "acceptance.tolerance_m and acceptance.tolerance_rad need actions named x y z roll pitch yaw gripper; this "
+            f"checkpoint has {len(statistics.low)} dimensions without units: set acceptance.bins instead"
+        )
+    bins = []
+    widths = (statistics.high - statistics.low) / values
+    for name, width, scaled in zip(statistics.names, widths, statistics.mask, strict=True):
+        tolerance, unit = (metres, "m") if name in _METRES else (radians, "rad")
+        if not scaled:
+            bins.append(gripper_bins)
+            continue
+        if not tolerance or not width:  # a dimension that never moved in training has one value
+            bins.append(0)
+            continue
+        whole = math.floor(tolerance / width * (1 + 1e-12))
+        if whole < 1:
+            least = _rounded_up(width)
+            raise UserError(
+                f"a tolerance of {tolerance:g} {unit} is smaller than one bin of {name}: "
+                f"set it to {least:g} {unit} or more, or to 0 for strict"
+            )
+        bins.append(min(values - 1, whole))
+    return tuple(bins)
+
+
+def _rounded_up(width: float) -> float:
+    """To four digits and not below, so that the number a message names is one that is taken."""
+    unit = 10.0 ** (math.floor(math.log10(width)) - 3)
+    return math.ceil(width / unit) * unit
+
+
+def spread_bins(bins: Sequence[int], mask: Sequence[bool], gripper_bins: int) -> tuple[int, ...]:
+    """One tolerance for all moving dimensions, or one per dimension as given.
+
+    Args:
+        bins: one number, or one per dimension.
+        mask: which dimensions the statistics scale; the others take `gripper_bins` when one number is given.
+
+    Raises:
+        UserError: neither one number nor one per dimension.
+    """
+    if len(bins) == 1:
+        return tuple(bins[0] if scaled else gripper_bins for scaled in mask)
+    if len(bins) != len(mask):
+        raise UserError(
+            f"acceptance.bins has {len(bins)} numbers, but the action has {len(mask)} dimensions: give one, or one each"
+        )
+    return tuple(bins)

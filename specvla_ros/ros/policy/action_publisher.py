@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rclpy.node import Node
+from rclpy.lifecycle import LifecycleNode
 from rclpy.time import Time
 from std_msgs.msg import Header
 
@@ -22,8 +22,8 @@ class Published:
     """An action that went out.
 
     Args:
-        seq: its number since activation.
-        latency_s: from the image's stamp to publication, on the node's clock.
+        seq: number since activation.
+        latency_s: image's stamp to publication, on the node's clock.
     """
 
     seq: int
@@ -31,22 +31,22 @@ class Published:
 
 
 class ActionPublisher:
-    """Publishes actions on `~/action` and how they were decoded on `~/decode_stats`, while it is open.
+    """Publishes actions on `~/action` and how they were decoded on `~/decode_stats`, while the node is active.
 
-    Its lock makes the promise: once `close` or `new_epoch` has returned, no action from before it goes out.
+    The publishers are managed: rclpy keeps them silent in every other state. What rclpy cannot know is which action
+    is void. The lock makes that promise: once `new_epoch` has returned, no action from before it goes out.
 
     Args:
-        node: whose topics and clock they are.
-        action_dt: seconds over which the displacements are meant, asked at each action.
+        node: the node of the topics and of the clock.
+        action_dt: seconds over which the displacements are meant, read at each action.
     """
 
-    def __init__(self, node: Node, action_dt: Callable[[], float]) -> None:
+    def __init__(self, node: LifecycleNode, action_dt: Callable[[], float]) -> None:
         self._clock = node.get_clock()
         self._action_dt = action_dt
-        self._actions = node.create_publisher(VlaAction, "~/action", ACTION)
-        self._stats = node.create_publisher(DecodeStats, "~/decode_stats", ACTION)
+        self._actions = node.create_lifecycle_publisher(VlaAction, "~/action", ACTION)
+        self._stats = node.create_lifecycle_publisher(DecodeStats, "~/decode_stats", ACTION)
         self._lock = threading.Lock()
-        self._open = False
         self._epoch = 0
         self._next_seq = 0
         self._last_stamp_ns = 0
@@ -56,22 +56,16 @@ class ActionPublisher:
         """The epoch whose actions may go out."""
         return self._epoch
 
-    def open(self) -> None:
-        """Lets actions out, counted from 0."""
+    def start_over(self) -> None:
+        """Counts actions from 0, as on activation."""
         with self._lock:
-            self._open, self._next_seq, self._last_stamp_ns = True, 0, 0
-
-    def close(self) -> None:
-        """Lets nothing out any more; what is in flight is void, also after the next `open`."""
-        with self._lock:
-            self._open = False
-            self._epoch += 1
+            self._next_seq, self._last_stamp_ns = 0, 0
 
     def new_epoch(self, *, forget_stamps: bool = False) -> int:
-        """Makes what is in flight void.
+        """Makes what is in flight void; returns the new epoch.
 
         Args:
-            forget_stamps: also takes any stamp next, as after a clock jump.
+            forget_stamps: whether any stamp may come next, as after a clock jump.
         """
         with self._lock:
             self._epoch += 1
@@ -80,27 +74,29 @@ class ActionPublisher:
             return self._epoch
 
     def publish(self, action: Action, drop_counts: Mapping[str, int]) -> Published | DropReason:
-        """Publishes an action, or says why it must not go out."""
+        """Publishes an action, or says why it must not go out.
+
+        Args:
+            action: the engine's answer.
+            drop_counts: frames dropped since activation, by reason.
+        """
+        observation = action.observation
         with self._lock:
-            if not self._open or action.observation.epoch != self._epoch:
+            if not self._actions.is_activated or observation.epoch != self._epoch:
                 return DropReason.EPOCH_CHANGED
-            if action.observation.stamp_ns <= self._last_stamp_ns:
+            if observation.stamp_ns <= self._last_stamp_ns:
                 return DropReason.OVERTAKEN
-            header = _header(action)
-            seq = self._next_seq
-            latency_s = (self._clock.now().nanoseconds - action.observation.stamp_ns) * _NS
+            # In this order, so that the stages never sum to more than the latency.
             publish_s = (time.monotonic_ns() - action.finished_ns) * _NS
+            latency_s = (self._clock.now().nanoseconds - observation.stamp_ns) * _NS
+            header = Header(stamp=Time(nanoseconds=observation.stamp_ns).to_msg(), frame_id=observation.frame_id)
+            seq = self._next_seq
             fields = vla_action_fields(
                 action, seq=seq, action_dt=self._action_dt(), publish_s=publish_s, latency_s=latency_s
             )
             self._actions.publish(VlaAction(header=header, **fields))
             self._next_seq += 1
-            self._last_stamp_ns = action.observation.stamp_ns
+            self._last_stamp_ns = observation.stamp_ns
             stats = decode_stats_fields(action, seq=seq, drop_counts=drop_counts)
             self._stats.publish(DecodeStats(header=header, **stats))
         return Published(seq, latency_s)
-
-
-def _header(action: Action) -> Header:
-    stamp = Time(nanoseconds=action.observation.stamp_ns).to_msg()
-    return Header(stamp=stamp, frame_id=action.observation.frame_id)

@@ -24,13 +24,16 @@ _DAY_S = 86_400.0
 def stamp_problem(
     stamp_ns: int, now_ns: int, *, max_age_s: float, max_future_s: float
 ) -> tuple[DropReason, str] | None:
-    """Why an image of this stamp must not be answered now; None when it may.
+    """Why an image of this stamp must not be answered; None when it may.
+
+    The engine checks the age again at admission, since a frame grows older while it waits for a slot. Here the age is
+    checked because this is where a wrong clock shows, which needs another message than a slow policy does.
 
     Args:
-        stamp_ns: of the image.
-        now_ns: the node's clock; 0 before the first /clock.
-        max_age_s: 0 switches the age check off.
-        max_future_s: how far a stamp may lie ahead.
+        stamp_ns: the image's stamp.
+        now_ns: time of its arrival on the node's clock; 0 before the first /clock.
+        max_age_s: limit of the age; 0: none.
+        max_future_s: limit of how far the stamp may lie ahead.
     """
     if now_ns == 0:
         return (
@@ -54,6 +57,7 @@ def _other_clock(age_s: float) -> str:
     )
 
 
+# Per transport: message type, topic, decoder.
 _TOPICS: dict[str, tuple[type, str, Callable[[Any], np.ndarray]]] = {
     "raw": (Image, "image", rgb_from_image),
     "compressed": (CompressedImage, "image/compressed", rgb_from_compressed),
@@ -69,15 +73,22 @@ class Frame:
 
     Args:
         rgb: uint8 [height, width, 3].
-        stamp_ns: of the image, in ROS time.
-        frame_id: of the camera.
-        received_ns: `time.monotonic_ns()` when the message came.
+        stamp_ns: the image's stamp, in ROS time.
+        frame_id: the camera's frame.
+        arrived_ns: the message's arrival on the node's clock.
+        received_ns: the same moment as `time.monotonic_ns()`.
     """
 
     rgb: np.ndarray
     stamp_ns: int
     frame_id: str
+    arrived_ns: int
     received_ns: int
+
+    @property
+    def age_s(self) -> float:
+        """Age of the image at its arrival [s]."""
+        return (self.arrived_ns - self.stamp_ns) * _NS
 
 
 class ImageInput:
@@ -86,11 +97,11 @@ class ImageInput:
     A camera that publishes both sends each image twice: the second one is passed over.
 
     Args:
-        node: whose topics they are.
+        node: the node that subscribes.
         transport: raw, compressed or auto (both).
         on_message: called first, with the transport.
         on_frame: called with each image that could be read.
-        on_bad: called with the reason and the details of one that could not.
+        on_bad: called with reason and detail for each one that could not.
     """
 
     def __init__(
@@ -103,6 +114,7 @@ class ImageInput:
         on_bad: Callable[[DropReason, str], None],
     ) -> None:
         self._node = node
+        self._clock = node.get_clock()
         self._on_message = on_message
         self._on_frame = on_frame
         self._on_bad = on_bad
@@ -125,7 +137,8 @@ class ImageInput:
         return self._node.create_subscription(kind, topic, on_image, NEWEST_IMAGE)
 
     def _receive(self, message: Any, transport: str, to_rgb: Callable[[Any], np.ndarray]) -> None:
-        received_ns = time.monotonic_ns()
+        # At once and in this order: decoding the image belongs to the wait, and no stage may count it a second time.
+        arrived_ns, received_ns = self._clock.now().nanoseconds, time.monotonic_ns()
         if any(message.header.stamp in taken for other, taken in self._taken.items() if other != transport):
             return
         self._on_message(transport)
@@ -140,4 +153,4 @@ class ImageInput:
             self._on_bad(DropReason.BAD_STAMP, str(error))
             return
         self._taken[transport].append(message.header.stamp)
-        self._on_frame(Frame(rgb, stamp, message.header.frame_id, received_ns))
+        self._on_frame(Frame(rgb, stamp, message.header.frame_id, arrived_ns, received_ns))

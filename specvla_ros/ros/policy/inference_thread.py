@@ -1,20 +1,21 @@
-"""The one thread that may touch torch: it loads the policy, feeds the engine and hands back what comes out."""
+"""The thread that loads and runs the engine: the only one that touches torch."""
 
 from __future__ import annotations
 
-import logging
+import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin one only from Python 3.11 on
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.errors import UserError
+from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.speculation.settings import AcceptanceSettings
 
 if TYPE_CHECKING:  # the engine imports torch, which a machine that only configures may lack
@@ -22,18 +23,23 @@ if TYPE_CHECKING:  # the engine imports torch, which a machine that only configu
     from specvla_ros.engine.settings import EngineSettings
 
 Progress = Callable[[str, float], None]
+Answer = TypeVar("Answer")
 
-_log = logging.getLogger(__name__)
+_ANSWER_TIMEOUT_S = 5.0  # longer than any tick
+_STOP_TIMEOUT_S = 10.0
 
 
 class InferenceThread:
-    """Owns the engine. All methods return at once, but for `wait_loaded`, `switch` and `stop`.
+    """Loads the policy, feeds the engine and hands back what comes out.
+
+    Its methods may be called from any thread. What they ask of the engine is done between two ticks, in the order of
+    the calls; only `wait_loaded`, `set_acceptance`, `switch` and `stop` wait for it.
 
     Args:
         load: makes the engine; called on the thread, with a callback for its progress.
         on_progress: called on the thread with what is being done and the fraction done.
-        on_outcome: called on the thread with each action and each dropped frame that the engine answers.
-        on_fault: called on the thread with the traceback of an exception that should not have been.
+        on_outcome: called with each action and each dropped frame.
+        on_fault: called on the thread with the traceback of an unexpected exception.
     """
 
     def __init__(
@@ -49,10 +55,9 @@ class InferenceThread:
         self._on_outcome = on_outcome
         self._on_fault = on_fault
         self._wake = threading.Condition()
-        self._requests: list[Callable[[Engine], None]] = []
+        self._calls: list[Callable[[Engine], None]] = []
         self._newest: Observation | None = None
         self._stopping = False
-        self._check_acceptance: Callable[[AcceptanceSettings], object] | None = None
         self._loaded: Future[dict[str, str]] = Future()
         # A daemon, so that a hanging driver cannot keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="inference", daemon=True)
@@ -71,28 +76,28 @@ class InferenceThread:
         """
         return self._loaded.result()
 
-    def submit(self, observation: Observation) -> list[Drop]:
-        """Leaves the newest observation for the engine; one that still lay there is dropped for it."""
+    def submit(self, observation: Observation) -> None:
+        """Leaves the newest observation for the engine; one that still waited is dropped for it."""
         with self._wake:
-            drops = [Drop(self._newest, DropReason.SUPERSEDED)] if self._newest is not None else []
-            self._newest = observation
+            waited, self._newest = self._newest, observation
             self._wake.notify()
-        return drops
+        if waited is not None:
+            self._on_outcome(Drop(waited, DropReason.SUPERSEDED))
 
-    def flush(self) -> list[Drop]:
+    def flush(self) -> None:
         """Drops what waits and what is in flight; an action that is just ready may still come out."""
-        return self._drop_newest_and(lambda engine: self._hand_back(engine.flush()))
+        self._drop_newest_and(lambda engine: self._hand_back(engine.flush()))
 
-    def reset(self) -> list[Drop]:
+    def reset(self) -> None:
         """Flushes, and takes any stamp next."""
-        return self._drop_newest_and(lambda engine: self._hand_back(engine.reset()))
+        self._drop_newest_and(lambda engine: self._hand_back(engine.reset()))
 
-    def check_instruction(self, text: str, on_checked: Callable[[str], None]) -> None:
+    def check_instruction(self, instruction: str, on_checked: Callable[[str], None]) -> None:
         """Has the engine check an instruction; `on_checked` gets what is wrong with it, empty when nothing is."""
 
         def check(engine: Engine) -> None:
             try:
-                engine.check_instruction(text)
+                engine.check_instruction(instruction)
                 problem = ""
             except UserError as error:
                 problem = str(error)
@@ -100,83 +105,89 @@ class InferenceThread:
                 problem = f"it could not be checked: {type(error).__name__}: {error}"
             on_checked(problem)
 
-        self._request(check)
+        self._call(check)
 
     def set_max_image_age(self, seconds: float) -> None:
-        """Changes the engine's staleness limit."""
-        self._request(lambda engine: engine.set_max_image_age(seconds))
+        """Changes the engine's staleness limit; 0: none."""
+        self._call(lambda engine: engine.set_max_image_age(seconds))
 
     def set_acceptance(self, settings: AcceptanceSettings) -> None:
-        """Changes the engine's acceptance rule behind the tick under way; before it is loaded this does nothing.
+        """Changes the engine's acceptance rule.
 
         Raises:
-            UserError: the settings do not fit the policy.
+            UserError: the settings do not fit the policy, or the engine did not answer in time; the old rule stays.
         """
-        if self._check_acceptance is not None:
-            self._check_acceptance(settings)
-            self._request(lambda engine: engine.set_acceptance(settings))
+        self._ask(lambda engine: engine.set_acceptance(settings))
 
-    def switch(self, settings: EngineSettings, timeout_s: float) -> dict[str, str]:
-        """Has the engine decode otherwise behind the tick under way, and waits for it; what was in flight is dropped.
+    def switch(self, settings: EngineSettings) -> dict[str, str]:
+        """Has the engine decode otherwise; what is in flight is dropped.
 
         Returns:
-            What is loaded and how it decodes now, as `wait_loaded` does.
+            The new description, as `wait_loaded` does.
 
         Raises:
-            UserError: it cannot, or does not come to it in time; it goes on as before.
+            UserError: it cannot, or the engine did not answer in time; it goes on as before.
         """
-        if not self.loaded:
-            raise UserError("the policy is still being loaded: set this when it is")
-        done: Future[dict[str, str]] = Future()
 
-        def change(engine: Engine) -> None:
-            if not done.set_running_or_notify_cancel():
-                return
-            try:
-                self._hand_back(engine.switch(settings))
-                done.set_result(_description(engine))
-            except Exception as error:
-                done.set_exception(error if isinstance(error, UserError) else UserError(f"it failed: {error}"))
+        def change(engine: Engine) -> dict[str, str]:
+            self._hand_back(engine.switch(settings))
+            return _description(engine)
 
-        self._request(change)
-        try:
-            return done.result(timeout_s)
-        except FutureTimeoutError:
-            if done.cancel():
-                raise UserError(f"the engine did not come to it within {timeout_s:g} s") from None
-            return done.result()  # it has begun: a draft head and CUDA graphs take as long as they take
+        return self._ask(change)
 
-    def stop(self, timeout_s: float) -> bool:
+    def stop(self) -> bool:
         """Ends the thread after the tick under way and frees the engine; False when it did not end in time."""
         with self._wake:
             self._stopping = True
-            self._newest = None
             self._wake.notify()
-        self._settle(UserError("stopped before the policy was loaded"))
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+        self._thread.join(_STOP_TIMEOUT_S)
         return not self._thread.is_alive()
 
-    def _drop_newest_and(self, request: Callable[[Engine], None]) -> list[Drop]:
+    def _call(self, call: Callable[[Engine], None]) -> None:
         with self._wake:
-            drops = [Drop(self._newest, DropReason.EPOCH_CHANGED)] if self._newest is not None else []
-            self._newest = None
-            self._requests.append(request)
+            self._calls.append(call)
             self._wake.notify()
-        return drops
 
-    def _request(self, request: Callable[[Engine], None]) -> None:
+    def _drop_newest_and(self, call: Callable[[Engine], None]) -> None:
         with self._wake:
-            self._requests.append(request)
+            waited, self._newest = self._newest, None
+            self._calls.append(call)
             self._wake.notify()
+        if waited is not None:
+            self._on_outcome(Drop(waited, DropReason.EPOCH_CHANGED))
+
+    def _ask(self, change: Callable[[Engine], Answer]) -> Answer:
+        """Waits for what a change to the engine returns or raises."""
+        if not self.loaded:
+            raise UserError("the policy is still being loaded; set this parameter again when it is active")
+        answer: Future[Answer] = Future()
+
+        def call(engine: Engine) -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(change(engine))
+            except Exception as error:
+                answer.set_exception(error if isinstance(error, UserError) else UserError(f"it failed: {error}"))
+
+        self._call(call)
+        try:
+            return answer.result(_ANSWER_TIMEOUT_S)
+        except FutureTimeoutError:
+            if answer.cancel():
+                raise UserError(
+                    f"the engine was busy with one tick for {_ANSWER_TIMEOUT_S:g} s, so nothing was changed; try again"
+                ) from None
+            return answer.result()  # it has begun: loading a draft head and capturing CUDA graphs can take longer
 
     def _run(self) -> None:
         engine = self._make_engine()
         if engine is not None:
             self._serve(engine)
-        self._check_acceptance = None
         del engine
-        _free_device_memory()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _make_engine(self) -> Engine | None:
         try:
@@ -185,10 +196,9 @@ class InferenceThread:
             engine.warm_up()
         except Exception as error:  # handed to whoever waits for the engine
             # The traceback would keep a half-loaded model alive.
-            self._settle(error if isinstance(error, UserError) else _unexpected(error))
+            self._loaded.set_exception(error if isinstance(error, UserError) else _unexpected(error))
             return None
-        self._check_acceptance = engine.rule_for
-        self._settle(_description(engine))
+        self._loaded.set_result(_description(engine))
         return engine
 
     def _report(self, what: str, fraction: float) -> None:
@@ -196,51 +206,73 @@ class InferenceThread:
             raise UserError("stopped before the policy was loaded")
         self._on_progress(what, fraction)
 
-    def _settle(self, result: dict[str, str] | Exception) -> None:
-        try:
-            if isinstance(result, Exception):
-                self._loaded.set_exception(result)
-            else:
-                self._loaded.set_result(result)
-        except InvalidStateError:  # the other side was quicker
-            _log.debug("the policy's loading was settled already")
-
     def _serve(self, engine: Engine) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._stopping or self._requests or self._newest or engine.busy)
+                self._wake.wait_for(lambda: self._stopping or self._calls or self._newest or engine.busy)
                 if self._stopping:
                     return
-                requests, self._requests = self._requests, []
+                calls, self._calls = self._calls, []
                 newest, self._newest = self._newest, None
-            for request in requests:
-                self._guarded(request, engine)
             if newest is not None:
-                self._guarded(partial(self._submit, newest), engine)
+                calls.append(partial(self._submit, newest))
+            for call in calls:
+                self._guarded(call, engine)
             if engine.busy:
                 self._guarded(self._tick, engine)
 
-    def _guarded(self, request: Callable[[Engine], None], engine: Engine) -> None:
+    def _guarded(self, call: Callable[[Engine], None], engine: Engine) -> None:
+        """The engine turns the faults of a tick into drops; the node also survives those of everything around it."""
         try:
-            request(engine)
-        except Exception:  # whatever it is, the node must outlive it
+            call(engine)
+        except Exception:
             self._on_fault(traceback.format_exc())
 
     def _submit(self, observation: Observation, engine: Engine) -> None:
         self._hand_back(engine.submit(observation))
 
     def _tick(self, engine: Engine) -> None:
-        try:
-            outcomes = engine.tick()
-        except Exception as error:
-            detail = f"{type(error).__name__}: {error}"
-            self._hand_back([Drop(drop.observation, DropReason.ENGINE_FAULT, detail) for drop in engine.flush()])
-            raise
-        self._hand_back(outcomes)
+        self._hand_back(engine.tick())
 
-    def _hand_back(self, outcomes: list[Outcome] | list[Drop]) -> None:
+    def _hand_back(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
             self._on_outcome(outcome)
+
+
+def load_engine(parameters: PolicyParameters, now_ns: Callable[[], int], progress: Progress) -> Engine:
+    """Loads the checkpoint. Takes minutes for a large one; imports torch.
+
+    Args:
+        parameters: which checkpoint, and how to run it.
+        now_ns: clock of the images' stamps.
+        progress: called with what is being done and the fraction done.
+
+    Raises:
+        UserError: a Python package is missing, or the checkpoint or a parameter is wrong.
+    """
+    progress("importing torch", 0.0)
+    try:
+        from specvla_ros.engine.engine import Engine
+        from specvla_ros.models.checkpoint import load_target
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"the Python package '{error.name}' is missing; install it with `pip install -r requirements/runtime.txt` "
+            "(on a Jetson take torch from NVIDIA's wheels); `specvla doctor` lists everything that is missing"
+        ) from None
+    _leave_a_core_to_ros()
+    policy = load_target(parameters.checkpoint, **vars(parameters.model), progress=progress)
+    return Engine(policy, parameters.engine, now_ns=now_ns)
+
+
+def _leave_a_core_to_ros() -> None:
+    """On a CPU, torch's threads wait for each other: one that must share its core with DDS slows all of them.
+
+    On two busy cores a 12 ms action took 190 ms and more before. OMP_NUM_THREADS, if set, has the last word.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
 
 
 def _description(engine: Engine) -> dict[str, str]:
@@ -251,9 +283,3 @@ def _unexpected(error: Exception) -> Exception:
     """An error whose message tells a developer where it came from."""
     where = "".join(traceback.format_exception(error))
     return RuntimeError(f"the policy could not be loaded: {type(error).__name__}: {error}\n{where}")
-
-
-def _free_device_memory() -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -22,7 +22,7 @@ class Instruction:
     """What the robot shall do.
 
     Args:
-        text: as the user wrote it; empty: nothing asked for yet.
+        text: the user's words; empty: none came yet.
         problem: why the policy cannot follow it; empty: it can.
     """
 
@@ -36,9 +36,9 @@ class InstructionInput:
     A refused instruction stands: the policy then has none to follow, which is safer than going on with the old one.
 
     Args:
-        node: whose topic it is.
-        initial: in force until a message comes; empty: none.
-        on_new: called with each text that differs from the one before.
+        node: the node that subscribes.
+        initial: instruction in force until a message comes; empty: none.
+        on_new: called with each instruction that differs from the one before.
     """
 
     def __init__(self, node: Node, initial: str, on_new: Callable[[str], None]) -> None:
@@ -62,10 +62,9 @@ class InstructionInput:
     def set(self, text: str) -> None:
         """Takes an instruction; the same again changes nothing."""
         with self._lock:
-            if self._current == Instruction() or text != self._current.text:
-                self._current = Instruction(text)
-            else:
+            if self._current != Instruction() and text == self._current.text:
                 return
+            self._current = Instruction(text)
         self._on_new(text)
 
     def refuse(self, text: str, problem: str) -> bool:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import rclpy
+from diagnostic_msgs.msg import DiagnosticStatus
 from rcl_interfaces.msg import SetParametersResult
 from rclpy.callback_groups import ReentrantCallbackGroup
 from rclpy.clock import JumpThreshold, TimeJump
@@ -15,29 +16,29 @@ from rclpy.node import Node
 
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
+from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
 from specvla_ros.ros.policy.action_publisher import ActionPublisher, Published
-from specvla_ros.ros.policy.engine_loading import load_engine
-from specvla_ros.ros.policy.health import (
+from specvla_ros.ros.policy.diagnostics import (
     DiagnosticsPublisher,
     DropLedger,
     InferenceHealth,
     InputHealth,
-    ModelHealth,
-    Status,
+    loaded_status,
+    make_status,
+    not_loaded_status,
+    shortened,
 )
 from specvla_ros.ros.policy.image_input import Frame, ImageInput, stamp_problem
-from specvla_ros.ros.policy.inference_thread import InferenceThread
-from specvla_ros.ros.policy.instruction import InstructionInput
+from specvla_ros.ros.policy.inference_thread import InferenceThread, load_engine
+from specvla_ros.ros.policy.instruction import Instruction, InstructionInput
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.ros.spinning import run_node
-from specvla_ros.settings.decode import SWITCHED
+from specvla_ros.speculation.settings import AcceptanceSettings
 
 _NS = 1e-9
-_STOP_TIMEOUT_S = 10.0
 _LOAD_POLL_S = 0.1
-_SWITCH_TIMEOUT_S = 5.0  # more than any tick
 
 
 class PolicyNode(LifecycleNode):
@@ -59,12 +60,13 @@ class PolicyNode(LifecycleNode):
         self._instruction: InstructionInput | None = None
         self._images: ImageInput | None = None
         self._active = False
-        self._last_now_ns = 0
+        self._last_arrival_ns = 0
         self._drops = DropLedger()
-        self._model_health, self._input_health = ModelHealth(), InputHealth()
-        self._inference_health = InferenceHealth()
+        self._model_status = not_loaded_status()
+        self._input_health, self._inference_health = InputHealth(), InferenceHealth()
+        self._chosen = PolicyParameters()  # read when the node is configured
         try:
-            self._chosen = declare_parameters(self, PolicyParameters)
+            declare_parameters(self, PolicyParameters)
         except UserError:
             self.destroy_node()
             raise
@@ -76,18 +78,14 @@ class PolicyNode(LifecycleNode):
             JumpThreshold(min_forward=None, min_backward=Duration(nanoseconds=-1), on_clock_change=True),
             post_callback=self._on_clock_jump,
         )
-        self._diagnostics = DiagnosticsPublisher(
-            self,
-            self._chosen.diagnostics_period_s,
-            {"model": self._model_health.status, "inputs": self._input_status, "inference": self._inference_status},
-        )
+        self._diagnostics = DiagnosticsPublisher(self, self._value("diagnostics_period_s"), self._statuses)
 
     # Transitions
 
     def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
         """Loads and warms up the policy; what a user can mend is refused, and configure may be tried again."""
-        self._chosen = read_parameters(self, PolicyParameters)
         try:
+            self._chosen = read_parameters(self, PolicyParameters)
             self._chosen.check()
             self._thread = InferenceThread(
                 partial(load_engine, self._chosen, self._now_ns),
@@ -98,10 +96,10 @@ class PolicyNode(LifecycleNode):
             description = self._wait_loaded(self._thread)
         except Exception as error:
             self._release()
-            self._model_health.set_failed(str(error).splitlines()[0])
+            self._model_status = make_status(DiagnosticStatus.ERROR, str(error).splitlines()[0])
             self.get_logger().error(f"not configured: {error}")
             return TransitionCallbackReturn.FAILURE
-        self._model_health.set_loaded(description)
+        self._model_status = loaded_status(description)
         self.get_logger().info("policy loaded: " + ", ".join(f"{key} {value}" for key, value in description.items()))
         self._instruction = InstructionInput(self, self._chosen.instruction, self._on_new_instruction)
         return TransitionCallbackReturn.SUCCESS
@@ -121,7 +119,7 @@ class PolicyNode(LifecycleNode):
         self._drops.start_over()
         self._input_health.start_over()
         self._inference_health.start_over()
-        self._publisher.open()
+        self._publisher.start_over()
         self._active = True
         self._images = ImageInput(
             self,
@@ -130,12 +128,12 @@ class PolicyNode(LifecycleNode):
             on_frame=self._on_frame,
             on_bad=self._drop,
         )
-        return TransitionCallbackReturn.SUCCESS
+        return super().on_activate(state)
 
     def on_deactivate(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """Publishes nothing more, and forgets what is in flight."""
-        self._quiet()
-        return TransitionCallbackReturn.SUCCESS
+        """Publishes nothing more, and drops what is in flight."""
+        self._stop_answering()
+        return super().on_deactivate(state)
 
     def on_cleanup(self, state: LifecycleState) -> TransitionCallbackReturn:
         """Lets the policy go, and the memory it took."""
@@ -145,53 +143,54 @@ class PolicyNode(LifecycleNode):
     def on_shutdown(self, state: LifecycleState) -> TransitionCallbackReturn:
         """As deactivate and cleanup; the node can then only end."""
         self._release()
-        return TransitionCallbackReturn.SUCCESS
+        return super().on_deactivate(state)  # nothing else silences the managed publishers
 
     def on_error(self, state: LifecycleState) -> TransitionCallbackReturn:
         """Back to unconfigured, with nothing left running."""
         self._release()
-        return TransitionCallbackReturn.SUCCESS
+        return super().on_deactivate(state)
 
     def close(self) -> bool:
         """Stops everything that runs beside the executor; False when the inference thread hangs."""
         return self._release()
 
-    def _quiet(self) -> None:
-        self._publisher.close()
+    def _stop_answering(self) -> None:
+        self._publisher.new_epoch()
         self._active = False
         if self._images is not None:
             self._images.destroy()
             self._images = None
         if self._thread is not None:
-            self._count(self._thread.reset())
+            self._thread.reset()
 
     def _release(self) -> bool:
-        self._quiet()
+        self._stop_answering()
         if self._instruction is not None:
             self._instruction.destroy()
             self._instruction = None
         thread, self._thread = self._thread, None
-        self._model_health.set_unloaded()
-        return thread is None or thread.stop(_STOP_TIMEOUT_S)
+        self._model_status = not_loaded_status()
+        return thread is None or thread.stop()
 
     # Inputs
 
     def _on_frame(self, frame: Frame) -> None:
-        now_ns = self._now_ns()
-        if now_ns < self._last_now_ns:
-            self._start_over(f"the clock went back by {(self._last_now_ns - now_ns) * _NS:.3f} s")
-        self._last_now_ns = now_ns
-        receive_s = (now_ns - frame.stamp_ns) * _NS
-        self._input_health.set_age(receive_s)
+        if frame.arrived_ns < self._last_arrival_ns:  # rclpy tells of jumps of simulated time only
+            self._start_over(f"the clock went back by {(self._last_arrival_ns - frame.arrived_ns) * _NS:.3f} s")
+        self._last_arrival_ns = frame.arrived_ns
+        self._input_health.set_age(frame.age_s)
         problem = stamp_problem(
-            frame.stamp_ns, now_ns, max_age_s=self._value("max_image_age_s"), max_future_s=self._value("max_future_s")
+            frame.stamp_ns,
+            frame.arrived_ns,
+            max_age_s=self._value("max_image_age_s"),
+            max_future_s=self._value("max_future_s"),
         )
         if problem is not None:
             self._drop(*problem)
             return
-        self._submit(frame, receive_s)
+        self._submit(frame)
 
-    def _submit(self, frame: Frame, receive_s: float) -> None:
+    def _submit(self, frame: Frame) -> None:
         thread, instruction = self._thread, self._instruction
         if thread is None or instruction is None:  # cleaned up while this callback was on its way
             return
@@ -204,38 +203,38 @@ class PolicyNode(LifecycleNode):
             self._drop(DropReason.NO_INSTRUCTION, "publish one on the topic 'instruction' or set the parameter")
             return
         observation = Observation(
-            image=frame.rgb,
+            images=frame.rgb,
             instruction=wanted.text,
             stamp_ns=frame.stamp_ns,
             frame_id=frame.frame_id,
             epoch=epoch,
             received_ns=frame.received_ns,
-            receive_s=receive_s,
+            receive_s=frame.age_s,
         )
-        self._count(thread.submit(observation))
+        thread.submit(observation)
 
     def _on_new_instruction(self, text: str) -> None:
         thread = self._thread
         if thread is None:
             return
         epoch = self._publisher.new_epoch()
-        self._count(thread.flush())
+        thread.flush()
         thread.check_instruction(text, partial(self._on_instruction_checked, text))
-        self.get_logger().info(f"instruction of epoch {epoch}: '{_shortened(text)}'")
+        self.get_logger().info(f"instruction of epoch {epoch}: '{shortened(text)}'")
 
     def _on_instruction_checked(self, text: str, problem: str) -> None:
         instruction = self._instruction
         if problem and instruction is not None and instruction.refuse(text, problem):
-            self.get_logger().error(f"instruction '{_shortened(text)}' refused, nothing is published: {problem}")
+            self.get_logger().error(f"instruction '{shortened(text)}' refused, nothing is published: {problem}")
 
     def _on_clock_jump(self, jump: TimeJump) -> None:
-        self._last_now_ns = 0
+        self._last_arrival_ns = 0
         self._start_over(f"the clock jumped by {jump.delta.nanoseconds * _NS:.3f} s")
 
     def _start_over(self, why: str) -> None:
         epoch = self._publisher.new_epoch(forget_stamps=True)
         if self._thread is not None:
-            self._count(self._thread.reset())
+            self._thread.reset()
         self.get_logger().warning(f"{why}: everything in flight is void, epoch {epoch} begins")
 
     def _on_set_parameters(self, parameters: list[Any]) -> SetParametersResult:
@@ -244,18 +243,17 @@ class PolicyNode(LifecycleNode):
         changed = {parameter.name: parameter.value for parameter in parameters}
         try:
             chosen = read_parameters(self, PolicyParameters, changed)
-            if any(name in SWITCHED for name in changed):
-                settings = chosen.engine_settings(chosen.max_image_age_s)
-                self._model_health.set_loaded(self._thread.switch(settings, _SWITCH_TIMEOUT_S))
-            elif any(name.startswith("acceptance.") for name in changed):
-                self._thread.set_acceptance(chosen.acceptance_settings())
+            if any(name.startswith(EngineSettings.ROS_PREFIX) for name in changed):
+                self._model_status = loaded_status(self._thread.switch(chosen.engine))
+            elif any(name.startswith(AcceptanceSettings.ROS_PREFIX) for name in changed):
+                self._thread.set_acceptance(chosen.engine.acceptance)
         except UserError as error:
             return SetParametersResult(successful=False, reason=str(error))
         if "max_image_age_s" in changed:
             self._thread.set_max_image_age(changed["max_image_age_s"])
         return SetParametersResult(successful=True)
 
-    # Outcomes, on the inference thread
+    # Called from the inference thread
 
     def _on_outcome(self, outcome: Outcome) -> None:
         if isinstance(outcome, Drop):
@@ -271,10 +269,10 @@ class PolicyNode(LifecycleNode):
 
     def _on_fault(self, trace: str) -> None:
         self._inference_health.set_fault(trace.strip().splitlines()[-1])
-        self.get_logger().error(f"the inference thread survived a fault:\n{trace}", throttle_duration_sec=5.0)
+        self.get_logger().error(f"the inference thread went on after a fault:\n{trace}", throttle_duration_sec=5.0)
 
     def _on_progress(self, what: str, fraction: float) -> None:
-        self._model_health.set_loading(what, fraction)
+        self._model_status = make_status(DiagnosticStatus.WARN, f"loading: {what} ({fraction:.0%})")
 
     # Bookkeeping
 
@@ -283,18 +281,14 @@ class PolicyNode(LifecycleNode):
         if message:
             self.get_logger().warning(message)
 
-    def _count(self, drops: list[Drop]) -> None:
-        for drop in drops:
-            self._drop(drop.reason, drop.detail)
-
-    def _input_status(self) -> Status:
-        self._recent = self._drops.take_recent()
-        instruction = self._instruction.current if self._instruction is not None else None
-        text, problem = (instruction.text, instruction.problem) if instruction is not None else ("", "")
-        return self._input_health.status(self._active, _shortened(text), problem, self._recent)
-
-    def _inference_status(self) -> Status:
-        return self._inference_health.status(self._active, self._recent)
+    def _statuses(self) -> dict[str, DiagnosticStatus]:
+        drops = self._drops.take_recent()
+        instruction = self._instruction.current if self._instruction is not None else Instruction()
+        return {
+            "model": self._model_status,
+            "inputs": self._input_health.status(self._active, instruction, drops),
+            "inference": self._inference_health.status(self._active, drops),
+        }
 
     def _now_ns(self) -> int:
         now_ns: int = self.get_clock().now().nanoseconds
@@ -303,10 +297,6 @@ class PolicyNode(LifecycleNode):
     def _value(self, name: str) -> float:
         value: float = self.get_parameter(name).value
         return value
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def main() -> None:

@@ -11,13 +11,13 @@ from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
 
 from specvla_ros.errors import UserError
-from specvla_ros.ros.parameters import declare_parameters, unknown_parameters
+from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
 from specvla_ros.ros.sim_robot.episodes import Episode, EpisodeState, Start, Tally, programme, task_of
 from specvla_ros.ros.sim_robot.inputs import ActionInput, Expected, InstructionTopic
 from specvla_ros.ros.sim_robot.outputs import Pace, SimOutputs, policy_listens
 from specvla_ros.ros.sim_robot.parameters import SimRobotParameters
 from specvla_ros.ros.spinning import run_node
-from specvla_ros.simulation.table_robot import TableRobot
+from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.world import SimulationDiverged
 
 _EPOCH_NS = 1_000_000_000  # a stamp of 0 is no stamp
@@ -53,7 +53,8 @@ class SimRobot(Node):
     def __init__(self, **node_arguments: Any) -> None:
         super().__init__("sim_robot", **node_arguments)
         try:
-            self._chosen = declare_parameters(self, SimRobotParameters)
+            declare_parameters(self, SimRobotParameters)
+            self._chosen = read_parameters(self, SimRobotParameters)
             self._programme = programme(self._chosen.chosen_tasks(), self._chosen.episodes, self._chosen.seed)
             self.robot = TableRobot(self._chosen.image_size)
         except UserError:

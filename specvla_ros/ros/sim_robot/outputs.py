@@ -17,7 +17,7 @@ from std_msgs.msg import Header
 from specvla_ros.msg import SimEpisode
 from specvla_ros.ros.qos import CLOCK
 from specvla_ros.ros.sim_robot.episodes import Episode, Tally
-from specvla_ros.simulation.table_robot import TableRobot
+from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.world import JOINTS as JOINT_NAMES
 
 _WINDOW_S = 5.0

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from specvla_ros.settings.parameter import parameter
+from specvla_ros.simulation.robot import IMAGE_SIZE
 from specvla_ros.simulation.rollout import Clock
-from specvla_ros.simulation.table_robot import IMAGE_SIZE
 from specvla_ros.simulation.tasks import Task, choose_tasks
 
 ALL_TASKS = ("all",)
@@ -27,31 +27,35 @@ class SimRobotParameters:
     )
     camera_rate_hz: float = parameter(
         20.0,
-        "Images per simulated second, in realtime [Hz]; rounded to 20 Hz over a whole number.",
+        "Images per simulated second, in realtime; rounded to 20 Hz over a whole number.",
+        unit="Hz",
         minimum=0.5,
         maximum=20.0,
     )
-    image_size: int = parameter(IMAGE_SIZE, "Height and width of the images [pixels].", minimum=16, maximum=640)
+    image_size: int = parameter(IMAGE_SIZE, "Height and width of the images.", unit="pixels", minimum=16, maximum=640)
     action_timeout_s: float = parameter(
         5.0,
         "Lockstep: wall time after which an image counts as unanswered; the robot then holds still for one control "
-        "step and a new image is sent [s].",
+        "step and a new image is sent.",
+        unit="s",
         minimum=0.05,
         maximum=3600.0,
     )
     policy_lost_after_s: float = parameter(
         30.0,
-        "Wall time without an action that was taken, after which the episode is aborted [s]; it starts again when "
+        "Wall time without an action that was taken, after which the episode is aborted; it starts again when "
         "actions come.",
+        unit="s",
         minimum=0.1,
         maximum=3600.0,
     )
     pause_between_s: float = parameter(
-        0.5, "Wall time between two episodes, so that a watcher sees the end [s].", minimum=0.0, maximum=10.0
+        0.5, "Wall time between two episodes, so that a watcher sees the end.", unit="s", minimum=0.0, maximum=10.0
     )
     wait_for_policy_s: float = parameter(
         0.0,
-        "How long to wait before the first episode until a policy listens to the images, wall time [s]; 0: for ever.",
+        "How long to wait before the first episode until a policy listens to the images, wall time; 0: for ever.",
+        unit="s",
         minimum=0.0,
         maximum=86_400.0,
     )

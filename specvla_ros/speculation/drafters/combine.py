@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -10,8 +11,8 @@ from specvla_kernels.device import to_device
 from specvla_kernels.graph_capture import Capture
 from specvla_kernels.layout import Ancestry
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Target
-from specvla_ros.speculation.accept import ActionIds
+from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.target import Target
 from specvla_ros.speculation.drafters.children import WindowMass
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
 from specvla_ros.speculation.drafters.eagle_head import load_draft_head
@@ -110,10 +111,9 @@ class Drafter:
     """
 
     def __init__(self, policy: Target, settings: DraftSettings | None, *, slots: int, slot_rows: int) -> None:
-        tokenizer = policy.action_tokenizer
-        self._actions = ActionIds(tokenizer.first_id, tokenizer.vocab_size, bins=len(tokenizer.centers))
+        self._actions = policy.codec.action_ids
         self._device = policy.decoder.device
-        self._action_dim = policy.action_dim
+        self._action_dim = policy.codec.max_tokens
         self._settings = settings or DraftSettings()
         self._window: WindowMass | None = None
         self._eagle: EagleDrafter | None = None
@@ -123,16 +123,15 @@ class Drafter:
         if settings is None:
             return
         directory = _head_directory(policy, settings)
+        decoder = cast(LlamaDecoder, policy.decoder)
         if directory is not None:
-            head = load_draft_head(directory, policy.decoder)
+            head = load_draft_head(directory, decoder)
             if settings.children == "window_mass":
                 self._window = WindowMass.from_actions(settings.top_k, self._actions, self._action_dim, self._device)
-            self._eagle = EagleDrafter(
-                head, policy.decoder, settings, slots=slots, slot_rows=slot_rows, children=self._window
-            )
+            self._eagle = EagleDrafter(head, decoder, settings, slots=slots, slot_rows=slot_rows, children=self._window)
         if settings.self_tokens:
             self._self = SelfDrafter(
-                policy.decoder,
+                decoder,
                 image_tokens=policy.image_tokens,
                 image_share=settings.self_image_share,
                 tokens=settings.self_tokens,

@@ -1,18 +1,12 @@
 """Bin-distance acceptance: an action token near the target's own choice will do (Spec-VLA, section 4.2)."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import DEFAULT_NAMES, ActionStatistics
 from specvla_ros.speculation.accept import AcceptReason, Judgement, Verification
-
-_METRES = ("x", "y", "z")
 
 
 @dataclass(frozen=True)
@@ -49,69 +43,3 @@ class BinDistance:
             if r != last:
                 tolerance = tolerance + (dimension >= first) * (r - last)
         return tolerance
-
-
-def tolerance_in_bins(
-    statistics: ActionStatistics, values: int, *, metres: float, radians: float, gripper_bins: int
-) -> tuple[int, ...]:
-    """Physical tolerances as whole bins per dimension, rounded down.
-
-    Args:
-        statistics: of the checkpoint; a bin of a dimension is 2 / `values` of half its range.
-        values: bin centres per dimension (255).
-        metres: for x, y, z; 0: strict.
-        radians: for roll, pitch, yaw; 0: strict.
-        gripper_bins: for dimensions that the statistics do not scale.
-
-    Raises:
-        UserError: a tolerance smaller than one bin of its dimension, or statistics whose units are not known.
-    """
-    if statistics.names != DEFAULT_NAMES:
-        raise UserError(
-            "acceptance.tolerance_m and acceptance.tolerance_rad need actions named x y z roll pitch yaw gripper; this "
-            f"checkpoint has {len(statistics.low)} dimensions without units: set acceptance.bins instead"
-        )
-    bins = []
-    widths = (statistics.high - statistics.low) / values
-    for name, width, scaled in zip(statistics.names, widths, statistics.mask, strict=True):
-        tolerance, unit = (metres, "m") if name in _METRES else (radians, "rad")
-        if not scaled:
-            bins.append(gripper_bins)
-            continue
-        if not tolerance or not width:  # a dimension that never moved in training has one value
-            bins.append(0)
-            continue
-        whole = math.floor(tolerance / width * (1 + 1e-12))
-        if whole < 1:
-            least = _rounded_up(width)
-            raise UserError(
-                f"a tolerance of {tolerance:g} {unit} is smaller than one bin of {name}: "
-                f"set it to {least:g} {unit} or more, or to 0 for strict"
-            )
-        bins.append(min(values - 1, whole))
-    return tuple(bins)
-
-
-def _rounded_up(width: float) -> float:
-    """To four digits and not below, so that the number a message names is one that is taken."""
-    unit = 10.0 ** (math.floor(math.log10(width)) - 3)
-    return math.ceil(width / unit) * unit
-
-
-def spread_bins(bins: Sequence[int], mask: Sequence[bool], gripper_bins: int) -> tuple[int, ...]:
-    """One tolerance for all moving dimensions, or one per dimension as given.
-
-    Args:
-        bins: one number, or one per dimension.
-        mask: which dimensions the statistics scale; the others take `gripper_bins` when one number is given.
-
-    Raises:
-        UserError: neither one number nor one per dimension.
-    """
-    if len(bins) == 1:
-        return tuple(bins[0] if scaled else gripper_bins for scaled in mask)
-    if len(bins) != len(mask):
-        raise UserError(
-            f"acceptance.bins has {len(bins)} numbers, but the action has {len(mask)} dimensions: give one, or one each"
-        )
-    return tuple(bins)

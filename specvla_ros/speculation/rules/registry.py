@@ -1,8 +1,8 @@
 """From settings to the rule that they describe for a policy."""
 
-from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.target import Target
 from specvla_ros.speculation.accept import AcceptanceRule
-from specvla_ros.speculation.rules.bin_distance import BinDistance, spread_bins, tolerance_in_bins
+from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.composite import Composite, number_tokens
 from specvla_ros.speculation.rules.fly import Fly
 from specvla_ros.speculation.rules.lvspec import LVSpec
@@ -27,7 +27,7 @@ def make_rule(settings: AcceptanceSettings, policy: Target) -> AcceptanceRule:
     if settings.rule == "bin_distance":
         return near
     text = Fly(settings.fly_theta, settings.fly_window, settings.fly_entropy)
-    numbers = number_tokens(policy.prompt.tokenizer, policy.decoder.config.vocab_size)
+    numbers = number_tokens(policy.tokenizer, policy.decoder.config.vocab_size)
     return Composite(near, text, numbers.to(policy.decoder.device))
 
 
@@ -37,13 +37,9 @@ def bins_of(settings: AcceptanceSettings, policy: Target) -> tuple[int, ...]:
     Raises:
         UserError: it does not fit the policy's action statistics.
     """
-    statistics = policy.statistics
+    codec = policy.codec
     if settings.tolerance_m or settings.tolerance_rad:
-        return tolerance_in_bins(
-            statistics,
-            len(policy.action_tokenizer.centers),
-            metres=settings.tolerance_m,
-            radians=settings.tolerance_rad,
-            gripper_bins=settings.gripper_bins,
+        return codec.bins_within(
+            metres=settings.tolerance_m, radians=settings.tolerance_rad, gripper_bins=settings.gripper_bins
         )
-    return spread_bins(settings.bins, statistics.mask.tolist(), settings.gripper_bins)
+    return codec.spread_bins(settings.bins, settings.gripper_bins)

@@ -1,0 +1,54 @@
+"""Writes docs/reference/parameters.md: `python -m specvla_ros.cli.reference > docs/reference/parameters.md`."""
+
+from specvla_ros.settings.parameter import Declared, walk
+
+_HEAD = """# Parameters
+
+Written by `python -m specvla_ros.cli.reference` from the settings that declare them; `ros2 param describe` says the
+same.
+
+Parameters are set in a ROS 2 parameter file (`params_file:=` of the launch files, `--params-file` of the commands), by
+`-p name:=value` (`ros2 run … --ros-args`; `decode.*`, `draft.*` and `acceptance.*` also at every command that runs a
+policy) and in Python by keywords with underscores for dots (`draft_nodes=16`). Those marked *live* may change while the
+node runs.
+"""
+
+
+def reference() -> str:
+    """The page, Markdown."""
+    from specvla_ros.ros.bag_player import BagPlayerParameters
+    from specvla_ros.ros.policy.parameters import PolicyParameters
+    from specvla_ros.ros.sim_robot.parameters import SimRobotParameters
+
+    nodes = {"policy": PolicyParameters(), "sim_robot": SimRobotParameters(), "bag_player": BagPlayerParameters()}
+    return "\n".join([_HEAD, *(_table(name, settings) for name, settings in nodes.items())])
+
+
+def _table(node: str, settings: object) -> str:
+    lines = [f"## Node `{node}`", "", "| parameter | default | values | unit | live | |", "|---|---|---|---|---|---|"]
+    return "\n".join([*lines, *map(_row, walk(settings)), ""])
+
+
+def _row(declared: Declared) -> str:
+    parameter = declared.parameter
+    cells = (
+        f"`{declared.name}`",
+        f"`{_yaml(declared.value)}`",
+        ", ".join(f"`{each}`" for each in parameter.allowed) or parameter.range,
+        parameter.unit,
+        "live" if parameter.writable else "",
+        parameter.description,
+    )
+    return f"| {' | '.join(each.replace('|', chr(92) + '|') for each in cells)} |"
+
+
+def _yaml(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_yaml, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) or '""'
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -1,0 +1,78 @@
+"""Poses of a tool, and rotations between them."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+_TINY = 1e-15
+
+_Quaternion = tuple[float, float, float, float]  # w, x, y, z
+
+
+@dataclass(frozen=True)
+class Pose:
+    """A tool's pose in the base frame.
+
+    Args:
+        position: float64 [3], metres.
+        rotation: float64 [3, 3].
+    """
+
+    position: np.ndarray
+    rotation: np.ndarray
+
+    def displaced(self, displacement: np.ndarray) -> "Pose":
+        """The goal of a displacement that starts here.
+
+        Args:
+            displacement: float64 [6]: translation in metres and rotation vector in radians, base frame.
+        """
+        return Pose(self.position + displacement[:3], rotation_matrix(displacement[3:6]) @ self.rotation)
+
+
+def rotation_matrix(vector: np.ndarray) -> np.ndarray:
+    """Rotation vector [3] in radians to a matrix [3, 3]."""
+    angle = float(np.linalg.norm(vector))
+    sine = math.sin(0.5 * angle)
+    x, y, z = (float(axis) * sine for axis in (vector / angle if angle > 0 else np.zeros(3)))
+    w = math.cos(0.5 * angle)
+    return np.array(
+        [
+            [w * w + x * x - y * y - z * z, 2 * (x * y - w * z), 2 * (x * z + w * y)],
+            [2 * (x * y + w * z), w * w - x * x + y * y - z * z, 2 * (y * z - w * x)],
+            [2 * (x * z - w * y), 2 * (y * z + w * x), w * w - x * x - y * y + z * z],
+        ]
+    )
+
+
+def rotation_vector(matrix: np.ndarray) -> np.ndarray:
+    """Rotation matrix [3, 3] to a rotation vector [3] in radians, no longer than pi."""
+    w, x, y, z = _quaternion(matrix)
+    sine = math.sqrt(x * x + y * y + z * z)
+    if sine < _TINY:
+        return np.zeros(3)
+    angle = 2 * math.atan2(sine, w)
+    angle = angle - 2 * math.pi if angle > math.pi else angle
+    return np.array([x, y, z]) * (1 / sine) * angle
+
+
+def _quaternion(matrix: np.ndarray) -> _Quaternion:
+    """Divides by the largest of the four components, as Shepperd (1978) does: near pi the others lose digits."""
+    (m00, m01, m02), (m10, m11, m12), (m20, m21, m22) = matrix.tolist()
+    if m00 + m11 + m22 > 0:
+        w = 0.5 * math.sqrt(1 + m00 + m11 + m22)
+        parts = (w, 0.25 * (m21 - m12) / w, 0.25 * (m02 - m20) / w, 0.25 * (m10 - m01) / w)
+    elif m00 > m11 and m00 > m22:
+        x = 0.5 * math.sqrt(1 + m00 - m11 - m22)
+        parts = (0.25 * (m21 - m12) / x, x, 0.25 * (m10 + m01) / x, 0.25 * (m02 + m20) / x)
+    elif m11 > m22:
+        y = 0.5 * math.sqrt(1 - m00 + m11 - m22)
+        parts = (0.25 * (m02 - m20) / y, 0.25 * (m10 + m01) / y, y, 0.25 * (m21 + m12) / y)
+    else:
+        z = 0.5 * math.sqrt(1 - m00 - m11 + m22)
+        parts = (0.25 * (m10 - m01) / z, 0.25 * (m02 + m20) / z, 0.25 * (m21 + m12) / z, z)
+    size = math.sqrt(sum(part * part for part in parts))
+    scale = 1 / size if abs(size - 1) > _TINY else 1.0
+    w, x, y, z = (part * scale for part in parts)
+    return w, x, y, z

@@ -1,0 +1,377 @@
+"""Forwards and vision of fixed size, on memory that stays where it is, so that CUDA graphs can capture them.
+
+Few enough sizes of forward (buckets) to capture them all, near enough to the real ones to waste little; each captured
+one is compared with the same work run eagerly.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specvla_kernels.attention_plan import AttentionPlan, plan_attention
+from specvla_kernels.graph_capture import Capturable, Capture, capture_on, check_rows
+from specvla_kernels.layout import Ancestry, PackedLayout, Span
+from specvla_ros.engine.batch import Segment, packed_forward, spans_of, wanted_rows
+from specvla_ros.engine.kv_cache import KVCache
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.models.target import Decoder, ForwardResult, Target, VisionModel
+
+_log = logging.getLogger(__name__)
+
+
+class Graphs:
+    """Captures an engine's work and says how that went.
+
+    Args:
+        store: of keys or values, on the device.
+        parts: of a tick that are captured; if one fails, none runs captured.
+
+    Attributes:
+        status: for diagnostics; empty where there is no GPU.
+        warm: whether it was warmed up, with whatever result.
+    """
+
+    def __init__(self, store: Tensor, parts: Sequence[Capturable]) -> None:
+        self._store = store
+        self._parts = parts
+        self.status = "off: not warmed up" if store.is_cuda else ""
+        self.warm = False
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Captures every part and compares it with the same work without capture.
+
+        No request may be in flight: every slot is written to. Whatever goes wrong is logged and said in `status`, and
+        everything then runs without capture.
+        """
+        self.warm = True
+        self._release()
+        try:
+            capture = capture_on(self._store)
+            if capture is None:
+                return
+            self.status = f"{sum(each.capture(capture) for each in self._parts)} captured"
+        except Exception as error:  # the policy runs without graphs too, only slower
+            self._release()
+            reason = _reason(error)
+            self.status = f"off: {reason}"
+            _log.warning("decoding without CUDA graphs, so that launches may limit it: %s", reason)
+
+    def _release(self) -> None:
+        for each in self._parts:
+            each.release()
+
+
+def _reason(error: BaseException) -> str:
+    """What came first, since an error while capturing makes the end of the capture fail too; in one line."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+_TILE_ROWS = 64  # of a matrix product: a part of a tile takes as long as a whole one
+_PART = 8  # above 512 rows a bucket is at most an eighth larger than the power of two below it asks for
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """One size of forward.
+
+    Args:
+        rows: of the forward, those that no segment has included.
+        longest: rows of a segment at most; decides the attention's tiles.
+    """
+
+    rows: int
+    longest: int
+
+
+@dataclass(frozen=True)
+class ForwardSizes:
+    """Which forwards an engine's settings can lead to.
+
+    Args:
+        slots: requests in flight at most; one of them at most has rows of its prompt in a forward.
+        nodes: of a tree at most, the root included; also of what is verified behind a prompt.
+        chunks: rows of a prompt that a forward may carry, ascending, at least one.
+    """
+
+    slots: int
+    nodes: int
+    chunks: tuple[int, ...]
+
+    @staticmethod
+    def from_settings(policy: Target, settings: EngineSettings) -> "ForwardSizes":
+        """Those of a policy whose prompts may have any length that a slot has rows for."""
+        prompts = range(policy.image_tokens + 1, policy.image_tokens + settings.max_text_tokens + 1)
+        chunks = {rows for length in prompts for rows in _chunks(length, settings.chunks)}
+        return ForwardSizes(settings.slots, settings.tree_nodes, tuple(sorted(chunks)))
+
+    @property
+    def segments(self) -> int:
+        """Of one forward at most: a tree of each request, and the end of a prompt in front of the newest one's."""
+        return self.slots + 1
+
+    def bucket(self, lengths: Sequence[int]) -> Bucket | None:
+        """The bucket of a forward; None for one that the settings cannot lead to.
+
+        Args:
+            lengths: rows of each segment.
+        """
+        longest = self._longest(max(lengths))
+        if len(lengths) > self.segments or not longest:
+            return None
+        rows = padded_rows(sum(lengths))
+        return Bucket(rows, min(longest, rows))
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Every bucket that a forward of these settings can have, ascending."""
+        others = (self.slots - 1) * self.nodes
+        ranges = [(1, others + self.nodes, self.nodes)]
+        ranges += [(rows, rows + others + self.nodes - 1, self._longest(rows)) for rows in self.chunks]
+        found = {Bucket(rows, min(longest, rows)) for least, most, longest in ranges for rows in _paddings(least, most)}
+        return tuple(sorted(found))
+
+    def _longest(self, length: int) -> int:
+        """What attention is tiled for in a forward whose longest segment has so many rows; 0: there is none such."""
+        return next((most for most in (self.nodes, self.chunks[-1]) if length <= most), 0)
+
+
+def padded_rows(rows: int) -> int:
+    """Rows of the smallest bucket that holds so many: powers of two, then multiples of a tile or an eighth."""
+    power = 1 << (rows - 1).bit_length()
+    step = min(power, max(_TILE_ROWS, power // _PART))
+    return -(-rows // step) * step
+
+
+def _paddings(least: int, most: int) -> Iterator[int]:
+    """The buckets' rows for so many rows to so many."""
+    rows = padded_rows(least)
+    yield rows
+    while rows < most:
+        rows = padded_rows(rows + 1)
+        yield rows
+
+
+def _chunks(length: int, forwards: int) -> set[int]:
+    """Rows of the shares of a prompt; see Share.of."""
+    rows = -(-length // forwards)
+    return {rows, length % rows or rows}
+
+
+_TILE_WIDTH = 6  # numbers of a tile in AttentionPlan
+
+
+@dataclass(frozen=True)
+class HostInputs:
+    """What the host says of a forward, in one piece of memory, so that one copy sends it.
+
+    Args:
+        all: int64 [n], the whole piece.
+        positions, kv_rows, ancestors: int64 [rows], as in PackedLayout.
+        wanted: int64 [rows], of which the first are read.
+        tiles: int32 [tiles, 6], as in AttentionPlan.
+    """
+
+    all: Tensor
+    positions: Tensor
+    kv_rows: Tensor
+    ancestors: Tensor
+    wanted: Tensor
+    tiles: Tensor
+
+    @staticmethod
+    def in_memory(memory: Tensor, rows: int) -> "HostInputs":
+        width = rows + rows % 2  # 16 bytes: Triton compiles a kernel again for pointers that are less aligned
+        table = memory[4 * width :].view(torch.int32).view(-1, _TILE_WIDTH)
+        positions, kv_rows, ancestors, wanted = memory[: 4 * width].view(4, width)[:, :rows].unbind()
+        return HostInputs(memory, positions, kv_rows, ancestors, wanted, table)
+
+    @staticmethod
+    def size(rows: int, tiles: int) -> int:
+        return 4 * (rows + rows % 2) + tiles * _TILE_WIDTH // 2
+
+
+class StaticForward:
+    """One bucket's forward: the segments are copied in, the layers run as they were captured, a copy comes out.
+
+    The rows that no segment has are zeros, see nothing, and write their keys and values to the KV cache's sink row.
+
+    Args:
+        decoder: whose layers run.
+        cache: that they write to; a slot's last row must be left alone.
+        bucket: the size.
+        segments: of a forward at most.
+        capture: makes the layers repeatable.
+
+    Raises:
+        Exception: whatever the capture raises.
+    """
+
+    def __init__(self, decoder: Decoder, cache: KVCache, bucket: Bucket, *, segments: int, capture: Capture) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._rows = bucket.rows
+        config, device = decoder.config, decoder.device
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        plan = _plan(bucket, heads // kv_heads, kv_heads, cache)
+        size = HostInputs.size(bucket.rows, _most_tiles(bucket, segments, plan))
+        self._numbers = numbers = HostInputs.in_memory(torch.zeros(size, dtype=torch.int64, device=device), bucket.rows)
+        self._plan = replace(plan, tiles=numbers.tiles)
+        plans = {(heads // kv_heads, kv_heads): self._plan}
+        self._layout = PackedLayout((), numbers.positions, numbers.kv_rows, numbers.ancestors, plans)
+        self._embeddings = torch.zeros(bucket.rows, config.hidden_size, dtype=decoder.dtype, device=device)
+        self._no_embeddings = torch.zeros_like(self._embeddings)
+        self._no_numbers = torch.zeros_like(numbers.positions)
+        self._send((), ())
+        self._replay = capture(self._run)
+
+    def __call__(self, segments: Sequence[Segment]) -> ForwardResult:
+        """What `packed_forward` gives, to rounding; nothing is read back.
+
+        Args:
+            segments: that fit the bucket; at least one.
+
+        Raises:
+            ValueError: they do not fit their slots, or each other, or the bucket.
+        """
+        spans = spans_of(segments, self._cache.slot_rows - 1)
+        n = spans[-1].stop
+        if n > self._rows:
+            raise ValueError(f"{n} rows do not fit a forward of {self._rows}")
+        wanted = self._send(segments, spans)
+        self._grow_trees(segments, n)
+        self._embed(segments, n)
+        hidden = self._replay()[:n].clone()  # the next forward overwrites it, and some of it is kept for longer
+        return ForwardResult(self._decoder.logits(hidden[wanted]), hidden)
+
+    def _run(self) -> Tensor:
+        return self._decoder.hidden_states(self._embeddings, self._layout, self._cache.keys, self._cache.values)
+
+    def _send(self, segments: Sequence[Segment], spans: Sequence[Span]) -> Tensor:
+        """Sends what the host knows; the wanted rows, on the device."""
+        # New memory each time: the copy may still be under way when the next forward is packed.
+        memory = torch.zeros(len(self._numbers.all), dtype=torch.int64, pin_memory=self._numbers.all.is_cuda)
+        host = HostInputs.in_memory(memory, self._rows)
+        positions, kv_rows, ancestors = (each.numpy() for each in (host.positions, host.kv_rows, host.ancestors))
+        kv_rows[:] = self._cache.sink_row
+        for span in spans:
+            rows, nodes = slice(span.start, span.stop), np.arange(span.length)
+            positions[rows] = span.prefix_len + (0 if span.is_tree else nodes)
+            kv_rows[rows] = span.slot * self._cache.slot_rows + span.prefix_len + nodes
+            ancestors[rows] = span.is_tree  # enough for a single node
+        n = spans[-1].stop if spans else 0
+        idle = [Span.idle(n, self._rows - n)] if n < self._rows else []
+        host.tiles.copy_(self._plan.table([*spans, *idle]))
+        wanted = wanted_rows(segments, spans)
+        host.wanted.numpy()[: len(wanted)] = wanted
+        self._numbers.all.copy_(memory, non_blocking=True)
+        return self._numbers.wanted[: len(wanted)]
+
+    def _grow_trees(self, segments: Sequence[Segment], n: int) -> None:
+        """Adds what the device alone knows of trees."""
+        if all(each.ancestry is None or len(each) == 1 for each in segments):
+            return
+        nothing = [self._no_numbers[: len(each)] for each in segments]
+        pairs = list(zip(segments, nothing, strict=True))
+        depths = torch.cat([zeros if each.ancestry is None else each.ancestry.depths for each, zeros in pairs])
+        self._numbers.positions[:n] += depths
+        ancestors = [zeros if each.ancestry is None else each.ancestry.ancestors for each, zeros in pairs]
+        torch.cat(ancestors, out=self._numbers.ancestors[:n])
+
+    def _embed(self, segments: Sequence[Segment], n: int) -> None:
+        """Puts the segments' embeddings in, and zeros behind them."""
+        ids = [each.inputs for each in segments if not each.inputs.is_floating_point()]
+        embedded = iter(self._decoder.embed_tokens(torch.cat(ids)).split([len(each) for each in ids]) if ids else ())
+        parts = [each.inputs if each.inputs.is_floating_point() else next(embedded) for each in segments]
+        torch.cat([*parts, self._no_embeddings[: self._rows - n]], out=self._embeddings)
+
+
+def _plan(bucket: Bucket, group: int, kv_heads: int, cache: KVCache) -> AttentionPlan:
+    """Tiles and shares of keys that fit a bucket full of its longest segments; its table is not read."""
+    spans = [Span(0, 0, bucket.longest, 0, is_tree=True)] * -(-bucket.rows // bucket.longest)
+    return plan_attention(spans, group=group, kv_heads=kv_heads, slot_rows=cache.slot_rows, device=cache.keys.device)
+
+
+def _most_tiles(bucket: Bucket, segments: int, plan: AttentionPlan) -> int:
+    """Tiles that any segments of so many rows make: each begins one, and the rows left over fill others."""
+    parts = min(segments + 1, bucket.rows)  # and those that no segment has
+    return parts + (bucket.rows - parts) // (plan.block_m // plan.group)
+
+
+class StaticVision:
+    """The embeddings of an image: its pixels are copied in, the towers run as they were captured, a copy comes out.
+
+    Args:
+        model: whose towers and projector run.
+        capture: makes them repeatable.
+
+    Raises:
+        Exception: whatever the capture raises.
+    """
+
+    def __init__(self, model: VisionModel, capture: Capture) -> None:
+        self._model = model
+        decoder = model.decoder
+        # NaN shows in a result that does not come from pixels copied in later.
+        self._pixels = torch.full(model.pixel_shape, torch.nan, dtype=decoder.dtype, device=decoder.device)
+        self._replay = capture(self._run)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """What `VisionModel.image_embeddings` gives; the host does not wait for the device.
+
+        Args:
+            pixels: [3 * towers, size, size], normalised, in the host's memory.
+
+        Returns:
+            [image_tokens, hidden].
+        """
+        # New memory each time: the copy may still be under way when the next image comes.
+        memory = torch.empty(pixels.shape, dtype=self._pixels.dtype, pin_memory=self._pixels.is_cuda)
+        self._pixels.copy_(memory.copy_(pixels), non_blocking=True)
+        return self._replay().clone()  # the next image overwrites it
+
+    def _run(self) -> Tensor:
+        return self._model.image_embeddings(self._pixels)
+
+
+def check_forward(static: StaticForward, decoder: Decoder, cache: KVCache, segments: list[Segment]) -> None:
+    """Compares the hidden states of one forward; waits for the device.
+
+    Args:
+        static: the captured forward.
+        decoder: whose layers it runs.
+        cache: filled at random, and in no request's use.
+        segments: of the forward.
+
+    Raises:
+        RuntimeError: they are not finite, or differ.
+    """
+    expected = packed_forward(decoder, segments, cache).hidden
+    what = f"a captured forward of {len(expected)} rows"
+    check_rows(static(segments).hidden, expected, what=what)
+
+
+def check_segments(bucket: Bucket, sizes: ForwardSizes, decoder: Decoder, cache: KVCache) -> list[Segment]:
+    """Segments that leave as little as they can of a bucket, yet a row if it has several.
+
+    The first is a chain where the bucket is for prompts, the others are trees; tokens are random.
+    """
+    generator = torch.Generator().manual_seed(bucket.rows)
+    left = max(1, bucket.rows - 1)
+    segments = []
+    for slot in range(sizes.slots):
+        is_tree = slot > 0 or bucket.longest <= sizes.nodes
+        n = min(left, sizes.nodes if is_tree else bucket.longest)
+        if n == 0:
+            break
+        left -= n
+        tokens = torch.randint(decoder.config.vocab_size, (n,), generator=generator).to(decoder.device)
+        ancestry = Ancestry.from_parents([(node - 1) // 2 for node in range(n)], decoder.device) if is_tree else None
+        inputs = tokens if is_tree else decoder.embed_tokens(tokens)
+        segments.append(Segment(slot, (cache.slot_rows - 1 - n) // 2, inputs, ancestry))
+    return segments

@@ -1,0 +1,187 @@
+"""Runs the batch of a tick: vision for the request that begins, then one packed forward; captured or eager.
+
+The only place that knows which: sizes that were captured as CUDA graphs are replayed, all others run eagerly.
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specvla_kernels.graph_capture import Capturable, Capture, check_rows, randomize
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.cuda_graphs import (
+    Bucket,
+    ForwardSizes,
+    Graphs,
+    StaticForward,
+    StaticVision,
+    check_forward,
+    check_segments,
+)
+from specvla_ros.engine.kv_cache import KVCache
+from specvla_ros.engine.scheduler import Batch
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.models.target import Decoder, ForwardResult, Target, VisionModel
+
+
+class Runner:
+    """The target's side of a tick.
+
+    Args:
+        target: the policy.
+        cache: keys and values of the requests in flight.
+        settings: how the engine decodes.
+        others: what is captured beside vision and forwards.
+
+    Attributes:
+        vision: image embeddings.
+        forwards: packed forwards.
+        graphs: the CUDA graphs of all of these.
+    """
+
+    def __init__(self, target: Target, cache: KVCache, settings: EngineSettings, others: Sequence[Capturable]) -> None:
+        self._target = target
+        self._clock = StageClock(target.decoder.device)
+        self.vision = Vision(target.model)
+        self.forwards = Forwards(target.decoder, cache, ForwardSizes.from_settings(target, settings))
+        self.graphs = Graphs(cache.keys, (self.forwards, self.vision, *others))
+
+    def run(self, batch: Batch, *, keep_visual: bool) -> Tensor:
+        """Computes a batch; its shares get their hidden states.
+
+        Args:
+            batch: at least one share.
+            keep_visual: whether the hidden states of image rows are kept, for rules that look at them.
+
+        Returns:
+            float32 [nodes of all verified trees, vocab], the logits, shares in order.
+        """
+        for share in batch.shares:
+            if share.begins:
+                request = share.request
+                self._clock.start()
+                request.prompt = self._target.prompt_embeddings(request.observation, request.layout.ids, self.vision)
+                self._clock.stop()
+                if len(request.prompt) != request.layout.rows:
+                    raise ValueError(f"a prompt of {request.layout.rows} rows has {len(request.prompt)} embeddings")
+        segments = [share.segments() for share in batch.shares]
+        result = self.forwards([segment for mine in segments for segment in mine])
+        rows = [sum(map(len, mine)) for mine in segments]
+        for share, hidden in zip(batch.shares, result.hidden.split(rows), strict=True):
+            share.hidden = hidden
+            if keep_visual:
+                share.keep_visual()
+        return result.logits
+
+    def vision_s(self) -> float:
+        """Seconds of the vision tower since the last call. Call after a read-back."""
+        return self._clock.read_s()
+
+
+class Forwards:
+    """Runs packed forwards over one KV cache.
+
+    Args:
+        decoder: the target.
+        cache: keys and values of the requests in flight.
+        sizes: of the forwards that will come.
+    """
+
+    def __init__(self, decoder: Decoder, cache: KVCache, sizes: ForwardSizes) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._sizes = sizes
+        self._captured: dict[Bucket, StaticForward] = {}
+
+    def __call__(self, segments: Sequence[Segment]) -> ForwardResult:
+        """`packed_forward`, by the captured forward of its size if there is one."""
+        bucket = self._sizes.bucket([len(each) for each in segments])
+        static = self._captured.get(bucket) if bucket else None
+        return static(segments) if static else packed_forward(self._decoder, segments, self._cache)
+
+    def capture(self, capture: Capture) -> int:
+        """See Capturable: a forward of every size. Every slot is written to."""
+        randomize(self._cache.keys, self._cache.values)
+        for bucket in reversed(self._sizes.buckets()):  # the largest first: the others then find memory in its pool
+            static = StaticForward(self._decoder, self._cache, bucket, segments=self._sizes.segments, capture=capture)
+            segments = check_segments(bucket, self._sizes, self._decoder, self._cache)
+            check_forward(static, self._decoder, self._cache, segments)
+            self._captured[bucket] = static
+        return len(self._captured)
+
+    def release(self) -> None:
+        """See Capturable."""
+        self._captured = {}
+
+
+class Vision:
+    """Runs a model's vision towers and projector.
+
+    Args:
+        model: whose.
+    """
+
+    def __init__(self, model: VisionModel) -> None:
+        self._model = model
+        self._captured: StaticVision | None = None
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """`VisionModel.image_embeddings` of pixels in the host's memory."""
+        return (self._captured or self._model.image_embeddings)(pixels)
+
+    def capture(self, capture: Capture) -> int:
+        """See Capturable; a model without towers has nothing to capture."""
+        if not self._model.pixel_shape:
+            return 0
+        static = StaticVision(self._model, capture)
+        self._check(static)
+        self._captured = static
+        return 1
+
+    def release(self) -> None:
+        """See Capturable."""
+        self._captured = None
+
+    def _check(self, static: StaticVision) -> None:
+        """Compares the embeddings of one random image."""
+        pixels = torch.randn(self._model.pixel_shape, generator=torch.Generator().manual_seed(0))
+        check_rows(static(pixels), self._model.image_embeddings(pixels), what="the captured vision")
+
+
+class StageClock:
+    """Times work on the model's device.
+
+    On CUDA it records events and reads them behind the tick's one read-back, when they have passed anyway.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if device.type == "cuda":
+            self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        self._started = 0.0
+        self._elapsed_s = 0.0
+        self._measured = False
+
+    def start(self) -> None:
+        """Marks the beginning of the work."""
+        self._started, self._measured = time.perf_counter(), False
+        if self._events is not None:
+            self._events[0].record()
+
+    def stop(self) -> None:
+        """Marks the end of the work."""
+        self._measured = True
+        self._elapsed_s = time.perf_counter() - self._started
+        if self._events is not None:
+            self._events[1].record()
+
+    def read_s(self) -> float:
+        """Seconds between start and stop, once; 0 when nothing was timed since. Call behind a read-back."""
+        if not self._measured:
+            return 0.0
+        self._measured = False
+        if self._events is not None:
+            return self._events[0].elapsed_time(self._events[1]) * 1e-3
+        return self._elapsed_s

@@ -1,0 +1,304 @@
+"""The scheduler: which frame is admitted, what each request gets of the next forward, and what leaves when.
+
+It works on the host alone, with numbers of rows and tokens, so that planning can drive it without a model.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specvla_ros.engine.kv_cache import SlotPool
+from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
+from specvla_ros.engine.request import Request, ScheduledRequest
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.verifier import Commit
+from specvla_ros.errors import UserError
+from specvla_ros.models.codecs.codec import Codec
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import PromptLayout
+from specvla_ros.speculation.accept import NOT_A_NUMBER
+from specvla_ros.speculation.tree import Tree
+
+_MEMORY = 0.9  # of the mean number of forwards per request: about the last ten requests
+
+
+class Mailbox:
+    """Holds the newest observation until a slot is free. Any thread may submit.
+
+    Args:
+        now_ns: the clock of the observations' stamps; None switches the staleness limit off.
+
+    Attributes:
+        last_stamp_ns: stamp of the last observation taken in; only newer ones are.
+    """
+
+    def __init__(self, now_ns: Callable[[], int] | None) -> None:
+        self.now_ns = now_ns
+        self.last_stamp_ns = 0
+        self._waiting: Observation | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an observation waits."""
+        return self._waiting is not None
+
+    def submit(self, observation: Observation) -> list[Drop]:
+        """Takes the newest observation in; one that still waited is dropped for it."""
+        with self._lock:
+            if observation.stamp_ns <= self.last_stamp_ns:
+                age_s = (self.last_stamp_ns - observation.stamp_ns) * 1e-9
+                return [Drop(observation, DropReason.OUT_OF_ORDER, f"{age_s:.3f} s before the last frame taken")]
+            superseded, self._waiting = self._waiting, observation
+            self.last_stamp_ns = observation.stamp_ns
+        return [Drop(superseded, DropReason.SUPERSEDED)] if superseded is not None else []
+
+    def take(self, max_age_s: float) -> Observation | Drop | None:
+        """The observation that waits, dropped if it is older than a limit; 0: no limit."""
+        with self._lock:
+            observation, self._waiting = self._waiting, None
+        if observation is None or not max_age_s or self.now_ns is None:
+            return observation
+        age_s = (self.now_ns() - observation.stamp_ns) * 1e-9
+        if age_s > max_age_s:
+            return Drop(observation, DropReason.STALE, f"{age_s:.3f} s old, the limit is {max_age_s:g} s")
+        return observation
+
+    def drop(self, reason: DropReason) -> list[Drop]:
+        """Drops the observation that waits."""
+        with self._lock:
+            observation, self._waiting = self._waiting, None
+        return [Drop(observation, reason)] if observation is not None else []
+
+    def take_any_stamp(self) -> None:
+        """Forgets the last stamp: for a clock that jumped, or another recording."""
+        with self._lock:
+            self.last_stamp_ns = 0
+
+
+@dataclass(frozen=True)
+class FinishedAnswer:
+    """An answer that stands for an action, as drafters learn from it.
+
+    Args:
+        epoch: the instruction epoch.
+        tokens: the whole answer.
+        action: the action tokens in which it ends.
+    """
+
+    epoch: int
+    tokens: tuple[int, ...]
+    action: tuple[int, ...]
+
+
+@dataclass
+class Batch:
+    """What one tick computes.
+
+    Attributes:
+        shares: each request's share of the forward, oldest frame first.
+        finished: answers that were completed by it and stand for an action.
+        started_ns: `time.monotonic_ns()` when the tick began.
+        vision_s: seconds of the vision tower in this tick, known after the read-back.
+    """
+
+    shares: list[ScheduledRequest]
+    finished: list[FinishedAnswer] = field(default_factory=list)
+    started_ns: int = field(default_factory=time.monotonic_ns)
+    vision_s: float = 0.0
+
+    @property
+    def verified(self) -> list[ScheduledRequest]:
+        """The shares whose trees are verified."""
+        return [share for share in self.shares if share.verifies]
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the tick began."""
+        return (time.monotonic_ns() - self.started_ns) * 1e-9
+
+
+class Scheduler:
+    """Keeps requests in the order of their frames.
+
+    Args:
+        settings: how the engine decodes.
+        mailbox: where the newest observation waits.
+        slots: the KV slots that requests hold.
+        codec: when an answer is complete, and which action it stands for.
+        root: the tree of a request that has committed nothing, one node.
+        lay_out: an observation's prompt; raises UserError for one that the policy cannot be given.
+        draft_prompt: the tree that the end of a request's prompt verifies.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        mailbox: Mailbox,
+        slots: SlotPool,
+        codec: Codec,
+        *,
+        root: Tree,
+        lay_out: Callable[[Observation], PromptLayout],
+        draft_prompt: Callable[[Request], Tree],
+    ) -> None:
+        self.settings = settings
+        self.requests: list[Request] = []
+        self._mailbox = mailbox
+        self._slots = slots
+        self._codec = codec
+        self._root = root
+        self._lay_out = lay_out
+        self._draft_prompt = draft_prompt
+        self._forwards = 0.0  # per finished request, mean; 0: none yet
+        self._held: list[Action] = []
+        self._drops: list[Drop] = []
+
+    @property
+    def target_in_flight(self) -> int:
+        """Requests to keep in flight: as many as are finished at the rate at which prompts can begin.
+
+        More would only wait longer for the same rate; how many it takes is learnt from the requests that finished.
+        """
+        needed = math.ceil(self._forwards / self.settings.chunks - 1e-9) if self._forwards else self._slots.slots
+        return max(1, min(self._slots.slots, needed))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the next tick may begin a prompt: one at a time."""
+        prefilling = any(request.prefilling for request in self.requests)
+        return bool(self._slots.free_slots) and len(self.requests) < self.target_in_flight and not prefilling
+
+    def schedule(self) -> Batch:
+        """Admits the newest frame if there is room, and gives each request its share of the next forward."""
+        self._admit()
+        shares = [ScheduledRequest.next_share(request, self.settings.chunks) for request in self.requests]
+        for share in shares:
+            if share.ends_prompt:  # not earlier: what is known of earlier answers grows meanwhile
+                share.request.tree = self._draft_prompt(share.request)
+        return Batch(shares)
+
+    def commit(self, batch: Batch, commits: Sequence[Commit]) -> None:
+        """Makes a forward's rows and tokens final, oldest frame first; `batch.finished` gets the completed actions.
+
+        Args:
+            batch: that went through the model.
+            commits: one for each of its shares that verifies.
+        """
+        for share, commit in zip(batch.verified, commits, strict=True):
+            request = share.request
+            if NOT_A_NUMBER in commit.tokens:
+                self._drop(request, DropReason.NOT_FINITE, "the policy's logits hold NaN")
+            elif self._completes(request, commit):
+                request.book_time(batch.elapsed_s, batch.vision_s, prefill=share.prompt_rows > 0)
+                self._finish(request, batch)
+        for share in batch.shares:
+            if not share.verifies:
+                share.request.advance(share.prompt_rows)
+        self._drop_overtaken()
+
+    def book_time(self, batch: Batch) -> None:
+        """Books a tick to the requests that go on."""
+        for share in batch.shares:
+            if share.request in self.requests:
+                share.request.book_time(batch.elapsed_s, batch.vision_s, prefill=share.prompt_rows > 0)
+
+    def release(self) -> list[Outcome]:
+        """What may leave now: drops, then actions, oldest first."""
+        oldest = min((request.observation.stamp_ns for request in self.requests), default=math.inf)
+        self._held.sort(key=lambda action: action.observation.stamp_ns)
+        ready = [action for action in self._held if action.observation.stamp_ns < oldest]
+        del self._held[: len(ready)]
+        drops, self._drops = self._drops, []
+        return [*drops, *ready]
+
+    def flush(self, reason: DropReason) -> list[Drop]:
+        """Drops everything in flight, actions that wait for older ones included."""
+        void = [action.observation for action in self._held] + [request.observation for request in self.requests]
+        self._held.clear()
+        for request in list(self.requests):
+            self._remove(request)
+        return [Drop(observation, reason) for observation in void]
+
+    def _admit(self) -> None:
+        """Gives the waiting observation a slot, if its prompt may begin now."""
+        if not self._mailbox.waiting or not self.has_room:
+            return
+        observation = self._mailbox.take(self.settings.max_image_age_s)
+        if isinstance(observation, Drop):
+            self._drops.append(observation)
+            return
+        if observation is None:
+            return
+        try:
+            layout = self._lay_out(observation)
+        except UserError as error:
+            self._drops.append(Drop(observation, DropReason.BAD_INSTRUCTION, str(error)))
+            return
+        received_ns = observation.received_ns
+        wait_s = (time.monotonic_ns() - received_ns) * 1e-9 if received_ns else 0.0
+        slot = self._slots.take()
+        assert slot is not None
+        self.requests.append(Request(observation, slot, layout, wait_s, self._root))
+
+    def _completes(self, request: Request, commit: Commit) -> bool:
+        """Makes a request's tokens final; True when its answer is complete."""
+        known = len(request.tokens)
+        request.commit(commit)
+        end = self._codec.end(request.tokens, known)
+        request.cut(end or len(request.tokens))
+        return end > 0
+
+    def _finish(self, request: Request, batch: Batch) -> None:
+        """Takes a request out whose answer is complete; what was older is overtaken."""
+        tokens = self._codec.action_tokens(request.tokens)
+        invalid = self._codec.invalid(tokens)
+        if invalid is not None:
+            self._drop(request, DropReason.NOT_AN_ACTION, f"token {invalid} is no action token")
+            return
+        actions = self._codec.decode(tokens)
+        if not np.isfinite(actions).all():
+            self._drop(request, DropReason.NOT_FINITE, f"the action is {actions.tolist()}")
+            return
+        action = Action(
+            observation=request.observation,
+            names=self._codec.names,
+            actions=actions,
+            dt_s=self._codec.dt_s,
+            tokens=tokens,
+            timings=request.timings(),
+            record=request.record(self.settings.mode, self.settings.acceptance.rule, len(self.requests)),
+            finished_ns=time.monotonic_ns(),
+        )
+        self._remove(request)
+        forwards = len(request.tokens_per_forward)
+        self._forwards = _MEMORY * self._forwards + (1 - _MEMORY) * forwards if self._forwards else forwards
+        self._held.append(action)
+        batch.finished.append(FinishedAnswer(request.observation.epoch, tuple(request.tokens), tokens))
+        stamp_ns = request.observation.stamp_ns
+        if not self.settings.in_order:
+            for older in [other for other in self.requests if other.observation.stamp_ns < stamp_ns]:
+                self._drop(older, DropReason.OVERTAKEN)
+
+    def _drop_overtaken(self) -> None:
+        """Takes out what a newer request has caught up with: it would be overtaken, or finish in the same forward."""
+        if self.settings.in_order:
+            return
+        furthest = -1
+        for request in reversed(self.requests.copy()):
+            if len(request.tokens) <= furthest:
+                self._drop(request, DropReason.OVERTAKEN)
+            if request.tokens:
+                furthest = max(furthest, len(request.tokens))
+
+    def _drop(self, request: Request, reason: DropReason, detail: str = "") -> None:
+        self._remove(request)
+        self._drops.append(Drop(request.observation, reason, detail))
+
+    def _remove(self, request: Request) -> None:
+        self.requests.remove(request)
+        self._slots.give_back(request.slot)

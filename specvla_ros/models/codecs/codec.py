@@ -1,0 +1,118 @@
+"""The seam between tokens and actions.
+
+A codec knows which token ids stand for actions, when an answer is complete, which ids may come next, what an answer
+means in the robot's units, and how far apart in those units two tokens are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ActionIds:
+    """Which token ids are actions.
+
+    Args:
+        first: the lowest action token, the highest value.
+        stop: one past the highest, the lowest value.
+        bins: distinct values; the ids `first` and `first + 1` decode alike.
+    """
+
+    first: int
+    stop: int
+    bins: int
+
+    def contain(self, tokens: Tensor) -> Tensor:
+        """Bool of the shape of tokens."""
+        return (tokens >= self.first) & (tokens < self.stop)
+
+    def bin_of(self, tokens: Tensor) -> Tensor:
+        """int64 of the shape of tokens: the index of the value, counted from the lowest; clipped for other tokens."""
+        return (self.stop - 1 - tokens).clamp(0, self.bins - 1)
+
+
+class Codec(Protocol):
+    """Tokens to actions [horizon, dims] and back."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One name per dimension of an action."""
+
+    @property
+    def horizon(self) -> int:
+        """Actions per answer."""
+
+    @property
+    def dt_s(self) -> float | None:
+        """Seconds that one action takes, as the training data was recorded; None where the checkpoint does not say."""
+
+    @property
+    def action_ids(self) -> ActionIds:
+        """The token ids of action tokens."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Length of the longest answer."""
+
+    def with_text(self, max_text: int) -> "Codec":
+        """The same codec for answers in which up to `max_text` tokens of text may come before the actions."""
+
+    def position(self, tokens: Sequence[int]) -> int:
+        """Action tokens in an answer so far: the index of the next one."""
+
+    def in_text(self, tokens: Sequence[int]) -> bool:
+        """Whether the next token may be text."""
+
+    def remaining(self, tokens: Sequence[int]) -> int:
+        """Maximum number of tokens that may still come."""
+
+    def legal_ids(self, tokens: Sequence[int]) -> range | None:
+        """The ids that may come next; None where any id of the vocabulary may."""
+
+    def end(self, tokens: Sequence[int], known: int) -> int:
+        """Length of the answer if it is complete, else 0.
+
+        Args:
+            tokens: committed so far.
+            known: how many of them did not complete it.
+        """
+
+    def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The tokens of a complete answer that stand for its actions."""
+
+    def invalid(self, tokens: Sequence[int]) -> int | None:
+        """The first of an answer's action tokens that stands for no action; None if all do."""
+
+    def decode(self, tokens: Sequence[int]) -> np.ndarray:
+        """Action tokens to float64 [horizon, dims] in the robot's units."""
+
+    def encode(self, actions: np.ndarray) -> tuple[int, ...]:
+        """Actions [horizon, dims] in the robot's units to the nearest action tokens."""
+
+    def normalise(self, actions: np.ndarray) -> np.ndarray:
+        """Actions [horizon, dims] in the robot's units to the scale of the training data, about [-1, 1]."""
+
+    def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
+        """The largest acceptance tolerance in bins per action token that stays within physical bounds.
+
+        Raises:
+            UserError: the bounds do not fit the policy's actions.
+        """
+
+    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
+        """One tolerance in bins for all moving dimensions, or one per dimension, to one per action token.
+
+        Raises:
+            UserError: their number does not fit.
+        """
+
+    def bound(self, bins: Sequence[int]) -> np.ndarray:
+        """How far an accepted action can be from the target's own: float64 [horizon, dims] in the robot's units.
+
+        Args:
+            bins: acceptance tolerance per action token.
+        """

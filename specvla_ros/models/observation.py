@@ -1,0 +1,76 @@
+"""What a policy answers: named camera images, the instruction in force, and the robot's state."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from specvla_ros.errors import UserError
+
+ONLY_CAMERA = "image"
+"""Name of the camera of an observation that was given one image without a name."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Camera images of one moment with their instruction.
+
+    Args:
+        images: uint8 [height, width, 3], RGB, by camera name; a single array is the image of the only camera.
+        instruction: the task in words, as the user wrote it.
+        stamp_ns: the images' own stamp, nanoseconds of ROS time, greater than 0.
+        frame_id: the camera's frame, travels with the stamp.
+        epoch: the instruction epoch; results of an older one are void.
+        received_ns: `time.monotonic_ns()` when the image reached this process.
+        prompt_ids: the prompt as token ids, in place of the instruction; for checkpoints without a tokenizer.
+        receive_s: seconds from the stamp to receipt on the clock of the stamp; 0 when read from a bag in process.
+        state: float [dims], the robot's proprioceptive state in the units of the training data, for policies that
+            read it.
+
+    Raises:
+        UserError: no image, an image that is empty or not uint8 RGB, or a stamp that is no positive whole number.
+    """
+
+    images: Mapping[str, np.ndarray] | np.ndarray
+    instruction: str
+    stamp_ns: int
+    frame_id: str = ""
+    epoch: int = 0
+    received_ns: int = 0
+    receive_s: float = 0.0
+    prompt_ids: tuple[int, ...] | None = None
+    state: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.images, Mapping):
+            object.__setattr__(self, "images", {ONLY_CAMERA: self.images})
+        if not self.cameras:
+            raise UserError("an observation needs at least one camera image")
+        for image in self.cameras.values():
+            shape = image.shape
+            if image.dtype != np.uint8 or len(shape) != 3 or shape[2] != 3 or 0 in shape:
+                raise UserError(
+                    f"an observation needs a uint8 RGB image [height, width, 3], got {image.dtype} {list(shape)}"
+                )
+        if not isinstance(self.stamp_ns, int) or self.stamp_ns <= 0:
+            raise UserError(
+                f"an observation needs the image's stamp in nanoseconds, greater than 0, got {self.stamp_ns!r}; "
+                "let the camera driver fill header.stamp"
+            )
+
+    @property
+    def cameras(self) -> Mapping[str, np.ndarray]:
+        """The images by camera name."""
+        assert isinstance(self.images, Mapping)
+        return self.images
+
+    @property
+    def image(self) -> np.ndarray:
+        """The image of the only camera.
+
+        Raises:
+            UserError: there are several.
+        """
+        if len(self.cameras) > 1:
+            raise UserError(f"one camera image is needed, got {len(self.cameras)}: {', '.join(self.cameras)}")
+        return next(iter(self.cameras.values()))

@@ -1,0 +1,55 @@
+"""Settings of a checkpoint's loading; without torch, so that a node can check them before anything is loaded."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from specvla_ros.settings.parameter import check, parameter
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class WeightFormat(str, Enum):
+    """How the decoder's matrices are stored; everything else stays in the policy's dtype."""
+
+    NONE = "none"
+    INT4 = "int4"
+    W8A8 = "w8a8"
+    FP8 = "fp8"
+
+
+QUANTIZATIONS = tuple(weights.value for weights in WeightFormat)
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """How a checkpoint is loaded.
+
+    Raises:
+        UserError: a value is not among the choices.
+    """
+
+    unnorm_key: str = parameter(
+        "", "Dataset of the checkpoint whose action statistics apply; empty: the only one there is."
+    )
+    device: str = parameter("auto", "Where the policy runs: auto (CUDA if it is there), cpu, cuda or cuda:N.")
+    dtype: str = parameter(
+        "auto", "Precision of the weights; auto: float32 on a CPU, bfloat16 on CUDA.", choices=DTYPES
+    )
+    quantization: str = parameter(
+        "none",
+        "Weights of the language model's layers: int4 (weights alone, for ar and spec), or w8a8 and fp8 (weights and "
+        "activations, for every mode). Needs torchao; int4 and fp8 a GPU.",
+        name="model.quantization",
+        choices=QUANTIZATIONS,
+    )
+    action_head: bool = parameter(
+        False,
+        "Read only the 256 action rows of the output head; for policies that answer with actions alone.",
+        name="model.action_head",
+    )
+    center_crop: bool = parameter(
+        False, "Crop images to the central 90 % of their area, as checkpoints fine-tuned with augmentation need."
+    )
+
+    def __post_init__(self) -> None:
+        check(self)

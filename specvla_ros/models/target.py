@@ -1,0 +1,162 @@
+"""The seam between the engine and the models: what a policy must give so that any engine mode can decode it.
+
+The engine sees a model through these protocols alone. A family (OpenVLA, …) implements `Target` in its own folder and
+registers a loader, see `specvla_ros.models.checkpoint`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from specvla_kernels.layout import PackedLayout
+from specvla_ros.models.codecs.codec import Codec
+from specvla_ros.models.observation import Observation
+
+ImageEmbeddings = Callable[[Tensor], Tensor]
+"""Pixels [channels, size, size] in host memory to embeddings [image_tokens, hidden] on the device."""
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """What one packed forward gives, segments in order.
+
+    Args:
+        logits: float32 [n_wanted, vocab], of the wanted rows.
+        hidden: [n_rows, hidden], of all rows, after the final norm.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+
+
+@dataclass(frozen=True)
+class PromptLayout:
+    """The rows that an observation's prompt takes, known on the host before anything is computed.
+
+    Args:
+        ids: the prompt's text as token ids.
+        rows: length of the prompt in rows of the KV cache, those of the images included.
+        visual_rows: the rows that hold image embeddings.
+    """
+
+    ids: tuple[int, ...]
+    rows: int
+    visual_rows: range
+
+
+class DecoderConfig(Protocol):
+    """Shape of a decoder; names are transformers'."""
+
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+
+class Decoder(Protocol):
+    """The language model around the packed forward."""
+
+    @property
+    def config(self) -> DecoderConfig: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def embed_tokens(self) -> Callable[[Tensor], Tensor]:
+        """Token ids [n] to embeddings [n, hidden]."""
+
+    def __call__(
+        self, embeddings: Tensor, layout: PackedLayout, wanted_rows: Tensor, keys: Tensor, values: Tensor
+    ) -> ForwardResult:
+        """One pass of all segments through all layers, see `specvla_ros.engine.batch.packed_forward`."""
+
+    def hidden_states(self, embeddings: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor) -> Tensor:
+        """All layers and the final norm: [n_rows, hidden] to the same; can be captured in a CUDA graph."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] after the final norm to float32 [n, vocab]."""
+
+
+class VisionModel(Protocol):
+    """What turns pixels into prompt embeddings."""
+
+    @property
+    def decoder(self) -> Decoder: ...
+    @property
+    def pixel_shape(self) -> tuple[int, ...]:
+        """Shape of the pixels of one observation; empty for a model without vision."""
+
+    def image_embeddings(self, pixel_values: Tensor) -> Tensor:
+        """Normalised pixels of `pixel_shape` to embeddings [image_tokens, hidden]."""
+
+
+class Target(Protocol):
+    """A checkpoint, ready to decode. Holds no state between observations."""
+
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def decoder(self) -> Decoder: ...
+    @property
+    def model(self) -> VisionModel: ...
+    @property
+    def codec(self) -> Codec:
+        """How its tokens stand for actions."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Text to ids and back; None for a checkpoint without one."""
+
+    @property
+    def causal_prompt(self) -> bool:
+        """Whether a prompt row sees only earlier rows, so that a prefill may be cut into chunks."""
+
+    @property
+    def image_tokens(self) -> int:
+        """Rows of the prompt that the images take."""
+
+    @property
+    def action_head(self) -> bool:
+        """Whether the output head computes the logits of action tokens alone."""
+
+    def prompt_layout(self, observation: Observation) -> PromptLayout:
+        """The rows of an observation's prompt.
+
+        Raises:
+            UserError: the policy cannot be given this instruction, image or state.
+        """
+
+    def prompt_embeddings(
+        self, observation: Observation, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None
+    ) -> Tensor:
+        """The prompt as the decoder reads it, [prompt rows, hidden].
+
+        Args:
+            observation: the named images, instruction and state.
+            prompt_ids: the text of its prompt.
+            vision: the image embeddings' implementation; None: the model's own.
+        """
+
+    def blank_observation(self) -> Observation:
+        """An observation that needs no tokenizer and no camera, to warm up with."""
+
+    def describe(self) -> dict[str, Any]:
+        """What is loaded, for diagnostics and results."""

@@ -1,0 +1,257 @@
+"""What /diagnostics says of the policy node, with causes in words."""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus, KeyValue
+from rclpy.clock import Clock, ClockType
+from rclpy.node import Node
+
+from specvla_ros.engine.outcome import DropCounter, DropReason
+from specvla_ros.ros.policy.instruction import Instruction
+from specvla_ros.ros.qos import DIAGNOSTICS
+
+# These are how a queue of length one works, not faults.
+_NORMAL = frozenset({DropReason.SUPERSEDED, DropReason.OVERTAKEN, DropReason.EPOCH_CHANGED})
+_INPUT_FAULTS = (
+    DropReason.BAD_INSTRUCTION,
+    DropReason.NO_INSTRUCTION,
+    DropReason.BAD_IMAGE,
+    DropReason.BAD_STAMP,
+    DropReason.OUT_OF_ORDER,
+    DropReason.STALE,
+)
+_INFERENCE_FAULTS = (DropReason.ENGINE_FAULT, DropReason.NOT_FINITE, DropReason.NOT_AN_ACTION)
+
+_LOG_PERIOD_S = 5.0  # min time between two log messages of one reason
+_LATENCIES = 500  # of the newest actions, for the percentiles
+_SHOWN_CHARACTERS = 80
+
+
+def make_status(level: bytes, message: str, values: Mapping[str, object] | None = None) -> DiagnosticStatus:
+    """A status without the name, which the publisher fills in.
+
+    Args:
+        level: one of DiagnosticStatus's constants.
+        message: cause in words.
+        values: figures by name.
+    """
+    pairs = [KeyValue(key=key, value=str(value)) for key, value in (values or {}).items()]
+    return DiagnosticStatus(level=level, message=message, values=pairs)
+
+
+def shortened(text: str) -> str:
+    """An instruction, short enough for a log line or a status."""
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+
+
+class DiagnosticsPublisher:
+    """Publishes the status of every task at once, periodically.
+
+    Args:
+        node: the node whose name, with its namespace, begins each status's name, so that two policies differ.
+        period_s: on the steady clock: a simulator that stands still must not silence the diagnostics.
+        statuses: makes the status of each task, by the task's name.
+    """
+
+    def __init__(self, node: Node, period_s: float, statuses: Callable[[], Mapping[str, DiagnosticStatus]]) -> None:
+        self._clock = node.get_clock()
+        self._node_name = node.get_fully_qualified_name()
+        self._statuses = statuses
+        self._publisher = node.create_publisher(DiagnosticArray, "/diagnostics", DIAGNOSTICS)
+        self._timer = node.create_timer(period_s, self._publish, clock=Clock(clock_type=ClockType.STEADY_TIME))
+
+    def _publish(self) -> None:
+        array = DiagnosticArray()
+        array.header.stamp = self._clock.now().to_msg()
+        for task, status in self._statuses().items():
+            # Without the leading slash, as diagnostic_updater writes it.
+            status.name = f"{self._node_name.lstrip('/')}: {task}"
+            status.hardware_id = self._node_name
+            array.status.append(status)
+        self._publisher.publish(array)
+
+
+@dataclass(frozen=True)
+class RecentDrops:
+    """Drops since the last diagnostics: how many of each reason, and the last detail of each."""
+
+    counts: dict[DropReason, int]
+    details: dict[DropReason, str]
+
+    def worst(self, reasons: tuple[DropReason, ...]) -> str:
+        """The most frequent of `reasons` in words; empty when there was none."""
+        present = [reason for reason in reasons if self.counts.get(reason)]
+        if not present:
+            return ""
+        worst = max(present, key=lambda reason: self.counts[reason])
+        return f"{self.counts[worst]} dropped as {worst.value}: {self.details[worst]}"
+
+
+class DropLedger:
+    """Counts drops from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since_activation = DropCounter()
+        self._recent = DropCounter()
+        self._details: dict[DropReason, str] = {}
+        self._not_logged = DropCounter()
+        self._logged_s: dict[DropReason, float] = {}
+
+    def add(self, reason: DropReason, detail: str = "") -> str | None:
+        """Counts one drop; returns what to log, if it is time to."""
+        with self._lock:
+            self._since_activation.add(reason)
+            self._recent.add(reason)
+            self._details[reason] = detail
+            if reason in _NORMAL:
+                return None
+            now_s = time.monotonic()
+            if now_s - self._logged_s.get(reason, -math.inf) < _LOG_PERIOD_S:
+                self._not_logged.add(reason)
+                return None
+            self._logged_s[reason] = now_s
+            not_logged, self._not_logged.counts[reason] = self._not_logged.counts[reason], 0
+        more = f" ({not_logged} more since the last message)" if not_logged else ""
+        return f"frame dropped as {reason.value}: {detail}{more}"
+
+    def since_activation(self) -> dict[str, int]:
+        """Counts by name, every reason included."""
+        with self._lock:
+            return self._since_activation.by_name()
+
+    def take_recent(self) -> RecentDrops:
+        """Drops since the last call."""
+        with self._lock:
+            counts, self._recent = self._recent.counts, DropCounter()
+            return RecentDrops(counts, dict(self._details))
+
+    def start_over(self) -> None:
+        """Counts from zero, as on activation."""
+        with self._lock:
+            self._since_activation = DropCounter()
+            self._recent = DropCounter()
+
+
+def not_loaded_status() -> DiagnosticStatus:
+    """The status of a node without a policy."""
+    return make_status(DiagnosticStatus.WARN, "no policy loaded; configure the node")
+
+
+def loaded_status(description: Mapping[str, str]) -> DiagnosticStatus:
+    """The status of a loaded policy; a warning where it decodes plainly because there was nothing to draft with."""
+    if "decode.fallback" in description:
+        return make_status(DiagnosticStatus.WARN, "policy loaded, without drafts: decoding plainly", description)
+    return make_status(DiagnosticStatus.OK, "policy loaded", description)
+
+
+class InputHealth:
+    """Whether images and an instruction come in, and what is wrong with them."""
+
+    def __init__(self) -> None:
+        self._images = {"raw": 0, "compressed": 0}
+        self._age_s = float("nan")
+        self._last_image_s: float | None = None
+        self._period_began_s = time.monotonic()
+
+    def add_image(self, transport: str) -> None:
+        """Counts an image, whatever becomes of it."""
+        self._images[transport] += 1
+        self._last_image_s = time.monotonic()
+
+    def set_age(self, age_s: float) -> None:
+        """Notes the age at which an image was received."""
+        self._age_s = age_s
+
+    def start_over(self) -> None:
+        """Forgets all images, as on activation."""
+        self._images = dict.fromkeys(self._images, 0)
+        self._age_s, self._last_image_s = float("nan"), None
+
+    def status(self, active: bool, instruction: Instruction, drops: RecentDrops) -> DiagnosticStatus:
+        """For /diagnostics; begins a new period for the rates."""
+        now_s = time.monotonic()
+        elapsed_s, self._period_began_s = max(now_s - self._period_began_s, 1e-3), now_s
+        images, self._images = self._images, dict.fromkeys(self._images, 0)
+        arrived = sum(images.values())
+        values = {
+            "instruction": shortened(instruction.text) or "(none)",
+            **{f"{transport}_hz": f"{count / elapsed_s:.1f}" for transport, count in images.items()},
+            "image_age_s": f"{self._age_s:.3f}",
+            **{f"dropped_{reason.value}": drops.counts[reason] for reason in _INPUT_FAULTS},
+        }
+        if instruction.problem:
+            message = f"the instruction was refused: {instruction.problem}"
+            return make_status(DiagnosticStatus.ERROR, message, values)
+        if not active:
+            return make_status(DiagnosticStatus.OK, "not active", values)
+        worst = drops.worst(_INPUT_FAULTS)
+        if worst:
+            lost_all = sum(drops.counts[reason] for reason in _INPUT_FAULTS) >= arrived
+            return make_status(DiagnosticStatus.ERROR if lost_all else DiagnosticStatus.WARN, worst, values)
+        if arrived:
+            return make_status(DiagnosticStatus.OK, "images arrive", values)
+        if self._last_image_s is None:
+            message = "no image since activation: check the topic's name and the camera"
+        else:
+            message = f"no image for {now_s - self._last_image_s:.1f} s: check the camera"
+        return make_status(DiagnosticStatus.STALE, message, values)
+
+
+class InferenceHealth:
+    """Actions per second, latency, and faults of the policy itself; told from the inference thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._actions = 0
+        self._latencies_s: deque[float] = deque(maxlen=_LATENCIES)
+        self._fault = ""
+        self._period_began_s = time.monotonic()
+
+    def add_action(self, latency_s: float) -> None:
+        """Counts a published action."""
+        with self._lock:
+            self._actions += 1
+            self._latencies_s.append(latency_s)
+
+    def set_fault(self, what: str) -> None:
+        """Notes an exception; it is reported once."""
+        with self._lock:
+            self._fault = what
+
+    def start_over(self) -> None:
+        """Forgets all figures, as on activation."""
+        with self._lock:
+            self._actions = 0
+            self._latencies_s.clear()
+            self._fault = ""
+
+    def status(self, active: bool, drops: RecentDrops) -> DiagnosticStatus:
+        """For /diagnostics; begins a new period for the rate."""
+        with self._lock:
+            now_s = time.monotonic()
+            elapsed_s, self._period_began_s = max(now_s - self._period_began_s, 1e-3), now_s
+            actions, self._actions = self._actions, 0
+            fault, self._fault = self._fault, ""
+            latencies_s = np.array(self._latencies_s)
+        values: dict[str, object] = {"action_hz": f"{actions / elapsed_s:.2f}"}
+        if len(latencies_s):
+            for percent, value in zip((50, 95, 99), np.percentile(latencies_s, (50, 95, 99)), strict=True):
+                values[f"latency_p{percent}_s"] = f"{value:.4f}"
+        values |= {f"dropped_{reason.value}": drops.counts[reason] for reason in _INFERENCE_FAULTS}
+        values["dropped_superseded"] = drops.counts[DropReason.SUPERSEDED]
+        if fault:
+            return make_status(DiagnosticStatus.ERROR, f"the inference thread went on after a fault: {fault}", values)
+        worst = drops.worst(_INFERENCE_FAULTS)
+        if worst:
+            return make_status(DiagnosticStatus.ERROR, worst, values)
+        if not active:
+            return make_status(DiagnosticStatus.OK, "not active", values)
+        message = "actions are published" if actions else "no action in this period"
+        return make_status(DiagnosticStatus.OK, message, values)

@@ -1,0 +1,221 @@
+"""Images and instructions in over DDS, actions out."""
+
+import io
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import rclpy
+from diagnostic_msgs.msg import DiagnosticArray
+from PIL import Image as PilImage
+from rclpy.executors import SingleThreadedExecutor
+from rclpy.parameter import Parameter
+from sensor_msgs.msg import CompressedImage, Image
+from std_msgs.msg import String
+from support.patience import wait_until
+from support.ros import LATCHED, Robot, rgb_image, robot, stamps
+
+from specvla_ros.bags.image_message import rgb_from_image
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.outcome import Action
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.ros.policy import image_input
+from specvla_ros.ros.policy import node as node_module
+from specvla_ros.ros.policy.node import PolicyNode
+from specvla_ros.ros.qos import DIAGNOSTICS
+
+INSTRUCTION = "put carrot on plate"
+
+
+def in_process(checkpoint: Path, image: np.ndarray, instruction: str) -> Action:
+    action = Engine(load_target(checkpoint, device="cpu"), EngineSettings()).act(Observation(image, instruction, 1))
+    assert isinstance(action, Action)
+    return action
+
+
+def test_each_frame_is_answered_once_with_its_own_stamp(checkpoint: Path) -> None:
+    with robot(checkpoint, instruction=INSTRUCTION, action_dt=0.25) as r:
+        r.start()
+        images = []
+        for seed in range(4):
+            images.append(rgb_image(r.now_ns(), seed=seed))
+            r.act(images[-1])
+        r.until(lambda: len(r.stats) == 4)
+        r.spin(0.2)
+
+        assert stamps(r.actions) == stamps(images) == stamps(r.stats)
+        assert [action.seq for action in r.actions] == [stats.seq for stats in r.stats] == [0, 1, 2, 3]
+        for image, action, stats in zip(images, r.actions, r.stats, strict=True):
+            expected = in_process(checkpoint, rgb_from_image(image), INSTRUCTION)
+            assert tuple(action.tokens) == expected.tokens
+            np.testing.assert_array_equal(action.values, expected.values)
+            assert list(action.names) == list(expected.names)
+            assert (action.header.frame_id, action.instruction, action.action_dt) == ("camera", INSTRUCTION, 0.25)
+            parts = action.receive_s + action.wait_s + action.vision_s + action.prefill_s + action.decode_s
+            assert 0 < parts + action.publish_s <= action.latency_s + 1e-3
+            assert (stats.mode, stats.forwards, stats.tau) == ("ar", 7, 1.0)
+            assert len(stats.drop_reasons) == len(stats.drop_counts)
+        assert r.drops() == {}
+
+
+def test_no_stage_counts_what_another_has_counted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, topic, to_rgb = image_input._TOPICS["raw"]
+
+    def slowly(message: Image) -> np.ndarray:
+        time.sleep(0.05)  # as a large JPEG on a slow core
+        return to_rgb(message)
+
+    monkeypatch.setitem(image_input._TOPICS, "raw", (kind, topic, slowly))
+    with robot(checkpoint, instruction=INSTRUCTION) as r:
+        r.start()
+        action = r.act(rgb_image(r.now_ns()))
+    assert action.wait_s > 0.05
+    parts = action.receive_s + action.wait_s + action.vision_s + action.prefill_s + action.decode_s + action.publish_s
+    assert parts <= action.latency_s + 1e-3
+
+
+@pytest.mark.parametrize("latched", [False, True])
+def test_an_instruction_reaches_the_policy_from_any_publisher(checkpoint: Path, latched: bool) -> None:
+    with robot(checkpoint) as r:
+        r.start()
+        r.instruct("flip pot", latched=latched)
+        assert r.act(rgb_image(r.now_ns())).instruction == "flip pot"
+
+
+def test_a_latched_instruction_from_before_the_policy_is_heard(checkpoint: Path) -> None:
+    with robot(checkpoint) as r:
+        r.user.create_publisher(String, "instruction", LATCHED).publish(String(data="turn lever"))
+        r.spin(0.2)
+        r.start()
+        r.until(lambda: r.policy._instruction is not None and r.policy._instruction.current.text)
+        assert r.act(rgb_image(r.now_ns())).instruction == "turn lever"
+
+
+def test_a_new_instruction_begins_an_epoch_and_the_same_again_does_not(checkpoint: Path) -> None:
+    with robot(checkpoint, instruction=INSTRUCTION) as r:
+        r.start()
+        first = r.act(rgb_image(r.now_ns()))
+        r.instruct(INSTRUCTION)
+        same = r.act(rgb_image(r.now_ns()))
+        r.instruct("flip pot")
+        other = r.act(rgb_image(r.now_ns()))
+        assert first.epoch == same.epoch < other.epoch
+        assert other.instruction == "flip pot"
+
+
+def test_a_frame_that_comes_raw_and_compressed_is_answered_once(checkpoint: Path) -> None:
+    with robot(checkpoint, instruction=INSTRUCTION) as r:
+        compressed = r.user.create_publisher(CompressedImage, "image/compressed", 1)
+        r.start()
+        r.until(compressed.get_subscription_count)
+        image = rgb_image(r.now_ns())
+        buffer = io.BytesIO()
+        PilImage.fromarray(rgb_from_image(image)).save(buffer, "PNG")
+        twin = CompressedImage(header=image.header, format="png", data=buffer.getvalue())
+        compressed.publish(twin)
+        r.act(image)
+        r.images.publish(image)
+        r.spin(0.3)
+        assert len(r.actions) == 1
+
+        alone = CompressedImage(header=rgb_image(r.now_ns()).header, format="png", data=buffer.getvalue())
+        compressed.publish(alone)
+        r.until(lambda: len(r.actions) == 2)
+        assert list(r.actions[0].tokens) == list(r.actions[1].tokens)
+
+
+def test_nothing_is_published_unless_active(checkpoint: Path) -> None:
+    with robot(checkpoint, instruction=INSTRUCTION) as r:
+        r.start()
+        r.act(rgb_image(r.now_ns()))
+        assert r.policy.trigger_deactivate().name == "SUCCESS"
+        r.images.publish(rgb_image(r.now_ns()))
+        r.spin(0.3)
+        assert len(r.actions) == 1
+        r.activate()
+        again = r.act(rgb_image(r.now_ns()))
+        assert again.seq == 0
+        assert r.policy.trigger_deactivate().name == "SUCCESS"
+        assert r.policy.trigger_cleanup().name == "SUCCESS"
+
+
+def test_each_of_two_policies_has_diagnostics_of_its_own() -> None:
+    rclpy.init()
+    executor = SingleThreadedExecutor()
+    policies = [
+        PolicyNode(namespace=name, parameter_overrides=[Parameter("diagnostics_period_s", value=0.1)])
+        for name in ("left/arm", "right/arm")
+    ]
+    listener = rclpy.create_node("listener", enable_rosout=False)
+    seen: dict[str, str] = {}
+
+    def listen(message: DiagnosticArray) -> None:
+        seen.update({status.name: status.hardware_id for status in message.status})
+
+    listener.create_subscription(DiagnosticArray, "/diagnostics", listen, DIAGNOSTICS)
+    for node in (*policies, listener):
+        executor.add_node(node)
+    try:
+        wait_until(lambda: len(seen) >= 6, meanwhile=lambda: executor.spin_once(timeout_sec=0.05), failed=seen)
+    finally:
+        assert all(policy.close() for policy in policies)
+        executor.shutdown()
+        for node in (*policies, listener):
+            node.destroy_node()
+        rclpy.try_shutdown()
+    assert seen == {
+        f"{side}/arm/policy: {task}": f"/{side}/arm/policy"
+        for side in ("left", "right")
+        for task in ("model", "inputs", "inference")
+    }
+
+
+def test_other_callbacks_are_served_while_the_policy_loads(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = node_module.load_engine
+
+    def slowly(parameters, now_ns, progress):  # type: ignore[no-untyped-def]
+        for step in range(10):
+            progress("reading shard", step / 10)
+            time.sleep(0.1)
+        return load(parameters, now_ns, progress)
+
+    monkeypatch.setattr(node_module, "load_engine", slowly)
+    with robot(checkpoint, diagnostics_period_s=0.1) as r:
+        r.until(lambda: r.user.count_publishers("/diagnostics"))
+        r.start()
+        seen = [status.message for array in r.diagnostics for status in array.status if status.name == "policy: model"]
+        assert any("reading shard" in message for message in seen), seen
+
+
+def test_dynamic_parameters_change_within_bounds_and_others_not_at_all(checkpoint: Path) -> None:
+    with robot(checkpoint, instruction=INSTRUCTION) as r:
+        r.start()
+
+        def set_parameter(name: str, value: object) -> bool:
+            return r.policy.set_parameters([Parameter(name, value=value)])[0].successful
+
+        assert set_parameter("max_image_age_s", 0.5)
+        r.images.publish(rgb_image(r.now_ns() - 700_000_000))
+        r.until(lambda: r.drops() == {"stale": 1})
+        assert set_parameter("max_image_age_s", 3.0)
+        assert set_parameter("action_dt", 0.1)
+        assert r.act(rgb_image(r.now_ns() - 700_000_000)).action_dt == 0.1
+        assert not set_parameter("action_dt", 0.0)
+        assert not set_parameter("action_dt", "fast")
+        assert not set_parameter("max_image_age_s", -1.0)
+        assert not set_parameter("checkpoint", "/elsewhere")
+
+
+def described(r: Robot, name: str) -> str:
+    return str(r.policy.describe_parameter(name).description)
+
+
+def test_every_parameter_is_described(checkpoint: Path) -> None:
+    with robot(checkpoint) as r:
+        names = [name for name in r.policy.get_parameters_by_prefix("") if name != "use_sim_time"]
+        ours = [name for name in names if "qos_overrides" not in name and "type_description" not in name]
+        assert len(ours) >= 13
+        assert all(described(r, name) for name in ours), ours

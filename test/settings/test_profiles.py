@@ -1,0 +1,71 @@
+"""Parameters merge common < profile < the user's file < launch arguments that are not empty."""
+
+from pathlib import Path
+
+import pytest
+
+from specvla_ros.errors import UserError
+from specvla_ros.ros.policy.parameters import PolicyParameters
+from specvla_ros.settings.parameter import walk
+from specvla_ros.settings.profiles import as_bool, merge_parameters
+
+CONFIG = Path(__file__).resolve().parents[2] / "config"
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_the_strongest_wins_wherever_it_stands(tmp_path: Path) -> None:
+    common = write(
+        tmp_path / "common.yaml", "/**: {ros__parameters: {a: 1, b: 1, c: 1, d: x, decode: {mode: ar, e: 1}}}"
+    )
+    profile = write(tmp_path / "profile.yaml", "policy: {ros__parameters: {b: 2, c: 2, decode: {e: 2}}}")
+    user = write(tmp_path / "user.yaml", "/**: {ros__parameters: {c: 3}}")
+    merged = merge_parameters([common, profile, user], {"d": "argument", "a": ""}, node="policy")
+    assert merged == {"a": 1, "b": 2, "c": 3, "d": "argument", "decode.mode": "ar", "decode.e": 2}
+
+
+@pytest.mark.parametrize("key", ["/**", "policy", "/policy", "/arm/policy", "arm/policy", "/**/policy"])
+def test_sections_of_a_namespaced_node(tmp_path: Path, key: str) -> None:
+    file = write(tmp_path / "user.yaml", f"{key}: {{ros__parameters: {{a: 1}}}}\nother: {{ros__parameters: {{a: 2}}}}")
+    assert merge_parameters([file], {}, node="policy", namespace="/arm/") == {"a": 1}
+
+
+def test_within_one_file_the_node_beats_all_nodes(tmp_path: Path) -> None:
+    file = write(tmp_path / "user.yaml", "policy: {ros__parameters: {a: 1}}\n/**: {ros__parameters: {a: 2, b: 2}}")
+    assert merge_parameters([file], {}, node="policy") == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "cannot be read"),
+        ("", "empty or no mapping"),
+        ("a: 1", "nothing for the node 'policy'"),
+        ("/**: {a: 1}", "needs 'ros__parameters:'"),
+    ],
+)
+def test_a_file_that_is_no_parameter_file(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        merge_parameters([write(tmp_path / "user.yaml", text)], {}, node="policy")
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        merge_parameters([tmp_path / "no.yaml"], {}, node="policy")
+
+
+def test_booleans() -> None:
+    assert as_bool("x", "True") and not as_bool("x", "false")
+    with pytest.raises(UserError, match="x:=1 must be true or false"):
+        as_bool("x", "1")
+
+
+@pytest.mark.parametrize("profile", ["cpu", "desktop", "orin"])
+def test_every_parameter_of_a_profile_is_one_of_the_policys(profile: str) -> None:
+    declared = {each.name: each for each in walk(PolicyParameters())}
+    merged = merge_parameters([CONFIG / "common.yaml", CONFIG / f"{profile}.yaml"], {}, node="policy")
+    problems = [declared[name].problem(value) for name, value in merged.items()]
+    assert not any(problems)
