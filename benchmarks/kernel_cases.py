@@ -12,8 +12,9 @@ from random_policy import PROMPT, tree_parents
 from torch import Tensor, nn
 
 from specvla_kernels import device as kernel_device
-from specvla_kernels.accept_tree import NO_NODE, Tolerance, Trees, accept_tree
-from specvla_kernels.commit_kv import commit_kv_batch
+from specvla_kernels.accept_tree import NO_NODE, accept_tree
+from specvla_kernels.commit_kv import commit_kv
+from specvla_kernels.compare_drafts import Comparison, Trees, compare_drafts
 from specvla_kernels.device import has_kernels
 from specvla_kernels.graph_capture import randomize
 from specvla_kernels.int8_linear import int8_linear
@@ -176,7 +177,7 @@ def forward_cases(decoder: LlamaDecoder, cache: KVCache) -> Iterator[Case]:
     """The kernels that run once after a forward."""
     yield _commit(cache)
     for trees, nodes in _ACCEPTED:
-        yield _accept(decoder, trees, nodes)
+        yield from _accept(decoder, trees, nodes)
 
 
 def first_layer(decoder: LlamaDecoder) -> LlamaLayer:
@@ -268,15 +269,15 @@ def _commit(cache: KVCache) -> Case:
     part = _part("commit_kv", _COMMITS, [slots, first_rows, nodes], 0.0, read_bytes=2.0 * moved)
 
     def call() -> None:
-        commit_kv_batch(cache.keys, cache.values, slots, first_rows, nodes)
+        commit_kv(cache.keys, cache.values, slots, first_rows, nodes)
 
     name = f"{_COMMITS} paths of {len(_PATH)}"
     return Case("commit_kv", name, _COMMITS * len(_PATH), (part,), _with_and_without_kernels(call, cache.keys))
 
 
-def _accept(decoder: LlamaDecoder, requests: int, nodes: int) -> Case:
+def _accept(decoder: LlamaDecoder, requests: int, nodes: int) -> Iterator[Case]:
+    """The comparison with the target, and the walk under a mask that accepts every node."""
     stop = decoder.config.vocab_size - 64
-    tolerance = Tolerance.from_bins((254,) * 7, stop - 256, stop, 255, decoder.device)
     ancestry = Ancestry.from_parents(tree_parents(nodes), decoder.device)
     drafted, chosen = (torch.randint(stop - 256, stop, (requests, nodes), device=decoder.device) for _ in range(2))
     yes = torch.ones(requests, nodes, dtype=torch.bool, device=decoder.device)
@@ -289,15 +290,25 @@ def _accept(decoder: LlamaDecoder, requests: int, nodes: int) -> Case:
         valid=yes,
         relaxable=yes,
         choices=chosen,
-        places=torch.ones(requests, dtype=torch.int64, device=decoder.device),
+        positions=torch.ones(requests, dtype=torch.int64, device=decoder.device),
     )
 
-    def call() -> Tensor:
-        return accept_tree(trees, tolerance, _DEPTH)
+    def compare() -> Comparison:
+        return compare_drafts(trees, stop - 256, stop, 255)
 
-    part = _part("accept_tree", requests * nodes, [*vars(trees).values(), call()], 0.0)
-    calls: Calls = _with_and_without_kernels(call, trees.log_probs)
-    return Case("accept_tree", f"{requests} x {nodes} nodes", requests * nodes, (part,), calls)
+    comparison, mask = compare(), yes[:, None]
+
+    def accept() -> Tensor:
+        return accept_tree(trees, comparison, mask, trees.depths, _DEPTH)
+
+    size, rows = f"{requests} x {nodes} nodes", requests * nodes
+    read = [trees.tokens, trees.parents, trees.ancestors, trees.choices, trees.positions]
+    part = _part("compare_drafts", rows, [*read, *vars(comparison).values()], 0.0)
+    yield Case("compare_drafts", size, rows, (part,), _with_and_without_kernels(compare, trees.log_probs))
+    walked = [trees.tokens, trees.depths, trees.ancestors, trees.log_probs, trees.valid, trees.relaxable, trees.choices]
+    compared = [comparison.wanted, comparison.exact, comparison.distances, mask, trees.depths]
+    part = _part("accept_tree", rows, [*walked, *compared, accept()], 0.0)
+    yield Case("accept_tree", size, rows, (part,), _with_and_without_kernels(accept, trees.log_probs))
 
 
 def stage_cases(decoder: LlamaDecoder, draft_head: EagleHead, batch: Batch, cache: KVCache) -> Iterator[Case]:

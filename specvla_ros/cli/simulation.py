@@ -9,25 +9,15 @@ import typer
 from rich.console import Console
 
 from specvla_ros.cli.options import (
-    CenterCrop,
-    Device,
-    Dtype,
-    DtypeOption,
     Emulate,
     Episodes,
-    Mode,
-    Parameters,
-    ParamsFile,
-    PolicyOption,
-    Quantization,
-    QuantizationOption,
+    PolicyOptions,
     Seed,
     Tasks,
-    UnnormKey,
     Workers,
     World,
     check_accelerate,
-    engine_settings,
+    takes_policy,
 )
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.terminal import print_table, progress_bar
@@ -46,14 +36,12 @@ Ray = Annotated[bool, typer.Option("--ray", help="Spread the episodes over a Ray
 
 
 @app.command()
+@takes_policy()
 def simulate(
+    chosen: PolicyOptions,
     out: Annotated[Path, typer.Option(help="Directory of the results; one that was cut short goes on.")],
-    policy: PolicyOption = None,
     world: World = "table",
     task: Tasks = None,
-    mode: Mode = "",
-    param: Parameters = None,
-    params_file: ParamsFile = None,
     episodes: Episodes = 20,
     seed: Seed = 0,
     clock: Annotated[
@@ -66,31 +54,23 @@ def simulate(
     films: Annotated[int, typer.Option(help="Episodes per task that are filmed.", min=0)] = 1,
     workers: Workers = 0,
     ray: Ray = False,
-    unnorm_key: UnnormKey = "",
-    device: Device = "auto",
-    dtype: DtypeOption = Dtype.AUTO,
-    quantization: QuantizationOption = Quantization.NONE,
-    center_crop: CenterCrop = False,
 ) -> None:
     """Let a policy act in simulation: success rates, latency, films; episodes.jsonl, summary.json, report.html."""
     from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
     from specvla_ros.evaluation.simulate import simulate as run
-    from specvla_ros.policies.bundled import nano_policy
+    from specvla_ros.models.checkpoint import leave_a_core
     from specvla_ros.simulation.rollout import Clock, EpisodeResult
 
     settings = SimulateSettings(
-        policy=policy or nano_policy(),
+        policy=chosen.checkpoint,
         world=world,
         clock=Clock(clock.value),
         emulate=emulate,
-        engine=engine_settings(mode, param, params_file),
+        engine=chosen.engine,
         time_limit=time_limit,
-        device=device,
-        dtype=dtype.value,
-        unnorm_key=unnorm_key,
-        center_crop=center_crop,
-        quantization=quantization.value,
+        model=chosen.model,
     )
+    leave_a_core()
     plan = SimulatePlan(tuple(task or ()), episodes, seed, films, workers, ray)
     with progress_bar() as bar:
         line = bar.add_task("episodes", total=None)

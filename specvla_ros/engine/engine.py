@@ -14,7 +14,7 @@ from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Batch, Mailbox, Scheduler
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import TickWork
-from specvla_ros.engine.verifier import Commit, Verifier, VerifyInput
+from specvla_ros.engine.verifier import Commit, Verifier
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
@@ -139,7 +139,7 @@ class Engine:
         return make_rule(settings, self.target)
 
     def set_acceptance(self, settings: AcceptanceSettings) -> None:
-        """Takes another acceptance rule from the next tick on.
+        """Takes another acceptance rule from the next frame on; those in flight finish with theirs.
 
         Raises:
             UserError: it does not fit the policy; the old one stays.
@@ -202,19 +202,13 @@ class Engine:
     def _forward(self, batch: Batch) -> list[Commit]:
         """Runs a batch and chooses what its requests commit."""
         self._work = _work_of(batch)
+        for share in batch.shares:
+            if share.begins:
+                share.request.rule = self.verifier.rule
         verified = batch.verified
-        trees = [
-            VerifyInput(
-                share.request.tree,
-                self._codec.position(share.request.tokens),
-                share.request.slot,
-                share.request.root_row,
-                share.request.visual,
-            )
-            for share in verified
-        ]
+        trees = [share.verify_input(self._codec) for share in verified]
         prepared = self.verifier.prepare(trees)
-        logits = self.runner.run(batch, keep_visual=self.verifier.rule.needs_visual)
+        logits = self.runner.run(batch)
         commits = self.verifier.verify(logits, [share.tree_hidden for share in verified], trees, prepared)
         if verified:
             batch.vision_s = self.runner.vision_s()  # after a read-back alone

@@ -20,6 +20,7 @@ from specvla_ros.evaluation.simulate_summary import SimulateSummary, summarise_e
 from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.models.codecs.bins import ActionStatistics
 from specvla_ros.models.config import read_config
+from specvla_ros.models.settings import ModelSettings
 from specvla_ros.simulation.device_pace import read_stage_times, tick_time
 from specvla_ros.simulation.episode_pool import run_episodes
 from specvla_ros.simulation.robot import SimulatedRobot
@@ -39,7 +40,7 @@ class SimulateSettings:
         emulate: device whose stage times are taken in place of those measured; empty: none.
         engine: how to decode.
         time_limit: an episode has failed after so many times the time that its task allows.
-        device, dtype, unnorm_key, center_crop, quantization: as for `load_target`.
+        model: how the checkpoint is loaded.
     """
 
     policy: Path
@@ -48,11 +49,7 @@ class SimulateSettings:
     emulate: str = ""
     engine: EngineSettings = field(default_factory=EngineSettings)
     time_limit: float = 1.0
-    device: str = "auto"
-    dtype: str = "auto"
-    unnorm_key: str = ""
-    center_crop: bool = False
-    quantization: str = "none"
+    model: ModelSettings = field(default_factory=ModelSettings)
 
     def as_json(self) -> dict[str, Any]:
         """For the results, and to tell whether earlier results are of the same settings."""
@@ -117,14 +114,8 @@ def policy_of(settings: SimulateSettings) -> Target:
     Raises:
         UserError: the checkpoint or an option does not fit.
     """
-    return load_target(
-        settings.policy,
-        device=settings.device,
-        dtype=settings.dtype,
-        unnorm_key=settings.unnorm_key or ("" if settings.world == TABLE else settings.world),
-        center_crop=settings.center_crop,
-        quantization=settings.quantization,
-    )
+    key = settings.model.unnorm_key or ("" if settings.world == TABLE else settings.world)
+    return load_target(settings.policy, **vars(settings.model) | {"unnorm_key": key})
 
 
 def make_robot(world: str) -> SimulatedRobot:
