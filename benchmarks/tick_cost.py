@@ -83,14 +83,14 @@ def _measure(decoder: LlamaDecoder, device: str, repeats: int) -> dict[str, Any]
     for name, rule in _rules(vocab, device).items():
         part = VerifyInput(trees[TREE], 1, 0, PROMPT, rule, [visual])
         verifier = Verifier(rule, actions, cache, max_nodes=TREE, max_depth=DEPTH)
-        parts[f"accept, {name}"] = partial(_accept, verifier, verified, part)
+        parts[f"accept and commit, {name}"] = partial(_verify, verifier, verified, part)
     path = [*range(0, 2 * COMMITTED, 2), *[NO_NODE] * (DEPTH + 1 - COMMITTED)]
     slots, rows, nodes = (to_device(numbers, cache.keys.device) for numbers in ([0], [PROMPT], [path]))
     parts["commit"] = lambda: commit_kv(cache.keys, cache.values, slots, rows, nodes)
     for size in (TREE, 50):
         parts[f"draft, {size} nodes"] = _drafting(decoder, size, prompt)
     seconds = take_turns(parts, repeats, device)
-    tick = [f"forward, {TREE} nodes", "accept, bin_distance", "commit", f"draft, {TREE} nodes"]
+    tick = [f"forward, {TREE} nodes", "accept and commit, bin_distance", f"draft, {TREE} nodes"]
     total = sum(seconds[part] for part in tick)
     return {
         "parameters": sum(p.numel() for p in decoder.parameters()),
@@ -100,7 +100,7 @@ def _measure(decoder: LlamaDecoder, device: str, repeats: int) -> dict[str, Any]
     }
 
 
-def _accept(verifier: Verifier, verified: ForwardResult, tree: VerifyInput) -> object:
+def _verify(verifier: Verifier, verified: ForwardResult, tree: VerifyInput) -> object:
     return verifier.verify(verified.logits, [verified.hidden], [tree], verifier.prepare([tree]))
 
 

@@ -203,7 +203,7 @@ def _train(policy: OpenVLATarget, samples: list[Sample], steps: int, batch: int)
             group["lr"] = 1e-3 * min(1.0, (step + 1) / 50) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
         loss = _loss(policy, [samples[i] for i in rng.integers(0, len(samples), batch)])
         optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimiser.step()
         if step % 50 == 49:
