@@ -1,6 +1,6 @@
 """Times the plain decoder, stage by stage, beside transformers' generate on the same weights.
 
-Both decode 7 tokens greedily behind the same 290 prompt embeddings (OpenVLA's: 256 patches and about 34 text tokens),
+Both decode 7 tokens greedily after the same 290 prompt embeddings (OpenVLA's: 256 patches and about 34 text tokens),
 with the same weights in memory, taking turns in one process. Random weights: time does not depend on their values.
 
     python benchmarks/ar.py                                  # this CPU: tiny and 1B

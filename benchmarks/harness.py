@@ -104,7 +104,7 @@ def show_progress(name: str, _: object, done: int, wanted: int) -> None:
 
 
 def take_turns(contestants: Mapping[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, float]:
-    """Median seconds of each, run in turns so that drift of the machine falls on all alike; one warm-up turn."""
+    """Median seconds of contestants that run in turns, so that drift of the machine falls on all; one warm-up turn."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(repeats + 1):
         for name, run in contestants.items():
@@ -124,7 +124,9 @@ def synchronise(device: str) -> None:
 
 
 class ColdTimer:
-    """Before each timed call a buffer larger than the caches is overwritten, so that its bound in bytes holds.
+    """Times calls whose operands lie in memory, not in a cache.
+
+    Before each call a buffer larger than the caches is overwritten, so that the bound by bytes holds.
 
     On a GPU a call is captured in a CUDA graph and timed between two events while the GPU is busy: what Python needs to
     launch it is not counted.
@@ -140,7 +142,7 @@ class ColdTimer:
         self._repeats = repeats
 
     def seconds(self, contestants: Mapping[str, Call]) -> dict[str, float | str]:
-        """Median seconds of each, taking turns; for one that fails, why."""
+        """Median seconds of the contestants, taking turns; for one that fails, the reason."""
         found: dict[str, float | str] = {}
         ready: dict[str, Call] = {}
         for name, call in contestants.items():

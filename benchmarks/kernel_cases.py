@@ -31,7 +31,7 @@ from specvla_ros.planning.device import Arithmetic
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
 
 TRITON, PYTORCH, COMPILED, UNQUANTISED = "Triton", "PyTorch", "torch.compile", "unquantised"
-Calls = dict[str, Callable[[], object] | str]  # each contestant, or why it cannot run here
+Calls = dict[str, Callable[[], object] | str]  # contestants, or why one cannot run here
 
 DECODES, LARGE_TREE, TREES, TREE = 7, 50, 3, 16
 _SLOTS = DECODES
@@ -50,8 +50,8 @@ class Case:
         name: the kernel or stage.
         batch: what it is done on.
         rows: of that.
-        parts: bytes and operations, one behind the other.
-        calls: each contestant, or why it is not one here.
+        parts: bytes and operations of its steps, one after the other.
+        calls: the contestants, or why one cannot run here.
     """
 
     name: str
@@ -84,7 +84,7 @@ def _why_no_kernels(x: Tensor) -> str:
 
 
 def _compiled(call: Callable[..., object], *operands: object) -> Callable[[], object] | str:
-    """A reference behind torch.compile.
+    """A reference compiled by torch.compile.
 
     Args:
         call: the reference.
@@ -356,7 +356,7 @@ def _matrices(modules: list[nn.Linear], rows: int) -> Part:
 
 
 def _attended(decoder: LlamaDecoder, batch: Batch, cache: KVCache) -> Part:
-    """One layer's: each key and value row is read once, those of the batch are written once."""
+    """Attention of one layer: every key and value row is read once, those of the batch are written once."""
     config = decoder.config
     row: Tensor = cache.keys[0, 0, 0]
     operations = 4.0 * batch.pairs * config.num_attention_heads * config.head_dim

@@ -51,7 +51,7 @@ def main(
 
 
 def _limits(decoder: LlamaDecoder, device: str) -> DeviceLimits:
-    """What the device can do at most, as measured with large products: one rate whatever the rows."""
+    """The device's limits as measured with large products: one rate for any number of rows."""
     measured = measure_device(decoder.config, device=device, dtype=decoder.dtype, more_rows=(_MANY_ROWS,))
     sources = dict(measured.sources) | {"int8_tops": f"measured: one product of {_MANY_ROWS} rows"}
     return replace(measured, tflops_by_rows={}, int8_tops=_int8_tops(decoder, device), sources=sources)

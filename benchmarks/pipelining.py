@@ -134,10 +134,10 @@ def _saturated(
 
 
 def _observations(frames: Sequence[Frame]) -> Iterator[Observation]:
-    epoch, asked = 0, ""
+    epoch, current = 0, ""
     for number, (image, instruction) in enumerate(frames, start=1):
-        epoch += instruction != asked
-        asked = instruction
+        epoch += instruction != current
+        current = instruction
         yield Observation(image, instruction, stamp_ns=number, epoch=epoch)
 
 

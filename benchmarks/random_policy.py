@@ -78,7 +78,7 @@ class RandomPolicy(OpenVLATarget):
     def prompt_embeddings(
         self, observation: Observation, prompt_ids: Any, vision: ImageEmbeddings | None = None
     ) -> Tensor:
-        """The prompt, whatever is shown and asked."""
+        """The same prompt for every image and instruction."""
         if self.embeddings is not None:
             return self.embeddings
         return super().prompt_embeddings(observation, prompt_ids, vision)
@@ -99,7 +99,7 @@ def random_policy(
     """A random policy whose draft head is written to a directory, for the engine to load as it does a real one.
 
     Args:
-        directory: place of the draft head.
+        directory: where the draft head is written.
         size: shapes of decoder and vision towers.
         prompt_rows: rows of the prompt; with vision, the image's patches and the text.
         tokens: tokens of an action.
@@ -114,7 +114,7 @@ def random_policy(
     return RandomPolicy(
         directory=directory,
         model=model,
-        image_processor=lambda _: pixels,  # type: ignore[arg-type]  # the pixels are there already
+        image_processor=lambda _: pixels,  # type: ignore[arg-type]  # gives the same pixels for every image
         prompt=PromptTokenizer(None, chat=False, trailing_id=None, vocab_size=size.llama.vocab_size),
         codec=random_codec(model.config.token_vocab_size, tokens),
         prompt_rows=prompt_rows,
@@ -136,7 +136,7 @@ def quantized(policy: RandomPolicy, quantization: str) -> RandomPolicy:
     model.towers, model.projector = given.towers, given.projector
     model.decoder.embed_tokens = given.decoder.embed_tokens
     model.decoder.norm, model.decoder.lm_head = given.decoder.norm, given.decoder.lm_head
-    for index, layer in enumerate(given.decoder.layers):  # one after the other: only one copy is there unquantised
+    for index, layer in enumerate(given.decoder.layers):  # one by one, so that only one copy is unquantised at a time
         model.decoder.layers[index] = own = copy.deepcopy(layer)
         assert isinstance(own, LlamaLayer)
         quantize_layer(own, quantization)

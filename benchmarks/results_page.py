@@ -2,9 +2,9 @@
 
 python benchmarks/results_page.py
 
-The template's fields are Python's (`{tree_nodes}`, `{acceptance[name]}`). What stands between `<!-- for NAME -->` and
-`<!-- end -->` comes once for every JSON file of that benchmark; within it NAME may be a list of the result's, or a
-truth, and the text comes once for each entry, or if it is true.
+The template's fields are Python's (`{tree_nodes}`, `{acceptance[name]}`). Text between `<!-- for NAME -->` and
+`<!-- end -->` is repeated for every JSON file of the benchmark NAME. Within such a block NAME is a field of the result:
+the text is repeated for every entry of a list, and left out where a truth value is false.
 """
 
 import json
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def page() -> str:
-    """The whole page, of every JSON file there is."""
+    """The page with all JSON files."""
     scope: dict[str, Any] = {}
     for name in VIEWS:
         files = sorted({*RESULTS.glob(f"{name}.json"), *RESULTS.glob(f"{name}_*.json")})
@@ -85,7 +85,7 @@ def _nodes(parts: Iterator[tuple[str, str | None]]) -> list[str | _Block]:
 
 
 def _text(nodes: list[str | _Block], scope: Mapping[str, Any]) -> str:
-    """The nodes with their fields; one empty line at most between two paragraphs."""
+    """Text of the nodes with their fields; paragraphs are one empty line apart."""
     return re.sub(r"\n{3,}", "\n\n", _filled(nodes, scope)).strip("\n") + "\n"
 
 
@@ -99,7 +99,7 @@ def _filled(nodes: list[str | _Block], scope: Mapping[str, Any]) -> str:
 
 
 def _inner_scopes(scope: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """One for each entry of a list, or the one around it where a truth holds."""
+    """One scope for every entry of a list, or the outer one where a truth value is true."""
     found = scope[name]
     return [{**scope, **entry} for entry in found] if isinstance(found, list) else [scope] * bool(found)
 

@@ -39,7 +39,7 @@ from specvla_ros.training.nano import NanoShape, write_nano
 
 # Logits of the soak's policy spread over about ±5; a rounding in its two layers moves them by less than this.
 MARGINS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.4}
-# By the slope over the second half of the ticks. 5000 ticks that each kept one frame of the soak's would be 45 MiB.
+# By the slope over the second half of the ticks. If 5000 ticks kept a frame of the soak's each, that would be 45 MiB.
 RESIDENT_GROWTH, GPU_GROWTH = 8 << 20, 4 << 20
 _TREE = DraftSettings(nodes=16, top_k=4, depth=4, temporal=True)
 PICTURES = 8
@@ -119,7 +119,7 @@ class Phase:
 
     Attributes:
         margins: between the two best logits, where an action first differs from the plain decoder's.
-        cuda_graphs: how many there are, or why none; empty on a CPU.
+        cuda_graphs: their number, or why there are none; empty on a CPU.
         memory: (tick, resident bytes, bytes allocated on the GPU), a sample now and then.
         failures: of the checks after every tick, the first few.
     """
