@@ -8,6 +8,11 @@ os.environ["ROS_DOMAIN_ID"] = str(1 + os.getpid() % 200)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models only wait for each other's threads
 
 import torch
+from hypothesis import HealthCheck, settings
+
+# A busy machine makes examples slow, not wrong.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 if not torch.cuda.is_available():
     # Read when a kernel's module is imported: kernels then run on the CPU. Nothing else in the tests asks for it.

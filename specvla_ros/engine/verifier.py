@@ -138,7 +138,7 @@ class Verifier:
         if not parts:
             return []
         verifications = self._verifications(logits, hidden, parts, prepared)
-        paths = [accept(group.rule, each) for group, each in zip(prepared, verifications, strict=True)]
+        paths = [accept(group.rule, seen) for group, seen in zip(prepared, verifications, strict=True)]
         for group, path in zip(prepared, paths, strict=True):
             nodes = path[:, : group.max_depth + 1]
             commit_kv(self._cache.keys, self._cache.values, group.slots, group.root_rows, nodes)

@@ -3,15 +3,19 @@
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+import rclpy
+from diagnostic_msgs.msg import DiagnosticArray
+from rclpy.executors import SingleThreadedExecutor
+from rclpy.node import Node
 from support.bags import episode, write_bag, write_mcap
 from support.paths import BAGS, needs
+from support.patience import PATIENCE_S, wait_until
 from support.ros import robot, stamps
 
 from specvla_ros.bags.image_message import stamp_ns
@@ -19,6 +23,7 @@ from specvla_ros.bags.reader import open_bag
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.replay import replay
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.ros.qos import DIAGNOSTICS
 
 
 def command(node: str, **parameters: object) -> list[str]:
@@ -29,7 +34,7 @@ def command(node: str, **parameters: object) -> list[str]:
 
 
 def run(node: str, **parameters: object) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command(node, **parameters), capture_output=True, text=True, timeout=60)
+    return subprocess.run(command(node, **parameters), capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 @contextmanager
@@ -40,6 +45,21 @@ def playing(**parameters: object) -> "Iterator[subprocess.Popen[str]]":
     finally:
         process.kill()
         process.communicate()
+
+
+@contextmanager
+def listening() -> Iterator[tuple[Node, Callable[[], None]]]:
+    """A node, and what spins it once."""
+    rclpy.init()
+    node = rclpy.create_node("listener", enable_rosout=False)
+    executor = SingleThreadedExecutor()
+    executor.add_node(node)
+    try:
+        yield node, lambda: executor.spin_once(timeout_sec=0.05)
+    finally:
+        executor.shutdown()
+        node.destroy_node()
+        rclpy.try_shutdown()
 
 
 @needs(BAGS)
@@ -108,10 +128,15 @@ def test_a_bad_parameter_ends_the_policy_with_one_clear_message(parameters: dict
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_policy_cleanly(sent: signal.Signals, checkpoint: Path) -> None:
-    process = subprocess.Popen(command("policy", checkpoint=checkpoint), stderr=subprocess.PIPE, text=True)
-    time.sleep(2.0)
+    process = subprocess.Popen(
+        command("policy", checkpoint=checkpoint, diagnostics_period_s=0.1), stderr=subprocess.PIPE, text=True
+    )
+    with listening() as (listener, spin):
+        heard: list[DiagnosticArray] = []
+        listener.create_subscription(DiagnosticArray, "/diagnostics", heard.append, DIAGNOSTICS)
+        wait_until(lambda: heard or process.poll() is not None, meanwhile=spin)
     process.send_signal(sent)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
     assert "terminate called" not in errors

@@ -3,17 +3,16 @@
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 from support.gl import needs_gl
+from support.patience import wait_until
 
 from specvla_ros.bags import demonstrations as demonstration_bag
-from specvla_ros.bags.frames import bag_frames
+from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
 from specvla_ros.bags.image_message import rgb_from_compressed
 from specvla_ros.bags.reader import open_bag
-from specvla_ros.bags.topics import TopicChoice, choose_topics
 from specvla_ros.errors import UserError
 from specvla_ros.simulation.collect import collect, episode_of
 from specvla_ros.simulation.expert import demonstrate
@@ -83,9 +82,7 @@ def test_every_picture_is_labelled_for_every_instruction(tmp_path):
 def test_killed_collection_goes_on_where_it_stopped(tmp_path):
     command = [sys.executable, "-m", "specvla_ros.cli.app", "collect", "--out", str(tmp_path), "--task", "lift_red"]
     process = subprocess.Popen([*command, "--episodes", "200"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("lift_red-*"))) < 3 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: len(list(tmp_path.glob("lift_red-*"))) >= 3)
     process.send_signal(signal.SIGKILL)
     process.wait()
     kept = {bag.name: bag.stat().st_mtime_ns for bag in tmp_path.glob("lift_red-*")}

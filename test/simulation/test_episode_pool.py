@@ -3,12 +3,12 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.episode_jobs import die, refuse, square
 from support.gl import needs_gl
+from support.patience import PATIENCE_S, wait_until
 
 from specvla_ros.errors import UserError
 from specvla_ros.simulation.episode_pool import run_episodes
@@ -54,12 +54,6 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
     test = Path(__file__).resolve().parents[1]
     command = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(test)})
 
-    def wait_until(condition):
-        deadline = time.monotonic() + 30
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
     command.kill()
     command.wait()
@@ -72,5 +66,5 @@ def test_a_policy_is_loaded_behind_the_renderer_whatever_brings_an_llvm(tmp_path
     command = [sys.executable, "-m", "specvla_ros.cli.app", "simulate", "--out", str(tmp_path), "--films", "0"]
     command += ["--task", "lift_red", "--episodes", "1"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr

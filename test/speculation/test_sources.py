@@ -14,7 +14,7 @@ from specvla_ros.speculation.drafters.branches import Branches
 from specvla_ros.speculation.drafters.children import Children, WindowMass, top_k
 from specvla_ros.speculation.drafters.prompt_lookup import look_up
 from specvla_ros.speculation.drafters.temporal import TemporalDrafter
-from specvla_ros.speculation.drafters.tree_growth import TreeGrowth, nodes_of
+from specvla_ros.speculation.drafters.tree_growth import TreeGrowth, tree_size
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 from specvla_ros.speculation.tree import Tree
 
@@ -38,7 +38,7 @@ def grow(growth: TreeGrowth, children: Children, rows: torch.Tensor, level: int,
 
 
 def finished(growth: TreeGrowth, *, levels: int, k: int, nodes: int) -> Tree:
-    return growth.finish(torch.tensor([nodes]), nodes).split([(nodes_of(levels, k, nodes), levels)])[0]
+    return growth.finish(torch.tensor([nodes]), nodes).split([(tree_size(levels, k, nodes), levels)])[0]
 
 
 def log_probs(seed: int, rows: int = 3, sharpness: float = 2.0) -> torch.Tensor:

@@ -5,6 +5,8 @@ import signal
 import time
 from pathlib import Path
 
+from support.patience import PATIENCE_S
+
 from specvla_ros.errors import UserError
 
 
@@ -30,5 +32,5 @@ def refuse(job: int) -> int:
 def name_and_wait(marks: str) -> int:
     """Leaves its process id, and works longer than anybody waits."""
     (Path(marks) / str(os.getpid())).touch()
-    time.sleep(60)
+    time.sleep(PATIENCE_S)
     return 0

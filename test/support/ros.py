@@ -17,13 +17,13 @@ from rclpy.parameter import Parameter
 from rclpy.qos import DurabilityPolicy, QoSProfile
 from sensor_msgs.msg import Image
 from std_msgs.msg import String
+from support.patience import wait_until
 
 from specvla_ros.bags.image_message import stamp_ns
 from specvla_ros.msg import DecodeStats, VlaAction
 from specvla_ros.ros.policy.node import PolicyNode
 from specvla_ros.ros.qos import ACTION, DIAGNOSTICS
 
-PATIENCE_S = 20.0
 LATCHED = QoSProfile(depth=1, durability=DurabilityPolicy.TRANSIENT_LOCAL)
 
 
@@ -57,10 +57,11 @@ class Robot:
 
     def until(self, condition: Callable[[], object]) -> None:
         """Spins until the condition holds; fails after a while."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < deadline, f"still waiting; {self.drops()}; {len(self.actions)} actions"
-            self.executor.spin_once(timeout_sec=0.05)
+        wait_until(
+            condition,
+            meanwhile=lambda: self.executor.spin_once(timeout_sec=0.05),
+            failed=lambda: f"still waiting; {self.drops()}; {len(self.actions)} actions",
+        )
 
     def spin(self, seconds: float) -> None:
         """Spins on, to see that something does not happen."""

@@ -1,15 +1,16 @@
-"""`specvla demo`: the policy and the simulated robot as processes, and what is typed into the terminal."""
+"""`specvla demo`: the policy drives the simulated arm over topics, a terminal shows it and takes instructions."""
 
+import contextlib
 import os
 import select
-import sys
-from types import TracebackType
-import contextlib
 import shutil
-import signal
-import subprocess
+import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import Any
+
 import numpy as np
 import rclpy
 from rclpy.executors import ExternalShutdownException
@@ -20,17 +21,21 @@ from rich.table import Table
 from rich.text import Text
 from sensor_msgs.msg import Image
 from std_msgs.msg import String
-from specvla_ros.evaluation.simulate_summary import Rate, SimulateSummary
+
 from specvla_ros.bags.image_message import rgb_from_image
+from specvla_ros.errors import UserError
+from specvla_ros.evaluation.simulate_summary import SimulateSummary
+from specvla_ros.evaluation.statistics import Rate
 from specvla_ros.models.config import read_config
+from specvla_ros.models.prompt import normalise_instruction
 from specvla_ros.msg import SimEpisode, VlaAction
+from specvla_ros.ros.demo.processes import LifecycleClient, NodeProcess, start_node, stop_node
 from specvla_ros.ros.demo.record import DemoRecord
-from specvla_ros.ros.lifecycle_client import LifecycleClient
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION, NEWEST_IMAGE
+from specvla_ros.settings.profiles import write_parameters
 from specvla_ros.simulation.gl import require_gl
 from specvla_ros.simulation.rollout import EpisodeResult
 from specvla_ros.simulation.tasks import TASKS, choose_tasks
-
 
 try:
     import termios
@@ -38,7 +43,124 @@ try:
 except ImportError:  # no Unix terminal
     termios = None  # type: ignore[assignment]
 
+PARAMETERS_FILE = "parameters.yaml"
+_CONFIGURE_TIMEOUT_S = 120.0
+_SILENCE_S = 60.0  # limit without news of an episode
+_CLOCK = "realtime"
+_CAMERA = "/camera/image_raw"
 _ENTER, _ERASE, _KILL_LINE = ("\n", "\r"), ("\x7f", "\b"), "\x15"
+
+
+def run_demo(
+    out: Path, policy: Path, *, tasks: list[str], episodes: int, seed: int, parameters: Mapping[str, Any]
+) -> int:
+    """Shows the policy drive the simulated arm, and writes films and a report.
+
+    Args:
+        out: directory of the results; films and report in it are made anew.
+        policy: checkpoint directory.
+        tasks: names; none: all.
+        episodes: number per task.
+        seed: seed of the first start.
+        parameters: of the policy node, by name; written to parameters.yaml in `out`.
+
+    Returns:
+        0 when the arm succeeded at least once and everything ran to its end, else 1.
+
+    Raises:
+        UserError: no OpenGL, a bad checkpoint, or a process that does not come up.
+    """
+    require_gl()
+    names = ", ".join(task.name for task in choose_tasks(tasks))
+    taught = read_config(policy).instructions
+    # A simulated policy must not be heard by a robot on the network.
+    os.environ.setdefault("ROS_AUTOMATIC_DISCOVERY_RANGE", "LOCALHOST")
+    record = DemoRecord(out, policy)
+    console = Console()
+    console.print("[bold]specvla demo[/bold]: sim_robot ⇄ ROS 2 topics ⇄ an OpenVLA policy, trained for this table")
+    processes: list[NodeProcess] = []
+    rclpy.init(args=[])
+    watcher = _Watcher(record)
+    finished = False
+    try:
+        given = {**parameters, "checkpoint": str(policy), "use_sim_time": True}
+        write_parameters(out / PARAMETERS_FILE, given, ["Of the policy node in `specvla demo`."])
+        node = start_node(
+            "policy",
+            params_file=out / PARAMETERS_FILE,
+            remaps=(f"image:={_CAMERA}", f"image/compressed:={_CAMERA}/compressed"),
+        )
+        processes.append(node)
+        robot = start_node(
+            "sim_robot", f"clock:={_CLOCK}", f"tasks:=[{names}]", f"episodes:={episodes}", f"seed:={seed}"
+        )
+        processes.append(robot)
+        LifecycleClient(watcher, "/policy").activate(lambda: node.poll() is None, _CONFIGURE_TIMEOUT_S)
+        finished = _show(console, record, watcher, node, robot, taught)
+    except (KeyboardInterrupt, ExternalShutdownException):
+        console.print("interrupted")
+    finally:
+        for process in reversed(processes):
+            stop_node(process)
+        watcher.destroy_node()
+        rclpy.try_shutdown()
+    summary = record.finish(_CLOCK)
+    _print_results(console, summary, out)
+    return 0 if finished and summary.success.successes else 1
+
+
+class _Watcher(Node):
+    """Listens, and passes on what is typed."""
+
+    def __init__(self, record: DemoRecord) -> None:
+        super().__init__("demo")
+        self._instruction = self.create_publisher(String, "/instruction", LATCHED_INSTRUCTION)
+        self.create_subscription(VlaAction, "/policy/action", record.on_action, ACTION)
+        self.create_subscription(SimEpisode, "/sim_robot/episode", record.on_episode, LATCHED_INSTRUCTION)
+        self.create_subscription(Image, _CAMERA, lambda message: record.on_image(rgb_from_image(message)), NEWEST_IMAGE)
+
+    def instruct(self, instruction: str) -> None:
+        """Publishes an instruction."""
+        self._instruction.publish(String(data=instruction))
+
+
+def _show(
+    console: Console,
+    record: DemoRecord,
+    watcher: _Watcher,
+    policy: NodeProcess,
+    robot: NodeProcess,
+    taught: tuple[str, ...],
+) -> bool:
+    """Shows what happens until the robot has had its episodes; False when a process ended early or nothing happens."""
+    with TypedLine() as typed, Live(console=console, refresh_per_second=8, vertical_overflow="crop") as view:
+        warning = ""
+        deadline = time.monotonic() + _SILENCE_S
+        while robot.poll() is None and policy.poll() is None and time.monotonic() < deadline:
+            news, finished = record.episode, len(record.episodes)
+            rclpy.spin_once(watcher, timeout_sec=0.05)
+            line = typed.poll()
+            if line:
+                watcher.instruct(line)
+                warning = _unknown_instruction(line, taught)
+            if record.episode is not news:
+                deadline = time.monotonic() + _SILENCE_S
+            if len(record.episodes) > finished and not console.is_terminal:
+                console.print(_sentence(record.episodes[-1]))  # a log has no live view
+            view.update(_picture(record, typed, warning))
+    for _ in range(5):  # the last message may still be on its way
+        rclpy.spin_once(watcher, timeout_sec=0.1)
+    if robot.poll() is None:
+        why = "the policy ended" if policy.poll() is not None else f"nothing happened for {_SILENCE_S:g} s"
+        console.print(f"[red]{why}; what was seen so far is kept[/red]")
+    return robot.poll() == 0
+
+
+def _unknown_instruction(line: str, taught: tuple[str, ...]) -> str:
+    """A warning; empty when the policy was taught this, or does not say what it was taught."""
+    if not taught or normalise_instruction(line) in taught:
+        return ""
+    return f"the policy was never taught “{line}”; it knows: {'; '.join(taught)}"
 
 
 class TypedLine:
@@ -47,7 +169,7 @@ class TypedLine:
     Where the input is no terminal (a pipe, a service) nothing is ever typed.
 
     Attributes:
-        text: of the line so far.
+        text: the line so far.
     """
 
     def __init__(self) -> None:
@@ -72,16 +194,16 @@ class TypedLine:
             termios.tcsetattr(self._stream, termios.TCSADRAIN, self._before)
 
     def poll(self) -> str | None:
-        """A line that was ended with Enter, stripped; None: none yet, or an empty one."""
+        """The line, stripped, once it was ended with Enter; None: not yet, or an empty one."""
         if self._stream is None or not select.select([self._stream], [], [], 0)[0]:
             return None
         return self.feed(os.read(self._stream, 256).decode(errors="ignore"))
 
     def feed(self, keys: str) -> str | None:
         """Takes keys as they were pressed; what follows an Enter begins the next line."""
-        for place, key in enumerate(keys):
+        for position, key in enumerate(keys):
             if key in _ENTER:
-                line, self.text = self.text.strip(), keys[place + 1 :]
+                line, self.text = self.text.strip(), keys[position + 1 :]
                 return line or None
             if key in _ERASE:
                 self.text = self.text[:-1]
@@ -92,137 +214,7 @@ class TypedLine:
         return None
 
 
-_CONFIGURE_TIMEOUT_S = 120.0
-_SILENCE_S = 60.0  # without news of an episode
-_CLOCK = "realtime"
-
-
-class _Watcher(Node):
-    """Listens, and passes on what is typed."""
-
-    def __init__(self, record: DemoRecord) -> None:
-        super().__init__("demo")
-        self._instruction = self.create_publisher(String, "/instruction", LATCHED_INSTRUCTION)
-        self.create_subscription(VlaAction, "/policy/action", record.on_action, ACTION)
-        self.create_subscription(SimEpisode, "/sim_robot/episode", record.on_episode, LATCHED_INSTRUCTION)
-        self.create_subscription(
-            Image, "/camera/image_raw", lambda message: record.on_image(rgb_from_image(message)), NEWEST_IMAGE
-        )
-
-    def ask(self, instruction: str) -> None:
-        """Publishes an instruction."""
-        self._instruction.publish(String(data=instruction))
-
-
-def run_demo(out: Path, policy: Path, *, tasks: list[str], episodes: int, seed: int) -> int:
-    """Shows the policy drive the simulated arm, and writes films and a report.
-
-    Args:
-        out: directory of the results; films and report in it are made anew.
-        policy: checkpoint directory.
-        tasks: names; none: all.
-        episodes: per task.
-        seed: of the first start.
-
-    Returns:
-        0 when the arm succeeded at least once and everything ran to its end, else 1.
-
-    Raises:
-        UserError: no OpenGL, a bad checkpoint, or a process that does not come up.
-    """
-    require_gl()
-    chosen = [task.name for task in choose_tasks(tasks)]
-    taught = read_config(policy).instructions
-    # A simulated policy must not be heard by a robot on the network.
-    os.environ.setdefault("ROS_AUTOMATIC_DISCOVERY_RANGE", "LOCALHOST")
-    shutil.rmtree(out / "films", ignore_errors=True)
-    record = DemoRecord(out, policy)
-    console = Console()
-    console.print("[bold]specvla demo[/bold]: sim_robot ⇄ ROS 2 topics ⇄ an OpenVLA policy, trained for this table")
-    finished = False
-    try:
-        finished = _act(console, record, policy, taught, _robot_parameters(chosen, episodes, seed))
-    except (KeyboardInterrupt, ExternalShutdownException):
-        console.print("interrupted")
-    summary = record.finish(_CLOCK)
-    _print_results(console, summary, out)
-    return 0 if finished and summary.success.successes else 1
-
-
-def _act(
-    console: Console, record: DemoRecord, checkpoint: Path, taught: tuple[str, ...], robot_parameters: list[str]
-) -> bool:
-    """Runs both nodes until the robot has had its episodes; False when one of them ended early."""
-    policy = _start(
-        "policy", f"checkpoint:={checkpoint}", "device:=cpu", "use_sim_time:=true", image_topic="/camera/image_raw"
-    )
-    robot: subprocess.Popen[bytes] | None = None
-    rclpy.init(args=[])
-    watcher = _Watcher(record)
-    try:
-        robot = _start("sim_robot", *robot_parameters)
-        LifecycleClient(watcher, "/policy").activate(lambda: policy.poll() is None, _CONFIGURE_TIMEOUT_S)
-        with TypedLine() as typed, Live(console=console, refresh_per_second=8, vertical_overflow="crop") as view:
-            note = ""
-            deadline = time.monotonic() + _SILENCE_S
-            while robot.poll() is None and policy.poll() is None and time.monotonic() < deadline:
-                news, finished = record.episode, len(record.episodes)
-                rclpy.spin_once(watcher, timeout_sec=0.05)
-                line = typed.poll()
-                if line:
-                    note = _ask(watcher, line, taught)
-                if record.episode is not news:
-                    deadline = time.monotonic() + _SILENCE_S
-                if len(record.episodes) > finished and not console.is_terminal:
-                    console.print(_sentence(record.episodes[-1]))  # a log has no live view
-                view.update(_picture(record, typed, note))
-        for _ in range(5):  # the last message may still be on its way
-            rclpy.spin_once(watcher, timeout_sec=0.1)
-        if robot.poll() is None:
-            why = "the policy ended" if policy.poll() is not None else "nothing happened for a minute"
-            console.print(f"[red]{why}; what was seen so far is kept[/red]")
-        return robot.poll() == 0
-    finally:
-        for process in (robot, policy):
-            _stop(process)
-        watcher.destroy_node()
-        with contextlib.suppress(Exception):
-            rclpy.try_shutdown()
-
-
-def _robot_parameters(tasks: list[str], episodes: int, seed: int) -> list[str]:
-    return [f"clock:={_CLOCK}", f"tasks:=[{', '.join(tasks)}]", f"episodes:={episodes}", f"seed:={seed}"]
-
-
-def _ask(watcher: _Watcher, line: str, taught: tuple[str, ...]) -> str:
-    watcher.ask(line)
-    known = not taught or line.lower().strip(" .!") in taught
-    return "" if known else f"the policy was never taught “{line}”; it knows: {'; '.join(taught)}"
-
-
-def _start(name: str, *parameters: str, image_topic: str = "") -> "subprocess.Popen[bytes]":
-    arguments = [part for parameter in parameters for part in ("-p", parameter)]
-    if image_topic:
-        arguments += ["-r", f"image:={image_topic}", "-r", f"image/compressed:={image_topic}/compressed"]
-    # A demo that is killed must not leave a policy behind on the topics of the next one.
-    end_with = f"from specvla_ros.simulation.episode_pool import end_with_parent; end_with_parent({os.getpid()})"
-    code = f"{end_with}; from specvla_ros.ros.{name}.node import main; main()"
-    quiet = ["--log-level", "error"]
-    return subprocess.Popen([sys.executable, "-c", code, "--ros-args", *arguments, *quiet], stdin=subprocess.DEVNULL)
-
-
-def _stop(process: "subprocess.Popen[bytes] | None") -> None:
-    if process is None or process.poll() is not None:
-        return
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(15)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _picture(record: DemoRecord, typed: TypedLine, note: str) -> Group:
+def _picture(record: DemoRecord, typed: TypedLine, warning: str) -> Group:
     episode = record.episode
     now = Table.grid(padding=(0, 2))
     if episode is not None:
@@ -240,10 +232,10 @@ def _picture(record: DemoRecord, typed: TypedLine, note: str) -> Group:
         now.add_row("action", values)
     tasks = Table("task", "instruction", "succeeded")
     for task in TASKS:
-        mine = [each.succeeded for each in record.episodes if each.task == task.name]
-        tasks.add_row(task.name, task.instruction, f"{sum(mine)} of {len(mine)}" if mine else "")
-    ask = Text(f"another instruction, then Enter: {typed.text}▏" if typed.usable else "")
-    return Group(now, tasks, Text(note, style="red"), ask)
+        done = [episode.succeeded for episode in record.episodes if episode.task == task.name]
+        tasks.add_row(task.name, task.instruction, f"{sum(done)} of {len(done)}" if done else "")
+    prompt = Text(f"another instruction, then Enter: {typed.text}▏" if typed.usable else "")
+    return Group(now, tasks, Text(warning, style="red"), prompt)
 
 
 def _sentence(result: EpisodeResult) -> str:

@@ -37,7 +37,7 @@ class Drafters:
             return
         context = DraftContext(settings, target, slots, slot_rows)
         made = {name: entry.make(context) for name, entry in DRAFTERS.entries().items()}
-        self.by_name = {name: each for name, each in made.items() if each is not None}
+        self.by_name = {name: drafter for name, drafter in made.items() if drafter is not None}
         if not self.by_name:
             raise UserError(
                 f"decode.mode spec has nothing to draft with: {target.directory / 'draft'} is not there; set "

@@ -43,8 +43,8 @@ class PromptLookup(Drafter):
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
         """A chain per request."""
         return [
-            self._chain(request, most - 1).tree(request.root, relaxable=True)
-            for request, most in zip(inputs, nodes, strict=True)
+            self._chain(request, limit - 1).tree(request.root, relaxable=True)
+            for request, limit in zip(inputs, nodes, strict=True)
         ]
 
     def _chain(self, request: DraftInput, max_nodes: int) -> Branches:

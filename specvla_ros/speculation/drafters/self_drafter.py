@@ -23,7 +23,7 @@ class _Chain:
         request: whose it is.
         wanted: tokens it will have.
         start: the slot's row that `inputs` begin at.
-        inputs: [n, hidden], embeddings that the next forward reads; the next token is the one behind the last.
+        inputs: [n, hidden], embeddings that the next forward reads; the next token is the one after the last.
         tokens: int64 [1] each.
         gains: [1] each, log-probability of each token given those before it.
     """
@@ -36,14 +36,14 @@ class _Chain:
     gains: list[Tensor] = field(default_factory=list)
 
     def add(self, token: Tensor, gain: Tensor, embedding: Tensor) -> None:
-        """Takes the token behind `inputs`, which are then in the KV cache."""
+        """Takes the token after `inputs`, which are then in the KV cache."""
         self.tokens.append(token)
         self.gains.append(gain)
         self.start += len(self.inputs)
         self.inputs = embedding
 
     def finish(self) -> Tree:
-        """The tokens behind the root; none is valid from a NaN on."""
+        """The tokens below the root; none is valid from a NaN on."""
         root = self.request.root.reshape(1)
         if not self.tokens:
             return Tree.from_root(root)
@@ -66,7 +66,7 @@ class SelfDrafter(Drafter):
     From SpecVLM (arXiv 2508.16201), whose draft model is given a tenth of the video's tokens, in their order and at
     consecutive positions, as here. It keeps those that the prompt's text attends to most, averaged over heads and
     layers, and fills up with others at even distances. No attention weights leave the kernels here, so that the rows
-    are chosen by what the prefill leaves behind, its last hidden states; see `image_rows_to_keep`. There is no second
+    are chosen by the last hidden states of the prefill; see `image_rows_to_keep`. There is no second
     stage.
 
     A drafted token costs a forward of the whole target. Keys and values are the drafter's own: one slot per request as
@@ -74,11 +74,11 @@ class SelfDrafter(Drafter):
 
     Args:
         decoder: the target.
-        image_tokens: rows of the prompt that the image takes, behind BOS.
-        image_share: of these rows, to be kept; at least one is.
-        tokens: of a chain at most, 1 to 63.
-        slots: requests in flight at most.
-        slot_rows: committed rows of a slot of the target's KV cache at most.
+        image_tokens: rows of the prompt that the image takes, after BOS.
+        image_share: share of these rows that is kept; at least one is.
+        tokens: maximum of a chain, 1 to 63.
+        slots: maximum of requests in flight.
+        slot_rows: maximum of committed rows of a slot of the target's KV cache.
 
     Attributes:
         kept_image_tokens: image rows that the drafter sees.
@@ -158,12 +158,12 @@ class SelfDrafter(Drafter):
             self._chunks[request.slot] = [*chunks, request]
         elif chunks:
             parts = [*chunks, request]
-            hidden, following = (torch.cat([getattr(each, name) for each in parts]) for name in ("hidden", "following"))
+            hidden, following = (torch.cat([getattr(part, name) for part in parts]) for name in ("hidden", "following"))
             return replace(request, hidden=hidden, following=following)
         return request
 
     def _pruned(self, request: DraftInput) -> Tensor:
-        """[n, hidden], embeddings of the prompt with its share of the image, and of what was committed behind it."""
+        """[n, hidden], embeddings of the prompt with its share of the image, and of what was committed after it."""
         image, prompt_rows = self._image_tokens, self._image_tokens + len(request.prompt)
         if not request.prompt or len(request.hidden) < prompt_rows:
             raise ValueError(
@@ -173,8 +173,8 @@ class SelfDrafter(Drafter):
             request.hidden[1 : 1 + image], request.hidden[1 + image : prompt_rows], self.kept_image_tokens
         )
         bos = self._decoder.embed_tokens.weight[request.prompt[0]]
-        behind_bos = request.following  # the embedding behind row 0 is that of row 1, the image's first
-        return torch.cat((bos[None], behind_bos[:image][kept], behind_bos[image:]))
+        after_bos = request.following  # the embedding after row 0 is that of row 1, the image's first
+        return torch.cat((bos[None], after_bos[:image][kept], after_bos[image:]))
 
     def _grow(self, chains: Sequence[_Chain]) -> None:
         """One token more for each chain."""
@@ -204,7 +204,7 @@ def image_rows_to_keep(image: Tensor, text: Tensor, kept: int) -> Tensor:
 
     Args:
         image: [image_tokens, hidden], last hidden states of the image's rows.
-        text: [n, hidden], those of the text behind it.
+        text: [n, hidden], those of the text after it.
         kept: rows to keep.
 
     Returns:

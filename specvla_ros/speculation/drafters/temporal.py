@@ -60,14 +60,14 @@ class TemporalDrafter(Drafter):
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
         """What the last answer suggests for each request."""
         trees = []
-        for request, most in zip(inputs, nodes, strict=True):
+        for request, limit in zip(inputs, nodes, strict=True):
             if request.in_text:
                 # After a prompt nothing else drafts; later, text leaves half of the nodes to the others.
-                tokens = most if last or not request.answer else most // 2
+                tokens = limit if last or not request.answer else limit // 2
                 chains = [self.text(request.epoch, request.answer, tokens)]
             else:
                 chains = self.chains(request.epoch, request.position)
-            branches = Branches.from_chains(chains, max_depth=request.max_depth, max_nodes=most - 1)
+            branches = Branches.from_chains(chains, max_depth=request.max_depth, max_nodes=limit - 1)
             trees.append(branches.tree(request.root, relaxable=False))
         return trees
 

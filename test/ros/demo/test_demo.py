@@ -4,14 +4,15 @@ import contextlib
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import av
 import pytest
 from support.gl import needs_gl
+from support.patience import PATIENCE_S, wait_until
 
 from specvla_ros.errors import UserError
 from specvla_ros.policies.bundled import nano_policy
@@ -25,7 +26,7 @@ def test_arm_acts_over_topics_and_leaves_a_report_with_films(tmp_path):
         [*COMMAND, "--out", str(tmp_path), "--task", "lift_red", "--task", "push_green"],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=PATIENCE_S,
     )
     assert "the arm did" in run.stdout, run.stdout + run.stderr
     assert "lift the red cube: " in run.stdout
@@ -48,15 +49,26 @@ def test_typed_instruction_is_what_the_arm_is_judged_by(tmp_path):
     )
     os.close(slave)
     os.set_blocking(master, False)
-    shown, typed, deadline = "", False, time.monotonic() + 400
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
+    shown = ""
+
+    def shows(text):
+        nonlocal shown
         with contextlib.suppress(OSError):
             shown += os.read(master, 1 << 16).decode(errors="ignore")
-        if not typed and "actions/s" in shown:
-            os.write(master, b"push the green cube into the white zone\n")
-            typed = True
-    assert process.wait(10) in (0, 1) and typed
+        return text in shown or process.poll() is not None
+
+    wait_until(lambda: shows("actions/s"))
+    # The world stands still until the demo has read the line, so that the arm cannot be done before.
+    (robot,) = (child for child in _children(process.pid) if "sim_robot" in Path(f"/proc/{child}/cmdline").read_text())
+    os.kill(robot, signal.SIGSTOP)
+    os.write(master, b"push the green cube into the white zone")
+    wait_until(lambda: shows("then Enter: push the green cube into the white zone"))
+    shown = ""
+    os.write(master, b"\n")
+    wait_until(lambda: shows("then Enter: \u258f"))
+    os.kill(robot, signal.SIGCONT)
+    wait_until(lambda: shows("report with films") and process.poll() is not None)
+    assert process.returncode in (0, 1)
     os.close(master)
     assert set(json.loads((tmp_path / "summary.json").read_text())["tasks"]) == {"push_green"}
 
@@ -64,11 +76,12 @@ def test_typed_instruction_is_what_the_arm_is_judged_by(tmp_path):
 @needs_gl
 def test_nothing_outlives_a_demo_that_is_killed(tmp_path):
     demo = subprocess.Popen([*COMMAND, "--out", str(tmp_path)], stdout=subprocess.DEVNULL)
-    children = _wait_for(lambda: children if len(children := _children(demo.pid)) == 2 else None)
-    time.sleep(3)  # Python has started in them
+    children = wait_until(lambda: children if len(children := _children(demo.pid)) == 2 else None)
+    # From here on they have asked to end with the demo: ROS is loaded after that.
+    wait_until(lambda: all("_rclpy_pybind11" in Path(f"/proc/{child}/maps").read_text() for child in children))
     demo.kill()
     demo.wait()
-    assert _wait_for(lambda: not any(map(_runs, children)) or None)
+    wait_until(lambda: not any(map(_runs, children)))
 
 
 def _children(pid):
@@ -79,14 +92,6 @@ def _runs(pid):
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     return False
-
-
-def _wait_for(answer):
-    deadline = time.monotonic() + 120
-    while (found := answer()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return found
 
 
 @needs_gl

@@ -12,8 +12,8 @@ from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
 
 from specvla_ros.errors import UserError
-from specvla_ros.ros import lifecycle_client
-from specvla_ros.ros.lifecycle_client import LifecycleClient
+from specvla_ros.ros.demo import processes
+from specvla_ros.ros.demo.processes import LifecycleClient
 
 
 class Served:
@@ -62,7 +62,7 @@ class Served:
 
 @pytest.fixture
 def watcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    monkeypatch.setattr(lifecycle_client, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(processes, "_ANSWER_S", 1.0)
     rclpy.init()
     node = Node("watcher")
     yield node

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.patience import PATIENCE_S, wait_until
 
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Drop, Outcome
 from specvla_ros.errors import UserError
 from specvla_ros.ros.policy import inference_thread
 from specvla_ros.ros.policy.inference_thread import InferenceThread
-
-PATIENCE_S = 60.0
 
 
 class ScriptedEngine:
@@ -115,15 +114,6 @@ def tick_held_up(engine: ScriptedEngine, thread: InferenceThread) -> Iterator[No
     engine.go_on.set()
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    answered = threading.Event()
-    deadline = threading.Timer(PATIENCE_S, answered.set)
-    deadline.start()
-    while not condition():
-        assert not answered.wait(0.01), "it did not come"
-    deadline.cancel()
-
-
 def test_only_the_thread_itself_touches_the_engine() -> None:
     engine, checked = ScriptedEngine(), threading.Event()
     with running(engine) as thread:
@@ -170,7 +160,7 @@ def test_a_change_that_a_long_tick_keeps_waiting_is_not_made_later(monkeypatch: 
         with tick_held_up(engine, thread), pytest.raises(UserError, match="nothing was changed; try again"):
             thread.set_acceptance("near")
         thread.set_max_image_age(1.0)
-        wait_for(lambda: "set_max_image_age" in engine.called)
+        wait_until(lambda: "set_max_image_age" in engine.called)
         assert "set_acceptance" not in engine.called
 
 
@@ -245,7 +235,7 @@ def test_stopping_ends_a_load_at_its_next_report() -> None:
     stopped: list[bool] = []
     stopping = threading.Thread(target=lambda: stopped.append(thread.stop()))
     stopping.start()
-    wait_for(lambda: thread._stopping)
+    wait_until(lambda: thread._stopping)
     go_on.set()
     stopping.join(PATIENCE_S)
     assert stopped == [True]

@@ -13,7 +13,8 @@ from rclpy.executors import SingleThreadedExecutor
 from rclpy.parameter import Parameter
 from sensor_msgs.msg import CompressedImage, Image
 from std_msgs.msg import String
-from support.ros import LATCHED, PATIENCE_S, Robot, rgb_image, robot, stamps
+from support.patience import wait_until
+from support.ros import LATCHED, Robot, rgb_image, robot, stamps
 
 from specvla_ros.bags.image_message import rgb_from_image
 from specvla_ros.engine.engine import Engine
@@ -158,9 +159,7 @@ def test_each_of_two_policies_has_diagnostics_of_its_own() -> None:
     for node in (*policies, listener):
         executor.add_node(node)
     try:
-        deadline = time.monotonic() + PATIENCE_S
-        while len(seen) < 6 and time.monotonic() < deadline:
-            executor.spin_once(timeout_sec=0.05)
+        wait_until(lambda: len(seen) >= 6, meanwhile=lambda: executor.spin_once(timeout_sec=0.05), failed=seen)
     finally:
         assert all(policy.close() for policy in policies)
         executor.shutdown()

@@ -18,6 +18,7 @@ from rosgraph_msgs.msg import Clock
 from sensor_msgs.msg import CompressedImage, Image, JointState
 from std_msgs.msg import String
 from support.gl import needs_gl
+from support.patience import wait_until
 
 from specvla_ros.bags.image_message import rgb_from_compressed, rgb_from_image, stamp_ns
 from specvla_ros.errors import UserError
@@ -31,7 +32,6 @@ from specvla_ros.simulation.world import JOINTS, SimulationDiverged
 
 pytestmark = needs_gl
 
-PATIENCE_S = 20.0
 STILL_M = 0.002
 SLOWLY = (0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
@@ -79,10 +79,11 @@ class Scene:
             self.actions.publish(reply)
 
     def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < deadline, f"still waiting in {self.sim.phase}: {self.episodes[-1:]}"
-            self.executor.spin_once(timeout_sec=0.02)
+        wait_until(
+            condition,
+            meanwhile=lambda: self.executor.spin_once(timeout_sec=0.02),
+            failed=lambda: f"still waiting in {self.sim.phase}: {self.episodes[-1:]}",
+        )
 
     def spin(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -1,0 +1,122 @@
+"""The demo's nodes as processes: started, brought to their active state, ended."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import rclpy
+from lifecycle_msgs.msg import State, Transition
+from lifecycle_msgs.srv import ChangeState, GetState
+from rclpy.client import Client
+from rclpy.node import Node
+from rclpy.task import Future
+
+from specvla_ros.errors import UserError
+
+NodeProcess = subprocess.Popen[bytes]
+
+_ANSWER_S = 5.0
+_STOP_TIMEOUT_S = 15.0
+_NEXT = {
+    State.PRIMARY_STATE_UNCONFIGURED: Transition.TRANSITION_CONFIGURE,
+    State.PRIMARY_STATE_INACTIVE: Transition.TRANSITION_ACTIVATE,
+}
+
+
+def start_node(
+    name: str, *parameters: str, params_file: Path | None = None, remaps: tuple[str, ...] = ()
+) -> NodeProcess:
+    """Starts a node of this package, which ends with this process.
+
+    Args:
+        name: folder of the node under specvla_ros/ros.
+        parameters: as `name:=value`.
+        params_file: a ROS parameter file.
+        remaps: as `from:=to`.
+    """
+    arguments = [part for parameter in parameters for part in ("-p", parameter)]
+    arguments += ["--params-file", str(params_file)] if params_file is not None else []
+    arguments += [part for remap in remaps for part in ("-r", remap)]
+    # A demo that is killed must not leave a policy behind on the topics of the next one.
+    end_with = f"from specvla_ros.simulation.episode_pool import end_with_parent; end_with_parent({os.getpid()})"
+    code = f"{end_with}; from specvla_ros.ros.{name}.node import main; main()"
+    only_errors = ["--log-level", "error"]
+    return subprocess.Popen([sys.executable, "-c", code, "--ros-args", *arguments, *only_errors], stdin=subprocess.DEVNULL)
+
+
+def stop_node(process: NodeProcess) -> None:
+    """Ends a node as Ctrl-C does, or kills it when it does not end."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class LifecycleClient:
+    """Requests transitions, and looks at the node's state rather than wait for an answer.
+
+    A service's answer is lost when the server has not yet discovered the client's end of the answer's topic, which
+    happens on a loaded machine: what counts is the state that the node is in.
+
+    Args:
+        node: the client's own node; nobody else may spin it meanwhile.
+        name: the lifecycle node's name, for example `/policy`.
+    """
+
+    def __init__(self, node: Node, name: str) -> None:
+        self._node = node
+        self._get: Client = node.create_client(GetState, f"{name}/get_state")
+        self._change: Client = node.create_client(ChangeState, f"{name}/change_state")
+
+    def activate(self, alive: Callable[[], bool], timeout_s: float) -> None:
+        """Configures and activates the node.
+
+        Args:
+            alive: whether its process runs.
+            timeout_s: limit for all of it.
+
+        Raises:
+            UserError: it does not come up, or refuses.
+        """
+        deadline = time.monotonic() + timeout_s
+        answer: Future[Any] | None = None
+        requested, requested_s = 0, 0.0
+        while alive() and time.monotonic() < deadline:
+            state = self._state()
+            if state == State.PRIMARY_STATE_ACTIVE:
+                return
+            transition = _NEXT.get(state)
+            if transition is None:  # unknown, or in a transition
+                time.sleep(0.05)
+                continue
+            if transition == requested and answer is not None:
+                result = answer.result() if answer.done() else None
+                if result is not None and not result.success:
+                    raise UserError("the policy node refused to start; its own message above says why")
+                if time.monotonic() - requested_s < _ANSWER_S:
+                    rclpy.spin_once(self._node, timeout_sec=0.05)
+                    continue
+            answer = self._change.call_async(ChangeState.Request(transition=Transition(id=transition)))
+            requested, requested_s = transition, time.monotonic()
+        raise UserError("the policy node did not come up; `specvla doctor` says what to fix")
+
+    def _state(self) -> int:
+        """The node's state; 0, unknown, when it does not answer."""
+        if not self._get.wait_for_service(timeout_sec=0.5):
+            return int(State.PRIMARY_STATE_UNKNOWN)
+        future = self._get.call_async(GetState.Request())
+        rclpy.spin_until_future_complete(self._node, future, timeout_sec=1.0)
+        if not future.done():
+            self._get.remove_pending_request(future)
+            return int(State.PRIMARY_STATE_UNKNOWN)
+        answer = future.result()
+        return int(answer.current_state.id) if answer is not None else int(State.PRIMARY_STATE_UNKNOWN)

@@ -1,0 +1,26 @@
+"""How tests wait: for an event, on a machine however busy. The limit only ends a test that hangs."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+PATIENCE_S = 300.0
+
+Found = TypeVar("Found")
+
+
+def wait_until(
+    condition: Callable[[], Found], *, meanwhile: Callable[[], object] = lambda: time.sleep(0.02), failed: object = ""
+) -> Found:
+    """What the condition gives once it is true.
+
+    Args:
+        condition: the event.
+        meanwhile: called between two looks, for instance to spin an executor.
+        failed: message of a test that hangs; called first if it can be.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, failed() if callable(failed) else failed
+        meanwhile()
+    return found
