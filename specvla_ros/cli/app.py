@@ -43,6 +43,8 @@ def main() -> None:
         typer.secho(f"specvla: {error}", fg=typer.colors.RED, err=True)
         sys.exit(2)
     except ModuleNotFoundError as error:
+        if str(error.name).startswith("specvla"):
+            raise  # no package that a user could install
         typer.secho(f"specvla: {missing_package(error)}", fg=typer.colors.RED, err=True)
         sys.exit(2)
 
