@@ -105,7 +105,7 @@ def test_a_fault_in_a_tick_drops_its_frame_and_the_node_lives_on(
             def fail(*_: object) -> None:
                 raise RuntimeError("out of memory")
 
-            patch.setattr(Engine, "_step", fail)
+            patch.setattr(Engine, "_forward", fail)
             r.images.publish(rgb_image(r.now_ns()))
             r.until(lambda: r.drops() == {"engine_fault": 1})
         assert r.actions == []
