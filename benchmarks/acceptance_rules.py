@@ -19,7 +19,8 @@ from text_policy import LONGEST_TEXT
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
-from specvla_ros.evaluation.sweep import Setting, SweepRow, sweep
+from specvla_ros.evaluation.simulate_summary import Setting, SweepRow
+from specvla_ros.evaluation.sweep import sweep
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.rollout import EpisodeResult
 from specvla_ros.speculation.accept import AcceptReason

@@ -26,7 +26,7 @@ from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.models.openvla import Projector
+from specvla_ros.models.openvla.model import Projector
 from specvla_ros.models.vision_tower import VisionTower
 
 

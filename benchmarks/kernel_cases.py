@@ -1,6 +1,6 @@
 """Each kernel's operands on a packed batch, in a decoder's shapes, with its bytes and operations."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +9,9 @@ from shapes import PROMPT, tree_parents
 from timed_case import COMPILED, UNQUANTISED, Case, compiled, with_and_without_kernels
 from torch import Tensor
 
-from specvla_kernels.accept_tree import NO_NODE, Tolerance, Trees, accept_tree
-from specvla_kernels.commit_kv import commit_kv_batch
+from specvla_kernels.accept_tree import NO_NODE, accept_tree
+from specvla_kernels.commit_kv import commit_kv
+from specvla_kernels.compare_drafts import Comparison, Trees, compare_drafts
 from specvla_kernels.int8_linear import int8_linear
 from specvla_kernels.layout import Ancestry
 from specvla_kernels.packed_attention import packed_attention
@@ -41,7 +42,7 @@ def forward_cases(decoder: LlamaDecoder, cache: KVCache) -> Iterator[Case]:
     """What is done once behind a forward."""
     yield _commit(cache)
     for trees, nodes in _ACCEPTED:
-        yield _accept(decoder, trees, nodes)
+        yield from _accept(decoder, trees, nodes)
 
 
 def _random(decoder: LlamaDecoder, *shape: int) -> Tensor:
@@ -126,15 +127,15 @@ def _commit(cache: KVCache) -> Case:
     part = _part("commit_kv", _COMMITS, [slots, first_rows, nodes], 0.0, read_bytes=2.0 * moved)
 
     def call() -> None:
-        commit_kv_batch(cache.keys, cache.values, slots, first_rows, nodes)
+        commit_kv(cache.keys, cache.values, slots, first_rows, nodes)
 
     name = f"{_COMMITS} paths of {len(_PATH)}"
     return Case("commit_kv", name, _COMMITS * len(_PATH), (part,), with_and_without_kernels(call, cache.keys))
 
 
-def _accept(decoder: LlamaDecoder, requests: int, nodes: int) -> Case:
+def _accept(decoder: LlamaDecoder, requests: int, nodes: int) -> Iterator[Case]:
+    """The comparison with the target, and the walk under a mask that accepts every node."""
     stop = decoder.config.vocab_size - 64
-    tolerance = Tolerance.from_bins((254,) * 7, stop - 256, stop, 255, decoder.device)
     ancestry = Ancestry.from_parents(tree_parents(nodes), decoder.device)
     drafted, chosen = (torch.randint(stop - 256, stop, (requests, nodes), device=decoder.device) for _ in range(2))
     yes = torch.ones(requests, nodes, dtype=torch.bool, device=decoder.device)
@@ -147,12 +148,22 @@ def _accept(decoder: LlamaDecoder, requests: int, nodes: int) -> Case:
         valid=yes,
         relaxable=yes,
         choices=chosen,
-        places=torch.ones(requests, dtype=torch.int64, device=decoder.device),
+        positions=torch.ones(requests, dtype=torch.int64, device=decoder.device),
     )
 
-    def call() -> Tensor:
-        return accept_tree(trees, tolerance, _LEVELS)
+    def compare() -> Comparison:
+        return compare_drafts(trees, stop - 256, stop, 255)
 
-    part = _part("accept_tree", requests * nodes, [*vars(trees).values(), call()], 0.0)
-    calls: dict[str, Callable[[], object] | str] = with_and_without_kernels(call, trees.log_probs)
-    return Case("accept_tree", f"{requests} x {nodes} nodes", requests * nodes, (part,), calls)
+    comparison, mask = compare(), yes[:, None]
+
+    def accept() -> Tensor:
+        return accept_tree(trees, comparison, mask, trees.depths, _LEVELS)
+
+    size, rows = f"{requests} x {nodes} nodes", requests * nodes
+    read = [trees.tokens, trees.parents, trees.ancestors, trees.choices, trees.positions]
+    part = _part("compare_drafts", rows, [*read, *vars(comparison).values()], 0.0)
+    yield Case("compare_drafts", size, rows, (part,), with_and_without_kernels(compare, trees.log_probs))
+    walked = [trees.tokens, trees.depths, trees.ancestors, trees.log_probs, trees.valid, trees.relaxable, trees.choices]
+    compared = [comparison.wanted, comparison.exact, comparison.distances, mask, trees.depths]
+    part = _part("accept_tree", rows, [*walked, *compared, accept()], 0.0)
+    yield Case("accept_tree", size, rows, (part,), with_and_without_kernels(accept, trees.log_probs))

@@ -28,7 +28,7 @@ from timing import take_turns
 
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.planning.cost import least_seconds, total_bytes, total_operations
-from specvla_ros.planning.device import DeviceLimits
+from specvla_ros.planning.device import Device as DeviceLimits
 from specvla_ros.planning.measure import measure_device
 
 CONTESTANTS = (TRITON, PYTORCH, COMPILED, UNQUANTISED)

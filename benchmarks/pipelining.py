@@ -27,7 +27,7 @@ from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read
 from specvla_ros.evaluation.simulate_summary import compare_episodes
 from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.simulation.device_pace import read_device
+from specvla_ros.simulation.device_pace import read_stage_times
 from specvla_ros.simulation.robot import ACTION_DT_S
 from specvla_ros.simulation.rollout import Clock, EpisodeResult
 from specvla_ros.simulation.tasks import FRAME_FIRST_SEED, choose_tasks
@@ -71,7 +71,7 @@ def main() -> None:
     frames = list(islice(simulation_source(policy, FRAME_FIRST_SEED), FRAMES))
     devices = {}
     for name in DEVICES:
-        device = read_device(name)
+        device = read_stage_times(name)
         saturated = {mode: _saturated(policy, each, frames, name) for mode, each in settings().items()}
         print(json.dumps(saturated, indent=1), file=sys.stderr, flush=True)
         closed = _closed_loop(name, options) if options.episodes else {}
@@ -89,7 +89,7 @@ def main() -> None:
 
 def _saturated(policy: Target, chosen: EngineSettings, frames: Sequence[Frame], device: str) -> dict[str, Any]:
     """The engine alone: whenever it has room the next frame is there, taken at that moment."""
-    engine, pace = Engine(policy, chosen), read_device(device)
+    engine, pace = Engine(policy, chosen), read_stage_times(device)
     engine.warm_up()
     begun_s: dict[int, float] = {}
     latency_s: list[float] = []

@@ -16,7 +16,7 @@ from specvla_ros.models.checkpoint import Target
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
 from specvla_ros.models.config import OpenVLAConfig
 from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.models.openvla import OpenVLA
+from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.prompt import PromptTokenizer
 from specvla_ros.models.quantization import check_quantization, quantize_layer
 from specvla_ros.models.target import ImageEmbeddings

@@ -50,7 +50,7 @@ _PIPELINING = """
 ## What speculative pipelining buys
 
 The nano policy's own acceptance at the stage times that OpenVLA-7B would have. **The devices are emulated**: none of
-them ran; each stage counted for the time in `specvla_ros/simulation/devices/`, assumed from a roofline. Trees have 16
+them ran; each stage counted for the time in `specvla_ros/planning/devices/`, assumed from a roofline. Trees have 16
 nodes; *relaxed* is within {mm:g} mm and {degrees:g}°.
 
 A frame always waiting, over {frames} frames of one run: latency from a frame's admission to its action, and actions per

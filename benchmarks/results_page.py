@@ -40,7 +40,7 @@ _SIMULATION = """
 The nano policy at the simulated table, plain decoder, {episodes} held-out starts per task, the same for every column
 (seeds {first} to {last}; training's begin at 1000000). In *lockstep* the world waits for each action; in *realtime* it
 moves on while the policy thinks, for as long as OpenVLA-7B would need on that device. **The devices are emulated**:
-none of them ran; each stage counted for the time in `specvla_ros/simulation/devices/`, assumed from a roofline.
+none of them ran; each stage counted for the time in `specvla_ros/planning/devices/`, assumed from a roofline.
 Intervals are Wilson's at 95 %; p is the exact McNemar test against lockstep over the same starts.
 
 """

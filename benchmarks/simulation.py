@@ -2,7 +2,7 @@
 
 python benchmarks/simulation.py --episodes 100 --workers 2
 
-The devices are emulated: each stage of the engine counts for the time in its table (specvla_ros/simulation/devices).
+The devices are emulated: each stage of the engine counts for the time in its table (specvla_ros/planning/devices).
 """
 
 import argparse
@@ -16,7 +16,7 @@ from episode_benchmark import parser, result_head, write_result
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import compare_episodes
 from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.simulation.device_pace import read_device
+from specvla_ros.simulation.device_pace import read_stage_times
 from specvla_ros.simulation.rollout import Clock
 
 DEVICES = ("h200", "rtx5090", "orin")
@@ -45,7 +45,7 @@ def main() -> None:
         "policy": policy.name,
         "first_seed": options.seed,
         "episodes_per_task": options.episodes,
-        "devices": {device: vars(read_device(device)) for device in DEVICES},
+        "devices": {device: vars(read_stage_times(device)) for device in DEVICES},
         "results": results,
     }
     write_result(result, options)

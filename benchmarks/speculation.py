@@ -13,7 +13,8 @@ from episode_benchmark import parser, result_head, write_result
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
-from specvla_ros.evaluation.sweep import Setting, SweepRow, sweep
+from specvla_ros.evaluation.simulate_summary import Setting, SweepRow
+from specvla_ros.evaluation.sweep import sweep
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.rollout import EpisodeResult

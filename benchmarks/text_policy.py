@@ -27,7 +27,7 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.models.config import read_config
-from specvla_ros.models.openvla import OpenVLA
+from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.weights import save_weights
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.device_pace import tick_time

@@ -1,4 +1,6 @@
-"""What each part of a speculative tick costs: verification, acceptance, commit and drafting.
+"""What each part of a speculative tick costs: forward, acceptance, commit and drafting.
+
+Acceptance holds a commit that moves nothing, as random weights accept nothing.
 
 Behind a prompt of 290 rows, as OpenVLA's, with random weights: time does not depend on their values.
 
@@ -18,11 +20,13 @@ from shapes import PROMPT, SIZES, tree_parents
 from speed_benchmark import Device, Dtype, Out, Sizes, dtype_on, result_head, write_result
 from timing import take_turns
 
+from specvla_kernels.accept_tree import NO_NODE
 from specvla_kernels.commit_kv import commit_kv
+from specvla_kernels.device import to_device
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
-from specvla_ros.engine.verifier import ToVerify, verify
+from specvla_ros.engine.verifier import Verifier, VerifyInput
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.speculation.accept import AcceptanceRule, ActionIds
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
@@ -37,6 +41,7 @@ from specvla_ros.speculation.tree import Tree
 
 NODES = (1, 8, 16, 32, 50, 64)
 TREE = 16
+DEPTH = 7
 COMMITTED = 3  # tokens per forward, about what a relaxed tree commits
 IMAGE_TOKENS = 256
 _BEAM = 8
@@ -74,16 +79,20 @@ def _measure(decoder: LlamaDecoder, device: str, repeats: int) -> dict[str, Any]
     vocab = decoder.config.vocab_size
     actions = ActionIds(vocab - 320, vocab - 64, bins=255)
     visual = torch.randn(IMAGE_TOKENS, decoder.config.hidden_size, device=device, dtype=decoder.dtype)
-    part = ToVerify(trees[TREE], verified.hidden, 1, visual)
     parts: dict[str, Callable[[], Any]] = {
         f"forward, {nodes} nodes": lambda tree=tree: forward(tree) for nodes, tree in trees.items()
     }
     for name, rule in _rules(vocab, device).items():
-        parts[f"accept, {name}"] = lambda rule=rule: verify(verified.logits, [part], rule, actions)
-    path = tuple(range(0, 2 * COMMITTED, 2))
-    parts["commit"] = lambda: commit_kv(cache.keys, cache.values, 0, PROMPT, path)
-    for nodes in (TREE, 50):
-        parts[f"draft, {nodes} nodes"] = _drafting(decoder, nodes, prompt)
+        part = VerifyInput(trees[TREE], 1, 0, PROMPT, rule, [visual])
+        verifier = Verifier(rule, actions, cache, max_nodes=TREE, max_depth=DEPTH)
+        parts[f"accept, {name}"] = lambda verifier=verifier, part=part: verifier.verify(
+            verified.logits, [verified.hidden], [part], verifier.prepare([part])
+        )
+    path = [*range(0, 2 * COMMITTED, 2), *[NO_NODE] * (DEPTH + 1 - COMMITTED)]
+    slots, rows, nodes = (to_device(each, cache.keys.device) for each in ([0], [PROMPT], [path]))
+    parts["commit"] = lambda: commit_kv(cache.keys, cache.values, slots, rows, nodes)
+    for size in (TREE, 50):
+        parts[f"draft, {size} nodes"] = _drafting(decoder, size, prompt)
     seconds = take_turns(parts, repeats, device)
     tick = [f"forward, {TREE} nodes", "accept, bin_distance", "commit", f"draft, {TREE} nodes"]
     total = sum(seconds[part] for part in tick)
@@ -111,7 +120,7 @@ def _tree(nodes: int, device: str) -> Tree:
     tokens = torch.randint(0, 32000, (nodes,), device=device)
     ancestry = Ancestry.from_parents(tree_parents(nodes), device)
     there = torch.ones(nodes, dtype=torch.bool, device=device)
-    return Tree(tokens, ancestry, torch.zeros(nodes, device=device), there, there, levels=7)
+    return Tree(tokens, ancestry, torch.zeros(nodes, device=device), there, there, levels=DEPTH)
 
 
 def _drafting(decoder: LlamaDecoder, nodes: int, prompt: torch.Tensor) -> Callable[[], Any]:

@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 
-from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.models.openvla import llama_tensors
+from specvla_ros.models.llama import LlamaDecoder, llama_tensors
 
 
 def transformers_llama(decoder: LlamaDecoder) -> Any:

@@ -20,9 +20,10 @@ from torch import Tensor
 with suppress(ImportError):
     import triton  # noqa: F401  (the operators take it where somebody has imported it)
 
-from specvla_kernels.accept_tree import Tolerance, Trees, accept_tree_triton
+from specvla_kernels.accept_tree import accept_tree_triton
 from specvla_kernels.attention_plan import plan_attention
 from specvla_kernels.commit_kv import commit_kv_triton
+from specvla_kernels.compare_drafts import Trees, compare_drafts_triton
 from specvla_kernels.device import HAS_TRITON
 from specvla_kernels.int8_linear import round_rows_triton, scale_sums_triton
 from specvla_kernels.layout import Span
@@ -105,11 +106,14 @@ def _int8(shape: _Shape) -> None:
     scale_sums_triton(sums, steps, torch.empty(sums.shape[1], device=_META), shape.dtype)
 
 
-def _accept(n: int, levels: int, dimensions: int = 7) -> None:
+def _accept(n: int, depth: int, *, loose: bool = False) -> None:
+    """The comparison and the walk; the mask of a loose rule depends on the path, that of others does not."""
     whole, flags = _whole(4, n), torch.empty(4, n, dtype=torch.bool, device=_META)
     log_probs = torch.empty(4, n, device=_META)
     trees = Trees(whole, whole, whole, whole, log_probs, flags, flags, whole, _whole(4))
-    accept_tree_triton(trees, Tolerance(_whole(dimensions + 1), 31744, 32000, 255), levels)
+    comparison = compare_drafts_triton(trees, 31744, 32000, 255)
+    mask = torch.empty(4, n if loose else 1, n, dtype=torch.bool, device=_META)
+    accept_tree_triton(trees, comparison, mask, whole, depth)
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {

@@ -1,4 +1,4 @@
-"""What VlaAction and DecodeStats say of an action: one mapping for the node and for recordings. Needs no ROS."""
+"""The fields of VlaAction and DecodeStats for an action: one mapping for the node and for recordings. Needs no ROS."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +12,11 @@ def vla_action_fields(
     """The fields of VlaAction.msg but its header, whose stamp and frame_id are the observation's.
 
     Args:
-        action: what the engine answered.
-        seq: its number since activation.
-        action_dt: seconds over which the displacements are meant.
-        publish_s: seconds from the last token to publication.
-        latency_s: seconds from the image's stamp to publication.
+        action: the engine's answer.
+        seq: the action's number since activation.
+        action_dt: duration of the displacements, seconds.
+        publish_s: from the last token to publication, seconds.
+        latency_s: from the image's stamp to publication, seconds.
     """
     timings = action.timings
     return {
@@ -41,8 +41,8 @@ def decode_stats_fields(action: Action, *, seq: int, drop_counts: Mapping[str, i
     """The fields of DecodeStats.msg but its header, which is that of the VlaAction.
 
     Args:
-        action: what the engine answered.
-        seq: that of its VlaAction.
+        action: the engine's answer.
+        seq: the VlaAction's number.
         drop_counts: frames dropped since activation by reason, as `DropCounter.by_name` gives them.
     """
     record = action.record

@@ -1,4 +1,4 @@
-"""One demonstration as a ROS 2 bag: what the camera saw, what was asked, what the expert did."""
+"""One demonstration as a ROS 2 bag: images, instruction and the expert's actions."""
 
 import io
 import os
@@ -28,11 +28,11 @@ _FOREVER = QosTime(sec=2**31 - 1, nsec=2**32 - 1)
 
 @dataclass(frozen=True)
 class Hindsight:
-    """What another instruction would have asked for.
+    """The expert's actions under another instruction.
 
     Args:
-        instruction: the other one.
-        actions: float64 [7] each, one per image.
+        instruction: the other instruction.
+        actions: one per image, float64 [7].
     """
 
     instruction: str
@@ -44,11 +44,11 @@ class DemonstrationRecord:
     """One demonstration.
 
     Args:
-        images: RGB uint8 [height, width, 3] each.
-        actions: float64 [7] each, one per image: metres and radians over 0.2 s, gripper 1 open.
-        instruction: that was followed.
-        times_s: of the images, from 0.
-        hindsight: by the name of the other task.
+        images: RGB, uint8 [height, width, 3].
+        actions: one per image, float64 [7]: metres and radians over 0.2 s, gripper 1 open.
+        instruction: the instruction that was followed.
+        times_s: the images' times from 0, seconds.
+        hindsight: the expert under other instructions, by the name of the other task.
     """
 
     images: Sequence[np.ndarray]
@@ -62,8 +62,8 @@ def write_demonstration(directory: Path, record: DemonstrationRecord) -> None:
     """Writes an MCAP bag that `specvla replay` and `specvla train-policy` read; it appears when it is complete.
 
     Args:
-        directory: of the bag; must not exist.
-        record: what to write.
+        directory: the bag's directory; must not exist.
+        record: the demonstration.
 
     Raises:
         OSError: it cannot be written; nothing is left at `directory`.
@@ -90,12 +90,12 @@ def _write(directory: Path, record: DemonstrationRecord) -> None:
             writer.write(connection, at, store.serialize_cdr(message, connection.msgtype))
 
         images = channel(IMAGE_TOPIC, "sensor_msgs/msg/CompressedImage")
-        texts = {INSTRUCTION_TOPIC: record.instruction}
+        instructions = {INSTRUCTION_TOPIC: record.instruction}
         actions = {ACTION_TOPIC: record.actions}
         for name, hindsight in record.hindsight.items():
-            texts[HINDSIGHT_INSTRUCTION_TOPIC.format(name)] = hindsight.instruction
+            instructions[HINDSIGHT_INSTRUCTION_TOPIC.format(name)] = hindsight.instruction
             actions[HINDSIGHT_ACTION_TOPIC.format(name)] = hindsight.actions
-        for topic, text in texts.items():
+        for topic, text in instructions.items():
             write(
                 channel(topic, "std_msgs/msg/String", [_latched()]), _START_NS, types["std_msgs/msg/String"](data=text)
             )

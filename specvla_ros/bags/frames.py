@@ -1,11 +1,83 @@
-"""The frames of a bag: each image with the instruction in force and the action that was recorded for it."""
+"""The frames of a bag: which topics are read, and each image with its instruction and its recorded action."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from specvla_ros.bags.reader import Bag, BagMessage
-from specvla_ros.bags.topics import ReplayTopics
+from specvla_ros.bags.reader import Bag, BagMessage, Topic
+from specvla_ros.errors import UserError
+
+RAW_IMAGE = "sensor_msgs/msg/Image"
+COMPRESSED_IMAGE = "sensor_msgs/msg/CompressedImage"
+TEXT = "std_msgs/msg/String"
+NUMBERS = ("std_msgs/msg/Float32MultiArray", "std_msgs/msg/Float64MultiArray")
+
+_COMPRESSED_SUFFIX = "/compressed"
+_DEFAULT_IMAGES = ("/camera/image_raw", "/camera/image_raw" + _COMPRESSED_SUFFIX)
+_DEFAULT_INSTRUCTION = "/instruction"
+_DEFAULT_ACTION = "/ground_truth/action"
+
+
+@dataclass(frozen=True)
+class TopicChoice:
+    """What the user says about a bag's topics; None: the default is looked for.
+
+    Args:
+        image_topic: default: /camera/image_raw, raw or compressed, or the only image topic.
+        instruction_topic: default: /instruction.
+        instruction: in place of a topic.
+        action_topic: recorded actions to compare with; default: /ground_truth/action, where the bag has it.
+    """
+
+    image_topic: str | None = None
+    instruction_topic: str | None = None
+    instruction: str | None = None
+    action_topic: str | None = None
+
+
+@dataclass(frozen=True)
+class ReplayTopics:
+    """What a replay reads.
+
+    Args:
+        image: the camera.
+        instruction: None: the user gave the instruction.
+        action: the recorded action to compare with; None: none.
+        note: what the user should know of the choice; empty: nothing.
+    """
+
+    image: Topic
+    instruction: Topic | None
+    action: Topic | None
+    note: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all that are read."""
+        return tuple(topic.name for topic in (self.image, self.instruction, self.action) if topic is not None)
+
+
+def choose_topics(bag: Bag, choice: TopicChoice) -> ReplayTopics:
+    """Takes the topics named, and finds the others.
+
+    Raises:
+        UserError: a topic is missing, of another type, or cannot be told among several.
+    """
+    image = _named_image(bag, choice.image_topic) if choice.image_topic else _find_image(bag)
+    if choice.instruction is not None:
+        instruction = None
+    elif choice.instruction_topic:
+        instruction = _typed(bag, choice.instruction_topic, (TEXT,))
+    else:
+        instruction = _find_instruction(bag)
+    if choice.action_topic:
+        action: Topic | None = _typed(bag, choice.action_topic, NUMBERS)
+    else:
+        action = next((topic for topic in bag.topics if _is_default_action(topic)), None)
+    note = ""
+    if choice.image_topic and image.name != choice.image_topic:
+        note = f"bag {bag.path} holds {choice.image_topic} only compressed: {image.name} is read"
+    return ReplayTopics(image, instruction, action, note)
 
 
 @dataclass(frozen=True)
@@ -48,9 +120,9 @@ def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -
             newest = BagFrame(index, message, text, epoch)
             index += 1
         elif topics.instruction is not None and message.topic == topics.instruction.name:
-            asked = str(message.message().data)
-            if asked != text or not epoch:
-                text, epoch = asked, epoch + 1
+            received = str(message.message().data)
+            if received != text or not epoch:
+                text, epoch = received, epoch + 1
         elif newest is not None and newest.recorded is None:
             newest = replace(newest, recorded=tuple(float(value) for value in message.message().data))
     if newest is not None:
@@ -60,6 +132,51 @@ def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -
 def _in_causal_order(bag: Bag, topics: ReplayTopics) -> Iterator[BagMessage]:
     """In bag time; at equal times the instruction, then the image that it is for, then the action that answers it."""
     names = (topics.instruction, topics.image, topics.action)
-    rank = {topic.name: place for place, topic in enumerate(names) if topic is not None}
+    rank = {topic.name: order for order, topic in enumerate(names) if topic is not None}
     for _, simultaneous in groupby(bag.messages(topics.names), key=lambda message: message.time_ns):
         yield from sorted(simultaneous, key=lambda message: rank[message.topic])
+
+
+def _typed(bag: Bag, name: str, types: tuple[str, ...]) -> Topic:
+    topic = bag.topic(name)
+    if topic.msgtype not in types:
+        raise UserError(f"bag {bag.path}: topic {name} is of type {topic.msgtype}, but {' or '.join(types)} is needed")
+    return topic
+
+
+def _is_default_action(topic: Topic) -> bool:
+    return topic.name == _DEFAULT_ACTION and topic.msgtype in NUMBERS
+
+
+def _named_image(bag: Bag, name: str) -> Topic:
+    """The topic of that name; where the bag lacks it, its compressed form as image_transport names it."""
+    compressed = name + _COMPRESSED_SUFFIX
+    held = {topic.name: topic.msgtype for topic in bag.topics}
+    if name not in held and held.get(compressed) == COMPRESSED_IMAGE:
+        name = compressed
+    return _typed(bag, name, (RAW_IMAGE, COMPRESSED_IMAGE))
+
+
+def _find_image(bag: Bag) -> Topic:
+    images = [topic for topic in bag.topics if topic.msgtype in (RAW_IMAGE, COMPRESSED_IMAGE)]
+    candidates = {topic.name: topic for topic in images if not topic.name.lower().endswith("/compresseddepth")}
+    for name in _DEFAULT_IMAGES:
+        if name in candidates:
+            return candidates[name]
+    if len(candidates) == 1:
+        return next(iter(candidates.values()))
+    if candidates:
+        raise UserError(f"bag {bag.path} has several cameras; pick one with --image-topic: {', '.join(candidates)}")
+    held = ", ".join(f"{topic.name} ({topic.msgtype})" for topic in bag.topics)
+    raise UserError(f"bag {bag.path} has no images ({RAW_IMAGE} or {COMPRESSED_IMAGE}); it holds: {held}")
+
+
+def _find_instruction(bag: Bag) -> Topic:
+    candidates = {topic.name: topic for topic in bag.topics if topic.msgtype == TEXT}
+    if _DEFAULT_INSTRUCTION in candidates:
+        return candidates[_DEFAULT_INSTRUCTION]
+    hint = f", or pick a topic with --instruction-topic: {', '.join(candidates)}" if candidates else ""
+    raise UserError(
+        f"bag {bag.path} has no instruction on {_DEFAULT_INSTRUCTION}; say what the robot was to do with "
+        f"--instruction 'TEXT'{hint}"
+    )

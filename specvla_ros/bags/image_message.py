@@ -4,6 +4,7 @@ import io
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,8 +13,6 @@ from PIL import Image as PillowImage
 from specvla_ros.errors import UserError
 
 NANOSECONDS = 1_000_000_000
-
-RGB, BGR = (0, 1, 2), (2, 1, 0)
 
 
 class ImageLike(Protocol):
@@ -36,19 +35,60 @@ class CompressedImageLike(Protocol):
 
 @dataclass(frozen=True)
 class _Layout:
-    """How an encoding lies in memory, and what makes RGB of its rows.
+    """How an encoding lies in memory.
 
     Args:
-        row_bytes: bytes per pixel in a row of `data`, padding not counted.
-        to_rgb: rows [rows, width * row_bytes], and whether their words are big-endian, to RGB.
+        pixel_bytes: bytes per pixel in a row of `data`, padding not counted.
+        form: the 8-bit encoding that the pixels are in once wide words are scaled.
+        word_bytes: bytes per sample.
         even: which of width and height must be even.
-        chroma_rows: rows behind the picture's own, as a fraction of its height.
+        chroma_rows: rows after the picture's own, as a fraction of its height.
     """
 
-    row_bytes: int
-    to_rgb: Callable[[np.ndarray, bool], np.ndarray]
+    pixel_bytes: int
+    form: str
+    word_bytes: int = 1
     even: tuple[str, ...] = ()
     chroma_rows: float = 0.0
+
+
+_BOTH = ("width", "height")
+_LAYOUTS = {
+    "rgb8": _Layout(3, "rgb8"),
+    "bgr8": _Layout(3, "bgr8"),
+    "rgba8": _Layout(4, "rgba8"),
+    "bgra8": _Layout(4, "bgra8"),
+    "8uc3": _Layout(3, "bgr8"),
+    "8uc4": _Layout(4, "bgra8"),
+    "mono8": _Layout(1, "mono8"),
+    "8uc1": _Layout(1, "mono8"),
+    "rgb16": _Layout(6, "rgb8", word_bytes=2),
+    "bgr16": _Layout(6, "bgr8", word_bytes=2),
+    "mono16": _Layout(2, "mono8", word_bytes=2),
+    "16uc1": _Layout(2, "mono8", word_bytes=2),
+    "yuv422": _Layout(2, "uyvy", even=("width",)),
+    "uyvy": _Layout(2, "uyvy", even=("width",)),
+    "yuv422_yuy2": _Layout(2, "yuyv", even=("width",)),
+    "yuyv": _Layout(2, "yuyv", even=("width",)),
+    "nv12": _Layout(1, "nv12", even=_BOTH, chroma_rows=0.5),
+    "nv21": _Layout(1, "nv21", even=_BOTH, chroma_rows=0.5),
+    "bayer_rggb8": _Layout(1, "bayer_rggb8", even=_BOTH),
+    "bayer_bggr8": _Layout(1, "bayer_bggr8", even=_BOTH),
+    "bayer_gbrg8": _Layout(1, "bayer_gbrg8", even=_BOTH),
+    "bayer_grbg8": _Layout(1, "bayer_grbg8", even=_BOTH),
+}
+
+SUPPORTED_ENCODINGS = tuple(name.replace("uc", "UC") for name in _LAYOUTS)
+
+# In four bytes of two pixels: where luma begins, U, V.
+_PACKED_YUV = {"uyvy": (1, 0, 2), "yuyv": (0, 1, 3)}
+# In the pairs of the chroma plane: U, V.
+_PLANAR_YUV = {"nv12": (0, 1), "nv21": (1, 0)}
+
+
+def rgb_from_message(message: Any) -> np.ndarray:
+    """The pixels of a sensor_msgs/Image or CompressedImage; see the two functions below."""
+    return rgb_from_compressed(message) if hasattr(message, "format") else rgb_from_image(message)
 
 
 def rgb_from_image(message: ImageLike) -> np.ndarray:
@@ -63,6 +103,21 @@ def rgb_from_image(message: ImageLike) -> np.ndarray:
     Raises:
         UserError: size 0, unknown encoding, a step that is too small, or data that is not step * height bytes.
     """
+    layout, rows = _checked(message)
+    if layout.word_bytes == 2:
+        words = np.ascontiguousarray(rows).view(">u2" if message.is_bigendian else "<u2")
+        rows = _to_8_bits(words)
+    if layout.form == "rgb8":
+        return rows.reshape(message.height, message.width, 3)
+    if layout.form in _PACKED_YUV or layout.form in _PLANAR_YUV:
+        return _rgb_from_yuv(*_yuv_planes(rows, message.height, layout.form))
+    if layout.form.startswith("bayer"):
+        return _demosaiced(rows, layout.form)
+    return _converted(rows, message.width, layout.form)
+
+
+def _checked(message: ImageLike) -> tuple[_Layout, np.ndarray]:
+    """An encoding's layout and the image's rows without their padding, uint8 [rows, bytes]."""
     height, width, step = message.height, message.width, message.step
     if height < 1 or width < 1:
         raise UserError(f"the image is empty: {width} x {height}; check the camera driver")
@@ -75,7 +130,7 @@ def rgb_from_image(message: ImageLike) -> np.ndarray:
     for name, size in (("width", width), ("height", height)):
         if name in layout.even and size % 2:
             raise UserError(f"a {message.encoding} image needs an even {name}, got {width} x {height}")
-    row_bytes = width * layout.row_bytes
+    row_bytes = width * layout.pixel_bytes
     if step < row_bytes:
         raise UserError(
             f"the image's step is {step} bytes, but a row of {width} {message.encoding} pixels takes {row_bytes}; "
@@ -88,7 +143,94 @@ def rgb_from_image(message: ImageLike) -> np.ndarray:
             f"the image holds {data.size} bytes, but step {step} x {rows} rows of {message.encoding} make "
             f"{step * rows}; the message is cut off or its step or height is wrong"
         )
-    return layout.to_rgb(data.reshape(rows, step)[:, :row_bytes], bool(message.is_bigendian))
+    return layout, data.reshape(rows, step)[:, :row_bytes]
+
+
+@dataclass(frozen=True)
+class _RawImage:
+    """What a converter reads of a sensor_msgs/Image."""
+
+    height: int
+    width: int
+    encoding: str
+    step: int
+    data: np.ndarray
+    is_bigendian: int = 0
+
+
+def _converted(rows: np.ndarray, width: int, encoding: str) -> np.ndarray:
+    """RGB of 8-bit pixels, uint8 [height, bytes], in an encoding that OpenCV converts."""
+    height, step = rows.shape
+    message = _RawImage(height, width, encoding, step, np.ascontiguousarray(rows))
+    return _converter()(message, "rgb8")
+
+
+@cache
+def _converter() -> Callable[[Any, str], np.ndarray]:
+    """cv_bridge where ROS brings one that works here, else rosbags-image. OpenCV is imported with the first image."""
+    probe = _RawImage(1, 1, "bgr8", 3, np.zeros(3, dtype=np.uint8))
+    try:
+        from cv_bridge import CvBridge
+
+        convert: Callable[[Any, str], np.ndarray] = CvBridge().imgmsg_to_cv2
+        convert(probe, "rgb8")
+    except Exception:  # not there, or built for another NumPy or OpenCV
+        try:
+            from rosbags.image import message_to_cvimage
+        except ImportError as error:
+            raise UserError(
+                f"images of this encoding need OpenCV ({error}): pip install rosbags-image opencv-python-headless"
+            ) from None
+        convert = message_to_cvimage
+    import cv2
+
+    cv2.setNumThreads(1)  # an image takes 0.1 ms; its threads would compete with torch's for the cores
+    return convert
+
+
+def _to_8_bits(words: np.ndarray) -> np.ndarray:
+    # 65535 / 255 is 257: rounds to the nearest, never a tie. rosbags-image rounds down.
+    return ((words.astype(np.uint32) + 128) // 257).astype(np.uint8)
+
+
+def _yuv_planes(rows: np.ndarray, height: int, form: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Luma, U and V of each pixel, uint8 [height, width]."""
+    if form in _PACKED_YUV:
+        luma, u, v = _PACKED_YUV[form]
+        pairs = rows.reshape(height, -1, 4)
+        return rows[:, luma::2], pairs[:, :, u].repeat(2, axis=1), pairs[:, :, v].repeat(2, axis=1)
+    chroma = rows[height:].reshape(height // 2, -1, 2).repeat(2, axis=0).repeat(2, axis=1)
+    u, v = _PLANAR_YUV[form]
+    return rows[:height], chroma[:, :, u], chroma[:, :, v]
+
+
+def _rgb_from_yuv(luma: np.ndarray, u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """BT.601 limited range: luma in 16..235, chroma around 128.
+
+    In float and not by OpenCV, whose 8-bit integers are off by one in many pixels and by more where luma is below 16.
+    """
+    y = (luma.astype(np.float32) - 16) * (255 / 219)
+    u = (u.astype(np.float32) - 128) * (255 / 224)
+    v = (v.astype(np.float32) - 128) * (255 / 224)
+    rgb = np.stack([y + 1.402 * v, y - 0.344136 * u - 0.714136 * v, y + 1.772 * u], axis=2)
+    return np.clip(np.rint(rgb), 0, 255).astype(np.uint8)
+
+
+def _demosaiced(mosaic: np.ndarray, encoding: str) -> np.ndarray:
+    """Bilinear: OpenCV's, with the border as the mean of the samples that are there.
+
+    OpenCV copies the border from the pixels next to it. A mosaic mirrored by two pixels keeps its pattern and gives the
+    border as well, but for green between three samples: there the mirrored one would count twice.
+    """
+    rgb = _converted(np.pad(mosaic, 2, mode="reflect"), mosaic.shape[1] + 4, encoding)[2:-2, 2:-2].copy()
+    pattern = np.array(list(encoding[6:10])).reshape(2, 2)  # bayer_RGGB8: the colours of the first two pixels and rows
+    for turns in range(4):
+        edge, samples = np.rot90(rgb, turns), np.rot90(mosaic, turns).astype(np.int32)
+        last = samples.shape[1] - 1
+        first = 1 if np.rot90(pattern, turns)[0, 0] == "g" else 2  # the first sample in the row that is not green
+        neighbours = samples[0, first - 1 : last - 1 : 2] + samples[0, first + 1 :: 2] + samples[1, first:last:2]
+        edge[0, first:last:2, 1] = (neighbours + 1) // 3
+    return rgb
 
 
 def rgb_from_compressed(message: CompressedImageLike) -> np.ndarray:
@@ -142,149 +284,5 @@ def _rgb_from_picture(picture: PillowImage.Image) -> np.ndarray:
     # Pillow clips 16-bit grey to 255 when it converts.
     if picture.mode.startswith("I"):
         grey = np.clip(np.asarray(picture).astype(np.int64), 0, 65535)
-        return _repeat(_to_8_bits(grey))
+        return np.repeat(_to_8_bits(grey)[:, :, None], 3, axis=2)
     return np.asarray(picture.convert("RGB"))
-
-
-def _colour(channels: int, order: tuple[int, int, int]) -> Callable[[np.ndarray, bool], np.ndarray]:
-    """8-bit interleaved colour; a view when nothing has to move."""
-
-    def to_rgb(rows: np.ndarray, _: bool) -> np.ndarray:
-        pixels = rows.reshape(len(rows), -1, channels)
-        return pixels[:, :, :3] if order == RGB else _reordered(pixels, order)
-
-    return to_rgb
-
-
-def _colour_16(order: tuple[int, int, int]) -> Callable[[np.ndarray, bool], np.ndarray]:
-    def to_rgb(rows: np.ndarray, big_endian: bool) -> np.ndarray:
-        return _reordered(_to_8_bits(_words(rows, big_endian)).reshape(len(rows), -1, 3), order)
-
-    return to_rgb
-
-
-def _reordered(pixels: np.ndarray, order: tuple[int, int, int]) -> np.ndarray:
-    # Channel by channel: 4 times as fast as a contiguous copy of pixels[..., ::-1]; torch takes no negative strides.
-    rgb = np.empty((*pixels.shape[:2], 3), np.uint8)
-    for target, source in enumerate(order):
-        rgb[:, :, target] = pixels[:, :, source]
-    return rgb
-
-
-def _mono(rows: np.ndarray, _: bool) -> np.ndarray:
-    return _repeat(rows)
-
-
-def _mono_16(rows: np.ndarray, big_endian: bool) -> np.ndarray:
-    return _repeat(_to_8_bits(_words(rows, big_endian)))
-
-
-def _repeat(grey: np.ndarray) -> np.ndarray:
-    return np.repeat(grey[:, :, None], 3, axis=2)
-
-
-def _words(rows: np.ndarray, big_endian: bool) -> np.ndarray:
-    return np.ascontiguousarray(rows, dtype=np.uint8).view(">u2" if big_endian else "<u2")
-
-
-def _to_8_bits(words: np.ndarray) -> np.ndarray:
-    # 65535 / 255 is 257: rounds to the nearest, never a tie.
-    return ((words.astype(np.uint32) + 128) // 257).astype(np.uint8)
-
-
-def _yuv_422(luma: int, u: int, v: int) -> Callable[[np.ndarray, bool], np.ndarray]:
-    """Two pixels in four bytes; the arguments say where luma begins and where U and V are."""
-
-    def to_rgb(rows: np.ndarray, _: bool) -> np.ndarray:
-        pairs = rows.reshape(len(rows), -1, 4)
-        chroma = np.stack([pairs[:, :, u], pairs[:, :, v]], axis=2)
-        return _rgb_from_yuv(rows[:, luma::2], np.repeat(chroma, 2, axis=1))
-
-    return to_rgb
-
-
-def _yuv_420(u: int, v: int) -> Callable[[np.ndarray, bool], np.ndarray]:
-    """A plane of luma, then half as many rows of interleaved chroma."""
-
-    def to_rgb(rows: np.ndarray, _: bool) -> np.ndarray:
-        height = len(rows) * 2 // 3
-        chroma = rows[height:].reshape(height // 2, -1, 2)[:, :, (u, v)]
-        return _rgb_from_yuv(rows[:height], chroma.repeat(2, axis=0).repeat(2, axis=1))
-
-    return to_rgb
-
-
-def _rgb_from_yuv(luma: np.ndarray, chroma: np.ndarray) -> np.ndarray:
-    """BT.601 limited range: luma [height, width] in 16..235, chroma [height, width, 2] around 128."""
-    y = (luma.astype(np.float32) - 16) * (255 / 219)
-    u, v = np.moveaxis(chroma.astype(np.float32) - 128, 2, 0) * (255 / 224)
-    red = y + 1.402 * v
-    green = y - 0.344136 * u - 0.714136 * v
-    blue = y + 1.772 * u
-    rgb: np.ndarray = np.clip(np.rint(np.stack([red, green, blue], axis=2)), 0, 255).astype(np.uint8)
-    return rgb
-
-
-def _bayer(pattern: str) -> Callable[[np.ndarray, bool], np.ndarray]:
-    """Bilinear. The pattern names the colours of the first two pixels of the first two rows."""
-
-    def to_rgb(rows: np.ndarray, _: bool) -> np.ndarray:
-        return np.stack([_interpolated(rows, pattern, colour) for colour in "rgb"], axis=2)
-
-    return to_rgb
-
-
-def _interpolated(mosaic: np.ndarray, pattern: str, colour: str) -> np.ndarray:
-    """One colour everywhere: the weighted mean of its samples among a pixel and its 8 neighbours, inside the image."""
-    height, width = mosaic.shape
-    present = np.zeros((height + 2, width + 2), np.int32)
-    for place, sampled in enumerate(pattern):
-        if sampled == colour:
-            present[1 + place // 2 : -1 : 2, 1 + place % 2 : -1 : 2] = 1
-    samples = np.zeros_like(present)
-    samples[1:-1, 1:-1] = mosaic
-    samples *= present
-    weights = (0, 1, 4) if colour == "g" else (1, 2, 4)
-    total, weight = _weighted_sum(samples, *weights), _weighted_sum(present, *weights)
-    mean: np.ndarray = (total + weight // 2) // weight
-    return mean.astype(np.uint8)
-
-
-def _weighted_sum(padded: np.ndarray, corner: int, edge: int, centre: int) -> np.ndarray:
-    across = padded[:, :-2] + padded[:, 2:]
-    edges = padded[:-2, 1:-1] + padded[2:, 1:-1] + across[1:-1]
-    total: np.ndarray = centre * padded[1:-1, 1:-1] + edge * edges
-    if corner:
-        total += corner * (across[:-2] + across[2:])
-    return total
-
-
-_UYVY = _Layout(2, _yuv_422(luma=1, u=0, v=2), even=("width",))
-_YUYV = _Layout(2, _yuv_422(luma=0, u=1, v=3), even=("width",))
-
-_LAYOUTS = {
-    "rgb8": _Layout(3, _colour(3, RGB)),
-    "bgr8": _Layout(3, _colour(3, BGR)),
-    "rgba8": _Layout(4, _colour(4, RGB)),
-    "bgra8": _Layout(4, _colour(4, BGR)),
-    "8uc3": _Layout(3, _colour(3, BGR)),
-    "8uc4": _Layout(4, _colour(4, BGR)),
-    "mono8": _Layout(1, _mono),
-    "8uc1": _Layout(1, _mono),
-    "rgb16": _Layout(6, _colour_16(RGB)),
-    "bgr16": _Layout(6, _colour_16(BGR)),
-    "mono16": _Layout(2, _mono_16),
-    "16uc1": _Layout(2, _mono_16),
-    "yuv422": _UYVY,
-    "uyvy": _UYVY,
-    "yuv422_yuy2": _YUYV,
-    "yuyv": _YUYV,
-    "nv12": _Layout(1, _yuv_420(u=0, v=1), even=("width", "height"), chroma_rows=0.5),
-    "nv21": _Layout(1, _yuv_420(u=1, v=0), even=("width", "height"), chroma_rows=0.5),
-    "bayer_rggb8": _Layout(1, _bayer("rggb"), even=("width", "height")),
-    "bayer_bggr8": _Layout(1, _bayer("bggr"), even=("width", "height")),
-    "bayer_gbrg8": _Layout(1, _bayer("gbrg"), even=("width", "height")),
-    "bayer_grbg8": _Layout(1, _bayer("grbg"), even=("width", "height")),
-}
-
-SUPPORTED_ENCODINGS = tuple(name.replace("uc", "UC") for name in _LAYOUTS)

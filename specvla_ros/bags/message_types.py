@@ -55,17 +55,17 @@ class MessageTypes:
         Args:
             msgtype: for example specvla_ros/msg/VlaAction.
             fields: every field but the header.
-            stamp_ns: of the header.
-            frame_id: of the header.
+            stamp_ns: the header's stamp, nanoseconds.
+            frame_id: the header's frame.
         """
-        kinds = self._store.types
-        stamp = kinds["builtin_interfaces/msg/Time"](sec=stamp_ns // 10**9, nanosec=stamp_ns % 10**9)
-        header = kinds["std_msgs/msg/Header"](stamp=stamp, frame_id=frame_id)
+        types = self._store.types
+        stamp = types["builtin_interfaces/msg/Time"](sec=stamp_ns // 10**9, nanosec=stamp_ns % 10**9)
+        header = types["std_msgs/msg/Header"](stamp=stamp, frame_id=frame_id)
         arrays = {name: self._as_field(msgtype, name, value) for name, value in fields.items()}
-        return bytes(self._store.serialize_cdr(kinds[msgtype](header=header, **arrays), msgtype))
+        return bytes(self._store.serialize_cdr(types[msgtype](header=header, **arrays), msgtype))
 
     def definition(self, msgtype: str) -> str:
-        """The ros2msg text of one of this package's types, the definitions that it needs behind it."""
+        """The ros2msg text of one of this package's types, followed by the definitions that it needs."""
         generated, _ = self._store.generate_msgdef(msgtype, ros_version=2)
         _, separator, needed = generated.partition(_SEPARATOR)
         return f"{self._own[msgtype].rstrip()}\n{separator}{needed}"

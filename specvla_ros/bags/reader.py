@@ -84,11 +84,11 @@ class Bag:
     """An open bag; also a context manager.
 
     Attributes:
-        path: as it was asked for.
-        files: its data files.
-        topics: those that hold at least one message, by name.
+        path: the path that was opened.
+        files: the data files.
+        topics: the topics with messages, by name.
         start_ns: bag time of the first message.
-        end_ns: bag time of the last one.
+        end_ns: bag time of the last message.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Bag:
         if not self.topics:
             self.close()
             raise UserError(f"bag {path} is empty: no message can be read from it. {self.damage}".rstrip())
-        filled = [storage for storage in storages if any(each.msgcount for each in storage.connections)]
+        filled = [storage for storage in storages if any(connection.msgcount for connection in storage.connections)]
         self.start_ns = min(storage.start_ns for storage in filled)
         self.end_ns = max(storage.end_ns for storage in filled)
 
@@ -248,7 +248,7 @@ def _topics(storages: list[Storage]) -> tuple[Topic, ...]:
             if connection.msgcount:
                 by_name.setdefault(connection.topic, []).append(connection)
     return tuple(
-        Topic(name, same[0].msgtype, sum(each.msgcount for each in same), _offered_qos(same))
+        Topic(name, same[0].msgtype, sum(connection.msgcount for connection in same), _offered_qos(same))
         for name, same in sorted(by_name.items())
     )
 

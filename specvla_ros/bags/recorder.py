@@ -46,7 +46,7 @@ class BagRecorder:
 
     Args:
         directory: the bag's directory, made here; it must not exist.
-        metadata: what the bag shall say of its origin; stored in the file.
+        metadata: the bag's origin; stored in the file.
 
     Raises:
         UserError: the directory exists or cannot be written.
@@ -88,12 +88,12 @@ class BagRecorder:
         """Writes an action and how it was decoded; the header's stamp is the image's.
 
         Args:
-            action: what the engine answered.
-            seq: its number, from 0.
-            time_ns: when it is to be played back, never before the action before it.
-            action_dt: seconds over which the displacements are meant.
-            publish_s: seconds from the last token to here.
-            latency_s: observation-to-action latency.
+            action: the engine's answer.
+            seq: the action's number, from 0.
+            time_ns: bag time, never before that of the action before.
+            action_dt: duration of the displacements, seconds.
+            publish_s: from the last token to publication, seconds.
+            latency_s: observation-to-action latency, seconds.
             drop_counts: frames dropped so far, by reason.
         """
         fields = vla_action_fields(action, seq=seq, action_dt=action_dt, publish_s=publish_s, latency_s=latency_s)

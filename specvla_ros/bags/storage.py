@@ -5,11 +5,11 @@ import os
 import shutil
 import sqlite3
 import struct
-import zlib
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from io import BytesIO
+from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
@@ -17,9 +17,10 @@ from typing import Protocol
 import lz4.frame
 import zstandard
 from mcap.data_stream import ReadDataStream
-from mcap.exceptions import EndOfFile
+from mcap.exceptions import EndOfFile, McapError, UnsupportedCompressionError
 from mcap.opcode import Opcode
-from mcap.records import Channel, Schema
+from mcap.records import Channel, Chunk, McapRecord, Message, Schema
+from mcap.stream_reader import StreamReader, breakup_chunk
 from rosbags.interfaces import Connection, ConnectionExtRosbag2, MessageDefinition, MessageDefinitionFormat
 from rosbags.rosbag2 import Reader
 from rosbags.rosbag2.metadata import parse_qos
@@ -27,43 +28,24 @@ from rosbags.rosbag2.metadata import parse_qos
 from specvla_ros.errors import UserError
 
 MCAP_MAGIC = b"\x89MCAP0\r\n"
+_SQLITE_MAGIC = b"SQLite format 3\0"
 
-_RECORD_HEAD = struct.Struct("<BQ")  # opcode, length
-_MESSAGE_HEAD = struct.Struct("<HIQQ")  # channel, sequence, log time, publish time
-_CHUNK_HEAD = struct.Struct("<QQQII")  # start, end, uncompressed size, checksum, length of the compression's name
+_HEAD = struct.Struct("<BQ")  # of a record: opcode, length
+_MESSAGE_FIELDS = 22  # bytes of a message before its data
 _FORMATS = {"ros2msg": MessageDefinitionFormat.MSG, "ros2idl": MessageDefinitionFormat.IDL}
 
-
-class _Damaged(Exception):
-    """Bytes that are not what they should be."""
+StoredMessage = tuple[Connection, int, bytes]  # whose, bag time [ns], CDR
 
 
-@dataclass(frozen=True, order=True)
-class _Block:
-    """Where messages lie: in a chunk, or one by itself.
+class RecoveredMcap:
+    """An MCAP file without a usable index, as a killed recorder leaves it: scanned once, then read block by block.
 
-    Args:
-        start_ns: the earliest log time in it.
-        offset: of the record's body in the file.
-        length: of the body, as far as it is there.
-        whole: whether the body is all there.
-        opcode: CHUNK or MESSAGE.
-    """
-
-    start_ns: int
-    offset: int
-    length: int
-    whole: bool
-    opcode: int
-
-
-class ScannedMcap:
-    """An MCAP file, scanned once for its topics and then read block by block, sorted by log time.
+    A block is a chunk, or a message by itself. Of a cut-off chunk the messages that are there are read.
 
     Attributes: those of `Storage`.
 
     Raises:
-        UserError: the file cannot be read or is no MCAP file.
+        UserError: the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,13 +53,14 @@ class ScannedMcap:
         self._schemas: dict[int, Schema] = {}
         self._connections: dict[int, Connection] = {}
         self._counts: Counter[int] = Counter()
-        self._blocks: list[_Block] = []
+        self._blocks: list[tuple[int, int]] = []  # the earliest log time in it, where its record begins
         self.start_ns, self.end_ns = 2**63 - 1, 0
         self.damage = ""
         try:
             self._file = path.open("rb")
         except OSError as error:
             raise UserError(f"bag file {path} cannot be read: {error.strerror}") from error
+        self._size = os.fstat(self._file.fileno()).st_size
         self._scan()
         self._blocks.sort()
 
@@ -86,22 +69,18 @@ class ScannedMcap:
         """Its topics, each with the number of its readable messages."""
         return [channel._replace(msgcount=self._counts[key]) for key, channel in self._connections.items()]
 
-    def messages(self, topics: frozenset[str]) -> Iterator[tuple[Connection, int, bytes]]:
+    def messages(self, topics: frozenset[str]) -> Iterator[StoredMessage]:
         """The messages of some topics, in time order; equal times in the order of the file."""
         wanted = {key: channel for key, channel in self._connections.items() if channel.topic in topics}
         read: list[tuple[int, int, int, bytes]] = []  # log time, order in the file, channel, data
-        order = 0
-        for block in self._blocks:
-            while read and read[0][0] < block.start_ns:
+        order = count()
+        for start_ns, offset in [*self._blocks, (2**64, 0)]:
+            while read and read[0][0] < start_ns:
                 time_ns, _, key, data = heapq.heappop(read)
                 yield wanted[key], time_ns, data
-            for key, time_ns, data in self._messages_in(block):
-                if key in wanted:
-                    heapq.heappush(read, (time_ns, order, key, data))
-                    order += 1
-        while read:
-            time_ns, _, key, data = heapq.heappop(read)
-            yield wanted[key], time_ns, data
+            for record in self._records(offset) if offset else ():
+                if isinstance(record, Message) and record.channel_id in wanted:
+                    heapq.heappush(read, (record.log_time, next(order), record.channel_id, record.data))
 
     def close(self) -> None:
         """Closes the file."""
@@ -109,165 +88,109 @@ class ScannedMcap:
 
     def _scan(self) -> None:
         """Walks over the records up to the end of the data, or of what there is."""
-        size = os.fstat(self._file.fileno()).st_size
         offset = len(MCAP_MAGIC)
-        while True:
-            self._file.seek(offset)
-            head = self._file.read(_RECORD_HEAD.size)
-            if len(head) < _RECORD_HEAD.size:
-                break
-            opcode, length = _RECORD_HEAD.unpack(head)
+        while offset + _HEAD.size <= self._size:
+            opcode, length = _HEAD.unpack(self._read(offset, _HEAD.size))
             if opcode in (Opcode.DATA_END, Opcode.FOOTER):
                 return
-            body = offset + _RECORD_HEAD.size
-            present = min(length, size - body)
             try:
-                self._take(opcode, body, present, whole=present == length)
-            except _Damaged as error:
-                self.damage = f"{self._path} is damaged at byte {offset} of {size}: {error}. {self._saved()}"
+                self._take(opcode, offset)
+            except Exception as error:  # whatever the library makes of damaged bytes
+                reason = str(error) or type(error).__name__
+                self.damage = f"{self._path} is damaged at byte {offset} of {self._size}: {reason}. {self._saved()}"
                 return
-            if present < length:
-                break
-            offset = body + length
+            offset += _HEAD.size + length
         self.damage = (
-            f"{self._path} is cut off at byte {size}: the recorder was killed, or the file was not copied in full. "
-            + self._saved()
+            f"{self._path} is cut off at byte {self._size}: the recorder was killed, or the file was not copied in "
+            f"full. {self._saved()}"
         )
 
     def _saved(self) -> str:
-        count = sum(self._counts.values())
         seconds = max(self.end_ns - self.start_ns, 0) * 1e-9
-        return f"What is readable was read: {count} messages over {seconds:.1f} s"
+        return f"What is readable was read: {self._counts.total()} messages over {seconds:.1f} s"
 
-    def _take(self, opcode: int, offset: int, length: int, *, whole: bool) -> None:
+    def _take(self, opcode: int, offset: int) -> None:
         """Notes what one record holds."""
         if opcode == 0:
-            raise _Damaged("a record of no kind")
+            raise ValueError("a record of no kind")
+        messages = []
+        for record in self._records(offset, message_bytes=_MESSAGE_FIELDS):
+            if isinstance(record, Schema):
+                self._schemas[record.id] = record
+            elif isinstance(record, Channel):
+                self._connections[record.id] = self._connection(record)
+            elif isinstance(record, Message) and record.channel_id in self._connections:
+                messages.append(record)
+        if messages:
+            times = [message.log_time for message in messages]
+            self._blocks.append((min(times), offset))
+            self._counts.update(message.channel_id for message in messages)
+            self.start_ns, self.end_ns = min(self.start_ns, *times), max(self.end_ns, *times)
+
+    def _records(self, offset: int, message_bytes: int | None = None) -> Iterable[McapRecord]:
+        """The schemas, channels and messages of the record at an offset.
+
+        Args:
+            offset: of the record's head in the file.
+            message_bytes: how much of a message outside a chunk is read; None: all.
+        """
+        opcode, length = _HEAD.unpack(self._read(offset, _HEAD.size))
+        body = offset + _HEAD.size
+        whole = body + length <= self._size
         if opcode == Opcode.CHUNK:
-            self._take_chunk(_Block(0, offset, length, whole, opcode))
-        elif opcode == Opcode.MESSAGE and whole:
-            start = self._take_message(self._read(offset, min(length, _MESSAGE_HEAD.size)))
-            if start is not None:
-                self._blocks.append(_Block(start, offset, length, whole, opcode))
-        elif opcode in (Opcode.SCHEMA, Opcode.CHANNEL) and whole:
-            self._take_definition(opcode, self._read(offset, length))
+            stream = ReadDataStream(BytesIO(self._read(body, length)))
+            return _whole_chunk(stream) if whole else _cut_chunk(stream)
+        if not whole or opcode not in (Opcode.SCHEMA, Opcode.CHANNEL, Opcode.MESSAGE):
+            return ()
+        if opcode == Opcode.MESSAGE and message_bytes is not None:
+            length = min(length, message_bytes)
+        record = _HEAD.pack(opcode, length) + self._read(body, length)
+        return islice(StreamReader(BytesIO(record), skip_magic=True).records, 1)
 
-    def _take_chunk(self, block: _Block) -> None:
-        starts = []
-        for opcode, body in _records(self._chunk(block)):
-            if opcode == Opcode.MESSAGE:
-                starts.append(self._take_message(body))
-            elif opcode in (Opcode.SCHEMA, Opcode.CHANNEL):
-                self._take_definition(opcode, bytes(body))
-        known = [start for start in starts if start is not None]
-        if known:
-            self._blocks.append(replace(block, start_ns=min(known)))
-
-    def _take_message(self, body: bytes | memoryview) -> int | None:
-        """Counts a message and returns its log time; None when its channel is unknown."""
-        key, _, time_ns, _ = _unpack(_MESSAGE_HEAD, body)
-        if key not in self._connections:
-            return None
-        self._counts[key] += 1
-        self.start_ns, self.end_ns = min(self.start_ns, time_ns), max(self.end_ns, time_ns)
-        return int(time_ns)
-
-    def _take_definition(self, opcode: int, body: bytes) -> None:
-        stream = ReadDataStream(BytesIO(body))
-        try:
-            if opcode == Opcode.SCHEMA:
-                schema = Schema.read(stream)
-                self._schemas[schema.id] = schema
-                return
-            channel = Channel.read(stream)
-            qos = parse_qos(channel.metadata.get("offered_qos_profiles", ""))
-        except (struct.error, EndOfFile, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise _Damaged(f"a definition that cannot be read ({type(error).__name__})") from error
-        known = self._schemas.get(channel.schema_id)
-        self._connections[channel.id] = Connection(
+    def _connection(self, channel: Channel) -> Connection:
+        schema = self._schemas.get(channel.schema_id)
+        definition = MessageDefinition(MessageDefinitionFormat.NONE, "")
+        if schema is not None and schema.encoding in _FORMATS:
+            definition = MessageDefinition(_FORMATS[schema.encoding], schema.data.decode("utf-8", "replace"))
+        qos = parse_qos(channel.metadata.get("offered_qos_profiles", ""))
+        return Connection(
             channel.id,
             channel.topic,
-            known.name if known else "",
-            _definition(known),
+            schema.name if schema else "",
+            definition,
             "",
             0,
             ConnectionExtRosbag2(channel.message_encoding, qos),
             self,
         )
 
-    def _messages_in(self, block: _Block) -> Iterator[tuple[int, int, bytes]]:
-        """Channel, log time and data of each message of a block."""
-        if block.opcode == Opcode.MESSAGE:
-            yield _message(self._read(block.offset, block.length))
-            return
-        for opcode, body in _records(self._chunk(block)):
-            if opcode == Opcode.MESSAGE:
-                yield _message(body)
-
-    def _chunk(self, block: _Block) -> bytes:
-        """The records of a chunk; of a cut-off one those that are there."""
-        body = self._read(block.offset, block.length)
-        if len(body) < _CHUNK_HEAD.size:
-            return b""
-        _, _, _, checksum, name_length = _CHUNK_HEAD.unpack_from(body)
-        begin = _CHUNK_HEAD.size + name_length
-        name = body[_CHUNK_HEAD.size : begin].decode("ascii", "replace")
-        data = _decompressed(name, body[begin + 8 :])
-        if block.whole and checksum and zlib.crc32(data) != checksum:
-            raise _Damaged("a chunk that does not match its checksum")
-        return data
-
     def _read(self, offset: int, length: int) -> bytes:
         self._file.seek(offset)
-        return self._file.read(length)
+        return self._file.read(min(length, self._size - offset))
 
 
-def _records(data: bytes) -> Iterator[tuple[int, memoryview]]:
-    """Opcode and body of each complete record."""
-    view = memoryview(data)
-    offset = 0
-    while offset + _RECORD_HEAD.size <= len(data):
-        opcode, length = _RECORD_HEAD.unpack_from(data, offset)
-        begin = offset + _RECORD_HEAD.size
-        offset = begin + length
-        if offset <= len(data):
-            yield opcode, view[begin:offset]
+def _whole_chunk(stream: ReadDataStream) -> list[McapRecord]:
+    chunk = Chunk.read(stream)
+    if chunk.compression not in ("", "lz4", "zstd"):
+        raise UnsupportedCompressionError(chunk.compression)
+    return breakup_chunk(chunk, validate_crc=True)
 
 
-def _message(body: bytes | memoryview) -> tuple[int, int, bytes]:
-    key, _, time_ns, _ = _unpack(_MESSAGE_HEAD, body)
-    return key, time_ns, bytes(body[_MESSAGE_HEAD.size :])
-
-
-def _unpack(layout: struct.Struct, body: bytes | memoryview) -> tuple[int, ...]:
-    if len(body) < layout.size:
-        raise _Damaged(f"a record of {len(body)} bytes where {layout.size} are needed")
-    return layout.unpack_from(body)
-
-
-def _definition(schema: Schema | None) -> MessageDefinition:
-    if schema is None or schema.encoding not in _FORMATS:
-        return MessageDefinition(MessageDefinitionFormat.NONE, "")
-    return MessageDefinition(_FORMATS[schema.encoding], schema.data.decode("utf-8", "replace"))
-
-
-def _decompressed(compression: str, data: bytes) -> bytes:
-    """A chunk's records; of cut-off data as much as can be had."""
+def _cut_chunk(stream: ReadDataStream) -> Iterator[McapRecord]:
+    """The complete records in what is there of a chunk."""
     try:
-        if compression == "":
-            return data
-        if compression == "zstd":
-            return zstandard.ZstdDecompressor().decompressobj().decompress(data)
-        if compression == "lz4":
-            return bytes(lz4.frame.LZ4FrameDecompressor().decompress(data))
-    except (RuntimeError, zstandard.ZstdError) as error:
-        raise _Damaged(f"a chunk that cannot be decompressed ({error})") from error
-    raise _Damaged(f"a chunk with the unknown compression '{compression}'")
-
-
-_SQLITE_MAGIC = b"SQLite format 3\0"
-
-StoredMessage = tuple[Connection, int, bytes]  # whose, bag time [ns], CDR
+        chunk = Chunk.read(stream)
+    except (EndOfFile, struct.error):  # cut before its data
+        return
+    data = chunk.data
+    if chunk.compression == "zstd":
+        data = zstandard.ZstdDecompressor().decompressobj().decompress(data)
+    elif chunk.compression == "lz4":
+        data = lz4.frame.LZ4FrameDecompressor().decompress(data)
+    elif chunk.compression:
+        raise UnsupportedCompressionError(chunk.compression)
+    with suppress(McapError, ValueError, struct.error):
+        yield from StreamReader(BytesIO(data), skip_magic=True).records
 
 
 class Storage(Protocol):
@@ -365,11 +288,11 @@ def _open_mcap(path: Path) -> Storage:
     try:
         storage = IndexedStorage(path)
     except Exception:  # no footer, no valid summary: the data before it may be whole
-        return ScannedMcap(path)
+        return RecoveredMcap(path)
     if storage.has_index:
         return storage
     storage.close()
-    return ScannedMcap(path)
+    return RecoveredMcap(path)
 
 
 def _open_sqlite(path: Path, scratch: TemporaryDirectory[str]) -> Storage:

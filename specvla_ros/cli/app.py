@@ -7,20 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specvla_ros import __version__
 from specvla_ros.cli import plan as cli_plan
 from specvla_ros.cli import simulation as cli_simulation
 from specvla_ros.cli import speculation as cli_draft
-from specvla_ros.cli.options import (
-    CenterCrop,
-    Device,
-    Dtype,
-    DtypeOption,
-    Quantization,
-    QuantizationOption,
-    Tasks,
-    UnnormKey,
-)
-from specvla_ros.errors import UserError
+from specvla_ros.cli.options import PolicyOptions, Tasks, takes_policy
+from specvla_ros.errors import UserError, missing_package
+from specvla_ros.settings.parameter import values_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,14 +25,11 @@ app = typer.Typer(
     help="Real-time vision-language-action policies on ROS 2.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(cli_simulation.app)
 app.add_typer(cli_draft.app)
 app.add_typer(cli_plan.app)
-
-
-Checkpoint = Annotated[Path, typer.Option(help="OpenVLA checkpoint: a Hugging Face directory.", show_default=False)]
 
 
 def main() -> None:
@@ -49,21 +39,35 @@ def main() -> None:
     except UserError as error:
         typer.secho(f"specvla: {error}", fg=typer.colors.RED, err=True)
         sys.exit(2)
+    except ModuleNotFoundError as error:
+        typer.secho(f"specvla: {missing_package(error)}", fg=typer.colors.RED, err=True)
+        sys.exit(2)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"specvla {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _specvla(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Real-time vision-language-action policies on ROS 2."""
 
 
 @app.command()
+@takes_policy()
 def predict(
-    checkpoint: Checkpoint,
+    chosen: PolicyOptions,
     image: Annotated[Path, typer.Option(help="Camera image, any format Pillow reads.", show_default=False)],
     instruction: Annotated[str, typer.Option(help="What the robot shall do.")] = "",
     prompt_ids: Annotated[
         str, typer.Option(help="The prompt as token ids, e.g. '1,512,29901', in place of --instruction.")
     ] = "",
-    unnorm_key: UnnormKey = "",
-    device: Device = "auto",
-    dtype: DtypeOption = Dtype.AUTO,
-    quantization: QuantizationOption = Quantization.NONE,
-    center_crop: CenterCrop = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Decode the action for one image."""
@@ -72,19 +76,10 @@ def predict(
     pixels = _read_image(image)
     from specvla_ros.engine.engine import Engine
     from specvla_ros.engine.observation import Observation
-    from specvla_ros.engine.settings import EngineSettings
-    from specvla_ros.models.checkpoint import load_target
 
     ids = _parse_ids(prompt_ids) if prompt_ids else None
-    policy = load_target(
-        checkpoint,
-        device=device,
-        dtype=dtype.value,
-        unnorm_key=unnorm_key,
-        center_crop=center_crop,
-        quantization=quantization.value,
-    )
-    engine = Engine(policy, EngineSettings())
+    policy = chosen.load()
+    engine = Engine(policy, chosen.engine)
     if ids is None:
         engine.check_instruction(instruction)
     else:
@@ -137,10 +132,14 @@ def _parse_ids(text: str) -> tuple[int, ...]:
 
 
 @app.command()
+@takes_policy()
 def replay(
+    chosen: PolicyOptions,
     bag: Annotated[Path, typer.Argument(help="ROS 2 bag: a directory, or an .mcap or .db3 file.", show_default=False)],
-    checkpoint: Checkpoint,
-    out: Annotated[Path, typer.Option(help="Directory for the results; must hold none yet.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the results; one that was cut short goes on. Default: replay-NAME of the bag."),
+    ] = None,
     image_topic: Annotated[str, typer.Option(help="Empty: /camera/image_raw, or the only one.")] = "",
     instruction_topic: Annotated[str, typer.Option(help="Empty: /instruction.")] = "",
     instruction: Annotated[str, typer.Option(help="In place of the bag's instruction topic.")] = "",
@@ -154,23 +153,17 @@ def replay(
         float | None, typer.Option(help="Limit: mean distance to the recorded action, in bins: 255 to a dimension.")
     ] = None,
     min_action_rate_hz: Annotated[float | None, typer.Option(help="Limit: actions per second of decoding.")] = None,
-    unnorm_key: UnnormKey = "",
-    device: Device = "auto",
-    dtype: DtypeOption = Dtype.AUTO,
-    quantization: QuantizationOption = Quantization.NONE,
-    center_crop: CenterCrop = False,
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
 ) -> None:
     """Decode an action for every image of a bag: frames.jsonl, summary.json, report.html and a bag of the actions.
 
     Exit code 1 when a limit is broken or the bag could not be replayed to its end, 2 when something given is wrong.
     """
-    from specvla_ros.bags.topics import TopicChoice
-    from specvla_ros.engine.settings import EngineSettings
+    from specvla_ros.bags.frames import TopicChoice
     from specvla_ros.evaluation.replay import check_replay, replay
     from specvla_ros.evaluation.replay_summary import Thresholds
-    from specvla_ros.models.checkpoint import load_target
 
+    out = out or Path(f"replay-{bag.resolve().stem}")
     thresholds = Thresholds(
         max_p95_latency_s=max_p95_latency_s,
         max_drop_fraction=max_drop_fraction,
@@ -184,16 +177,15 @@ def replay(
         action_topic=action_topic or None,
     )
     check_replay(bag, out, topics)
-    policy = load_target(
-        checkpoint,
-        device=device,
-        dtype=dtype.value,
-        unnorm_key=unnorm_key,
-        center_crop=center_crop,
-        quantization=quantization.value,
-    )
     summary = replay(
-        policy, EngineSettings(), bag, out, topics=topics, action_dt=action_dt, thresholds=thresholds, progress=progress
+        chosen.load(),
+        chosen.engine,
+        bag,
+        out,
+        topics=topics,
+        action_dt=action_dt,
+        thresholds=thresholds,
+        progress=progress,
     )
     total = summary.latency_s.get("total", {})
     latency = f", p95 {total['p95'] * 1e3:.1f} ms, {summary.action_rate_hz:.1f} actions/s" if total else ""
@@ -205,11 +197,10 @@ def replay(
 
 
 @app.command()
+@takes_policy()
 def demo(
+    chosen: PolicyOptions,
     out: Annotated[Path, typer.Option(help="Directory for films and report; remade each time.")] = Path("demo"),
-    policy: Annotated[
-        Path | None, typer.Option(help="Checkpoint directory. Default: the nano policy of this package.")
-    ] = None,
     task: Tasks = None,
     episodes: Annotated[int, typer.Option(help="Per task.", min=1)] = 3,
     seed: Annotated[int, typer.Option(help="Of the first episode's start.", min=0)] = 0,
@@ -218,10 +209,18 @@ def demo(
     try:
         from specvla_ros.ros.demo.run import run_demo
     except ImportError as error:
-        raise UserError(f"ROS 2 is not usable here ({error}); `specvla doctor` says what to fix") from None
-    from specvla_ros.policies.bundled import nano_policy
-
-    raise typer.Exit(run_demo(out, policy or nano_policy(), tasks=list(task or ()), episodes=episodes, seed=seed))
+        raise UserError(
+            f"the demo needs ROS 2 and this package's messages ({error}). A pip wheel brings neither: build from the "
+            "repository with `make build` or colcon; `specvla doctor` says what is there"
+        ) from None
+    parameters = values_of(chosen.model) | values_of(chosen.engine)
+    del parameters["max_image_age_s"]  # the node's own default differs from that of recorded images
+    if chosen.model.device == "auto":
+        parameters["device"] = "cpu"  # enough for the nano policy, and a GPU may be busy
+    exit_code = run_demo(
+        out, chosen.checkpoint, tasks=list(task or ()), episodes=episodes, seed=seed, parameters=parameters
+    )
+    raise typer.Exit(exit_code)
 
 
 @app.command()

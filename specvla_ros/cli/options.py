@@ -1,72 +1,167 @@
-"""Options and checks that several commands share."""
+"""Options that several commands share: declared once, handed on as one object."""
 
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
+from specvla_ros.models.settings import ModelSettings
+from specvla_ros.planning.device import known_devices
+from specvla_ros.settings.parameter import Declared, walk
 
 if TYPE_CHECKING:
-    from specvla_ros.engine.settings import EngineSettings
+    from specvla_ros.models.checkpoint import Target
 
-
-class Dtype(str, Enum):
-    """Number formats of the weights."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-class Quantization(str, Enum):
-    """Quantised weights of the language model's layers."""
-
-    NONE = "none"
-    INT4 = "int4"
-    W8A8 = "w8a8"
-    FP8 = "fp8"
-
-
-PolicyOption = Annotated[
-    Path | None, typer.Option(help="OpenVLA checkpoint directory. Default: the nano policy of this package.")
-]
 World = Annotated[str, typer.Option(help="table, or a LIBERO suite such as libero_spatial.")]
 Episodes = Annotated[int, typer.Option(help="Per task.", min=1)]
 Seed = Annotated[int, typer.Option(help="Of the first episode's start; the others follow.", min=0)]
 Emulate = Annotated[
-    str, typer.Option(help="Count stage times of a device: orin, rtx5090, h200 or a JSON file. An emulation.")
-]
-UnnormKey = Annotated[str, typer.Option(help="Dataset whose action statistics apply; empty: the only one there is.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-DtypeOption = Annotated[Dtype, typer.Option(help="auto: float32 on a CPU, bfloat16 on a GPU.")]
-QuantizationOption = Annotated[
-    Quantization, typer.Option("--quantization", help="Of the language model's layers; int4 and fp8 on a GPU only.")
-]
-CenterCrop = Annotated[
-    bool, typer.Option("--center-crop", help="Use the middle 90 %, for checkpoints fine-tuned with augmentation.")
+    str,
+    typer.Option(help=f"Count stage times of a device: {', '.join(known_devices())} or a JSON file. An emulation."),
 ]
 Tasks = Annotated[list[str] | None, typer.Option("--task", help="A task's name; again for more. Default: all.")]
 Workers = Annotated[int, typer.Option(help="Worker processes; 0: this one alone.", min=0)]
-Mode = Annotated[str, typer.Option(help="How tokens are decoded; short for -p decode.mode:=…")]
-Parameters = Annotated[
-    list[str] | None,
-    typer.Option("-p", "--param", help="name:=value, as the policy node takes it: decode.*, draft.*, acceptance.*"),
-]
-ParamsFile = Annotated[Path | None, typer.Option(help="ROS parameter file (a profile) with decode.*, draft.*, ….")]
 
 
-def engine_settings(mode: str, parameters: list[str] | None, params_file: Path | None) -> "EngineSettings":
-    """What --mode, -p and --params-file describe.
+@dataclass(frozen=True)
+class PolicyOptions:
+    """Which policy runs, and how.
 
-    Raises:
-        UserError: an unknown parameter or a value out of range.
+    Args:
+        checkpoint: directory.
+        model: how it is loaded.
+        engine: how it decodes.
     """
-    from specvla_ros.engine.settings import engine_settings_from
 
-    return engine_settings_from(mode=mode, assignments=parameters or (), params_file=params_file)
+    checkpoint: Path
+    model: ModelSettings
+    engine: EngineSettings
+
+    def load(self) -> "Target":
+        """Loads the checkpoint, and leaves a core to other processes.
+
+        Raises:
+            UserError: the checkpoint or an option does not fit.
+        """
+        from specvla_ros.models.checkpoint import leave_a_core, load_target
+
+        leave_a_core()
+        return load_target(self.checkpoint, **vars(self.model))
+
+
+def takes_policy(*, mode: str = "", decodes: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the options of a policy; it gets them as its argument `chosen`, a `PolicyOptions`.
+
+    Args:
+        mode: that of a command which compares settings itself, and so has neither --mode nor --tolerance.
+        decodes: whether it decodes as the options say; otherwise it has those of loading alone.
+    """
+    options = [
+        _checkpoint() if decodes else _checkpoint("--target"),
+        *(_DECODING_IN_ANY_MODE if decodes and not mode else []),
+    ]
+    options += [*(_DECODING if decodes else []), *map(_model_option, walk(ModelSettings()))]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [each for each in inspect.signature(command).parameters.values() if each.name != "chosen"]
+
+        @wraps(command)
+        def run(**given: Any) -> None:
+            shared = {option.name: given.pop(option.name) for option in options}
+            command(chosen=_policy_options({"mode": mode, **shared}), **given)
+
+        run.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _policy_options(given: Mapping[str, Any]) -> PolicyOptions:
+    from specvla_ros.policies.bundled import nano_policy
+
+    plain = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
+    return PolicyOptions(
+        plain["checkpoint"] or nano_policy(),
+        ModelSettings(**{declared.path[0]: plain[declared.path[0]] for declared in walk(ModelSettings())}),
+        engine_settings_from(
+            mode=plain["mode"] or "",
+            tolerance=plain.get("tolerance", ""),
+            assignments=plain.get("param") or (),
+            params_file=plain.get("params_file"),
+        ),
+    )
+
+
+def _option(name: str, kind: Any, default: object, panel: str, *flags: str, **given: Any) -> inspect.Parameter:
+    annotation = Annotated[kind, typer.Option(*flags, rich_help_panel=panel, **given)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _model_option(declared: Declared) -> inspect.Parameter:
+    (name,) = declared.path
+    kind: Any = declared.kind
+    default = declared.value
+    if declared.parameter.allowed:
+        kind = _choice(name, declared.parameter.allowed)
+        default = kind(default)
+    return _option(name, kind, default, "Model", f"--{name.replace('_', '-')}", help=declared.description)
+
+
+def _checkpoint(*flags: str) -> inspect.Parameter:
+    text = "Checkpoint of the policy, a Hugging Face directory. Default: the nano policy of this package."
+    return _option("checkpoint", Path | None, None, "Model", "--checkpoint", "--policy", *flags, help=text)
+
+
+def _choice(name: str, allowed: tuple[str, ...]) -> Any:
+    return Enum(name.title(), {each: each for each in allowed}, type=str)
+
+
+_DECODE = "Decoding"
+_DECODING_IN_ANY_MODE = [
+    _option(
+        "mode",
+        _choice("mode", MODES) | None,
+        None,
+        _DECODE,
+        "--mode",
+        help="How tokens are decoded; short for -p decode.mode:=…",
+    ),
+    _option(
+        "tolerance",
+        str,
+        "",
+        _DECODE,
+        "--tolerance",
+        help="How far an action may be from the policy's own, such as 2mm,1deg or 5bins; 0: not at all. Takes the rule "
+        "bin_distance, unless -p acceptance.rule:=… says otherwise.",
+    ),
+]
+_DECODING = [
+    _option(
+        "param",
+        list[str] | None,
+        None,
+        _DECODE,
+        "-p",
+        "--param",
+        help="name:=value, as the policy node takes it: decode.*, draft.*, acceptance.*; again for more.",
+    ),
+    _option(
+        "params_file",
+        Path | None,
+        None,
+        _DECODE,
+        "--params-file",
+        help="ROS parameter file (a profile) with decode.*, draft.*, acceptance.*",
+    ),
+]
 
 
 def check_accelerate() -> None:

@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 
 from specvla_ros.errors import UserError
-from specvla_ros.planning.cost import WeightFormat
+from specvla_ros.models.settings import WeightFormat
+from specvla_ros.planning.device import known_devices
 
 app = typer.Typer()
 
@@ -21,7 +22,8 @@ Model = Annotated[
 @app.command()
 def plan(
     device: Annotated[
-        str, typer.Option(help="orin, rtx5090, h200, or a file that `specvla bench` wrote.", show_default=False)
+        str,
+        typer.Option(help=f"{', '.join(known_devices())}, or a file that `specvla bench` wrote.", show_default=False),
     ],
     model: Model = None,
     weights: Annotated[
@@ -39,11 +41,11 @@ def plan(
     every mode. These are limits, not measurements: a real engine is slower.
     Neither a GPU nor weights are needed.
     """
-    from specvla_ros.planning.device import read_limits
+    from specvla_ros.planning.device import read_device
     from specvla_ros.planning.plan import make_plan
     from specvla_ros.planning.tables import print_plan
 
-    made = make_plan(read_limits(device), weights, model)
+    made = make_plan(read_device(device), weights, model)
     if as_json is not None:
         _write(as_json, made.as_json())
     print_plan(made, Console())

@@ -7,31 +7,20 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from specvla_ros.cli.options import (
-    CenterCrop,
-    Device,
-    Dtype,
-    DtypeOption,
     Emulate,
     Episodes,
-    Mode,
-    Parameters,
-    ParamsFile,
-    PolicyOption,
-    Quantization,
-    QuantizationOption,
+    PolicyOptions,
     Seed,
     Tasks,
-    UnnormKey,
     Workers,
     World,
     check_accelerate,
-    engine_settings,
+    takes_policy,
 )
 from specvla_ros.errors import UserError
+from specvla_ros.evaluation.terminal import print_table, progress_bar
 
 app = typer.Typer()
 
@@ -47,14 +36,12 @@ Ray = Annotated[bool, typer.Option("--ray", help="Spread the episodes over a Ray
 
 
 @app.command()
+@takes_policy()
 def simulate(
+    chosen: PolicyOptions,
     out: Annotated[Path, typer.Option(help="Directory of the results; one that was cut short goes on.")],
-    policy: PolicyOption = None,
     world: World = "table",
     task: Tasks = None,
-    mode: Mode = "",
-    param: Parameters = None,
-    params_file: ParamsFile = None,
     episodes: Episodes = 20,
     seed: Seed = 0,
     clock: Annotated[
@@ -67,31 +54,23 @@ def simulate(
     films: Annotated[int, typer.Option(help="Episodes per task that are filmed.", min=0)] = 1,
     workers: Workers = 0,
     ray: Ray = False,
-    unnorm_key: UnnormKey = "",
-    device: Device = "auto",
-    dtype: DtypeOption = Dtype.AUTO,
-    quantization: QuantizationOption = Quantization.NONE,
-    center_crop: CenterCrop = False,
 ) -> None:
     """Let a policy act in simulation: success rates, latency, films; episodes.jsonl, summary.json, report.html."""
     from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
     from specvla_ros.evaluation.simulate import simulate as run
-    from specvla_ros.policies.bundled import nano_policy
+    from specvla_ros.models.checkpoint import leave_a_core
     from specvla_ros.simulation.rollout import Clock, EpisodeResult
 
     settings = SimulateSettings(
-        policy=policy or nano_policy(),
+        policy=chosen.checkpoint,
         world=world,
         clock=Clock(clock.value),
         emulate=emulate,
-        engine=engine_settings(mode, param, params_file),
+        engine=chosen.engine,
         time_limit=time_limit,
-        device=device,
-        dtype=dtype.value,
-        unnorm_key=unnorm_key,
-        center_crop=center_crop,
-        quantization=quantization.value,
+        model=chosen.model,
     )
+    leave_a_core()
     plan = SimulatePlan(tuple(task or ()), episodes, seed, films, workers, ray)
     with progress_bar() as bar:
         line = bar.add_task("episodes", total=None)
@@ -103,19 +82,19 @@ def simulate(
             bar.update(line, completed=done, total=wanted, description=text)
 
         summary = run(settings, plan, out, show)
-    console = Console()
-    table = Table("task", "success", "moved what it names", "steps", "time [s]")
+    rows = []
     for name, each in summary.tasks.items():
         numbers = ("" if v is None else f"{v:.1f}" for v in (each.steps_to_success, each.time_to_success_s))
-        table.add_row(name, str(each.success), str(each.listened or ""), *numbers)
-    console.print(table)
+        rows.append((name, str(each.success), str(each.listened or ""), *numbers))
+    print_table(("task", "success", "moved what it names", "steps", "time [s]"), rows)
+    console = Console()
     latency = summary.latency_s
     times = f", latency p50 {latency['p50'] * 1e3:.1f} ms, p95 {latency['p95'] * 1e3:.1f} ms" if latency else ""
     emulated = f" (emulated: {emulate})" if emulate else ""
     console.print(f"success {summary.success}, {summary.action_rate_hz:.1f} actions/s{times}{emulated}")
     tally = summary.decode
     if tally.accepted:
-        console.print(f"{tally.forwards_per_action:.2f} forwards per action, {tally.tau:.2f} tokens per verification")
+        console.print(f"{tally.forwards_per_action:.2f} forwards per action, τ {tally.tau:.2f}")
     console.print(f"see {out / 'report.html'}")
 
 
@@ -223,15 +202,3 @@ def train_policy(
             on_progress=show,
         )
     typer.echo(f"the checkpoint is in {out}; try it: specvla simulate --policy {out} --out {out}-simulated")
-
-
-def progress_bar() -> Progress:
-    """A bar with counts and the time left, on stderr."""
-    return Progress(
-        SpinnerColumn(),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-        console=Console(stderr=True),
-    )

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from specvla_ros.engine.kv_cache import KVCache, allocate_cache
@@ -16,7 +15,7 @@ from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Batch, Mailbox, Scheduler
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import TickWork
-from specvla_ros.engine.verifier import Commit, Verifier, VerifyInput
+from specvla_ros.engine.verifier import Commit, Verifier
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
@@ -146,7 +145,7 @@ class Engine:
         return make_rule(settings, self.target)
 
     def set_acceptance(self, settings: AcceptanceSettings) -> None:
-        """Takes another acceptance rule from the next tick on.
+        """Takes another acceptance rule from the next frame on; those in flight finish with theirs.
 
         Raises:
             UserError: it does not fit the policy; the old one stays.
@@ -194,7 +193,7 @@ class Engine:
         Raises:
             UserError: it is empty, or its prompt is longer than a slot holds.
         """
-        self._lay_out(Observation(np.zeros((1, 1, 3), np.uint8), instruction, stamp_ns=1))
+        self._lay_out(replace(self.target.blank_observation(), instruction=instruction, prompt_ids=None))
 
     def describe(self) -> dict[str, Any]:
         """What is loaded and how it decodes, for diagnostics and results."""
@@ -209,19 +208,13 @@ class Engine:
     def _forward(self, batch: Batch) -> list[Commit]:
         """Runs a batch and chooses what its requests commit."""
         self._work = _work_of(batch)
+        for share in batch.shares:
+            if share.begins:
+                share.request.rule = self.verifier.rule
         verified = batch.verified
-        trees = [
-            VerifyInput(
-                share.request.tree,
-                self._codec.position(share.request.tokens),
-                share.request.slot,
-                share.request.root_row,
-                share.request.visual,
-            )
-            for share in verified
-        ]
+        trees = [share.verify_input(self._codec) for share in verified]
         prepared = self.verifier.prepare(trees)
-        logits = self.runner.run(batch, keep_visual=self.verifier.rule.needs_visual)
+        logits = self.runner.run(batch)
         commits = self.verifier.verify(logits, [share.tree_hidden for share in verified], trees, prepared)
         if verified:
             batch.vision_s = self.runner.vision_s()  # after a read-back alone

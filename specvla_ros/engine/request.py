@@ -8,11 +8,13 @@ from torch import Tensor
 
 from specvla_ros.engine.batch import Segment
 from specvla_ros.engine.outcome import DecodeRecord, StageTimings
-from specvla_ros.engine.verifier import Commit
+from specvla_ros.engine.verifier import Commit, VerifyInput
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout
+from specvla_ros.speculation.accept import AcceptanceRule
 from specvla_ros.speculation.drafters.protocol import DraftInput
+from specvla_ros.speculation.rules.strict import Strict
 from specvla_ros.speculation.tree import Tree
 
 
@@ -27,7 +29,9 @@ class Request:
         wait_s: seconds from receipt to admission.
         tree: what the next forward verifies. Its root is the last committed token, whose keys and values are not
             written yet; after a prompt it is the prompt's last row, and its token is not read.
-        prompt: [prompt rows, hidden], embeddings; set by the runner in the tick that begins the prompt.
+        acceptance: name of its acceptance rule.
+        rule: that rule, which it keeps to its end; set by the engine in the tick that begins the prompt.
+        prompt: [prompt rows, hidden], embeddings; set by the runner in that tick.
         prefix_len: committed rows of the slot.
         tokens: committed answer tokens.
         visual: last hidden states of the image's rows, chunk by chunk, where the acceptance rule asks for them.
@@ -40,6 +44,8 @@ class Request:
     layout: PromptLayout
     wait_s: float
     tree: Tree
+    acceptance: str = "strict"
+    rule: AcceptanceRule = field(default_factory=Strict)
     prompt: Tensor = field(default_factory=lambda: torch.empty(0))
     prefix_len: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -102,11 +108,11 @@ class Request:
         """Seconds spent in each stage so far."""
         return StageTimings(self.wait_s, self.vision_s, self.prefill_s, self.decode_s)
 
-    def record(self, mode: str, acceptance: str, in_flight: int) -> DecodeRecord:
+    def record(self, mode: str, in_flight: int) -> DecodeRecord:
         """How it was decoded."""
         return DecodeRecord(
             mode=mode,
-            acceptance=acceptance,
+            acceptance=self.acceptance,
             tokens_per_forward=tuple(self.tokens_per_forward),
             accept_lengths=tuple(self.accept_lengths),
             tree_nodes=tuple(self.tree_nodes),
@@ -171,6 +177,12 @@ class ScheduledRequest:
         rows = slice(max(0, visual.start - start), max(0, min(self.prompt_rows, visual.stop - start)))
         if self.prompt_rows and rows.start < rows.stop:
             self.request.visual.append(self.hidden[rows])
+
+    def verify_input(self, codec: Codec) -> VerifyInput:
+        """What the verifier needs of its tree."""
+        request = self.request
+        position = codec.position(request.tokens)
+        return VerifyInput(request.tree, position, request.slot, request.root_row, request.rule, request.visual)
 
     def chunk_input(self) -> DraftInput:
         """What a drafter needs of a chunk that does not end the prompt; nothing grows from it."""

@@ -48,12 +48,11 @@ class Runner:
         self.forwards = Forwards(target.decoder, cache, ForwardSizes.from_settings(target, settings))
         self.graphs = Graphs(cache.keys, (self.forwards, self.vision, *others))
 
-    def run(self, batch: Batch, *, keep_visual: bool) -> Tensor:
+    def run(self, batch: Batch) -> Tensor:
         """Computes a batch; its shares get their hidden states.
 
         Args:
             batch: at least one share.
-            keep_visual: whether the hidden states of image rows are kept, for rules that look at them.
 
         Returns:
             float32 [nodes of all verified trees, vocab], the logits, shares in order.
@@ -71,7 +70,7 @@ class Runner:
         rows = [sum(map(len, mine)) for mine in segments]
         for share, hidden in zip(batch.shares, result.hidden.split(rows), strict=True):
             share.hidden = hidden
-            if keep_visual:
+            if share.request.rule.needs_visual:
                 share.keep_visual()
         return result.logits
 

@@ -248,7 +248,7 @@ class Scheduler:
         wait_s = (time.monotonic_ns() - received_ns) * 1e-9 if received_ns else 0.0
         slot = self._slots.take()
         assert slot is not None
-        self.requests.append(Request(observation, slot, layout, wait_s, self._root))
+        self.requests.append(Request(observation, slot, layout, wait_s, self._root, self.settings.acceptance.rule))
 
     def _completes(self, request: Request, commit: Commit) -> bool:
         """Makes a request's tokens final; True when its answer is complete."""
@@ -276,7 +276,7 @@ class Scheduler:
             dt_s=self._codec.dt_s,
             tokens=tokens,
             timings=request.timings(),
-            record=request.record(self.settings.mode, self.settings.acceptance.rule, len(self.requests)),
+            record=request.record(self.settings.mode, len(self.requests)),
             finished_ns=time.monotonic_ns(),
         )
         self._remove(request)

@@ -1,57 +1,57 @@
-"""From a forward's logits to what each request commits, with one read-back for all of them."""
+"""From a forward's logits to what each request commits: its tokens, and its keys and values in their final rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specvla_kernels.accept_tree import LEAST_NODES, LEAST_PLACES, Tolerance, Trees, accept_tree
-from specvla_kernels.commit_kv import commit_kv, commit_kv_batch
-from specvla_kernels.device import blocks, has_kernels, to_device
+from specvla_kernels.accept_tree import MIN_PATH
+from specvla_kernels.commit_kv import commit_kv
+from specvla_kernels.compare_drafts import MIN_NODES, Trees
+from specvla_kernels.device import blocks, to_device
 from specvla_kernels.graph_capture import Capture
+from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.speculation.accept import AcceptanceRule, Verification, accept
-from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.strict import Strict, greedy_choice
 from specvla_ros.speculation.tree import Tree
 
 
 @dataclass(frozen=True)
-class ToVerify:
-    """One request's part of a forward.
+class VerifyInput:
+    """One request's tree in a forward, as the host knows it before.
 
     Args:
-        tree: that was in it; its root may be the prompt's last row.
-        hidden: [n, hidden], the last hidden states of its nodes.
-        place: action tokens committed so far.
-        visual: [image_tokens, hidden]; None where the rule needs none.
+        tree: drafted tokens; its root may be the prompt's last row.
+        position: action tokens committed so far: the action dimension of the next one.
+        slot: the request's KV slot.
+        root_row: the slot's row of the root.
+        rule: decides which drafts are accepted.
+        visual: last hidden states of the image's rows, [n, hidden] for each chunk of the prompt, those of this forward
+            added by it; empty where the rule does not need them.
     """
-
-    tree: Tree
-    hidden: Tensor
-    place: int
-    visual: Tensor | None
-
-
-@dataclass(frozen=True)
-class VerifyInput:
-    """What the host knows of a request's tree before its forward."""
 
     tree: Tree
     position: int
     slot: int
     root_row: int
-    visual: Sequence[Tensor]
+    rule: AcceptanceRule
+    visual: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What one request commits, on the host; see `Acceptance`.
+    """What one request commits: the path's nodes, and the token after each of them.
 
     Args:
+        nodes: the nodes whose keys and values join the slot's prefix, the root first.
+        tokens: accepted drafts, then the target's own choice after the last node; NOT_A_NUMBER where that is none.
+        bins_off: distance of each token from the target's own choice, in bins.
+        why: an AcceptReason for each token.
         nodes_on_device: int64 [n], the nodes where the model is.
         tokens_on_device: int64 [n], the tokens there.
     """
@@ -64,210 +64,181 @@ class Commit:
     tokens_on_device: Tensor
 
 
-def verify(logits: Tensor, parts: Sequence[ToVerify], rule: AcceptanceRule, actions: ActionIds) -> list[Commit]:
-    """Judges every request's tree.
-
-    Args:
-        logits: float32 [nodes of all trees, vocab], requests in order.
-    """
-    choices = greedy_choice(logits)
-    accepted = []
-    start = 0
-    for part in parts:
-        rows = slice(start, start + len(part.tree))
-        verification = Verification(
-            part.tree, choices[rows], logits[rows], part.hidden, actions, part.place, part.visual
-        )
-        accepted.append(accept(rule, verification))
-        start = rows.stop
-    numbers = torch.cat([each.packed() for each in accepted]).tolist()  # the tick's one read-back
-    commits = []
-    for part, acceptance in zip(parts, accepted, strict=True):
-        width = part.tree.levels + 1
-        mine, numbers = numbers[: 4 * width + 1], numbers[4 * width + 1 :]
-        count = mine[-1]
-        nodes, tokens, bins_off, why = (tuple(mine[i * width : i * width + count]) for i in range(4))
-        on_device = acceptance.nodes[:count], acceptance.tokens[:count]
-        commits.append(Commit(nodes, tokens, bins_off, why, *on_device))
-    return commits
-
-
-def tolerance_of(rule: AcceptanceRule, actions: ActionIds, device: torch.device) -> Tolerance | None:
-    """What the acceptance kernel needs of a rule; None for rules that it does not know."""
-    if not isinstance(rule, Strict | BinDistance):
-        return None
-    bins = rule.bins if isinstance(rule, BinDistance) else None
-    return Tolerance.from_bins(bins, actions.first, actions.stop, actions.bins, device)
-
-
 @dataclass(frozen=True)
-class Uploaded:
-    """What the host knows of the trees before their forward; sent ahead, since a copy behind it would wait for it.
+class Group:
+    """The requests of a forward that share a rule, and what the host knows of them, uploaded.
 
     Args:
-        places: int64 [requests], action tokens committed so far.
+        parts: their indices among the requests of the forward.
+        rule: theirs.
+        max_depth: of their trees.
+        positions: int64 [requests].
         slots: int64 [requests], all different.
-        first_rows: int64 [requests], the slots' rows of the roots.
+        root_rows: int64 [requests].
+        rows: int64 [requests, n], each node's row among all trees' nodes; padding has the row after the last.
     """
 
-    places: Tensor
+    parts: tuple[int, ...]
+    rule: AcceptanceRule
+    max_depth: int
+    positions: Tensor
     slots: Tensor
-    first_rows: Tensor
-
-    @staticmethod
-    def from_requests(
-        places: Sequence[int], slots: Sequence[int], first_rows: Sequence[int], device: torch.device
-    ) -> "Uploaded":
-        """In one copy."""
-        return Uploaded(*to_device((places, slots, first_rows), device).unbind())
-
-
-def verify_on_device(
-    logits: Tensor, trees: Sequence[Tree], uploaded: Uploaded, tolerance: Tolerance, cache: KVCache
-) -> list[Commit]:
-    """Chooses every request's path and moves its keys and values.
-
-    Args:
-        logits: float32 [nodes of all trees, vocab], requests in order.
-        trees: that were in the forward.
-        uploaded: for the same requests.
-        tolerance: of the rule.
-        cache: whose rows move.
-    """
-    levels = max(tree.levels for tree in trees)
-    choices = greedy_choice(logits).split([len(tree) for tree in trees])
-    packed = accept_tree(_padded(trees, choices, uploaded.places), tolerance, levels)
-    width = levels + 1
-    commit_kv_batch(cache.keys, cache.values, uploaded.slots, uploaded.first_rows, packed[:, :width])
-    commits = []
-    for row, numbers in zip(packed, packed.tolist(), strict=True):  # the tick's one read-back
-        count = numbers[-1]
-        nodes, tokens, bins_off, why = (tuple(numbers[i * width : i * width + count]) for i in range(4))
-        commits.append(Commit(nodes, tokens, bins_off, why, row[:count], row[width : width + count]))
-    return commits
-
-
-@dataclass(frozen=True)
-class VerificationKernels:
-    """Compiled with what is captured (see Capturable): met in a tick, that would take as long as many ticks.
-
-    Args:
-        actions: ids of action tokens.
-        cache: whose rows are moved.
-        nodes: of a tree at most.
-        levels: no tree is deeper than this.
-    """
-
-    actions: ActionIds
-    cache: KVCache
-    nodes: int
-    levels: int
-
-    def capture(self, capture: Capture) -> int:
-        """Runs both once for every size that they are compiled for, which serves every rule; nothing moves."""
-        device, actions = self.cache.keys.device, self.actions
-        tolerance = Tolerance.from_bins(None, actions.first, actions.stop, actions.bins, device)
-        first = torch.zeros(1, dtype=torch.int64, device=device)
-        for nodes in blocks(LEAST_NODES, self.nodes):
-            for places in blocks(LEAST_PLACES, self.levels + 1):
-                packed = accept_tree(_roots(nodes, device), tolerance, places - 1)
-                commit_kv_batch(self.cache.keys, self.cache.values, first, first, packed[:, :places])
-        return 0
-
-    def release(self) -> None:
-        """What is compiled stays."""
-
-
-def _roots(nodes: int, device: torch.device) -> Trees:
-    """A tree of which only the root counts."""
-    zeros = torch.zeros(1, nodes, dtype=torch.int64, device=device)
-    parents, depths = zeros.clone(), zeros + 1
-    parents[:, 0], depths[:, 0] = -1, 0
-    log_probs, nothing = zeros.to(torch.float32), zeros > 0
-    return Trees(zeros, parents, depths, zeros + 1, log_probs, nothing, nothing, zeros, zeros[:, 0])
-
-
-def _padded(trees: Sequence[Tree], choices: Sequence[Tensor], places: Tensor) -> Trees:
-    def together(parts: Sequence[Tensor]) -> Tensor:
-        return parts[0][None] if len(parts) == 1 else pad_sequence(list(parts), batch_first=True)
-
-    return Trees(
-        tokens=together([tree.tokens for tree in trees]),
-        parents=together([tree.ancestry.parents for tree in trees]),
-        depths=together([tree.ancestry.depths for tree in trees]),
-        ancestors=together([tree.ancestry.ancestors for tree in trees]),
-        log_probs=together([tree.log_probs for tree in trees]),
-        valid=together([tree.valid for tree in trees]),
-        relaxable=together([tree.relaxable for tree in trees]),
-        choices=together(choices),
-        places=places,
-    )
+    root_rows: Tensor
+    rows: Tensor
 
 
 class Verifier:
-    """Chooses what each request commits and moves its keys and values.
+    """Chooses what each request commits and moves its keys and values, with one read-back for all of them.
 
     Args:
-        rule: which drafts are accepted.
+        rule: of the requests that begin next.
         actions: ids of action tokens.
-        cache: keys and values of the requests.
-        max_nodes: of a tree, the root included.
+        cache: keys and values.
+        max_nodes: of a tree.
         max_depth: of a tree.
     """
 
     def __init__(
         self, rule: AcceptanceRule, actions: ActionIds, cache: KVCache, *, max_nodes: int, max_depth: int
     ) -> None:
+        self.rule = rule
         self._actions = actions
         self._cache = cache
-        self._kernels = VerificationKernels(actions, cache, max_nodes, max_depth)
-        self.set_rule(rule)
+        self._max_nodes = max_nodes
+        self._max_depth = max_depth
+        self._padding = _padding(cache.keys.device)
 
     def set_rule(self, rule: AcceptanceRule) -> None:
-        """Takes another rule."""
+        """Takes another rule for the requests that begin from now on; those in flight keep theirs."""
         self.rule = rule
-        self.tolerance = None
-        if has_kernels(self._cache.keys):
-            self.tolerance = tolerance_of(rule, self._actions, self._cache.keys.device)
 
-    def prepare(self, parts: Sequence[VerifyInput]) -> Uploaded | None:
-        """Sends ahead what the kernels need; a copy after the forward would wait for it."""
-        if self.tolerance is None or not parts:
-            return None
-        return Uploaded.from_requests(
-            [part.position for part in parts],
-            [part.slot for part in parts],
-            [part.root_row for part in parts],
-            self._cache.keys.device,
-        )
+    def prepare(self, parts: Sequence[VerifyInput]) -> list[Group]:
+        """Uploads what the host knows before the forward; a copy after it would wait for it.
+
+        Args:
+            parts: the requests, of different slots, in the order of their logits.
+        """
+        starts = [*accumulate((len(part.tree) for part in parts), initial=0)]
+        by_rule: dict[int, list[int]] = {}
+        for index, part in enumerate(parts):
+            by_rule.setdefault(id(part.rule), []).append(index)
+        return [self._group(parts, indices, starts) for indices in by_rule.values()]
 
     def verify(
-        self, logits: Tensor, hidden: Sequence[Tensor], parts: Sequence[VerifyInput], uploaded: Uploaded | None
+        self, logits: Tensor, hidden: Sequence[Tensor], parts: Sequence[VerifyInput], prepared: Sequence[Group]
     ) -> list[Commit]:
-        """What each request commits.
+        """Chooses every request's path and moves its keys and values.
 
         Args:
             logits: float32 [nodes of all trees, vocab], requests in order.
-            hidden: of each request's tree, [nodes, hidden].
-            parts: of the requests.
-            uploaded: what `prepare` gave before the forward.
+            hidden: [nodes, hidden], last hidden states of each request's tree.
+            parts: as they were prepared.
+            prepared: the groups that `prepare` made of them.
         """
         if not parts:
             return []
-        if uploaded is not None and self.tolerance is not None:
-            return verify_on_device(logits, [part.tree for part in parts], uploaded, self.tolerance, self._cache)
-        inputs = [
-            ToVerify(part.tree, states, part.position, torch.cat(list(part.visual)) if part.visual else None)
-            for part, states in zip(parts, hidden, strict=True)
-        ]
-        commits = verify(logits, inputs, self.rule, self._actions)
-        for part, commit in zip(parts, commits, strict=True):
-            commit_kv(self._cache.keys, self._cache.values, part.slot, part.root_row, commit.nodes)
-        return commits
+        verifications = self._verifications(logits, hidden, parts, prepared)
+        paths = [accept(group.rule, each) for group, each in zip(prepared, verifications, strict=True)]
+        for group, path in zip(prepared, paths, strict=True):
+            nodes = path[:, : group.max_depth + 1]
+            commit_kv(self._cache.keys, self._cache.values, group.slots, group.root_rows, nodes)
+        numbers = iter(torch.cat([path.flatten() for path in paths]).tolist())  # the tick's one read-back
+        commits: dict[int, Commit] = {}
+        for group, path in zip(prepared, paths, strict=True):
+            width = group.max_depth + 1
+            for index, on_device in zip(group.parts, path, strict=True):
+                *columns, count = islice(numbers, len(on_device))
+                chosen, tokens, off, why = (tuple(columns[i * width : i * width + count]) for i in range(4))
+                commits[index] = Commit(chosen, tokens, off, why, on_device[:count], on_device[width : width + count])
+        return [commits[index] for index in range(len(parts))]
 
     def capture(self, capture: Capture) -> int:
-        """See Capturable."""
-        return self._kernels.capture(capture)
+        """See Capturable: compiles the operators for every size that a tree may have, which serves every rule.
+
+        Met in a tick, a compilation would take as long as many ticks. Nothing is captured and nothing moves.
+        """
+        device = self._cache.keys.device
+        first = torch.zeros(1, dtype=torch.int64, device=device)
+        for n in blocks(MIN_NODES, self._max_nodes):
+            rows = torch.ones(1, n, dtype=torch.int64, device=device)
+            rows[0, 0] = 0
+            trees = _padded([Tree.of_root(first), self._padding], first.repeat(2), rows, first)
+            for length in blocks(MIN_PATH, self._max_depth + 1):
+                verification = Verification(trees, self._actions, length - 1, torch.empty(0))
+                path = accept(Strict(), verification)
+                commit_kv(self._cache.keys, self._cache.values, first, first, path[:, :length])
+        return 0
 
     def release(self) -> None:
-        """See Capturable."""
+        """See Capturable: what is compiled stays."""
+
+    def _group(self, parts: Sequence[VerifyInput], indices: Sequence[int], starts: Sequence[int]) -> Group:
+        mine = [parts[index] for index in indices]
+        requests, n = len(mine), max(len(part.tree) for part in mine)
+        numbers = [*(part.position for part in mine), *(part.slot for part in mine), *(part.root_row for part in mine)]
+        for index, part in zip(indices, mine, strict=True):
+            rows = range(starts[index], starts[index] + len(part.tree))
+            numbers += [*rows, *[starts[-1]] * (n - len(rows))]
+        uploaded = to_device(numbers, self._cache.keys.device)
+        positions, slots, root_rows, flat = uploaded.split([requests, requests, requests, requests * n])
+        max_depth = max(part.tree.levels for part in mine)
+        return Group(tuple(indices), mine[0].rule, max_depth, positions, slots, root_rows, rows=flat.view(requests, n))
+
+    def _verifications(
+        self, logits: Tensor, hidden: Sequence[Tensor], parts: Sequence[VerifyInput], prepared: Sequence[Group]
+    ) -> Iterator[Verification]:
+        choices = greedy_choice(logits)
+        trees = [part.tree for part in parts]
+        if len(parts) > 1:
+            trees.append(self._padding)
+            choices = torch.cat((choices, self._padding.tokens))
+        for group in prepared:
+            yield Verification(
+                trees=_padded(trees, choices, None if len(parts) == 1 else group.rows, group.positions),
+                actions=self._actions,
+                max_depth=group.max_depth,
+                logits=logits,
+                rows=None if len(parts) == 1 else group.rows.clamp(max=len(logits) - 1),
+                hidden=_padded_rows([hidden[index] for index in group.parts]) if group.rule.needs_hidden else None,
+                visual=torch.stack([torch.cat([*parts[index].visual]) for index in group.parts])
+                if group.rule.needs_visual
+                else None,
+            )
+
+
+def _padding(device: torch.device) -> Tree:
+    """A node that is never accepted and on no path, not even its own."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    no = torch.zeros(1, dtype=torch.bool, device=device)
+    return Tree(zero, Ancestry(zero, zero, zero), torch.full((1,), -torch.inf, device=device), no, no, levels=0)
+
+
+def _padded(trees: Sequence[Tree], choices: Tensor, rows: Tensor | None, positions: Tensor) -> Trees:
+    """Trees of some requests, side by side.
+
+    Args:
+        trees: of all requests of the forward, and padding.
+        choices: int64 [nodes of all trees].
+        rows: int64 [requests, n], the nodes of some requests among those of all; None: one request.
+        positions: int64 [requests].
+    """
+
+    def column(parts: Sequence[Tensor]) -> Tensor:
+        return parts[0][None] if rows is None else torch.cat([*parts])[rows]
+
+    return Trees(
+        tokens=column([tree.tokens for tree in trees]),
+        parents=column([tree.ancestry.parents for tree in trees]),
+        depths=column([tree.ancestry.depths for tree in trees]),
+        ancestors=column([tree.ancestry.ancestors for tree in trees]),
+        log_probs=column([tree.log_probs for tree in trees]),
+        valid=column([tree.valid for tree in trees]),
+        relaxable=column([tree.relaxable for tree in trees]),
+        choices=column([choices]),
+        positions=positions,
+    )
+
+
+def _padded_rows(states: Sequence[Tensor]) -> Tensor:
+    """States [n, hidden] of some requests as [requests, n, hidden], padded with zeros."""
+    return states[0][None] if len(states) == 1 else pad_sequence([*states], batch_first=True)

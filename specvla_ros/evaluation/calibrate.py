@@ -1,6 +1,5 @@
 """`specvla calibrate`: the tolerance and tree for a robot, from evidence."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -18,15 +17,16 @@ from specvla_ros.evaluation.frame_sources import (
     require_frames,
     simulation_source,
 )
-from specvla_ros.evaluation.provenance import hardware, software
-from specvla_ros.evaluation.report.calibrate import write_calibrate_report
-from specvla_ros.evaluation.side_by_side import FrameRun, run_side_by_side
+from specvla_ros.evaluation.provenance import head
+from specvla_ros.evaluation.report.sweep import write_calibration_report
+from specvla_ros.evaluation.run_directory import REPORT_FILE, RunDirectory
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import compare_episodes
+from specvla_ros.evaluation.sweep import FrameRun, run_side_by_side
 from specvla_ros.models.checkpoint import Target
 from specvla_ros.settings.parameter import values_of
 from specvla_ros.settings.profiles import write_parameters
-from specvla_ros.simulation.device_pace import read_device, tick_time
+from specvla_ros.simulation.device_pace import read_stage_times, tick_time
 from specvla_ros.simulation.rollout import EpisodeResult
 from specvla_ros.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.speculation.rules.registry import bins_of
@@ -57,7 +57,7 @@ def write_profile(path: Path, calibration: Calibration) -> None:
 
 
 _TRIED = ("decode.mode", "draft.", "acceptance.")
-CALIBRATION_FILE, PROFILE_FILE, REPORT_FILE = "calibration.json", "profile.yaml", "report.html"
+CALIBRATION_FILE, PROFILE_FILE = "calibration.json", "profile.yaml"
 PLAIN = "ar"
 _FRAMES = "frames"
 
@@ -143,6 +143,8 @@ def calibrate(
     Raises:
         UserError: something given is wrong, or no tolerance fits the checkpoint.
     """
+    directory = RunDirectory(out, "calibrate")
+    directory.check()
     spec = replace(base.engine, mode="spec")
     plain = Trial(PLAIN, None, replace(base.engine, mode=PLAIN, acceptance=AcceptanceSettings()))
     strict = [Trial(f"strict, {_tree(each)}", None, each) for each in _trees(spec, plan.nodes, AcceptanceSettings())]
@@ -169,7 +171,11 @@ def calibrate(
         refused=refused,
         context=_context(policy, base, plan, len(frames)),
     )
-    _write(calibration, out)
+    directory.begin()
+    with directory.reporting_errors():
+        directory.write_json(CALIBRATION_FILE, calibration.as_json())
+        write_profile(directory.path / PROFILE_FILE, calibration)
+        write_calibration_report(directory.path / REPORT_FILE, calibration)
     return calibration
 
 
@@ -223,7 +229,7 @@ def _try_on_frames(
         on_progress(Progress(_FRAMES, done, wanted))
 
     candidates: list[Candidate] = []
-    pace = tick_time(read_device(plan.emulate) if plan.emulate else None)
+    pace = tick_time(read_stage_times(plan.emulate) if plan.emulate else None)
     for group in groups:
         engines = {each.name: each.engine for each in (plain, *group)}
         runs = run_side_by_side(policy, engines, frames, rounds=1, pace=pace, on_frame=one_more)
@@ -275,24 +281,11 @@ def _try_in_simulation(
 
 
 def _context(policy: Target, base: SimulateSettings, plan: CalibratePlan, frames: int) -> dict[str, Any]:
-    episodes = asdict(plan.episodes) if plan.episodes is not None else None
     return {
         "policy": policy.describe(),
         "world": base.world,
         "frames": frames,
-        "episodes": episodes,
-        "emulate": asdict(read_device(plan.emulate)) if plan.emulate else None,
-        "software": software(),
-        "hardware": hardware(),
+        "episodes": asdict(plan.episodes) if plan.episodes is not None else None,
+        "emulate": asdict(read_stage_times(plan.emulate)) if plan.emulate else None,
+        **head(),
     }
-
-
-def _write(calibration: Calibration, out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(calibration.as_json(), indent=2, allow_nan=False)
-        (out / CALIBRATION_FILE).write_text(text + "\n", encoding="utf-8")
-        write_profile(out / PROFILE_FILE, calibration)
-        write_calibrate_report(out / REPORT_FILE, calibration)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror}") from None

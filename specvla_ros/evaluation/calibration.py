@@ -8,11 +8,9 @@ import numpy as np
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.simulate_summary import PairedComparison
-from specvla_ros.evaluation.statistics import paired_difference
+from specvla_ros.evaluation.statistics import PairedComparison, percentiles
 from specvla_ros.speculation.tolerance import Tolerance
 
-_P95 = 95.0
 _ACTION_DIM = 7
 _OPEN = 0.5  # a gripper value beyond is one command, below it the other
 
@@ -64,9 +62,9 @@ def deviation(plain: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Devia
     degrees = np.degrees(np.linalg.norm(apart[:, 3:6], axis=1))
     flipped = (first[there, 6] > _OPEN) != (second[there, 6] > _OPEN)
     return Deviation(
-        p95_mm=float(np.percentile(mm, _P95)),
+        p95_mm=percentiles(mm)["p95"],
         largest_mm=float(mm.max()),
-        p95_deg=float(np.percentile(degrees, _P95)),
+        p95_deg=percentiles(degrees)["p95"],
         largest_deg=float(degrees.max()),
         gripper_share=float(flipped.mean()),
         lost_share=float(1 - there.mean()),
@@ -154,21 +152,16 @@ class Candidate:
 
     def with_success(self, pairs: PairedComparison, limits: Limits) -> "Candidate":
         """With its success, and what that speaks against it."""
-        _, low, _ = paired_difference(pairs.only_first, pairs.only_second, pairs.first.n)
+        _, low, _ = pairs.points
         reasons = self.refusals
-        if 100 * low < -limits.loss_points:
-            reasons += (f"it may lose {-100 * low:.1f} points of success, the limit is {limits.loss_points:g}",)
+        if low < -limits.loss_points:
+            reasons += (f"it may lose {-low:.1f} points of success, the limit is {limits.loss_points:g}",)
         return replace(self, pairs=pairs, refusals=reasons)
 
     @property
     def success(self) -> str:
         """For a table: the difference to plain decoding in points, with its interval; empty without episodes."""
-        if self.pairs is None:
-            return ""
-        points = [
-            100 * each for each in paired_difference(self.pairs.only_first, self.pairs.only_second, self.pairs.first.n)
-        ]
-        return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*points)
+        return str(self.pairs or "")
 
     def as_json(self) -> dict[str, Any]:
         """For calibration.json."""

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from specvla_ros.bags.frames import bag_frames
-from specvla_ros.bags.image_message import rgb_from_compressed, rgb_from_image
+from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
+from specvla_ros.bags.image_message import rgb_from_message
 from specvla_ros.bags.reader import open_bag
-from specvla_ros.bags.topics import RAW_IMAGE, TopicChoice, choose_topics
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
@@ -34,11 +33,8 @@ def find_bags(directories: Sequence[Path]) -> tuple[Path, ...]:
     for directory in directories:
         if not directory.is_dir():
             raise UserError(f"--data {directory} does not exist; `specvla collect --out {directory}` records some")
-        if (directory / "metadata.yaml").exists():
-            bags.append(directory)
-        bags += sorted(
-            path.parent for path in directory.glob("*/metadata.yaml") if not path.parent.name.startswith(".")
-        )
+        children = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
+        bags += [path for path in (directory, *children) if (path / "metadata.yaml").exists()]
     if not bags:
         raise UserError(
             f"no bags in {', '.join(map(str, directories))}; `specvla collect --out {directories[0]}` records some"
@@ -55,10 +51,9 @@ def bag_source(bags: Sequence[Path], seed: int) -> Iterator[Frame]:
     for i in np.random.default_rng(seed).permutation(len(bags)):
         with open_bag(bags[i]) as bag:
             topics = choose_topics(bag, TopicChoice())
-            to_rgb = rgb_from_image if topics.image.msgtype == RAW_IMAGE else rgb_from_compressed
             for frame in bag_frames(bag, topics):
                 if frame.instruction:
-                    yield to_rgb(frame.image.message()), frame.instruction
+                    yield rgb_from_message(frame.image.message()), frame.instruction
 
 
 def simulation_source(

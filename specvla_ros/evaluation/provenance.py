@@ -5,19 +5,48 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import specvla_ros
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.planning.measure import cpu_name
+from specvla_ros.speculation.drafters.combine import DRAFT_FOLDER
 
-_BLOCK = 1 << 20
+
+def head() -> dict[str, Any]:
+    """What every result begins with: when, with which software and on which machine it was made."""
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"date": date, "software": software(), "hardware": hardware()}
+
+
+def checkpoint_hashes(checkpoint: Path, engine: EngineSettings) -> dict[str, dict[str, str]]:
+    """SHA-256 of the files that decide the tokens: weights and settings of the target and of its draft head."""
+    draft = Path(engine.draft.head).expanduser() if engine.draft.head else checkpoint / DRAFT_FOLDER
+    return {
+        "policy_files": _weight_hashes(checkpoint),
+        "draft_files": _weight_hashes(draft) if engine.mode != "ar" else {},  # `none` is no folder: no files
+    }
+
+
+def _weight_hashes(folder: Path) -> dict[str, str]:
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    return file_hashes([path for path in files if path.suffix in (".json", ".safetensors")])
 
 
 def file_hashes(files: Sequence[Path]) -> dict[str, str]:
     """SHA-256 of each file, by its name."""
-    return {file.name: _sha256(file) for file in files}
+    hashes = {}
+    for file in files:
+        digest = hashlib.sha256()
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+        hashes[file.name] = digest.hexdigest()
+    return hashes
 
 
 def software() -> dict[str, str | None]:
@@ -41,16 +70,6 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def cpu_name() -> str:
-    """The processor's name; on ARM its architecture, where Linux gives no name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.lower().startswith(("model name", "hardware"))]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def git_revision(repository: Path) -> str | None:
     """The commit that is checked out, `-dirty` when files differ from it; None when this is no repository's root."""
 
@@ -65,11 +84,3 @@ def git_revision(repository: Path) -> str | None:
         return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()

@@ -1,116 +1,95 @@
 """`specvla replay`: a recording in; actions, figures, a report and a bag of the actions out."""
 
-import json
-import signal
-import threading
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from datetime import datetime, timezone
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, fields
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from specvla_ros.bags.frames import BagFrame, bag_frames
-from specvla_ros.bags.image_message import rgb_from_compressed, rgb_from_image, stamp_ns
+from specvla_ros.bags.frames import BagFrame, ReplayTopics, TopicChoice, bag_frames, choose_topics
+from specvla_ros.bags.image_message import rgb_from_message, stamp_ns
 from specvla_ros.bags.reader import Bag, open_bag
 from specvla_ros.bags.recorder import BagRecorder
-from specvla_ros.bags.topics import RAW_IMAGE, ReplayTopics, TopicChoice, choose_topics
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
-from specvla_ros.engine.outcome import Action, DropReason
+from specvla_ros.engine.outcome import Action, DecodeRecord, DropReason, StageTimings
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.provenance import file_hashes, hardware, software
+from specvla_ros.evaluation.provenance import checkpoint_hashes, file_hashes, head
 from specvla_ros.evaluation.replay_summary import (
-    FrameResult,
+    FrameRecord,
     ReplayColumns,
     ReplaySummary,
     Thresholds,
     compare,
     summarise,
 )
-from specvla_ros.evaluation.report.replay import write_report
+from specvla_ros.evaluation.report.replay import write_replay_report
+from specvla_ros.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, write_line
+from specvla_ros.evaluation.terminal import deferred_interruption, progress_bar
 from specvla_ros.models.checkpoint import Target
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-@contextmanager
-def deferred_interruption() -> Iterator[Callable[[], bool]]:
-    """Gives a function that tells whether somebody asked to stop.
-
-    The first signal is only noted, so that nothing is left half written; a second one acts as ever. Signals reach the
-    main thread only: elsewhere they are left alone.
-    """
-    asked: list[int] = []
-    before: dict[int, Any] = {}
-
-    def note(number: int, _: FrameType | None) -> None:
-        asked.append(number)
-        restore()
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, note) for number in _SIGNALS}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        restore()
-
-
-FRAMES_FILE, SUMMARY_FILE, REPORT_FILE, BAG_DIRECTORY = "frames.jsonl", "summary.json", "report.html", "actions_bag"
-
+FRAMES_FILE, BAG_DIRECTORY = "frames.jsonl", "actions_bag"
 _NS = 1e-9
+_DEFAULT_TOPICS = TopicChoice()
+_HINT = "; the frames so far are kept, and the same command goes on"
 
 
 class ReplayRun:
-    """Answers frames and writes what comes of it.
+    """Answers the frames of a bag, from the first one, and writes what comes of it.
+
+    frames.jsonl is what a replay is resumed from: its frames are not decoded again, and the bag of actions is recorded
+    anew from them. The engine decodes the newest of them once more before the first frame that is missing, so that it
+    knows the last stamp and the last action.
 
     Args:
         engine: warm, and used by nobody else meanwhile.
-        out: the output directory; made if missing.
+        directory: of the results; begun.
         start_ns: bag time that counts as 0 s.
         action_dt: seconds over which an action's displacements are meant.
 
     Raises:
-        UserError: the output directory cannot be written.
+        UserError: the directory cannot be written, or what it holds is damaged.
     """
 
-    def __init__(self, engine: Engine, out: Path, *, start_ns: int, action_dt: float) -> None:
+    def __init__(self, engine: Engine, directory: RunDirectory, *, start_ns: int, action_dt: float) -> None:
         self._engine = engine
-        self._out = out
+        self._directory = directory
         self._action_dt = action_dt
         self._columns = ReplayColumns(engine.target.codec.names, start_ns)
-        origin = {key: str(value) for key, value in engine.target.describe().items()}
-        self._recorder = BagRecorder(out / BAG_DIRECTORY, origin)
-        self._lines = (out / FRAMES_FILE).open("w", encoding="utf-8")
+        self._kept = directory.resume_lines(FRAMES_FILE, lambda line: FrameRecord(**line))
+        self._newest: list[Observation] = []  # of the kept frames: that of the newest action, and the newest of all
+        bag = directory.path / BAG_DIRECTORY
+        shutil.rmtree(bag, ignore_errors=True)
+        self._recorder = BagRecorder(bag, {key: str(value) for key, value in engine.target.describe().items()})
+        self._lines = directory.append_to(FRAMES_FILE)
 
-    def play(self, frame: BagFrame) -> None:
-        """Answers one frame and writes the result at once."""
+    def play(self, frame: BagFrame) -> bool:
+        """Answers one frame and writes the result at once; returns whether it was missing."""
         received_ns = time.monotonic_ns()
-        answer = self._answer(frame, received_ns)
-        result = answer if isinstance(answer, FrameResult) else self._accept(frame, answer, received_ns)
-        self._columns.add(result)
-        self._lines.write(json.dumps(result.as_json(), allow_nan=False) + "\n")
-        self._lines.flush()
-        if result.action is not None and result.seq is not None:
-            self._recorder.record(
-                result.action,
-                seq=result.seq,
-                time_ns=frame.image.time_ns,
-                action_dt=self._action_dt,
-                publish_s=(time.monotonic_ns() - result.action.finished_ns) * _NS,
-                latency_s=(time.monotonic_ns() - received_ns) * _NS,
-                drop_counts=self._columns.drops.by_name(),
-            )
+        observed = _observe(frame, received_ns)
+        if frame.index < len(self._kept):
+            self._restore(self._kept[frame.index], frame, observed)
+            return False
+        for observation in self._newest:
+            self._engine.act(observation)
+        self._newest.clear()
+        action, record = None, observed
+        if isinstance(observed, Observation):
+            outcome = self._engine.act(observed)
+            if isinstance(outcome, Action):
+                action, record = outcome, self._answered(frame, outcome, received_ns)
+            else:
+                record = _dropped(frame, received_ns, outcome.reason, outcome.detail, observed.stamp_ns)
+        assert isinstance(record, FrameRecord)
+        write_line(self._lines, record.as_json())
+        self._add(record, action)
+        return True
 
     def finish(
         self, *, frames_in_bag: int, thresholds: Thresholds, incomplete: str, context: Mapping[str, Any]
@@ -125,56 +104,102 @@ class ReplayRun:
             incomplete=incomplete,
             context=context,
         )
-        text = json.dumps(summary.as_json(), indent=2, allow_nan=False)
-        (self._out / SUMMARY_FILE).write_text(text + "\n", encoding="utf-8")
-        write_report(self._out / REPORT_FILE, summary, self._columns)
+        self._directory.write_json(SUMMARY_FILE, summary.as_json())
+        write_replay_report(self._directory.path / REPORT_FILE, summary, self._columns)
         return summary
 
-    def _answer(self, frame: BagFrame, received_ns: int) -> Action | FrameResult:
-        """What the node does with an image, without ROS: checks in the same order, then the engine."""
-        try:
-            message = frame.image.message()
-            to_rgb = rgb_from_image if frame.image.msgtype == RAW_IMAGE else rgb_from_compressed
-            rgb = to_rgb(message)
-        except UserError as error:
-            return _dropped(frame, None, received_ns, DropReason.BAD_IMAGE, str(error))
-        try:
-            stamp = stamp_ns(message.header)
-        except UserError as error:
-            return _dropped(frame, None, received_ns, DropReason.BAD_STAMP, str(error))
-        if not frame.epoch:
-            return _dropped(frame, stamp, received_ns, DropReason.NO_INSTRUCTION, "recorded before any instruction")
-        observation = Observation(
-            images=rgb,
-            instruction=frame.instruction,
-            stamp_ns=stamp,
-            frame_id=message.header.frame_id,
-            epoch=frame.epoch,
-            received_ns=received_ns,
-        )
-        outcome = self._engine.act(observation)
-        if isinstance(outcome, Action):
-            return outcome
-        return _dropped(frame, stamp, received_ns, outcome.reason, outcome.detail)
-
-    def _accept(self, frame: BagFrame, action: Action, received_ns: int) -> FrameResult:
-        return FrameResult(
-            frame=frame,
+    def _answered(self, frame: BagFrame, action: Action, received_ns: int) -> FrameRecord:
+        record = action.record
+        return FrameRecord.from_frame(
+            frame,
             stamp_ns=action.observation.stamp_ns,
             total_s=(action.finished_ns - received_ns) * _NS,
-            action=action,
             seq=len(self._columns.frame),
-            comparison=compare(self._engine.target.codec, action, frame.recorded),
+            publish_s=(time.monotonic_ns() - action.finished_ns) * _NS,
+            tokens=list(action.tokens),
+            values=action.values.tolist(),
+            timings=asdict(action.timings),
+            decode={**asdict(record), "forwards": record.forwards, "tau": record.tau},
+            **compare(self._engine.target.codec, action, frame.recorded),
         )
 
+    def _restore(self, record: FrameRecord, frame: BagFrame, observed: Observation | FrameRecord) -> None:
+        """Takes a frame from the results of the replay that is resumed."""
+        if (record.frame, record.time_ns) != (frame.index, frame.image.time_ns):
+            raise UserError(
+                f"line {frame.index + 1} of {self._directory.path / FRAMES_FILE} is not of frame {frame.index} of the "
+                "bag; remove that directory"
+            )
+        action = None
+        if isinstance(observed, Observation):
+            action = _action(record, observed, self._columns.names)
+            if action is not None:
+                self._newest = [observed]
+            elif record.drop is None or record.drop["reason"] != DropReason.OUT_OF_ORDER.value:
+                self._newest = [*self._newest[:1], observed]
+        self._add(record, action)
 
-def _dropped(frame: BagFrame, stamp: int | None, received_ns: int, reason: DropReason, detail: str) -> FrameResult:
+    def _add(self, record: FrameRecord, action: Action | None) -> None:
+        self._columns.add(record)
+        if action is not None and record.seq is not None and record.publish_s is not None:
+            self._recorder.record(
+                action,
+                seq=record.seq,
+                time_ns=record.time_ns,
+                action_dt=self._action_dt,
+                publish_s=record.publish_s,
+                latency_s=record.total_s + record.publish_s,
+                drop_counts=self._columns.drops.by_name(),
+            )
+
+
+def _observe(frame: BagFrame, received_ns: int) -> Observation | FrameRecord:
+    """What the node does with an image, without ROS: the checks before the engine, in the same order."""
+    try:
+        message = frame.image.message()
+        rgb = rgb_from_message(message)
+    except UserError as error:
+        return _dropped(frame, received_ns, DropReason.BAD_IMAGE, str(error))
+    try:
+        stamp = stamp_ns(message.header)
+    except UserError as error:
+        return _dropped(frame, received_ns, DropReason.BAD_STAMP, str(error))
+    if not frame.epoch:
+        return _dropped(frame, received_ns, DropReason.NO_INSTRUCTION, "recorded before any instruction", stamp)
+    return Observation(
+        images=rgb,
+        instruction=frame.instruction,
+        stamp_ns=stamp,
+        frame_id=message.header.frame_id,
+        epoch=frame.epoch,
+        received_ns=received_ns,
+    )
+
+
+def _dropped(
+    frame: BagFrame, received_ns: int, reason: DropReason, detail: str, stamp: int | None = None
+) -> FrameRecord:
     total_s = (time.monotonic_ns() - received_ns) * _NS
-    return FrameResult(frame=frame, stamp_ns=stamp, total_s=total_s, reason=reason, detail=detail)
+    return FrameRecord.from_frame(
+        frame, stamp_ns=stamp, total_s=total_s, drop={"reason": reason.value, "detail": detail}
+    )
 
 
-_NS = 1e-9
-_USUAL = TopicChoice()
+def _action(record: FrameRecord, observation: Observation, names: tuple[str, ...]) -> Action | None:
+    """The action that a line of frames.jsonl is of; None: that frame was dropped."""
+    if record.values is None or record.tokens is None or record.timings is None or record.decode is None:
+        return None
+    decode: dict[str, Any] = {each.name: record.decode[each.name] for each in fields(DecodeRecord)}
+    decode = {name: tuple(value) if isinstance(value, list) else value for name, value in decode.items()}
+    return Action(
+        observation=observation,
+        names=names,
+        actions=np.array(record.values)[None],
+        tokens=tuple(record.tokens),
+        timings=StageTimings(**record.timings),
+        record=DecodeRecord(**decode),
+        finished_ns=observation.received_ns,
+    )
 
 
 def replay(
@@ -183,7 +208,7 @@ def replay(
     bag_path: str | Path,
     out_dir: str | Path,
     *,
-    topics: TopicChoice = _USUAL,
+    topics: TopicChoice = _DEFAULT_TOPICS,
     action_dt: float = 0.2,
     thresholds: Thresholds | None = None,
     progress: bool = True,
@@ -191,13 +216,14 @@ def replay(
     """Decodes an action for every image of a bag and writes frames.jsonl, summary.json, report.html and actions_bag/.
 
     Each frame is written at once. When the bag turns out to be cut off, when Ctrl-C ends the replay, or when something
-    fails, summary and report are still written, and `failures` of the summary says what is missing.
+    fails, summary and report are still written, and `failures` of the summary says what is missing. Called again with
+    the same settings it decodes the frames that are missing.
 
     Args:
         policy: the target.
         settings: how to decode; `max_image_age_s` must be 0, as a recorded image has no age.
         bag_path: the bag's directory or file.
-        out_dir: where the results go; made if missing, refused if it holds results.
+        out_dir: directory of the results; made if missing, refused if it holds a whole replay or other results.
         topics: which of the bag's to read.
         action_dt: seconds over which an action's displacements are meant.
         thresholds: limits that the replay must keep.
@@ -206,19 +232,22 @@ def replay(
     Raises:
         UserError: the bag, a topic, the instruction or the output directory cannot be used.
     """
-    out = _usable_output(out_dir)
+    directory = _open_output(out_dir)
     with open_bag(bag_path) as bag:
         chosen = choose_topics(bag, topics)
+        if chosen.note:
+            Console(stderr=True).print(chosen.note, markup=False, highlight=False, soft_wrap=True)
         instruction = topics.instruction
         engine = Engine(policy, settings)
         if instruction is not None:
             engine.check_instruction(instruction)
         engine.warm_up()
         context = _context(bag, chosen, engine, instruction=instruction, action_dt=action_dt)
+        directory.begin(_deciding(context) | checkpoint_hashes(policy.directory, settings))
         ending: dict[str, Any] = dict(
             frames_in_bag=chosen.image.count, thresholds=thresholds or Thresholds(), context=context
         )
-        run = ReplayRun(engine, out, start_ns=bag.start_ns, action_dt=action_dt)
+        run = ReplayRun(engine, directory, start_ns=bag.start_ns, action_dt=action_dt)
         try:
             incomplete = _play_all(run, bag, chosen, instruction, progress=progress)
         except BaseException as error:
@@ -226,18 +255,19 @@ def replay(
             with suppress(OSError):
                 run.finish(incomplete=f"{type(error).__name__}: {error}", **ending)
             if isinstance(error, OSError):
-                raise UserError(f"replaying {bag.path} to {out} failed: {error}") from error
+                raise UserError(f"replaying {bag.path} to {directory.path} failed: {error}{_HINT}") from error
             raise
-        return run.finish(incomplete=incomplete, **ending)
+        with directory.reporting_errors(_HINT):
+            return run.finish(incomplete=incomplete, **ending)
 
 
-def check_replay(bag_path: str | Path, out_dir: str | Path, topics: TopicChoice = _USUAL) -> None:
+def check_replay(bag_path: str | Path, out_dir: str | Path, topics: TopicChoice = _DEFAULT_TOPICS) -> None:
     """Checks what can be checked before a policy is loaded, which may take minutes.
 
     Raises:
         UserError: as `replay` does for the bag, a topic or the output directory.
     """
-    _usable_output(out_dir)
+    _open_output(out_dir)
     with open_bag(bag_path) as bag:
         choose_topics(bag, topics)
 
@@ -246,45 +276,30 @@ def _play_all(run: ReplayRun, bag: Bag, topics: ReplayTopics, instruction: str |
     """Replays frame by frame; returns why not all of them, empty when all."""
     total = topics.image.count
     played = 0
-    with deferred_interruption() as interrupted, _progress_bar(shown=progress) as bar:
+    with deferred_interruption() as interrupted, progress_bar(shown=progress) as bar:
         task = bar.add_task("replaying", total=total)
         try:
             for frame in bag_frames(bag, topics, instruction):
-                run.play(frame)
+                missing = run.play(frame)
                 played += 1
                 bar.advance(task)
-                if interrupted():
+                if interrupted() and missing:
                     return f"interrupted after {played} of {total} frames"
         except UserError as error:
             return f"stopped after {played} of {total} frames: {error}"
     return bag.damage
 
 
-def _progress_bar(*, shown: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("elapsed"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not shown,
-    )
-
-
-def _usable_output(out_dir: str | Path) -> Path:
-    out = Path(out_dir).expanduser()
-    if out.exists() and not out.is_dir():
-        raise UserError(f"the output {out} is a file; give a directory")
-    present = [name for name in (FRAMES_FILE, SUMMARY_FILE, REPORT_FILE, BAG_DIRECTORY) if (out / name).exists()]
-    if present:
+def _open_output(out_dir: str | Path) -> RunDirectory:
+    directory = RunDirectory(out_dir, "replay")
+    directory.check()
+    summary = directory.read_json(SUMMARY_FILE)
+    if summary is not None and not summary["incomplete"]:
         raise UserError(
-            f"{out} holds the result of an earlier replay ({', '.join(present)}); give another directory with --out, "
-            "or remove that one"
+            f"{directory.path} holds the result of an earlier replay; give another directory with --out, or remove "
+            "that one"
         )
-    return out
+    return directory
 
 
 def _context(
@@ -302,7 +317,11 @@ def _context(
         },
         "settings": {**asdict(engine.settings), "instruction": instruction, "action_dt": action_dt},
         "policy": engine.target.describe(),
-        "software": software(),
-        "hardware": hardware(),
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **head(),
     }
+
+
+def _deciding(context: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the context decides the results: a bag may have been moved since."""
+    bag = {name: value for name, value in context["bag"].items() if name != "path"}
+    return {"bag": bag, "settings": context["settings"], "policy": context["policy"]}

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from specvla_ros.bags.frames import BagFrame
 from specvla_ros.engine.outcome import Action, DropCounter, DropReason
 from specvla_ros.errors import UserError
+from specvla_ros.evaluation.statistics import percentiles
 from specvla_ros.models.codecs.codec import Codec
 
 
@@ -43,81 +44,83 @@ class Thresholds:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """An action beside the recorded one.
+class FrameRecord:
+    """How one frame ended: a line of frames.jsonl, in the units of VlaAction.msg and DecodeStats.msg.
 
     Args:
-        recorded: float64 [action_dim].
-        error: float64 [action_dim], decoded minus recorded, in the action's units.
-        bins: int64 [action_dim], distance between the decoded token and the recorded value's, in bins.
-    """
-
-    recorded: np.ndarray
-    error: np.ndarray
-    bins: np.ndarray
-
-
-@dataclass(frozen=True)
-class FrameResult:
-    """How one frame ended.
-
-    Args:
-        frame: which.
+        frame: index of the image in the bag.
+        time_ns: bag time of the image.
         stamp_ns: the image's stamp; None: it has none that is valid.
+        seq: the action's number; None: no action.
+        epoch: of the instruction.
+        instruction: in force when the image was recorded.
         total_s: seconds from the image's bytes in this process to the outcome.
-        action: None: dropped.
-        seq: the action's number.
-        comparison: None: no recorded action that could be compared.
-        reason: why it was dropped; None: it was not.
-        detail: the same in words.
+        recorded: the recorded action, None for a value that is not finite; None: there is none.
+        drop: reason and detail; None: not dropped.
+        publish_s: seconds from the last token to the record.
+        tokens: the action's tokens.
+        values: the action, un-normalised.
+        timings: seconds in each stage.
+        decode: how it was decoded.
+        error: decoded minus recorded action, in the action's units; None: no recorded action to compare with.
+        bin_distance: between the decoded tokens and those of the recorded action, in bins; None as for `error`.
     """
 
-    frame: BagFrame
+    frame: int
+    time_ns: int
     stamp_ns: int | None
+    seq: int | None
+    epoch: int
+    instruction: str
     total_s: float
-    action: Action | None = None
-    seq: int | None = None
-    comparison: Comparison | None = None
-    reason: DropReason | None = None
-    detail: str = ""
+    recorded: list[float | None] | None
+    drop: dict[str, str] | None
+    publish_s: float | None = None
+    tokens: list[int] | None = None
+    values: list[float] | None = None
+    timings: dict[str, float] | None = None
+    decode: dict[str, Any] | None = None
+    error: list[float] | None = None
+    bin_distance: list[int] | None = None
+
+    @staticmethod
+    def from_frame(frame: BagFrame, *, stamp_ns: int | None, total_s: float, **ending: Any) -> "FrameRecord":
+        """The record of a frame of a bag with the fields that its ending fills."""
+        recorded: list[float | None] | None = None
+        if frame.recorded is not None:  # JSON has no NaN
+            recorded = [value if math.isfinite(value) else None for value in frame.recorded]
+        known = {"seq": None, "drop": None} | ending
+        return FrameRecord(
+            frame=frame.index,
+            time_ns=frame.image.time_ns,
+            stamp_ns=stamp_ns,
+            epoch=frame.epoch,
+            instruction=frame.instruction,
+            total_s=total_s,
+            recorded=recorded,
+            **known,
+        )
 
     def as_json(self) -> dict[str, Any]:
-        """One line of frames.jsonl; the units are those of VlaAction.msg and DecodeStats.msg."""
-        line: dict[str, Any] = {
-            "frame": self.frame.index,
-            "time_ns": self.frame.image.time_ns,
-            "stamp_ns": self.stamp_ns,
-            "seq": self.seq,
-            "epoch": self.frame.epoch,
-            "instruction": self.frame.instruction,
-            "total_s": self.total_s,
-            "recorded": _numbers(self.frame.recorded),
-            "drop": None if self.reason is None else {"reason": self.reason.value, "detail": self.detail},
-        }
-        if self.action is not None:
-            record = self.action.record
-            line["tokens"] = list(self.action.tokens)
-            line["values"] = self.action.values.tolist()
-            line["timings"] = asdict(self.action.timings)
-            line["decode"] = {**asdict(record), "forwards": record.forwards, "tau": record.tau}
-        if self.comparison is not None:
-            line["error"] = self.comparison.error.tolist()
-            line["bin_distance"] = self.comparison.bins.tolist()
-        return line
+        """The line, without what only actions have where there is none."""
+        required = {each.name for each in fields(self) if each.default is MISSING}
+        return {name: value for name, value in vars(self).items() if value is not None or name in required}
 
 
-def compare(codec: Codec, action: Action, recorded: tuple[float, ...] | None) -> Comparison | None:
-    """An action beside the recorded one; None when that is missing, not finite, or of another length."""
+def compare(codec: Codec, action: Action, recorded: tuple[float, ...] | None) -> dict[str, Any]:
+    """An action beside the recorded one: error and bin_distance of its FrameRecord; empty when it cannot be compared.
+
+    Args:
+        codec: of the policy whose action it is.
+        action: the decoded action.
+        recorded: the recorded one; None: missing. It is not compared when not finite or of another length.
+    """
     if recorded is None or len(recorded) != len(codec.names) or not all(map(math.isfinite, recorded)):
-        return None
+        return {}
     wanted = np.asarray(recorded, dtype=np.float64)
     tokens = np.asarray(codec.encode(wanted[None]))
-    return Comparison(wanted, action.values - wanted, np.abs(tokens - np.asarray(action.tokens)))
-
-
-def _numbers(values: tuple[float, ...] | None) -> list[float | None] | None:
-    # JSON has no NaN.
-    return None if values is None else [value if math.isfinite(value) else None for value in values]
+    distance = np.abs(tokens - np.asarray(action.tokens))
+    return {"error": (action.values - wanted).tolist(), "bin_distance": distance.tolist()}
 
 
 STAGES = ("wait", "vision", "prefill", "decode")
@@ -156,31 +159,31 @@ class ReplayColumns:
     frame: list[int] = field(default_factory=list)
     time_s: list[float] = field(default_factory=list)
     latency_s: list[tuple[float, ...]] = field(default_factory=list)
-    values: list[np.ndarray] = field(default_factory=list)
-    recorded: list[np.ndarray] = field(default_factory=list)
-    bins: list[np.ndarray] = field(default_factory=list)
+    values: list[list[float]] = field(default_factory=list)
+    recorded: list[Sequence[float | None]] = field(default_factory=list)
+    bins: list[Sequence[float]] = field(default_factory=list)
 
-    def add(self, result: FrameResult) -> None:
-        """Takes one frame."""
-        self.total_s.append(result.total_s)
-        if result.reason is not None:
-            self.drops.add(result.reason)
-            self.examples.setdefault(result.reason, result.detail)
-            self.dropped.append((result.frame.index, result.reason))
-        if result.action is None:
+    def add(self, record: FrameRecord) -> None:
+        """Adds one frame."""
+        self.total_s.append(record.total_s)
+        if record.drop is not None:
+            reason = DropReason(record.drop["reason"])
+            self.drops.add(reason)
+            self.examples.setdefault(reason, record.drop["detail"])
+            self.dropped.append((record.frame, reason))
+        if record.values is None or record.timings is None:
             return
-        timings, comparison = result.action.timings, result.comparison
-        nothing = np.full(len(self.names), np.nan)
-        self.frame.append(result.frame.index)
-        self.time_s.append((result.frame.image.time_ns - self.start_ns) * 1e-9)
-        self.latency_s.append((result.total_s, *(getattr(timings, f"{stage}_s") for stage in STAGES)))
-        self.values.append(result.action.values)
-        self.recorded.append(nothing if comparison is None else comparison.recorded)
-        self.bins.append(nothing if comparison is None else comparison.bins.astype(np.float64))
+        nothing = [math.nan] * len(self.names)
+        self.frame.append(record.frame)
+        self.time_s.append((record.time_ns - self.start_ns) * 1e-9)
+        self.latency_s.append((record.total_s, *(record.timings[f"{stage}_s"] for stage in STAGES)))
+        self.values.append(record.values)
+        self.recorded.append(nothing if record.error is None or record.recorded is None else record.recorded)
+        self.bins.append(nothing if record.bin_distance is None else record.bin_distance)
 
     @property
     def frames(self) -> int:
-        """Frames taken."""
+        """Frames added."""
         return len(self.total_s)
 
     @property
@@ -207,7 +210,6 @@ class ReplaySummary:
         mean_bin_distance: per dimension; empty without recorded actions.
         thresholds: the limits asked for.
         incomplete: why not the whole bag was replayed; empty: it was.
-        failures: why the replay counts as failed, in sentences; empty: it does not.
         context: what was replayed, with what, on what.
     """
 
@@ -223,12 +225,26 @@ class ReplaySummary:
     mean_bin_distance: dict[str, float]
     thresholds: Thresholds
     incomplete: str
-    failures: tuple[str, ...]
     context: Mapping[str, Any]
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Why the replay counts as failed, in sentences; empty: it does not."""
+        failures = [self.incomplete] if self.incomplete else []
+        faults = self.drops[DropReason.ENGINE_FAULT.value]
+        if faults:
+            example = self.drop_examples[DropReason.ENGINE_FAULT.value]
+            failures.append(
+                f"{faults} of {self.frames} frames ended in a fault of the engine, the first one: {example}"
+            )
+        if self.frames and not self.actions:
+            failures.append(f"not one of {self.frames} frames gave an action: {_drops_in_words(self)}")
+        return (*failures, *_exceeded(self))
 
     def as_json(self) -> dict[str, Any]:
         """As a JSON object."""
         own = {name: value for name, value in vars(self).items() if name not in ("thresholds", "context")}
+        own["failures"] = self.failures
         intervals = {"latency_interval": LATENCY_INTERVAL, "action_rate_interval": RATE_INTERVAL}
         return {**own, **intervals, "thresholds": asdict(self.thresholds), **self.context}
 
@@ -241,7 +257,7 @@ def summarise(
     incomplete: str,
     context: Mapping[str, Any],
 ) -> ReplaySummary:
-    """Sums up the frames.
+    """The summary of the frames.
 
     Args:
         columns: their numbers.
@@ -255,50 +271,27 @@ def summarise(
     if compared.any():
         errors = np.abs(np.array(columns.values) - np.array(columns.recorded))[compared]
         bins = np.array(columns.bins)[compared]
+    stages = np.array(columns.latency_s).T  # without an action: no rows
     spent_s = sum(columns.total_s)
-    without_failures = ReplaySummary(
+    return ReplaySummary(
         frames=columns.frames,
         actions=len(columns.frame),
         frames_in_bag=frames_in_bag,
         drops=columns.drops.by_name(),
         drop_examples={reason.value: detail for reason, detail in columns.examples.items()},
-        latency_s=_latencies(columns.latency_s),
+        latency_s={name: percentiles(column) for name, column in zip(("total", *STAGES), stages, strict=False)},
         action_rate_hz=len(columns.frame) / spent_s if spent_s > 0 else 0.0,
         compared=len(errors),
         mean_abs_error=_per_dimension(columns.names, errors),
         mean_bin_distance=_per_dimension(columns.names, bins),
         thresholds=thresholds,
         incomplete=incomplete,
-        failures=(),
         context=context,
     )
-    return ReplaySummary(**{**vars(without_failures), "failures": tuple(_failures(without_failures))})
-
-
-def _latencies(rows: Sequence[tuple[float, ...]]) -> dict[str, dict[str, float]]:
-    if not rows:
-        return {}
-    return {name: _percentiles(column) for name, column in zip(("total", *STAGES), np.array(rows).T, strict=True)}
-
-
-def _percentiles(seconds: np.ndarray) -> dict[str, float]:
-    p50, p95, p99 = np.percentile(seconds, (50, 95, 99)).tolist()
-    return {"p50": p50, "p95": p95, "p99": p99, "mean": float(seconds.mean()), "max": float(seconds.max())}
 
 
 def _per_dimension(names: tuple[str, ...], rows: np.ndarray) -> dict[str, float]:
     return dict(zip(names, rows.mean(axis=0).tolist(), strict=True)) if len(rows) else {}
-
-
-def _failures(summary: ReplaySummary) -> list[str]:
-    failures = [summary.incomplete] if summary.incomplete else []
-    faults = summary.drops[DropReason.ENGINE_FAULT.value]
-    if faults:
-        example = summary.drop_examples[DropReason.ENGINE_FAULT.value]
-        failures.append(f"{faults} of {summary.frames} frames ended in a fault of the engine, the first one: {example}")
-    if summary.frames and not summary.actions:
-        failures.append(f"not one of {summary.frames} frames gave an action: {_drops_in_words(summary)}")
-    return failures + _exceeded(summary)
 
 
 def _exceeded(summary: ReplaySummary) -> list[str]:

@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,18 @@ import numpy as np
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.film import Film
-from specvla_ros.evaluation.provenance import file_hashes, hardware, software
-from specvla_ros.evaluation.report.simulate import write_simulate_report
+from specvla_ros.evaluation.provenance import checkpoint_hashes, head
+from specvla_ros.evaluation.report.simulate import Film, write_simulate_report
+from specvla_ros.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, read_lines, write_line
 from specvla_ros.evaluation.simulate_summary import SimulateSummary, summarise_episodes
 from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.models.codecs.bins import ActionStatistics
 from specvla_ros.models.config import read_config
-from specvla_ros.simulation.device_pace import read_device, tick_time
+from specvla_ros.models.settings import ModelSettings
+from specvla_ros.simulation.device_pace import read_stage_times, tick_time
 from specvla_ros.simulation.episode_pool import run_episodes
 from specvla_ros.simulation.robot import SimulatedRobot
 from specvla_ros.simulation.rollout import Clock, EpisodeResult, Rollout
-from specvla_ros.speculation.drafters.combine import DRAFT_FOLDER
 
 TABLE = "table"
 
@@ -41,7 +40,7 @@ class SimulateSettings:
         emulate: device whose stage times are taken in place of those measured; empty: none.
         engine: how to decode.
         time_limit: an episode has failed after so many times the time that its task allows.
-        device, dtype, unnorm_key, center_crop, quantization: as for `load_target`.
+        model: how the checkpoint is loaded.
     """
 
     policy: Path
@@ -50,11 +49,7 @@ class SimulateSettings:
     emulate: str = ""
     engine: EngineSettings = field(default_factory=EngineSettings)
     time_limit: float = 1.0
-    device: str = "auto"
-    dtype: str = "auto"
-    unnorm_key: str = ""
-    center_crop: bool = False
-    quantization: str = "none"
+    model: ModelSettings = field(default_factory=ModelSettings)
 
     def as_json(self) -> dict[str, Any]:
         """For the results, and to tell whether earlier results are of the same settings."""
@@ -86,7 +81,7 @@ def run_job(job: EpisodeJob) -> EpisodeResult:
         UserError: the policy, the world or an argument does not fit.
     """
     engine, robot = _stage(job.settings, os.getpid())
-    pace = tick_time(read_device(job.settings.emulate) if job.settings.emulate else None)
+    pace = tick_time(read_stage_times(job.settings.emulate) if job.settings.emulate else None)
     clock, limit = job.settings.clock, job.settings.time_limit
     if job.film is None:
         return Rollout(engine, robot, clock, pace, time_limit=limit).run(job.task, job.seed)
@@ -119,14 +114,8 @@ def policy_of(settings: SimulateSettings) -> Target:
     Raises:
         UserError: the checkpoint or an option does not fit.
     """
-    return load_target(
-        settings.policy,
-        device=settings.device,
-        dtype=settings.dtype,
-        unnorm_key=settings.unnorm_key or ("" if settings.world == TABLE else settings.world),
-        center_crop=settings.center_crop,
-        quantization=settings.quantization,
-    )
+    key = settings.model.unnorm_key or ("" if settings.world == TABLE else settings.world)
+    return load_target(settings.policy, **vars(settings.model) | {"unnorm_key": key})
 
 
 def make_robot(world: str) -> SimulatedRobot:
@@ -164,12 +153,7 @@ def check_statistics(statistics: ActionStatistics, robot: SimulatedRobot) -> Non
         )
 
 
-EPISODES_FILE, SETTINGS_FILE, SUMMARY_FILE, REPORT_FILE = (
-    "episodes.jsonl",
-    "settings.json",
-    "summary.json",
-    "report.html",
-)
+EPISODES_FILE = "episodes.jsonl"
 FILMS = "films"
 
 
@@ -215,88 +199,46 @@ def simulate(
     """
     read_config(settings.policy)
     if settings.emulate:
-        read_device(settings.emulate)
+        read_stage_times(settings.emulate)
     tasks = tasks_of(settings.world, plan.tasks)
-    done = _begin(settings, out)
+    directory = RunDirectory(out, "simulate")
+    out = directory.path
+    directory.begin(settings.as_json() | checkpoint_hashes(settings.policy, settings.engine))
+    done = {(each.task, each.seed): each for each in directory.resume_lines(EPISODES_FILE, _episode)}
     wanted = [(task, plan.first_seed + i) for i in range(plan.episodes) for task in tasks]
     jobs = [
         EpisodeJob(settings, task, seed, _film(out, task, seed) if seed - plan.first_seed < plan.films else None)
         for task, seed in wanted
         if (task, seed) not in done
     ]
-    try:
-        with (out / EPISODES_FILE).open("a", encoding="utf-8") as lines:
-            for _, result in run_episodes(run_job, jobs, workers=plan.workers, ray=plan.ray):
-                lines.write(json.dumps(asdict(result), allow_nan=False) + "\n")
-                lines.flush()
-                done[result.task, result.seed] = result
-                if on_episode is not None:
-                    on_episode(result, sum(key in done for key in wanted), len(wanted))
-    except OSError as error:
-        raise UserError(
-            f"{out} cannot be written: {error.strerror}; the episodes so far are kept, and the same command goes on"
-        ) from None
-    finally:
-        summary = summarise_episodes([done[key] for key in wanted if key in done], context=_context(settings, plan))
-        _write(out, summary)
+    with directory.reporting_errors("; the episodes so far are kept, and the same command goes on"):
+        (out / FILMS).mkdir(exist_ok=True)
+        try:
+            with directory.append_to(EPISODES_FILE) as lines:
+                for _, result in run_episodes(run_job, jobs, workers=plan.workers, ray=plan.ray):
+                    write_line(lines, asdict(result))
+                    done[result.task, result.seed] = result
+                    if on_episode is not None:
+                        on_episode(result, sum(key in done for key in wanted), len(wanted))
+        finally:
+            finished = [done[key] for key in wanted if key in done]
+            summary = summarise_episodes(finished, context=_context(settings, plan))
+            directory.write_json(SUMMARY_FILE, summary.as_json())
+            write_simulate_report(out / REPORT_FILE, summary, sorted((out / FILMS).glob("*.mp4")))
     return summary
 
 
 def read_episodes(out: Path) -> dict[tuple[str, int], EpisodeResult]:
     """The finished episodes of a results directory, by task and seed.
 
-    A last line that is cut off, as a killed process leaves it, is ignored: that episode is run again.
-
     Raises:
-        UserError: a damaged line elsewhere.
+        UserError: a damaged line; one that is cut off at the end is left out.
     """
-    path = out / EPISODES_FILE
-    if not path.exists():
-        return {}
-    lines = path.read_text(encoding="utf-8").split("\n")
-    results: dict[tuple[str, int], EpisodeResult] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            raw = json.loads(line)
-            result = EpisodeResult(**raw | {"latency_s": tuple(raw["latency_s"])})
-        except (KeyError, TypeError, ValueError) as error:
-            if number == len(lines):
-                break
-            raise UserError(f"{path}, line {number} is damaged ({error}); remove the line or the directory") from None
-        results[result.task, result.seed] = result
-    return results
+    return {(each.task, each.seed): each for each in read_lines(out / EPISODES_FILE, _episode)}
 
 
-def _begin(settings: SimulateSettings, out: Path) -> dict[tuple[str, int], EpisodeResult]:
-    path = out / SETTINGS_FILE
-    draft = settings.engine.draft.head
-    head = Path(draft).expanduser() if draft else settings.policy / DRAFT_FOLDER  # `none` is no folder: no files
-    described = settings.as_json() | {
-        "policy_files": file_hashes(_files(settings.policy)),
-        "draft_files": file_hashes(_files(head)) if settings.engine.mode != "ar" else {},
-    }
-    if path.exists():
-        if json.loads(path.read_text(encoding="utf-8")) != described:
-            raise UserError(f"{out} holds results of other settings (see {path}); choose another --out")
-        done = read_episodes(out)
-        # Written anew, so that a cut-off line does not spoil the next one.
-        lines = [json.dumps(asdict(result), allow_nan=False) + "\n" for result in done.values()]
-        (out / EPISODES_FILE).write_text("".join(lines), encoding="utf-8")
-        return done
-    try:
-        (out / FILMS).mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror}") from None
-    return {}
-
-
-def _files(folder: Path) -> list[Path]:
-    """What decides the tokens: weights and settings."""
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [path for path in files if path.suffix in (".json", ".safetensors")]
+def _episode(raw: dict[str, Any]) -> EpisodeResult:
+    return EpisodeResult(**raw | {"latency_s": tuple(raw["latency_s"])})
 
 
 def tasks_of(world: str, names: Sequence[str]) -> list[str]:
@@ -324,18 +266,5 @@ def _film(out: Path, task: str, seed: int) -> Path:
 
 
 def _context(settings: SimulateSettings, plan: SimulatePlan) -> dict[str, object]:
-    emulated = asdict(read_device(settings.emulate)) if settings.emulate else None
-    return {
-        "settings": settings.as_json(),
-        "plan": asdict(plan),
-        "emulation": emulated,
-        "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "software": software(),
-        "hardware": hardware(),
-    }
-
-
-def _write(out: Path, summary: SimulateSummary) -> None:
-    text = json.dumps(summary.as_json(), indent=2, allow_nan=False)
-    (out / SUMMARY_FILE).write_text(text + "\n", encoding="utf-8")
-    write_simulate_report(out / REPORT_FILE, summary, sorted((out / FILMS).glob("*.mp4")))
+    emulated = asdict(read_stage_times(settings.emulate)) if settings.emulate else None
+    return {"settings": settings.as_json(), "plan": asdict(plan), "emulation": emulated, **head()}

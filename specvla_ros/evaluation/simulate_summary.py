@@ -1,4 +1,4 @@
-"""What simulated episodes add up to."""
+"""What simulated episodes add up to: those of one setting, and those of several beside each other."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -7,31 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import DecodeTally
-from specvla_ros.evaluation.statistics import mcnemar_p, wilson_interval
+from specvla_ros.evaluation.statistics import PairedComparison, Rate, percentiles
 from specvla_ros.simulation.rollout import EpisodeResult
-
-
-@dataclass(frozen=True)
-class Rate:
-    """A share of episodes with its 95 % Wilson interval."""
-
-    successes: int
-    n: int
-
-    @property
-    def value(self) -> float:
-        """The share; 0 of none."""
-        return self.successes / self.n if self.n else 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        """With rate and interval."""
-        low, high = wilson_interval(self.successes, self.n)
-        return {"successes": self.successes, "episodes": self.n, "rate": self.value, "low": low, "high": high}
-
-    def __str__(self) -> str:
-        low, high = wilson_interval(self.successes, self.n)
-        return f"{100 * self.value:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
 
 
 @dataclass(frozen=True)
@@ -68,7 +47,7 @@ class SimulateSummary:
         tasks: by name.
         success: over all of them.
         listened: over the tasks for which it is known.
-        latency_s: observation-to-action latency: p50, p95, p99, mean; empty without an action.
+        latency_s: observation-to-action latency: p50, p95, p99, mean, max; empty without an action.
         action_rate_hz: actions per second of world time.
         drops: observations without an action, by reason.
         decode: how the actions were decoded.
@@ -110,7 +89,7 @@ def summarise_episodes(episodes: Sequence[EpisodeResult], *, context: Mapping[st
         by_task.setdefault(episode.task, []).append(episode)
     tasks = {name: _task(name, group) for name, group in by_task.items()}
     heard = [task.listened for task in tasks.values() if task.listened is not None]
-    latency = np.array([seconds for episode in episodes for seconds in episode.latency_s])
+    latency = [seconds for episode in episodes for seconds in episode.latency_s]
     drops: Counter[str] = Counter()
     for episode in episodes:
         drops.update(episode.drops)
@@ -119,7 +98,7 @@ def summarise_episodes(episodes: Sequence[EpisodeResult], *, context: Mapping[st
         tasks=tasks,
         success=Rate(sum(episode.succeeded for episode in episodes), len(episodes)),
         listened=Rate(sum(each.successes for each in heard), sum(each.n for each in heard)) if heard else None,
-        latency_s=_percentiles(latency),
+        latency_s=percentiles(latency),
         action_rate_hz=sum(episode.steps for episode in episodes) / world_s if world_s else 0.0,
         drops=dict(drops),
         decode=DecodeTally.sum(DecodeTally.of_json(episode.decode) for episode in episodes if episode.decode),
@@ -149,45 +128,53 @@ def _named_cube(task: str) -> str | None:
     return next((each.cube for each in TASKS if each.name == task), None)
 
 
-def _percentiles(seconds: np.ndarray) -> dict[str, float]:
-    if not len(seconds):
-        return {}
-    p50, p95, p99 = np.percentile(seconds, (50, 95, 99))
-    return {"p50": float(p50), "p95": float(p95), "p99": float(p99), "mean": float(seconds.mean())}
-
-
-@dataclass(frozen=True)
-class PairedComparison:
-    """Two settings on the same tasks and seeds.
-
-    Args:
-        first, second: their successes over the pairs.
-        only_first, only_second: pairs in which one of them alone succeeded.
-        p: two-sided exact McNemar test that both succeed alike.
-    """
-
-    first: Rate
-    second: Rate
-    only_first: int
-    only_second: int
-    p: float
-
-    def as_json(self) -> dict[str, Any]:
-        """With rates and intervals spelt out."""
-        return asdict(self) | {"first": self.first.as_json(), "second": self.second.as_json()}
-
-
 def compare_episodes(
     first: Mapping[tuple[str, int], EpisodeResult], second: Mapping[tuple[str, int], EpisodeResult]
 ) -> PairedComparison:
     """Compares the episodes that both have; see `read_episodes`."""
-    pairs = [(first[key].succeeded, second[key].succeeded) for key in first if key in second]
-    only_first = sum(a and not b for a, b in pairs)
-    only_second = sum(b and not a for a, b in pairs)
-    return PairedComparison(
-        first=Rate(sum(a for a, _ in pairs), len(pairs)),
-        second=Rate(sum(b for _, b in pairs), len(pairs)),
-        only_first=only_first,
-        only_second=only_second,
-        p=mcnemar_p(only_first, only_second),
+    return PairedComparison.from_pairs(
+        [(first[key].succeeded, second[key].succeeded) for key in first if key in second]
     )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a sweep."""
+
+    name: str
+    engine: EngineSettings
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """What one setting did.
+
+    Args:
+        setting: which one.
+        summary: of its episodes.
+        against_first: paired with the sweep's first setting, episode by episode.
+        action_s: mean seconds per action on the same frames as all others, side by side.
+        speed_up: the first setting's `action_s` over this one's.
+    """
+
+    setting: Setting
+    summary: SimulateSummary
+    against_first: PairedComparison
+    action_s: float
+    speed_up: float
+
+    def as_json(self) -> dict[str, Any]:
+        """For sweep.json; accept lengths and their positions are those of Spec-VLA's tables 2 and 3."""
+        tally = self.summary.decode
+        return {
+            "name": self.setting.name,
+            "success": self.summary.success.as_json(),
+            "against_first": self.against_first.as_json(),
+            "tau": tally.tau,
+            "forwards_per_action": tally.forwards_per_action,
+            "share_by_accept_length": tally.by_length(),
+            "accept_length_by_place": tally.by_place(),
+            "largest_bins_off": max((bins for _, bins in tally.bins_off), default=0),
+            "action_s": self.action_s,
+            "speed_up": self.speed_up,
+        }

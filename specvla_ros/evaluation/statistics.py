@@ -1,8 +1,21 @@
-"""Statistics of successes and failures."""
+"""Statistics of results: percentiles of times, success rates and their paired comparison."""
 
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from math import comb, sqrt
+from typing import Any
+
+import numpy as np
 
 _Z_95 = 1.959963984540054
+
+
+def percentiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """p50, p95, p99, mean and max; empty without values."""
+    if not len(values):
+        return {}
+    p50, p95, p99 = np.percentile(values, (50, 95, 99)).tolist()
+    return {"p50": p50, "p95": p95, "p99": p99, "mean": float(np.mean(values)), "max": float(np.max(values))}
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
@@ -48,3 +61,73 @@ def paired_difference(only_first: int, only_second: int, n: int) -> tuple[float,
     middle = (won - lost) / pairs
     half = _Z_95 * sqrt(lost + won - (won - lost) ** 2 / pairs) / pairs
     return (only_second - only_first) / n, max(-1.0, middle - half), min(1.0, middle + half)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A share of episodes with its 95 % Wilson interval."""
+
+    successes: int
+    n: int
+
+    @property
+    def value(self) -> float:
+        """The share; 0 of none."""
+        return self.successes / self.n if self.n else 0.0
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Its lower and upper bound."""
+        return wilson_interval(self.successes, self.n)
+
+    def as_json(self) -> dict[str, Any]:
+        """With rate and interval."""
+        low, high = self.interval
+        return {"successes": self.successes, "episodes": self.n, "rate": self.value, "low": low, "high": high}
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{100 * self.value:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+
+
+@dataclass(frozen=True)
+class PairedComparison:
+    """Two settings on the same tasks and seeds.
+
+    Args:
+        first, second: their successes over the pairs.
+        only_first, only_second: pairs in which one of them alone succeeded.
+        p: p-value of `mcnemar_p`.
+    """
+
+    first: Rate
+    second: Rate
+    only_first: int
+    only_second: int
+    p: float
+
+    @staticmethod
+    def from_pairs(pairs: Sequence[tuple[bool, bool]]) -> "PairedComparison":
+        """From whether the first and whether the second setting succeeded, pair by pair."""
+        only_first = sum(first and not second for first, second in pairs)
+        only_second = sum(second and not first for first, second in pairs)
+        return PairedComparison(
+            first=Rate(sum(first for first, _ in pairs), len(pairs)),
+            second=Rate(sum(second for _, second in pairs), len(pairs)),
+            only_first=only_first,
+            only_second=only_second,
+            p=mcnemar_p(only_first, only_second),
+        )
+
+    @property
+    def points(self) -> tuple[float, float, float]:
+        """The second's success less the first's in percentage points, and its 95 % interval."""
+        middle, low, high = paired_difference(self.only_first, self.only_second, self.first.n)
+        return 100 * middle, 100 * low, 100 * high
+
+    def as_json(self) -> dict[str, Any]:
+        """With rates and intervals."""
+        return asdict(self) | {"first": self.first.as_json(), "second": self.second.as_json()}
+
+    def __str__(self) -> str:
+        return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*self.points)

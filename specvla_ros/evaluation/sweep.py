@@ -1,65 +1,119 @@
-"""Several settings of the engine on the same simulated episodes: Spec-VLA's tables 1 to 3 and figure 4."""
+"""Several settings of the engine beside each other: on the same frames, and on the same simulated episodes."""
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.evaluation.frame_sources import simulation_source
+from specvla_ros.engine.tally import DecodeTally
+from specvla_ros.errors import UserError
+from specvla_ros.evaluation.frame_sources import Frame, simulation_source
 from specvla_ros.evaluation.report.sweep import write_sweep_report
-from specvla_ros.evaluation.side_by_side import run_side_by_side
+from specvla_ros.evaluation.run_directory import REPORT_FILE, RunDirectory
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, policy_of, read_episodes, simulate
-from specvla_ros.evaluation.simulate_summary import PairedComparison, SimulateSummary, compare_episodes
+from specvla_ros.evaluation.simulate_summary import Setting, SweepRow, compare_episodes
+from specvla_ros.models.checkpoint import Target
+from specvla_ros.simulation.device_pace import TickTime, tick_time
 from specvla_ros.simulation.rollout import EpisodeResult
 
-SWEEP_FILE, REPORT_FILE = "sweep.json", "report.html"
+SWEEP_FILE = "sweep.json"
 _TIMED_FRAMES = 64
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One setting of a sweep."""
+@dataclass
+class FrameRun:
+    """What one setting did with the frames.
 
-    name: str
-    engine: EngineSettings
-
-
-@dataclass(frozen=True)
-class SweepRow:
-    """What one setting did.
-
-    Args:
-        setting: which one.
-        summary: of its episodes.
-        against_first: paired with the sweep's first setting, episode by episode.
-        action_s: mean seconds per action on the same frames as all others, side by side.
-        speed_up: the first setting's `action_s` over this one's.
+    Attributes:
+        seconds: per frame and round.
+        values: float64 [frames, action_dim], the actions; NaN where there was none.
+        tally: how they were decoded.
     """
 
-    setting: Setting
-    summary: SimulateSummary
-    against_first: PairedComparison
-    action_s: float
-    speed_up: float
+    seconds: list[float] = field(default_factory=list)
+    values: list[np.ndarray] = field(default_factory=list)
+    tally: DecodeTally = field(default_factory=DecodeTally)
 
-    def as_json(self) -> dict[str, Any]:
-        """For sweep.json; lengths and places are those of Spec-VLA's tables 2 and 3."""
-        tally = self.summary.decode
-        return {
-            "name": self.setting.name,
-            "success": self.summary.success.as_json(),
-            "against_first": self.against_first.as_json(),
-            "tau": tally.tau,
-            "forwards_per_action": tally.forwards_per_action,
-            "share_by_accept_length": tally.by_length(),
-            "accept_length_by_place": tally.by_place(),
-            "largest_bins_off": max((bins for _, bins in tally.bins_off), default=0),
-            "action_s": self.action_s,
-            "speed_up": self.speed_up,
-        }
+    def keep(self, outcome: Outcome, action_dim: int) -> None:
+        """Adds what one frame gave; that of each frame is the same in every round."""
+        if isinstance(outcome, Action):
+            self.values.append(outcome.values)
+            self.tally.add(outcome.record)
+        else:
+            self.values.append(np.full(action_dim, np.nan))
+
+    @property
+    def action_s(self) -> float:
+        """Mean seconds per action, without the slowest twentieth: those waited for something else on the machine."""
+        return float(np.mean(np.sort(self.seconds)[: max(1, len(self.seconds) * 19 // 20)]))
+
+
+def run_side_by_side(
+    policy: Target,
+    settings: Mapping[str, EngineSettings],
+    frames: Sequence[Frame],
+    *,
+    rounds: int = 3,
+    pace: TickTime | None = None,
+    on_frame: Callable[[], None] | None = None,
+) -> dict[str, FrameRun]:
+    """Decodes the frames with each setting.
+
+    The settings take turns, frame after frame, so that whatever else the machine does falls on all of them alike.
+    Frames are decoded in order, so that a drafter that looks back sees what it would on the robot.
+
+    Args:
+        policy: shared by all engines.
+        settings: by name.
+        frames: of one episode after the other.
+        rounds: timed passes over the frames, after a warm-up.
+        pace: from a tick's work and its measured seconds to the seconds that count; by default those measured.
+        on_frame: called when all settings have answered one more frame.
+
+    Raises:
+        UserError: there are no frames.
+    """
+    if not frames:
+        raise UserError("there are no frames to try the settings on")
+    pace = pace or tick_time(None)
+    engines = {name: Engine(policy, each) for name, each in settings.items()}
+    runs = {name: FrameRun() for name in settings}
+    for engine in engines.values():
+        engine.warm_up()
+    for again in range(rounds):
+        for engine in engines.values():
+            engine.reset()
+        epoch, previous = again * len(frames) + 1, ""
+        for number, (image, instruction) in enumerate(frames):
+            epoch += instruction != previous
+            previous = instruction
+            observation = Observation(image, instruction, stamp_ns=number + 1, epoch=epoch)
+            for name, engine in engines.items():
+                outcome, seconds = _decode(engine, observation, pace)
+                runs[name].seconds.append(seconds)
+                if not again:
+                    runs[name].keep(outcome, policy.action_dim)
+            if on_frame is not None:
+                on_frame()
+    return runs
+
+
+def _decode(engine: Engine, observation: Observation, pace: TickTime) -> tuple[Outcome, float]:
+    engine.submit(observation)
+    outcomes: list[Outcome] = []
+    counted_s = 0.0
+    while engine.busy:
+        started = time.perf_counter()
+        outcomes += engine.tick()
+        counted_s += pace(engine.last_work, time.perf_counter() - started)
+    return outcomes[-1], counted_s
 
 
 def relaxation_settings(spec: EngineSettings, bins: Sequence[int]) -> list[Setting]:
@@ -93,6 +147,8 @@ def sweep(
     Raises:
         UserError: something given is wrong, or the disk is full; finished episodes are kept.
     """
+    directory = RunDirectory(out, "sweep")
+    directory.check()
     summaries = {}
     for setting in settings:
 
@@ -102,13 +158,7 @@ def sweep(
 
         summaries[setting.name] = simulate(replace(base, engine=setting.engine), plan, out / setting.name, report)
     policy = policy_of(base)
-    source = simulation_source(
-        policy,
-        plan.first_seed,
-        world=base.world,
-        tasks=plan.tasks,
-        engine=base.engine,
-    )
+    source = simulation_source(policy, plan.first_seed, world=base.world, tasks=plan.tasks, engine=base.engine)
     runs = run_side_by_side(policy, {each.name: each.engine for each in settings}, list(islice(source, _TIMED_FRAMES)))
     first = settings[0].name
     rows = [
@@ -121,8 +171,8 @@ def sweep(
         )
         for setting in settings
     ]
-    context = summaries[first].context
-    text = json.dumps({"rows": [row.as_json() for row in rows], "context": context}, indent=2, allow_nan=False)
-    (out / SWEEP_FILE).write_text(text + "\n", encoding="utf-8")
-    write_sweep_report(out / REPORT_FILE, rows)
+    directory.begin()
+    with directory.reporting_errors():
+        directory.write_json(SWEEP_FILE, {"rows": [row.as_json() for row in rows], "context": summaries[first].context})
+        write_sweep_report(directory.path / REPORT_FILE, rows)
     return rows

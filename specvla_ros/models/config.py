@@ -1,6 +1,7 @@
 """What a checkpoint's config.json says, checked."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,10 @@ class OpenVLAConfig:
         return self.towers[0].patches
 
 
+OPENVLA_TYPES = ("openvla", "prismatic")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_LFS_POINTER = b"version https://git-lfs"
+
 # Model ids that OpenVLA checkpoints name in `timm_model_ids`: (embed_dim, depth, heads, mlp_dim, patch).
 _DINOV2 = {"vit_large_patch14_reg4_dinov2": (1024, 24, 16, 4096, 14)}
 _SIGLIP = {
@@ -115,18 +120,50 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def check_directory(directory: Path) -> None:
+    """Tells the usual mistakes apart.
+
+    Raises:
+        UserError: the directory is not there, or holds something that is close to a checkpoint.
+    """
+    if not directory.is_dir():
+        if _HUB_ID.fullmatch(str(directory)):
+            raise UserError(
+                f"'{directory}' is no directory; if it is a Hugging Face hub id, download it first: "
+                f"hf download {directory} --local-dir {directory.name}"
+            )
+        raise UserError(f"checkpoint directory {directory} does not exist; give the folder that holds config.json")
+    if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
+        raise UserError(
+            f"{directory} holds an adapter (adapter_config.json), not a whole model: merge it into its base model "
+            "(PEFT's merge_and_unload) and give the merged directory"
+        )
+    heads = sorted(directory.glob("action_head--*.pt"))
+    if heads:
+        raise UserError(
+            f"{directory} is an OpenVLA-OFT checkpoint ({heads[0].name}): its actions come from that head in one "
+            "parallel forward and not from tokens, so decoding its tokens would give wrong actions; it is not supported"
+        )
+    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.json")]):
+        with path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise UserError(
+                    f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` in {directory}, or download "
+                    "the checkpoint again"
+                )
+
+
 def read_config(directory: Path) -> OpenVLAConfig:
     """Reads config.json, and dataset_statistics.json of a fine-tuned checkpoint in place of its norm_stats.
 
     Raises:
         UserError: the directory or a file is missing, or names something this package does not know.
     """
-    if not directory.is_dir():
-        raise UserError(f"checkpoint directory {directory} does not exist; give the folder that holds config.json")
+    check_directory(directory)
     path = directory / "config.json"
     raw = read_json(path)
-    if raw.get("model_type") not in ("openvla", "prismatic"):
-        raise UserError(f"{path}: model_type is {raw.get('model_type')!r}, only 'openvla' checkpoints are supported")
+    if raw.get("model_type") not in OPENVLA_TYPES:
+        raise UserError(f"{path}: model_type is {raw.get('model_type')!r}, which is no OpenVLA checkpoint's")
     try:
         towers = _towers(raw, path)
         llama = _llama(raw.get("text_config") or {}, path)

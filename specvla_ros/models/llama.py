@@ -1,5 +1,7 @@
 """The Llama decoder, written around the packed forward."""
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -171,3 +173,34 @@ class LlamaDecoder(nn.Module):
             self._rotary = (angles.cos(), angles.sin())
         cos, sin = self._rotary
         return cos[positions], sin[positions]
+
+
+def llama_tensors(decoder: LlamaDecoder, prefix: str = "") -> dict[str, Tensor]:
+    """The decoder's tensors by their names in transformers' LlamaForCausalLM."""
+    config = decoder.config
+    tensors = {"model.embed_tokens.weight": decoder.embed_tokens.weight, "model.norm.weight": decoder.norm.weight}
+    if not config.tie_word_embeddings:
+        tensors["lm_head.weight"] = decoder.lm_head.weight
+    named = {prefix + name: tensor.detach() for name, tensor in tensors.items()}
+    for i, layer in enumerate(decoder.layers):
+        named |= layer_tensors(cast(LlamaLayer, layer), config, f"{prefix}model.layers.{i}.")
+    return named
+
+
+def layer_tensors(layer: LlamaLayer, config: LlamaConfig, prefix: str) -> dict[str, Tensor]:
+    """One layer's tensors by their names in transformers' LlamaDecoderLayer; it must not be quantised."""
+    q_rows, kv_rows = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    q, k, v = layer.qkv.weight.split((q_rows, kv_rows, kv_rows))
+    gate, up = layer.gate_up.weight.chunk(2)
+    tensors = {
+        "input_layernorm.weight": cast(Tensor, layer.input_norm.weight),
+        "self_attn.q_proj.weight": q,
+        "self_attn.k_proj.weight": k,
+        "self_attn.v_proj.weight": v,
+        "self_attn.o_proj.weight": layer.out.weight,
+        "post_attention_layernorm.weight": layer.post_norm.weight,
+        "mlp.gate_proj.weight": gate,
+        "mlp.up_proj.weight": up,
+        "mlp.down_proj.weight": layer.down.weight,
+    }
+    return {prefix + name: tensor.detach() for name, tensor in tensors.items()}

@@ -1,11 +1,23 @@
 """Settings of a checkpoint's loading; without torch, so that a node can check them before anything is loaded."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from specvla_ros.settings.parameter import check, parameter
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("none", "int4", "w8a8", "fp8")
+
+
+class WeightFormat(str, Enum):
+    """How the decoder's matrices are stored; everything else stays in the policy's dtype."""
+
+    NONE = "none"
+    INT4 = "int4"
+    W8A8 = "w8a8"
+    FP8 = "fp8"
+
+
+QUANTIZATIONS = tuple(weights.value for weights in WeightFormat)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
+from specvla_ros.errors import UserError
 from specvla_ros.models.config import LlamaConfig, OpenVLAConfig, VisionTowerConfig
-from specvla_ros.planning.device import Arithmetic, DeviceLimits
+from specvla_ros.models.settings import WeightFormat
+from specvla_ros.planning.device import Arithmetic, Device, StageTimes, derated
 
 # Hugging Face openvla/openvla-7b, config.json: Llama-2-7B with a vocabulary padded to 32064, DINOv2 ViT-L/14 with four
 # registers and SigLIP SoViT-400m/14 at 224 pixels; the towers' shapes are timm's for the names given there.
@@ -29,22 +30,15 @@ _TEXT_TOKENS = 34
 _ACTION_TOKENS = 7  # where the checkpoint's statistics do not say
 
 
-class WeightFormat(str, Enum):
-    """How the decoder's matrices are stored; output head, vision towers and keys and values stay in the dtype."""
+def arithmetic_of(weights: WeightFormat) -> Arithmetic:
+    """What products with the decoder's matrices are computed in."""
+    return {WeightFormat.W8A8: Arithmetic.INT8, WeightFormat.FP8: Arithmetic.FP8}.get(weights, Arithmetic.DENSE)
 
-    NONE = "none"
-    INT4 = "int4"
-    W8A8 = "w8a8"
-    FP8 = "fp8"
 
-    @property
-    def arithmetic(self) -> Arithmetic:
-        """What their products are computed in."""
-        return {"w8a8": Arithmetic.INT8, "fp8": Arithmetic.FP8}.get(self.value, Arithmetic.DENSE)
-
-    def value_bytes(self, dtype_bytes: int) -> float:
-        """Bytes per weight; int4 has a 16-bit scale and a 16-bit zero point per group of 128."""
-        return {"int4": 4.25 / 8, "w8a8": 1.0, "fp8": 1.0}.get(self.value, float(dtype_bytes))
+def weight_bytes(weights: WeightFormat, dtype_bytes: int) -> float:
+    """Bytes read per weight of the decoder; int4 has a 16-bit scale and a 16-bit zero point per group of 128."""
+    stored = {WeightFormat.INT4: 4.25 / 8, WeightFormat.W8A8: 1.0, WeightFormat.FP8: 1.0}
+    return stored.get(weights, float(dtype_bytes))
 
 
 @dataclass(frozen=True)
@@ -80,7 +74,7 @@ class ModelCost:
     def memory_bytes(self, weights: WeightFormat, dtype_bytes: int, *, draft: bool) -> float:
         """Of all weights, the draft head's too if asked for."""
         plain = self.head_values + self.embedding_values + self.vision_values + (self.draft_values if draft else 0)
-        return self.decoder_values * weights.value_bytes(dtype_bytes) + plain * dtype_bytes
+        return self.decoder_values * weight_bytes(weights, dtype_bytes) + plain * dtype_bytes
 
 
 def model_cost(config: OpenVLAConfig) -> ModelCost:
@@ -188,7 +182,7 @@ class Part:
     rows: int
     arithmetic: Arithmetic = Arithmetic.DENSE
 
-    def seconds(self, device: DeviceLimits) -> float:
+    def seconds(self, device: Device) -> float:
         """The larger of reading and computing."""
         if not self.rows:
             return 0.0
@@ -203,10 +197,10 @@ def forward_parts(forward: Forward, model: ModelCost, weights: WeightFormat, dty
     parts = [
         Part(
             "decoder",
-            model.decoder_values * weights.value_bytes(dtype_bytes),
+            model.decoder_values * weight_bytes(weights, dtype_bytes),
             2.0 * model.decoder_values * forward.rows,
             forward.rows,
-            weights.arithmetic,
+            arithmetic_of(weights),
         ),
         Part("attention", _kv_bytes(forward, model, dtype_bytes), _attention_operations(forward, model), forward.rows),
         Part("head", model.head_values * dtype_bytes, 2.0 * model.head_values * chosen_rows, chosen_rows),
@@ -259,12 +253,12 @@ def total_operations(parts: Sequence[Part]) -> float:
     return sum(part.operations for part in parts)
 
 
-def least_seconds(parts: Sequence[Part], device: DeviceLimits) -> float:
+def least_seconds(parts: Sequence[Part], device: Device) -> float:
     """Parts run one behind the other: the sum of what each needs, which is more than the larger of the two sums."""
     return sum(part.seconds(device) for part in parts)
 
 
-def ridge_rows(model: ModelCost, device: DeviceLimits, weights: WeightFormat) -> float:
+def ridge_rows(model: ModelCost, device: Device, weights: WeightFormat) -> float:
     """Rows from which on the decoder's matrices are bound by computing: below it, a row more costs nothing.
 
     Of measured rates: the rows up to which a product takes no more than a tenth longer than with one row. One row
@@ -272,10 +266,10 @@ def ridge_rows(model: ModelCost, device: DeviceLimits, weights: WeightFormat) ->
     """
 
     def computing_s(rows: int) -> float:
-        return 2.0 * model.decoder_values * rows / device.operations_per_s(weights.arithmetic, rows)
+        return 2.0 * model.decoder_values * rows / device.operations_per_s(arithmetic_of(weights), rows)
 
-    reading_s = model.decoder_values * weights.value_bytes(device.value_bytes) / device.bytes_per_s()
-    if not device.tflops_by_rows or weights.arithmetic is not Arithmetic.DENSE:
+    reading_s = model.decoder_values * weight_bytes(weights, device.value_bytes) / device.bytes_per_s()
+    if not device.tflops_by_rows or arithmetic_of(weights) is not Arithmetic.DENSE:
         return max(1.0, reading_s / computing_s(1))
     free_s = 1.1 * max(reading_s, computing_s(1))
     rows = 1.0
@@ -285,3 +279,46 @@ def ridge_rows(model: ModelCost, device: DeviceLimits, weights: WeightFormat) ->
         if crossing < size:
             break
     return rows
+
+
+def stage_times(device: Device) -> StageTimes:
+    """The device's own stage times, or, where its file has none, those that its limits allow OpenVLA-7B.
+
+    Raises:
+        UserError: there are none, and the model does not fit the device.
+    """
+    if device.stages is not None:
+        return device.stages
+    model = model_cost(OPENVLA_7B)
+    needed_gb = model.memory_bytes(WeightFormat.NONE, device.value_bytes, draft=False) / 1e9
+    if needed_gb > device.memory_gb:
+        raise UserError(
+            f"{device.name} has {device.memory_gb:g} GB of memory, but OpenVLA-7B takes {needed_gb:.1f} GB in "
+            f"{device.dtype}: no stage times can be derived; add measured ones to the device's file"
+        )
+    efficiency = derated(device)
+    reached = device.at(bandwidth=efficiency.bandwidth, compute=efficiency.compute)
+
+    def seconds(forward: Forward) -> dict[str, float]:
+        parts = forward_parts(forward, model, WeightFormat.NONE, device.value_bytes)
+        return {part.name: part.seconds(reached) for part in parts}
+
+    prompt = seconds(Forward(model.prompt_rows, image=True))
+    token = Forward(trees=1, nodes=1, prefix_rows=model.prompt_rows)
+    node_operations = 2.0 * (model.decoder_values + model.head_values)
+    head_bytes = (model.draft_values + model.head_values) * device.value_bytes
+    head_prompt = draft_prompt_part(model, device.value_bytes)
+    extra_s = head_prompt.seconds(reached) - head_prompt.bytes / reached.bytes_per_s()
+    return StageTimes(
+        name=device.name,
+        source=f"derived: OpenVLA-7B's roofline on this device, weights in {device.dtype}, at {efficiency.compute:.0%} "
+        f"of its matrix rate, {efficiency.bandwidth:.0%} of its bandwidth and {efficiency.forward_s * 1e3:g} ms more "
+        "per forward; nothing was measured",
+        vision_s=prompt.pop("vision"),
+        prefill_s=sum(prompt.values()) + efficiency.forward_s,
+        decode_s=sum(seconds(token).values()) + efficiency.forward_s,
+        node_s=node_operations / reached.operations_per_s(Arithmetic.DENSE, model.prompt_rows),
+        head_s=head_bytes / reached.bytes_per_s() + efficiency.forward_s,
+        head_prompt_s=extra_s,
+        overhead_s=0.0,
+    )

@@ -1,20 +1,24 @@
-"""A device's limits: bandwidth, matrix rates and memory, from a file."""
+"""A device from a file: bandwidth, matrix rates and memory, and the stage times to emulate it with."""
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specvla_ros.errors import UserError
+
+if TYPE_CHECKING:  # the engine imports torch, which a plan does without
+    from specvla_ros.engine.tally import TickWork
 
 _DEVICES = Path(__file__).parent / "devices"
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _KINDS = ("assumed", "measured")
-_NEEDED = ("name", "kind", "dtype", "bandwidth_gb_s", "dense_tflops", "memory_gb", "sources")
-_MOST = 1e7  # of any figure: a slip of units is larger
+_REQUIRED = ("name", "kind", "dtype", "bandwidth_gb_s", "dense_tflops", "memory_gb", "sources")
+_MAX_FIGURE = 1e7  # a slip of units is larger
+_MAX_STAGE_S = 60.0
 
 
 class Arithmetic(str, Enum):
@@ -26,7 +30,52 @@ class Arithmetic(str, Enum):
 
 
 @dataclass(frozen=True)
-class DeviceLimits:
+class StageTimes:
+    """Stage times of OpenVLA-7B on a device that is not here. Results with them are emulation, and are named so.
+
+    Args:
+        name: the device, for the results.
+        source: where the numbers come from.
+        vision_s: vision tower, projector and prompt embeddings of one image.
+        prefill_s: the forward that carries a prompt.
+        decode_s: a forward with few rows: it reads the weights, and no forward is faster.
+        node_s: each tree node where computing is the bound, as beside a prompt.
+        head_s: a forward of the draft head over tree nodes.
+        head_prompt_s: what the draft head's forward over a prompt takes beyond that.
+        overhead_s: between an image and its admission, and between the last token and the action.
+    """
+
+    name: str
+    source: str
+    vision_s: float
+    prefill_s: float
+    decode_s: float
+    node_s: float
+    head_s: float
+    head_prompt_s: float
+    overhead_s: float
+
+    def tick_s(self, work: "TickWork") -> float:
+        """Seconds that a tick takes on the device; 0 for a tick without work."""
+        computed_s = work.prompts * self.prefill_s + work.nodes * self.node_s
+        forward_s = max(self.decode_s, computed_s) if work.prompts or work.nodes else 0.0
+        return work.images * self.vision_s + forward_s + self._drafting_s(work) + work.finished * self.overhead_s
+
+    def _drafting_s(self, work: "TickWork") -> float:
+        drafting = work.drafting
+        seconds = drafting.head_forwards * self.head_s + work.head_prompts * self.head_prompt_s
+        if drafting.self_forwards:
+            # Each reads all weights; the first also reads prompts, which is bound by computing where they are long.
+            first_s = max(self.decode_s, drafting.self_rows * self.node_s)
+            seconds += first_s + (drafting.self_forwards - 1) * self.decode_s
+        return seconds
+
+
+STAGES = tuple(stage.name for stage in fields(StageTimes) if stage.name.endswith("_s"))
+
+
+@dataclass(frozen=True)
+class Device:
     """A device, or what is left of it at some efficiency.
 
     Args:
@@ -35,11 +84,13 @@ class DeviceLimits:
         dtype: of weights, keys and values that are not quantised: bfloat16, float16 or float32.
         bandwidth_gb_s: bytes read from memory [1e9/s].
         dense_tflops: matrix products in `dtype` [1e12 operations/s], structured sparsity not counted.
+        memory_gb: for weights, keys and values [1e9 bytes].
         int8_tops: the same of 8-bit integers; None: the device has no such units.
         fp8_tflops: the same of 8-bit floats; None: the device has no such units.
-        memory_gb: for weights, keys and values [1e9 bytes].
-        tflops_by_rows: measured rate in `dtype` by rows of the left matrix; it takes the place of dense_tflops.
-        sources: where each figure comes from, by its name.
+        tflops_by_rows: measured rate in `dtype` by rows of the left matrix; it replaces dense_tflops.
+        sources: origin of each figure, by the figure's name.
+        capability: CUDA compute capability, such as 8.7; empty: no CUDA GPU, or unknown.
+        stages: stage times to emulate the device with; None: they are derived from the limits.
     """
 
     name: str
@@ -52,6 +103,8 @@ class DeviceLimits:
     fp8_tflops: float | None = None
     tflops_by_rows: Mapping[int, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+    capability: str = ""
+    stages: StageTimes | None = None
 
     @property
     def value_bytes(self) -> int:
@@ -82,7 +135,7 @@ class DeviceLimits:
         size = min(fitting) if fitting else max(self.tflops_by_rows, default=None)
         return self.dense_tflops if size is None else self.tflops_by_rows[size]
 
-    def at(self, *, bandwidth: float, compute: float) -> "DeviceLimits":
+    def at(self, *, bandwidth: float, compute: float) -> "Device":
         """The same device when only a share of its bandwidth and of its matrix rate is reached."""
         return replace(
             self,
@@ -94,19 +147,37 @@ class DeviceLimits:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What `read_limits` reads."""
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "dtype": self.dtype,
-            "bandwidth_gb_s": self.bandwidth_gb_s,
-            "dense_tflops": self.dense_tflops,
-            "int8_tops": self.int8_tops,
-            "fp8_tflops": self.fp8_tflops,
-            "memory_gb": self.memory_gb,
-            "tflops_by_rows": {str(rows): rate for rows, rate in self.tflops_by_rows.items()},
-            "sources": dict(self.sources),
-        }
+        """What `read_device` reads."""
+        figures = asdict(self)
+        stages = figures.pop("stages")
+        figures["tflops_by_rows"] = {str(rows): rate for rows, rate in self.tflops_by_rows.items()}
+        if stages is not None:
+            figures["stage_times"] = {stage: stages[stage] for stage in STAGES}
+        return figures
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What is reached of a device.
+
+    Args:
+        bandwidth, compute: shares of 1.
+        forward_s: of every tick beside its reading and computing: launches, and the one readback.
+    """
+
+    bandwidth: float
+    compute: float
+    forward_s: float
+
+
+LIMIT = Efficiency(1.0, 1.0, 0.0)
+_DERATED = Efficiency(0.8, 0.6, 0.0003)
+_MEASURED = Efficiency(1.0, 1.0, 0.0003)  # a measured rate holds its losses
+
+
+def derated(device: Device) -> Efficiency:
+    """What to expect of a device."""
+    return _MEASURED if device.kind == "measured" else _DERATED
 
 
 def known_devices() -> list[str]:
@@ -114,11 +185,15 @@ def known_devices() -> list[str]:
     return sorted(path.stem for path in _DEVICES.glob("*.json"))
 
 
-def read_limits(device: str) -> DeviceLimits:
+def read_device(device: str, option: str = "--device") -> Device:
     """One of the package's devices, or a JSON file such as `specvla bench --measure` writes.
 
+    Args:
+        device: a name or a path.
+        option: of the command line, for messages.
+
     Raises:
-        UserError: no such device or file, a field that is missing, a figure that is not positive.
+        UserError: no such device or file, a field that is missing, a figure that is out of range.
     """
     known = known_devices()
     path = _DEVICES / f"{device}.json" if device in known else Path(device)
@@ -126,7 +201,7 @@ def read_limits(device: str) -> DeviceLimits:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
-            f"--device {device} is none of {', '.join(known)}, and no file that can be read ({error.strerror}); "
+            f"{option} {device} is none of {', '.join(known)}, and no file that can be read ({error.strerror}); "
             "`specvla bench --measure --out FILE` writes one for the machine at hand"
         ) from None
     except ValueError as error:
@@ -134,12 +209,14 @@ def read_limits(device: str) -> DeviceLimits:
     return _parse(raw, path)
 
 
-def _parse(raw: Any, path: Path) -> DeviceLimits:
+def _parse(raw: Any, path: Path) -> Device:
     if not isinstance(raw, dict):
-        raise UserError(f"{path} holds a JSON {type(raw).__name__}, but an object with {', '.join(_NEEDED)} is needed")
-    missing = [name for name in _NEEDED if name not in raw]
+        raise UserError(
+            f"{path} holds a JSON {type(raw).__name__}, but an object with {', '.join(_REQUIRED)} is needed"
+        )
+    missing = [name for name in _REQUIRED if name not in raw]
     if missing:
-        raise UserError(f"{path} lacks the field '{missing[0]}'; it needs {', '.join(_NEEDED)}")
+        raise UserError(f"{path} lacks the field '{missing[0]}'; it needs {', '.join(_REQUIRED)}")
     if raw["kind"] not in _KINDS:
         raise UserError(f"{path}: kind is '{raw['kind']}', but it must be one of: {', '.join(_KINDS)}")
     if raw["dtype"] not in _BYTES:
@@ -150,7 +227,7 @@ def _parse(raw: Any, path: Path) -> DeviceLimits:
     if not isinstance(sources, dict):
         raise UserError(f"{path}: sources must be an object that says where each figure comes from")
     optional = {name: raw[name] for name in ("int8_tops", "fp8_tflops") if raw.get(name) is not None}
-    return DeviceLimits(
+    return Device(
         name=str(raw["name"]),
         kind=raw["kind"],
         dtype=raw["dtype"],
@@ -158,12 +235,25 @@ def _parse(raw: Any, path: Path) -> DeviceLimits:
         **{name: _figure(value, name, path) for name, value in optional.items()},
         tflops_by_rows={int(rows): _figure(rate, f"tflops_by_rows[{rows}]", path) for rows, rate in by_rows.items()},
         sources={str(name): str(source) for name, source in sources.items()},
+        capability=str(raw.get("capability", "")),
+        stages=_stages(raw, path),
     )
+
+
+def _stages(raw: Mapping[str, Any], path: Path) -> StageTimes | None:
+    stages = raw.get("stage_times")
+    if stages is None:
+        return None
+    if not isinstance(stages, dict) or set(stages) != set(STAGES) or "stage_times" not in raw["sources"]:
+        raise UserError(f"{path}: stage_times needs the seconds {', '.join(STAGES)}, and their origin in sources")
+    if not all(type(value) in (int, float) and 0 <= value < _MAX_STAGE_S for value in stages.values()):
+        raise UserError(f"{path}: stage times must lie between 0 and {_MAX_STAGE_S:g} seconds, got {stages}")
+    return StageTimes(str(raw["name"]), str(raw["sources"]["stage_times"]), **stages)
 
 
 def _figure(value: Any, name: str, path: Path) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise UserError(f"{path}: {name} must be a number, got {value!r}")
-    if not 0 < value <= _MOST:
-        raise UserError(f"{path}: {name} must be above 0 and at most {_MOST:g}, got {value:g}; check its unit")
+    if not 0 < value <= _MAX_FIGURE:
+        raise UserError(f"{path}: {name} must be above 0 and at most {_MAX_FIGURE:g}, got {value:g}; check its unit")
     return float(value)

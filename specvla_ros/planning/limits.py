@@ -8,7 +8,7 @@ from functools import cache
 
 from specvla_ros.errors import UserError
 from specvla_ros.planning.cost import Forward, ModelCost, WeightFormat, draft_part, forward_parts, least_seconds
-from specvla_ros.planning.device import DeviceLimits
+from specvla_ros.planning.device import LIMIT, Device, Efficiency, derated
 from specvla_ros.speculation.settings import DraftSettings
 
 TREE_DEPTH = DraftSettings().depth - 1  # as Spec-VLA (section 5.1) and EAGLE count: one less
@@ -261,30 +261,6 @@ MODES = (
 
 
 @dataclass(frozen=True)
-class Efficiency:
-    """What is reached of a device.
-
-    Args:
-        bandwidth, compute: shares of 1.
-        forward_s: of every tick beside its reading and computing: launches, and the one readback.
-    """
-
-    bandwidth: float
-    compute: float
-    forward_s: float
-
-
-LIMIT = Efficiency(1.0, 1.0, 0.0)
-DERATED = Efficiency(0.8, 0.6, 0.0003)
-MEASURED = Efficiency(1.0, 1.0, 0.0003)  # a measured rate holds its losses
-
-
-def derated(device: DeviceLimits) -> Efficiency:
-    """What to expect of a device."""
-    return MEASURED if device.kind == "measured" else DERATED
-
-
-@dataclass(frozen=True)
 class ModeLimit:
     """One row of the table.
 
@@ -315,12 +291,12 @@ class ModeLimit:
         """Age of the image behind an action when the next one replaces it, derated: its latency and a period."""
         return self.derated_latency_s + 1.0 / self.derated_rate_hz
 
-    def fits(self, device: DeviceLimits) -> bool:
+    def fits(self, device: Device) -> bool:
         """Whether weights, keys and values find room."""
         return self.kv_bytes + self.weight_bytes <= device.memory_gb * 1e9
 
 
-def tick_seconds(tick: Tick, *, model: ModelCost, device: DeviceLimits, weights: WeightFormat) -> float:
+def tick_seconds(tick: Tick, *, model: ModelCost, device: Device, weights: WeightFormat) -> float:
     """Least time of a tick. The draft head's forward over the prompt is left out: it may run beside the next frame."""
     seconds = least_seconds(forward_parts(tick.forward, model, weights, device.value_bytes), device)
     if not tick.drafting:
@@ -336,7 +312,7 @@ def tick_seconds(tick: Tick, *, model: ModelCost, device: DeviceLimits, weights:
 
 
 def mode_limit(
-    mode: Mode, model: ModelCost, device: DeviceLimits, weights: WeightFormat, lengths: AcceptanceLengths
+    mode: Mode, model: ModelCost, device: Device, weights: WeightFormat, lengths: AcceptanceLengths
 ) -> ModeLimit:
     """Runs the tick loop at the limit and derated."""
 

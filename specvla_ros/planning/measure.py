@@ -1,17 +1,18 @@
 """Measures the device at hand: bandwidth, and the rate of matrix products in a checkpoint's shapes."""
 
 import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from datetime import date
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from specvla_ros.evaluation.provenance import cpu_name
 from specvla_ros.models.config import LlamaConfig
-from specvla_ros.planning.device import DeviceLimits
+from specvla_ros.planning.device import Device
 
 ROWS = (1, 16, 64, 128, 192, 256, 320)
 _WARM_UPS = 2
@@ -25,12 +26,12 @@ def measure_device(
     device: str = "",
     dtype: torch.dtype | None = None,
     more_rows: Sequence[int] = (),
-) -> DeviceLimits:
+) -> Device:
     """Measures bandwidth and matrix rates.
 
     Args:
-        llama: whose matrices are multiplied, as many layers as it has, or as fill the buffer of the bandwidth test.
-        on_step: told what is measured next.
+        llama: shapes of the matrices; as many layers as it has, or as fill the buffer of the bandwidth test.
+        on_step: called with the name of what is measured next.
         device: cpu or cuda; empty: the first GPU, or this CPU if there is none, as the engine does.
         dtype: None: bfloat16 on a GPU, float32 on a CPU, as the engine does.
         more_rows: of the left matrix, beside `ROWS`.
@@ -39,18 +40,18 @@ def measure_device(
         Medians. 8-bit rates are not measured.
     """
     cuda = device.startswith("cuda") if device else torch.cuda.is_available()
-    place = torch.device(device or ("cuda" if cuda else "cpu"))
+    target = torch.device(device or ("cuda" if cuda else "cpu"))
     dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
     buffer_bytes = (4 if cuda else 1) << 28
     on_step("bandwidth")
-    reading, copying = _bandwidths(place, dtype, buffer_bytes)
-    layers = _layers(llama, place, dtype, buffer_bytes)
+    reading, copying = _bandwidths(target, dtype, buffer_bytes)
+    layers = _layers(llama, target, dtype, buffer_bytes)
     by_rows = {}
     for rows in (*ROWS, *more_rows):
         on_step(f"matrix products of {rows} rows")
         by_rows[rows] = _tflops(layers, rows)
     where = f"{_name(cuda)}, torch {torch.__version__}, {date.today().isoformat()}"
-    return DeviceLimits(
+    return Device(
         name=_name(cuda),
         kind="measured",
         dtype=str(dtype).removeprefix("torch."),
@@ -68,6 +69,7 @@ def measure_device(
             "fp8_tflops": "not measured",
             "memory_gb": "as the system says",
         },
+        capability=".".join(map(str, torch.cuda.get_device_capability())) if cuda else "",
     )
 
 
@@ -131,6 +133,16 @@ def _finish(device: torch.device) -> None:
 
 def _name(cuda: bool) -> str:
     return torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def cpu_name() -> str:
+    """The processor's name; on ARM its architecture, where Linux gives no name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.lower().startswith(("model name", "hardware"))]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _memory_bytes(cuda: bool) -> int:

@@ -22,7 +22,7 @@ from specvla_ros.planning.cost import (
     total_bytes,
     total_operations,
 )
-from specvla_ros.planning.device import DeviceLimits
+from specvla_ros.planning.device import Device, derated
 from specvla_ros.planning.limits import (
     MODES,
     NODES,
@@ -30,7 +30,6 @@ from specvla_ros.planning.limits import (
     AcceptanceLengths,
     ModeLimit,
     chunk_rows,
-    derated,
     mode_limit,
     spec_vla_relaxed,
 )
@@ -85,7 +84,7 @@ class Profile:
 
 def choose(
     model: ModelCost,
-    device: DeviceLimits,
+    device: Device,
     weights: WeightFormat,
     limits: Sequence[ModeLimit],
     lengths: AcceptanceLengths,
@@ -205,7 +204,7 @@ class Plan:
 
     checkpoint: str
     weights: WeightFormat
-    device: DeviceLimits
+    device: Device
     model: ModelCost
     lengths: AcceptanceLengths
     ridge_rows: float
@@ -230,7 +229,7 @@ class Plan:
         }
 
 
-def make_plan(device: DeviceLimits, weights: WeightFormat, checkpoint: Path | None = None) -> Plan:
+def make_plan(device: Device, weights: WeightFormat, checkpoint: Path | None = None) -> Plan:
     """Computes everything; takes about a second.
 
     Args:
@@ -256,7 +255,7 @@ def make_plan(device: DeviceLimits, weights: WeightFormat, checkpoint: Path | No
     )
 
 
-def forward_limits(model: ModelCost, device: DeviceLimits, weights: WeightFormat) -> tuple[ForwardLimit, ...]:
+def forward_limits(model: ModelCost, device: Device, weights: WeightFormat) -> tuple[ForwardLimit, ...]:
     """The forwards that the modes are made of."""
     efficiency = derated(device)
     reached = device.at(bandwidth=efficiency.bandwidth, compute=efficiency.compute)
@@ -277,7 +276,7 @@ def forward_limits(model: ModelCost, device: DeviceLimits, weights: WeightFormat
     return tuple(rows)
 
 
-def _forwards(model: ModelCost, device: DeviceLimits, weights: WeightFormat) -> Mapping[str, tuple[Part, ...]]:
+def _forwards(model: ModelCost, device: Device, weights: WeightFormat) -> Mapping[str, tuple[Part, ...]]:
     prompt = model.prompt_rows
     prefix = prompt + 3  # rows that a request behind its prompt has on average
 
@@ -313,7 +312,7 @@ def _forwards(model: ModelCost, device: DeviceLimits, weights: WeightFormat) -> 
     }
 
 
-def note(device: DeviceLimits) -> str:
+def note(device: Device) -> str:
     """What these numbers are."""
     if device.kind == "measured":
         return f"Limits from rates measured on {device.name}: computed, no policy ran; a real engine is slower."

@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from specvla_ros.planning.limits import derated
+from specvla_ros.planning.device import derated
 from specvla_ros.planning.plan import Plan, note
 
 

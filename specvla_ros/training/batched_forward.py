@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specvla_ros.models.llama import LlamaDecoder, LlamaLayer
-from specvla_ros.models.openvla import OpenVLA
+from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.vision_tower import VisionTower
 
 

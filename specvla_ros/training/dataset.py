@@ -20,10 +20,9 @@ from specvla_ros.bags.demonstrations import (
     HINDSIGHT_ACTION_TOPIC,
     HINDSIGHT_INSTRUCTION_TOPIC,
 )
-from specvla_ros.bags.frames import bag_frames
-from specvla_ros.bags.image_message import rgb_from_compressed, rgb_from_image
+from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
+from specvla_ros.bags.image_message import rgb_from_message
 from specvla_ros.bags.reader import Bag, open_bag
-from specvla_ros.bags.topics import RAW_IMAGE, TopicChoice, choose_topics
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import Target
 from specvla_ros.models.prompt import normalise_instruction
@@ -148,7 +147,6 @@ def _read_bag(bag: Path, size: int) -> _Steps:
         if topics.action is None:
             raise UserError(f"bag {bag} has no recorded actions on {ACTION_TOPIC}: nothing to learn from")
         hindsight = _hindsight(reader)
-        to_rgb = rgb_from_image if topics.image.msgtype == RAW_IMAGE else rgb_from_compressed
         for frame in bag_frames(reader, topics):
             others = [answers.get(frame.image.time_ns) for answers in hindsight.values()]
             if frame.recorded is None or not frame.instruction or any(other is None for other in others):
@@ -156,7 +154,7 @@ def _read_bag(bag: Path, size: int) -> _Steps:
             answers = [frame.recorded, *(other for other in others if other is not None)]
             if any(len(answer) != 7 for answer in answers) or not np.isfinite(answers).all():
                 raise UserError(f"bag {bag}, image {frame.index}: the recorded action must be 7 finite numbers")
-            images.append(_squeeze(to_rgb(frame.image.message()), size))
+            images.append(_squeeze(rgb_from_message(frame.image.message()), size))
             actions.append(np.array(answers))
             texts.append((normalise_instruction(frame.instruction), *hindsight))
     return _Steps(np.array(images, dtype=np.uint8), np.array(actions), tuple(texts))

@@ -22,6 +22,7 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.speculation.rules.strict import greedy_choice
 
 _SHARD = 256  # samples
+MIN_FRAMES = _SHARD + 1  # a shard to train on and one to validate with
 _BATCH = 16  # requests of one packed forward
 _NAMES = ("lengths", "prompts", "hidden", "tokens")
 

@@ -5,6 +5,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mcap.reader import make_reader
 from mcap.writer import CompressionType
 from rosbags.rosbag2.enums import CompressionMode
 from support import bags
@@ -289,11 +291,32 @@ def test_an_mcap_file_cut_anywhere_gives_its_beginning_and_says_so(
         assert found == want
 
 
+@pytest.mark.parametrize("layout", ["plain", "lz4", "zstd"])
+def test_an_mcap_file_cut_at_any_byte_of_a_chunk_s_head_is_cut_off(
+    tmp_path: Path, mcap_files: dict[str, Path], layout: str
+) -> None:
+    whole = mcap_files[layout].read_bytes()
+    summary = make_reader(BytesIO(whole)).get_summary()
+    assert summary is not None
+    begin = summary.chunk_indexes[1].chunk_start_offset
+    compression = summary.chunk_indexes[1].compression
+    data_begin = begin + 9 + 32 + len(compression) + 8  # opcode and length; times, sizes, checksum; name; size
+    assert whole[data_begin - 8 - len(compression) : data_begin - 8] == compression.encode()
+    want = expected(bags.episode(8))
+    path = tmp_path / "cut.mcap"
+    for end in range(begin, data_begin + 1):
+        path.write_bytes(whole[:end])
+        found, damage = read(path)
+        assert f"cut off at byte {end}" in damage
+        assert found == want[: len(found)]
+        assert len(found) >= 4, "the first chunk is whole"
+
+
 @pytest.mark.parametrize("layout", ["unchunked", "plain"])
 def test_all_complete_messages_before_a_cut_are_saved(tmp_path: Path, mcap_files: dict[str, Path], layout: str) -> None:
     want = expected(bags.episode(8))
     whole = mcap_files[layout].read_bytes()
-    end = whole.index(want[9][2]) + len(want[9][2])  # right behind the tenth message
+    end = whole.index(want[9][2]) + len(want[9][2])  # right after the tenth message
     path = tmp_path / "cut.mcap"
     path.write_bytes(whole[:end])
     assert read(path)[0] == want[:10]

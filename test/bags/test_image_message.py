@@ -1,21 +1,33 @@
 """Every encoding against pixels computed another way; everything malformed refused."""
 
 import io
-from types import SimpleNamespace
-from typing import Any
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
+import cv2
 import numpy as np
 import pytest
 from PIL import Image
+from support.image_oracle import expected_rgb
 
-from specvla_ros.bags.image_message import SUPPORTED_ENCODINGS, rgb_from_compressed, rgb_from_image, stamp_ns
+from specvla_ros.bags import image_message
+from specvla_ros.bags.image_message import (
+    SUPPORTED_ENCODINGS,
+    rgb_from_compressed,
+    rgb_from_image,
+    rgb_from_message,
+    stamp_ns,
+)
 from specvla_ros.errors import UserError
 
 RED, GREEN, BLUE, GREY = (255, 0, 0), (0, 255, 0), (0, 0, 255), (90, 90, 90)
 
 
 def message(pixels: np.ndarray, encoding: str, *, padding: int = 0, rows: int | None = None, **changes: Any) -> Any:
-    """An image message of rows of bytes, with padding behind each row."""
+    """An image message of rows of bytes, with padding after each row."""
     height, row_bytes = pixels.shape
     data = np.pad(pixels, ((0, 0), (0, padding)), constant_values=77).tobytes()
     fields = dict(
@@ -42,6 +54,106 @@ EXACT = {
     "mono8": (RGB[..., 0], RGB[..., :1].repeat(3, axis=2)),
     "8UC1": (RGB[..., 0], RGB[..., :1].repeat(3, axis=2)),
 }
+
+
+# OpenCV names a mosaic by the second pixels of its second row.
+BAYER_NAMES = {"rggb": "BG", "bggr": "RG", "gbrg": "GR", "grbg": "GB"}
+BRIDGE_CODES = {
+    "bgr8": cv2.COLOR_BGR2RGB,
+    "rgba8": cv2.COLOR_RGBA2RGB,
+    "bgra8": cv2.COLOR_BGRA2RGB,
+    "mono8": cv2.COLOR_GRAY2RGB,
+    **{f"bayer_{pattern}8": getattr(cv2, f"COLOR_Bayer{name}2RGB") for pattern, name in BAYER_NAMES.items()},
+}
+
+
+class StandInBridge:
+    """What cv_bridge.CvBridge does with an image message; it cannot be installed without ROS."""
+
+    converted: ClassVar[list[str]] = []
+
+    def imgmsg_to_cv2(self, message: Any, desired_encoding: str = "passthrough") -> np.ndarray:
+        if message.encoding not in BRIDGE_CODES or desired_encoding != "rgb8":
+            raise TypeError(f"[{message.encoding}] is not a color format. but [{desired_encoding}] is")
+        assert not message.is_bigendian
+        self.converted.append(message.encoding)
+        channels = {"bgr8": 3, "rgba8": 4, "bgra8": 4}.get(message.encoding, 1)
+        shape = (message.height, message.step // channels, channels)
+        pixels = np.ndarray(shape=shape, dtype=np.uint8, buffer=message.data)[:, : message.width]
+        return cv2.cvtColor(np.ascontiguousarray(pixels), BRIDGE_CODES[message.encoding])
+
+
+def bridge_module(bridge: type) -> ModuleType:
+    module = ModuleType("cv_bridge")
+    module.CvBridge = bridge  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.fixture
+def fresh_converter() -> Iterator[None]:
+    image_message._converter.cache_clear()
+    yield
+    image_message._converter.cache_clear()
+
+
+@pytest.fixture(params=["rosbags-image", "cv_bridge"])
+def converter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fresh_converter: None) -> str:
+    """Image messages are converted by that library."""
+    bridge = bridge_module(StandInBridge) if request.param == "cv_bridge" else None
+    monkeypatch.setitem(sys.modules, "cv_bridge", bridge)
+    return request.param
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (6, 8)])
+@pytest.mark.parametrize("encoding", SUPPORTED_ENCODINGS)
+def test_every_encoding_means_what_the_oracle_says(encoding: str, shape: tuple[int, int], converter: str) -> None:
+    layout = image_message._LAYOUTS[encoding.lower()]
+    height, width = shape
+    generator = np.random.default_rng(1)
+    for padding, big_endian in ((0, 0), (4, 1)):
+        rows = int(height * (1 + layout.chroma_rows))
+        pixels = generator.integers(0, 256, (rows, width * layout.pixel_bytes), dtype=np.uint8)
+        image = message(pixels, encoding, padding=padding, rows=height, width=width, is_bigendian=big_endian)
+        result = rgb_from_image(image)
+        expected = expected_rgb(pixels, encoding, height, width, big_endian=bool(big_endian))
+        assert result.shape == (height, width, 3)
+        assert result.dtype == np.uint8
+        if encoding in ("yuv422", "uyvy", "yuv422_yuy2", "yuyv", "nv12", "nv21"):
+            assert np.abs(result - expected).max() < 0.5001  # rounded to the nearest
+        else:
+            np.testing.assert_array_equal(result, expected)
+
+
+def test_cv_bridge_is_taken_where_it_works(monkeypatch: pytest.MonkeyPatch, fresh_converter: None) -> None:
+    monkeypatch.setattr(StandInBridge, "converted", [])
+    monkeypatch.setitem(sys.modules, "cv_bridge", bridge_module(StandInBridge))
+    np.testing.assert_array_equal(rgb_from_image(message(flat(RGB[..., ::-1]), "8UC3")), RGB)
+    assert StandInBridge.converted == ["bgr8", "bgr8"]  # a trial, then the image
+
+
+def test_a_cv_bridge_that_does_not_work_is_passed_over(monkeypatch: pytest.MonkeyPatch, fresh_converter: None) -> None:
+    class Broken:
+        def imgmsg_to_cv2(self, message: Any, desired_encoding: str) -> np.ndarray:
+            raise ImportError("numpy.core.multiarray failed to import")
+
+    monkeypatch.setitem(sys.modules, "cv_bridge", bridge_module(Broken))
+    np.testing.assert_array_equal(rgb_from_image(message(flat(RGB[..., ::-1]), "bgr8")), RGB)
+
+
+def test_opencv_is_imported_with_the_first_image_that_needs_it() -> None:
+    code = """
+import sys
+from types import SimpleNamespace
+from specvla_ros.bags.image_message import rgb_from_image
+fields = dict(height=1, width=1, is_bigendian=0, step=3, data=bytes(3))
+rgb_from_image(SimpleNamespace(encoding="rgb8", **fields))
+before = "cv2" in sys.modules
+rgb_from_image(SimpleNamespace(encoding="bgr8", **fields))
+import cv2
+print(before, cv2.getNumThreads())
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "1"]
 
 
 @pytest.mark.parametrize("padding", [0, 5])
@@ -129,6 +241,7 @@ def test_unknown_encodings_and_odd_sizes() -> None:
 def test_compressed_images() -> None:
     png = SimpleNamespace(format="png", data=encoded("PNG", Image.fromarray(RGB)))
     np.testing.assert_array_equal(rgb_from_compressed(png), RGB)
+    np.testing.assert_array_equal(rgb_from_message(png), RGB)
     jpeg = SimpleNamespace(format="rgb8; jpeg compressed bgr8", data=encoded("JPEG", Image.new("RGB", (8, 8), GREY)))
     np.testing.assert_allclose(rgb_from_compressed(jpeg), np.full((8, 8, 3), 90), atol=2)
     deep = SimpleNamespace(

@@ -9,7 +9,8 @@ from support.gl import needs_gl
 
 from specvla_ros.control.displacement import ImageGoal
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
-from specvla_ros.simulation.device_pace import EmulatedDevice, tick_time
+from specvla_ros.planning.device import StageTimes
+from specvla_ros.simulation.device_pace import tick_time
 from specvla_ros.simulation.osc import CONTROL_HZ, POSITION_SCALE_M, SCALE
 from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.rollout import Clock, Rollout
@@ -94,7 +95,7 @@ def test_what_was_overshot_is_taken_back_no_faster_than_the_arm_may_go(robot):
 
 @needs_gl
 def test_slow_policy_gets_there_because_its_actions_do_not_add_up(robot, monkeypatch):
-    slow = EmulatedDevice("test", "invented", 0.05, 0.2, 0.06, 0.0, 0.0, 0.0, 0.0)
+    slow = StageTimes("test", "invented", 0.05, 0.2, 0.06, 0.0, 0.0, 0.0, 0.0)
 
     def succeeded(seeds=8):
         rollout = Rollout(ExpertEngine(robot), robot, Clock.REALTIME, tick_time(slow), time_limit=3.0)

@@ -11,14 +11,15 @@ import torch
 from PIL import Image
 from support.paths import ORACLES, needs
 
-from specvla_ros.engine import verifier as verify
+from specvla_kernels.accept_tree import NO_NODE
+from specvla_ros.engine import verifier
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import Target, load_target
 from specvla_ros.models.codecs.bins import BinsCodec
-from specvla_ros.speculation.accept import NO_NODE, NOT_A_NUMBER, Acceptance, AcceptanceRule, Verification
+from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule, Verification
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 DATA, TARGET = ORACLES / "specvla_e2e", ORACLES / "openvla_tiny_b"
@@ -65,12 +66,12 @@ def test_strict_answers_are_the_plain_decoders(r: int | None, head: Path) -> Non
         assert list(decode(run, head)) == run["raw_tokens"][:7] == run["ar_tokens"]
 
 
-def accept_as_published(rule: AcceptanceRule, verification: Verification) -> Acceptance:
+def accept_as_published(rule: AcceptanceRule, verification: Verification) -> torch.Tensor:
     """The published code's choice: the first of the longest paths, leaves in the order of their nodes, raw ids."""
-    tree, r = verification.tree, getattr(rule, "bins", (0,))[0]
-    parents, tokens, choices = (each.tolist() for each in (tree.ancestry.parents, tree.tokens, verification.choices))
+    trees, r = verification.trees, getattr(rule, "bins", (0,))[0]
+    (parents,), (tokens,), (choices,) = (x.tolist() for x in (trees.parents, trees.tokens, trees.choices))
     best = [0]
-    for leaf in range(len(tree)):
+    for leaf in range(len(tokens)):
         if leaf in parents:
             continue
         path = [leaf]
@@ -83,21 +84,21 @@ def accept_as_published(rule: AcceptanceRule, verification: Verification) -> Acc
             good.append(node)
         if len(good) > len(best):
             best = good
-    width = tree.levels + 1
+    width = verification.max_depth + 1
     committed = [*(tokens[node] for node in best[1:]), choices[best[-1]]]
 
-    def padded(values: list[int], filling: int) -> torch.Tensor:
-        return torch.tensor([*values, *[filling] * (width - len(values))])
+    def padded(values: list[int], filling: int) -> list[int]:
+        return [*values, *[filling] * (width - len(values))]
 
     nothing = padded([], 0)
-    return Acceptance(padded(best, NO_NODE), padded(committed, NOT_A_NUMBER), nothing, nothing, torch.tensor(len(best)))
+    return torch.tensor([[*padded(best, NO_NODE), *padded(committed, NOT_A_NUMBER), *nothing, *nothing, len(best)]])
 
 
 @pytest.mark.parametrize("r", RADII)
 def test_with_the_published_choice_of_path_the_answers_are_the_recorded_ones(
     r: int | None, head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "accept", accept_as_published)
+    monkeypatch.setattr(verifier, "accept", accept_as_published)
     # The published code drafts to its full depth, whatever is still missing of the answer.
     monkeypatch.setattr(BinsCodec, "remaining", lambda *_: 6)
     assert len(runs(r)) == 8

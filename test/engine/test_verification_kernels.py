@@ -4,32 +4,42 @@ import pytest
 import torch
 from support.static_forwards import recorded
 
-from specvla_kernels.accept_tree import LEAST_NODES, LEAST_PLACES, accept_tree_reference
+from specvla_kernels import accept_tree, compare_drafts
+from specvla_kernels.accept_tree import MIN_PATH
 from specvla_kernels.commit_kv import commit_kv_reference
+from specvla_kernels.compare_drafts import MIN_NODES
 from specvla_kernels.device import blocks, power_of_two
-from specvla_ros.engine import verifier as verify_on_device
+from specvla_ros.engine import verifier
 from specvla_ros.engine.kv_cache import KVCache
-from specvla_ros.engine.verifier import VerificationKernels
+from specvla_ros.engine.verifier import Verifier
 from specvla_ros.speculation.accept import ActionIds
+from specvla_ros.speculation.rules.strict import Strict
 
 
-@pytest.mark.parametrize(("nodes", "levels"), [(1, 7), (16, 7), (50, 7), (50, 14), (48, 200), (64, 63)])
+@pytest.mark.parametrize(("nodes", "max_depth"), [(1, 7), (16, 7), (50, 7), (50, 14), (48, 200), (64, 63)])
 def test_every_size_that_a_tree_may_have_is_compiled_and_nothing_moves(
-    nodes: int, levels: int, monkeypatch: pytest.MonkeyPatch
+    nodes: int, max_depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    compared: set[int] = set()
     accepted: set[tuple[int, int]] = set()
     moved: set[int] = set()
+    walk, comparison = accept_tree.accept_tree_reference, compare_drafts.compare_drafts_reference
 
-    def accept(trees, tolerance, levels):  # type: ignore[no-untyped-def]
-        accepted.add((trees.tokens.shape[1], levels + 1))
-        return accept_tree_reference(trees, tolerance, levels)
+    def compare(trees, *ids):  # type: ignore[no-untyped-def]
+        compared.add(trees.tokens.shape[1])
+        return comparison(trees, *ids)
+
+    def accept(trees, comparison, mask, reasons, max_depth):  # type: ignore[no-untyped-def]
+        accepted.add((trees.tokens.shape[1], max_depth + 1))
+        return walk(trees, comparison, mask, reasons, max_depth)
 
     def commit(keys, values, slots, first_rows, path):  # type: ignore[no-untyped-def]
         moved.add(path.shape[1])
         commit_kv_reference(keys, values, slots, first_rows, path)
 
-    monkeypatch.setattr(verify_on_device, "accept_tree", accept)
-    monkeypatch.setattr(verify_on_device, "commit_kv_batch", commit)
+    monkeypatch.setattr(accept_tree, "accept_tree_reference", accept)
+    monkeypatch.setattr(compare_drafts, "compare_drafts_reference", compare)
+    monkeypatch.setattr(verifier, "commit_kv", commit)
     cache = KVCache(
         layers=2, slots=2, slot_rows=80, kv_heads=1, head_dim=2, dtype=torch.float32, device=torch.device("cpu")
     )
@@ -37,12 +47,14 @@ def test_every_size_that_a_tree_may_have_is_compiled_and_nothing_moves(
         store.normal_()
     before = cache.keys.clone(), cache.values.clone()
 
-    assert VerificationKernels(ActionIds(10, 26, 15), cache, nodes, levels).capture(recorded) == 0
+    made = Verifier(Strict(), ActionIds(10, 26, 15), cache, max_nodes=nodes, max_depth=max_depth)
+    assert made.capture(recorded) == 0
 
     assert cache.keys.equal(before[0]) and cache.values.equal(before[1])
-    places = {max(LEAST_PLACES, power_of_two(each + 1)) for each in range(levels + 1)}
-    assert accepted == {(max(LEAST_NODES, power_of_two(n)), each) for n in range(1, nodes + 1) for each in places}
-    assert moved == places
+    lengths = {max(MIN_PATH, power_of_two(depth + 1)) for depth in range(max_depth + 1)}
+    sizes = {max(MIN_NODES, power_of_two(n)) for n in range(1, nodes + 1)}
+    assert accepted == {(n, length) for n in sizes for length in lengths}
+    assert compared == sizes and moved == lengths
 
 
 def test_blocks_reach_from_the_least_to_what_holds_the_most() -> None:

@@ -14,8 +14,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.evaluation.calibrate import PROFILE_FILE, CalibratePlan, calibrate, collect_frames, write_profile
 from specvla_ros.evaluation.calibration import Calibration, Candidate, Deviation, Limits, Trial, deviation
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
-from specvla_ros.evaluation.simulate_summary import PairedComparison, Rate
-from specvla_ros.evaluation.statistics import paired_difference
+from specvla_ros.evaluation.statistics import PairedComparison, Rate, paired_difference
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.settings.profiles import merge_parameters

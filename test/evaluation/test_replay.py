@@ -10,9 +10,9 @@ from support import bags
 from support.paths import BAGS, needs
 from support.replays import Run, drops_of
 
+from specvla_ros.bags.frames import TopicChoice
 from specvla_ros.bags.reader import open_bag
 from specvla_ros.bags.recorder import ACTION_TOPIC, DECODE_STATS_TOPIC
-from specvla_ros.bags.topics import TopicChoice
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
@@ -170,6 +170,18 @@ def test_a_new_instruction_begins_an_epoch_and_the_same_one_does_not(run: Run) -
 def test_an_instruction_given_by_the_user_overrides_the_bag(run: Run) -> None:
     _, frames, _ = run(bags.episode(2, instruction="put carrot on plate"), topics=TopicChoice(instruction="flip pot"))
     assert {(frame["instruction"], frame["epoch"]) for frame in frames} == {("flip pot", 1)}
+
+
+def test_a_camera_named_by_its_raw_topic_is_read_compressed_and_the_user_told(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = [entry for entry in bags.episode(2) if entry[1] != bags.IMAGE]
+    image = bags.compressed_image(bags.START_NS)
+    entries.append(("/camera/image_raw/compressed", bags.COMPRESSED, bags.START_NS, image))
+    summary, (frame,), _ = run(entries, topics=TopicChoice(image_topic="/camera/image_raw"))
+    assert frame["tokens"]
+    assert summary.context["bag"]["image_topic"] == "/camera/image_raw/compressed"
+    assert "holds /camera/image_raw only compressed: /camera/image_raw/compressed is read" in capsys.readouterr().err
 
 
 def test_bad_frames_are_dropped_with_their_reason_and_the_others_answered(run: Run) -> None:

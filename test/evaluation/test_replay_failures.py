@@ -4,21 +4,17 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import bags
-from support.replays import Run, drops_of, read_frames
+from support.replays import Meddling, Run, drops_of, read_frames
 
+from specvla_ros.bags.frames import TopicChoice
 from specvla_ros.bags.reader import open_bag
 from specvla_ros.bags.recorder import ACTION_TOPIC
-from specvla_ros.bags.topics import TopicChoice
-from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
-from specvla_ros.engine.outcome import Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.replay import check_replay, replay
@@ -37,22 +33,6 @@ def test_a_cut_off_bag_keeps_its_results_and_fails(run: Run, tmp_path: Path) -> 
     assert "is cut off at byte" in summary.failures[0]
     assert json.loads((out / "summary.json").read_text())["incomplete"] == summary.incomplete
     assert "is cut off at byte" in (out / "report.html").read_text()
-
-
-class Meddling:
-    """Does something at one call of Engine.act."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, deed: Callable[[], None]) -> None:
-        self.calls, self.at, self.deed = -1, at, deed  # the first call is the warm-up
-        real = Engine.act
-
-        def act(engine: Engine, observation: Observation) -> Outcome:
-            self.calls += 1
-            if self.calls == self.at:
-                self.deed()
-            return real(engine, observation)
-
-        monkeypatch.setattr(Engine, "act", act)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

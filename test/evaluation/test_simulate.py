@@ -12,8 +12,8 @@ from support.patience import wait_until
 
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.simulate import EPISODES_FILE, SimulatePlan, SimulateSettings, read_episodes, simulate
-from specvla_ros.evaluation.simulate_summary import Rate, compare_episodes, summarise_episodes
-from specvla_ros.evaluation.statistics import mcnemar_p, wilson_interval
+from specvla_ros.evaluation.simulate_summary import compare_episodes, summarise_episodes
+from specvla_ros.evaluation.statistics import Rate, mcnemar_p, wilson_interval
 from specvla_ros.simulation.rollout import Clock, EpisodeResult
 from specvla_ros.simulation.tasks import TASKS
 from specvla_ros.training.nano import NanoShape, write_nano
@@ -123,7 +123,7 @@ def test_bad_input_is_refused_before_anything_runs(policy, tmp_path):
         simulate(SimulateSettings(policy), SimulatePlan(tasks=("fly",)), tmp_path)
     with pytest.raises(UserError, match="does not exist"):
         simulate(SimulateSettings(tmp_path / "none"), SimulatePlan(), tmp_path)
-    with pytest.raises(UserError, match="--emulate toaster is none of h200, orin, rtx5090"):
+    with pytest.raises(UserError, match="--emulate toaster is none of a100, h200, l4, orin, "):
         simulate(SimulateSettings(policy, emulate="toaster"), SimulatePlan(), tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -1,76 +1,111 @@
-"""The walk on the device is the engine's own: kernel, reference and `accept` agree on every tree."""
+"""The comparison and the walk: kernel, reference and the loops agree on every batch of trees and every rule."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import DEVICE
-from support.verifications import ACTIONS, make_tree, one_hot, verifications, verify_tree
+from support.reference_rules import accept_by_loops, packed
+from support.verifications import ACTIONS, VOCAB, TreeCase, make_tree, one_hot, verifications, verify_tree
 
-from specvla_kernels import accept_tree as kernels
-from specvla_kernels.accept_tree import Tolerance, Trees, accept_tree_reference, accept_tree_triton
+from specvla_kernels.accept_tree import accept_tree_reference, accept_tree_triton
+from specvla_kernels.compare_drafts import (
+    Comparison,
+    Trees,
+    compare_drafts_reference,
+    compare_drafts_triton,
+)
 from specvla_kernels.device import HAS_TRITON
-from specvla_ros.speculation.accept import NO_NODE, NOT_A_NUMBER, AcceptReason, Verification, accept
+from specvla_ros.speculation.accept import AcceptanceRule, Verification
 from specvla_ros.speculation.rules.bin_distance import BinDistance
+from specvla_ros.speculation.rules.composite import Composite
+from specvla_ros.speculation.rules.fly import Fly
+from specvla_ros.speculation.rules.lvspec import LVSpec
 from specvla_ros.speculation.rules.strict import Strict
 
-TOLERANCES = (None, (0,), (1, 1, 1), (3, 0, 2, 1, 5, 1, 0))
+TOLERANCES = (Strict(), *(BinDistance(bins) for bins in ((0,), (1, 1, 1), (3, 0, 2, 1, 5, 1, 0))))
+LOOSE = (
+    Fly(0.3, 2),
+    Fly(0.005, 3, "code"),
+    LVSpec(0.4, 3, 1),
+    Composite(BinDistance((2,) * 7), Fly(0.2, 2), (torch.arange(VOCAB) < 4).to(DEVICE)),
+)
 
 
-def batch(parts: list[Verification]) -> Trees:
-    """Trees side by side, padded as the engine pads them."""
+def batch(parts: list[TreeCase]) -> Verification:
+    """Trees side by side; what pads them is not to be looked at."""
     n = max(len(part.tree) for part in parts)
 
     def padded(tensors: list[torch.Tensor], value: float | bool) -> torch.Tensor:
         return torch.stack(
-            [torch.cat((each, each.new_full((n - len(each),), value))) for each in tensors]  # type: ignore[arg-type]
+            [torch.cat((x, x.new_full((n - len(x), *x.shape[1:]), value))) for x in tensors]  # type: ignore[arg-type]
         ).to(DEVICE)
 
     trees = [part.tree for part in parts]
-    return Trees(
-        tokens=padded([tree.tokens for tree in trees], 13),
-        parents=padded([tree.ancestry.parents for tree in trees], 0),
-        depths=padded([tree.ancestry.depths for tree in trees], 9),
-        ancestors=padded([tree.ancestry.ancestors for tree in trees], 0),
-        log_probs=padded([tree.log_probs for tree in trees], float("nan")),
-        valid=padded([tree.valid for tree in trees], False),
-        relaxable=padded([tree.relaxable for tree in trees], True),
-        choices=padded([part.choices for part in parts], 13),
-        places=torch.tensor([part.place for part in parts], device=DEVICE),
+    start = 0
+    rows = []
+    for tree in trees:
+        rows.append(torch.arange(start, start + len(tree)))
+        start += len(tree)
+    assert all(part.visual is not None for part in parts) or all(part.visual is None for part in parts)
+    return Verification(
+        Trees(
+            tokens=padded([tree.tokens for tree in trees], 13),
+            parents=padded([tree.ancestry.parents for tree in trees], 0),
+            depths=padded([tree.ancestry.depths for tree in trees], 9),
+            ancestors=padded([tree.ancestry.ancestors for tree in trees], 0),
+            log_probs=padded([tree.log_probs for tree in trees], float("nan")),
+            valid=padded([tree.valid for tree in trees], False),
+            relaxable=padded([tree.relaxable for tree in trees], True),
+            choices=padded([part.choices for part in parts], 13),
+            positions=torch.tensor([part.position for part in parts], device=DEVICE),
+        ),
+        ACTIONS,
+        max(tree.levels for tree in trees),
+        logits=torch.cat([part.logits for part in parts]).to(DEVICE),
+        rows=padded(rows, 0),
+        hidden=padded([part.hidden for part in parts], float("nan")),
+        visual=torch.stack([part.visual for part in parts if part.visual is not None]).to(DEVICE)
+        if parts[0].visual is not None
+        else None,
     )
 
 
-def check(parts: list[Verification], bins: tuple[int, ...] | None) -> None:
-    tolerance = Tolerance.from_bins(bins, ACTIONS.first, ACTIONS.stop, ACTIONS.bins, DEVICE)
-    levels = max(part.tree.levels for part in parts)
-    rule = Strict() if bins is None else BinDistance(bins)
-    expected = []
-    for part in parts:
-        beyond = levels - part.tree.levels
-        accepted = accept(rule, part)
-        columns = (accepted.nodes, NO_NODE), (accepted.tokens, NOT_A_NUMBER), (accepted.bins_off, 0), (accepted.why, 0)
-        expected.append(
-            torch.cat([*(torch.cat((x, x.new_full((beyond,), pad))) for x, pad in columns), accepted.count.reshape(1)])
-        )
-    trees = batch(parts)
-    for run in (accept_tree_reference, *((accept_tree_triton,) if HAS_TRITON else ())):
-        assert run(trees, tolerance, levels).tolist() == torch.stack(expected).tolist()
+def check(parts: list[TreeCase], rule: AcceptanceRule) -> None:
+    verification = batch(parts)
+    expected = [packed(accept_by_loops(rule, part), verification.max_depth) for part in parts]
+    trees, accepted = verification.trees, rule.accept(verification)
+    ids = ACTIONS.first, ACTIONS.stop, ACTIONS.bins
+    walked = (accepted.mask, accepted.reasons, verification.max_depth)
+    comparison = compare_drafts_reference(trees, *ids)
+    assert accept_tree_reference(trees, comparison, *walked).tolist() == expected
+    if HAS_TRITON:
+        by_kernel = compare_drafts_triton(trees, *ids)
+        for mine, other in zip(of_drafts(by_kernel, parts), of_drafts(comparison, parts), strict=True):
+            assert mine.equal(other)
+        assert accept_tree_triton(trees, by_kernel, *walked).tolist() == expected
+
+
+def of_drafts(comparison: Comparison, parts: list[TreeCase]) -> list[torch.Tensor]:
+    """Without what is said of padding."""
+    columns = (comparison.wanted, comparison.exact, comparison.distances, comparison.dimensions)
+    return [column[i, : len(part.tree)] for i, part in enumerate(parts) for column in columns]
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.lists(verifications(), min_size=1, max_size=3), st.sampled_from(TOLERANCES))
-def test_batches_of_small_trees(parts: list[Verification], bins: tuple[int, ...] | None) -> None:
-    check(parts, bins)
+@given(st.lists(verifications(), min_size=1, max_size=3), st.sampled_from((*TOLERANCES, *LOOSE)))
+def test_batches_of_small_trees(parts: list[TreeCase], rule: AcceptanceRule) -> None:
+    check(parts, rule)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     n=st.one_of(st.sampled_from([1, 2, 63, 64]), st.integers(1, 64)),
     reach=st.integers(1, 8),
-    bins=st.sampled_from(TOLERANCES),
+    rule=st.sampled_from(TOLERANCES),
     seed=st.integers(0, 10_000),
 )
-def test_large_trees_with_ties(n: int, reach: int, bins: tuple[int, ...] | None, seed: int) -> None:
+def test_large_trees_with_ties(n: int, reach: int, rule: AcceptanceRule, seed: int) -> None:
     """Deep and wide ones up to 64 nodes, whose drafts mostly are what the target wants or near it."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -87,15 +122,10 @@ def test_large_trees_with_ties(n: int, reach: int, bins: tuple[int, ...] | None,
     logits = one_hot(choices, 24)
     if draw(4) == 0:
         logits[draw(n), 3] = float("nan")
-    check([verify_tree(tree, logits, place=1 + draw(6))], bins)
+    check([verify_tree(tree, logits, position=1 + draw(6))], rule)
 
 
-def test_the_numbers_are_the_engines() -> None:
-    assert (kernels.TARGET, kernels.EXACT, kernels.NEAR) == (AcceptReason.TARGET, AcceptReason.EXACT, AcceptReason.NEAR)
-    assert kernels.NO_NODE == NO_NODE == NOT_A_NUMBER
-
-
-@pytest.mark.parametrize("bins", [None, (3,) * 7])
-def test_two_ids_of_one_bin_are_near_but_not_the_same(bins: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize("rule", [Strict(), BinDistance((3,) * 7)], ids=repr)
+def test_two_ids_of_one_bin_are_near_but_not_the_same(rule: AcceptanceRule) -> None:
     tree = make_tree([12, ACTIONS.first + 1], [-1, 0])
-    check([verify_tree(tree, one_hot([ACTIONS.first, ACTIONS.first], 24))], bins)
+    check([verify_tree(tree, one_hot([ACTIONS.first, ACTIONS.first], 24))], rule)

@@ -16,12 +16,17 @@ def paths(draw: st.DrawFn) -> list[int]:
     return [0, *sorted(draw(st.sets(st.integers(1, 12), max_size=6)))]
 
 
+def move(keys: torch.Tensor, values: torch.Tensor, slot: int, first_row: int, nodes: list[int]) -> None:
+    """One request's path."""
+    commit_kv(keys, values, torch.tensor([slot]), torch.tensor([first_row]), torch.tensor([nodes]))
+
+
 @given(paths(), st.integers(0, 5), st.integers(0, 2))
-def test_the_path_lies_behind_the_prefix_and_the_rest_is_as_it_was(nodes: list[int], first_row: int, slot: int) -> None:
+def test_the_path_lies_after_the_prefix_and_the_rest_is_as_it_was(nodes: list[int], first_row: int, slot: int) -> None:
     keys, values = torch.randn(2, 4, 3, 20, 2, 3)
     before_keys, before_values = keys.clone(), values.clone()
 
-    commit_kv(keys, values, slot, first_row, nodes)
+    move(keys, values, slot, first_row, nodes)
 
     for after, before in ((keys, before_keys), (values, before_values)):
         for i, node in enumerate(nodes):
@@ -35,7 +40,7 @@ def test_the_path_lies_behind_the_prefix_and_the_rest_is_as_it_was(nodes: list[i
 def test_a_row_that_is_a_destination_and_a_source_is_read_first() -> None:
     keys = torch.arange(6.0).reshape(1, 1, 6, 1, 1)
     values = keys.clone()
-    commit_kv(keys, values, 0, 0, [0, 2, 3, 5])
+    move(keys, values, 0, 0, [0, 2, 3, 5])
     assert keys.flatten().tolist() == [0, 2, 3, 5, 4, 5]
 
 
@@ -64,7 +69,9 @@ def test_a_batch_moves_as_its_requests_do_alone(
     run(keys, values, *places_of.unbind(1), nodes)
 
     for slot, first_row, each in zip(slots.tolist(), first_rows.tolist(), requests, strict=True):
-        commit_kv(*expected, slot, first_row, each)
+        if each:
+            sources = [first_row + node for node in each]
+            expected[:, :, slot, first_row : first_row + len(each)] = expected[:, :, slot, sources]
     torch.testing.assert_close(keys, expected[0], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(values, expected[1], rtol=0, atol=0, equal_nan=True)
 

@@ -39,7 +39,7 @@ def two_ticks(decoder: LlamaDecoder) -> tuple[torch.Tensor, KVCache]:
     second = packed_forward(decoder, both, cache)
     slots, first_rows = torch.tensor([2, 0], device=DEVICE), torch.tensor([9, 21], device=DEVICE)
     nodes = torch.tensor([[0, 2, 4, 5], [0, 1, -1, -1]], device=DEVICE)
-    commit_kv.commit_kv_batch(cache.keys, cache.values, slots, first_rows, nodes)
+    commit_kv.commit_kv(cache.keys, cache.values, slots, first_rows, nodes)
     third = packed_forward(decoder, [Segment(0, 23, drafted, tree, wanted=6), Segment(2, 13, drafted[:1])], cache)
     return torch.cat((first.logits, second.logits, third.logits)), cache
 

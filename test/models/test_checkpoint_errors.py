@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import copy_checkpoint, edit_json, shard, write_checkpoint
+from support.paths import ORACLES, needs
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import load_target
@@ -213,3 +214,28 @@ def test_a_gpu_without_room_is_told_before_anything_is_read(good: Path, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1024, 2**30))
     refuse(good, r"the weights take 0\.0 GiB, but cuda has 0\.0 of 1\.0 GiB free", device="cuda")
+
+
+def test_a_hub_id_is_told_how_to_become_a_directory() -> None:
+    refuse(Path("openvla/openvla-7b"), "no directory; .* download it first: hf download openvla/openvla-7b --local-dir")
+
+
+def test_an_adapter_is_told_from_a_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    refuse(tmp_path, "holds an adapter .* merge it into its base model")
+
+
+def test_a_git_lfs_pointer_is_told_from_the_file(checkpoint: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 15\n"
+    (checkpoint / "model.safetensors").write_text(pointer)
+    refuse(checkpoint, r"model\.safetensors is a git-lfs pointer.*git lfs pull")
+
+
+def test_openvla_oft_is_refused_by_its_action_head(checkpoint: Path) -> None:
+    (checkpoint / "action_head--150000_checkpoint.pt").touch()
+    refuse(checkpoint, r"OpenVLA-OFT checkpoint \(action_head--150000_checkpoint\.pt\).*parallel forward")
+
+
+@needs(ORACLES / "oft_tiny_a")
+def test_the_reference_oft_checkpoint_is_refused() -> None:
+    refuse(ORACLES / "oft_tiny_a" / "checkpoint", "OpenVLA-OFT checkpoint")

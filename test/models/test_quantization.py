@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import typer
 from support.checkpoints import shard, write_checkpoint
 from support.random_checkpoint import write_random_checkpoint
 
-from specvla_ros.cli.options import Quantization
+from specvla_ros.cli.app import app
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.errors import UserError
 from specvla_ros.models import checkpoint as load_model
 from specvla_ros.models import quantization
 from specvla_ros.models.checkpoint import Target, load_target
-from specvla_ros.models.openvla import OpenVLA
+from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.quantization import MATRICES, QUANTIZATIONS, Int8Linear, check_quantization
 from specvla_ros.planning.cost import OPENVLA_7B
 from specvla_ros.ros.policy.parameters import PolicyParameters
@@ -214,4 +215,6 @@ def test_an_unknown_quantisation_is_refused() -> None:
 
 def test_node_and_command_line_offer_the_same() -> None:
     (declared,) = (each for each in walk(PolicyParameters()) if each.name == "model.quantization")
-    assert declared.parameter.choices == QUANTIZATIONS == tuple(each.value for each in Quantization)
+    options = typer.main.get_command(app).commands["predict"].params  # type: ignore[attr-defined]
+    (offered,) = (each for each in options if each.name == "quantization")
+    assert declared.parameter.choices == QUANTIZATIONS == tuple(offered.type.choices)

@@ -10,18 +10,21 @@ from hypothesis import strategies as st
 
 from specvla_ros.errors import UserError
 from specvla_ros.planning.cost import OPENVLA_7B, WeightFormat, model_cost, ridge_rows
-from specvla_ros.planning.device import Arithmetic, DeviceLimits, known_devices, read_limits
+from specvla_ros.planning.device import STAGES, Arithmetic, Device, StageTimes, known_devices, read_device
 
 FIGURES = st.floats(min_value=1e-3, max_value=1e6)
 
 
-@pytest.mark.parametrize("name", ["orin", "rtx5090", "h200"])
+DEVICES = ["a100", "h200", "l4", "orin", "orin_nano", "orin_nx", "rtx4090", "rtx5090", "thor"]
+
+
+@pytest.mark.parametrize("name", DEVICES)
 def test_the_packages_devices_name_the_source_of_each_figure(name: str) -> None:
-    limits = read_limits(name)
+    limits = read_device(name)
     assert limits.kind == "assumed"
     for figure in ("bandwidth_gb_s", "dense_tflops", "int8_tops", "fp8_tflops", "memory_gb"):
         assert len(limits.sources[figure]) > 5
-    assert known_devices() == ["h200", "orin", "rtx5090"]
+    assert known_devices() == DEVICES
 
 
 @given(
@@ -29,6 +32,7 @@ def test_the_packages_devices_name_the_source_of_each_figure(name: str) -> None:
     eight_bit=st.tuples(st.none() | FIGURES, st.none() | FIGURES),
     by_rows=st.dictionaries(st.integers(1, 512), FIGURES, max_size=4),
     dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    stages=st.none() | st.tuples(*[st.floats(0, 1)] * len(STAGES)),
 )
 def test_a_device_is_read_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory,
@@ -36,11 +40,14 @@ def test_a_device_is_read_as_it_was_written(
     eight_bit: tuple[float | None, float | None],
     by_rows: dict[int, float],
     dtype: str,
+    stages: tuple[float, ...] | None,
 ) -> None:
-    device = DeviceLimits("a", "measured", dtype, *figures, *eight_bit, by_rows, {"bandwidth_gb_s": "measured"})
+    times = None if stages is None else StageTimes("a", "invented", *stages)
+    sources = {"bandwidth_gb_s": "measured", "stage_times": "invented"}
+    device = Device("a", "measured", dtype, *figures, *eight_bit, by_rows, sources, "8.7", times)
     path = tmp_path_factory.mktemp("device") / "a.json"
     path.write_text(json.dumps(device.as_json()))
-    assert read_limits(str(path)) == device
+    assert read_device(str(path)) == device
 
 
 @pytest.mark.parametrize(
@@ -63,42 +70,50 @@ def test_a_device_is_read_as_it_was_written(
 )
 def test_bad_figures_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = tmp_path / "device.json"
-    path.write_text(json.dumps(read_limits("orin").as_json() | change))
+    path.write_text(json.dumps(read_device("orin").as_json() | change))
     with pytest.raises(UserError, match=message):
-        read_limits(str(path))
+        read_device(str(path))
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_the_units_of_a_device_go_with_its_compute_capability(name: str) -> None:
+    device = read_device(name)
+    capability = tuple(map(int, device.capability.split(".")))
+    assert (device.fp8_tflops is not None) == (capability >= (8, 9))
+    assert device.int8_tops is not None and device.int8_tops > 1.9 * device.dense_tflops
 
 
 @pytest.mark.parametrize("field", ["name", "kind", "dtype", "bandwidth_gb_s", "dense_tflops", "memory_gb", "sources"])
 def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
-    raw = read_limits("orin").as_json()
+    raw = read_device("orin").as_json()
     del raw[field]
     path = tmp_path / "device.json"
     path.write_text(json.dumps(raw))
     with pytest.raises(UserError, match=f"lacks the field '{field}'"):
-        read_limits(str(path))
+        read_device(str(path))
 
 
 def test_files_that_are_no_devices_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none of h200, orin, rtx5090.*specvla bench --measure"):
-        read_limits("thor")
+    with pytest.raises(UserError, match=r"none of a100, h200, l4, orin, .*, thor, .*specvla bench --measure"):
+        read_device("toaster")
     (tmp_path / "text.json").write_text("no device")
     with pytest.raises(UserError, match="no JSON"):
-        read_limits(str(tmp_path / "text.json"))
+        read_device(str(tmp_path / "text.json"))
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(UserError, match="holds a JSON list"):
-        read_limits(str(tmp_path / "list.json"))
+        read_device(str(tmp_path / "list.json"))
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="no JSON"):
-        read_limits(str(tmp_path / "binary.json"))
+        read_device(str(tmp_path / "binary.json"))
 
 
 def test_units_that_are_not_there_are_not_used() -> None:
     with pytest.raises(UserError, match="no fp8 rate: choose another of --weights"):
-        read_limits("orin").operations_per_s(Arithmetic.FP8, 290)
+        read_device("orin").operations_per_s(Arithmetic.FP8, 290)
 
 
 def test_measured_rates_go_by_rows() -> None:
-    device = DeviceLimits("a", "measured", "float32", 1, 9, 1, tflops_by_rows={1: 1.0, 64: 5.0, 256: 9.0})
+    device = Device("a", "measured", "float32", 1, 9, 1, tflops_by_rows={1: 1.0, 64: 5.0, 256: 9.0})
     rates = [device.operations_per_s(Arithmetic.DENSE, rows) / 1e12 for rows in (1, 2, 64, 65, 256, 999)]
     assert rates == [1, 5, 5, 9, 9, 9]
 
@@ -108,5 +123,5 @@ def test_the_ridge_of_a_measured_device_is_where_products_take_longer() -> None:
     model = model_cost(OPENVLA_7B)
     one_row = 0.7 * 1e3 / 1e3  # TFLOP/s at 1000 GB/s, two operations per two bytes
     rates = {1: one_row, 16: 15.6 * one_row, 64: 66 * one_row, 128: 127 * one_row, 256: 128 * one_row}
-    device = DeviceLimits("a", "measured", "bfloat16", 1000, 128 * one_row, 80, tflops_by_rows=rates)
+    device = Device("a", "measured", "bfloat16", 1000, 128 * one_row, 80, tflops_by_rows=rates)
     assert ridge_rows(model, device, WeightFormat.NONE) == pytest.approx(1.1 * 128)

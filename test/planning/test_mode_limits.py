@@ -16,7 +16,7 @@ from specvla_ros.planning.cost import (
     model_cost,
     ridge_rows,
 )
-from specvla_ros.planning.device import DeviceLimits, read_limits
+from specvla_ros.planning.device import Device, read_device
 from specvla_ros.planning.limits import (
     MODES,
     SPEC_VLA_RELAXED,
@@ -32,7 +32,7 @@ from specvla_ros.planning.plan import choose, make_plan
 MODEL = model_cost(OPENVLA_7B)
 GOAL = spec_vla_relaxed("goal")
 DEVICES = st.builds(
-    lambda bandwidth, rate: DeviceLimits(
+    lambda bandwidth, rate: Device(
         "random", "assumed", "bfloat16", bandwidth, rate, 64.0, int8_tops=2 * rate, fp8_tflops=2 * rate
     ),
     st.floats(10, 1e4),
@@ -49,7 +49,7 @@ DEVICES = st.builds(
 )
 @settings(max_examples=25, deadline=None)
 def test_more_bandwidth_or_compute_never_makes_a_mode_slower(
-    device: DeviceLimits, mode: Mode, weights: WeightFormat, wider: float, faster: float
+    device: Device, mode: Mode, weights: WeightFormat, wider: float, faster: float
 ) -> None:
     before = mode_limit(mode, MODEL, device, weights, GOAL)
     after = mode_limit(mode, MODEL, device.at(bandwidth=wider, compute=faster), weights, GOAL)
@@ -62,9 +62,7 @@ def test_more_bandwidth_or_compute_never_makes_a_mode_slower(
 
 
 @given(device=DEVICES, rows=st.integers(1, 290), nodes=st.integers(1, 64), trees=st.integers(0, 6))
-def test_a_row_or_a_tree_more_never_makes_a_forward_cheaper(
-    device: DeviceLimits, rows: int, nodes: int, trees: int
-) -> None:
+def test_a_row_or_a_tree_more_never_makes_a_forward_cheaper(device: Device, rows: int, nodes: int, trees: int) -> None:
     forward = Forward(rows, image=True, trees=trees, nodes=trees * nodes, prefix_rows=trees * 293)
     larger = (
         replace(forward, prompt_rows=rows + 1),
@@ -78,7 +76,7 @@ def test_a_row_or_a_tree_more_never_makes_a_forward_cheaper(
 @pytest.mark.parametrize("device", ["orin", "rtx5090", "h200"])
 def test_chunks_shorten_the_latency_of_a_pipeline(device: str) -> None:
     limits = {
-        mode.name: mode_limit(mode, MODEL, read_limits(device), WeightFormat.NONE, GOAL)
+        mode.name: mode_limit(mode, MODEL, read_device(device), WeightFormat.NONE, GOAL)
         for mode in MODES
         if mode.name in ("pipeline", "pipeline, 2 chunks", "specpipe", "specpipe, 2 chunks")
     }
@@ -137,13 +135,13 @@ def test_chunks_make_up_the_prompt(rows: int, chunks: int) -> None:
 
 def test_a_draw_is_repeated() -> None:
     mode = MODES[-1]
-    first, second = (mode_limit(mode, MODEL, read_limits("orin"), WeightFormat.NONE, GOAL) for _ in range(2))
+    first, second = (mode_limit(mode, MODEL, read_device("orin"), WeightFormat.NONE, GOAL) for _ in range(2))
     assert first == second
 
 
 @given(device=DEVICES, weights=st.sampled_from(WeightFormat))
 @settings(max_examples=15, deadline=None)
-def test_any_device_gets_a_profile_that_holds_together(device: DeviceLimits, weights: WeightFormat) -> None:
+def test_any_device_gets_a_profile_that_holds_together(device: Device, weights: WeightFormat) -> None:
     limits = [mode_limit(mode, MODEL, device, weights, GOAL) for mode in MODES]
     profile = choose(MODEL, device, weights, limits, GOAL)
     pipelined = profile.mode in ("pipeline", "specpipe")
@@ -158,7 +156,7 @@ def test_any_device_gets_a_profile_that_holds_together(device: DeviceLimits, wei
 
 @pytest.mark.parametrize(("device", "chunks"), [("h200", 2), ("rtx5090", 3), ("orin", 2)])
 def test_chunks_of_about_the_ridge_are_chosen(device: str, chunks: int) -> None:
-    profile = make_plan(read_limits(device), WeightFormat.NONE).profile
+    profile = make_plan(read_device(device), WeightFormat.NONE).profile
     assert (profile.mode, profile.prefill_chunks, profile.nodes) == ("specpipe", chunks, 16)
     tiles = {"h200": 192, "rtx5090": 128, "orin": 192}
     assert f"{tiles[device]}, whole tiles" in profile.reasons["chunk length"]
@@ -173,6 +171,6 @@ def test_action_tokens_are_those_of_the_statistics(norm_stats: dict[str, object]
 
 
 def test_too_small_a_memory_is_said() -> None:
-    small = replace(read_limits("rtx5090"), memory_gb=8.0)
+    small = replace(read_device("rtx5090"), memory_gb=8.0)
     assert "DOES NOT FIT" in make_plan(small, WeightFormat.NONE).profile.reasons["memory"]
     assert "DOES NOT FIT" not in make_plan(small, WeightFormat.INT4).profile.reasons["memory"]

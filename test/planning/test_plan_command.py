@@ -12,7 +12,7 @@ from specvla_ros.cli.app import app
 from specvla_ros.errors import UserError
 from specvla_ros.planning import measure
 from specvla_ros.planning.cost import model_cost
-from specvla_ros.planning.device import read_limits
+from specvla_ros.planning.device import read_device
 from specvla_ros.policies.bundled import nano_policy
 
 
@@ -84,12 +84,12 @@ def test_the_documentation_shows_what_the_command_prints() -> None:
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
-    assert "orin" in refusal("plan", "--device", "thor")
+    assert "orin" in refusal("plan", "--device", "toaster")
     assert "config.json is missing" in refusal("plan", "--device", "orin", "--model", tmp_path)
     assert "does not exist" in refusal("plan", "--device", "orin", "--model", tmp_path / "none")
     assert "no fp8 rate" in refusal("plan", "--device", "orin", "--weights", "fp8")
     assert "cannot be written" in refusal("plan", "--device", "orin", "--json", tmp_path / "none" / "plan.json")
-    raw = read_limits("orin").as_json()
+    raw = read_device("orin").as_json()
     del raw["memory_gb"]
     (tmp_path / "device.json").write_text(json.dumps(raw))
     assert "lacks the field 'memory_gb'" in refusal("plan", "--device", tmp_path / "device.json")
@@ -102,7 +102,7 @@ def test_this_machine_is_measured_and_planned_for(tmp_path: Path, monkeypatch: p
     path = tmp_path / "here.json"
     done = specvla("bench", "--measure", "--out", path, "--model", nano_policy())
     assert done.exit_code == 0, done.output
-    device = read_limits(str(path))
+    device = read_device(str(path))
     assert device.kind == "measured"
     assert set(device.tflops_by_rows) == {1, 64}
     assert "torch" in device.sources["tflops_by_rows"]

@@ -15,7 +15,7 @@ from specvla_ros.planning.cost import (
     total_bytes,
     total_operations,
 )
-from specvla_ros.planning.device import read_limits
+from specvla_ros.planning.device import read_device
 from specvla_ros.planning.limits import MODES, mode_limit, spec_vla_relaxed
 
 MODEL = model_cost(OPENVLA_7B)
@@ -87,7 +87,7 @@ def test_least_times(name: str, weights: str, h200: float, rtx5090: float, orin:
     """The table's 8-bit rate is twice that of bfloat16: fp8 on the GPUs, int8 on the Orin."""
 
     def milliseconds(device: str, form: WeightFormat) -> float:
-        return least_seconds(forward_parts(FORWARDS[name], MODEL, form, 2), read_limits(device)) * 1e3
+        return least_seconds(forward_parts(FORWARDS[name], MODEL, form, 2), read_device(device)) * 1e3
 
     form = WeightFormat(weights)
     assert round(milliseconds("h200", form), 1) == h200
@@ -97,7 +97,7 @@ def test_least_times(name: str, weights: str, h200: float, rtx5090: float, orin:
 
 @pytest.mark.parametrize(("device", "bf16", "w4"), [("h200", 184, 49), ("rtx5090", 117, 31), ("orin", 205, 54)])
 def test_crossovers(device: str, bf16: int, w4: int) -> None:
-    limits = read_limits(device)
+    limits = read_device(device)
     assert round(ridge_rows(MODEL, limits, WeightFormat.NONE)) == bf16
     assert round(ridge_rows(MODEL, limits, WeightFormat.INT4)) == w4
     assert ridge_rows(MODEL, limits, WeightFormat.W8A8 if device == "orin" else WeightFormat.FP8) == pytest.approx(
@@ -109,7 +109,7 @@ def test_crossovers(device: str, bf16: int, w4: int) -> None:
 def test_draft_head(device: str, head_ms: str) -> None:
     part = draft_part(MODEL, 2, steps=4, rows=16, prefix_rows=PREFIX)
     digits = len(head_ms.partition(".")[2])
-    assert f"{part.seconds(read_limits(device)) * 1e3:.{digits}f}" == head_ms
+    assert f"{part.seconds(read_device(device)) * 1e3:.{digits}f}" == head_ms
     assert draft_prompt_part(MODEL, 2).operations == pytest.approx(0.137e12, abs=0.5e9)
 
 
@@ -157,7 +157,7 @@ def assert_near(device: str, weights: str, noted: dict[str, tuple[float, ...]], 
     for mode in MODES:
         if mode.name not in noted:
             continue
-        found = mode_limit(mode, MODEL, read_limits(device), WeightFormat(weights), spec_vla_relaxed("goal"))
+        found = mode_limit(mode, MODEL, read_device(device), WeightFormat(weights), spec_vla_relaxed("goal"))
         latencies = (found.latency_s * 1e3, found.derated_latency_s * 1e3)
         rates = (found.action_rate_hz, found.derated_rate_hz)
         rounding = 0.05 if device == "orin" else 0.5

@@ -10,10 +10,9 @@ from support.gl import needs_gl
 from support.patience import wait_until
 
 from specvla_ros.bags import demonstrations as demonstration_bag
-from specvla_ros.bags.frames import bag_frames
+from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
 from specvla_ros.bags.image_message import rgb_from_compressed
 from specvla_ros.bags.reader import open_bag
-from specvla_ros.bags.topics import TopicChoice, choose_topics
 from specvla_ros.errors import UserError
 from specvla_ros.simulation.collect import collect, episode_of
 from specvla_ros.simulation.expert import demonstrate

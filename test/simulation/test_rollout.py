@@ -1,6 +1,7 @@
 """Time in an episode: what the policy's slowness costs, and what it must not change."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,12 +11,15 @@ from support.gl import needs_gl
 from specvla_ros.engine.outcome import Drop, DropReason
 from specvla_ros.engine.tally import TickWork
 from specvla_ros.errors import UserError
-from specvla_ros.simulation.device_pace import _STAGES, EmulatedDevice, read_device, tick_time
+from specvla_ros.planning.cost import stage_times
+from specvla_ros.planning.device import STAGES, StageTimes, known_devices, read_device
+from specvla_ros.simulation.device_pace import read_stage_times, tick_time
 from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.rollout import Clock, Rollout
 from specvla_ros.speculation.drafters.protocol import DraftWork
 
 pytestmark = needs_gl
+ORIN = read_device("orin").as_json()
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +29,8 @@ def robot():
     robot.close()
 
 
-def device(total_s: float) -> EmulatedDevice:
-    return EmulatedDevice("test", "invented", 0.1 * total_s, 0.3 * total_s, 0.1 * total_s, 0.0, 0.0, 0.0, 0.0)
+def device(total_s: float) -> StageTimes:
+    return StageTimes("test", "invented", 0.1 * total_s, 0.3 * total_s, 0.1 * total_s, 0.0, 0.0, 0.0, 0.0)
 
 
 def run(robot: TableRobot, clock: Clock, total_s: float, task: str = "lift_red", seeds: int = 8):
@@ -94,7 +98,7 @@ def test_world_that_diverges_ends_the_episode(robot, clock):
 
 @pytest.mark.parametrize("name", ("orin", "rtx5090", "h200"))
 def test_devices_of_the_package_can_be_read(name):
-    found = read_device(name)
+    found = read_stage_times(name)
     assert 0 < found.vision_s < found.prefill_s and found.source.startswith("assumed")
     assert found.tick_s(TickWork(images=1, prompts=1)) == found.vision_s + found.prefill_s
     assert found.tick_s(TickWork(nodes=1)) == found.decode_s and found.tick_s(TickWork()) == 0
@@ -108,14 +112,36 @@ def test_devices_of_the_package_can_be_read(name):
     assert found.tick_s(TickWork(nodes=50)) == found.decode_s, "nodes are free without a prompt"
 
 
+@pytest.mark.parametrize("name", ("orin", "rtx5090", "h200"))
+def test_derived_stage_times_are_near_those_worked_out_before(name):
+    own = read_stage_times(name)
+    derived = stage_times(replace(read_device(name), stages=None))
+    assert derived.source.startswith("derived: ")
+    for stage in STAGES:
+        assert getattr(derived, stage) == pytest.approx(getattr(own, stage), rel=0.04), stage
+
+
+@pytest.mark.parametrize("name", sorted(set(known_devices()) - {"orin", "rtx5090", "h200", "orin_nano"}))
+def test_devices_without_stage_times_get_those_of_their_limits(name):
+    found = read_stage_times(name)
+    assert found.source.startswith("derived: ") and "nothing was measured" in found.source
+    assert 0 < found.node_s < found.vision_s < found.prefill_s and found.head_s < found.decode_s < found.prefill_s
+
+
+def test_device_too_small_for_the_model_is_not_emulated():
+    with pytest.raises(UserError, match="Orin Nano 8 GB has 8 GB of memory, but OpenVLA-7B takes 15"):
+        read_stage_times("orin_nano")
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
-        (None, "none of h200, orin, rtx5090, and no file"),
+        (None, "none of a100, h200, l4, orin, orin_nano, orin_nx, rtx4090, rtx5090, thor, and no file"),
         ("[", "is no JSON"),
-        ("{}", "it needs name, source and the seconds"),
+        ("{}", "lacks the field 'name'; it needs name"),
+        (json.dumps(ORIN | {"stage_times": {}}), "stage_times needs the seconds vision_s"),
         (
-            json.dumps(dict(name="x", source="y", vision_s=-1) | dict.fromkeys(_STAGES[1:], 0)),
+            json.dumps(ORIN | {"stage_times": dict.fromkeys(STAGES, 0) | {"vision_s": -1}}),
             "between 0 and 60",
         ),
     ],
@@ -125,4 +151,4 @@ def test_device_that_cannot_be_read_is_refused(text, message, tmp_path):
     if text is not None:
         path.write_text(text)
     with pytest.raises(UserError, match=message):
-        read_device(str(path))
+        read_stage_times(str(path))

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from support.paths import ORACLES, needs
-from support.verifications import make_tree, one_hot, verify_tree
+from support.verifications import TreeCase, make_tree, one_hot, verify_tree
 
-from specvla_ros.speculation.accept import ActionIds, accept
+from specvla_ros.speculation.accept import AcceptanceRule, ActionIds, accept
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.fly import Fly
 from specvla_ros.speculation.rules.strict import Strict
@@ -28,12 +28,16 @@ def parents_of(rows: list[list[int]], n: int) -> list[int]:
     return parents
 
 
+def tokens_of(rule: AcceptanceRule, case: TreeCase) -> list[int]:
+    (row,) = accept(rule, case.verification()).tolist()
+    width = case.tree.levels + 1
+    return row[width : width + row[-1]]
+
+
 def committed(case: dict, actions: ActionIds) -> list[int]:
     tree = make_tree(case["draft_tokens"], parents_of(case["retrieve_indices"], len(case["draft_tokens"])))
     rule = Strict() if case["r"] is None else BinDistance((case["r"],) * 64)
-    verification = verify_tree(tree, one_hot(case["target_argmax"], 32064), actions=actions)
-    acceptance = accept(rule, verification)
-    return acceptance.tokens[: int(acceptance.count)].tolist()
+    return tokens_of(rule, verify_tree(tree, one_hot(case["target_argmax"], 32064), actions=actions))
 
 
 def path_tokens(case: dict, row: list[int]) -> list[int]:
@@ -97,7 +101,7 @@ def test_fly_decides_as_recorded(entropy: str) -> None:
         n = case["K"] + 1
         tree = make_tree([0, *case["draft"]], list(range(-1, n - 1)))
         nothing = ActionIds(first=0, stop=0, bins=1)
-        acceptance = accept(Fly(case["theta"], case["W"], entropy), verify_tree(tree, rows, actions=nothing))
-        assert acceptance.tokens[: int(acceptance.count)].tolist() == case[key], case["i"]
+        tokens = tokens_of(Fly(case["theta"], case["W"], entropy), verify_tree(tree, rows, actions=nothing))
+        assert tokens == case[key], case["i"]
         loosened += case[key] != case["strict_output"]
     assert loosened > 100

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.reference_rules import Committed, accept_by_loops
-from support.verifications import ACTIONS, VOCAB, make_tree, one_hot, verifications, verify_tree
+from support.verifications import ACTIONS, VOCAB, TreeCase, make_tree, one_hot, verifications, verify_tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specvla_ros.speculation.accept import NO_NODE, NOT_A_NUMBER, AcceptanceRule, AcceptReason, Verification, accept
+from specvla_kernels.accept_tree import NO_NODE
+from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule, AcceptReason, accept
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.composite import Composite
 from specvla_ros.speculation.rules.fly import Fly
@@ -37,13 +38,12 @@ RULES: list[AcceptanceRule] = [
 ]
 
 
-def committed(rule: AcceptanceRule, verification: Verification) -> Committed:
-    acceptance = accept(rule, verification)
-    count = int(acceptance.count)
-    assert (acceptance.nodes[count:] == NO_NODE).all()
-    assert len(acceptance.packed()) == 4 * (verification.tree.levels + 1) + 1
-    parts = (acceptance.nodes, acceptance.tokens, acceptance.bins_off, acceptance.why)
-    return Committed(*(tuple(part[:count].tolist()) for part in parts))
+def committed(rule: AcceptanceRule, verification: TreeCase) -> Committed:
+    (row,) = accept(rule, verification.verification())
+    count, width = int(row[-1]), verification.tree.levels + 1
+    assert len(row) == 4 * width + 1
+    assert (row[count:width] == NO_NODE).all()
+    return Committed(*(tuple(part[:count].tolist()) for part in row[:-1].split(width)))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
@@ -55,7 +55,7 @@ def test_tensors_say_what_the_loops_say(rule: AcceptanceRule, data: st.DataObjec
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @given(verifications())
-def test_what_is_committed_is_a_path_and_no_padding(rule: AcceptanceRule, verification: Verification) -> None:
+def test_what_is_committed_is_a_path_and_no_padding(rule: AcceptanceRule, verification: TreeCase) -> None:
     found = committed(rule, verification)
     parents = verification.tree.ancestry.parents
     assert found.nodes[0] == 0
@@ -67,16 +67,16 @@ def test_what_is_committed_is_a_path_and_no_padding(rule: AcceptanceRule, verifi
 
 
 @given(verifications())
-def test_strict_commits_the_targets_own_tokens_only(verification: Verification) -> None:
+def test_strict_commits_the_targets_own_tokens_only(verification: TreeCase) -> None:
     found = committed(Strict(), verification)
     assert found.tokens == tuple(verification.choices[list(found.nodes)].tolist())
     assert set(found.bins_off) == {0}
 
 
 @given(verifications(), st.lists(st.integers(0, 6), min_size=1, max_size=8))
-def test_relaxed_is_bounded_per_dimension(verification: Verification, bins: list[int]) -> None:
+def test_relaxed_is_bounded_per_dimension(verification: TreeCase, bins: list[int]) -> None:
     found = committed(BinDistance(tuple(bins)), verification)
-    dimension = verification.place
+    dimension = verification.position
     for node, token, off in zip(found.nodes, found.tokens[:-1], found.bins_off, strict=False):
         wanted = int(verification.choices[node])
         if token != wanted:
@@ -88,9 +88,7 @@ def test_relaxed_is_bounded_per_dimension(verification: Verification, bins: list
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @given(verifications(), st.data())
-def test_what_may_not_be_relaxed_is_exact(
-    rule: AcceptanceRule, verification: Verification, data: st.DataObject
-) -> None:
+def test_what_may_not_be_relaxed_is_exact(rule: AcceptanceRule, verification: TreeCase, data: st.DataObject) -> None:
     n = len(verification.tree)
     relaxable = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
     verification = replace(verification, tree=replace(verification.tree, relaxable=torch.tensor(relaxable)))
@@ -102,9 +100,7 @@ def test_what_may_not_be_relaxed_is_exact(
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @given(verifications())
-def test_a_choice_that_is_not_a_number_ends_the_path_and_is_told(
-    rule: AcceptanceRule, verification: Verification
-) -> None:
+def test_a_choice_that_is_not_a_number_ends_the_path_and_is_told(rule: AcceptanceRule, verification: TreeCase) -> None:
     found = committed(rule, verification)
     assert all(verification.choices[node] != NOT_A_NUMBER for node in found.nodes[:-1])
     assert NOT_A_NUMBER not in found.tokens[:-1]
@@ -158,7 +154,7 @@ def test_without_ties_the_choice_is_argmax(seed: int, rows: int) -> None:
 def test_lvspec_without_the_image_is_refused() -> None:
     verification = verify_tree(make_tree([15, 16], [-1, 0]), one_hot([16, 16], VOCAB))
     with pytest.raises(ValueError, match="needs the last hidden states"):
-        accept(LVSpec(), verification)
+        accept(LVSpec(), verification.verification())
 
 
 @pytest.mark.parametrize(("share", "nodes", "loose"), [(0.3, 50, 15), (0.28, 25, 7), (0.6, 45, 27), (0.3, 7, 3)])
@@ -170,7 +166,7 @@ def test_the_loose_share_is_counted_exactly_and_rounded_up(share: float, nodes: 
         hidden=torch.randn(nodes + 1, 6, generator=generator),
         visual=torch.randn(5, 6, generator=generator),
     )
-    assert int(LVSpec(share, 2, 0).judge(verification).keeps[0].sum()) == loose
+    assert int(LVSpec(share, 2, 0).accept(verification.verification()).mask[0, 0].sum()) == loose
 
 
 class _NoReadBack(TorchDispatchMode):
@@ -204,8 +200,9 @@ def test_nothing_is_read_back(rule: AcceptanceRule) -> None:
         hidden=torch.randn(4, 6, generator=generator),
         visual=torch.randn(5, 6, generator=generator),
     )
+    batch = verification.verification()
     with no_read_back():
-        accept(rule, verification).packed()
+        accept(rule, batch)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
@@ -213,9 +210,10 @@ def test_shapes_alone_are_enough(rule: AcceptanceRule) -> None:
     """On the meta device, where no tensor has values, so that none can be asked for."""
     verification = _on_meta(verify_tree(make_tree([15, 16, 17, 3], [-1, 0, 1, 0]), torch.zeros(4, VOCAB)))
     rule = _on_meta(rule)
+    batch = replace(verification, visual=torch.empty(5, 4, device="meta")).verification()
     with no_read_back():
-        packed = accept(rule, replace(verification, visual=torch.empty(5, 4, device="meta"))).packed()
-    assert packed.shape == (4 * 3 + 1,)
+        packed = accept(rule, batch)
+    assert packed.shape == (1, 4 * 3 + 1)
 
 
 def _on_meta(value: Any) -> Any:

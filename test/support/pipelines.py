@@ -9,7 +9,6 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.verifier import tolerance_of
 from specvla_ros.models.checkpoint import Target
 
 PICTURES = 5
@@ -34,12 +33,8 @@ def plain_tokens(policy: Target) -> Callable[[int], tuple[int, ...]]:
     return tokens
 
 
-def poisoned(policy: Target, chosen: EngineSettings, *, as_on_a_gpu: bool = False) -> Engine:
+def poisoned(policy: Target, chosen: EngineSettings) -> Engine:
     engine = Engine(policy, chosen)
-    if as_on_a_gpu:
-        verifier = engine.verifier
-        verifier.tolerance = tolerance_of(verifier.rule, policy.codec.action_ids, engine.cache.keys.device)
-        assert verifier.tolerance is not None
     engine.cache.keys.fill_(float("nan"))
     engine.cache.values.fill_(float("nan"))
     return engine

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from torch import Tensor
 
 from specvla_ros.models.config import read_config
-from specvla_ros.models.openvla import OpenVLA
+from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.weights import save_weights
 
 _PAD_ROWS = 64

@@ -1,17 +1,23 @@
 """The acceptance rules once more, path by path in plain Python: what the tensor code is held against."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from support.verifications import TreeCase
 
+from specvla_kernels.accept_tree import NO_NODE
+from specvla_kernels.compare_drafts import NO_TOKEN
+from specvla_kernels.layout import Ancestry
 from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule, AcceptReason, Verification
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.composite import Composite
 from specvla_ros.speculation.rules.fly import Fly
 from specvla_ros.speculation.rules.lvspec import LVSpec
 from specvla_ros.speculation.rules.strict import Strict
+from specvla_ros.speculation.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -24,8 +30,8 @@ class Committed:
     why: tuple[int, ...]
 
 
-def accept_by_loops(rule: AcceptanceRule, verification: Verification) -> Committed:
-    """What `choose_path.accept` commits, by trying every path."""
+def accept_by_loops(rule: AcceptanceRule, verification: TreeCase) -> Committed:
+    """What `accept` commits, by trying every path."""
     tree = verification.tree
     best: tuple[tuple[float, ...], Committed] | None = None
     for end in range(len(tree)):
@@ -54,30 +60,52 @@ def accept_by_loops(rule: AcceptanceRule, verification: Verification) -> Committ
     return best[1]
 
 
-def _path_to(verification: Verification, end: int) -> list[int]:
+def accept_batch_by_loops(rule: AcceptanceRule, verification: Verification) -> torch.Tensor:
+    """In place of `accept`: the same for several requests, one by one."""
+    return torch.tensor([packed(accept_by_loops(rule, case), verification.max_depth) for case in _cases(verification)])
+
+
+def packed(found: Committed, max_depth: int) -> list[int]:
+    """As `accept_tree` gives it."""
+    beyond = max_depth + 1 - len(found.nodes)
+    columns = (found.nodes, NO_NODE), (found.tokens, NO_TOKEN), (found.bins_off, 0), (found.why, 0)
+    return [number for column, pad in columns for number in (*column, *[pad] * beyond)] + [len(found.nodes)]
+
+
+def _cases(verification: Verification) -> Iterator[TreeCase]:
+    trees = verification.trees
+    for i, nodes in enumerate((trees.ancestors != 0).sum(dim=1).tolist()):
+        ancestry = Ancestry(*(column[i, :nodes] for column in (trees.parents, trees.depths, trees.ancestors)))
+        columns = (column[i, :nodes] for column in (trees.log_probs, trees.valid, trees.relaxable))
+        tree = Tree(trees.tokens[i, :nodes], ancestry, *columns, levels=int(ancestry.depths.max()))
+        rest = (trees.choices[i, :nodes], verification.logits, torch.empty(0), verification.actions)
+        yield TreeCase(tree, *rest, int(trees.positions[i]))
+
+
+def _path_to(verification: TreeCase, end: int) -> list[int]:
     path = [end]
     while (parent := int(verification.tree.ancestry.parents[path[0]])) >= 0:
         path.insert(0, parent)
     return path
 
 
-def _token(verification: Verification, path: list[int], place: int) -> int:
+def _token(verification: TreeCase, path: list[int], place: int) -> int:
     return int(verification.tree.tokens[path[place]])
 
 
-def _wanted(verification: Verification, path: list[int], place: int) -> int:
+def _wanted(verification: TreeCase, path: list[int], place: int) -> int:
     return int(verification.choices[path[place - 1]])
 
 
-def _is_exact(verification: Verification, path: list[int], place: int) -> bool:
+def _is_exact(verification: TreeCase, path: list[int], place: int) -> bool:
     return _token(verification, path, place) == _wanted(verification, path, place)
 
 
-def _is_action(verification: Verification, token: int) -> bool:
+def _is_action(verification: TreeCase, token: int) -> bool:
     return verification.actions.first <= token < verification.actions.stop
 
 
-def _bins_off(verification: Verification, path: list[int], place: int) -> int:
+def _bins_off(verification: TreeCase, path: list[int], place: int) -> int:
     actions = verification.actions
     token, wanted = _token(verification, path, place), _wanted(verification, path, place)
     are = [_is_action(verification, each) for each in (token, wanted)]
@@ -87,7 +115,7 @@ def _bins_off(verification: Verification, path: list[int], place: int) -> int:
     return actions.bins if any(are) else int(token != wanted)
 
 
-def _reason(rule: AcceptanceRule, verification: Verification, path: list[int], place: int) -> AcceptReason:
+def _reason(rule: AcceptanceRule, verification: TreeCase, path: list[int], place: int) -> AcceptReason:
     """Why the token at a place of the path is kept, or REJECTED."""
     if isinstance(rule, Composite):
         return _composite(rule, verification, path, place)
@@ -103,17 +131,17 @@ def _reason(rule: AcceptanceRule, verification: Verification, path: list[int], p
     return AcceptReason.REJECTED
 
 
-def _near(rule: BinDistance, verification: Verification, path: list[int], place: int) -> AcceptReason:
+def _near(rule: BinDistance, verification: TreeCase, path: list[int], place: int) -> AcceptReason:
     token, wanted = _token(verification, path, place), _wanted(verification, path, place)
     if not (_is_action(verification, token) and _is_action(verification, wanted)):
         return AcceptReason.REJECTED
     earlier = sum(_is_action(verification, _token(verification, path, each)) for each in range(1, place))
-    dimension = verification.place + earlier
+    dimension = verification.position + earlier
     r = rule.bins[dimension] if dimension < len(rule.bins) else 0
     return AcceptReason.NEAR if _bins_off(verification, path, place) <= r else AcceptReason.REJECTED
 
 
-def _deferred(rule: Fly, verification: Verification, path: list[int], place: int) -> AcceptReason:
+def _deferred(rule: Fly, verification: TreeCase, path: list[int], place: int) -> AcceptReason:
     probabilities = verification.logits[path[place - 1]].softmax(-1)
     if rule.entropy == "paper":
         entropy = float(torch.special.entr(probabilities).sum()) / math.log(len(probabilities))
@@ -131,12 +159,12 @@ def _deferred(rule: Fly, verification: Verification, path: list[int], place: int
     return AcceptReason.DEFERRED if agrees else AcceptReason.REJECTED
 
 
-def _deepest_behind(verification: Verification, node: int) -> int:
+def _deepest_behind(verification: TreeCase, node: int) -> int:
     paths = [_path_to(verification, end) for end in range(len(verification.tree)) if verification.tree.valid[end]]
     return max((len(path) - 1 for path in paths if node in path), default=0)
 
 
-def _loose(rule: LVSpec, verification: Verification, path: list[int], place: int) -> AcceptReason:
+def _loose(rule: LVSpec, verification: TreeCase, path: list[int], place: int) -> AcceptReason:
     if path[place] in _irrelevant(rule, verification):
         return AcceptReason.IRRELEVANT
     near = range(max(1, place - rule.shift), min(len(path) - 1, place + rule.shift) + 1)
@@ -148,7 +176,7 @@ def _loose(rule: LVSpec, verification: Verification, path: list[int], place: int
     )
 
 
-def _irrelevant(rule: LVSpec, verification: Verification) -> set[int]:
+def _irrelevant(rule: LVSpec, verification: TreeCase) -> set[int]:
     assert verification.visual is not None
     relevance: dict[int, float] = {}
     for node in range(1, len(verification.tree)):
@@ -160,7 +188,7 @@ def _irrelevant(rule: LVSpec, verification: Verification) -> set[int]:
     return {node for rank, node in enumerate(ordered) if rank < rule.loose_share * len(ordered) - 1e-9}
 
 
-def _composite(rule: Composite, verification: Verification, path: list[int], place: int) -> AcceptReason:
+def _composite(rule: Composite, verification: TreeCase, path: list[int], place: int) -> AcceptReason:
     token, wanted = _token(verification, path, place), _wanted(verification, path, place)
     are = [_is_action(verification, each) for each in (token, wanted)]
     if any(are) and not all(are):

@@ -5,6 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.observation import Observation
+from specvla_ros.engine.outcome import Outcome
 from specvla_ros.evaluation.replay_summary import ReplaySummary
 
 Run = Callable[..., tuple[ReplaySummary, list[dict[str, Any]], Path]]
@@ -16,3 +21,19 @@ def read_frames(out: Path) -> list[dict[str, Any]]:
 
 def drops_of(frames: list[dict[str, Any]]) -> list[str | None]:
     return [frame["drop"] and frame["drop"]["reason"] for frame in frames]
+
+
+class Meddling:
+    """Does something at one call of Engine.act."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, deed: Callable[[], None]) -> None:
+        self.calls, self.at, self.deed = -1, at, deed  # the first call is the warm-up
+        real = Engine.act
+
+        def act(engine: Engine, observation: Observation) -> Outcome:
+            self.calls += 1
+            if self.calls == self.at:
+                self.deed()
+            return real(engine, observation)
+
+        monkeypatch.setattr(Engine, "act", act)

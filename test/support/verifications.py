@@ -1,10 +1,13 @@
 """Trees behind a forward, made by hand or by hypothesis."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
+from specvla_kernels.compare_drafts import Trees
 from specvla_kernels.layout import Ancestry
 from specvla_ros.speculation.accept import ActionIds, Verification
 from specvla_ros.speculation.rules.strict import greedy_choice
@@ -12,6 +15,39 @@ from specvla_ros.speculation.tree import Tree
 
 VOCAB = 24
 ACTIONS = ActionIds(first=12, stop=20, bins=7)  # ids 20 to 23 pad the vocabulary; 12 and 13 decode alike
+
+
+@dataclass(frozen=True)
+class TreeCase:
+    """One request's tree after its forward: what the loops of `reference_rules` read.
+
+    Args:
+        tree: n nodes.
+        choices: int64 [n], the target's.
+        logits: float32 [n, vocab].
+        hidden: [n, hidden].
+        actions: ids of action tokens.
+        position: action tokens committed so far.
+        visual: [image_tokens, hidden].
+    """
+
+    tree: Tree
+    choices: Tensor
+    logits: Tensor
+    hidden: Tensor
+    actions: ActionIds
+    position: int
+    visual: Tensor | None = None
+
+    def verification(self) -> Verification:
+        """The same, as the rules see it."""
+        tree, ancestry = self.tree, self.tree.ancestry
+        columns = (tree.tokens, ancestry.parents, ancestry.depths, ancestry.ancestors)
+        flags = (tree.log_probs, tree.valid, tree.relaxable, self.choices)
+        position = torch.tensor([self.position], device=tree.tokens.device)
+        trees = Trees(*(column[None] for column in (*columns, *flags)), position)
+        visual = None if self.visual is None else self.visual[None]
+        return Verification(trees, self.actions, tree.levels, self.logits, None, self.hidden[None], visual)
 
 
 def make_tree(
@@ -38,12 +74,12 @@ def verify_tree(
     logits: torch.Tensor,
     *,
     actions: ActionIds = ACTIONS,
-    place: int = 1,
+    position: int = 1,
     hidden: torch.Tensor | None = None,
     visual: torch.Tensor | None = None,
-) -> Verification:
+) -> TreeCase:
     states = hidden if hidden is not None else torch.zeros(len(tree), 4)
-    return Verification(tree, greedy_choice(logits), logits, states, actions, place, visual)
+    return TreeCase(tree, greedy_choice(logits), logits, states, actions, position, visual)
 
 
 def one_hot(choices: Sequence[int], vocab: int) -> torch.Tensor:
@@ -52,7 +88,7 @@ def one_hot(choices: Sequence[int], vocab: int) -> torch.Tensor:
 
 
 @st.composite
-def verifications(draw: st.DrawFn, *, chain: bool = False) -> Verification:
+def verifications(draw: st.DrawFn, *, chain: bool = False) -> TreeCase:
     """Any tree with text, digits, actions and padding; the target often agrees, or nearly so, and is often unsure."""
     n = draw(st.integers(1, 16))
     parents = [-1, *(node - 1 if chain else draw(st.integers(0, node - 1)) for node in range(1, n))]
@@ -82,7 +118,7 @@ def verifications(draw: st.DrawFn, *, chain: bool = False) -> Verification:
     return verify_tree(
         tree,
         logits,
-        place=draw(st.integers(1, 6)),
+        position=draw(st.integers(1, 6)),
         hidden=torch.randn(n, 6, generator=generator),
         visual=torch.randn(5, 6, generator=generator),
     )

@@ -1,4 +1,4 @@
-"""An HTML report: one file, readable without a network."""
+"""The style that every report shares: one HTML file, readable without a network and on a phone."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -8,49 +8,111 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from specvla_ros.evaluation.run_directory import replace_file
+
+INK, GREY, BLUE, GREEN, AMBER, RED = "#1b1f24", "#9aa3ad", "#3c7fb1", "#58a371", "#e1a03c", "#c9512f"
+_LONG_CELL = 40  # characters; longer ones are text, which may wrap
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; margin: .5rem 0; } td, th { padding: .2rem .9rem .2rem 0; text-align: left; }
-th { font-weight: 600; border-bottom: 1px solid #c8ccd1; } td.number, th.number { text-align: right; }
-td { border-bottom: 1px solid #eceef0; vertical-align: top; overflow-wrap: anywhere; }
-.verdict { padding: .6rem 1rem; border-left: 5px solid; margin: 1rem 0; }
+h1 { font-size: 1.5rem; margin-bottom: 0; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+.scroll { overflow-x: auto; margin: .5rem 0; } table { border-collapse: collapse; }
+td, th { padding: .2rem .9rem .2rem 0; text-align: left; vertical-align: top; white-space: nowrap; }
+td { border-bottom: 1px solid #eceef0; font-variant-numeric: tabular-nums; }
+th { font-weight: 600; border-bottom: 1px solid #c8ccd1; } .number { text-align: right; }
+td.text { white-space: normal; min-width: 16rem; overflow-wrap: anywhere; }
+.verdict { padding: .6rem 1rem; border-left: 5px solid #9aa3ad; margin: 1rem 0; overflow-wrap: anywhere; }
 .passed { border-color: #2a8a4a; background: #eef8f1; } .failed { border-color: #c0392b; background: #fdf0ee; }
 .emulated { border-color: #c98a1b; background: #fdf6e7; }
-.note { color: #59636e; } figure { display: inline-block; margin: 0 1rem 1rem 0; } video { max-width: 340px; }
+.note { color: #59636e; overflow-wrap: anywhere; }
+figure { display: inline-block; margin: 0 1rem 1rem 0; } figure video { max-width: min(340px, 100%); }
 """
 
 
 def write_page(path: Path, title: str, parts: Sequence[str]) -> None:
-    """Writes the page.
+    """Writes a page.
 
     Args:
-        path: of the HTML file.
-        title: plain text.
+        path: the HTML file.
+        title: plain text; also the page's heading.
         parts: HTML, one after the other.
+
+    Raises:
+        OSError: it cannot be written.
     """
-    head = f"<meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style><script>{get_plotlyjs()}</script>"
-    body = "\n".join(parts)
-    path.write_text(f"<!doctype html><html lang=en><head>{head}</head><body>\n{body}\n</body></html>\n", "utf-8")
+    head = (
+        "<meta charset=utf-8><meta name=viewport content='width=device-width, initial-scale=1'>"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style><script>{get_plotlyjs()}</script>"
+    )
+    body = "\n".join((f"<h1>{escape(title)}</h1>", *parts))
+    replace_file(path, f"<!doctype html><html lang=en><head>{head}</head><body>\n{body}\n</body></html>\n")
 
 
-def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A table of plain text; cells that are numbers are set flush right."""
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of plain text, which scrolls where the window is narrow. Numbers are set flush right and never wrap."""
     lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"] if any(head) else []
-    for row in rows:
-        cells = "".join(f"<td{' class=number' if _is_number(cell) else ''}>{escape(cell)}</td>" for cell in row)
-        lines.append(f"<tr>{cells}</tr>")
-    return "<table>" + "".join(lines) + "</table>"
+    lines += ["<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows]
+    return "<div class=scroll><table>" + "".join(lines) + "</table></div>"
 
 
-def figure(drawn: go.Figure) -> str:
-    """A plot that can be zoomed."""
-    html: str = drawn.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
+def _cell(text: str) -> str:
+    number = text.replace(".", "", 1).lstrip("-").isdigit()
+    kind = " class=number" if number else " class=text" if len(text) > _LONG_CELL else ""
+    return f"<td{kind}>{escape(text)}</td>"
+
+
+def plot(drawn: go.Figure, height: int, *, name: str | None = None, **layout: Any) -> str:
+    """A plot that can be zoomed.
+
+    Args:
+        drawn: the plot.
+        height: pixels.
+        name: id of its element, for scripts.
+        layout: what differs from the common layout.
+    """
+    drawn.update_layout(
+        **{"template": "plotly_white", "height": height, "margin": dict(l=60, r=20, t=40, b=50)} | layout
+    )
+    # Markers on an axis are drawn whole.
+    drawn.update_traces(cliponaxis=False, selector=lambda trace: trace.type in ("scatter", "bar"))
+    options = {"displaylogo": False, "responsive": True}
+    html: str = drawn.to_html(full_html=False, include_plotlyjs=False, config=options, div_id=name)
     return html
 
 
+def heatmap(x: Sequence[str], y: Sequence[str], shares: Sequence[Sequence[float]], text: Any) -> go.Figure:
+    """Shares from 0 to 1 as shades of one colour, with a text in each cell."""
+    return go.Figure(
+        go.Heatmap(
+            x=x,
+            y=y,
+            z=shares,
+            text=text,
+            texttemplate="%{text}",
+            colorscale=[[0, "#ffffff"], [1, BLUE]],
+            zmin=0,
+            zmax=1,
+            showscale=False,
+        )
+    )
+
+
+def emulation(device: Mapping[str, Any] | None) -> str:
+    """The sentence that says that times are those of a device that did not run; empty without one."""
+    if not device:
+        return ""
+    return (
+        f"<p class='verdict emulated'><b>Emulation</b> of {escape(device['name'])}: no such device ran. Each stage of "
+        f"the engine counted for the time in its table ({escape(device['source'])}).</p>"
+    )
+
+
+def provenance(context: Mapping[str, Any]) -> str:
+    """The section at a page's end: what the result was made of."""
+    return "<h2>Provenance</h2>" + table(("", ""), context_rows(context))
+
+
 def context_rows(context: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a result was made of, as rows of a table; None is left out."""
+    """Nested values as rows of a table; None is left out."""
     rows: list[tuple[str, str]] = []
     for name, value in context.items():
         if isinstance(value, Mapping):
@@ -58,7 +120,3 @@ def context_rows(context: Mapping[str, Any]) -> list[tuple[str, str]]:
         elif value is not None:
             rows.append((name, str(value)))
     return rows
-
-
-def _is_number(cell: str) -> bool:
-    return cell.replace(".", "", 1).lstrip("-").isdigit()

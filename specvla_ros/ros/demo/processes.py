@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import rclpy
@@ -27,15 +28,19 @@ _NEXT = {
 }
 
 
-def start_node(name: str, *parameters: str, remaps: tuple[str, ...] = ()) -> NodeProcess:
+def start_node(
+    name: str, *parameters: str, params_file: Path | None = None, remaps: tuple[str, ...] = ()
+) -> NodeProcess:
     """Starts a node of this package, which ends with this process.
 
     Args:
         name: folder of the node under specvla_ros/ros.
         parameters: as `name:=value`.
+        params_file: a ROS parameter file.
         remaps: as `from:=to`.
     """
     arguments = [part for parameter in parameters for part in ("-p", parameter)]
+    arguments += ["--params-file", str(params_file)] if params_file is not None else []
     arguments += [part for remap in remaps for part in ("-r", remap)]
     # A demo that is killed must not leave a policy behind on the topics of the next one.
     end_with = f"from specvla_ros.simulation.episode_pool import end_with_parent; end_with_parent({os.getpid()})"

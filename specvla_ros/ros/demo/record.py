@@ -1,14 +1,15 @@
 """What the demo saw: episodes, latencies and films. Needs no ROS beyond the messages it is handed."""
 
-import json
+import shutil
 from collections import deque
 from pathlib import Path
 
 import numpy as np
 
-from specvla_ros.evaluation.film import Film
-from specvla_ros.evaluation.provenance import hardware, software
-from specvla_ros.evaluation.report.simulate import write_simulate_report
+
+from specvla_ros.evaluation.provenance import head
+from specvla_ros.evaluation.report.simulate import Film, write_simulate_report
+from specvla_ros.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory
 from specvla_ros.evaluation.simulate_summary import SimulateSummary, summarise_episodes
 from specvla_ros.models.codecs.bins import select_statistics
 from specvla_ros.models.config import read_config
@@ -31,12 +32,15 @@ class DemoRecord:
     """Collects what comes over the topics.
 
     Args:
-        out: directory of the films and the report.
+        out: directory of the films and the report; those of an earlier demo are replaced.
         policy: checkpoint directory, for its action statistics.
     """
 
     def __init__(self, out: Path, policy: Path) -> None:
-        self._out = out
+        self._directory = RunDirectory(out, "demo")
+        self._directory.begin()
+        self._out = out = self._directory.path
+        shutil.rmtree(out / "films", ignore_errors=True)
         self._policy = policy
         self._statistics = select_statistics(read_config(policy).norm_stats, "")
         (out / "films").mkdir(parents=True, exist_ok=True)
@@ -104,14 +108,13 @@ class DemoRecord:
             "settings": settings,
             "over": "ROS 2 topics, in three processes",
             "latency": "from the image's arrival at the policy to the action's publication",
-            "software": software(),
-            "hardware": hardware(),
+            **head(),
         }
         summary = summarise_episodes(self.episodes, context=context)
-        text = json.dumps(summary.as_json(), indent=2, allow_nan=False)
-        (self._out / "summary.json").write_text(text + "\n", encoding="utf-8")
         films = sorted((self._out / "films").glob("*.mp4"))
-        write_simulate_report(self._out / "report.html", summary, films)
+        with self._directory.reporting_errors():
+            self._directory.write_json(SUMMARY_FILE, summary.as_json())
+            write_simulate_report(self._out / REPORT_FILE, summary, films)
         return summary
 
     def _end_film(self) -> None:

@@ -6,8 +6,10 @@ import select
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import rclpy
@@ -22,13 +24,15 @@ from std_msgs.msg import String
 
 from specvla_ros.bags.image_message import rgb_from_image
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.simulate_summary import Rate, SimulateSummary
+from specvla_ros.evaluation.simulate_summary import SimulateSummary
+from specvla_ros.evaluation.statistics import Rate
 from specvla_ros.models.config import read_config
 from specvla_ros.models.prompt import normalise_instruction
 from specvla_ros.msg import SimEpisode, VlaAction
 from specvla_ros.ros.demo.processes import LifecycleClient, NodeProcess, start_node, stop_node
 from specvla_ros.ros.demo.record import DemoRecord
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION, NEWEST_IMAGE
+from specvla_ros.settings.profiles import write_parameters
 from specvla_ros.simulation.gl import require_gl
 from specvla_ros.simulation.rollout import EpisodeResult
 from specvla_ros.simulation.tasks import TASKS, choose_tasks
@@ -39,6 +43,7 @@ try:
 except ImportError:  # no Unix terminal
     termios = None  # type: ignore[assignment]
 
+PARAMETERS_FILE = "parameters.yaml"
 _CONFIGURE_TIMEOUT_S = 120.0
 _SILENCE_S = 60.0  # limit without news of an episode
 _CLOCK = "realtime"
@@ -46,7 +51,9 @@ _CAMERA = "/camera/image_raw"
 _ENTER, _ERASE, _KILL_LINE = ("\n", "\r"), ("\x7f", "\b"), "\x15"
 
 
-def run_demo(out: Path, policy: Path, *, tasks: list[str], episodes: int, seed: int) -> int:
+def run_demo(
+    out: Path, policy: Path, *, tasks: list[str], episodes: int, seed: int, parameters: Mapping[str, Any]
+) -> int:
     """Shows the policy drive the simulated arm, and writes films and a report.
 
     Args:
@@ -55,6 +62,7 @@ def run_demo(out: Path, policy: Path, *, tasks: list[str], episodes: int, seed: 
         tasks: names; none: all.
         episodes: number per task.
         seed: seed of the first start.
+        parameters: of the policy node, by name; written to parameters.yaml in `out`.
 
     Returns:
         0 when the arm succeeded at least once and everything ran to its end, else 1.
@@ -67,7 +75,6 @@ def run_demo(out: Path, policy: Path, *, tasks: list[str], episodes: int, seed: 
     taught = read_config(policy).instructions
     # A simulated policy must not be heard by a robot on the network.
     os.environ.setdefault("ROS_AUTOMATIC_DISCOVERY_RANGE", "LOCALHOST")
-    shutil.rmtree(out / "films", ignore_errors=True)
     record = DemoRecord(out, policy)
     console = Console()
     console.print("[bold]specvla demo[/bold]: sim_robot ⇄ ROS 2 topics ⇄ an OpenVLA policy, trained for this table")
@@ -76,11 +83,11 @@ def run_demo(out: Path, policy: Path, *, tasks: list[str], episodes: int, seed: 
     watcher = _Watcher(record)
     finished = False
     try:
+        given = {**parameters, "checkpoint": str(policy), "use_sim_time": True}
+        write_parameters(out / PARAMETERS_FILE, given, ["Of the policy node in `specvla demo`."])
         node = start_node(
             "policy",
-            f"checkpoint:={policy}",
-            "device:=cpu",
-            "use_sim_time:=true",
+            params_file=out / PARAMETERS_FILE,
             remaps=(f"image:={_CAMERA}", f"image/compressed:={_CAMERA}/compressed"),
         )
         processes.append(node)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import traceback
@@ -12,7 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin
 from typing import TYPE_CHECKING, TypeVar
 
 from specvla_ros.engine.outcome import Outcome
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, missing_package
 from specvla_ros.models.observation import Observation
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.speculation.settings import AcceptanceSettings
@@ -242,26 +241,12 @@ def load_engine(parameters: PolicyParameters, now_ns: Callable[[], int], progres
     progress("importing torch", 0.0)
     try:
         from specvla_ros.engine.engine import Engine
-        from specvla_ros.models.checkpoint import load_target
+        from specvla_ros.models.checkpoint import leave_a_core, load_target
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"the Python package '{error.name}' is missing; install it with `pip install -r requirements/runtime.txt` "
-            "(on a Jetson take torch from NVIDIA's wheels); `specvla doctor` lists everything that is missing"
-        ) from None
-    _leave_a_core_to_ros()
+        raise missing_package(error) from None
+    leave_a_core()
     policy = load_target(parameters.checkpoint, **vars(parameters.model), progress=progress)
     return Engine(policy, parameters.engine, now_ns=now_ns)
-
-
-def _leave_a_core_to_ros() -> None:
-    """On a CPU, torch's threads wait for each other: one that must share its core with DDS slows all of them.
-
-    On two busy cores a 12 ms action took 190 ms and more before. OMP_NUM_THREADS, if set, has the last word.
-    """
-    if "OMP_NUM_THREADS" not in os.environ:
-        import torch
-
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
 
 
 def _description(engine: Engine) -> dict[str, str]:

@@ -6,16 +6,16 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from specvla_ros.speculation.accept import AcceptanceRule, AcceptReason, Judgement, Verification
+from specvla_ros.speculation.accept import Acceptance, AcceptanceRule, AcceptReason, Verification
 from specvla_ros.speculation.rules.strict import Strict
 
 
 @dataclass(frozen=True)
 class Composite:
-    """Judges each place by the class of the drafted token and of the target's own choice there.
+    """Chooses a rule by the class of the drafted token and of the target's own choice at its position.
 
     Both actions: the action rule. Both text: strict if one of them holds a digit, else the text rule. One of each is
-    never kept: where the text ends is the target's word.
+    never accepted: the target alone decides where the text ends.
 
     Args:
         action: for action tokens.
@@ -28,22 +28,27 @@ class Composite:
     numbers: Tensor
 
     @property
+    def needs_hidden(self) -> bool:
+        """Whether one of the rules does."""
+        return self.action.needs_hidden or self.text.needs_hidden
+
+    @property
     def needs_visual(self) -> bool:
         """Whether one of the rules does."""
         return self.action.needs_visual or self.text.needs_visual
 
-    def judge(self, verification: Verification) -> Judgement:
-        """Column by column, what the rule of its class says."""
-        tokens, wanted = verification.tree.tokens, verification.wanted
-        is_action = verification.both_actions
+    def accept(self, verification: Verification) -> Acceptance:
+        """Column by column, what the rule of its class accepts."""
+        tokens, wanted = verification.trees.tokens, verification.comparison.wanted
+        is_action = verification.comparison.dimensions >= 0
         mixed = verification.actions.contain(tokens) ^ verification.actions.contain(wanted)
         numbers = self.numbers.to(tokens.device)
         number = numbers[tokens.clamp(min=0)] | numbers[wanted.clamp(min=0)]
-        action, text, exact = (rule.judge(verification) for rule in (self.action, self.text, Strict()))
-        words = torch.where(number, exact.keeps, text.keeps)
-        keeps = torch.where(is_action, action.keeps, words) & ~mixed
-        why = torch.where(is_action, action.why, torch.where(number, int(AcceptReason.EXACT), text.why))
-        return Judgement(keeps, why)
+        action, text, exact = (rule.accept(verification) for rule in (self.action, self.text, Strict()))
+        words = torch.where(number[:, None], exact.mask, text.mask)
+        mask = torch.where(is_action[:, None], action.mask, words) & ~mixed[:, None]
+        words = torch.where(number, int(AcceptReason.EXACT), text.reasons)
+        return Acceptance(mask, torch.where(is_action, action.reasons, words))
 
 
 def number_tokens(tokenizer: Tokenizer | None, vocab_size: int) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptReason, Judgement, Verification
+from specvla_ros.speculation.accept import NOT_A_NUMBER, Acceptance, AcceptReason, Verification
 
 
 def greedy_choice(logits: Tensor) -> Tensor:
@@ -26,11 +26,12 @@ def greedy_choice(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Strict:
-    """Keeps what the target would have chosen itself."""
+    """Accepts what the target would have chosen itself."""
 
+    needs_hidden: bool = False
     needs_visual: bool = False
 
-    def judge(self, verification: Verification) -> Judgement:
+    def accept(self, verification: Verification) -> Acceptance:
         """Exact tokens only."""
-        exact = verification.exact
-        return Judgement(exact.expand(len(exact), -1), torch.full_like(verification.choices, int(AcceptReason.EXACT)))
+        reasons = torch.full_like(verification.trees.tokens, int(AcceptReason.EXACT))
+        return Acceptance(verification.exact[:, None], reasons)

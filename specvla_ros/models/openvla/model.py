@@ -1,13 +1,11 @@
 """OpenVLA: two vision towers, a projector and a Llama decoder."""
 
-from typing import cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specvla_ros.models.config import LlamaConfig, OpenVLAConfig
-from specvla_ros.models.llama import LlamaDecoder, LlamaLayer
+from specvla_ros.models.config import OpenVLAConfig
+from specvla_ros.models.llama import LlamaDecoder, llama_tensors
 from specvla_ros.models.vision_tower import VisionTower
 
 
@@ -83,37 +81,6 @@ class OpenVLA(nn.Module):
             tensors |= _named(f"vision_backbone.{prefix}", tower)
         tensors |= _named("projector", self.projector)
         return tensors | llama_tensors(self.decoder, "language_model.")
-
-
-def llama_tensors(decoder: LlamaDecoder, prefix: str = "") -> dict[str, Tensor]:
-    """The decoder's tensors by their names in transformers' LlamaForCausalLM."""
-    config = decoder.config
-    tensors = {"model.embed_tokens.weight": decoder.embed_tokens.weight, "model.norm.weight": decoder.norm.weight}
-    if not config.tie_word_embeddings:
-        tensors["lm_head.weight"] = decoder.lm_head.weight
-    named = {prefix + name: tensor.detach() for name, tensor in tensors.items()}
-    for i, layer in enumerate(decoder.layers):
-        named |= layer_tensors(cast(LlamaLayer, layer), config, f"{prefix}model.layers.{i}.")
-    return named
-
-
-def layer_tensors(layer: LlamaLayer, config: LlamaConfig, prefix: str) -> dict[str, Tensor]:
-    """One layer's tensors by their names in transformers' LlamaDecoderLayer; it must not be quantised."""
-    q_rows, kv_rows = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    q, k, v = layer.qkv.weight.split((q_rows, kv_rows, kv_rows))
-    gate, up = layer.gate_up.weight.chunk(2)
-    tensors = {
-        "input_layernorm.weight": cast(Tensor, layer.input_norm.weight),
-        "self_attn.q_proj.weight": q,
-        "self_attn.k_proj.weight": k,
-        "self_attn.v_proj.weight": v,
-        "self_attn.o_proj.weight": layer.out.weight,
-        "post_attention_layernorm.weight": layer.post_norm.weight,
-        "mlp.gate_proj.weight": gate,
-        "mlp.up_proj.weight": up,
-        "mlp.down_proj.weight": layer.down.weight,
-    }
-    return {prefix + name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _named(prefix: str, module: nn.Module) -> dict[str, Tensor]:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from support import bags
 
+from specvla_ros.bags.frames import ReplayTopics, TopicChoice, choose_topics
 from specvla_ros.bags.reader import open_bag
-from specvla_ros.bags.topics import ReplayTopics, TopicChoice, choose_topics
 from specvla_ros.errors import UserError
 
 
@@ -42,6 +42,24 @@ def test_several_cameras_must_be_told_apart(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="several cameras; pick one with --image-topic: /left, /right"):
         choose(tmp_path, entries)
     assert choose(tmp_path / "named", entries, image_topic="/right").image.name == "/right"
+
+
+def test_a_camera_that_the_bag_holds_only_compressed_is_read_and_noted(tmp_path: Path) -> None:
+    compressed = picture("/wrist/image_raw/compressed", bags.COMPRESSED)
+    topics = choose(tmp_path, [words("/instruction"), picture("/other"), compressed], image_topic="/wrist/image_raw")
+    assert topics.image.name == "/wrist/image_raw/compressed"
+    assert "holds /wrist/image_raw only compressed: /wrist/image_raw/compressed is read" in topics.note
+
+
+def test_a_camera_that_the_bag_holds_raw_is_read_raw(tmp_path: Path) -> None:
+    entries = [words("/instruction"), picture("/wrist"), picture("/wrist/compressed", bags.COMPRESSED)]
+    topics = choose(tmp_path, entries, image_topic="/wrist")
+    assert (topics.image.name, topics.note) == ("/wrist", "")
+
+
+def test_a_topic_named_like_a_compressed_camera_is_no_camera(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no messages on topic '/wrist'; it holds:"):
+        choose(tmp_path, [words("/instruction"), words("/wrist/compressed")], image_topic="/wrist")
 
 
 def test_a_bag_without_images_is_refused(tmp_path: Path) -> None:

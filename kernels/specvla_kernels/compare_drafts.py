@@ -1,0 +1,138 @@
+"""How each drafted token compares with the target's own choice: the same, how many bins off, in which dimension."""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from specvla_kernels.device import has_kernels, jit, power_of_two, tl
+
+NO_TOKEN = -1  # where the target has no choice: its logits hold a NaN, or nothing chooses the token (the root's)
+MIN_NODES = 16  # one compilation for all smaller trees
+
+
+@dataclass(frozen=True)
+class Trees:
+    """The trees of several requests after their forward, padded to the same number of nodes.
+
+    Padding has a parent and no ancestors, not even itself; the rest of it is not looked at.
+
+    Args:
+        tokens: int64 [requests, n], drafted tokens; node 0 is the root. n is 64 at most.
+        parents: int64 [requests, n]; only the root's is -1.
+        depths: int64 [requests, n].
+        ancestors: int64 [requests, n]; bit j set: node j is an ancestor or the node itself.
+        log_probs: float32 [requests, n], the draft's log-probability of the path to the node.
+        valid: bool [requests, n]; False: never accepted.
+        relaxable: bool [requests, n]; False: accepted only if it is the target's own choice.
+        choices: int64 [requests, n], the target's greedy choice after each node; NO_TOKEN where its logits hold a NaN.
+        positions: int64 [requests], action tokens committed so far: the action dimension of the next one.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    log_probs: Tensor
+    valid: Tensor
+    relaxable: Tensor
+    choices: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Each node's token beside the target's choice after the node's parent.
+
+    Args:
+        wanted: int64 [requests, n], that choice; NO_TOKEN at the root.
+        exact: bool [requests, n], whether the token is the target's choice.
+        distances: int64 [requests, n], bins between the two; 0 at the root. Where both are text a difference counts 1;
+            where one of them is, as many bins as there are.
+        dimensions: int64 [requests, n], the action dimension of the token where both are action tokens, else -1.
+    """
+
+    wanted: Tensor
+    exact: Tensor
+    distances: Tensor
+    dimensions: Tensor
+
+
+def compare_drafts(trees: Trees, first: int, stop: int, bins: int) -> Comparison:
+    """Compares every node with the target.
+
+    Args:
+        trees: the drafts.
+        first: lowest action id, the highest value.
+        stop: one past the highest action id.
+        bins: number of distinct values; the ids `first` and `first + 1` decode alike.
+    """
+    run = compare_drafts_triton if has_kernels(trees.log_probs) else compare_drafts_reference
+    return run(trees, first, stop, bins)
+
+
+def compare_drafts_reference(trees: Trees, first: int, stop: int, bins: int) -> Comparison:
+    """`compare_drafts` in PyTorch."""
+    tokens, is_root = trees.tokens, trees.parents < 0
+    wanted = torch.where(is_root, NO_TOKEN, trees.choices.gather(1, trees.parents.clamp(min=0)))
+    is_action, wants_action = ((ids >= first) & (ids < stop) & ~is_root for ids in (tokens, wanted))
+    token_bin, wanted_bin = ((stop - 1 - ids).clamp(0, bins - 1) for ids in (tokens, wanted))
+    text = torch.where(is_action ^ wants_action, bins, (tokens != wanted).to(torch.int64))
+    both = is_action & wants_action
+    distances = torch.where(both, (token_bin - wanted_bin).abs(), text)
+    nodes = torch.arange(tokens.shape[1], device=tokens.device)
+    on_path = (trees.ancestors[:, :, None] >> nodes) & 1 == 1  # [requests, n, n]
+    earlier = (on_path & is_action[:, None]).sum(dim=2) - is_action.to(torch.int64)
+    return Comparison(
+        wanted=wanted,
+        exact=(tokens == wanted) & ~is_root,
+        distances=torch.where(is_root, 0, distances),
+        dimensions=torch.where(both, trees.positions[:, None] + earlier, -1),
+    )
+
+
+def compare_drafts_triton(trees: Trees, first: int, stop: int, bins: int) -> Comparison:
+    """`compare_drafts` as one launch, a program per request."""
+    requests, n = trees.tokens.shape
+    wanted, distances, dimensions = (trees.tokens.new_empty(requests, n) for _ in range(3))
+    exact = trees.valid.new_empty(requests, n)
+    columns = (trees.tokens, trees.parents, trees.ancestors, trees.choices, trees.positions)
+    _compare_drafts[(requests,)](
+        *(column.contiguous() for column in columns), wanted, exact, distances, dimensions, first, stop, bins, n,
+        BLOCK=power_of_two(n, MIN_NODES), num_warps=4,
+    )  # fmt: skip
+    return Comparison(wanted, exact, distances, dimensions)
+
+
+_POINTERS = ["tokens", "parents", "ancestors", "choices", "positions", *(field.name for field in fields(Comparison))]
+
+
+@jit(do_not_specialize=["n_nodes"], do_not_specialize_on_alignment=_POINTERS)
+def _compare_drafts(  # type: ignore[no-untyped-def]
+    tokens, parents, ancestors, choices, positions, wanted, exact, distances, dimensions,
+    first_id, stop_id, bins, n_nodes,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    there, at = n < n_nodes, request * n_nodes + n
+    token = tl.load(tokens + at, there, other=-1)
+    parent, path = tl.load(parents + at, there, other=0), tl.load(ancestors + at, there, other=0)
+    drafted = there & (parent >= 0)
+    want = tl.load(choices + request * n_nodes + tl.maximum(parent, 0), drafted, other=-1)
+
+    is_action = (token >= first_id) & (token < stop_id) & drafted
+    wants_action = (want >= first_id) & (want < stop_id)
+    both = is_action & wants_action
+    text = tl.where(is_action != wants_action, bins, (token != want).to(tl.int32)).to(tl.int64)
+    token_bin = tl.minimum(tl.maximum(stop_id - 1 - token, 0), bins - 1)
+    want_bin = tl.minimum(tl.maximum(stop_id - 1 - want, 0), bins - 1)
+    distance = tl.where(drafted, tl.where(both, tl.abs(token_bin - want_bin), text), 0)
+
+    on_path = ((path[:, None] >> n[None, :].to(tl.int64)) & 1) == 1  # row e, column j: j is an ancestor of e, or e
+    earlier = tl.sum((on_path & is_action[None, :]).to(tl.int32), 1) - is_action.to(tl.int32)
+    dimension = tl.where(both, tl.load(positions + request) + earlier, -1)
+    tl.store(wanted + at, want, there)
+    tl.store(exact + at, (token == want) & drafted, there)
+    tl.store(distances + at, distance, there)
+    tl.store(dimensions + at, dimension, there)

@@ -1,0 +1,73 @@
+"""What the commands show at a terminal, and how Ctrl-C ends them with nothing half written."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+
+def progress_bar(*, shown: bool = True) -> Progress:
+    """A bar on stderr with the count, the time elapsed and the time left."""
+    return Progress(
+        SpinnerColumn(),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+        console=Console(stderr=True),
+        disable=not shown,
+    )
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints a table to stdout whose cells are never cut or wrapped, however narrow the terminal."""
+    table = Table()
+    for name in head:
+        table.add_column(name, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    width = Console(width=10_000).measure(table).maximum
+    console.print(table, width=width, crop=False, no_wrap=True, soft_wrap=True)
+
+
+@contextmanager
+def deferred_interruption() -> Iterator[Callable[[], bool]]:
+    """Gives a function that returns whether SIGINT or SIGTERM has arrived.
+
+    The first signal is only noted; a second one has its usual effect. Signals reach the main thread only: in any other
+    thread the handlers are left alone.
+    """
+    received: list[int] = []
+    handlers: dict[int, Any] = {}
+
+    def note(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        restore()
+
+    def restore() -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(received)
+    finally:
+        restore()

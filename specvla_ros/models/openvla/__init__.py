@@ -1,0 +1,1 @@
+"""OpenVLA: the family of Prismatic policies that answer with bins."""

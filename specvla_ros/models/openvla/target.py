@@ -1,0 +1,289 @@
+"""From a checkpoint directory to a policy: model, prompt, image processor and action statistics."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from specvla_kernels.device import to_device
+from specvla_ros.errors import UserError
+from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec, select_statistics
+from specvla_ros.models.config import OpenVLAConfig, read_config
+from specvla_ros.models.image_processor import ImageProcessor, read_image_processor
+from specvla_ros.models.llama import LlamaDecoder, LlamaLayer, head_dtype, layer_tensors
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.model import OpenVLA
+from specvla_ros.models.prompt import PromptTokenizer, read_prompt_tokenizer
+from specvla_ros.models.quantization import BYTES_PER_WEIGHT, MATRICES, check_quantization, quantize_layer
+from specvla_ros.models.target import ImageEmbeddings, PromptLayout
+from specvla_ros.models.weights import Progress, check_files, load_weights
+
+
+def load_model(
+    directory: Path,
+    config: OpenVLAConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    quantization: str = "none",
+    progress: Progress | None = None,
+) -> OpenVLA:
+    """The model of a checkpoint, ready to decode.
+
+    Args:
+        directory: of the checkpoint.
+        config: what its config.json says.
+        device: where the weights go.
+        dtype: of what is not quantised; the output head may be of another, see `head_dtype`.
+        quantization: of the decoder layers' matrices, one that `check_quantization` let pass.
+        progress: called with what is being done and the fraction of it that is done.
+
+    Raises:
+        UserError: the device's memory is too small, or the weights are incomplete or do not fit the config.
+    """
+    with torch.device("meta"):
+        model = OpenVLA(config)
+    model.to(dtype)
+    model.decoder.lm_head.to(head_dtype(dtype, device))
+    _check_memory(model, device, quantization)
+    if quantization == "none":
+        model.to_empty(device=device)
+        _tie(model)
+        load_weights(directory, model.checkpoint_tensors(), progress)
+    else:
+        _load_quantized(model, directory, device, quantization, progress)
+    return model.eval().requires_grad_(False)
+
+
+def _load_quantized(
+    model: OpenVLA, directory: Path, device: torch.device, quantization: str, progress: Progress | None
+) -> None:
+    """Allocates, reads and quantises one layer after the other, for a device that could not hold them unquantised."""
+    decoder = model.decoder
+    check_files(directory, model.checkpoint_tensors())
+    for part in (*model.towers, model.projector, decoder.embed_tokens, decoder.norm, decoder.lm_head):
+        part.to_empty(device=device)
+    _tie(model)
+    around = {name: tensor for name, tensor in model.checkpoint_tensors().items() if not tensor.is_meta}
+    load_weights(directory, around, _share(progress, 0, len(decoder.layers) + 1))
+    for i, module in enumerate(decoder.layers):
+        layer = cast(LlamaLayer, module).to_empty(device=device)
+        tensors = layer_tensors(layer, decoder.config, f"language_model.model.layers.{i}.")
+        load_weights(directory, tensors, _share(progress, i + 1, len(decoder.layers) + 1))
+        del tensors  # they hold the unquantised matrices
+        quantize_layer(layer, quantization)
+
+
+def _tie(model: OpenVLA) -> None:
+    if model.config.llama.tie_word_embeddings:
+        model.decoder.lm_head.weight = model.decoder.embed_tokens.weight
+
+
+def _share(progress: Progress | None, index: int, parts: int) -> Progress | None:
+    """Reports one of several parts as its share of the whole."""
+    if progress is None:
+        return None
+    return lambda what, done: progress(what, (index + done) / parts)
+
+
+def _check_memory(model: OpenVLA, device: torch.device, quantization: str) -> None:
+    if device.type != "cuda":
+        return
+    needed = _bytes_needed(model, quantization)
+    free, total = torch.cuda.mem_get_info(device)
+    if needed > free:
+        hint = "a model.quantization, " if quantization == "none" else ""
+        raise UserError(
+            f"the weights take {needed / 2**30:.1f} GiB, but {device} has {free / 2**30:.1f} of {total / 2**30:.1f} "
+            f"GiB free: end what else runs there, choose bfloat16, {hint}or another device"
+        )
+
+
+def _bytes_needed(model: OpenVLA, quantization: str) -> float:
+    """While loading: what stays, and one layer that is not quantised yet."""
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    if quantization == "none":
+        return whole
+    layers = [[getattr(layer, name).weight for name in MATRICES] for layer in model.decoder.layers]
+    before = sum(weight.nbytes for layer in layers for weight in layer)
+    after = sum(weight.numel() for layer in layers for weight in layer) * BYTES_PER_WEIGHT[quantization]
+    return whole - before + after + before / len(layers)
+
+
+@dataclass(frozen=True)
+class OpenVLATarget:
+    """A checkpoint, ready to decode. Holds no state between images."""
+
+    directory: Path
+    model: OpenVLA
+    image_processor: ImageProcessor
+    prompt: PromptTokenizer
+    codec: BinsCodec
+    quantization: str = "none"
+
+    @property
+    def action_tokenizer(self) -> ActionTokenizer:
+        """Action tokens to normalised values."""
+        return self.codec.tokenizer
+
+    @property
+    def statistics(self) -> ActionStatistics:
+        """Normalised values to the robot's units."""
+        return self.codec.statistics
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Text to ids and back; None where the checkpoint has no tokenizer.json."""
+        return self.prompt.tokenizer
+
+    @property
+    def causal_prompt(self) -> bool:
+        """A prompt row sees only earlier rows."""
+        return True
+
+    @property
+    def decoder(self) -> LlamaDecoder:
+        """The language model."""
+        return self.model.decoder
+
+    @property
+    def action_head(self) -> bool:
+        """Whether the output head computes the logits of action tokens alone."""
+        return self.decoder.head_ids is not None
+
+    @property
+    def unnorm_key(self) -> str:
+        """Whose statistics turn tokens into the robot's units."""
+        return self.statistics.unnorm_key
+
+    @property
+    def action_names(self) -> tuple[str, ...]:
+        """One name per action dimension."""
+        return self.statistics.names
+
+    @property
+    def action_dim(self) -> int:
+        """Values, and tokens, per action."""
+        return len(self.statistics.low)
+
+    @property
+    def image_tokens(self) -> int:
+        """Rows of the prompt that the image takes."""
+        return self.model.config.image_tokens
+
+    def prompt_ids(self, instruction: str) -> tuple[int, ...]:
+        """Prompt ids of an instruction.
+
+        Raises:
+            UserError: the instruction is empty, or the checkpoint has no tokenizer.
+        """
+        return self.prompt.ids(instruction)
+
+    def prompt_layout(self, observation: Observation) -> PromptLayout:
+        """BOS, the image, the rest of the text; see `Target`.
+
+        Raises:
+            UserError: several camera images, an empty instruction, or no tokenizer.
+        """
+        _ = observation.image
+        ids = observation.prompt_ids
+        ids = self.prompt_ids(observation.instruction) if ids is None else self.prompt.complete(ids)
+        return PromptLayout(ids, len(ids) + self.image_tokens, range(1, 1 + self.image_tokens))
+
+    def prompt_embeddings(
+        self, observation: Observation, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None
+    ) -> Tensor:
+        """The prompt as the decoder reads it.
+
+        Args:
+            observation: its only camera's image is read.
+            prompt_ids: [n], BOS first.
+            vision: the image embeddings' implementation; None: the model's own.
+
+        Returns:
+            [n + image_tokens, hidden].
+        """
+        embeddings = (vision or self.model.image_embeddings)(self.image_processor(observation.image))
+        return self.model.prompt_embeddings(embeddings, to_device(prompt_ids, self.decoder.device))
+
+    def blank_observation(self) -> Observation:
+        """A black image and a prompt of one token."""
+        image = np.zeros((self.model.config.towers[0].image_size,) * 2 + (3,), np.uint8)
+        return Observation(image, "", stamp_ns=1, prompt_ids=self.prompt.complete((1,)))
+
+    def action(self, tokens: Sequence[int]) -> np.ndarray:
+        """Action tokens [action_dim] to float64 values in the robot's units."""
+        return self.codec.decode(tokens)[0]
+
+    def describe(self) -> dict[str, str | int]:
+        """What is loaded, for diagnostics and results."""
+        return {
+            "checkpoint": str(self.directory),
+            "unnorm_key": self.unnorm_key,
+            "device": str(self.decoder.device),
+            "dtype": str(self.decoder.dtype).removeprefix("torch."),
+            "quantization": self.quantization,
+            "action_head": str(self.action_head).lower(),
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "image_resize_strategy": self.image_processor.strategy,
+            "center_crop": str(self.image_processor.center_crop).lower(),
+        }
+
+
+def load_openvla(
+    directory: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    unnorm_key: str = "",
+    center_crop: bool = False,
+    quantization: str = "none",
+    action_head: bool = False,
+    progress: Progress | None = None,
+) -> OpenVLATarget:
+    """Loads an OpenVLA checkpoint from a Hugging Face directory.
+
+    Args:
+        directory: holds config.json, safetensors weights, preprocessor_config.json and tokenizer.json.
+        device: where the weights go.
+        dtype: precision of the weights.
+        unnorm_key: whose action statistics to use; empty: the only ones there are.
+        center_crop: as the fine-tuned checkpoints need that were trained with image augmentation.
+        quantization: of the decoder layers' matrices, see `check_quantization`.
+        action_head: compute the logits of action tokens alone, for a policy that answers with nothing else.
+        progress: called with what is being done and the fraction of the tensors read.
+
+    Raises:
+        UserError: anything about the directory or an argument that does not fit, before weights are read if possible.
+    """
+    config = read_config(directory)
+    statistics = select_statistics(config.norm_stats, unnorm_key)
+    image_processor = read_image_processor(directory, center_crop=center_crop)
+    sizes = [tower.image_size for tower in config.towers]
+    if [tower.size for tower in image_processor.towers] != sizes:
+        raise UserError(f"{directory}: preprocessor_config.json does not give the towers' image sizes {sizes}")
+    prompt = read_prompt_tokenizer(
+        directory,
+        chat=config.chat_prompt,
+        token_vocab_size=config.token_vocab_size,
+        vocab_size=config.llama.vocab_size,
+        taught=config.instructions,
+    )
+    check_quantization(quantization, device, dtype)
+    model = load_model(directory, config, device, dtype, quantization=quantization, progress=progress)
+    action_tokenizer = ActionTokenizer(config.token_vocab_size, config.action_bins)
+    if action_head:
+        model.decoder.head_ids = range(action_tokenizer.first_id, action_tokenizer.vocab_size)
+    return OpenVLATarget(
+        directory=directory,
+        model=model,
+        image_processor=image_processor,
+        prompt=prompt,
+        codec=BinsCodec(action_tokenizer, statistics),
+        quantization=quantization,
+    )

@@ -1,0 +1,255 @@
+"""The public face: a policy in five lines of Python, without ROS."""
+
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
+from specvla_ros.engine.settings import EngineSettings, engine_settings_from
+from specvla_ros.errors import UserError
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import Target
+from specvla_ros.models.weights import Progress
+
+Images = np.ndarray | Mapping[str, np.ndarray]
+
+
+class NoActionError(Exception):
+    """A frame ended without an action.
+
+    Attributes:
+        drop: the frame, the reason, and details in words.
+    """
+
+    def __init__(self, drop: Drop) -> None:
+        super().__init__(f"{drop.reason.value}: {drop.detail}" if drop.detail else drop.reason.value)
+        self.drop = drop
+
+
+class Policy:
+    """A loaded and warmed-up policy. One thread at a time may use it.
+
+    Args:
+        target: the model with its codec, see `specvla_ros.models.checkpoint.load_target`.
+        settings: how the engine decodes.
+
+    Attributes:
+        engine: what decodes.
+
+    Raises:
+        UserError: the settings do not fit the target or the device's memory.
+    """
+
+    def __init__(self, target: Target, settings: EngineSettings) -> None:
+        self.engine = Engine(target, settings)
+        self.engine.warm_up()
+        self._stream: Stream | None = None
+        self._stamp_ns = 0
+
+    @staticmethod
+    def load(
+        directory: str | Path,
+        *,
+        mode: str = "ar",
+        tolerance: str = "",
+        device: str = "auto",
+        dtype: str = "auto",
+        unnorm_key: str = "",
+        center_crop: bool = False,
+        quantization: str = "none",
+        action_head: bool = False,
+        params_file: str | Path | None = None,
+        progress: Progress | None = None,
+        **parameters: Any,
+    ) -> "Policy":
+        """Loads a checkpoint.
+
+        Args:
+            directory: a checkpoint in Hugging Face format.
+            mode: `ar`, `spec`, `pipeline` or `specpipe`.
+            tolerance: how far an accepted token may be from the target's own choice, such as `5mm,3deg` or `5bins`;
+                empty: not at all.
+            device, dtype, unnorm_key, center_crop, quantization, action_head: as in `load_target`.
+            params_file: a ROS 2 parameter file with decode.*, draft.* and acceptance.*.
+            progress: called with what is being done and the fraction that is done.
+            parameters: of docs/reference/parameters.md, with underscores for dots: `draft_nodes=16`.
+
+        Raises:
+            UserError: something given is wrong; the message says what to do.
+        """
+        settings = engine_settings_from(
+            mode=mode, tolerance=tolerance, params_file=Path(params_file) if params_file else None, **parameters
+        )
+        target = load_target(
+            directory,
+            device=device,
+            dtype=dtype,
+            unnorm_key=unnorm_key,
+            center_crop=center_crop,
+            quantization=quantization,
+            action_head=action_head,
+            progress=progress,
+        )
+        return Policy(target, settings)
+
+    @property
+    def action_names(self) -> tuple[str, ...]:
+        """One name per dimension of an action."""
+        return self.engine.target.codec.names
+
+    def describe(self) -> dict[str, Any]:
+        """What is loaded and how it decodes."""
+        return self.engine.describe()
+
+    def reset(self) -> None:
+        """Forgets earlier answers: for another robot, or another episode."""
+        self._check_free()
+        self.engine.reset()
+        self._stamp_ns = 0
+
+    def act(
+        self, image: Images, instruction: str, *, state: np.ndarray | None = None, stamp_ns: int | None = None
+    ) -> Action:
+        """Decodes the action for one moment.
+
+        Args:
+            image: uint8 [height, width, 3], RGB, of the only camera; or one such array per camera name.
+            instruction: the task in words.
+            state: float [dims], the robot's state, for policies that read it.
+            stamp_ns: nanoseconds, greater than those before; None: the time of the call.
+
+        Raises:
+            UserError: the image or the instruction cannot be used.
+            NoActionError: the policy gave no valid action.
+        """
+        self._check_free()
+        outcome = self.engine.act(self._observation(image, instruction, state, stamp_ns))
+        if isinstance(outcome, Action):
+            return outcome
+        raise UserError(outcome.detail) if outcome.reason is DropReason.BAD_INSTRUCTION else NoActionError(outcome)
+
+    def stream(self) -> "Stream":
+        """Frames in as they come, actions out as they finish; the pipelined modes overlap them. Use it with `with`."""
+        self._check_free()
+        self._stream = Stream(self)
+        return self._stream
+
+    def _check_free(self) -> None:
+        if self._stream is not None and not self._stream.closed:
+            raise UserError("a stream of this policy is open: close it first")
+
+    def _observation(
+        self, image: Images, instruction: str, state: np.ndarray | None, stamp_ns: int | None
+    ) -> Observation:
+        self._stamp_ns = max(time.time_ns(), self._stamp_ns + 1) if stamp_ns is None else stamp_ns
+        received_ns = time.monotonic_ns()
+        return Observation(image, instruction, self._stamp_ns, received_ns=received_ns, state=state)
+
+
+class Stream:
+    """Frames to actions, by a thread of its own; see `Policy.stream`.
+
+    Iterating gives actions as they finish, oldest frame first, until `finish` was called and nothing is left. In the
+    pipelined modes a frame that a newer one overtakes ends without an action, unless decode.in_order is set.
+
+    Attributes:
+        drops: frames that ended without an action, counted by reason.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.drops: Counter[DropReason] = Counter()
+        self._policy = policy
+        self._engine = policy.engine
+        self._actions: queue.SimpleQueue[Action | BaseException | None] = queue.SimpleQueue()
+        self._wake = threading.Condition()
+        self._finishing = self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="specvla stream", daemon=True)
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the policy may be used otherwise again."""
+        return not self._thread.is_alive()
+
+    def put(
+        self, image: Images, instruction: str, *, state: np.ndarray | None = None, stamp_ns: int | None = None
+    ) -> None:
+        """Hands a frame over and returns at once; one that still waits is dropped for it. Arguments as in `Policy.act`.
+
+        Raises:
+            UserError: the image cannot be used, or the stream is closed.
+        """
+        if self._finishing or self._stopping or self.closed:
+            raise UserError("the stream takes no more frames: open another one")
+        drops = self._engine.submit(self._policy._observation(image, instruction, state, stamp_ns))
+        with self._wake:
+            self._count(drops)
+            self._wake.notify()
+
+    def finish(self) -> None:
+        """Says that no more frames come; what is in flight is decoded to its end."""
+        with self._wake:
+            self._finishing = True
+            self._wake.notify()
+
+    def get(self, timeout_s: float | None = None) -> Action | None:
+        """The next action; None when there is none in time, or the stream has ended."""
+        try:
+            found = self._actions.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if found is None or isinstance(found, BaseException):
+            self._actions.put(found)  # whoever asks next is told too
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def close(self) -> None:
+        """Ends the stream; what is in flight is dropped."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    def __iter__(self) -> Iterator[Action]:
+        while (action := self.get()) is not None:
+            yield action
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                self._hand_out(self._engine.tick())
+            self._hand_out(self._engine.flush())
+            self._actions.put(None)
+        except BaseException as error:  # raised again where the actions are asked for
+            self._actions.put(error)
+
+    def _wait(self) -> bool:
+        """Waits for work; False at the end."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._stopping or self._finishing or self._engine.busy)
+            return not self._stopping and self._engine.busy
+
+    def _hand_out(self, outcomes: list[Outcome] | list[Drop]) -> None:
+        for outcome in outcomes:
+            if isinstance(outcome, Drop):
+                self._count([outcome])
+            else:
+                self._actions.put(outcome)
+
+    def _count(self, drops: list[Drop]) -> None:
+        self.drops.update(drop.reason for drop in drops)

@@ -1,0 +1,116 @@
+"""The public face: a policy without ROS."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.draft_heads import policy_with_random_head
+from support.pipelines import frame, plain_tokens
+
+import specvla_ros
+from specvla_ros import Policy, UserError
+from specvla_ros.engine.outcome import DropReason
+from specvla_ros.policies.bundled import nano_policy
+from specvla_ros.policy import NoActionError
+
+ASKED = "put carrot on plate"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    policy_with_random_head(path, seed=9, hidden_size=64, layers=2)
+    return path
+
+
+def pictures(n: int) -> list[np.ndarray]:
+    return [frame(1, picture).image for picture in range(n)]
+
+
+@pytest.mark.parametrize("mode", ["ar", "spec", "pipeline", "specpipe"])
+def test_every_mode_acts_as_the_plain_decoder(directory: Path, mode: str) -> None:
+    policy = Policy.load(directory, mode=mode, device="cpu", draft_nodes=8, draft_top_k=3, draft_depth=3)
+    expected = plain_tokens(policy.engine.target)
+    for picture, image in enumerate(pictures(3)):
+        action = policy.act(image, ASKED)
+        assert action.tokens == expected(picture)
+        assert action.actions.shape == (1, 7) and np.array_equal(action.actions[0], action.values)
+    assert policy.action_names == ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
+    assert policy.describe()["decode.mode"] == mode
+
+
+@pytest.mark.parametrize("mode", ["ar", "specpipe"])
+def test_a_stream_gives_each_frames_own_action_in_order(directory: Path, mode: str) -> None:
+    policy = Policy.load(directory, mode=mode, device="cpu", draft_nodes=8, draft_top_k=3, draft_depth=3, in_order=True)
+    expected, shown = plain_tokens(policy.engine.target), pictures(5)
+    with policy.stream() as stream:
+        with pytest.raises(UserError, match="a stream of this policy is open"):
+            policy.act(shown[0], ASKED)
+        actions = []
+        for stamp, image in enumerate(shown, 1):
+            while policy.engine.mailbox.waiting:  # else the next frame would take its place
+                if (action := stream.get(0.01)) is not None:
+                    actions.append(action)
+            stream.put(image, ASKED, stamp_ns=stamp)
+        stream.finish()
+        actions += list(stream)
+    stamps = [action.observation.stamp_ns for action in actions]
+    assert stamps == sorted(stamps) and len(stamps) + sum(stream.drops.values()) == len(shown)
+    assert stamps == [1, 2, 3, 4, 5]
+    assert [action.tokens for action in actions] == [expected(stamp - 1) for stamp in stamps]
+    assert policy.act(shown[0], ASKED).tokens == expected(0)
+
+
+def test_a_stream_says_what_it_dropped_and_ends_when_it_is_closed(directory: Path) -> None:
+    policy = Policy.load(directory, device="cpu")
+    with policy.stream() as stream:
+        stream.put(pictures(1)[0], "")
+        stream.finish()
+        assert list(stream) == [] and stream.get() is None
+        with pytest.raises(UserError, match="takes no more frames"):
+            stream.put(pictures(1)[0], ASKED)
+    assert stream.closed and stream.drops == {DropReason.BAD_INSTRUCTION: 1}
+
+
+def test_a_frame_without_an_action_raises_with_the_reason(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy.load(directory, device="cpu")
+    monkeypatch.setattr(type(policy.engine.target.codec), "invalid", lambda *_: 5)
+    with pytest.raises(NoActionError, match="not_an_action: token 5 is no action token"):
+        policy.act(pictures(1)[0], ASKED)
+
+
+def test_bad_input_is_told_before_anything_is_decoded(directory: Path) -> None:
+    policy = Policy.load(directory, device="cpu")
+    with pytest.raises(UserError, match="the instruction is empty"):
+        policy.act(pictures(1)[0], " ")
+    with pytest.raises(UserError, match="uint8 RGB image"):
+        policy.act(np.zeros((8, 8), np.uint8), ASKED)
+    with pytest.raises(UserError, match="one camera image is needed, got 2: left, right"):
+        policy.engine.target.prompt_layout(
+            frame(1, 0).__class__({"left": pictures(1)[0], "right": pictures(1)[0]}, ASKED, 1)
+        )
+    with pytest.raises(UserError, match=r"download it first: hf download openvla/openvla-7b --local-dir openvla-7b"):
+        Policy.load("openvla/openvla-7b")
+    with pytest.raises(UserError, match=r"decode.mode"):
+        Policy.load(directory, mode="psychic")
+    with pytest.raises(UserError, match="is no tolerance"):
+        Policy.load(directory, tolerance="2 miles")
+    with pytest.raises(UserError, match="there is no parameter 'draft_leaves'"):
+        Policy.load(directory, draft_leaves=3)
+
+
+def test_the_tolerance_of_the_bundled_policy_is_bounded() -> None:
+    policy = Policy.load(nano_policy(), mode="spec", tolerance="5mm,3deg", device="cpu")
+    assert policy.engine.settings.acceptance.rule == "bin_distance"
+    codec, rule = policy.engine.target.codec, policy.engine.verifier.rule
+    bound = codec.bound(rule.bins)[0]  # type: ignore[attr-defined]
+    assert (bound[:3] <= 5e-3 + 1e-9).all() and (bound[3:6] <= np.radians(3) + 1e-9).all() and bound[6] == 0
+
+
+def test_importing_the_package_costs_no_torch() -> None:
+    code = "import sys, specvla_ros; assert 'Policy' in dir(specvla_ros); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    with pytest.raises(AttributeError, match="no attribute 'Pilot'"):
+        specvla_ros.Pilot  # noqa: B018
