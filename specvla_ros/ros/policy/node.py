@@ -10,7 +10,6 @@ from rcl_interfaces.msg import SetParametersResult
 from rclpy.callback_groups import ReentrantCallbackGroup
 from rclpy.clock import JumpThreshold, TimeJump
 from rclpy.duration import Duration
-from rclpy.executors import SingleThreadedExecutor
 from rclpy.lifecycle import LifecycleNode, LifecycleNodeMixin, LifecycleState, TransitionCallbackReturn
 from rclpy.node import Node
 
@@ -303,12 +302,4 @@ class PolicyNode(LifecycleNode):
 
 def main() -> None:
     """Runs the node; the exit code is 2 for a parameter that a user can mend."""
-    sys.exit(
-        run_node(
-            "policy",
-            PolicyNode,
-            SingleThreadedExecutor,
-            finished=lambda node: False,
-            close=PolicyNode.close,
-        )
-    )
+    sys.exit(run_node("policy", PolicyNode, close=PolicyNode.close))

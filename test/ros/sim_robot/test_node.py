@@ -24,7 +24,7 @@ from specvla_ros.bags.image_message import rgb_from_compressed, rgb_from_image, 
 from specvla_ros.errors import UserError
 from specvla_ros.msg import SimEpisode, VlaAction
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION, NEWEST_IMAGE
-from specvla_ros.ros.sim_robot.episodes import programme, task_of
+from specvla_ros.ros.sim_robot.episodes import episode_starts, task_of
 from specvla_ros.ros.sim_robot.node import Phase, SimRobot
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.tasks import TASKS
@@ -404,13 +404,13 @@ def test_wrong_parameters_are_refused(parameters: dict[str, Any], message: str) 
         rclpy.try_shutdown()
 
 
-def test_the_programme_goes_round_by_round() -> None:
-    starts = list(programme(TASKS[:2], 2, seed=7))
+def test_episodes_go_round_by_round() -> None:
+    starts = list(episode_starts(TASKS[:2], 2, seed=7))
     assert [(each.index, each.task.name, each.seed) for each in starts] == [
         (0, "lift_red", 7),
         (1, "lift_green", 7),
         (2, "lift_red", 8),
         (3, "lift_green", 8),
     ]
-    endless = programme(TASKS[:1], 0, seed=0)
+    endless = episode_starts(TASKS[:1], 0, seed=0)
     assert [next(endless).seed for _ in range(5)] == [0, 1, 2, 3, 4]
