@@ -35,7 +35,7 @@ class EpisodeResult:
     Args:
         task: what was judged.
         seed: of the start.
-        instruction: what the policy was told.
+        instruction: what was asked of the policy.
         succeeded: the task was done in time.
         steps: actions that the robot took.
         time_s: world time to the success, or to the end.
@@ -67,7 +67,7 @@ class _Episode:
     """Where an episode stands.
 
     Args:
-        instruction: what the policy is told.
+        instruction: what is asked of the policy.
         max_steps: control steps after which it has failed.
 
     Attributes:
@@ -153,7 +153,7 @@ class Rollout:
             instruction: in place of the task's own.
 
         Raises:
-            UserError: an unknown task or seed, or an instruction that the policy cannot be asked.
+            UserError: an unknown task or seed, or an instruction that the policy cannot be given.
         """
         self._robot.reset(task, seed)
         self._engine.reset()
