@@ -1,28 +1,27 @@
 """The acceptance rules side by side: on the nano policy's actions, and on a policy that writes text before it acts.
 
-python benchmarks/text_policy.py --out text-policy
+python -m specvla_ros.policies.text --out text-policy
 python benchmarks/acceptance_rules.py --text-policy text-policy --workers 2
 
 Agreement is the share of the committed tokens that are the target's own choice for the same prefix.
 """
 
-import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from episode_benchmark import parser, result_head, write_result
-from text_policy import LONGEST_TEXT
+import typer
+from harness import Out, Seed, Work, Workers, finish, result_head, show_progress
+from results_page import RESULTS
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
 from specvla_ros.evaluation.simulate_summary import Setting, SweepRow
 from specvla_ros.evaluation.sweep import sweep
 from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.simulation.rollout import EpisodeResult
+from specvla_ros.policies.text import LONGEST_TEXT
 from specvla_ros.speculation.accept import AcceptReason
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
@@ -65,26 +64,28 @@ def text_settings() -> list[Setting]:
     ]
 
 
-def main() -> None:
-    """Runs what is missing, and writes the JSON file."""
-    options = _options()
-    plan = SimulatePlan(episodes=options.episodes, first_seed=options.seed, films=0, workers=options.workers)
-    card = json.loads((options.text_policy / "card.json").read_text(encoding="utf-8"))
+def main(
+    context: typer.Context,
+    episodes: Annotated[int, typer.Option(help="Per task; a third of them with the text policy.", min=1)] = 60,
+    seed: Seed = 0,
+    workers: Workers = 2,
+    text_policy: Annotated[Path, typer.Option(help="Directory of the text policy.")] = Path("text-policy"),
+    work: Work = Path("rules-benchmark"),
+    out: Out = RESULTS / "acceptance_rules.json",
+) -> None:
+    """Runs the episodes that are missing, with every rule."""
+    plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
+    card = json.loads((text_policy / "card.json").read_text(encoding="utf-8"))
     nano = SimulateSettings(nano_policy())
-    writer = SimulateSettings(options.text_policy, engine=EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
-    text_plan = replace(plan, episodes=max(1, options.episodes // 3))
-    result = result_head("acceptance_rules", options) | {
+    writer = SimulateSettings(text_policy, engine=EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
+    text_plan = replace(plan, episodes=max(1, episodes // 3))
+    result = result_head(context) | {
         "tolerance": {"metres": METRES, "radians": RADIANS},
-        "nano": _rows(sweep(nano, nano_settings(), plan, options.work / "nano", _show)),
+        "nano": _rows(sweep(nano, nano_settings(), plan, work / "nano", show_progress)),
         "text_policy": {key: card[key] for key in ("command", "longest_answer", "held_out_token_accuracy")},
-        "text": _rows(sweep(writer, text_settings(), text_plan, options.work / "text", _show)),
+        "text": _rows(sweep(writer, text_settings(), text_plan, work / "text", show_progress)),
     }
-    write_result(result, options)
-
-
-def _show(name: str, _: EpisodeResult, done: int, wanted: int) -> None:
-    if done % 50 == 0:
-        print(f"{name}: {done} of {wanted}", file=sys.stderr, flush=True)
+    finish(result, out)
 
 
 def _rows(rows: Sequence[SweepRow]) -> list[dict[str, Any]]:
@@ -103,12 +104,5 @@ def _row(row: SweepRow) -> dict[str, Any]:
     }
 
 
-def _options() -> argparse.Namespace:
-    of = "per task; a third of them with the text policy"
-    options = parser(__doc__, work="rules-benchmark", out="acceptance_rules.json", episodes=60, of=of)
-    options.add_argument("--text-policy", type=Path, default=Path("text-policy"))
-    return options.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -22,17 +22,17 @@ _DECK = 200
 
 
 def trace_lengths(name: str) -> AcceptanceLengths:
-    """The distribution behind a name.
+    """The accept lengths that a name stands for.
 
-    The nano policy's is what its forwards accepted, cut where an answer ended; it is cut there once more.
+    Those of the nano policy are what its forwards accepted, cut where an answer ended; a run cuts them there once more.
 
     Raises:
-        UserError: there is none of this name.
+        UserError: the name is unknown.
     """
     source, _, row = name.partition(":")
     if source != "nano":
         return spec_vla_relaxed(name)
-    rows = {each["name"]: each for each in json.loads(_NANO.read_text(encoding="utf-8"))["rows"]}
+    rows = {found["name"]: found for found in json.loads(_NANO.read_text(encoding="utf-8"))["rows"]}
     if row not in rows:
         raise UserError(f"{_NANO.name} has no row '{row}'; it has: {'; '.join(rows)}")
     shares = {int(length): share for length, share in rows[row]["share_by_accept_length"].items()}
@@ -45,10 +45,10 @@ class Trace:
     """Cuts drafted trees to the depth that a trace says; what is left of them is accepted, under `ANYTHING`.
 
     The trace is a shuffled deck of the distribution's quantiles, dealt over and over: every so many trees have its mean
-    exactly, so that short runs and different modes are judged alike.
+    exactly, so that short runs and different modes get the same lengths.
 
     Args:
-        lengths: the distribution.
+        lengths: distribution of the accept lengths.
     """
 
     def __init__(self, lengths: AcceptanceLengths) -> None:

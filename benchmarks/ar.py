@@ -1,6 +1,6 @@
 """Times the plain decoder, stage by stage, beside transformers' generate on the same weights.
 
-Both decode 7 tokens greedily behind the same 290 prompt embeddings (OpenVLA's: 256 patches and about 34 text tokens),
+Both decode 7 tokens greedily after the same 290 prompt embeddings (OpenVLA's: 256 patches and about 34 text tokens),
 with the same weights in memory, taking turns in one process. Random weights: time does not depend on their values.
 
     python benchmarks/ar.py                                  # this CPU: tiny and 1B
@@ -14,12 +14,9 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
+from harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head, synchronise, take_turns
 from random_decoder import random_decoder
-from rich.console import Console
-from rich.table import Table
-from shapes import PROMPT, SIZES, TOKENS, Size
-from speed_benchmark import Device, Dtype, Out, Sizes, dtype_on, result_head, write_result
-from timing import synchronise, take_turns
+from random_policy import PROMPT, SIZES, TOKENS, Size
 from transformers_baseline import transformers_llama
 
 from specvla_kernels.layout import Ancestry
@@ -31,6 +28,7 @@ from specvla_ros.models.vision_tower import VisionTower
 
 
 def main(
+    context: typer.Context,
     sizes: Sizes = "tiny,1b",
     device: Device = "cpu",
     dtype: Dtype = "",
@@ -40,14 +38,12 @@ def main(
     """Times vision, prefill and decode step, beside transformers' generate."""
     chosen = dtype_on(device, dtype)
     bandwidth = _read_bandwidth(device)
-    options = {"sizes": sizes, "device": device, "dtype": dtype, "repeats": repeats}
-    result = result_head("ar", chosen, options, {"transformers": transformers.__version__})
+    result = result_head(context, chosen, transformers=transformers.__version__)
     result |= {"read_bandwidth_gb_s": bandwidth / 1e9, "sizes": {}}
     for name in sizes.split(","):
         with torch.inference_mode():
             result["sizes"][name] = _measure(SIZES[name], device, chosen, repeats, bandwidth)
-    _print(result)
-    write_result(result, out)
+    finish(result, out)
 
 
 def _measure(size: Size, device: str, dtype: torch.dtype, repeats: int, bandwidth: float) -> dict[str, Any]:
@@ -127,34 +123,6 @@ def _read_bandwidth(device: str) -> float:
         synchronise(device)
         best = min(best, time.perf_counter() - started)
     return data.nbytes / best
-
-
-def _print(result: dict[str, Any]) -> None:
-    title = f"plain decoder, {result['hardware']}, {result['dtype']}, {result['read_bandwidth_gb_s']:.1f} GB/s read"
-    table = Table(title=title, caption=f"transformers {result['versions']['transformers']}, same weights, same run")
-    table.add_column("")
-    for name in result["sizes"]:
-        table.add_column(name, justify="right")
-
-    def row(label: str, text: Callable[[dict[str, Any]], str]) -> None:
-        table.add_row(label, *(text(figures) for figures in result["sizes"].values()))
-
-    def milliseconds(key: str) -> Callable[[dict[str, Any]], str]:
-        return lambda figures: f"{figures[key] * 1e3:.2f} ms"
-
-    row("language model parameters", lambda f: f"{f['parameters'] / 1e6:.0f} M")
-    row("vision and projector", milliseconds("vision_s"))
-    row("prefill (290)", milliseconds("prefill_s"))
-    row("decode step", milliseconds("decode_step_s"))
-    row("decode rate", lambda f: f"{f['decode_tokens_per_s']:.1f} tokens/s")
-    row("share of bandwidth limit", lambda f: f"{f['decode_share_of_bandwidth']:.0%}")
-    row("language model per action", milliseconds("language_model_s"))
-    row("transformers: prefill", milliseconds("transformers_prefill_s"))
-    row("transformers: decode step", milliseconds("transformers_decode_step_s"))
-    row("transformers: per action", milliseconds("transformers_language_model_s"))
-    row("ours is faster by", lambda f: f"{f['speedup_over_transformers']:.2f} x")
-    row("same tokens", lambda f: "yes" if f["same_tokens"] else "no")
-    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -10,30 +10,31 @@ on quantised weights, taking turns with the same modes on weights as they are.
 """
 
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import transformers
 import typer
-from acceptance_trace import TRACE_HELP, Trace, describe, trace_lengths
-from generate_turns import GenerateTurns
-from quantized_modes import UNQUANTISED, measure_quantized
-from random_policy import RandomPolicy, random_policy
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-from saturated import Run, Turns, add_turn, settings_of
-from shapes import PROMPT, SIZES, TOKENS, Size
-from speed_benchmark import Device, Dtype, Out, Sizes, dtype_on, result_head, write_result
+from acceptance_trace import TRACE_HELP, describe, trace_lengths
+from harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head
+from random_policy import PROMPT, SIZES, TOKENS, RandomPolicy, Size, quantized, random_policy
+from saturated import Contestant, EngineTurns, compete, mode_settings, weight_bytes
+from transformers_baseline import GenerateTurns
 
 from specvla_ros.models.quantization import QUANTIZATIONS
+from specvla_ros.planning.limits import AcceptanceLengths
 
 CHUNKS = (1, 2, 3)
 BASELINE, COMPILED, PLAIN = "transformers", "transformers, compiled", "ar"
+UNQUANTISED = "none"
 _LOSSLESS = ("ar", "pipeline")
+_QUANTISED_MODES = (PLAIN, "spec", "specpipe")
 
 
 def main(
+    context: typer.Context,
     sizes: Sizes = "tiny",
     device: Device = "cpu",
     dtype: Dtype = "",
@@ -50,9 +51,7 @@ def main(
     """Rate, latency and memory of every mode, beside transformers' generate."""
     chosen, formats = dtype_on(device, dtype), _formats(quantization)
     lengths = trace_lengths(trace)
-    options = {"sizes": sizes, "device": device, "dtype": dtype, "trace": trace, "nodes": nodes}
-    options |= {"actions": actions, "repeats": repeats, "quantization": quantization, "vision": vision}
-    result = result_head("decode_modes", chosen, options, {"transformers": transformers.__version__}) | {
+    result = result_head(context, chosen, transformers=transformers.__version__) | {
         "acceptance": describe(lengths),
         "expected_forwards_per_action": 1 + lengths.verifications(TOKENS - 1),
         "prompt_rows": PROMPT,
@@ -61,6 +60,7 @@ def main(
         "vision": vision,
         "sizes": {},
     }
+    run = Run(lengths, nodes, actions, repeats)
     for name in sizes.split(","):
         with tempfile.TemporaryDirectory() as directory:
             policy = random_policy(
@@ -72,13 +72,11 @@ def main(
                 dtype=chosen,
                 device=device,
             )
-            run = Run(lengths, nodes, actions, repeats)
-            measured: dict[str, Any] = {"modes": _measure(policy, run)}
+            measured = {"modes": run.modes(policy)}
             if formats:
-                measured["quantized"] = measure_quantized(policy, formats, run)
+                measured["quantized"] = run.quantized(policy, formats)
             result["sizes"][name] = _shapes(SIZES[name], policy) | measured
-    _print(result)
-    write_result(result, out)
+    finish(result, out)
 
 
 def _shapes(size: Size, policy: RandomPolicy) -> dict[str, Any]:
@@ -97,7 +95,7 @@ def _shapes(size: Size, policy: RandomPolicy) -> dict[str, Any]:
 
 
 def _formats(quantization: str) -> list[str]:
-    """Those that are asked for, but `none`."""
+    """The formats named, without `none`."""
     formats = quantization.split(",")
     unknown = [name for name in formats if name not in QUANTIZATIONS]
     if unknown:
@@ -105,64 +103,80 @@ def _formats(quantization: str) -> list[str]:
     return [name for name in formats if name != UNQUANTISED]
 
 
-def _measure(policy: RandomPolicy, run: Run) -> dict[str, Any]:
-    generates = {BASELINE: GenerateTurns(policy, compiled=False), COMPILED: GenerateTurns(policy, compiled=True)}
-    modes = {"ar": ("ar", 1), "spec": ("spec", 1)}
-    modes |= {f"{mode}, {n} chunks" if n > 1 else mode: (mode, n) for mode in ("pipeline", "specpipe") for n in CHUNKS}
-    turns = {name: Turns() for name in modes}
-    traces = {name: Trace(run.lengths) for name in modes}
-    for _ in range(run.repeats):
-        for generate in generates.values():
-            generate.add_turn(run.actions)
-        for name, (mode, chunks) in modes.items():
-            settings = settings_of(mode, run.lengths, tokens=TOKENS, nodes=run.nodes, chunks=chunks)
-            add_turn(turns[name], policy, settings, traces[name], run.actions)
-    rows = {name: generate.summary() for name, generate in generates.items()}
-    rows |= {name: each.summary() for name, each in turns.items()}
-    for name, (mode, _) in modes.items():
-        if mode in _LOSSLESS:
-            rows[name]["same_tokens"] = turns[name].tokens == generates[BASELINE].tokens
-    for row in rows.values():
-        for label, other in (("ar", PLAIN), ("transformers", BASELINE)):
-            if "skipped" not in row:
-                row[f"rate_over_{label}"] = row["action_rate_hz"] / rows[other]["action_rate_hz"]
-                row[f"latency_over_{label}"] = row["latency_s"]["mean"] / rows[other]["latency_s"]["mean"]
-    return rows
+@dataclass(frozen=True)
+class Run:
+    """How contestants are compared.
+
+    Args:
+        lengths: accept lengths of the trace.
+        nodes: nodes of a tree, the root included.
+        actions: timed in each turn.
+        repeats: turns of each contestant.
+    """
+
+    lengths: AcceptanceLengths
+    nodes: int
+    actions: int
+    repeats: int
+
+    def modes(self, policy: RandomPolicy) -> dict[str, Any]:
+        """Figures of transformers' generate and of every mode."""
+        modes = {"ar": ("ar", 1), "spec": ("spec", 1)}
+        modes |= {
+            f"{mode}, {n} chunks" if n > 1 else mode: (mode, n) for mode in ("pipeline", "specpipe") for n in CHUNKS
+        }
+        generates = {BASELINE: GenerateTurns(policy, compiled=False), COMPILED: GenerateTurns(policy, compiled=True)}
+        engines = {name: self._engine(policy, mode, chunks) for name, (mode, chunks) in modes.items()}
+        rows = self._compete({**generates, **engines})
+        for name, (mode, _) in modes.items():
+            if mode in _LOSSLESS:
+                rows[name]["same_tokens"] = engines[name].tokens == generates[BASELINE].tokens
+        for row in rows.values():
+            for label, other in (("ar", PLAIN), ("transformers", BASELINE)):
+                _add_ratios(row, label, rows[other])
+        return rows
+
+    def quantized(self, policy: RandomPolicy, formats: Sequence[str]) -> dict[str, Any]:
+        """Figures by format and mode, the first format `none`; or why a format cannot run here.
+
+        Args:
+            policy: with weights as they are.
+            formats: of the decoder's layers, `none` not among them.
+        """
+        policies, skipped = {UNQUANTISED: policy}, {}
+        for name in formats:
+            try:
+                policies[name] = quantized(policy, name)
+                self._engine(policies[name], PLAIN).add_turn(1)
+            except Exception as error:  # some formats only say when they multiply that they cannot
+                policies.pop(name, None)
+                skipped[name] = {"skipped": str(error) or type(error).__name__}
+        rows = self._compete(
+            {(name, mode): self._engine(policies[name], mode) for name in policies for mode in _QUANTISED_MODES}
+        )
+        for row in rows.values():
+            _add_ratios(row, "ar", rows[UNQUANTISED, PLAIN])
+        return {
+            name: {
+                "layer_bytes": weight_bytes(policies[name].decoder.layers),
+                "modes": {mode: rows[name, mode] for mode in _QUANTISED_MODES},
+            }
+            for name in policies
+        } | skipped
+
+    def _engine(self, policy: RandomPolicy, mode: str, chunks: int = 1) -> EngineTurns:
+        settings = mode_settings(mode, self.lengths, tokens=TOKENS, nodes=self.nodes, chunks=chunks)
+        return EngineTurns(policy, settings, self.lengths)
+
+    def _compete(self, contestants: Mapping[Any, Contestant]) -> dict[Any, dict[str, Any]]:
+        return compete(contestants, actions=self.actions, repeats=self.repeats)
 
 
-def _print(result: dict[str, Any]) -> None:
-    for name, size in result["sizes"].items():
-        skipped = [f"{mode} skipped: {row['skipped']}" for mode, row in size["modes"].items() if "skipped" in row]
-        caption = "; ".join([f"acceptance by trace: {result['acceptance']['name']}", *skipped])
-        title = f"{name}, {result['hardware']}, {result['dtype']}; ms from frame to action"
-        table = Table(title=title, caption=caption, box=SIMPLE, padding=(0, 0, 0, 1))
-        table.add_column("", no_wrap=True)
-        for head in ("actions/s", "x ar", "x transf.", "ms", "p50", "p95", "forwards", "lost", "MiB"):
-            table.add_column(head, justify="right")
-        for mode, row in size["modes"].items():
-            if "skipped" not in row:
-                table.add_row(mode, *_cells(row))
-        Console().print(table)
-        if "quantized" in size:
-            _print_quantized(name, size["quantized"])
-
-
-def _print_quantized(name: str, formats: dict[str, Any]) -> None:
-    skipped = [f"{each} skipped: {found['skipped']}" for each, found in formats.items() if "skipped" in found]
-    table = Table("weights, mode", "actions/s", "x ar", "ms", title=f"{name}, quantised", caption="; ".join(skipped))
-    for each, found in formats.items():
-        for mode, row in found.get("modes", {}).items():
-            rates = [f"{row[key]:.2f}" for key in ("action_rate_hz", "rate_over_ar")]
-            table.add_row(f"{each}, {mode}", *rates, f"{row['latency_s']['mean'] * 1e3:.1f}")
-    Console().print(table)
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    latency = [f"{row['latency_s'][name] * 1e3:.1f}" for name in ("mean", "p50", "p95")]
-    rates = [f"{row[key]:.2f}" for key in ("action_rate_hz", "rate_over_ar", "rate_over_transformers")]
-    counts = [f"{row['forwards_per_action']:.2f}", f"{row['overtaken']:.0%}"] if "overtaken" in row else ["", ""]
-    peak = row["peak_bytes"]
-    return [*rates, *latency, *counts, "" if peak is None else f"{peak / 2**20:.0f}"]
+def _add_ratios(row: dict[str, Any], label: str, other: Mapping[str, Any]) -> None:
+    """Rate and latency over those of another row."""
+    if "skipped" not in row:
+        row[f"rate_over_{label}"] = row["action_rate_hz"] / other["action_rate_hz"]
+        row[f"latency_over_{label}"] = row["latency_s"]["mean"] / other["latency_s"]["mean"]
 
 
 if __name__ == "__main__":

@@ -13,30 +13,22 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from cold_timer import ColdTimer
-from kernel_cases import forward_cases, kernel_cases
-from packed_batches import batches, filled_ring
+from harness import ColdTimer, Device, Dtype, Out, Sizes, dtype_on, finish, result_head, take_turns
+from kernel_cases import UNQUANTISED, Case, batches, filled_cache, first_layer, forward_cases, kernel_cases, stage_cases
 from random_decoder import random_decoder, random_draft_head
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-from shapes import SIZES
-from speed_benchmark import Device, Dtype, Out, Sizes, dtype_on, result_head, write_result
-from stage_cases import stage_cases
-from timed_case import COMPILED, PYTORCH, TRITON, UNQUANTISED, Case
-from timing import take_turns
+from random_policy import SIZES
 
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.planning.cost import least_seconds, total_bytes, total_operations
 from specvla_ros.planning.device import Device as DeviceLimits
 from specvla_ros.planning.measure import measure_device
 
-CONTESTANTS = (TRITON, PYTORCH, COMPILED, UNQUANTISED)
 _MANY_ROWS = 2048  # of a product that is bound by computing
 _MEASURED = 7
 
 
 def main(
+    context: typer.Context,
     sizes: Sizes = "tiny",
     device: Device = "cpu",
     dtype: Dtype = "",
@@ -45,8 +37,7 @@ def main(
 ) -> None:
     """Time, bound and share of it for every kernel and stage."""
     chosen, timer = dtype_on(device, dtype), ColdTimer(device, repeats)
-    options = {"sizes": sizes, "device": device, "dtype": dtype, "repeats": repeats}
-    result = result_head("kernels", chosen, options) | {"launch_s": timer.launch_seconds(), "sizes": {}}
+    result = result_head(context, chosen) | {"launch_s": timer.launch_seconds(), "sizes": {}}
     for name in sizes.split(","):
         with torch.inference_mode():
             decoder = random_decoder(SIZES[name].llama, dtype=chosen, device=device)
@@ -56,19 +47,18 @@ def main(
                 "limits": limits.as_json(),
                 "rows": [_row(kind, case, limits, timer) for kind, case in _cases(decoder)],
             }
-    _print(result)
-    write_result(result, out)
+    finish(result, out)
 
 
 def _limits(decoder: LlamaDecoder, device: str) -> DeviceLimits:
-    """What the device can do at most, as measured with large products: one rate whatever the rows."""
+    """The device's limits as measured with large products: one rate for any number of rows."""
     measured = measure_device(decoder.config, device=device, dtype=decoder.dtype, more_rows=(_MANY_ROWS,))
     sources = dict(measured.sources) | {"int8_tops": f"measured: one product of {_MANY_ROWS} rows"}
     return replace(measured, tflops_by_rows={}, int8_tops=_int8_tops(decoder, device), sources=sources)
 
 
 def _int8_tops(decoder: LlamaDecoder, device: str) -> float:
-    shape = decoder.layers[0].gate_up.weight.shape
+    shape = first_layer(decoder).gate_up.weight.shape
     weight, x = (
         torch.randint(-127, 128, (rows, shape[1]), dtype=torch.int8, device=device) for rows in (shape[0], _MANY_ROWS)
     )
@@ -77,8 +67,8 @@ def _int8_tops(decoder: LlamaDecoder, device: str) -> float:
 
 
 def _cases(decoder: LlamaDecoder) -> Iterator[tuple[str, Case]]:
-    """Kernels, then stages; each is made when it is its turn, and its operands are given back behind it."""
-    cache, draft_head, packed = filled_ring(decoder), random_draft_head(decoder), batches(decoder)
+    """Kernels, then stages; a case is made when it is its turn, and its operands are given back after it."""
+    cache, draft_head, packed = filled_cache(decoder), random_draft_head(decoder), batches(decoder)
     for batch in packed:
         for case in kernel_cases(decoder, batch, cache):
             yield "kernel", case
@@ -120,27 +110,6 @@ def _contestant(name: str, found: float | str, bound_s: float) -> dict[str, Any]
     if name == UNQUANTISED:  # the bound is the quantised product's
         return {"seconds": found}
     return {"seconds": found, "share_of_bound": bound_s / found}
-
-
-def _print(result: dict[str, Any]) -> None:
-    for name, size in result["sizes"].items():
-        limits = size["limits"]
-        title = f"{name}, {result['hardware']}, {result['dtype']}: microseconds (share of the bound)"
-        caption = f"{limits['bandwidth_gb_s']:.4g} GB/s, {limits['dense_tflops']:.4g} TFLOP/s, measured"
-        ran = [name for name in CONTESTANTS if any(_cell(row, name) for row in size["rows"])]
-        table = Table("", "on", "bound", "by", *ran, title=title, caption=caption, box=SIMPLE, padding=(0, 0, 0, 1))
-        for row in size["rows"]:
-            cells = [_cell(row, name) for name in ran]
-            table.add_row(row["name"], row["batch"], f"{row['bound_s'] * 1e6:.1f}", row["bound_by"], *cells)
-        Console().print(table)
-
-
-def _cell(row: dict[str, Any], contestant: str) -> str:
-    found = row["contestants"].get(contestant, {})
-    if "seconds" not in found:
-        return ""
-    share = f" ({found['share_of_bound']:.0%})" if "share_of_bound" in found else ""
-    return f"{found['seconds'] * 1e6:.1f}{share}"
 
 
 if __name__ == "__main__":

@@ -7,34 +7,39 @@ Then in closed loop, where the world moves on while the policy thinks: success a
 decoding. An episode may take four times its task's time, since a slow policy is first of all late.
 """
 
-import argparse
 import json
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
-from episode_benchmark import parser, result_head, write_result
+import typer
+from harness import Episodes, Out, Seed, Work, Workers, finish, result_head, show_progress
+from results_page import RESULTS
+from saturated import Saturated, make_engine
 
-from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.tally import TickWork
 from specvla_ros.evaluation.frame_sources import Frame, simulation_source
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import compare_episodes
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.simulation.device_pace import read_stage_times
+from specvla_ros.simulation.device_pace import StageTimes, read_stage_times
 from specvla_ros.simulation.robot import ACTION_DT_S
 from specvla_ros.simulation.rollout import Clock, EpisodeResult
 from specvla_ros.simulation.tasks import FRAME_FIRST_SEED, choose_tasks
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tolerance import Tolerance
 
-Episodes = Mapping[tuple[str, int], EpisodeResult]
+Results = Mapping[tuple[str, int], EpisodeResult]
 
 DEVICES = ("orin", "rtx5090")
 TOLERANCE = Tolerance(5.0, 3.0)
@@ -63,94 +68,92 @@ def settings() -> dict[str, EngineSettings]:
     }
 
 
-def main() -> None:
-    """Runs what is missing, and writes the JSON file."""
-    of = "per task; 0: the engine alone"
-    options = parser(__doc__, work="pipelining-benchmark", out="pipelining_nano.json", episodes=60, of=of).parse_args()
+def main(
+    context: typer.Context,
+    episodes: Episodes = 60,
+    seed: Seed = 0,
+    workers: Workers = 2,
+    work: Work = Path("pipelining-benchmark"),
+    out: Out = RESULTS / "pipelining_nano.json",
+) -> None:
+    """Runs what is missing; no episodes: the engine alone."""
     policy = load_target(nano_policy(), device="cpu")
     frames = list(islice(simulation_source(policy, FRAME_FIRST_SEED), FRAMES))
+    plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     devices = {}
     for name in DEVICES:
         device = read_stage_times(name)
-        saturated = {mode: _saturated(policy, each, frames, name) for mode, each in settings().items()}
+        saturated = {mode: _saturated(policy, chosen, frames, device) for mode, chosen in settings().items()}
         print(json.dumps(saturated, indent=1), file=sys.stderr, flush=True)
-        closed = _closed_loop(name, options) if options.episodes else {}
+        closed = _closed_loop(name, plan, work / name) if episodes else {}
         devices[name] = {"name": device.name, "frame_always_waiting": saturated, "closed_loop": closed}
-    result = result_head("pipelining", options) | {
+    result = result_head(context) | {
         "tolerance": {"mm": TOLERANCE.mm, "degrees": TOLERANCE.degrees},
         "frames": FRAMES,
         "time_limit": TIME_LIMIT,
-        "first_seed": options.seed,
-        "episodes_per_task": options.episodes,
+        "first_seed": seed,
+        "episodes_per_task": episodes,
         "devices": devices,
     }
-    write_result(result, options)
+    finish(result, out)
 
 
-def _saturated(policy: Target, chosen: EngineSettings, frames: Sequence[Frame], device: str) -> dict[str, Any]:
-    """The engine alone: whenever it has room the next frame is there, taken at that moment."""
-    engine, pace = Engine(policy, chosen), read_stage_times(device)
-    engine.warm_up()
-    begun_s: dict[int, float] = {}
-    latency_s: list[float] = []
-    forwards, in_flight, dropped = [], [], 0
+def _saturated(
+    policy: OpenVLATarget, chosen: EngineSettings, frames: Sequence[Frame], device: StageTimes
+) -> dict[str, Any]:
+    """The engine alone, by the device's clock."""
     now_s = started_s = 0.0
-    left = _observations(frames)
-    waiting = next(left, None)
-    while waiting is not None or engine.busy:
-        if waiting is not None and engine.has_room:
-            begun_s[waiting.stamp_ns] = now_s
-            engine.submit(waiting)
-            waiting = next(left, None)
-            if len(begun_s) == _WARM:
-                started_s = now_s
-                latency_s.clear()
-        outcomes = engine.tick()
-        now_s += pace.tick_s(engine.last_work)
-        if waiting is None:  # the end of the recording is no steady state
+
+    def advance(work: TickWork) -> None:
+        nonlocal now_s
+        now_s += device.tick_s(work)
+
+    run = Saturated(make_engine(policy, chosen), _observations(frames), lambda: now_s, advance)
+    latency_s: list[float] = []
+    actions: list[Action] = []
+    drops, warm = 0, False
+    while True:
+        outcomes = run.tick()
+        if run.waiting is None:  # the end of the recording is no steady state
             break
-        for outcome in outcomes:
-            dropped += isinstance(outcome, Drop)
+        if not warm and len(run.admitted_s) == _WARM:
+            warm, started_s = True, list(run.admitted_s.values())[-1]
+            latency_s.clear()
+        for outcome, seconds in outcomes:
+            drops += isinstance(outcome, Drop)
             if isinstance(outcome, Action):
-                latency_s.append(now_s - begun_s[outcome.observation.stamp_ns])
-                forwards.append(outcome.record.forwards)
-                in_flight.append(outcome.record.in_flight)
+                latency_s.append(seconds)
+                actions.append(outcome)
     return {
         "latency_s": statistics.fmean(latency_s),
         "actions_per_s": len(latency_s) / (now_s - started_s),
-        "forwards_per_action": statistics.fmean(forwards),
-        "in_flight": statistics.fmean(in_flight),
-        "overtaken": dropped / len(begun_s),
+        "forwards_per_action": statistics.fmean(action.record.forwards for action in actions),
+        "in_flight": statistics.fmean(action.record.in_flight for action in actions),
+        "overtaken": drops / len(run.admitted_s),
     }
 
 
 def _observations(frames: Sequence[Frame]) -> Iterator[Observation]:
-    epoch, asked = 0, ""
+    epoch, current = 0, ""
     for number, (image, instruction) in enumerate(frames, start=1):
-        epoch += instruction != asked
-        asked = instruction
+        epoch += instruction != current
+        current = instruction
         yield Observation(image, instruction, stamp_ns=number, epoch=epoch)
 
 
-def _closed_loop(device: str, options: argparse.Namespace) -> dict[str, Any]:
-    plan = SimulatePlan(episodes=options.episodes, first_seed=options.seed, films=0, workers=options.workers)
+def _closed_loop(device: str, plan: SimulatePlan, work: Path) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for mode, engine in settings().items():
         base = SimulateSettings(
             nano_policy(), clock=Clock.REALTIME, emulate=device, engine=engine, time_limit=TIME_LIMIT
         )
-        out = options.work / device / mode.replace(", ", "_").replace(" ", "-")
-
-        def show(_: EpisodeResult, done: int, wanted: int, what: str = f"{device}, {mode}") -> None:
-            if done % 100 == 0:
-                print(f"{what}: {done} of {wanted}", file=sys.stderr, flush=True)
-
-        summary = simulate(base, plan, out, show)
-        plain, own = (read_episodes(path) for path in (options.work / device / "ar", out))
+        out = work / mode.replace(", ", "_").replace(" ", "-")
+        summary = simulate(base, plan, out, partial(show_progress, f"{device}, {mode}"))
+        plain, own = (read_episodes(path) for path in (work / "ar", out))
         rows[mode] = {
             "success": summary.success.as_json(),
             "against_ar": compare_episodes(plain, own).as_json(),
-            "in_time": sum(each.succeeded and each.time_s <= _allowed_s(each) for each in own.values()),
+            "in_time": sum(episode.succeeded and episode.time_s <= _allowed_s(episode) for episode in own.values()),
             **_times(plain, own),
             "latency_s": summary.latency_s,
             "action_rate_hz": summary.action_rate_hz,
@@ -165,10 +168,10 @@ def _allowed_s(episode: EpisodeResult) -> float:
     return task.max_steps * ACTION_DT_S + 1e-6
 
 
-def _times(plain: Episodes, own: Episodes) -> dict[str, Any]:
+def _times(plain: Results, own: Results) -> dict[str, Any]:
     """Time to success, and against plain decoding on the starts where both succeeded: medians."""
     both = [key for key in own if plain[key].succeeded and own[key].succeeded]
-    done = [each.time_s for each in own.values() if each.succeeded]
+    done = [episode.time_s for episode in own.values() if episode.succeeded]
     return {
         "time_to_success_s": statistics.median(done) if done else None,
         "plain_time_over_own": statistics.median(plain[key].time_s / own[key].time_s for key in both) if both else None,
@@ -176,4 +179,4 @@ def _times(plain: Episodes, own: Episodes) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

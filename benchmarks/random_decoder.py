@@ -26,7 +26,7 @@ def random_decoder(
 
 
 def random_draft_head(decoder: LlamaDecoder) -> EagleHead:
-    """One for this decoder."""
+    """A draft head in the decoder's shapes."""
     with torch.device("meta"):
         head = EagleHead(replace(decoder.config, num_hidden_layers=1)).to(decoder.dtype)
     head.to_empty(device=decoder.device)

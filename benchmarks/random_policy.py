@@ -1,4 +1,4 @@
-"""A policy with random weights at given shapes, and a random draft head beside it: for timing the real engine."""
+"""Policies with random weights in the shapes that are timed, and a random draft head beside them."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -8,34 +8,63 @@ from typing import Any
 import numpy as np
 import torch
 from random_decoder import random_decoder, random_draft_head
-from shapes import Size
 from torch import Tensor, nn
 
-from specvla_ros.engine.observation import Observation
-from specvla_ros.models.checkpoint import Target
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
-from specvla_ros.models.config import OpenVLAConfig
-from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.config import LlamaConfig, OpenVLAConfig, VisionTowerConfig
+from specvla_ros.models.llama import LlamaDecoder, LlamaLayer
+from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.model import OpenVLA
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.prompt import PromptTokenizer
 from specvla_ros.models.quantization import check_quantization, quantize_layer
 from specvla_ros.models.target import ImageEmbeddings
 from specvla_ros.speculation.drafters.combine import DRAFT_FOLDER
 from specvla_ros.speculation.drafters.eagle_head import save_draft_head
 
-TEXT_TOKENS = 34  # of OpenVLA's prompt, about; the other 256 of its 290 rows are the image's
+TEXT_TOKENS = 34  # of OpenVLA's prompt, about
+PROMPT = 290  # rows: OpenVLA's 256 patches and its text
+TOKENS = 7  # of an action
 _BINS = 256
 _PAD_ROWS = 64
 _SHARPNESS = 64.0
+_DINO = VisionTowerConfig(1024, 24, 16, 4096, 14, True, 4, True, 224)
+_SIGLIP = VisionTowerConfig(1152, 27, 16, 4304, 14, False, 0, False, 224)
 
 
 @dataclass(frozen=True)
-class RandomPolicy(Target):
+class Size:
+    """Shapes of a policy."""
+
+    llama: LlamaConfig
+    towers: tuple[VisionTowerConfig, ...]
+
+
+SIZES = {
+    "tiny": Size(
+        LlamaConfig(256, 688, 4, 4, 4, 64, vocab_size=32064),
+        (
+            VisionTowerConfig(96, 4, 3, 384, 14, True, 4, True, 224),
+            VisionTowerConfig(96, 4, 3, 358, 14, False, 0, False, 224),
+        ),
+    ),
+    "1b": Size(LlamaConfig(2048, 5632, 22, 32, 4, 64, vocab_size=32064), (_DINO, _SIGLIP)),
+    "7b": Size(LlamaConfig(vocab_size=32064), (_DINO, _SIGLIP)),
+}
+
+
+def tree_parents(nodes: int) -> list[int]:
+    """Parents of a tree's nodes: a chain of six with siblings, as a small tree under relaxation is."""
+    return [-1, *(node - 1 if node < 6 else node % 6 for node in range(1, nodes))]
+
+
+@dataclass(frozen=True)
+class RandomPolicy(OpenVLATarget):
     """Answers every image with the same random prompt, through the vision towers if it has any.
 
     Args:
-        prompt_rows: of the prompt, text included.
-        embeddings: [prompt_rows, hidden], the prompt where vision is left out; None: it is not.
+        prompt_rows: rows of the prompt, text included.
+        embeddings: [prompt_rows, hidden], the prompt where vision is left out; None where it is not.
     """
 
     prompt_rows: int = 0
@@ -49,22 +78,31 @@ class RandomPolicy(Target):
     def prompt_embeddings(
         self, observation: Observation, prompt_ids: Any, vision: ImageEmbeddings | None = None
     ) -> Tensor:
-        """The prompt, whatever is shown and asked."""
+        """The same prompt for every image and instruction."""
         if self.embeddings is not None:
             return self.embeddings
         return super().prompt_embeddings(observation, prompt_ids, vision)
+
+    def blank_observation(self) -> Observation:
+        """The observation that all others are too."""
+        return frame(1)
+
+    def describe(self) -> dict[str, Any]:
+        """Nothing: no checkpoint was loaded."""
+        return {}
 
 
 @torch.no_grad()
 def random_policy(
     directory: Path, size: Size, *, prompt_rows: int, tokens: int, vision: bool, dtype: torch.dtype, device: str
 ) -> RandomPolicy:
-    """Makes one, and writes its draft head, which the engine loads as it does a real one.
+    """A random policy whose draft head is written to a directory, for the engine to load as it does a real one.
 
     Args:
-        directory: for the draft head.
-        prompt_rows: of the prompt; with vision, the image's patches and the text.
-        tokens: of an action.
+        directory: where the draft head is written.
+        size: shapes of decoder and vision towers.
+        prompt_rows: rows of the prompt; with vision, the image's patches and the text.
+        tokens: tokens of an action.
         vision: whether every frame goes through the vision towers.
     """
     decoder = actions_only(random_decoder(size.llama, dtype=dtype, device=device))
@@ -76,12 +114,9 @@ def random_policy(
     return RandomPolicy(
         directory=directory,
         model=model,
-        image_processor=lambda _: pixels,  # type: ignore[arg-type]  # the pixels are there already
+        image_processor=lambda _: pixels,  # type: ignore[arg-type]  # gives the same pixels for every image
         prompt=PromptTokenizer(None, chat=False, trailing_id=None, vocab_size=size.llama.vocab_size),
-        codec=BinsCodec(
-            ActionTokenizer(model.config.token_vocab_size, _BINS),
-            ActionStatistics("random", -np.ones(tokens), np.ones(tokens), np.ones(tokens, dtype=bool)),
-        ),
+        codec=random_codec(model.config.token_vocab_size, tokens),
         prompt_rows=prompt_rows,
         embeddings=None if vision else torch.randn(shape, generator=generator, device=device, dtype=dtype),
     )
@@ -101,9 +136,10 @@ def quantized(policy: RandomPolicy, quantization: str) -> RandomPolicy:
     model.towers, model.projector = given.towers, given.projector
     model.decoder.embed_tokens = given.decoder.embed_tokens
     model.decoder.norm, model.decoder.lm_head = given.decoder.norm, given.decoder.lm_head
-    for place, layer in enumerate(given.decoder.layers):  # one after the other: only one copy is there unquantised
-        model.decoder.layers[place] = copy.deepcopy(layer)
-        quantize_layer(model.decoder.layers[place], quantization)
+    for index, layer in enumerate(given.decoder.layers):  # one by one, so that only one copy is unquantised at a time
+        model.decoder.layers[index] = own = copy.deepcopy(layer)
+        assert isinstance(own, LlamaLayer)
+        quantize_layer(own, quantization)
     return replace(policy, model=model.eval().requires_grad_(False))
 
 
@@ -122,13 +158,19 @@ def actions_only(decoder: LlamaDecoder) -> LlamaDecoder:
     return decoder
 
 
+def random_codec(vocab_size: int, tokens: int) -> BinsCodec:
+    """A codec of so many tokens per action, each between -1 and 1."""
+    statistics = ActionStatistics("random", -np.ones(tokens), np.ones(tokens), np.ones(tokens, dtype=bool))
+    return BinsCodec(ActionTokenizer(vocab_size, _BINS), statistics)
+
+
 def frame(stamp_ns: int) -> Observation:
     """An observation; what it shows is not looked at."""
     return Observation(np.zeros((1, 1, 3), np.uint8), "", stamp_ns=stamp_ns, prompt_ids=(1,) * TEXT_TOKENS)
 
 
 def _around(decoder: LlamaDecoder, size: Size, vision: bool) -> OpenVLA:
-    """The decoder in its place in a model; without vision there are no towers."""
+    """A model around the decoder; without vision it has no towers."""
     config = OpenVLAConfig(size.towers, size.llama, _PAD_ROWS, _BINS, {}, chat_prompt=False)
     with torch.device("meta"):
         model = OpenVLA(config)

@@ -1,79 +1,144 @@
-"""Writes docs/results.md from the JSON files in benchmarks/results: no figure is typed by hand.
+"""Writes docs/results.md: the text of benchmarks/results.md.in with the figures of the files in benchmarks/results.
 
 python benchmarks/results_page.py
+
+The template's fields are Python's (`{tree_nodes}`, `{acceptance[name]}`). Text between `<!-- for NAME -->` and
+`<!-- end -->` is repeated for every JSON file of the benchmark NAME. Within such a block NAME is a field of the result:
+the text is repeated for every entry of a list, and left out where a truth value is false.
 """
 
 import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from results_cells import ms, rate, source
-from results_decoding import SECTIONS
-from results_speed import ON_GPU
+from specvla_ros.evaluation.statistics import paired_difference
+
+Result = dict[str, Any]
+Cells = list[list[str]]
 
 ROOT = Path(__file__).resolve().parents[1]
-
-_HEAD = """# Results
-
-Written by `python benchmarks/results_page.py` from the JSON files in `benchmarks/results`, which name hardware and
-versions. Every comparison was measured side by side in one run.
-
-## The plain decoder (`ar`) beside transformers' generate
-
-Both decode 7 tokens greedily behind the same 290 prompt embeddings, with the same weights in memory, taking turns in
-one process; medians. Random weights, since time does not depend on their values. *tiny* and *1b* name the language
-model; the vision towers of *1b* are OpenVLA's (DINOv2 ViT-L and SigLIP So400m). The bandwidth limit of a decode step
-is one read of all weights at the measured read bandwidth.
-"""
-_LINEAR = """## A few rows through a linear layer on a CPU
-
-A decode step is matrix-vector products. torch's runs on one core; `specvla_kernels.linear` gives each thread its
-share of the weight's rows. For the few rows of a draft tree's level it multiplies from the other side. Float32, GB of
-weights read per second; {hardware}, `{command}`, {date}, torch {torch}; `linear_cpu.json`.
-
-| | rows | torch | ours | ratio |
-|---|---|---|---|---|
-"""
-_SIMULATION = """
-## What latency costs in closed loop
-
-The nano policy at the simulated table, plain decoder, {episodes} held-out starts per task, the same for every column
-(seeds {first} to {last}; training's begin at 1000000). In *lockstep* the world waits for each action; in *realtime* it
-moves on while the policy thinks, for as long as OpenVLA-7B would need on that device. **The devices are emulated**:
-none of them ran; each stage counted for the time in `specvla_ros/planning/devices/`, assumed from a roofline.
-Intervals are Wilson's at 95 %; p is the exact McNemar test against lockstep over the same starts.
-
-"""
-_TAIL = """
-Not yet measured: any GPU. What would be, each with `--device cuda --sizes 7b --out benchmarks/results/NAME_gpu.json`:
-`ar.py` and `decode_modes.py` (every mode beside transformers' generate, with and without static cache and
-torch.compile, and on quantised weights), `kernels.py` (kernels and stages against the roofline), `tick_cost.py`,
-`kv_layouts.py`, `sensitivity.py`; and `soak.py --device cuda --dtype float32`. This page shows every JSON file it
-finds.
-"""
+PAGE, RESULTS = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results"
+_TEMPLATE = Path(__file__).with_name("results.md.in")
+_TAG = re.compile(r"<!-- (?:for (?P<name>\w+)|end) -->")
 
 
 def main() -> None:
     """Writes the page."""
-    parts = [_HEAD]
-    for path in sorted((ROOT / "benchmarks" / "results").glob("ar_*.json")):
-        parts.append(_table(json.loads(path.read_text(encoding="utf-8")), path.name))
-    linear = ROOT / "benchmarks" / "results" / "linear_cpu.json"
-    parts.append(_linear(json.loads(linear.read_text(encoding="utf-8"))))
-    simulation = ROOT / "benchmarks" / "results" / "simulation_nano.json"
-    if simulation.exists():
-        parts.append(_simulation(json.loads(simulation.read_text(encoding="utf-8"))))
-    for name, section in SECTIONS.items():
-        path = ROOT / "benchmarks" / "results" / name
-        if path.exists():
-            parts.append(section(json.loads(path.read_text(encoding="utf-8"))))
-    gpus = [path for ending in ON_GPU for path in (ROOT / "benchmarks" / "results").glob(f"*_{ending}.json")]
-    (ROOT / "docs" / "results.md").write_text("\n".join(parts) + ("" if gpus else _TAIL), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")
 
 
-def _table(result: dict[str, Any], file: str) -> str:
-    sizes = result["sizes"]
-    rows = [
+def page() -> str:
+    """The page with all JSON files."""
+    scope: dict[str, Any] = {}
+    for name in VIEWS:
+        files = sorted({*RESULTS.glob(f"{name}.json"), *RESULTS.glob(f"{name}_*.json")})
+        scope[name] = [_scope(name, json.loads(file.read_text(encoding="utf-8")), file.name) for file in files]
+    scope["no_gpu"] = not any(result["on_gpu"] for results in scope.values() for result in results)
+    return _text(_template(), scope)
+
+
+def section(result: Result) -> str:
+    """The part of the page that shows one result."""
+    name = result["benchmark"]
+    block = next(node for node in _template() if not isinstance(node, str) and node.name == name)
+    return _text([block], {name: [_scope(name, result, "not written yet")]})
+
+
+def _scope(benchmark: str, result: Result, file: str) -> dict[str, Any]:
+    """What the template may name of a result."""
+    on_gpu = "cuda" in result["command"]
+    return {**result, "file": file, "on_gpu": on_gpu, "on_cpu": not on_gpu, **VIEWS[benchmark](result)}
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A part of the template between `for NAME` and `end`."""
+
+    name: str
+    nodes: "list[str | _Block]"
+
+
+def _template() -> list[str | _Block]:
+    text, start, parts = _TEMPLATE.read_text(encoding="utf-8"), 0, []
+    for tag in _TAG.finditer(text):
+        parts.append((text[start : tag.start()], tag["name"]))
+        start = tag.end()
+    return _nodes(iter([*parts, (text[start:], None)]))
+
+
+def _nodes(parts: Iterator[tuple[str, str | None]]) -> list[str | _Block]:
+    """Text and blocks up to the end of this one.
+
+    Args:
+        parts: text before a tag, and the name in the tag; None for an end.
+    """
+    nodes: list[str | _Block] = []
+    for text, name in parts:
+        nodes.append(text)
+        if name is None:
+            break
+        nodes.append(_Block(name, _nodes(parts)))
+    return nodes
+
+
+def _text(nodes: list[str | _Block], scope: Mapping[str, Any]) -> str:
+    """Text of the nodes with their fields; paragraphs are one empty line apart."""
+    return re.sub(r"\n{3,}", "\n\n", _filled(nodes, scope)).strip("\n") + "\n"
+
+
+def _filled(nodes: list[str | _Block], scope: Mapping[str, Any]) -> str:
+    return "".join(
+        node.format_map(scope)
+        if isinstance(node, str)
+        else "".join(_filled(node.nodes, inner) for inner in _inner_scopes(scope, node.name))
+        for node in nodes
+    )
+
+
+def _inner_scopes(scope: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """One scope for every entry of a list, or the outer one where a truth value is true."""
+    found = scope[name]
+    return [{**scope, **entry} for entry in found] if isinstance(found, list) else [scope] * bool(found)
+
+
+# Tables: what a result's section shows, from its JSON.
+
+
+def table(cells: Cells) -> str:
+    """A Markdown table; the first row is its head."""
+    head, *body = ("| " + " | ".join(row) + " |" for row in cells)
+    return "\n".join([head, "|---" * len(cells[0]) + "|", *body])
+
+
+def _rate(found: Mapping[str, float]) -> str:
+    """A share in percent with its interval."""
+    return f"{100 * found['rate']:.0f} % [{100 * found['low']:.0f}, {100 * found['high']:.0f}]"
+
+
+def _ms(row: Mapping[str, Any], *names: str, digits: int = 0) -> str:
+    """Statistics of the latency in milliseconds."""
+    return " / ".join(f"{row['latency_s'][name] * 1e3:.{digits}f}" for name in names)
+
+
+def _difference(pairs: Mapping[str, Any]) -> str:
+    """Points of success against the first setting, with a 95 % interval."""
+    found = paired_difference(pairs["only_first"], pairs["only_second"], pairs["first"]["episodes"])
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * points for points in found))
+
+
+def _if_any(value: float | None, text: str) -> str:
+    return "" if value is None else text.format(value)
+
+
+def _by_size(result: Result, view: Callable[[str, Result], dict[str, Any]]) -> dict[str, Any]:
+    return {"sizes": [{**size, "name": name, **view(name, size)} for name, size in result["sizes"].items()]}
+
+
+def _ar(result: Result) -> dict[str, Any]:
+    rows: list[tuple[str, Callable[[Result], str]]] = [
         ("language model parameters", lambda f: f"{f['parameters'] / 1e6:.0f} M"),
         ("vision and projector", lambda f: f"{f['vision_s'] * 1e3:.1f} ms"),
         ("prefill of 290 rows", lambda f: f"{f['prefill_s'] * 1e3:.1f} ms"),
@@ -85,63 +150,262 @@ def _table(result: dict[str, Any], file: str) -> str:
         ("**transformers' time / ours**", lambda f: f"**{f['speedup_over_transformers']:.2f}**"),
         ("same tokens", lambda f: "yes" if f["same_tokens"] else "no"),
     ]
-    lines = [
-        f"### {result['hardware']}, {result['dtype']}",
-        "",
-        f"`{result['command']}` on {result['date']}; torch {result['versions']['torch']}, transformers "
-        f"{result['versions']['transformers']}; read bandwidth {result['read_bandwidth_gb_s']:.1f} GB/s. "
-        f"Data: `{file}`.",
-        "",
-        "| | " + " | ".join(sizes) + " |",
-        "|---|" + "---|" * len(sizes),
+    sizes = result["sizes"]
+    return {"table": table([["", *sizes], *([label, *map(text, sizes.values())] for label, text in rows)])}
+
+
+def _linear(result: Result) -> dict[str, Any]:
+    cells = [["", "rows", "torch", "ours", "ratio"]]
+    for case in result["cases"]:
+        rates = [f"{case['gb_per_s'][name]:.1f}" for name in ("torch", "ours")]
+        name = f"{case['matrix']}, {case['shape'][0]} × {case['shape'][1]}"
+        cells.append([name, str(case["rows"]), *rates, f"**{case['speedup']:.2f}**"])
+    return {"table": table(cells)}
+
+
+def _simulation(result: Result) -> dict[str, Any]:
+    columns, devices = result["results"], result["devices"]
+    lockstep = columns["lockstep"]
+    cells = [["", *(f"realtime, emulated {devices[n]['name']}" if n in devices else n for n in columns)]]
+    cells.append(["**success**", *(f"**{_rate(found['success'])}**" for found in columns.values())])
+    for task in lockstep["tasks"]:
+        cells.append([task, *(_rate(found["tasks"][task]["success"]) for found in columns.values())])
+    rows: list[tuple[str, Callable[[Result], str]]] = [
+        ("moved what the instruction names", lambda found: _rate(found["listened"])),
+        ("latency p50 / p95", lambda found: "" if found is lockstep else f"{_ms(found, 'p50', 'p95')} ms"),
+        ("actions per second", lambda found: f"{found['action_rate_hz']:.1f}"),
+        ("median time to success", lambda found: f"{_median_time(found):.1f} s"),
+        ("p against lockstep", lambda found: "" if found is lockstep else f"{found['against_lockstep']['p']:.2g}"),
     ]
-    lines += [f"| {label} | " + " | ".join(text(figures) for figures in sizes.values()) + " |" for label, text in rows]
-    return "\n".join(lines) + "\n"
+    cells += [[label, *map(text, columns.values())] for label, text in rows]
+    return {"table": table(cells), "last_seed": result["first_seed"] + result["episodes_per_task"] - 1}
 
 
-def _linear(result: dict[str, Any]) -> str:
-    rows = [
-        f"| {each['matrix']}, {each['shape'][0]} × {each['shape'][1]} | {each['rows']} "
-        f"| {each['gb_per_s']['torch']:.1f} | {each['gb_per_s']['ours']:.1f} | **{each['speedup']:.2f}** |"
-        for each in result["cases"]
-    ]
-    return _LINEAR.format(**result) + "\n".join(rows) + "\n"
-
-
-def _simulation(result: dict[str, Any]) -> str:
-    columns = result["results"]
-    devices = result["devices"]
-    heads = ["lockstep" if name == "lockstep" else f"realtime, emulated {devices[name]['name']}" for name in columns]
-    rows = [("**success**", lambda each: f"**{rate(each['success'])}**")]
-    rows += [
-        (task, lambda each, task=task: rate(each["tasks"][task]["success"])) for task in columns["lockstep"]["tasks"]
-    ]
-    rows += [
-        ("moved what the instruction names", lambda each: rate(each["listened"])),
-        ("latency p50 / p95", lambda each: f"{ms(each, 'p50')} / {ms(each, 'p95')} ms"),
-        ("actions per second", lambda each: f"{each['action_rate_hz']:.1f}"),
-        ("median time to success", lambda each: f"{_median_time(each):.1f} s"),
-        ("p against lockstep", lambda each: f"{each['against_lockstep']['p']:.2g}"),
-    ]
-    lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
-    for label, text in rows:
-        cells = [
-            "" if label.startswith(("p against", "latency")) and name == "lockstep" else text(each)
-            for name, each in columns.items()
-        ]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    text = _SIMULATION.format(
-        episodes=result["episodes_per_task"],
-        first=result["first_seed"],
-        last=result["first_seed"] + result["episodes_per_task"] - 1,
-    )
-    return text + "\n".join(lines) + "\n\n" + source(result, "simulation_nano.json")
-
-
-def _median_time(each: dict[str, Any]) -> float:
+def _median_time(found: Result) -> float:
     """Mean over the tasks of the median world time of their successes."""
-    times = [task["time_to_success_s"] for task in each["tasks"].values() if task["time_to_success_s"] is not None]
+    times = [task["time_to_success_s"] for task in found["tasks"].values() if task["time_to_success_s"] is not None]
     return sum(times) / len(times) if times else float("nan")
+
+
+def _speculation(result: Result) -> dict[str, Any]:
+    plain, *drafted = result["rows"]
+    cells = [["", "success", "difference to ar", "forwards per action", "tokens per forward"]]
+    cells[0] += ["tokens per verification", "largest bins off", "ms"]
+    for row in result["rows"]:
+        against, tau = ("", "") if row is plain else (_difference(row["against_first"]), f"{row['tau']:.2f}")
+        forwards = [f"{row['forwards_per_action']:.2f}", f"{7 / row['forwards_per_action']:.2f}"]
+        errors = [str(row["largest_bins_off"]), f"{row['action_s'] * 1e3:.1f}"]
+        cells.append([row["name"], _rate(row["success"]), against, *forwards, tau, *errors])
+    return {
+        "pairs": plain["success"]["episodes"],
+        "bounds": " or ".join(f"{bound['mm']:g} mm and {bound['degrees']:g}°" for bound in result["tolerances"]),
+        "table": table(cells),
+        "accepted_in_one_forward": table(_accepted_in_one_forward(drafted)),
+        "accepted_by_position": table(_accepted_by_position(drafted)),
+    }
+
+
+def _accepted_in_one_forward(rows: list[Result]) -> Cells:
+    """Spec-VLA's table 2: shares of the accept lengths."""
+    lengths = range(max(int(length) for row in rows for length in row["share_by_accept_length"]) + 1)
+    shares = [[f"{100 * row['share_by_accept_length'].get(str(n), 0):.0f} %" for n in lengths] for row in rows]
+    head = ["drafts accepted in one forward", *map(str, lengths)]
+    return [head, *([row["name"], *cells] for row, cells in zip(rows, shares, strict=True))]
+
+
+def _accepted_by_position(rows: list[Result]) -> Cells:
+    """Spec-VLA's table 3: where in the answer accept lengths were reached."""
+    positions = sorted({int(position) for row in rows for position in row["accept_length_by_place"]})
+    cells = [["accepted, by the first drafted token", *(str(position + 1) for position in positions)]]
+    for row in rows:
+        means = (row["accept_length_by_place"].get(str(position)) for position in positions)
+        cells.append([row["name"], *(_if_any(mean, "{:.2f}") for mean in means)])
+    return cells
+
+
+def _acceptance_rules(result: Result) -> dict[str, Any]:
+    return {
+        "millimetres": result["tolerance"]["metres"] * 1e3,
+        "nano_starts": result["nano"][0]["success"]["episodes"],
+        "nano_table": table(_rules(result["nano"])),
+        "text_starts": result["text"][0]["success"]["episodes"],
+        "text_table": table(_rules(result["text"])),
+    }
+
+
+def _rules(rows: list[Result]) -> Cells:
+    cells = [["", "success", "difference to ar", "forwards per answer", "τ", "agreement"]]
+    for row in rows:
+        against, tau = ("", "") if row is rows[0] else (_difference(row["against_first"]), f"{row['tau']:.2f}")
+        forwards, agreement = f"{row['forwards_per_action']:.2f}", f"{row['agreement']:.1%}"
+        cells.append([row["name"], _rate(row["success"]), against, forwards, tau, agreement])
+    return cells
+
+
+def _tick_cost(result: Result) -> dict[str, Any]:
+    sizes = result["sizes"].values()
+    first = next(iter(sizes))
+    cells = [["", *result["sizes"]]]
+    cells += [[part, *(f"{size['seconds'][part] * 1e3:.2f}" for size in sizes)] for part in first["seconds"]]
+    cells += [
+        [f"share of a tick: {part}", *(f"{size['share_of_tick'][part]:.1%}" for size in sizes)]
+        for part in first["share_of_tick"]
+    ]
+    return {"table": table(cells)}
+
+
+def _pipelining(result: Result) -> dict[str, Any]:
+    devices = list(result["devices"].values())
+    heads = ("actions/s", "forwards", "overtaken")
+    cells = [["", *(head for device in devices for head in (f"{device['name']}: ms", *heads))]]
+    for mode in devices[0]["frame_always_waiting"]:
+        row = [mode]
+        for found in (device["frame_always_waiting"][mode] for device in devices):
+            row += [f"{found['latency_s'] * 1e3:.0f}", f"{found['actions_per_s']:.1f}"]
+            row += [f"{found['forwards_per_action']:.2f}", f"{found['overtaken']:.0%}"]
+        cells.append(row)
+    closed = [device for device in devices if device["closed_loop"]]
+    return {"table": table(cells), "closed_loop": [_closed_loop(closed)] if closed else []}
+
+
+def _closed_loop(devices: list[Result]) -> dict[str, Any]:
+    return {
+        "starts": devices[0]["closed_loop"]["ar"]["success"]["episodes"],
+        "tables": "\n\n".join(table(_closed_cells(device)) for device in devices),
+    }
+
+
+def _closed_cells(device: Result) -> Cells:
+    heads = ("success", "difference to ar", "in its own time", "time to success", "ar's time / its own")
+    cells = [[f"emulated {device['name']}", *heads, "latency p50 / p95, ms", "actions/s"]]
+    for mode, row in device["closed_loop"].items():
+        against = "" if mode == "ar" else _difference(row["against_ar"])
+        in_time = f"{row['in_time'] / row['success']['episodes']:.0%}"
+        times = [_if_any(row["time_to_success_s"], "{:.1f} s"), _if_any(row["plain_time_over_own"], "{:.2f}")]
+        speed = [_ms(row, "p50", "p95"), f"{row['action_rate_hz']:.1f}"]
+        cells.append([mode, _rate(row["success"]), against, in_time, *times, *speed])
+    return cells
+
+
+def _decode_modes(result: Result) -> dict[str, Any]:
+    def view(name: str, size: Result) -> dict[str, Any]:
+        quantized = size.get("quantized")
+        return {
+            "table": table(_mode_cells(name, size["modes"])),
+            "quantized": [{"table": table(_quantized_cells(name, quantized))}] if quantized else [],
+        }
+
+    return {"no_vision": not result["vision"], **_by_size(result, view)}
+
+
+def _mode_cells(size: str, modes: Result) -> Cells:
+    cells = [[size, "actions/s", "× ar", "× transformers", "latency mean / p50 / p95, ms"]]
+    cells[0] += ["forwards", "overtaken", "MiB"]
+    for mode, row in modes.items():
+        if "skipped" in row:
+            cells.append([mode, f"skipped: {row['skipped']}", *[""] * 6])
+            continue
+        rates = [f"{row[key]:.2f}" for key in ("action_rate_hz", "rate_over_ar", "rate_over_transformers")]
+        counts = [f"{row['forwards_per_action']:.2f}", f"{row['overtaken']:.0%}"] if "overtaken" in row else ["", ""]
+        memory = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}"
+        cells.append([mode, *rates, _ms(row, "mean", "p50", "p95", digits=1), *counts, memory])
+    return cells
+
+
+def _quantized_cells(size: str, formats: Result) -> Cells:
+    cells = [[f"{size}: weights", "mode", "actions/s", "× ar", "latency mean, ms", "latency × ar", "MiB"]]
+    for name, found in formats.items():
+        if "skipped" in found:
+            cells.append([name, f"skipped: {found['skipped']}", *[""] * 5])
+        for mode, row in found.get("modes", {}).items():
+            rates = [f"{row[key]:.2f}" for key in ("action_rate_hz", "rate_over_ar")]
+            latency = [_ms(row, "mean", digits=1), f"{row['latency_over_ar']:.2f}"]
+            cells.append([name, mode, *rates, *latency, f"{found['layer_bytes'] / 2**20:.1f}"])
+    return cells
+
+
+def _sensitivity(result: Result) -> dict[str, Any]:
+    def view(name: str, size: Result) -> dict[str, Any]:
+        cells = [[f"{name}: tokens", "prompt", *size["points"][0]["modes"]]]
+        for point in size["points"]:
+            rows = point["modes"].values()
+            times = [f"{row['seconds_per_action'] * 1e3:.1f} ({_ms(row, 'mean', digits=1)})" for row in rows]
+            cells.append([str(point["tokens"]), str(point["prompt_rows"]), *times])
+        return {"table": table(cells)}
+
+    return _by_size(result, view)
+
+
+def _kv_layouts(result: Result) -> dict[str, Any]:
+    def view(name: str, size: Result) -> dict[str, Any]:
+        cells = [[name, "MB copied per tick", "copying alone, ms", "tick, ms", "tick / slots'"]]
+        for layout, row in size["layouts"].items():
+            seconds = [f"{row[key] * 1e3:.2f}" for key in ("move_s", "tick_s")]
+            cells.append([layout, f"{row['moved_bytes'] / 1e6:.1f}", *seconds, f"{row['tick_over_slots']:.2f}"])
+        return {"table": table(cells)}
+
+    return _by_size(result, view)
+
+
+def _kernels(result: Result) -> dict[str, Any]:
+    def view(name: str, size: Result) -> dict[str, Any]:
+        rows = {kind: [row for row in size["rows"] if row["kind"] == kind] for kind in ("kernel", "stage")}
+        return {f"{kind}_table": table(_kernel_cells(kind, found)) for kind, found in rows.items()}
+
+    return {"launch_us": result["launch_s"] * 1e6, **_by_size(result, view)}
+
+
+def _kernel_cells(kind: str, rows: list[Result]) -> Cells:
+    """Contestants that ran nowhere get no column."""
+    ran = (name for row in rows for name, found in row["contestants"].items() if "seconds" in found)
+    contestants = list(dict.fromkeys(ran))
+    cells = [[kind, "on", "MB", "MFLOP", "bound, µs", "by", *contestants]]
+    for row in rows:
+        counts = [f"{row['bytes'] / 1e6:.3g}", f"{row['operations'] / 1e6:.3g}", f"{row['bound_s'] * 1e6:.1f}"]
+        times = [_share_of_bound(row["contestants"].get(name)) for name in contestants]
+        cells.append([row["name"], row["batch"], *counts, row["bound_by"], *times])
+    return cells
+
+
+def _share_of_bound(found: Result | None) -> str:
+    if found is None:
+        return ""
+    if "skipped" in found:
+        return str(found["skipped"])
+    share = f" ({found['share_of_bound']:.0%})" if "share_of_bound" in found else ""
+    return f"{found['seconds'] * 1e6:.1f}{share}"
+
+
+def _soak(result: Result) -> dict[str, Any]:
+    bounds = result["bounds"]
+    cells = [["", "frames", "actions", "forwards per action", "different actions", "grown by, MiB", "failures"]]
+    for name, phase in result["phases"].items():
+        different = f"{phase['different_actions']} ({phase['difference_rate']:.2%})"
+        grown = " / ".join(f"{phase[key] / 2**20:.2f}" for key in ("resident_growth", "gpu_growth"))
+        counts = [str(phase["submitted"]), str(phase["actions"]), f"{phase['forwards_per_action']:.2f}"]
+        cells.append([name, *counts, different, grown, "; ".join(phase["failures"]) or "none"])
+    return {
+        "verdict": "passed" if result["passed"] else "failed",
+        "resident_mib": bounds["resident_growth"] / 2**20,
+        "gpu_mib": bounds["gpu_growth"] / 2**20,
+        "table": table(cells),
+    }
+
+
+VIEWS: dict[str, Callable[[Result], dict[str, Any]]] = {
+    "ar": _ar,
+    "linear": _linear,
+    "simulation": _simulation,
+    "speculation": _speculation,
+    "acceptance_rules": _acceptance_rules,
+    "tick_cost": _tick_cost,
+    "pipelining": _pipelining,
+    "decode_modes": _decode_modes,
+    "sensitivity": _sensitivity,
+    "kv_layouts": _kv_layouts,
+    "kernels": _kernels,
+    "soak": _soak,
+}
 
 
 if __name__ == "__main__":

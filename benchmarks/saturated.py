@@ -1,81 +1,181 @@
-"""The real engine in real time with a frame always waiting: rate, latency and forwards of one decoding mode."""
+"""The real engine with a frame always waiting: rate, latency, forwards and memory of one decoding mode."""
 
+import gc
+import itertools
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from acceptance_trace import ANYTHING, Trace
-from gpu_memory import GpuMemory
+from harness import synchronise
 from random_policy import TEXT_TOKENS, RandomPolicy, frame
-from timing import synchronise
+from torch import Tensor, nn
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action, Drop, DropReason
+from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.tally import TickWork
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import Target
 from specvla_ros.planning.limits import AcceptanceLengths
 from specvla_ros.speculation.settings import DraftSettings
 
 _WARM = 12  # actions until a pipeline is full and knows how many requests it should hold
 
 
-@dataclass(frozen=True)
-class Run:
-    """How modes are compared.
+def make_engine(target: Target, settings: EngineSettings, trace: Trace | None = None) -> Engine:
+    """A warm engine, as every benchmark of decoding modes uses it.
 
     Args:
-        lengths: accepted tokens, of the trace.
-        nodes: of a tree, the root included.
-        actions: timed in each turn.
-        repeats: turns of each contestant.
+        target: the policy.
+        settings: the mode and what belongs to it.
+        trace: accept lengths where random weights would accept nothing; it is not read before the engine is warm.
     """
+    engine = Engine(target, settings)
+    engine.warm_up()
+    if trace is not None:
+        trace.follow(engine)
+    return engine
 
-    lengths: AcceptanceLengths
-    nodes: int
-    actions: int
-    repeats: int
 
+class Saturated:
+    """An engine with a frame always waiting: whenever it has room the next one is admitted, taken at that moment.
 
-@dataclass
-class Turns:
-    """What one mode did, over its turns.
+    Args:
+        engine: a warm one.
+        frames: the observations.
+        now: the clock, in seconds.
+        after_tick: called with what each tick computed, before the clock is read for its outcomes.
 
     Attributes:
-        latency_s: from a frame's admission to its action.
-        rates_hz: actions per second, of each turn.
-        forwards, in_flight: of each action.
-        accepted: drafted tokens, of each verification.
-        tokens: the last action's.
-        begun, overtaken: frames.
-        peak_bytes: of the GPU's memory, weights included; of the KV cache on a CPU.
-        cuda_graphs: how many there are, or why none; empty on a CPU.
+        admitted_s: when each frame was admitted, by its stamp and in order.
+        waiting: the next frame; None when there is none left.
     """
 
-    latency_s: list[float] = field(default_factory=list)
-    rates_hz: list[float] = field(default_factory=list)
-    forwards: list[int] = field(default_factory=list)
-    in_flight: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    tokens: tuple[int, ...] = ()
-    begun: int = 0
-    overtaken: int = 0
-    peak_bytes: int = 0
-    cuda_graphs: str = ""
+    def __init__(
+        self,
+        engine: Engine,
+        frames: Iterator[Observation],
+        now: Callable[[], float] = time.perf_counter,
+        after_tick: Callable[[TickWork], None] = lambda _: None,
+    ) -> None:
+        self._engine, self._frames, self._now, self._after_tick = engine, frames, now, after_tick
+        self.admitted_s: dict[int, float] = {}
+        self.waiting = next(frames, None)
 
-    def summary(self) -> dict[str, object]:
+    def tick(self) -> list[tuple[Outcome, float]]:
+        """A tick of the engine: its outcomes, each with the seconds since its frame was admitted."""
+        if self.waiting is not None and self._engine.has_room:
+            self.admitted_s[self.waiting.stamp_ns] = self._now()
+            self._engine.submit(self.waiting)
+            self.waiting = next(self._frames, None)
+        outcomes = self._engine.tick()
+        self._after_tick(self._engine.last_work)
+        return [(outcome, self._now() - self.admitted_s[outcome.observation.stamp_ns]) for outcome in outcomes]
+
+
+class Contestant(Protocol):
+    """What takes turns with others."""
+
+    def add_turn(self, actions: int) -> None:
+        """Times so many actions."""
+
+    def summary(self) -> dict[str, Any]:
+        """Figures of all turns."""
+
+
+def compete(contestants: Mapping[Any, Contestant], *, actions: int, repeats: int) -> dict[Any, dict[str, Any]]:
+    """The figures of contestants that take turns."""
+    for _ in range(repeats):
+        for contestant in contestants.values():
+            contestant.add_turn(actions)
+    return {name: contestant.summary() for name, contestant in contestants.items()}
+
+
+class EngineTurns:
+    """One decoding mode as a contestant. An engine and its memory live for a turn.
+
+    Args:
+        policy: the target, with random weights.
+        settings: the mode.
+        lengths: accept lengths of the trace.
+
+    Attributes:
+        tokens: those of the last action.
+    """
+
+    def __init__(self, policy: RandomPolicy, settings: EngineSettings, lengths: AcceptanceLengths) -> None:
+        self._policy, self._settings, self._trace = policy, settings, Trace(lengths)
+        self._latency_s: list[float] = []
+        self._rates_hz: list[float] = []
+        self._actions: list[Action] = []
+        self._admitted = self._overtaken = self._peak_bytes = 0
+        self._cuda_graphs = ""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Those of the last action."""
+        return self._actions[-1].tokens
+
+    def add_turn(self, actions: int) -> None:
+        """Fills the pipeline, then times so many actions; what is in flight stays there between the two."""
+        device = str(self._policy.decoder.device)
+        memory = GpuMemory(self._policy.model) if device.startswith("cuda") else None
+        if memory is not None:
+            memory.begin()
+        engine = make_engine(self._policy, self._settings, self._trace)
+        run = Saturated(engine, (frame(time.monotonic_ns()) for _ in itertools.count()))
+        done = 0
+        while done < min(_WARM, actions):
+            done += sum(isinstance(outcome, Action) for outcome, _ in run.tick())
+        admitted = len(run.admitted_s)
+        synchronise(device)
+        started, done = time.perf_counter(), 0
+        while done < actions:
+            done += sum(self._add(outcome, seconds) for outcome, seconds in run.tick())
+        synchronise(device)
+        self._rates_hz.append(done / (time.perf_counter() - started))
+        self._admitted += len(run.admitted_s) - admitted
+        self._cuda_graphs = str(engine.describe().get("cuda_graphs", ""))
+        store = engine.cache.keys.nbytes + engine.cache.values.nbytes
+        self._peak_bytes = memory.end() if memory is not None else store
+
+    def _add(self, outcome: Outcome, seconds: float) -> bool:
+        """Whether it is an action; a frame may only be overtaken."""
+        if isinstance(outcome, Action):
+            self._latency_s.append(seconds)
+            self._actions.append(outcome)
+            return True
+        if outcome.reason is not DropReason.OVERTAKEN:
+            raise RuntimeError(f"a frame was dropped: {outcome.reason.value}: {outcome.detail}")
+        self._overtaken += 1
+        return False
+
+    def summary(self) -> dict[str, Any]:
         """Figures for a result."""
-        return timing(self.latency_s, self.rates_hz, self.peak_bytes) | {
-            "forwards_per_action": statistics.fmean(self.forwards),
-            "in_flight": statistics.fmean(self.in_flight),
-            "accepted_per_verification": statistics.fmean(self.accepted) if self.accepted else 0.0,
-            "overtaken": self.overtaken / max(1, self.begun),
-            "cuda_graphs": self.cuda_graphs,
+        records = [action.record for action in self._actions]
+        accepted = [n for record in records if record.mode in ("spec", "specpipe") for n in record.accept_lengths]
+        return rate_and_latency(self._latency_s, self._rates_hz, self._peak_bytes) | {
+            "forwards_per_action": statistics.fmean(record.forwards for record in records),
+            "in_flight": statistics.fmean(record.in_flight for record in records),
+            "accepted_per_verification": statistics.fmean(accepted) if accepted else 0.0,
+            "overtaken": self._overtaken / max(1, self._admitted),
+            "cuda_graphs": self._cuda_graphs,
         }
 
 
-def timing(latency_s: Sequence[float], rates_hz: Sequence[float], peak_bytes: int | None) -> dict[str, object]:
-    """Rate and latency; the rate is the median of the turns."""
+def rate_and_latency(latency_s: Sequence[float], rates_hz: Sequence[float], peak_bytes: int | None) -> dict[str, Any]:
+    """Figures that every contestant has.
+
+    Args:
+        latency_s: seconds of each action.
+        rates_hz: actions per second of each turn; their median is the rate.
+        peak_bytes: of the GPU's memory, weights included; of the KV cache on a CPU; None: unknown.
+    """
     return {
         "action_rate_hz": statistics.median(rates_hz),
         "rates_hz": list(rates_hz),
@@ -88,79 +188,69 @@ def timing(latency_s: Sequence[float], rates_hz: Sequence[float], peak_bytes: in
     }
 
 
-def settings_of(mode: str, lengths: AcceptanceLengths, *, tokens: int, nodes: int, chunks: int = 1) -> EngineSettings:
+def mode_settings(
+    mode: str, lengths: AcceptanceLengths, *, tokens: int, nodes: int, chunks: int = 1, in_order: bool = False
+) -> EngineSettings:
     """One mode's settings, with room for as many requests as it can use.
 
     Args:
-        tokens: of an action; plain pipelining has a stage for each.
-        nodes: of a tree, the root included.
+        mode: the decoding mode.
+        lengths: accept lengths of the trace.
+        tokens: tokens of an action; plain pipelining has a stage for each.
+        nodes: nodes of a tree, the root included.
         chunks: forwards over which a prompt is spread.
+        in_order: whether no frame overtakes another.
     """
     stages = {"pipeline": tokens, "specpipe": 1 + int(np.ceil(lengths.verifications(tokens - 1)))}
     return EngineSettings(
         mode,
         max_in_flight=stages.get(mode, 0),
         prefill_chunks=chunks,
+        in_order=in_order,
         max_text_tokens=TEXT_TOKENS,
         draft=DraftSettings(nodes=nodes),
         acceptance=ANYTHING,
     )
 
 
-def add_turn(turns: Turns, policy: RandomPolicy, settings: EngineSettings, trace: Trace, actions: int) -> None:
-    """One turn: fills the pipeline, then times so many actions. The engine and its memory live for the turn."""
-    device = str(policy.decoder.device)
-    on_gpu = GpuMemory(policy.model) if device.startswith("cuda") else None
-    if on_gpu is not None:
-        on_gpu.begin()
-    engine = Engine(policy, settings)
-    engine.runner.graphs.warm_up()  # `Engine.warm_up` would also decode an image, and the trace with it
-    turns.cuda_graphs = engine.runner.graphs.status
-    trace.follow(engine)
-    begun: dict[int, float] = {}
-    _run(engine, Turns(), min(_WARM, actions), begun)
-    synchronise(device)
-    started = time.perf_counter()
-    done = _run(engine, turns, actions, begun)
-    synchronise(device)
-    turns.rates_hz.append(done / (time.perf_counter() - started))
-    cache = engine.cache
-    turns.peak_bytes = on_gpu.end() if on_gpu is not None else cache.keys.nbytes + cache.values.nbytes
-
-
-def _run(engine: Engine, turns: Turns, actions: int, begun: dict[int, float]) -> int:
-    """Whenever the engine has room the next frame is there, taken at that moment; what is in flight stays there.
+@dataclass
+class GpuMemory:
+    """Peaks of one contestant on a GPU where others keep theirs: the shared weights, and what it allocates itself.
 
     Args:
-        begun: when each frame was admitted, by its stamp.
+        model: the weights.
     """
-    done = 0
-    while done < actions:
-        if engine.has_room:
-            stamp_ns = time.monotonic_ns()
-            begun[stamp_ns] = time.perf_counter()
-            engine.submit(frame(stamp_ns))
-            turns.begun += 1
-        for outcome in engine.tick():
-            since = begun.pop(outcome.observation.stamp_ns)
-            if isinstance(outcome, Drop):
-                _expect_overtaken(outcome)
-                turns.overtaken += 1
-            else:
-                turns.latency_s.append(time.perf_counter() - since)
-                _add(turns, outcome)
-                done += 1
-    return done
+
+    model: nn.Module
+
+    def __post_init__(self) -> None:
+        self._weights = weight_bytes(self.model)
+        self._kept = 0  # of its own, from turns before
+        self._before = 0
+
+    def begin(self) -> None:
+        """To be called before a turn: gives back what nobody uses any more."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        self._before = torch.cuda.memory_allocated()
+
+    def end(self) -> int:
+        """The peak of the turn in bytes."""
+        mine = self._weights + self._kept - self._before
+        self._kept += torch.cuda.memory_allocated() - self._before
+        return torch.cuda.max_memory_allocated() + mine
 
 
-def _expect_overtaken(drop: Drop) -> None:
-    if drop.reason is not DropReason.OVERTAKEN:
-        raise RuntimeError(f"a frame was dropped: {drop.reason.value}: {drop.detail}")
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes that parameters and buffers take, wherever they are; those without memory take none."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(_stored_bytes(tensor) for tensor in tensors if not tensor.is_meta)
 
 
-def _add(turns: Turns, action: Action) -> None:
-    turns.forwards.append(action.record.forwards)
-    turns.in_flight.append(action.record.in_flight)
-    if action.record.mode in ("spec", "specpipe"):
-        turns.accepted += action.record.accept_lengths
-    turns.tokens = action.tokens
+def _stored_bytes(tensor: Tensor) -> int:
+    """A quantised tensor says it has its original's dtype, and flattens to what it keeps."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    names, _ = tensor.__tensor_flatten__()
+    return sum(_stored_bytes(getattr(tensor, name)) for name in names)

@@ -13,18 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
-from acceptance_trace import TRACE_HELP, Trace, describe, trace_lengths
-from random_policy import TEXT_TOKENS, RandomPolicy, random_policy
-from rich.console import Console
-from rich.table import Table
-from saturated import Turns, add_turn, settings_of
-from shapes import SIZES
-from speed_benchmark import Device, Dtype, Out, Sizes, dtype_on, result_head, write_result
+from acceptance_trace import TRACE_HELP, describe, trace_lengths
+from harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head
+from random_policy import SIZES, TEXT_TOKENS, RandomPolicy, random_codec, random_policy
+from saturated import EngineTurns, compete, mode_settings
 
-from specvla_ros.models.codecs.bins import ActionStatistics
 from specvla_ros.planning.limits import AcceptanceLengths
 
 IN_ORDER = "specpipe, in order"
@@ -32,6 +27,7 @@ MODES = ("ar", "spec", "pipeline", "specpipe", IN_ORDER)
 
 
 def main(
+    context: typer.Context,
     sizes: Sizes = "tiny",
     device: Device = "cpu",
     dtype: Dtype = "",
@@ -48,10 +44,7 @@ def main(
     """Time per action of every mode, over the lengths of answer and prompt."""
     chosen = dtype_on(device, dtype)
     lengths = trace_lengths(trace)
-    options = {"sizes": sizes, "device": device, "dtype": dtype, "tokens": tokens, "prompts": prompts}
-    options |= {"trace": trace, "nodes": nodes, "actions": actions, "repeats": repeats}
-    result = result_head("sensitivity", chosen, options)
-    result |= {"acceptance": describe(lengths), "tree_nodes": nodes, "sizes": {}}
+    result = result_head(context, chosen) | {"acceptance": describe(lengths), "tree_nodes": nodes, "sizes": {}}
     for name in sizes.split(","):
         with tempfile.TemporaryDirectory() as directory:
             policy = random_policy(
@@ -64,8 +57,7 @@ def main(
             ]
         parameters = sum(p.numel() for p in policy.decoder.parameters())
         result["sizes"][name] = {"parameters": parameters, "points": points}
-    _print(result)
-    write_result(result, out)
+    finish(result, out)
 
 
 def _reshaped(policy: RandomPolicy, tokens: int, rows: int) -> RandomPolicy:
@@ -76,43 +68,28 @@ def _reshaped(policy: RandomPolicy, tokens: int, rows: int) -> RandomPolicy:
     generator = torch.Generator(decoder.device).manual_seed(rows)
     shape = (rows, decoder.config.hidden_size)
     embeddings = torch.randn(shape, generator=generator, device=decoder.device, dtype=decoder.dtype)
-    statistics = ActionStatistics("random", -np.ones(tokens), np.ones(tokens), np.ones(tokens, dtype=bool))
-    return replace(policy, prompt_rows=rows, embeddings=embeddings, codec=replace(policy.codec, statistics=statistics))
+    codec = random_codec(policy.model.config.token_vocab_size, tokens)
+    return replace(policy, prompt_rows=rows, embeddings=embeddings, codec=codec)
 
 
 def _point(policy: RandomPolicy, lengths: AcceptanceLengths, nodes: int, actions: int, repeats: int) -> dict[str, Any]:
     """Every mode at one length of answer and prompt, taking turns."""
     tokens = policy.action_dim
-    turns = {mode: Turns() for mode in MODES}
-    traces = {mode: Trace(lengths) for mode in MODES}
-    for _ in range(repeats):
-        for mode in MODES:
-            settings = settings_of(mode.partition(",")[0], lengths, tokens=tokens, nodes=nodes)
-            add_turn(turns[mode], policy, replace(settings, in_order=mode == IN_ORDER), traces[mode], actions)
-    rows = {mode: each.summary() for mode, each in turns.items()}
+    contestants = {}
+    for mode in MODES:
+        name, in_order = mode.partition(",")[0], mode == IN_ORDER
+        settings = mode_settings(name, lengths, tokens=tokens, nodes=nodes, in_order=in_order)
+        contestants[mode] = EngineTurns(policy, settings, lengths)
+    rows = compete(contestants, actions=actions, repeats=repeats)
     for row in rows.values():
         row["seconds_per_action"] = 1 / row["action_rate_hz"]
     return {
         "tokens": tokens,
         "prompt_rows": policy.prompt_rows,
         "expected_forwards": 1 + lengths.verifications(tokens - 1),
-        "same_tokens": turns["ar"].tokens == turns["pipeline"].tokens,
+        "same_tokens": contestants["ar"].tokens == contestants["pipeline"].tokens,
         "modes": rows,
     }
-
-
-def _print(result: dict[str, Any]) -> None:
-    for name, size in result["sizes"].items():
-        table = Table(title=f"{name}, {result['hardware']}, {result['dtype']}: ms per action (latency)")
-        for head in ("tokens", "prompt", *MODES):
-            table.add_column(head, justify="right")
-        for point in size["points"]:
-            cells = [
-                f"{row['seconds_per_action'] * 1e3:.1f} ({row['latency_s']['mean'] * 1e3:.1f})"
-                for row in point["modes"].values()
-            ]
-            table.add_row(str(point["tokens"]), str(point["prompt_rows"]), *cells)
-        Console().print(table)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ python benchmarks/speculation.py --episodes 60 --workers 2
 Success is paired episode by episode; the time per action is measured on the same frames, the settings taking turns.
 """
 
-import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from episode_benchmark import parser, result_head, write_result
+import typer
+from harness import Episodes, Out, Seed, Work, Workers, finish, result_head, show_progress
+from results_page import RESULTS
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
@@ -17,7 +19,6 @@ from specvla_ros.evaluation.simulate_summary import Setting, SweepRow
 from specvla_ros.evaluation.sweep import sweep
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.simulation.rollout import EpisodeResult
 from specvla_ros.speculation.rules.registry import bins_of
 from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings
 from specvla_ros.speculation.tolerance import Tolerance
@@ -33,7 +34,7 @@ def settings() -> list[Setting]:
     small = replace(tree, nodes=16)
     alone = replace(small, head=NO_HEAD, temporal=True)
     both = replace(tree, temporal=True)
-    window, small_window = (replace(each, children="window_mass") for each in (tree, small))
+    window, small_window = (replace(draft, children="window_mass") for draft in (tree, small))
     chosen = [
         ("strict, temporal alone", alone, AcceptanceSettings()),
         ("strict, 50 nodes", tree, AcceptanceSettings()),
@@ -51,28 +52,30 @@ def settings() -> list[Setting]:
     return [Setting("ar", EngineSettings("ar")), *settings]
 
 
-def main() -> None:
-    """Runs what is missing, and writes the JSON file."""
-    options = parser(__doc__, work="speculation-benchmark", out="speculation_nano.json", episodes=60).parse_args()
+def main(
+    context: typer.Context,
+    episodes: Episodes = 60,
+    seed: Seed = 0,
+    workers: Workers = 2,
+    work: Work = Path("speculation-benchmark"),
+    out: Out = RESULTS / "speculation_nano.json",
+) -> None:
+    """Runs the episodes that are missing, with every setting."""
     policy = nano_policy()
-    plan = SimulatePlan(episodes=options.episodes, first_seed=options.seed, films=0, workers=options.workers)
-
-    def show(name: str, _: EpisodeResult, done: int, wanted: int) -> None:
-        if done % 50 == 0:
-            print(f"{name}: {done} of {wanted}", file=sys.stderr, flush=True)
-
-    rows = sweep(SimulateSettings(policy), settings(), plan, options.work, show)
+    plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
+    rows = sweep(SimulateSettings(policy), settings(), plan, work, show_progress)
     loaded = load_target(policy, device="cpu")
-    result = result_head("speculation", options) | {
+    result = result_head(context) | {
         "policy": policy.name,
-        "first_seed": options.seed,
-        "episodes_per_task": options.episodes,
+        "first_seed": seed,
+        "episodes_per_task": episodes,
         "tolerances": [
-            {"mm": each.mm, "degrees": each.degrees, "bins": bins_of(each.acceptance, loaded)} for each in TOLERANCES
+            {"mm": bound.mm, "degrees": bound.degrees, "bins": bins_of(bound.acceptance, loaded)}
+            for bound in TOLERANCES
         ],
         "rows": [_row(row) for row in rows],
     }
-    write_result(result, options)
+    finish(result, out)
 
 
 def _row(row: SweepRow) -> dict[str, Any]:
@@ -81,4 +84,4 @@ def _row(row: SweepRow) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -9,16 +9,14 @@ Behind a prompt of 290 rows, as OpenVLA's, with random weights: time does not de
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 import typer
+from harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head, take_turns
 from random_decoder import random_decoder, random_draft_head
-from rich.console import Console
-from rich.table import Table
-from shapes import PROMPT, SIZES, tree_parents
-from speed_benchmark import Device, Dtype, Out, Sizes, dtype_on, result_head, write_result
-from timing import take_turns
+from random_policy import PROMPT, SIZES, tree_parents
 
 from specvla_kernels.accept_tree import NO_NODE
 from specvla_kernels.commit_kv import commit_kv
@@ -28,6 +26,7 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.verifier import Verifier, VerifyInput
 from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.target import ForwardResult
 from specvla_ros.speculation.accept import AcceptanceRule, ActionIds
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
 from specvla_ros.speculation.drafters.protocol import DraftInput
@@ -48,6 +47,7 @@ _BEAM = 8
 
 
 def main(
+    context: typer.Context,
     sizes: Sizes = "tiny,1b",
     device: Device = "cpu",
     dtype: Dtype = "",
@@ -56,14 +56,12 @@ def main(
 ) -> None:
     """Times the parts of a tick, taking turns."""
     chosen = dtype_on(device, dtype)
-    result = result_head("tick_cost", chosen, {"sizes": sizes, "device": device, "dtype": dtype, "repeats": repeats})
-    result |= {"torch": torch.__version__, "tree_nodes": TREE, "sizes": {}}
+    result = result_head(context, chosen) | {"tree_nodes": TREE, "sizes": {}}
     for name in sizes.split(","):
         with torch.inference_mode():
             decoder = random_decoder(SIZES[name].llama, dtype=chosen, device=device)
             result["sizes"][name] = _measure(decoder, device, repeats)
-    _print(result)
-    write_result(result, out)
+    finish(result, out)
 
 
 def _measure(decoder: LlamaDecoder, device: str, repeats: int) -> dict[str, Any]:
@@ -80,21 +78,19 @@ def _measure(decoder: LlamaDecoder, device: str, repeats: int) -> dict[str, Any]
     actions = ActionIds(vocab - 320, vocab - 64, bins=255)
     visual = torch.randn(IMAGE_TOKENS, decoder.config.hidden_size, device=device, dtype=decoder.dtype)
     parts: dict[str, Callable[[], Any]] = {
-        f"forward, {nodes} nodes": lambda tree=tree: forward(tree) for nodes, tree in trees.items()
+        f"forward, {nodes} nodes": partial(forward, tree) for nodes, tree in trees.items()
     }
     for name, rule in _rules(vocab, device).items():
         part = VerifyInput(trees[TREE], 1, 0, PROMPT, rule, [visual])
         verifier = Verifier(rule, actions, cache, max_nodes=TREE, max_depth=DEPTH)
-        parts[f"accept, {name}"] = lambda verifier=verifier, part=part: verifier.verify(
-            verified.logits, [verified.hidden], [part], verifier.prepare([part])
-        )
+        parts[f"accept and commit, {name}"] = partial(_verify, verifier, verified, part)
     path = [*range(0, 2 * COMMITTED, 2), *[NO_NODE] * (DEPTH + 1 - COMMITTED)]
-    slots, rows, nodes = (to_device(each, cache.keys.device) for each in ([0], [PROMPT], [path]))
+    slots, rows, nodes = (to_device(numbers, cache.keys.device) for numbers in ([0], [PROMPT], [path]))
     parts["commit"] = lambda: commit_kv(cache.keys, cache.values, slots, rows, nodes)
     for size in (TREE, 50):
         parts[f"draft, {size} nodes"] = _drafting(decoder, size, prompt)
     seconds = take_turns(parts, repeats, device)
-    tick = [f"forward, {TREE} nodes", "accept, bin_distance", "commit", f"draft, {TREE} nodes"]
+    tick = [f"forward, {TREE} nodes", "accept and commit, bin_distance", f"draft, {TREE} nodes"]
     total = sum(seconds[part] for part in tick)
     return {
         "parameters": sum(p.numel() for p in decoder.parameters()),
@@ -102,6 +98,10 @@ def _measure(decoder: LlamaDecoder, device: str, repeats: int) -> dict[str, Any]
         "tick_s": total,
         "share_of_tick": {part: seconds[part] / total for part in tick},
     }
+
+
+def _verify(verifier: Verifier, verified: ForwardResult, tree: VerifyInput) -> object:
+    return verifier.verify(verified.logits, [verified.hidden], [tree], verifier.prepare([tree]))
 
 
 def _rules(vocab: int, device: str) -> dict[str, AcceptanceRule]:
@@ -133,17 +133,6 @@ def _drafting(decoder: LlamaDecoder, nodes: int, prompt: torch.Tensor) -> Callab
 
     drafter.draft([told(prompt, PROMPT)])
     return lambda: drafter.draft([told(prompt[:COMMITTED], PROMPT + COMMITTED)])
-
-
-def _print(result: dict[str, Any]) -> None:
-    table = Table("", *result["sizes"], title=f"{result['hardware']}, {result['dtype']}, milliseconds")
-    first = next(iter(result["sizes"].values()))
-    for part in first["seconds"]:
-        table.add_row(part, *(f"{figures['seconds'][part] * 1e3:.2f}" for figures in result["sizes"].values()))
-    for part in first["share_of_tick"]:
-        shares = (f"{figures['share_of_tick'][part]:.1%}" for figures in result["sizes"].values())
-        table.add_row(f"share of a tick: {part}", *shares)
-    Console().print(table)
 
 
 if __name__ == "__main__":

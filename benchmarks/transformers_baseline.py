@@ -1,10 +1,28 @@
-"""transformers' LlamaForCausalLM with a decoder's weights."""
+"""transformers on the same weights: its LlamaForCausalLM, and its generate as a contestant."""
 
+import time
 from typing import Any
 
 import torch
+from harness import synchronise
+from random_policy import TEXT_TOKENS, TOKENS, RandomPolicy, frame
+from saturated import GpuMemory, rate_and_latency
 
 from specvla_ros.models.llama import LlamaDecoder, llama_tensors
+
+_WARM = 2  # actions before a turn: a captured decode step is recorded in its second run
+_SHARED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
 
 
 def transformers_llama(decoder: LlamaDecoder) -> Any:
@@ -12,27 +30,85 @@ def transformers_llama(decoder: LlamaDecoder) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = decoder.config
-    names = [
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "vocab_size",
-        "rms_norm_eps",
-        "max_position_embeddings",
-        "tie_word_embeddings",
-    ]
     reference_config = LlamaConfig(
-        **{name: getattr(config, name) for name in names},
+        **{name: getattr(config, name) for name in _SHARED},
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
     )
     with torch.device("meta"):
-        model = LlamaForCausalLM(reference_config)
+        model: Any = LlamaForCausalLM(reference_config)
     tensors = llama_tensors(decoder)
     if config.tie_word_embeddings:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     model.load_state_dict({name: tensor.to(decoder.dtype) for name, tensor in tensors.items()}, assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(reference_config)
     return model.to(decoder.device).eval()
+
+
+class GenerateTurns:
+    """transformers' generate with the policy's weights: one action after the other.
+
+    Args:
+        policy: the weights and the prompt.
+        compiled: whether the cache is static and the decode step compiled, as transformers does it where it can.
+    """
+
+    def __init__(self, policy: RandomPolicy, *, compiled: bool) -> None:
+        self._policy = policy
+        self._device = policy.decoder.device
+        self._model = transformers_llama(policy.decoder)
+        self._on_gpu = GpuMemory(policy.model) if self._device.type == "cuda" else None
+        self._options: dict[str, Any] = {"cache_implementation": "static"} if compiled else {}
+        self._compiled = compiled
+        self._skipped = ""
+        if compiled and self._device.type != "cuda":
+            self._skipped = "transformers compiles the decode step on accelerators only"
+        self._latency_s: list[float] = []
+        self._rates_hz: list[float] = []
+        self._peak_bytes: int | None = None
+        self.tokens: tuple[int, ...] = ()
+
+    def add_turn(self, actions: int) -> None:
+        """Times so many actions, after some that are not counted; the first of all compiles."""
+        if self._skipped:
+            return
+        if self._on_gpu is not None:
+            self._on_gpu.begin()
+        try:
+            for _ in range(_WARM):
+                self._act()
+        except Exception as error:  # a compiler that fails must not end the comparison
+            if not self._compiled:
+                raise
+            self._skipped = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            return
+        if self._compiled and not hasattr(self._model, "_compiled_call"):
+            self._skipped = "transformers did not compile the decode step"
+            return
+        synchronise(str(self._device))
+        started = time.perf_counter()
+        self._latency_s += [self._act() for _ in range(actions)]
+        self._rates_hz.append(actions / (time.perf_counter() - started))
+        self._peak_bytes = self._on_gpu.end() if self._on_gpu is not None else None
+
+    def summary(self) -> dict[str, Any]:
+        """Figures for a result, or why there are none."""
+        if self._skipped:
+            return {"skipped": self._skipped}
+        return rate_and_latency(self._latency_s, self._rates_hz, self._peak_bytes)
+
+    @torch.no_grad()
+    def _act(self) -> float:
+        """Seconds of one action; its tokens are read back, as an action's must be."""
+        started = time.perf_counter()
+        prompt = self._policy.prompt_embeddings(frame(1), (1,) * TEXT_TOKENS)
+        mask = torch.ones(1, len(prompt), dtype=torch.int64, device=self._device)
+        out = self._model.generate(
+            inputs_embeds=prompt[None],
+            attention_mask=mask,
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            **self._options,
+        )
+        self.tokens = tuple(out[0].tolist())
+        return time.perf_counter() - started

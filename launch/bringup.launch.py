@@ -14,15 +14,16 @@ from launch_ros.parameter_descriptions import ParameterValue
 from lifecycle_msgs.msg import Transition
 
 from launch import LaunchContext, LaunchDescription
+from specvla_ros.ros.policy.parameters import PolicyParameters
+from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.profiles import as_bool, merge_parameters
 
 CONFIG = Path(get_package_share_directory("specvla_ros"), "config")
 # Arguments that are parameters; an empty one leaves the value of the parameter files.
 PARAMETERS = {
-    "checkpoint": "Directory of the OpenVLA checkpoint.",
-    "unnorm_key": "Dataset whose action statistics apply.",
-    "instruction": "What the robot shall do until the instruction topic says otherwise.",
-    "device": "auto, cpu, cuda or cuda:N.",
+    declared.name: declared.description
+    for declared in walk(PolicyParameters())
+    if declared.name in ("checkpoint", "unnorm_key", "instruction", "device")
 }
 
 

@@ -58,7 +58,7 @@ class Policy:
     def load(
         directory: str | Path,
         *,
-        mode: str = "ar",
+        mode: str = "",
         tolerance: str = "",
         device: str = "auto",
         dtype: str = "auto",
@@ -74,7 +74,7 @@ class Policy:
 
         Args:
             directory: a checkpoint in Hugging Face format.
-            mode: `ar`, `spec`, `pipeline` or `specpipe`.
+            mode: `ar`, `spec`, `pipeline` or `specpipe`; empty: that of `params_file`, or `ar`.
             tolerance: how far an accepted token may be from the target's own choice, such as `5mm,3deg` or `5bins`;
                 empty: not at all.
             device, dtype, unnorm_key, center_crop, quantization, action_head: as in `load_target`.

@@ -1,24 +1,48 @@
 """Which program of the attention kernel computes what: a table on the device, so that a launch fits a CUDA graph."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specvla_kernels.device import power_of_two, to_device
 
-if TYPE_CHECKING:
-    from specvla_kernels.layout import Span
-
 _SMALLEST_TILE, _LARGEST_TILE = 16, 64  # an MMA's rows; what keeps a head of 128 in registers
 _KEYS_PER_SPLIT = 64  # one block of keys: fewer would leave programs idle
 _MOST_SPLITS = 16
 _NO_WORK = (0,) * 6
 _PROGRAMS_PER_PROCESSOR = 2  # resident ones that hide each other's waits
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where one segment lies in the packed batch and in its KV slot.
+
+    Args:
+        slot: its KV slot.
+        start: its first row in the packed batch.
+        length: its number of rows (nodes).
+        prefix_len: committed rows of the slot; node j writes its keys and values to row `prefix_len + j`.
+            `-length` for rows that see nothing; see `idle`.
+        is_tree: True: node i sees the prefix and the nodes in `ancestors[start + i]`. False: a chain, causal.
+    """
+
+    slot: int
+    start: int
+    length: int
+    prefix_len: int
+    is_tree: bool
+
+    @staticmethod
+    def idle(start: int, length: int) -> "Span":
+        """Rows that no segment has: the attention kernel finds no key before `prefix_len + length` = 0 and gives 0."""
+        return Span(0, start, length, -length, is_tree=True)
+
+    @property
+    def stop(self) -> int:
+        """One past its last row in the packed batch."""
+        return self.start + self.length
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specvla_kernels.attention_plan import AttentionPlan, plan_attention
+from specvla_kernels.attention_plan import AttentionPlan, Span, plan_attention
 from specvla_kernels.device import to_device
 
 MAX_TREE_NODES = 64  # a node's ancestors are the bits of one int64
@@ -73,36 +73,6 @@ class Ancestry:
         """Bool [n, n]: column j is an ancestor of row i, or i itself."""
         nodes = torch.arange(len(self), device=self.ancestors.device)
         return (self.ancestors[:, None] >> nodes) & 1 == 1
-
-
-@dataclass(frozen=True)
-class Span:
-    """One segment's place.
-
-    Args:
-        slot: its KV slot.
-        start: its first row in the packed batch.
-        length: its number of rows (nodes).
-        prefix_len: committed rows of the slot; node j writes its keys and values to row `prefix_len + j`.
-            `-length` for rows that see nothing; see `idle`.
-        is_tree: True: node i sees the prefix and the nodes in `ancestors[start + i]`. False: a chain, causal.
-    """
-
-    slot: int
-    start: int
-    length: int
-    prefix_len: int
-    is_tree: bool
-
-    @staticmethod
-    def idle(start: int, length: int) -> "Span":
-        """Rows that no segment has: the attention kernel finds no key before `prefix_len + length` = 0 and gives 0."""
-        return Span(0, start, length, -length, is_tree=True)
-
-    @property
-    def stop(self) -> int:
-        """One past its last row in the packed batch."""
-        return self.start + self.length
 
 
 @dataclass(frozen=True)

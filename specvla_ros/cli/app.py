@@ -13,7 +13,8 @@ from specvla_ros.cli import simulation as cli_simulation
 from specvla_ros.cli import speculation as cli_draft
 from specvla_ros.cli.options import PolicyOptions, Tasks, takes_policy
 from specvla_ros.errors import UserError, missing_package
-from specvla_ros.settings.parameter import values_of
+from specvla_ros.ros.policy.parameters import PolicyParameters
+from specvla_ros.settings.parameter import values_of, walk
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +31,8 @@ app = typer.Typer(
 app.add_typer(cli_simulation.app)
 app.add_typer(cli_draft.app)
 app.add_typer(cli_plan.app)
+
+(_ACTION_DT,) = (declared for declared in walk(PolicyParameters()) if declared.name == "action_dt")
 
 
 def main() -> None:
@@ -146,7 +149,14 @@ def replay(
     action_topic: Annotated[
         str, typer.Option(help="Recorded actions; empty: /ground_truth/action if it is there.")
     ] = "",
-    action_dt: Annotated[float, typer.Option(help="Seconds that an action's displacements take.", min=0.001)] = 0.2,
+    action_dt: Annotated[
+        float,
+        typer.Option(
+            help=_ACTION_DT.parameter.description + " In seconds.",
+            min=_ACTION_DT.parameter.minimum,
+            max=_ACTION_DT.parameter.maximum,
+        ),
+    ] = _ACTION_DT.value,
     max_p95_latency_s: Annotated[float | None, typer.Option(help="Limit: 95 % of the frames answer in time.")] = None,
     max_drop_fraction: Annotated[float | None, typer.Option(help="Limit: frames without an action, 0 to 1.")] = None,
     max_bin_distance: Annotated[

@@ -143,14 +143,19 @@ def _ros() -> list[Check]:
             return Check("ros2 tools", "note", "no ros2 on the PATH", "wheels have no ros2 command; an apt ROS 2 does")
         return Check("ros2 tools", "ok", path)
 
-    sourced = "source /opt/ros/<distro>/setup.bash, or run make build on a machine without ROS 2"
+    sourced = (
+        "for the nodes and the demo, which a pip wheel lacks: source /opt/ros/<distro>/setup.bash, or run make build "
+        "on a machine without ROS 2"
+    )
     checks = [_attempt("rclpy", rclpy, sourced)]
     if checks[0].state != "ok":
         return checks
     return [
         *checks,
         _attempt("RMW", rmw, "install ros-<distro>-rmw-fastrtps-cpp, and set AMENT_PREFIX_PATH to where it is"),
-        _attempt("messages", messages, "colcon build and source install/setup.bash, or make build"),
+        _attempt(
+            "messages", messages, "colcon build and source install/setup.bash, or make build; a pip wheel brings none"
+        ),
         tools(),
         _transports(),
     ]

@@ -63,11 +63,9 @@ def takes_policy(*, mode: str = "", decodes: bool = True) -> Callable[[Callable[
         mode: that of a command which compares settings itself, and so has neither --mode nor --tolerance.
         decodes: whether it decodes as the options say; otherwise it has those of loading alone.
     """
-    options = [
-        _checkpoint() if decodes else _checkpoint("--target"),
-        *(_DECODING_IN_ANY_MODE if decodes and not mode else []),
-    ]
-    options += [*(_DECODING if decodes else []), *map(_model_option, walk(ModelSettings()))]
+    options = [_checkpoint() if decodes else _checkpoint("--target"), *map(_model_option, walk(ModelSettings()))]
+    if decodes:
+        options += _DECODING if mode else [*_DECODING_IN_ANY_MODE, *_DECODING]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [each for each in inspect.signature(command).parameters.values() if each.name != "chosen"]

@@ -36,8 +36,8 @@ def plan(
     """Say what a policy could reach on a device, and with which parameters, before it runs there.
 
     Counts the bytes and operations of every forward from the shapes, divides
-    them by the device's bandwidth and matrix rate, and runs the engine's tick
-    loop over that: action rate, observation-to-action latency and memory of
+    them by the device's bandwidth and matrix rate, and runs the engine's
+    scheduler over that: action rate, observation-to-action latency and memory of
     every mode. These are limits, not measurements: a real engine is slower.
     Neither a GPU nor weights are needed.
     """

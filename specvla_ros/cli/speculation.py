@@ -57,7 +57,7 @@ def train_draft(
         raise UserError("--data sim cannot be mixed with bags: train twice, or choose one")
     settings = training.DraftTraining(epochs, batch_size, learning_rate, own_steps, seed)
     bags = None if data == [SIMULATION] else [Path(each) for each in data]
-    _check_frames(bags, frames)
+    training.check_frames(bags, frames)
     policy = load_target(chosen.checkpoint, **vars(chosen.model))
     with progress_bar() as bar:
         asking = bar.add_task("asking the target", total=frames)
@@ -73,7 +73,7 @@ def train_draft(
         line = bar.add_task("training", total=None)
         shown = 0
 
-        def show(progress: training.DraftProgress) -> None:
+        def show(progress: training.Progress[training.DraftValidation]) -> None:
             nonlocal shown
             bar.update(line, completed=progress.step, total=progress.steps, description=f"loss {progress.loss:.4f}")
             found = progress.validation
@@ -88,30 +88,6 @@ def train_draft(
         training.train_draft(policy, shards, out, settings, show)
     parts = ("--policy", chosen.checkpoint, "--mode", "spec", "-p", f"draft.head:={out}", "--out", f"{out}-simulated")
     typer.echo(f"the draft head is in {out}; try it: specvla simulate {shlex.join(map(str, parts))}")
-
-
-def _check_frames(bags: list[Path] | None, frames: int) -> None:
-    """Whether there are enough frames to train on, before the target is asked about any of them."""
-    from specvla_ros.bags.frames import bag_frames
-    from specvla_ros.bags.reader import open_bag
-    from specvla_ros.bags.topics import TopicChoice, choose_topics
-    from specvla_ros.evaluation.frame_sources import find_bags
-    from specvla_ros.training.draft_features import MIN_FRAMES
-
-    if frames < MIN_FRAMES:
-        raise UserError(f"--frames {frames} is too few to train on and to validate with; {MIN_FRAMES} are the minimum")
-    if bags is None:
-        return
-    held = 0
-    for path in find_bags(bags):
-        with open_bag(path) as bag:
-            held += sum(1 for frame in bag_frames(bag, choose_topics(bag, TopicChoice())) if frame.instruction)
-        if held >= MIN_FRAMES:
-            return
-    raise UserError(
-        f"the data hold {held} images with an instruction, too few to train on and to validate with; {MIN_FRAMES} are "
-        "the minimum: give more bags, or --data sim"
-    )
 
 
 @app.command()
@@ -221,8 +197,8 @@ def calibrate(
         line = bar.add_task("looking for frames", total=None)
         images = calibration.collect_frames(loaded, base, data, plan, frames)
 
-        def show(progress: calibration.Progress) -> None:
-            bar.update(line, completed=progress.done, total=progress.wanted, description=progress.stage)
+        def show(stage: str, done: int, wanted: int) -> None:
+            bar.update(line, completed=done, total=wanted, description=stage)
 
         found = calibration.calibrate(loaded, base, images, plan, out, show)
     print_table(CALIBRATION_HEAD[:-1], [calibration_row(each, found)[:-1] for each in found.shortlist])

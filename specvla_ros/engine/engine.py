@@ -57,7 +57,6 @@ class Engine:
     drafter: Drafter
     _codec: Codec
     _fallback: str
-    _last_prompt: tuple[str, PromptLayout] | None
 
     def __init__(self, target: Target, settings: EngineSettings, now_ns: Callable[[], int] | None = None) -> None:
         if settings.max_image_age_s and now_ns is None:
@@ -240,22 +239,17 @@ class Engine:
         return self.drafter.behind_prompt(request.observation.epoch, levels=codec.max_tokens, in_text=codec.in_text(()))
 
     def _lay_out(self, observation: Observation) -> PromptLayout:
-        """The prompt of an observation; the last instruction's ids are kept.
+        """The prompt of an observation.
 
         Raises:
             UserError: the policy cannot be asked this, or it is longer than a slot holds.
         """
-        last, same_prompt = self._last_prompt, observation.prompt_ids is None and observation.state is None
-        if last is not None and same_prompt and observation.instruction == last[0]:
-            return last[1]
         layout = self.target.prompt_layout(observation)
         if len(layout.ids) > self.settings.max_text_tokens:
             raise UserError(
                 f"the prompt has {len(layout.ids)} tokens, but a KV slot holds {self.settings.max_text_tokens}: "
                 "shorten the instruction, or raise decode.max_text_tokens"
             )
-        if same_prompt:
-            self._last_prompt = (observation.instruction, layout)
         return layout
 
     def _change_settings(self, settings: EngineSettings) -> None:
@@ -286,7 +280,6 @@ class Engine:
             settings, self.mailbox, cache, codec, root=root, lay_out=self._lay_out, draft_prompt=self._draft_prompt
         )
         self._codec, self._fallback = codec, fallback
-        self._last_prompt = None
         self.settings, self.cache, self.scheduler = settings, cache, scheduler
         self.runner, self.verifier, self.drafter = runner, verifier, drafter
 

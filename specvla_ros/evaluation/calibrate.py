@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,12 @@ from specvla_ros.simulation.device_pace import read_stage_times, tick_time
 from specvla_ros.simulation.rollout import EpisodeResult
 from specvla_ros.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.speculation.rules.registry import bins_of
-from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
+from specvla_ros.speculation.settings import AcceptanceSettings
 from specvla_ros.speculation.tolerance import Tolerance
+
+CALIBRATION_FILE, PROFILE_FILE = "calibration.json", "profile.yaml"
+_PLAIN = "ar"
+_TRIED = ("decode.mode", "draft.", "acceptance.")  # parameters that a trial sets
 
 
 def write_profile(path: Path, calibration: Calibration) -> None:
@@ -51,27 +55,20 @@ def write_profile(path: Path, calibration: Calibration) -> None:
     # Tolerances found for rounded weights hold for these alone.
     quantization = calibration.context.get("policy", {}).get("quantization", "none")
     model = {"model.quantization": quantization} if quantization != "none" else {}
-    # Of the mode's own settings none was tried.
     values = {name: value for name, value in values_of(chosen.trial.engine).items() if name.startswith(_TRIED)}
     write_parameters(path, model | values, comments)
 
 
-_TRIED = ("decode.mode", "draft.", "acceptance.")
-CALIBRATION_FILE, PROFILE_FILE = "calibration.json", "profile.yaml"
-PLAIN = "ar"
-_FRAMES = "frames"
-
-
 @dataclass(frozen=True)
 class CalibratePlan:
-    """What to try.
+    """The settings to try, and what decides between them.
 
     Args:
-        tolerances: to try beside strict.
-        nodes: sizes of the draft tree to try.
-        limits: that the chosen setting keeps.
-        episodes: in simulation, to judge by success; None: judge by deviation alone.
-        emulate: device whose stage times are taken in place of those measured; empty: none.
+        tolerances: the tolerances to try beside strict acceptance.
+        nodes: the sizes of the draft tree to try.
+        limits: the limits that the chosen setting keeps.
+        episodes: the episodes in simulation that success is judged by; None: deviation alone decides.
+        emulate: the device whose stage times are taken in place of those measured; empty: none.
     """
 
     tolerances: tuple[Tolerance, ...]
@@ -81,13 +78,7 @@ class CalibratePlan:
     emulate: str = ""
 
 
-@dataclass(frozen=True)
-class Progress:
-    """What to tell the user meanwhile: a stage, and how much of it is done."""
-
-    stage: str
-    done: int
-    wanted: int
+OnProgress = Callable[[str, int, int], None]  # the stage, how much of it is done, and how much there is
 
 
 def collect_frames(
@@ -96,11 +87,11 @@ def collect_frames(
     """The frames to try the settings on.
 
     Args:
-        policy: drives, where no bags are given.
-        base: which world.
-        data: bags, directories of bags, or `sim`; none: `sim`.
-        plan: which tasks.
-        frames: at most.
+        policy: the target; drives the simulation where no bags are given.
+        base: the simulation.
+        data: bags, directories of bags, or `sim`; None: `sim`.
+        plan: the tasks.
+        frames: the maximum number of frames.
 
     Raises:
         UserError: bags that cannot be read, or `sim` beside bags.
@@ -111,7 +102,7 @@ def collect_frames(
     elif SIMULATION in data:
         raise UserError("--data sim cannot be mixed with bags: choose one")
     else:
-        source = bag_source(find_bags([Path(each) for each in data]), seed=0)
+        source = bag_source(find_bags([Path(path) for path in data]), seed=0)
     return list(islice(require_frames(source), frames))
 
 
@@ -121,24 +112,24 @@ def calibrate(
     frames: Sequence[Frame],
     plan: CalibratePlan,
     out: Path,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: OnProgress = lambda stage, done, wanted: None,
 ) -> Calibration:
-    """Chooses the most relaxed setting that keeps the limits and is faster than what is exact.
+    """Chooses the largest tolerance that keeps the limits and is faster than exact decoding, and its fastest tree.
 
     First every tolerance is tried with every tree on the same frames: deviation from plain decoding, and seconds per
     action. For each tolerance the fastest tree that keeps the limits is a candidate. Then the candidates act in
-    simulation, the most relaxed first, until one keeps the limit on success, paired with plain decoding start by start.
-    Where none does, the fastest exact setting is chosen: strict speculation, or plain decoding.
+    simulation, the largest tolerance first, until one keeps the limit on success, paired with plain decoding start by
+    start. Where none does, the fastest exact setting is chosen: strict speculation, or plain decoding.
 
     Called again with the same `out` it simulates only the episodes that are missing.
 
     Args:
-        policy: loaded.
+        policy: the target.
         base: the simulation, with the engine's settings that are not tried.
         frames: images with instructions, of one episode after the other.
-        plan: what to try.
-        out: directory for calibration.json, profile.yaml and report.html.
-        on_progress: called now and then.
+        plan: the settings to try.
+        out: the directory for calibration.json, profile.yaml and report.html.
+        on_progress: called as the work proceeds.
 
     Raises:
         UserError: something given is wrong, or no tolerance fits the checkpoint.
@@ -146,26 +137,22 @@ def calibrate(
     directory = RunDirectory(out, "calibrate")
     directory.check()
     spec = replace(base.engine, mode="spec")
-    plain = Trial(PLAIN, None, replace(base.engine, mode=PLAIN, acceptance=AcceptanceSettings()))
-    strict = [Trial(f"strict, {_tree(each)}", None, each) for each in _trees(spec, plan.nodes, AcceptanceSettings())]
-    relaxed, refused = _relaxed(policy, spec, plan)
-    measured = _try_on_frames(policy, plain, [strict, *relaxed], frames, plan, on_progress)
-    fastest_exact = max((each for each in measured if each.trial.tolerance is None), key=lambda each: each.speed_up)
-    candidates = [
-        each.judged(plan.limits, fastest_exact) if each.trial.tolerance is not None else each for each in measured
-    ]
-    judged: list[Candidate] = []
-    chosen = fastest_exact
-    for candidate in _most_relaxed_first(candidates):
+    plain = Trial(_PLAIN, None, replace(base.engine, mode="ar", acceptance=AcceptanceSettings()))
+    relaxed, refused = _relaxed_trials(policy, spec, plan)
+    groups = [_trials(spec, plan.nodes, None), *relaxed]
+    candidates = _try_on_frames(policy, plain, groups, frames, plan, on_progress)
+    exact = [candidate for candidate in candidates if candidate.trial.tolerance is None]
+    chosen = fastest_exact = max(exact, key=lambda candidate: candidate.speed_up)
+    results = {candidate.trial.name: candidate.judged(plan.limits, fastest_exact) for candidate in candidates}
+    for candidate in _by_tolerance(list(results.values())):
         if not candidate.refusals and plan.episodes is not None:
-            candidate = _try_in_simulation(candidate, base, plan, out, on_progress)
-        judged.append(candidate)
+            candidate = _try_in_simulation(candidate, plain, base, plan, directory.path, on_progress)
+            results[candidate.trial.name] = candidate
         if not candidate.refusals:
             chosen = candidate
             break
-    found = {each.trial.name: each for each in judged}
     calibration = Calibration(
-        candidates=tuple(found.get(each.trial.name, each) for each in candidates),
+        candidates=tuple(results.values()),
         chosen=chosen,
         limits=plan.limits,
         refused=refused,
@@ -179,37 +166,39 @@ def calibrate(
     return calibration
 
 
-def _relaxed(policy: Target, spec: EngineSettings, plan: CalibratePlan) -> tuple[list[list[Trial]], dict[str, str]]:
+def _relaxed_trials(
+    policy: Target, spec: EngineSettings, plan: CalibratePlan
+) -> tuple[list[list[Trial]], dict[str, str]]:
     """The trials of each tolerance, and the tolerances that do not fit the checkpoint, with the reason."""
     trials: list[list[Trial]] = []
     refused: dict[str, str] = {}
     for tolerance in plan.tolerances:
-        acceptance = tolerance.acceptance
+        if tolerance == Tolerance():
+            continue  # strict acceptance is tried in any case
         try:
-            bins_of(acceptance, policy)
+            bins_of(tolerance.acceptance, policy)
         except UserError as error:
             refused[str(tolerance)] = str(error)
-            continue
-        trees = _trees(spec, plan.nodes, acceptance)
-        trials.append([Trial(f"{tolerance}, {_tree(each)}", tolerance, each) for each in trees])
-    if not trials:
+        else:
+            trials.append(_trials(spec, plan.nodes, tolerance))
+    if refused and not trials:
         raise UserError("no tolerance fits this checkpoint: " + "; ".join(refused.values()))
     return trials, refused
 
 
-def _trees(spec: EngineSettings, nodes: Sequence[int], acceptance: AcceptanceSettings) -> list[EngineSettings]:
-    """Every size, and under a tolerance each way to choose children."""
-    ways = ("top_k",) if acceptance.rule == "strict" else ("top_k", "window_mass")
+def _trials(spec: EngineSettings, nodes: Sequence[int], tolerance: Tolerance | None) -> list[Trial]:
+    """One trial per tree size; with a tolerance one more, as children may be chosen by the mass within it."""
+    acceptance = tolerance.acceptance if tolerance else AcceptanceSettings()
     return [
-        replace(spec, draft=replace(spec.draft, nodes=size, children=way), acceptance=acceptance)
+        Trial(
+            f"{tolerance or 'strict'}, {size} nodes{suffix}",
+            tolerance,
+            replace(spec, draft=replace(spec.draft, nodes=size, children=children), acceptance=acceptance),
+        )
         for size in nodes
-        for way in ways
+        for children, suffix in (("top_k", ""), ("window_mass", ", window mass"))
+        if tolerance or children == "top_k"
     ]
-
-
-def _tree(settings: EngineSettings) -> str:
-    draft: DraftSettings = settings.draft
-    return f"{draft.nodes} nodes" + (", window mass" if draft.children == "window_mass" else "")
 
 
 def _try_on_frames(
@@ -218,24 +207,23 @@ def _try_on_frames(
     groups: Sequence[Sequence[Trial]],
     frames: Sequence[Frame],
     plan: CalibratePlan,
-    on_progress: Callable[[Progress], None],
+    on_progress: OnProgress,
 ) -> list[Candidate]:
-    """Each group beside plain decoding, one group after the other: every engine holds memory of its own."""
-    wanted, done = len(groups) * len(frames), 0
-
-    def one_more() -> None:
-        nonlocal done
-        done += 1
-        on_progress(Progress(_FRAMES, done, wanted))
-
+    """Plain decoding, then each group beside it, one group after the other: every engine holds memory of its own."""
+    progress = count(1)
     candidates: list[Candidate] = []
     pace = tick_time(read_stage_times(plan.emulate) if plan.emulate else None)
     for group in groups:
-        engines = {each.name: each.engine for each in (plain, *group)}
-        runs = run_side_by_side(policy, engines, frames, rounds=1, pace=pace, on_frame=one_more)
-        candidates += [
-            _measured(trial, runs[trial.name], runs[PLAIN]) for trial in ((plain, *group) if not candidates else group)
-        ]
+        runs = run_side_by_side(
+            policy,
+            {trial.name: trial.engine for trial in (plain, *group)},
+            frames,
+            rounds=1,
+            pace=pace,
+            on_frame=lambda: on_progress("frames", next(progress), len(groups) * len(frames)),
+        )
+        tried = group if candidates else (plain, *group)
+        candidates += [_measured(trial, runs[trial.name], runs[_PLAIN]) for trial in tried]
     return candidates
 
 
@@ -250,34 +238,36 @@ def _measured(trial: Trial, run: FrameRun, plain: FrameRun) -> Candidate:
     )
 
 
-def _most_relaxed_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """For each tolerance the fastest tree that keeps the limits; or, where none does, the fastest of all."""
-    chosen = []
-    for tolerance in sorted({each.trial.tolerance for each in candidates if each.trial.tolerance}, reverse=True):
-        mine = [each for each in candidates if each.trial.tolerance == tolerance]
-        chosen.append(max(mine, key=lambda each: (not each.refusals, each.speed_up)))
-    return chosen
+def _by_tolerance(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Of each tolerance, the largest first, the fastest tree that keeps the limits; where none does, the fastest."""
+    best: dict[Tolerance, Candidate] = {}
+    for candidate in candidates:
+        tolerance = candidate.trial.tolerance
+        if tolerance is not None:
+            rivals = best.get(tolerance, candidate), candidate
+            best[tolerance] = max(rivals, key=lambda each: (not each.refusals, each.speed_up))
+    return [best[tolerance] for tolerance in sorted(best, reverse=True)]
 
 
 def _try_in_simulation(
     candidate: Candidate,
+    plain: Trial,
     base: SimulateSettings,
     plan: CalibratePlan,
     out: Path,
-    on_progress: Callable[[Progress], None],
+    on_progress: OnProgress,
 ) -> Candidate:
     assert plan.episodes is not None
-    folders = {}
-    plain = replace(base.engine, mode=PLAIN, acceptance=AcceptanceSettings())
-    for name, engine in ((PLAIN, plain), (candidate.trial.name, candidate.trial.engine)):
+    episodes = []
+    for trial in (plain, candidate.trial):
 
-        def report(_: EpisodeResult, done: int, wanted: int, name: str = name) -> None:
-            on_progress(Progress(name, done, wanted))
+        def report(_: EpisodeResult, done: int, wanted: int, name: str = trial.name) -> None:
+            on_progress(name, done, wanted)
 
-        folders[name] = out / name.replace(", ", "_").replace(" ", "-")
-        simulate(replace(base, engine=engine), plan.episodes, folders[name], report)
-    pairs = compare_episodes(read_episodes(folders[PLAIN]), read_episodes(folders[candidate.trial.name]))
-    return candidate.with_success(pairs, plan.limits)
+        folder = out / trial.name.replace(", ", "_").replace(" ", "-")
+        simulate(replace(base, engine=trial.engine), plan.episodes, folder, report)
+        episodes.append(read_episodes(folder))
+    return candidate.with_success(compare_episodes(*episodes), plan.limits)
 
 
 def _context(policy: Target, base: SimulateSettings, plan: CalibratePlan, frames: int) -> dict[str, Any]:

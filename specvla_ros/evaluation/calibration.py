@@ -1,4 +1,4 @@
-"""What calibration compares: tolerances, how far they let an action deviate, and the choice between them."""
+"""What a calibration measures of each setting, and the limits that decide between them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,13 +17,13 @@ _OPEN = 0.5  # a gripper value beyond is one command, below it the other
 
 @dataclass(frozen=True)
 class Deviation:
-    """Over the frames.
+    """How far one setting's actions are from another's, over frames.
 
     Args:
         p95_mm, largest_mm: distance between the two displacements.
         p95_deg, largest_deg: length of the difference of roll, pitch, yaw.
-        gripper_share: frames on which the gripper is told something else.
-        lost_share: frames for which one of the two had no action.
+        gripper_share: share of frames with another gripper command.
+        lost_share: share of frames for which one of the two had no action.
     """
 
     p95_mm: float = 0.0
@@ -33,17 +33,13 @@ class Deviation:
     gripper_share: float = 0.0
     lost_share: float = 0.0
 
-    def as_json(self) -> dict[str, float]:
-        """By name."""
-        return asdict(self)
-
 
 def deviation(plain: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Deviation:
-    """Compares actions frame by frame.
+    """The deviation of actions, frame by frame.
 
     Args:
-        plain: float64 [7] each: metres, radians, gripper in [0, 1]; NaN where there was none.
-        other: as many.
+        plain: actions, float64 [7]: metres, radians, gripper in [0, 1]; NaN where there was none.
+        other: those of the other setting.
 
     Raises:
         UserError: actions that are not x y z roll pitch yaw gripper.
@@ -54,20 +50,20 @@ def deviation(plain: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Devia
             f"the policy's actions have {first.shape[1]} values: their deviation in mm and degrees is not known, only "
             "that of x y z roll pitch yaw gripper"
         )
-    there = np.isfinite(first).all(axis=1) & np.isfinite(second).all(axis=1)
-    if not there.any():
+    both = np.isfinite(first).all(axis=1) & np.isfinite(second).all(axis=1)
+    if not both.any():
         return Deviation(lost_share=1.0)
-    apart = (second - first)[there]
-    mm = 1e3 * np.linalg.norm(apart[:, :3], axis=1)
-    degrees = np.degrees(np.linalg.norm(apart[:, 3:6], axis=1))
-    flipped = (first[there, 6] > _OPEN) != (second[there, 6] > _OPEN)
+    difference = (second - first)[both]
+    mm = 1e3 * np.linalg.norm(difference[:, :3], axis=1)
+    degrees = np.degrees(np.linalg.norm(difference[:, 3:6], axis=1))
+    flipped = (first[both, 6] > _OPEN) != (second[both, 6] > _OPEN)
     return Deviation(
         p95_mm=percentiles(mm)["p95"],
         largest_mm=float(mm.max()),
         p95_deg=percentiles(degrees)["p95"],
         largest_deg=float(degrees.max()),
         gripper_share=float(flipped.mean()),
-        lost_share=float(1 - there.mean()),
+        lost_share=float(1 - both.mean()),
     )
 
 
@@ -76,10 +72,10 @@ class Limits:
     """What the user allows, against plain decoding.
 
     Args:
-        loss_points: success that may be lost [points]; the lower end of the paired 95 % interval must not go beyond.
-        p95_mm: deviation of the displacement that 95 % of the actions keep.
-        p95_deg: of the rotation.
-        gripper_share: actions that may tell the gripper something else.
+        loss_points: success that may be lost [points]: by the lower end of the paired 95 % interval.
+        p95_mm: deviation of the displacement, 95th percentile [mm].
+        p95_deg: deviation of the rotation, 95th percentile [degrees].
+        gripper_share: share of actions with another gripper command.
 
     Raises:
         UserError: one is negative.
@@ -101,8 +97,8 @@ class Trial:
     """One setting to try.
 
     Args:
-        name: for tables and folders.
-        tolerance: None: exact.
+        name: in tables; its folder's name derives from it.
+        tolerance: of the acceptance; None: exact.
         engine: the setting.
     """
 
@@ -119,11 +115,11 @@ class Candidate:
         trial: the setting.
         action_s: mean seconds per action, see FrameRun.
         speed_up: of plain decoding on the same frames, over this.
-        tau: tokens per verification forward.
+        tau: tokens committed per verification forward.
         forwards_per_action: prefill included.
         deviation: from plain decoding on the same frames.
-        pairs: success in simulation, paired with plain decoding; None: it did not act.
-        refusals: limits that it does not keep.
+        pairs: success in simulation, paired with plain decoding; None: not simulated.
+        refusals: the limits that it breaks, in words.
     """
 
     trial: Trial
@@ -136,7 +132,9 @@ class Candidate:
     refusals: tuple[str, ...] = ()
 
     def judged(self, limits: Limits, fastest_exact: "Candidate") -> "Candidate":
-        """With what speaks against it on the frames."""
+        """With the limits that it breaks on the frames; what is exact breaks none."""
+        if self.trial.tolerance is None:
+            return self
         found, reasons = self.deviation, []
         for text, value, limit in (
             ("{:.2g} mm off at p95, the limit is {:g}", found.p95_mm, limits.p95_mm),
@@ -151,7 +149,7 @@ class Candidate:
         return replace(self, refusals=tuple(reasons))
 
     def with_success(self, pairs: PairedComparison, limits: Limits) -> "Candidate":
-        """With its success, and what that speaks against it."""
+        """With its success, and the limit on it if it is broken."""
         _, low, _ = pairs.points
         reasons = self.refusals
         if low < -limits.loss_points:
@@ -173,7 +171,7 @@ class Candidate:
             "speed_up": self.speed_up,
             "tau": self.tau,
             "forwards_per_action": self.forwards_per_action,
-            "deviation": self.deviation.as_json(),
+            "deviation": asdict(self.deviation),
             "success_pairs": self.pairs.as_json() if self.pairs else None,
             "refusals": list(self.refusals),
         }
@@ -188,7 +186,7 @@ class Calibration:
         chosen: one of them.
         limits: that it keeps.
         refused: tolerances that do not fit the checkpoint, with the reason.
-        context: what it was made with.
+        context: what it was made with and on.
     """
 
     candidates: tuple[Candidate, ...]
@@ -201,14 +199,12 @@ class Calibration:
     def shortlist(self) -> tuple[Candidate, ...]:
         """Plain decoding, the fastest strict setting, and of each tolerance the one that was chosen or is fastest."""
         best: dict[Tolerance | None, Candidate] = {}
-        for each in self.candidates[1:]:
-            rival = best.get(each.trial.tolerance)
-            if rival is None or self._rank(each) > self._rank(rival):
-                best[each.trial.tolerance] = each
+        for candidate in self.candidates[1:]:
+            rivals = best.get(candidate.trial.tolerance, candidate), candidate
+            best[candidate.trial.tolerance] = max(
+                rivals, key=lambda each: (each.trial == self.chosen.trial, not each.refusals, each.speed_up)
+            )
         return (self.candidates[0], *best.values())
-
-    def _rank(self, candidate: Candidate) -> tuple[bool, bool, float]:
-        return candidate.trial == self.chosen.trial, not candidate.refusals, candidate.speed_up
 
     def as_json(self) -> dict[str, Any]:
         """For calibration.json."""

@@ -1,4 +1,4 @@
-"""Frames that a policy is asked about: from bags, or from what the policy itself does in simulation."""
+"""Frames to decode: from bags, or from what the policy itself does in simulation."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from specvla_ros.simulation.rollout import Clock, Rollout
 
 SIMULATION = "sim"
 
-Frame = tuple[np.ndarray, str]  # RGB uint8 [height, width, 3], and what is asked
+Frame = tuple[np.ndarray, str]  # RGB uint8 [height, width, 3], and the instruction
 
 
 def find_bags(directories: Sequence[Path]) -> tuple[Path, ...]:
@@ -64,17 +64,17 @@ def simulation_source(
     tasks: Sequence[str] = (),
     engine: EngineSettings | None = None,
 ) -> Iterator[Frame]:
-    """What the camera sees while the policy drives a simulated arm, decoded plainly, task after task, without end.
+    """The camera's images while the policy drives a simulated arm with plain decoding, task after task, without end.
 
     Args:
-        policy: drives.
+        policy: the target.
         first_seed: of the first episode's start; the others follow.
-        world: table, or a LIBERO suite.
-        tasks: names; none: all of the world.
-        engine: lengths of prompt and text; how it decodes is not read.
+        world: `table`, or the name of a LIBERO suite.
+        tasks: names of the tasks; none: all of the world.
+        engine: settings of which prompt and text lengths are taken.
 
     Raises:
-        UserError: no such world or task, or an instruction that the policy cannot be asked.
+        UserError: no such world or task, or an instruction that the policy cannot take.
     """
     names = tasks_of(world, tasks)
     seen: list[Frame] = []

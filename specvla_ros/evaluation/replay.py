@@ -29,7 +29,7 @@ from specvla_ros.evaluation.replay_summary import (
     compare,
     summarise,
 )
-from specvla_ros.evaluation.report.replay import write_replay_report
+from specvla_ros.evaluation.report.replay import Pictures, write_replay_report
 from specvla_ros.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, write_line
 from specvla_ros.evaluation.terminal import deferred_interruption, progress_bar
 from specvla_ros.models.checkpoint import Target
@@ -50,6 +50,7 @@ class ReplayRun:
     Args:
         engine: warm, and used by nobody else meanwhile.
         directory: of the results; begun.
+        frames_in_bag: images that the bag holds.
         start_ns: bag time that counts as 0 s.
         action_dt: seconds over which an action's displacements are meant.
 
@@ -57,11 +58,14 @@ class ReplayRun:
         UserError: the directory cannot be written, or what it holds is damaged.
     """
 
-    def __init__(self, engine: Engine, directory: RunDirectory, *, start_ns: int, action_dt: float) -> None:
+    def __init__(
+        self, engine: Engine, directory: RunDirectory, *, frames_in_bag: int, start_ns: int, action_dt: float
+    ) -> None:
         self._engine = engine
         self._directory = directory
         self._action_dt = action_dt
         self._columns = ReplayColumns(engine.target.codec.names, start_ns)
+        self._pictures = Pictures(frames_in_bag, start_ns)
         self._kept = directory.resume_lines(FRAMES_FILE, lambda line: FrameRecord(**line))
         self._newest: list[Observation] = []  # of the kept frames: that of the newest action, and the newest of all
         bag = directory.path / BAG_DIRECTORY
@@ -88,24 +92,22 @@ class ReplayRun:
                 record = _dropped(frame, received_ns, outcome.reason, outcome.detail, observed.stamp_ns)
         assert isinstance(record, FrameRecord)
         write_line(self._lines, record.as_json())
-        self._add(record, action)
+        self._add(record, observed, action)
         return True
 
-    def finish(
-        self, *, frames_in_bag: int, thresholds: Thresholds, incomplete: str, context: Mapping[str, Any]
-    ) -> ReplaySummary:
+    def finish(self, *, thresholds: Thresholds, incomplete: str, context: Mapping[str, Any]) -> ReplaySummary:
         """Writes the summary, the report and the end of the bag."""
         self._lines.close()
         self._recorder.close()
         summary = summarise(
             self._columns,
-            frames_in_bag=frames_in_bag,
+            frames_in_bag=self._pictures.frames,
             thresholds=thresholds,
             incomplete=incomplete,
             context=context,
         )
         self._directory.write_json(SUMMARY_FILE, summary.as_json())
-        write_replay_report(self._directory.path / REPORT_FILE, summary, self._columns)
+        write_replay_report(self._directory.path / REPORT_FILE, summary, self._columns, self._pictures)
         return summary
 
     def _answered(self, frame: BagFrame, action: Action, received_ns: int) -> FrameRecord:
@@ -137,10 +139,11 @@ class ReplayRun:
                 self._newest = [observed]
             elif record.drop is None or record.drop["reason"] != DropReason.OUT_OF_ORDER.value:
                 self._newest = [*self._newest[:1], observed]
-        self._add(record, action)
+        self._add(record, observed, action)
 
-    def _add(self, record: FrameRecord, action: Action | None) -> None:
+    def _add(self, record: FrameRecord, observed: Observation | FrameRecord, action: Action | None) -> None:
         self._columns.add(record)
+        self._pictures.add(record, observed.image if isinstance(observed, Observation) else None)
         if action is not None and record.seq is not None and record.publish_s is not None:
             self._recorder.record(
                 action,
@@ -244,10 +247,8 @@ def replay(
         engine.warm_up()
         context = _context(bag, chosen, engine, instruction=instruction, action_dt=action_dt)
         directory.begin(_deciding(context) | checkpoint_hashes(policy.directory, settings))
-        ending: dict[str, Any] = dict(
-            frames_in_bag=chosen.image.count, thresholds=thresholds or Thresholds(), context=context
-        )
-        run = ReplayRun(engine, directory, start_ns=bag.start_ns, action_dt=action_dt)
+        ending: dict[str, Any] = dict(thresholds=thresholds or Thresholds(), context=context)
+        run = ReplayRun(engine, directory, frames_in_bag=chosen.image.count, start_ns=bag.start_ns, action_dt=action_dt)
         try:
             incomplete = _play_all(run, bag, chosen, instruction, progress=progress)
         except BaseException as error:
@@ -294,7 +295,7 @@ def _open_output(out_dir: str | Path) -> RunDirectory:
     directory = RunDirectory(out_dir, "replay")
     directory.check()
     summary = directory.read_json(SUMMARY_FILE)
-    if summary is not None and not summary["incomplete"]:
+    if summary is not None and not summary.get("incomplete"):
         raise UserError(
             f"{directory.path} holds the result of an earlier replay; give another directory with --out, or remove "
             "that one"

@@ -1,6 +1,5 @@
 """`specvla simulate`: a policy acts; success, latency, films."""
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -31,15 +30,15 @@ TABLE = "table"
 
 @dataclass(frozen=True)
 class SimulateSettings:
-    """What a simulation is made with; two with the same settings give the same episodes.
+    """What decides the episodes of a simulation: the same settings give the same episodes.
 
     Args:
         policy: checkpoint directory.
-        world: `table`, or a LIBERO suite.
-        clock: how the world's time passes while the policy thinks.
-        emulate: device whose stage times are taken in place of those measured; empty: none.
-        engine: how to decode.
-        time_limit: an episode has failed after so many times the time that its task allows.
+        world: `table`, or the name of a LIBERO suite.
+        clock: how the world's time passes during a decision.
+        emulate: the device whose stage times are taken in place of those measured; empty: none.
+        engine: the engine's settings.
+        time_limit: the time after which an episode has failed, as a multiple of what its task allows.
         model: how the checkpoint is loaded.
     """
 
@@ -52,9 +51,8 @@ class SimulateSettings:
     model: ModelSettings = field(default_factory=ModelSettings)
 
     def as_json(self) -> dict[str, Any]:
-        """For the results, and to tell whether earlier results are of the same settings."""
-        raw = asdict(self) | {"policy": str(self.policy.resolve()), "clock": self.clock.value}
-        return dict(json.loads(json.dumps(raw)))
+        """As the results have them."""
+        return asdict(self) | {"policy": str(self.policy.resolve()), "clock": self.clock.value}
 
 
 @dataclass(frozen=True)
@@ -62,10 +60,10 @@ class EpisodeJob:
     """One episode to run.
 
     Args:
-        settings: shared by all.
-        task: of the world.
+        settings: those of all episodes.
+        task: its name.
         seed: of the start.
-        film: MP4 file to write; None: none.
+        film: the MP4 file to write; None: none.
     """
 
     settings: SimulateSettings
@@ -80,26 +78,24 @@ def run_job(job: EpisodeJob) -> EpisodeResult:
     Raises:
         UserError: the policy, the world or an argument does not fit.
     """
-    engine, robot = _stage(job.settings, os.getpid())
-    pace = tick_time(read_stage_times(job.settings.emulate) if job.settings.emulate else None)
-    clock, limit = job.settings.clock, job.settings.time_limit
+    settings = job.settings
+    engine, robot = _engine_and_robot(settings, os.getpid())
+    pace = tick_time(read_stage_times(settings.emulate) if settings.emulate else None)
     if job.film is None:
-        return Rollout(engine, robot, clock, pace, time_limit=limit).run(job.task, job.seed)
+        return Rollout(engine, robot, settings.clock, pace, time_limit=settings.time_limit).run(job.task, job.seed)
+    how = settings.clock.value + (f", emulated {settings.emulate}" if settings.emulate else "")
     with Film(job.film, 1.0 / robot.control_dt) as film:
-        caption = _caption(job)
-        rollout = Rollout(engine, robot, clock, pace, lambda: film.add(robot.look(), caption(robot)), time_limit=limit)
+
+        def add_picture() -> None:
+            film.add(robot.look(), f"{robot.instruction}  [{how}]" + ("  done" if robot.succeeded() else ""))
+
+        rollout = Rollout(engine, robot, settings.clock, pace, add_picture, time_limit=settings.time_limit)
         return rollout.run(job.task, job.seed)
 
 
-def _caption(job: EpisodeJob) -> Any:
-    emulated = f", emulated {job.settings.emulate}" if job.settings.emulate else ""
-    clock = job.settings.clock.value
-    return lambda robot: f"{robot.instruction}  [{clock}{emulated}]" + ("  done" if robot.succeeded() else "")
-
-
 @lru_cache(maxsize=1)
-def _stage(settings: SimulateSettings, process: int) -> tuple[Engine, SimulatedRobot]:
-    """Engine and robot of a process: loading takes longer than an episode."""
+def _engine_and_robot(settings: SimulateSettings, process: int) -> tuple[Engine, SimulatedRobot]:
+    """Those of a process: loading takes longer than an episode."""
     policy = policy_of(settings)
     robot = make_robot(settings.world)
     check_statistics(policy.statistics, robot)
@@ -109,7 +105,7 @@ def _stage(settings: SimulateSettings, process: int) -> tuple[Engine, SimulatedR
 
 
 def policy_of(settings: SimulateSettings) -> Target:
-    """Loads the policy; without a key, the action statistics of a LIBERO suite are those that are named as it is.
+    """Loads the policy; without a key it takes the action statistics that have the name of the LIBERO suite.
 
     Raises:
         UserError: the checkpoint or an option does not fit.
@@ -134,7 +130,7 @@ def make_robot(world: str) -> SimulatedRobot:
 
 
 def check_statistics(statistics: ActionStatistics, robot: SimulatedRobot) -> None:
-    """Whether a policy's actions are such as the robot takes.
+    """Refuses a policy whose actions the robot cannot have been trained with.
 
     Raises:
         UserError: not seven values, a range far beyond the robot's, or far below it.
@@ -159,15 +155,15 @@ FILMS = "films"
 
 @dataclass(frozen=True)
 class SimulatePlan:
-    """Which episodes to run, and how.
+    """The episodes to run, and where.
 
     Args:
-        tasks: names; none: all of the world.
-        episodes: per task.
-        first_seed: of the starts; the same seeds make two settings comparable pair by pair.
-        films: episodes per task that are filmed.
-        workers: processes; 0: this one.
-        ray: on a Ray cluster.
+        tasks: names of the tasks; none: all of the world.
+        episodes: number per task.
+        first_seed: seed of the first start; the same seeds make two settings comparable pair by pair.
+        films: number of filmed episodes per task.
+        workers: worker processes; 0: this process.
+        ray: whether they run on a Ray cluster.
     """
 
     tasks: tuple[str, ...] = ()
@@ -189,10 +185,10 @@ def simulate(
     Called again with the same settings it runs what is missing: each episode is written when it ends.
 
     Args:
-        settings: what to simulate.
-        plan: which episodes.
+        settings: the simulation.
+        plan: its episodes.
         out: directory of the results.
-        on_episode: called with each new episode, the episodes finished and those wanted.
+        on_episode: called with each new episode, the number of finished episodes and that of all.
 
     Raises:
         UserError: something given is wrong, or the disk is full; finished episodes are kept.

@@ -1,4 +1,4 @@
-"""What simulated episodes add up to: those of one setting, and those of several beside each other."""
+"""The figures of simulated episodes: of one setting, and of several beside each other."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,10 @@ class TaskSummary:
     """The episodes of one task.
 
     Args:
-        instruction: what the policy was told.
+        instruction: of the task.
         success: share of episodes that were done in time.
-        listened: share in which the thing that was moved most is the one that the task names; None where the world
-            does not tell.
-        acted_on: episodes by the thing that was moved most.
+        listened: share in which the thing moved farthest is the one that the task names; None: unknown in this world.
+        acted_on: episodes by the thing moved farthest.
         steps_to_success: median number of actions; None without a success.
         time_to_success_s: median world time.
         roughness: mean over the episodes, see EpisodeResult.
@@ -51,7 +50,7 @@ class SimulateSummary:
         action_rate_hz: actions per second of world time.
         drops: observations without an action, by reason.
         decode: how the actions were decoded.
-        context: what it was made with.
+        context: what it was made with and on.
     """
 
     tasks: dict[str, TaskSummary]
@@ -64,7 +63,7 @@ class SimulateSummary:
     context: Mapping[str, Any]
 
     def as_json(self) -> dict[str, Any]:
-        """The whole, with rates and intervals spelt out."""
+        """With rates and their intervals."""
         tasks = {}
         for name, task in self.tasks.items():
             listened = task.listened.as_json() if task.listened else None
@@ -83,12 +82,12 @@ class SimulateSummary:
 
 
 def summarise_episodes(episodes: Sequence[EpisodeResult], *, context: Mapping[str, Any]) -> SimulateSummary:
-    """Adds up episodes, in the order of their tasks' first."""
+    """The figures of episodes; tasks in the order of their first episodes."""
     by_task: dict[str, list[EpisodeResult]] = {}
     for episode in episodes:
         by_task.setdefault(episode.task, []).append(episode)
     tasks = {name: _task(name, group) for name, group in by_task.items()}
-    heard = [task.listened for task in tasks.values() if task.listened is not None]
+    listened = [task.listened for task in tasks.values() if task.listened is not None]
     latency = [seconds for episode in episodes for seconds in episode.latency_s]
     drops: Counter[str] = Counter()
     for episode in episodes:
@@ -97,7 +96,7 @@ def summarise_episodes(episodes: Sequence[EpisodeResult], *, context: Mapping[st
     return SimulateSummary(
         tasks=tasks,
         success=Rate(sum(episode.succeeded for episode in episodes), len(episodes)),
-        listened=Rate(sum(each.successes for each in heard), sum(each.n for each in heard)) if heard else None,
+        listened=Rate(sum(rate.successes for rate in listened), sum(rate.n for rate in listened)) if listened else None,
         latency_s=percentiles(latency),
         action_rate_hz=sum(episode.steps for episode in episodes) / world_s if world_s else 0.0,
         drops=dict(drops),
@@ -125,7 +124,7 @@ def _task(name: str, episodes: Sequence[EpisodeResult]) -> TaskSummary:
 def _named_cube(task: str) -> str | None:
     from specvla_ros.simulation.tasks import TASKS
 
-    return next((each.cube for each in TASKS if each.name == task), None)
+    return next((known.cube for known in TASKS if known.name == task), None)
 
 
 def compare_episodes(
@@ -147,13 +146,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """What one setting did.
+    """The results of one setting of a sweep.
 
     Args:
-        setting: which one.
+        setting: the setting.
         summary: of its episodes.
-        against_first: paired with the sweep's first setting, episode by episode.
-        action_s: mean seconds per action on the same frames as all others, side by side.
+        against_first: its episodes paired with those of the sweep's first setting.
+        action_s: mean seconds per action on the frames that all settings share.
         speed_up: the first setting's `action_s` over this one's.
     """
 

@@ -29,12 +29,12 @@ _TIMED_FRAMES = 64
 
 @dataclass
 class FrameRun:
-    """What one setting did with the frames.
+    """The frames as one setting decoded them.
 
     Attributes:
-        seconds: per frame and round.
-        values: float64 [frames, action_dim], the actions; NaN where there was none.
-        tally: how they were decoded.
+        seconds: decoding time per frame and round.
+        values: actions of the first round, float64 [frames, action_dim]; NaN where there was none.
+        tally: of the first round's decoding.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -42,7 +42,7 @@ class FrameRun:
     tally: DecodeTally = field(default_factory=DecodeTally)
 
     def keep(self, outcome: Outcome, action_dim: int) -> None:
-        """Adds what one frame gave; that of each frame is the same in every round."""
+        """Adds the outcome of one frame."""
         if isinstance(outcome, Action):
             self.values.append(outcome.values)
             self.tally.add(outcome.record)
@@ -70,9 +70,9 @@ def run_side_by_side(
     Frames are decoded in order, so that a drafter that looks back sees what it would on the robot.
 
     Args:
-        policy: shared by all engines.
-        settings: by name.
-        frames: of one episode after the other.
+        policy: the target of all engines.
+        settings: the engines' settings by name.
+        frames: images with instructions, of one episode after the other.
         rounds: timed passes over the frames, after a warm-up.
         pace: from a tick's work and its measured seconds to the seconds that count; by default those measured.
         on_frame: called when all settings have answered one more frame.
@@ -138,11 +138,11 @@ def sweep(
     Called again it runs what is missing; each setting's results lie in a folder of its name.
 
     Args:
-        base: all but the engine's settings.
-        settings: the first is what the others are compared with.
-        plan: which episodes.
+        base: the simulation, whose engine's settings are replaced.
+        settings: the settings; the others are compared with the first.
+        plan: the episodes.
         out: directory of the results.
-        on_episode: called with the setting's name, an episode, the episodes finished and those wanted.
+        on_episode: called with the setting's name, an episode, the number of finished episodes and that of all.
 
     Raises:
         UserError: something given is wrong, or the disk is full; finished episodes are kept.

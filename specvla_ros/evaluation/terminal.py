@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -18,6 +19,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+
+_ANY_WIDTH = 10_000
 
 
 def progress_bar(*, shown: bool = True) -> Progress:
@@ -37,14 +40,13 @@ def progress_bar(*, shown: bool = True) -> Progress:
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints a table to stdout whose cells are never cut or wrapped, however narrow the terminal."""
-    table = Table()
+    table = Table(box=box.SIMPLE_HEAD)
     for name in head:
         table.add_column(name, no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    console = Console()
-    width = Console(width=10_000).measure(table).maximum
-    console.print(table, width=width, crop=False, no_wrap=True, soft_wrap=True)
+    width = Console(width=_ANY_WIDTH).measure(table).maximum
+    Console(width=width).print(table)
 
 
 @contextmanager

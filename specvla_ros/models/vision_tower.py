@@ -28,10 +28,10 @@ class _Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens, dim = x.shape
-        q, k, v = self.qkv(x).view(tokens, 3, self.heads, dim // self.heads).permute(1, 2, 0, 3).unsqueeze(1)
-        attended = F.scaled_dot_product_attention(q, k, v)[0]
-        return self.proj(attended.transpose(0, 1).reshape(tokens, dim))
+        batch, tokens, dim = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(attended.transpose(1, 2).reshape(batch, tokens, dim))
 
 
 class _Mlp(nn.Module):
@@ -65,8 +65,8 @@ class _PatchEmbedding(nn.Module):
         super().__init__()
         self.proj = nn.Conv2d(3, config.embed_dim, config.patch_size, stride=config.patch_size)
 
-    def forward(self, image: Tensor) -> Tensor:
-        return self.proj(image[None])[0].flatten(1).T
+    def forward(self, images: Tensor) -> Tensor:
+        return self.proj(images).flatten(2).transpose(1, 2)
 
 
 class VisionTower(nn.Module):
@@ -86,11 +86,14 @@ class VisionTower(nn.Module):
         self.reg_token = nn.Parameter(torch.empty(1, config.register_tokens, dim)) if config.register_tokens else None
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.depth - 1))
 
-    def forward(self, image: Tensor) -> Tensor:
-        """Normalised image [3, size, size] to patch features [patches, embed_dim]."""
-        prefix = [token[0] for token in (self.cls_token, self.reg_token) if token is not None]
-        patches = self.patch_embed(image) + self.pos_embed[0]
-        x = torch.cat((*prefix, patches)) if prefix else patches
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Normalised pixels [3, size, size] to patch features [patches, embed_dim]; or a batch of both."""
+        images = pixels if pixels.ndim == 4 else pixels[None]
+        prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
+        x = self.patch_embed(images) + self.pos_embed
+        if prefix:
+            x = torch.cat((*(token.expand(len(images), -1, -1) for token in prefix), x), dim=1)
         for block in self.blocks:
             x = block(x)
-        return x[-self.config.patches :]
+        features = x[:, -self.config.patches :]
+        return features if pixels.ndim == 4 else features[0]

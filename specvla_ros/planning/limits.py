@@ -1,34 +1,48 @@
-"""What each mode could reach: the tick loop over forward costs."""
+"""What each mode could reach: the engine's scheduler, driven with the costs of its forwards."""
 
 import math
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from itertools import accumulate
 
+import numpy as np
+import torch
+
+from specvla_ros.engine.kv_cache import SlotPool
+from specvla_ros.engine.outcome import Action
+from specvla_ros.engine.scheduler import Batch, Mailbox, Scheduler
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.verifier import Commit
 from specvla_ros.errors import UserError
+from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import PromptLayout
 from specvla_ros.planning.cost import Forward, ModelCost, WeightFormat, draft_part, forward_parts, least_seconds
 from specvla_ros.planning.device import LIMIT, Device, Efficiency, derated
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
+from specvla_ros.speculation.tree import Tree
 
-TREE_DEPTH = DraftSettings().depth - 1  # as Spec-VLA (section 5.1) and EAGLE count: one less
-
-# Spec-VLA (arXiv 2507.22424), table 2, relaxed acceptance: accepted tokens per verification on each LIBERO suite, the
-# target's own token not counted.
+# Spec-VLA (arXiv 2507.22424), table 2, relaxed acceptance: mean accept length on each LIBERO suite, and its tolerance.
 SPEC_VLA_RELAXED = {"goal": 1.56, "object": 1.30, "spatial": 1.05, "long": 1.03}
+_SPEC_VLA_BINS = {"goal": 9, "object": 9, "spatial": 9, "long": 5}
+_BINOMIAL_TRIALS = 4  # see spec_vla_relaxed
 
 
 @dataclass(frozen=True)
 class AcceptanceLengths:
-    """A distribution of accepted tokens.
+    """A distribution of accept lengths.
 
     Args:
         name: for reports.
         probabilities: of 0, 1, … accepted tokens.
+        acceptance: settings that the lengths were reached with.
     """
 
     name: str
     probabilities: tuple[float, ...]
+    acceptance: AcceptanceSettings = field(default_factory=AcceptanceSettings)
 
     def __post_init__(self) -> None:
         if min(self.probabilities) < 0 or abs(sum(self.probabilities) - 1) > 1e-9:
@@ -61,29 +75,31 @@ class AcceptanceLengths:
 
 
 def spec_vla_relaxed(suite: str) -> AcceptanceLengths:
-    """A binomial distribution over the tree's levels with Spec-VLA's mean.
+    """A binomial distribution with Spec-VLA's mean.
 
-    Only the mean is Spec-VLA's. Of three shapes tried (binomial over 4 and over 5 levels, and a chance per token, which
+    Only the mean is Spec-VLA's. Of three shapes tried (binomial with 4 and with 5 trials, and a chance per token, which
     is geometric), this one comes nearest to a roofline worked out by hand earlier: it is fitted, not observed. The
-    geometric one needs 2.84 instead of 2.72 verifications for the six tokens behind a prefill on Goal, and loses more
-    frames in specpipe: 36 % instead of 29 %, with 2 chunks 12 % instead of 4 %.
+    geometric one needs 2.84 instead of 2.72 verifications for the six tokens after a prefill on Goal, and loses more
+    frames in specpipe: 36 % instead of 31 %, with 2 chunks 12 % instead of 4 %. The lengths that the same table prints
+    come between: 2.73 verifications, 34 % and 6 %.
 
     Raises:
         UserError: no such suite.
     """
     if suite not in SPEC_VLA_RELAXED:
         raise UserError(f"there are no acceptance lengths of '{suite}'; known: {', '.join(SPEC_VLA_RELAXED)}")
-    share = SPEC_VLA_RELAXED[suite] / TREE_DEPTH
+    trials, share = _BINOMIAL_TRIALS, SPEC_VLA_RELAXED[suite] / _BINOMIAL_TRIALS
     probabilities = tuple(
-        math.comb(TREE_DEPTH, length) * share**length * (1 - share) ** (TREE_DEPTH - length)
-        for length in range(TREE_DEPTH + 1)
+        math.comb(trials, length) * share**length * (1 - share) ** (trials - length) for length in range(trials + 1)
     )
-    return AcceptanceLengths(f"Spec-VLA relaxed, LIBERO-{suite.title()}", probabilities)
+    acceptance = AcceptanceSettings("bin_distance", bins=(_SPEC_VLA_BINS[suite],))
+    return AcceptanceLengths(f"Spec-VLA relaxed, LIBERO-{suite.title()}", probabilities, acceptance)
 
 
 _FRAMES = 2000
 _WARM_UP_TICKS = 50  # until the pipeline is full
 _SEED = 1
+_VOCABULARY = 32000  # of Llama 2; any will do
 
 
 @dataclass(frozen=True)
@@ -93,18 +109,28 @@ class Mode:
     Args:
         name: as in the tables.
         decode_mode: value of `decode.mode`.
-        pipelined: admit a frame as soon as the one before has its prompt behind it.
-        nodes: per tree; 1: plain decoding.
+        nodes: of a tree; 1: plain decoding.
+        depth: drafted tokens on a tree's longest path, each a forward of the draft head.
         chunks: forwards over which a prompt is spread.
         max_in_flight: requests; a new frame waits while there are so many.
     """
 
     name: str
     decode_mode: str
-    pipelined: bool = False
     nodes: int = 1
+    depth: int = DraftSettings.depth
     chunks: int = 1
     max_in_flight: int = 64
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether a frame is admitted as soon as the prompt of the one before is through."""
+        return self.decode_mode in ("pipeline", "specpipe")
+
+    @property
+    def drafts(self) -> bool:
+        """Whether trees are verified."""
+        return self.nodes > 1
 
 
 @dataclass(frozen=True)
@@ -113,8 +139,7 @@ class Tick:
 
     Args:
         forward: what goes through the model.
-        drafting: requests that are drafted for behind the forward, also those that are done with it: the draft is
-            launched before the one readback that says so.
+        drafting: requests whose drafting is counted: all that verified, also those that were done with it.
     """
 
     forward: Forward
@@ -130,7 +155,7 @@ class LoopResult:
         latency_s: mean, from a frame's admission to its action.
         ticks_per_action: mean, of those that became an action.
         dropped: share of the admitted frames that a newer one overtook.
-        in_flight: requests at most.
+        in_flight: maximum of requests.
     """
 
     action_rate_hz: float
@@ -140,12 +165,21 @@ class LoopResult:
     in_flight: int
 
 
-@dataclass
-class _Request:
-    started_tick: int
-    started_s: float
-    missing: int
-    prompt_done: int = 0
+@dataclass(frozen=True)
+class _Schedule:
+    """What the engine's scheduler did with a frame always waiting; the same on every device.
+
+    Args:
+        ticks: from the first one.
+        actions: tick of the admission and tick of the last token, for each action after the warm-up.
+        dropped: requests after the warm-up that a newer one overtook, or that finished in the same tick as a newer one.
+        in_flight: maximum of requests.
+    """
+
+    ticks: tuple[Tick, ...]
+    actions: tuple[tuple[int, int], ...]
+    dropped: int
+    in_flight: int
 
 
 def chunk_rows(prompt_rows: int, chunks: int) -> list[int]:
@@ -157,93 +191,102 @@ def chunk_rows(prompt_rows: int, chunks: int) -> list[int]:
 def run_loop(
     mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths, seconds: Callable[[Tick], float]
 ) -> LoopResult:
-    """Runs the loop; acceptance is drawn from a seed, so that the same arguments give the same result.
+    """How often and how late actions come.
 
-    As in the engine: a newer frame is admitted as soon as the newest has its prompt behind it (`pipelined`) or is done;
-    a request that finishes cancels the older ones.
+    Acceptance is drawn from a seed, so that the same arguments give the same result.
+
+    Args:
+        mode: how the engine decodes.
+        prompt_rows: rows of a prompt.
+        action_tokens: tokens of an answer.
+        lengths: of what is accepted in one verification.
+        seconds: time of a tick.
     """
-    draws = random.Random(_SEED)
-    chunks = chunk_rows(prompt_rows, mode.chunks)
-    flying: list[_Request] = []
-    now, begun_s, admitted, dropped, most = 0.0, 0.0, 0, 0, 0
-    latencies: list[float] = []
-    ticks: list[int] = []
-    for number in _numbers():
-        if number == _WARM_UP_TICKS:
-            begun_s, admitted, dropped = now, 0, 0
-            latencies, ticks = [], []
-        if admitted >= _FRAMES:
-            break
-        if not flying or (
-            mode.pipelined and len(flying) < mode.max_in_flight and flying[-1].prompt_done == prompt_rows
-        ):
-            flying.append(_Request(number, now, action_tokens))
-            admitted += 1
-        most = max(most, len(flying))
-        forward = _forward(flying, mode, chunks)
-        _advance(flying, mode, chunks, lengths, draws)
-        finished = [each for each in flying if not each.missing]
-        newest = finished[-1] if finished else None
-        left = flying[flying.index(newest) + 1 :] if newest else flying
-        drafting = sum(each.prompt_done == prompt_rows for each in flying) if mode.nodes > 1 else 0
-        now += seconds(Tick(forward, drafting))
-        if newest:
-            latencies.append(now - newest.started_s)
-            ticks.append(number + 1 - newest.started_tick)
-            dropped += len(flying) - len(left) - 1
-        flying = left
-    count = len(latencies)
+    schedule = _run_scheduler(mode, prompt_rows, action_tokens, lengths)
+    ends = list(accumulate(map(seconds, schedule.ticks), initial=0.0))
+    count = len(schedule.actions)
     return LoopResult(
-        count / (now - begun_s), sum(latencies) / count, sum(ticks) / count, dropped / (dropped + count), most
+        action_rate_hz=count / (ends[-1] - ends[_WARM_UP_TICKS]),
+        latency_s=sum(ends[last + 1] - ends[first] for first, last in schedule.actions) / count,
+        ticks_per_action=sum(last + 1 - first for first, last in schedule.actions) / count,
+        dropped=schedule.dropped / (schedule.dropped + count),
+        in_flight=schedule.in_flight,
     )
 
 
-def _numbers() -> Iterator[int]:
-    number = 0
-    while True:
-        yield number
-        number += 1
+@lru_cache(maxsize=128)
+def _run_scheduler(mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths) -> _Schedule:
+    """Drives the engine's scheduler with a runner that only counts."""
+    settings = EngineSettings(mode=mode.decode_mode, max_in_flight=mode.max_in_flight, prefill_chunks=mode.chunks)
+    mailbox, root = Mailbox(None), Tree.of_root(torch.zeros((), dtype=torch.int64))
+    layout = PromptLayout(ids=(), rows=prompt_rows, visual_rows=range(0))
+    codec = _codec(action_tokens)
+    scheduler = Scheduler(
+        settings,
+        mailbox,
+        SlotPool(settings.slots),
+        codec,
+        root=root,
+        lay_out=lambda _: layout,
+        draft_prompt=lambda _: root,
+    )
+    draws = random.Random(_SEED)
+    commits = [_commit(tokens, codec) for tokens in range(len(lengths.probabilities) + 1)]
+    picture = np.zeros((1, 1, 3), np.uint8)
+    ticks: list[Tick] = []
+    actions: list[tuple[int, int]] = []
+    admitted: dict[int, int] = {}  # tick by stamp
+    dropped = in_flight = frames = 0
+    while frames < _FRAMES:
+        number = len(ticks)
+        if not mailbox.waiting:
+            mailbox.submit(Observation(picture, "", stamp_ns=number + 1))
+        batch = scheduler.schedule()
+        begun = [share.request.observation.stamp_ns for share in batch.shares if share.begins]
+        admitted |= dict.fromkeys(begun, number)
+        in_flight = max(in_flight, len(batch.shares))
+        forward = _forward(batch, mode)
+        chosen = [
+            commits[1 + (lengths.accepted(draws.random()) if mode.drafts and not share.prompt_rows else 0)]
+            for share in batch.verified
+        ]
+        scheduler.commit(batch, chosen)
+        ticks.append(Tick(forward, len(batch.verified) if mode.drafts else 0))
+        outcomes = scheduler.release()
+        if number >= _WARM_UP_TICKS:
+            frames += len(begun)
+            stamps = [outcome.observation.stamp_ns for outcome in outcomes if isinstance(outcome, Action)]
+            actions += [(admitted[stamp], number) for stamp in stamps[-1:]]  # of two at the same moment one is followed
+            dropped += len(outcomes) - len(stamps[-1:])
+    return _Schedule(tuple(ticks), tuple(actions), dropped, in_flight)
 
 
-def _forward(flying: list[_Request], mode: Mode, chunks: list[int]) -> Forward:
-    prompt_rows = sum(chunks)
-    reading = [each for each in flying if each.prompt_done < prompt_rows]
-    trees = [each for each in flying if each.prompt_done == prompt_rows]
-    before = reading[0].prompt_done if reading else 0
-    rows = _next_chunk(before, chunks) if reading else 0
+def _codec(action_tokens: int) -> BinsCodec:
+    zeros = np.zeros(action_tokens)
+    return BinsCodec(ActionTokenizer(_VOCABULARY), ActionStatistics("", zeros, zeros, zeros > 0))
+
+
+def _commit(tokens: int, codec: BinsCodec) -> Commit:
+    """What a verification commits that accepts one token less; which tokens they are does not matter."""
+    rows, ids = tuple(range(tokens)), (codec.action_ids.first,) * tokens
+    none = torch.empty(0, dtype=torch.int64)
+    return Commit(rows, ids, bins_off=(0,) * tokens, why=(0,) * tokens, nodes_on_device=none, tokens_on_device=none)
+
+
+def _forward(batch: Batch, mode: Mode) -> Forward:
+    prefill = next((share for share in batch.shares if share.prompt_rows), None)
+    trees = sum(not share.prompt_rows for share in batch.shares)
     return Forward(
-        prompt_rows=rows,
-        prompt_before=before,
-        image=bool(reading) and not before,
-        prompt_ends=before + rows == prompt_rows,
-        trees=len(trees),
-        nodes=len(trees) * mode.nodes,  # of static size, as a captured graph has them, however few tokens are missing
+        prompt_rows=prefill.prompt_rows if prefill else 0,
+        prompt_before=prefill.request.prefix_len if prefill else 0,
+        image=prefill is not None and prefill.begins,
+        prompt_ends=prefill is None or prefill.ends_prompt,
+        trees=trees,
+        nodes=trees * mode.nodes,  # of static size, as a captured graph has them, however few tokens are missing
         # Rows of the prompt, and of the committed tokens but the last, whose row this forward writes. Their number is
         # taken at its mean, for the forwards to be few different ones: at most 3 rows of 290 are off.
-        prefix_rows=len(trees) * (prompt_rows + 3),
+        prefix_rows=sum(share.request.layout.rows + 3 for share in batch.shares if not share.prompt_rows),
     )
-
-
-def _next_chunk(done: int, chunks: list[int]) -> int:
-    start = 0
-    for rows in chunks:
-        if start == done:
-            return rows
-        start += rows
-    raise ValueError(f"{done} prompt rows are not a whole number of chunks {chunks}")
-
-
-def _advance(
-    flying: list[_Request], mode: Mode, chunks: list[int], lengths: AcceptanceLengths, draws: random.Random
-) -> None:
-    prompt_rows = sum(chunks)
-    for each in flying:
-        if each.prompt_done < prompt_rows:
-            each.prompt_done += _next_chunk(each.prompt_done, chunks)
-            each.missing -= int(each.prompt_done == prompt_rows)
-            continue
-        accepted = lengths.accepted(draws.random()) if mode.nodes > 1 else 0
-        each.missing -= min(accepted + 1, each.missing)
 
 
 NODES = 16  # one tile of a matrix product's rows; the best size for latency is flat between 8 and 32
@@ -251,12 +294,12 @@ NODES = 16  # one tile of a matrix product's rows; the best size for latency is 
 MODES = (
     Mode("ar", "ar"),
     Mode("spec", "spec", nodes=NODES),
-    Mode("pipeline", "pipeline", pipelined=True),
-    Mode("pipeline, 2 chunks", "pipeline", pipelined=True, chunks=2),
-    Mode("pipeline, 3 chunks", "pipeline", pipelined=True, chunks=3),
-    Mode("specpipe", "specpipe", pipelined=True, nodes=NODES),
-    Mode("specpipe, 2 chunks", "specpipe", pipelined=True, nodes=NODES, chunks=2),
-    Mode("specpipe, 3 chunks", "specpipe", pipelined=True, nodes=NODES, chunks=3),
+    Mode("pipeline", "pipeline"),
+    Mode("pipeline, 2 chunks", "pipeline", chunks=2),
+    Mode("pipeline, 3 chunks", "pipeline", chunks=3),
+    Mode("specpipe", "specpipe", nodes=NODES),
+    Mode("specpipe, 2 chunks", "specpipe", nodes=NODES, chunks=2),
+    Mode("specpipe, 3 chunks", "specpipe", nodes=NODES, chunks=3),
 )
 
 
@@ -296,16 +339,16 @@ class ModeLimit:
         return self.kv_bytes + self.weight_bytes <= device.memory_gb * 1e9
 
 
-def tick_seconds(tick: Tick, *, model: ModelCost, device: Device, weights: WeightFormat) -> float:
-    """Least time of a tick. The draft head's forward over the prompt is left out: it may run beside the next frame."""
+def tick_seconds(tick: Tick, mode: Mode, *, model: ModelCost, device: Device, weights: WeightFormat) -> float:
+    """Shortest time of a tick, without the draft head's forward over the prompt: it may run beside the next frame."""
     seconds = least_seconds(forward_parts(tick.forward, model, weights, device.value_bytes), device)
     if not tick.drafting:
         return seconds
     draft = draft_part(
         model,
         device.value_bytes,
-        steps=TREE_DEPTH,
-        rows=tick.drafting * NODES,
+        steps=mode.depth,
+        rows=tick.drafting * mode.nodes,
         prefix_rows=tick.drafting * model.prompt_rows,
     )
     return seconds + draft.seconds(device)
@@ -321,12 +364,12 @@ def mode_limit(
 
         @cache
         def seconds(tick: Tick) -> float:
-            return tick_seconds(tick, model=model, device=reached, weights=weights) + efficiency.forward_s
+            return tick_seconds(tick, mode, model=model, device=reached, weights=weights) + efficiency.forward_s
 
         return run_loop(mode, model.prompt_rows, model.action_tokens, lengths, seconds)
 
     best, expected = run(LIMIT), run(derated(device))
-    slot_rows = model.prompt_rows + model.action_tokens + (mode.nodes if mode.nodes > 1 else 0)
+    slot_rows = model.prompt_rows + model.action_tokens + (mode.nodes if mode.drafts else 0)
     return ModeLimit(
         mode,
         best.action_rate_hz,
@@ -337,5 +380,5 @@ def mode_limit(
         best.dropped,
         best.in_flight,
         float(best.in_flight * slot_rows * model.kv_values * device.value_bytes),
-        model.memory_bytes(weights, device.value_bytes, draft=mode.nodes > 1),
+        model.memory_bytes(weights, device.value_bytes, draft=mode.drafts),
     )

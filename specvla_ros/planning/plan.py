@@ -6,13 +6,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.config import read_config
+from specvla_ros.models.settings import WeightFormat
 from specvla_ros.planning.cost import (
     OPENVLA_7B,
     Forward,
     ModelCost,
     Part,
-    WeightFormat,
     draft_part,
     draft_prompt_part,
     forward_parts,
@@ -26,19 +27,32 @@ from specvla_ros.planning.device import Device, derated
 from specvla_ros.planning.limits import (
     MODES,
     NODES,
-    TREE_DEPTH,
     AcceptanceLengths,
     ModeLimit,
     chunk_rows,
     mode_limit,
     spec_vla_relaxed,
 )
+from specvla_ros.settings.parameter import values_of
+from specvla_ros.settings.profiles import format_parameters
+from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings
 
 _TREES = (8, 16, 24, 32, 48, 64)
 _PACKED_NODES = 16
-_MOST_CHUNKS = 3  # chunks of fewer rows lose more in the matrix products than they win (as Sarathi reports of 64 rows)
+_MAX_CHUNKS = 3  # chunks of fewer rows lose more in the matrix products than they win (as Sarathi reports of 64 rows)
 _TILES = (64, 128, 192, 256, 320, 384)
 _TOP_K = 8
+_PLANNED = (
+    "decode.mode",
+    "decode.max_in_flight",
+    "decode.prefill_chunks",
+    "draft.head",
+    "draft.nodes",
+    "draft.depth",
+    "draft.top_k",
+    "acceptance.rule",
+)
+_DRAFT_REASONS = {"draft.head": "the folder `draft` of the checkpoint; `specvla train-draft` makes one"}
 
 
 @dataclass(frozen=True)
@@ -46,40 +60,27 @@ class Profile:
     """Parameters for the policy node.
 
     Args:
-        mode: `decode.mode`.
-        nodes, depth, top_k: `draft.nodes`, `draft.depth`, `draft.top_k`.
-        max_in_flight: `decode.max_in_flight`.
-        prefill_chunks: `decode.prefill_chunks`.
+        settings: of the engine.
         chunk_rows: of the longest chunk, such that it fills tiles of the matrix products together with the trees.
         limit: what the mode reaches with these parameters.
         reasons: in words, by what they explain.
     """
 
-    mode: str
-    nodes: int
-    depth: int
-    top_k: int
-    max_in_flight: int
-    prefill_chunks: int
+    settings: EngineSettings
     chunk_rows: int
     limit: ModeLimit
     reasons: Mapping[str, str]
 
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Values by full name: those that the figures rest on, and what else is not a default."""
+        defaults = values_of(EngineSettings())
+        values = values_of(self.settings)
+        return {name: value for name, value in values.items() if name in _PLANNED or value != defaults[name]}
+
     def as_yaml(self) -> str:
         """A ROS 2 parameter file."""
-        lines = [
-            "/**:",
-            "  ros__parameters:",
-            "    decode:",
-            f"      mode: {self.mode}",
-            f"      max_in_flight: {self.max_in_flight}",
-            f"      prefill_chunks: {self.prefill_chunks}",
-            "    draft:",
-            f"      nodes: {self.nodes}",
-            f"      depth: {self.depth}",
-            f"      top_k: {self.top_k}",
-        ]
-        return "\n".join(lines) + "\n"
+        return format_parameters(self.parameters)
 
 
 def choose(
@@ -91,71 +92,78 @@ def choose(
 ) -> Profile:
     """The profile whose actions answer the freshest images, of the modes that find room (of all, if none does)."""
     ridge = ridge_rows(model, device, weights)
-    asked = math.ceil(model.prompt_rows / ridge)
-    chunks = min(asked, _MOST_CHUNKS)
-    able = [each for each in limits if each.mode.chunks in (1, chunks)]
-    fitting = [each for each in able if each.fits(device)]
-    best = min(fitting or able, key=lambda each: each.oldest_image_s)
-    chunks_used = best.mode.chunks
-    drafts = best.mode.nodes > 1
+    wanted_chunks = math.ceil(model.prompt_rows / ridge)
+    candidates = [limit for limit in limits if limit.mode.chunks in (1, min(wanted_chunks, _MAX_CHUNKS))]
+    fitting = [limit for limit in candidates if limit.fits(device)]
+    best = min(fitting or candidates, key=lambda limit: limit.oldest_image_s)
+    pipelined, drafts, chunks = best.mode.pipelined, best.mode.drafts, best.mode.chunks
     verifications = lengths.verifications(model.action_tokens - 1) if drafts else model.action_tokens - 1
-    in_flight = math.ceil((chunks_used + verifications) / chunks_used) if best.mode.pipelined else 1
-    nodes = _nodes(ridge / in_flight, packed=best.mode.pipelined) if drafts else 1
+    in_flight = math.ceil((chunks + verifications) / chunks) if pipelined else 1
+    nodes = _nodes(ridge / in_flight, packed=pipelined) if drafts else 1
     # A tree is no deeper than the tokens that may be missing when it is drafted, the target's own one not counted.
-    depth = max(1, min(TREE_DEPTH + 1, model.action_tokens - 2)) if drafts else 1
-    trees = math.ceil(verifications / chunks_used) if best.mode.pipelined else 0
-    longest = chunk_rows(model.prompt_rows, chunks_used)[0]
-    filled = _fill_tiles(longest, trees * nodes, most=model.prompt_rows) if chunks_used > 1 else longest
-    mode = replace(best.mode, nodes=nodes, max_in_flight=in_flight)
+    depth = max(1, min(best.mode.depth, model.action_tokens - 2)) if drafts else 1
+    mode = replace(best.mode, nodes=nodes, depth=depth, max_in_flight=in_flight)
     limit = mode_limit(mode, model, device, weights, lengths)
-    needed = (limit.kv_bytes + limit.weight_bytes) / 1e9
+    trees = math.ceil(verifications / chunks) if pipelined else 0
+    longest = chunk_rows(model.prompt_rows, chunks)[0]
+    filled = _fill_tiles(longest, trees * nodes, max_rows=model.prompt_rows) if chunks > 1 else longest
+    needed_gb = (limit.kv_bytes + limit.weight_bytes) / 1e9
     reasons = {
         "decode.mode": f"{best.mode.name} acts on the freshest images: at most {best.oldest_image_s * 1e3:.0f} ms old "
         "when the next action comes (latency and period, derated)",
-        "decode.prefill_chunks": _chunk_reason(model, ridge, asked, chunks_used),
+        "decode.prefill_chunks": _chunk_reason(model, ridge, wanted_chunks, chunks),
         "chunk length": f"{filled} rows beside {trees} x {nodes} nodes: {filled + trees * nodes}, whole tiles"
-        if chunks_used > 1
+        if chunks > 1
         else "the whole prompt",
-        "decode.max_in_flight": f"{chunks_used} forward(s) for the prompt and {verifications:.1f} behind it, "
-        f"a new frame every {chunks_used}"
-        if best.mode.pipelined
+        "decode.max_in_flight": f"{chunks} forward(s) for the prompt and {verifications:.1f} after it, "
+        f"a new frame every {chunks}"
+        if pipelined
         else "one request at a time",
-        "draft.nodes": _node_reason(ridge, in_flight, nodes, packed=best.mode.pipelined) if drafts else "no tree",
-        "memory": f"{needed:.3g} of {device.memory_gb:.0f} GB for weights, keys and values"
+        "draft.nodes": _node_reason(ridge, in_flight, nodes, packed=pipelined) if drafts else "no tree",
+        **(_DRAFT_REASONS | {"acceptance.rule": _acceptance_reason(lengths)} if drafts else {}),
+        "memory": f"{needed_gb:.3g} of {device.memory_gb:.0f} GB for weights, keys and values"
         + ("" if fitting else ": IT DOES NOT FIT; try --weights int4"),
         "expect": f"{limit.derated_rate_hz:.3g} actions/s, {limit.derated_latency_s * 1e3:.0f} ms (derated)",
     }
-    return Profile(
+    settings = EngineSettings(
         mode=best.mode.decode_mode,
-        nodes=nodes,
-        depth=depth,
-        top_k=max(1, min(_TOP_K, nodes // depth)),
         max_in_flight=in_flight,
-        prefill_chunks=chunks_used,
-        chunk_rows=filled,
-        limit=limit,
-        reasons=reasons,
+        prefill_chunks=chunks,
+        draft=DraftSettings(
+            head="" if drafts else NO_HEAD, nodes=nodes, depth=depth, top_k=max(1, min(_TOP_K, nodes // depth))
+        ),
+        acceptance=lengths.acceptance if drafts else AcceptanceSettings(),
     )
+    return Profile(settings, filled, limit, reasons)
 
 
 def _nodes(free_rows: float, *, packed: bool) -> int:
     """The largest tree that is free where there is no prompt; beside a prompt each node costs, so no more than 16."""
-    most = _PACKED_NODES if packed else _TREES[-1]
-    return max((size for size in _TREES if size <= min(free_rows, most)), default=_TREES[0])
+    largest = _PACKED_NODES if packed else _TREES[-1]
+    return max((size for size in _TREES if size <= min(free_rows, largest)), default=_TREES[0])
 
 
-def _fill_tiles(chunk: int, nodes: int, *, most: int) -> int:
+def _fill_tiles(chunk: int, nodes: int, *, max_rows: int) -> int:
     """The longest chunk that takes no more tiles than this one, beside so many nodes."""
     tile = min((size for size in _TILES if size >= chunk + nodes), default=chunk + nodes)
-    return min(tile - nodes, most)
+    return min(tile - nodes, max_rows)
 
 
-def _chunk_reason(model: ModelCost, ridge: float, asked: int, chunks: int) -> str:
+def _acceptance_reason(lengths: AcceptanceLengths) -> str:
+    settings = lengths.acceptance
+    tolerance = f"{settings.rule}, {', '.join(map(str, settings.bins))} bins" if any(settings.bins) else settings.rule
+    return (
+        f"{tolerance}: what the lengths of {lengths.name} were reached with; a stricter rule accepts "
+        "less than planned. `specvla calibrate` finds the tolerance of your policy"
+    )
+
+
+def _chunk_reason(model: ModelCost, ridge: float, wanted: int, chunks: int) -> str:
     crossing = f"a prompt of {model.prompt_rows} rows, computing and reading balance at {ridge:.0f}"
     if chunks == 1:
         return f"whole ({crossing})"
-    if asked > chunks:
-        return f"{crossing}: {asked} chunks, but products of fewer than {model.prompt_rows // chunks} rows waste tiles"
+    if wanted > chunks:
+        return f"{crossing}: {wanted} chunks, but products of fewer than {model.prompt_rows // chunks} rows waste tiles"
     return crossing
 
 
@@ -174,7 +182,7 @@ class ForwardLimit:
     Args:
         name: what goes through the model.
         bytes, operations: of all its parts.
-        seconds: at least, its parts one behind the other.
+        seconds: at the limit, its parts one after the other.
         derated_seconds: at the efficiency to expect.
         bound_by: what most of the time is for: reading or computing.
     """
@@ -196,8 +204,8 @@ class Plan:
         weights: format of the decoder's matrices.
         device: limits, with their sources.
         model: counts from the shapes.
-        lengths: accepted tokens per verification.
-        ridge_rows: from which on the decoder is bound by computing.
+        lengths: distribution of accept lengths.
+        ridge_rows: rows from which on the decoder is bound by computing.
         forwards, modes: the tables.
         profile: chosen parameters.
     """
@@ -221,11 +229,20 @@ class Plan:
             "device": self.device.as_json(),
             "derated": asdict(derated(self.device)),
             "model": asdict(self.model),
-            "acceptance": {**asdict(self.lengths), "mean": self.lengths.mean},
+            "acceptance": {
+                "name": self.lengths.name,
+                "probabilities": self.lengths.probabilities,
+                "mean": self.lengths.mean,
+            },
             "ridge_rows": self.ridge_rows,
-            "forwards": [asdict(each) for each in self.forwards],
-            "modes": [_mode_json(each) for each in self.modes],
-            "profile": {**asdict(self.profile), "reasons": dict(self.profile.reasons)},
+            "forwards": [asdict(forward) for forward in self.forwards],
+            "modes": [_mode_json(mode) for mode in self.modes],
+            "profile": {
+                "parameters": self.profile.parameters,
+                "chunk_rows": self.profile.chunk_rows,
+                "limit": _mode_json(self.profile.limit),
+                "reasons": dict(self.profile.reasons),
+            },
         }
 
 
@@ -278,7 +295,7 @@ def forward_limits(model: ModelCost, device: Device, weights: WeightFormat) -> t
 
 def _forwards(model: ModelCost, device: Device, weights: WeightFormat) -> Mapping[str, tuple[Part, ...]]:
     prompt = model.prompt_rows
-    prefix = prompt + 3  # rows that a request behind its prompt has on average
+    prefix = prompt + 3  # rows that a request has on average after its prompt
 
     def packed(trees: int, nodes: int, prompt_rows: int = 0, before: int = 0) -> tuple[Part, ...]:
         forward = Forward(
@@ -305,8 +322,8 @@ def _forwards(model: ModelCost, device: Device, weights: WeightFormat) -> Mappin
         f"vision + chunk of {first} + 2x16": packed(2, 16, first),
         f"chunk of {sum(others)} + 2x16": packed(2, 16, sum(others), first),
         "verify, 3x16": packed(3, 16),
-        f"draft head, {TREE_DEPTH} steps": (
-            draft_part(model, device.value_bytes, steps=TREE_DEPTH, rows=NODES, prefix_rows=prefix),
+        f"draft head, {DraftSettings.depth} steps": (
+            draft_part(model, device.value_bytes, steps=DraftSettings.depth, rows=NODES, prefix_rows=prefix),
         ),
         "draft head, prompt": (draft_prompt_part(model, device.value_bytes),),
     }

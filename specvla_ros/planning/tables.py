@@ -9,14 +9,16 @@ from rich.table import Table
 from specvla_ros.planning.device import derated
 from specvla_ros.planning.plan import Plan, note
 
+_TABLE_WIDTH = 100  # on a narrower terminal lines wrap: a number that is cut is worse
+
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Prints forwards, modes and the chosen profile."""
     console.print(note(plan.device), style="bold", highlight=False, soft_wrap=True)
     console.print(_summary(plan), highlight=False, soft_wrap=True)
-    console.print(_forward_table(plan))
-    console.print(_mode_table(plan))
-    if not all(each.fits(plan.device) for each in plan.modes):
+    for table in (_forward_table(plan), _mode_table(plan)):
+        console.print(table, width=_TABLE_WIDTH, crop=False)
+    if not all(mode.fits(plan.device) for mode in plan.modes):
         console.print("!: finds no room in the device's memory\n", highlight=False)
     console.print("Chosen, as a ROS 2 parameter file:", style="bold")
     console.print(plan.profile.as_yaml(), highlight=False, markup=False)
@@ -44,13 +46,13 @@ def _summary(plan: Plan) -> str:
 
 def _forward_table(plan: Plan) -> Table:
     table = _table("forwards", "forward", ("bytes", "FLOP", "ms", "bound by"))
-    for each in plan.forwards:
+    for forward in plan.forwards:
         table.add_row(
-            each.name,
-            _scaled(each.bytes),
-            _scaled(each.operations),
-            _both(each.seconds * 1e3, each.derated_seconds * 1e3),
-            each.bound_by,
+            forward.name,
+            _scaled(forward.bytes),
+            _scaled(forward.operations),
+            _both(forward.seconds * 1e3, forward.derated_seconds * 1e3),
+            forward.bound_by,
         )
     return table
 
@@ -58,15 +60,15 @@ def _forward_table(plan: Plan) -> Table:
 def _mode_table(plan: Plan) -> Table:
     titles = ("actions/s", "latency ms", "forwards", "lost", "KV B", "weights")
     table = _table(f"modes, a frame always waiting ({plan.lengths.name})", "mode", titles)
-    for each in plan.modes:
+    for limit in plan.modes:
         table.add_row(
-            each.mode.name,
-            _both(each.action_rate_hz, each.derated_rate_hz),
-            _both(each.latency_s * 1e3, each.derated_latency_s * 1e3),
-            f"{each.ticks_per_action:.1f}",
-            f"{each.dropped:.0%}",
-            _scaled(each.kv_bytes),
-            _scaled(each.weight_bytes) + ("" if each.fits(plan.device) else "!"),
+            limit.mode.name,
+            _both(limit.action_rate_hz, limit.derated_rate_hz),
+            _both(limit.latency_s * 1e3, limit.derated_latency_s * 1e3),
+            f"{limit.ticks_per_action:.1f}",
+            f"{limit.dropped:.0%}",
+            _scaled(limit.kv_bytes),
+            _scaled(limit.weight_bytes) + ("" if limit.fits(plan.device) else "!"),
         )
     return table
 

@@ -64,6 +64,12 @@ def write_parameters(path: Path, values: Mapping[str, Any], comments: Sequence[s
         values: by dotted name.
         comments: lines at its beginning.
     """
+    head = "".join(f"# {line}\n" for line in comments)
+    path.write_text(head + format_parameters(values), encoding="utf-8")
+
+
+def format_parameters(values: Mapping[str, Any]) -> str:
+    """The content of a parameter file for every node, from values by dotted name."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         *folders, last = name.split(".")
@@ -71,8 +77,7 @@ def write_parameters(path: Path, values: Mapping[str, Any], comments: Sequence[s
         for folder in folders:
             inner = inner.setdefault(folder, {})
         inner[last] = list(value) if isinstance(value, tuple) else value
-    text = yaml.safe_dump({"/**": {"ros__parameters": nested}}, sort_keys=False)
-    path.write_text("".join(f"# {line}\n" for line in comments) + text, encoding="utf-8")
+    return yaml.safe_dump({"/**": {"ros__parameters": nested}}, sort_keys=False)
 
 
 def as_bool(name: str, text: str) -> bool:

@@ -3,7 +3,7 @@
 It reads the parameters of the very model that is served; `test_batched_forward` holds it against the packed forward.
 """
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from specvla_ros.models.llama import LlamaDecoder, LlamaLayer
 from specvla_ros.models.openvla.model import OpenVLA
-from specvla_ros.models.vision_tower import VisionTower
 
 
 def action_logits(model: OpenVLA, pixels: Tensor, prompt_ids: Tensor, lengths: Tensor, answers: Tensor) -> Tensor:
@@ -32,7 +31,7 @@ def action_logits(model: OpenVLA, pixels: Tensor, prompt_ids: Tensor, lengths: T
     batch, asked, dim = answers.shape
     image = image_embeddings(model, pixels)
     prefix = 1 + image.shape[1]
-    # The answer follows its prompt at once; padding goes behind both, where causal attention hides it. The last token
+    # The answer follows its prompt at once; padding comes after both, where causal attention hides it. The last token
     # of the answer predicts nothing.
     width = prompt_ids.shape[2] + dim - 1
     text_ids = F.pad(prompt_ids, (0, dim))
@@ -61,21 +60,21 @@ def _branch_layout(prefix: int, branches: int, width: int, device: torch.device)
 def image_embeddings(model: OpenVLA, pixels: Tensor) -> Tensor:
     """[batch, 3 * towers, size, size] to [batch, image_tokens, hidden]."""
     images = pixels.split(3, dim=1)
-    features = [_vision(cast(VisionTower, tower), image) for tower, image in zip(model.towers, images, strict=True)]
+    features = [tower(image) for tower, image in zip(model.towers, images, strict=True)]
     return model.projector(torch.cat(features, dim=2))
 
 
 def decoder_hidden(
     decoder: LlamaDecoder, embeddings: Tensor, mask: Tensor, positions: Tensor, wanted: Tensor
 ) -> Tensor:
-    """Hidden states behind the final norm.
+    """Hidden states after the final norm.
 
     Args:
         decoder: the language model.
         embeddings: [batch, rows, hidden].
         mask: bool [rows, rows], True where a row (first) sees another.
         positions: int64 [rows].
-        wanted: int64 [batch, n], rows whose states are asked for.
+        wanted: int64 [batch, n], the rows whose states are returned.
 
     Returns:
         [batch, n, hidden].
@@ -85,34 +84,11 @@ def decoder_hidden(
     layers = [cast(LlamaLayer, layer) for layer in decoder.layers]
     for layer in layers:
         x = x + _attention(layer, x, cos, sin, mask)
-        if layer is layers[-1]:  # behind the last attention the other rows serve nobody
+        if layer is layers[-1]:  # after the last attention nothing reads the other rows
             x = x.gather(1, wanted[:, :, None].expand(-1, -1, x.shape[-1]))
         gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, dim=-1)
         x = x + layer.down(F.silu(gate) * up)
     return decoder.norm(x)
-
-
-def _vision(tower: VisionTower, image: Tensor) -> Tensor:
-    patches = tower.patch_embed.proj(image).flatten(2).transpose(1, 2) + tower.pos_embed
-    prefix = [
-        token.expand(len(image), -1, -1).to(patches.dtype)
-        for token in (tower.cls_token, tower.reg_token)
-        if token is not None
-    ]
-    x = torch.cat((*prefix, patches), dim=1)
-    for module in tower.blocks:
-        block = cast(Any, module)
-        attended = _vision_attention(block.attn, block.norm1(x))
-        x = x + block.ls1(attended)
-        x = x + block.ls2(block.mlp(block.norm2(x)))
-    return x[:, -tower.config.patches :]
-
-
-def _vision_attention(attention: Any, x: Tensor) -> Tensor:
-    batch, tokens, dim = x.shape
-    q, k, v = attention.qkv(x).view(batch, tokens, 3, attention.heads, -1).permute(2, 0, 3, 1, 4)
-    attended = F.scaled_dot_product_attention(q, k, v)
-    return attention.proj(attended.transpose(1, 2).reshape(batch, tokens, dim))
 
 
 def _attention(layer: LlamaLayer, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:

@@ -65,9 +65,9 @@ def load_demonstrations(
     """Reads bags into `cache`, or maps what is there from an earlier call with the same bags.
 
     Args:
-        bags: with images, an instruction, and a recorded action of seven values per image.
-        cache: directory; made again when the bags are others.
-        size: pixels; images are squeezed to it as OpenVLA's image processor does it (bicubic, on bytes).
+        bags: bags with images, an instruction, and a recorded action of seven values per image.
+        cache: directory of the cache; made again for other bags.
+        size: side of the images in pixels; they are squeezed as OpenVLA's image processor does it (bicubic, on bytes).
         on_progress: called with bags read and their number.
 
     Raises:
@@ -121,9 +121,9 @@ def _fill(
         raise UserError(f"the {len(bags)} bags hold no image with an instruction and a recorded action")
     _raw_to_npy(cache, (len(actions), size, size, 3))
     instructions = sorted({text for asked in texts for text in asked})
-    places = {text: place for place, text in enumerate(instructions)}
+    index_of = {text: index for index, text in enumerate(instructions)}
     np.save(cache / "actions.npy", np.array(actions))
-    np.save(cache / "instruction_of.npy", np.array([[places[text] for text in asked] for asked in texts]))
+    np.save(cache / "instruction_of.npy", np.array([[index_of[text] for text in asked] for asked in texts]))
     np.save(cache / "episode_of.npy", np.array(episodes, dtype=np.int64))
     described = {"fingerprint": fingerprint, "instructions": instructions, "bags": len(bags), "steps": len(actions)}
     (cache / "index.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
@@ -165,7 +165,7 @@ def _squeeze(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:
-    """What other instructions would have asked for: by instruction, the action at each time."""
+    """The expert under other instructions: by instruction, the action at each time."""
     pattern = re.compile(HINDSIGHT_ACTION_TOPIC.format(r"(\w+)"))
     found = {match[1]: topic.name for topic in reader.topics if (match := pattern.fullmatch(topic.name))}
     asked = {HINDSIGHT_INSTRUCTION_TOPIC.format(name): name for name in sorted(found)}
@@ -230,15 +230,15 @@ class Batch:
     answers: Tensor
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on another device."""
-        return Batch(*(each.to(device, non_blocking=True) for each in vars(self).values()))
+        """The batch on another device."""
+        return Batch(*(tensor.to(device, non_blocking=True) for tensor in vars(self).values()))
 
 
 class Batches:
     """Makes batches of a policy's demonstrations.
 
     Args:
-        policy: whose prompt, pixels and action tokens they are made for.
+        policy: the policy with its prompt, image processor and codec.
         data: the demonstrations.
     """
 
@@ -280,10 +280,10 @@ def shuffled(steps: np.ndarray, batch_size: int, *, seed: int, start: int = 0) -
     """Endless batches of steps, each epoch in a new order that only the seed and the epoch decide.
 
     Args:
-        steps: int64 [n], at least one.
-        batch_size: rows; larger than n: batches of n.
-        seed: of the order.
-        start: batches to leave out, for training that goes on where it stopped.
+        steps: int64 [n], n > 0.
+        batch_size: rows of a batch; larger than n: batches of n.
+        seed: the order's seed.
+        start: number of batches to leave out, to resume a training.
     """
     size = min(batch_size, len(steps))
     per_epoch = len(steps) // size

@@ -1,4 +1,4 @@
-"""What a draft head learns from: the target's own answers, with its hidden states, in shards on disk."""
+"""Training data of draft heads: the target's own answers with its hidden states, in shards on disk."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,8 +21,8 @@ from specvla_ros.models.checkpoint import Target
 from specvla_ros.models.observation import Observation
 from specvla_ros.speculation.rules.strict import greedy_choice
 
-_SHARD = 256  # samples
-MIN_FRAMES = _SHARD + 1  # a shard to train on and one to validate with
+SHARD_SAMPLES = 256
+MIN_FRAMES = SHARD_SAMPLES + 1  # a shard to train on and one to validate with
 _BATCH = 16  # requests of one packed forward
 _NAMES = ("lengths", "prompts", "hidden", "tokens")
 
@@ -32,10 +32,10 @@ class Sample:
     """One answer of the target.
 
     Args:
-        prompt: [prompt_len, hidden], the embeddings it was asked with.
-        hidden: [prompt_len + action_dim - 1, hidden], behind the final norm: of the prompt, then of each action token
+        prompt: [prompt_len, hidden], the prompt's embeddings.
+        hidden: [prompt_len + action_dim - 1, hidden], after the final norm: of the prompt, then of each action token
             but the last.
-        tokens: int64 [action_dim].
+        tokens: int64 [action_dim], the answer.
     """
 
     prompt: Tensor
@@ -47,7 +47,7 @@ class Sample:
 def answer(policy: Target, frames: Sequence[Frame]) -> list[Sample]:
     """Has the target answer, greedily, with all frames in one packed forward per token.
 
-    Frames to which it says anything but an action are left out.
+    Frames that it answers with anything but an action are left out.
     """
     prompts = [
         policy.prompt_embeddings(Observation(image, asked, 1), policy.prompt_ids(asked)) for image, asked in frames
@@ -80,8 +80,8 @@ class FeatureStore:
     """Shards of samples in a directory; each is written whole or not at all.
 
     Args:
-        directory: made if it is not there.
-        described: what the features are made of; features of anything else are not mixed with them.
+        directory: the shards' directory; made if missing.
+        described: target and data; features of any other are refused.
 
     Raises:
         UserError: the directory holds features made of something else.
@@ -106,7 +106,7 @@ class FeatureStore:
 
     @property
     def bytes_used(self) -> int:
-        """Of all shards."""
+        """Size of all shards."""
         return sum(shard.stat().st_size for shard in self.shards)
 
     def fill(
@@ -117,24 +117,24 @@ class FeatureStore:
         limit_bytes: float,
         on_frame: Callable[[int], None] | None = None,
     ) -> None:
-        """Answers frames and keeps what the target said, until they end or the disk's share is used up.
+        """Keeps the target's answers to frames, until the frames end or the disk's share is used up.
 
-        Called again with the same frames it goes on behind the last whole shard.
+        Called again with the same frames it resumes after the last whole shard.
 
         Args:
             policy: the target.
-            frames: always in the same order.
-            limit_bytes: of all shards together.
+            frames: the frames, always in the same order.
+            limit_bytes: limit of all shards together, bytes.
             on_frame: called with the number of frames done.
         """
         source = iter(frames)
-        done = len(self.shards) * _SHARD
+        done = len(self.shards) * SHARD_SAMPLES
         for _ in islice(source, done):
             pass
         while self.bytes_used < limit_bytes:
             samples: list[Sample] = []
             taken = 0
-            while taken < _SHARD and (batch := list(islice(source, min(_BATCH, _SHARD - taken)))):
+            while taken < SHARD_SAMPLES and (batch := list(islice(source, min(_BATCH, SHARD_SAMPLES - taken)))):
                 samples += answer(policy, batch)
                 taken += len(batch)
                 if on_frame is not None:
@@ -142,7 +142,7 @@ class FeatureStore:
             if samples:
                 self._write(samples)
             done += taken
-            if taken < _SHARD:
+            if taken < SHARD_SAMPLES:
                 return
 
     def _write(self, samples: Sequence[Sample]) -> None:
@@ -170,8 +170,8 @@ def read_shard(path: Path) -> list[Sample]:
     sizes = lengths.tolist()
     beyond = tokens.shape[1] - 1
     return [
-        Sample(*each)
-        for each in zip(prompts.split(sizes), hidden.split([size + beyond for size in sizes]), tokens, strict=True)
+        Sample(*tensors)
+        for tensors in zip(prompts.split(sizes), hidden.split([size + beyond for size in sizes]), tokens, strict=True)
     ]
 
 

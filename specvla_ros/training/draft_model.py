@@ -32,27 +32,27 @@ def draft_features(
 ) -> list[Tensor]:
     """Predicted hidden states of the answer's rows, fed with the target's own and then with the head's.
 
-    Row i takes the embedding of the token behind it and the hidden state at it, and predicts the hidden state behind
-    it. In step 1 that state is the target's. In step s the s-1 newest states of a row's history are the head's own, as
+    Row i takes the embedding of the token after it and the hidden state at it, and predicts the hidden state after it.
+    In step 1 the input state is the target's. In step s the s-1 newest states of a row's history are the head's own, as
     they are when it drafts the s-th token of a tree (training-time test: HASS, EAGLE-3). Earlier rows are seen as the
     target made them.
 
     Args:
-        head: of one layer.
-        following: [batch, rows, hidden], embeddings.
-        hidden: [batch, rows, hidden], the target's.
-        padding: int64 [batch], rows at the left end that are none.
-        cos: float32 [rows, head_dim / 2]; attention knows only differences of positions, so padding shifts nothing.
-        sin: like cos.
-        answer: the last so many rows are the answer's.
-        steps: 1 or more, at most `answer`.
+        head: the draft head.
+        following: [batch, rows, hidden], embeddings of the following tokens.
+        hidden: [batch, rows, hidden], the target's hidden states.
+        padding: int64 [batch], number of padding rows at the left end.
+        cos: float32 [rows, head_dim / 2]; attention depends on differences of positions, so padding shifts nothing.
+        sin: float32 [rows, head_dim / 2].
+        answer: number of rows at the right end that are the answer's.
+        steps: number of steps, 1 to `answer`.
 
     Returns:
-        Per step s (from 1), [batch, answer - s + 1, hidden]: of the answer's rows from the s-th on.
+        Per step s (from 1), [batch, answer - s + 1, hidden]: the answer's rows from the s-th on.
     """
     rows = following.shape[1]
-    places = torch.arange(rows, device=following.device)
-    seen = (places[:, None] >= places) & (places >= padding[:, None, None])
+    row = torch.arange(rows, device=following.device)
+    seen = (row[:, None] >= row) & (row >= padding[:, None, None])
     # A row of padding sees itself: a softmax over nothing is NaN.
     seen = seen | torch.eye(rows, dtype=torch.bool, device=seen.device)
     x = _fuse(head, following, hidden)
@@ -66,14 +66,14 @@ def draft_features(
         x = _fuse(head, following[:, step:], results[-1][:, :-1])
         stored.append(_keys_values(head, x, cos[step:], sin[step:]))
         visible = _visible(padding, rows, answer, step)
-        keys = torch.cat([each for each, _ in stored], dim=2)
-        values = torch.cat([each for _, each in stored], dim=2)
+        keys = torch.cat([step_keys for step_keys, _ in stored], dim=2)
+        values = torch.cat([step_values for _, step_values in stored], dim=2)
         results.append(_block(head, x, keys, values, cos[step:], sin[step:], visible))
     return results
 
 
 def _visible(padding: Tensor, rows: int, answer: int, step: int) -> Tensor:
-    """Which keys of all steps a row sees: the target's up to `step` places before it, then one of each step since.
+    """Which keys of all steps a row sees: the target's up to `step` rows before it, then one of each step since.
 
     Bool [batch, answer - step, keys].
     """
@@ -116,7 +116,7 @@ def _qkv(head: EagleHead, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-_MOST_SAMPLES = 256
+_MAX_SAMPLES = 256
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,9 @@ class DraftValidation:
     """What strict acceptance would have made of the head's trees on held-out answers.
 
     Args:
-        epoch: passes over the features before it.
+        epoch: number of passes over the features before it.
         tau: tokens committed per verification forward.
-        accept_length_by_place: mean accepted drafts by the place of the first drafted token (Spec-VLA, Table 3).
+        accept_length_by_place: mean accepted drafts by the dimension of the first drafted token (Spec-VLA, Table 3).
         samples: answers that were drafted.
     """
 
@@ -137,9 +137,9 @@ class DraftValidation:
 
     @staticmethod
     def from_json(raw: dict[str, Any]) -> "DraftValidation":
-        """From what `dataclasses.asdict` gave, read back."""
-        places = tuple((int(place), float(length)) for place, length in raw["accept_length_by_place"])
-        return DraftValidation(raw["epoch"], raw["tau"], places, raw["samples"])
+        """The inverse of `dataclasses.asdict`."""
+        lengths = tuple((int(dim), float(length)) for dim, length in raw["accept_length_by_place"])
+        return DraftValidation(raw["epoch"], raw["tau"], lengths, raw["samples"])
 
 
 @torch.inference_mode()
@@ -152,7 +152,7 @@ def validate_draft(policy: Target, head: EagleHead, samples: Iterable[Sample], *
         policy: the target.
         head: the draft head.
         samples: held-out answers; the first few hundred are used.
-        epoch: for the record.
+        epoch: number of passes over the features, for the record.
     """
     settings = DraftSettings()
     head = copy.deepcopy(head).to(policy.decoder.dtype)  # as it will run
@@ -163,22 +163,22 @@ def validate_draft(policy: Target, head: EagleHead, samples: Iterable[Sample], *
         rows = len(sample.prompt) + len(sample.tokens)
         if drafter is None or drafter.committed_rows < rows:
             drafter = EagleDrafter(head, policy.decoder, settings, slots=1, slot_rows=rows)
-        for place, accepted in _replay(policy, drafter, sample):
-            found.setdefault(place, []).append(accepted)
+        for dim, accepted in _replay(policy, drafter, sample):
+            found.setdefault(dim, []).append(accepted)
         done += 1
-        if done == _MOST_SAMPLES:
+        if done == _MAX_SAMPLES:
             break
-    lengths = [length for each in found.values() for length in each]
+    lengths = [length for of_dim in found.values() for length in of_dim]
     return DraftValidation(
         epoch=epoch,
         tau=1 + sum(lengths) / len(lengths) if lengths else 0.0,
-        accept_length_by_place=tuple((place, sum(each) / len(each)) for place, each in sorted(found.items())),
+        accept_length_by_place=tuple((dim, sum(of_dim) / len(of_dim)) for dim, of_dim in sorted(found.items())),
         samples=done,
     )
 
 
 def _replay(policy: Target, drafter: EagleDrafter, sample: Sample) -> list[tuple[int, int]]:
-    """(place of the first drafted token, accept length) of each verification."""
+    """(dimension of the first drafted token, accept length) of each verification."""
     decoder = policy.decoder
     device, dtype = decoder.device, decoder.dtype
     hidden = sample.hidden.to(device, dtype)
@@ -187,9 +187,9 @@ def _replay(policy: Target, drafter: EagleDrafter, sample: Sample) -> list[tuple
     following = torch.cat((sample.prompt.to(device, dtype)[1:], embedded))
     prompt, answer = len(sample.prompt), len(tokens)
     goal = tokens.tolist()
-    fed, place, results = 0, 1, []
-    while place < answer:
-        prefix = prompt + place - 1
+    fed, dim, results = 0, 1, []
+    while dim < answer:
+        prefix = prompt + dim - 1
         tree = drafter.draft(
             [
                 DraftInput(
@@ -197,16 +197,16 @@ def _replay(policy: Target, drafter: EagleDrafter, sample: Sample) -> list[tuple
                     prefix_len=prefix,
                     hidden=hidden[fed:prefix],
                     following=following[fed:prefix],
-                    root=tokens[place - 1],
-                    levels=answer - place - 1,
-                    place=place,
+                    root=tokens[dim - 1],
+                    levels=answer - dim - 1,
+                    place=dim,
                 )
             ]
         )[0]
-        accepted = _longest_match(tree, goal[place:])
-        if answer - place > 1:  # where nothing can be drafted there is nothing to judge
-            results.append((place, accepted))
-        fed, place = prefix, place + accepted + 1
+        accepted = _longest_match(tree, goal[dim:])
+        if answer - dim > 1:  # where nothing can be drafted there is nothing to measure
+            results.append((dim, accepted))
+        fed, dim = prefix, dim + accepted + 1
     return results
 
 

@@ -1,7 +1,5 @@
-"""`specvla train-draft`: teaches an EAGLE draft head to foresee its target's hidden states and tokens."""
+"""`specvla train-draft`: teaches an EAGLE draft head to predict its target's hidden states and tokens."""
 
-import json
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
+from specvla_ros.bags.reader import open_bag
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import (
     SIMULATION,
@@ -25,10 +25,17 @@ from specvla_ros.evaluation.provenance import file_hashes
 from specvla_ros.models.checkpoint import Target
 from specvla_ros.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
-from specvla_ros.training.draft_features import FeatureStore, Sample, shuffled_samples
+from specvla_ros.training.draft_features import MIN_FRAMES, FeatureStore, Sample, shuffled_samples
 from specvla_ros.training.draft_model import DraftValidation, draft_features, validate_draft
+from specvla_ros.training.trainer import (
+    STATE_DIRECTORY,
+    Progress,
+    Trainer,
+    begin_or_resume,
+    check_settings,
+    warm_up,
+)
 
-STATE_DIRECTORY = "training_state"
 _FEATURE_WEIGHT, _TOKEN_WEIGHT = 1.0, 0.1  # Spec-VLA section 5.1
 _LATER_STEP = 0.8  # weight of a step fed with the head's own features, against the one before it
 _WARM_UP = 2000
@@ -45,9 +52,9 @@ class DraftTraining:
     Args:
         epochs: passes over the features.
         batch_size: samples of one step, over all processes.
-        learning_rate: at its peak, behind a warm-up; then it falls to 0.
-        own_steps: how many drafted tokens deep the head is trained on its own features (training-time test); 1: on the
-            target's only, as in EAGLE and Spec-VLA.
+        learning_rate: its peak, after a warm-up; then it falls to 0.
+        own_steps: depth in drafted tokens to which the head is trained on its own features (training-time test); 1: on
+            the target's only, as in EAGLE and Spec-VLA.
         seed: of weights, order and noise.
 
     Raises:
@@ -61,21 +68,33 @@ class DraftTraining:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "own_steps"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.learning_rate < 1:
-            raise UserError(f"--learning-rate must lie between 0 and 1, got {self.learning_rate}")
+        check_settings(self, ("epochs", "batch_size", "own_steps"))
 
 
-@dataclass(frozen=True)
-class DraftProgress:
-    """Where the training stands, for a progress bar."""
+def check_frames(data: Sequence[Path] | None, frames: int) -> None:
+    """Counts what the target could be asked, before it is loaded and asked.
 
-    step: int
-    steps: int
-    loss: float
-    validation: DraftValidation | None
+    Args:
+        data: bags, or directories of bags; None: simulation, which has no end.
+        frames: the most that the target will be asked.
+
+    Raises:
+        UserError: too few to train on and to validate with, or a bag that cannot be read.
+    """
+    if frames < MIN_FRAMES:
+        raise UserError(f"--frames {frames} is too few to train on and to validate with; {MIN_FRAMES} are the minimum")
+    if data is None:
+        return
+    held = 0
+    for path in find_bags(data):
+        with open_bag(path) as bag:
+            held += sum(1 for frame in bag_frames(bag, choose_topics(bag, TopicChoice())) if frame.instruction)
+        if held >= MIN_FRAMES:
+            return
+    raise UserError(
+        f"the data hold {held} images with an instruction, too few to train on and to validate with; {MIN_FRAMES} are "
+        "the minimum: give more bags, or --data sim to ask the target in simulation"
+    )
 
 
 def collect_features(
@@ -88,15 +107,15 @@ def collect_features(
     max_bytes: float,
     on_frame: Callable[[int], None] | None = None,
 ) -> list[Path]:
-    """Asks the target about frames and keeps its features below `out`; called again it goes on where it stopped.
+    """Asks the target about frames and keeps its features below `out`; called again it resumes where it stopped.
 
     Args:
         policy: the target.
         data: bags, or directories of bags; None: what the target does in simulation.
         out: the draft head's directory.
         seed: of the frames' order.
-        frames: at most.
-        max_bytes: of the features on disk.
+        frames: the most that the target is asked.
+        max_bytes: limit of the features on disk, bytes.
         on_frame: called with the number of frames done.
 
     Returns:
@@ -120,16 +139,16 @@ def train_draft(
     shards: Sequence[Path],
     out: Path,
     training: DraftTraining,
-    on_progress: Callable[[DraftProgress], None] | None = None,
+    on_progress: Callable[[Progress[DraftValidation]], None] | None = None,
 ) -> list[DraftValidation]:
-    """Trains, and leaves a draft checkpoint in `out`; called again, it goes on behind the last whole epoch.
+    """Trains, and leaves a draft checkpoint in `out`; called again, it resumes after the last whole epoch.
 
     Args:
         policy: the target.
-        shards: of features, see FeatureStore.
+        shards: features, see FeatureStore.
         out: the checkpoint's directory.
-        training: what to do.
-        on_progress: called after each step and each validation.
+        training: the settings.
+        on_progress: called after each step.
 
     Returns:
         One validation per epoch.
@@ -142,10 +161,16 @@ def train_draft(
     held_out = max(1, len(shards) // _HELD_OUT)
     if len(shards) <= held_out:
         raise UserError("the features fill one shard only: too few to train on and to validate with; give more frames")
-    return _Trainer(Accelerator(), policy, shards[:-held_out], shards[-held_out:], out, training).run(on_progress)
+    accelerator = Accelerator()
+    task = _DraftTask(accelerator, policy, shards[:-held_out], shards[-held_out:], out, training)
+    described = asdict(training) | {"samples": task.samples, "target": str(policy.directory.resolve())}
+    begin_or_resume(accelerator, out, described)
+    return Trainer(accelerator, task, out).run(on_progress)
 
 
-class _Trainer:
+class _DraftTask:
+    """A draft head on its target's features; see TrainingTask."""
+
     def __init__(
         self,
         accelerator: Any,
@@ -158,121 +183,58 @@ class _Trainer:
         self._accelerator = accelerator
         self._policy = policy
         self._shards, self._held_out = shards, held_out
-        self._out, self._state = out, out / STATE_DIRECTORY
-        self._training = training
+        self._out = out
+        self._seed = training.seed
         torch.manual_seed(training.seed)
-        self._head = EagleHead(policy.decoder.config).to(policy.decoder.device)
-        _initialise(self._head)
-        self._optimiser = accelerator.prepare(
-            torch.optim.AdamW(self._head.parameters(), lr=training.learning_rate, betas=_BETAS, weight_decay=0.0)
-        )
-        self._trainee = _Trainee(policy, self._head, own_steps=min(training.own_steps, policy.action_dim - 1))
-        self._wrapped = accelerator.prepare(self._trainee)
-        self._history: list[DraftValidation] = []
-        self._samples = sum(1 for _ in self._epoch(0))
-        self._per_epoch = self._samples // training.batch_size
-        if not self._per_epoch:
-            raise UserError(f"{self._samples} samples are fewer than --batch-size {training.batch_size}")
-        self._steps = self._per_epoch * training.epochs
-        self._done = 0
-        if accelerator.is_main_process:
-            self._check_or_begin()
-        accelerator.wait_for_everyone()
+        self.trained = EagleHead(policy.decoder.config).to(policy.decoder.device)
+        _initialise(self.trained)
+        self.optimisers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(self.trained.parameters(), lr=training.learning_rate, betas=_BETAS, weight_decay=0.0)
+        ]
+        self.model = _DraftLoss(policy, self.trained, own_steps=min(training.own_steps, policy.action_dim - 1))
+        self.samples = sum(1 for _ in self._epoch(0))
+        self.batch_size = training.batch_size
+        self.validate_every = self.samples // training.batch_size
+        if not self.validate_every:
+            raise UserError(f"{self.samples} samples are fewer than --batch-size {training.batch_size}")
+        self.steps = self.validate_every * training.epochs
+        self.clip = _CLIP
 
-    def run(self, on_progress: Callable[[DraftProgress], None] | None) -> list[DraftValidation]:
-        self._resume()
+    def schedule(self, step: int) -> float:
+        """Linear warm-up, then linear decay to 0."""
+        return warm_up(step, self.steps, _WARM_UP) * (1 - step / self.steps)
 
-        def report(loss: float) -> None:
-            if on_progress is not None and self._accelerator.is_main_process:
-                newest = self._history[-1] if self._history else None
-                on_progress(DraftProgress(self._done, self._steps, loss, newest))
+    def batches(self, start: int) -> Iterator[tuple[list[Sample], torch.Generator]]:
+        """Shuffled samples of whole epochs, and the noise of each step."""
+        rank, share = self._accelerator.process_index, self._accelerator.num_processes
+        for epoch in range(start // self.validate_every, self.steps // self.validate_every):
+            samples = self._epoch(epoch)
+            for i in range(self.validate_every):
+                step = epoch * self.validate_every + i
+                noise = torch.Generator().manual_seed(hash((self._seed, step, rank)))
+                yield list(islice(samples, self.batch_size))[rank::share], noise
 
-        while len(self._history) < self._training.epochs:
-            loss = 0.0
-            for batch in self._batches(len(self._history)):
-                loss = self._step(batch)
-                self._done += 1
-                report(loss)
-            samples = (sample for path in self._held_out for sample in shuffled_samples([path], seed=0, epoch=0))
-            self._history.append(validate_draft(self._policy, self._head, samples, epoch=len(self._history) + 1))
-            self._save_state()
-            report(loss)
-        if self._accelerator.is_main_process:
-            self._finish()
-        return self._history
+    def validate(self, step: int, seconds: float) -> DraftValidation:
+        """On shards that are held out."""
+        samples = (sample for path in self._held_out for sample in shuffled_samples([path], seed=0, epoch=0))
+        return validate_draft(self._policy, self.trained, samples, epoch=step // self.validate_every)
+
+    def validation_from_json(self, raw: dict[str, Any]) -> DraftValidation:
+        """JSON and torch know lists only."""
+        return DraftValidation.from_json(raw)
+
+    def write(self, described: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
+        """The head, for its target by name."""
+        save_draft_head(self._out, self.trained)
+        finished = time.strftime("%Y-%m-%d", time.gmtime())
+        return described | {"target": self._policy.directory.name, "epochs_done": history, "finished": finished}
 
     def _epoch(self, epoch: int) -> Iterator[Sample]:
-        return shuffled_samples(self._shards, seed=self._training.seed, epoch=epoch)
-
-    def _batches(self, epoch: int) -> Iterator[list[Sample]]:
-        samples = self._epoch(epoch)
-        rank, share = self._accelerator.process_index, self._accelerator.num_processes
-        for _ in range(self._per_epoch):
-            yield list(islice(samples, self._training.batch_size))[rank::share]
-
-    def _step(self, samples: list[Sample]) -> float:
-        peak = self._training.learning_rate
-        for group in self._optimiser.param_groups:
-            group["lr"] = peak * _schedule(self._done, self._steps)
-        noise = torch.Generator().manual_seed(hash((self._training.seed, self._done, self._accelerator.process_index)))
-        loss = self._wrapped(samples, noise)
-        if not torch.isfinite(loss):
-            raise UserError(
-                f"the loss is not finite at step {self._done}: lower --learning-rate; the last epoch's state is kept"
-            )
-        self._optimiser.zero_grad()
-        self._accelerator.backward(loss)
-        self._accelerator.clip_grad_norm_(self._wrapped.parameters(), _CLIP)
-        self._optimiser.step()
-        return float(loss.detach())
-
-    def _check_or_begin(self) -> None:
-        self._state.mkdir(parents=True, exist_ok=True)
-        path = self._state / "training.json"
-        described = asdict(self._training) | {"samples": self._samples, "target": str(self._policy.directory.resolve())}
-        if path.exists() and json.loads(path.read_text()) != described:
-            raise UserError(
-                f"{self._out} holds the state of another training (other data or settings, see {path}); choose "
-                "another --out, or remove that directory"
-            )
-        path.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-
-    def _save_state(self) -> None:
-        if not self._accelerator.is_main_process:
-            return
-        state = {
-            "head": self._head.state_dict(),
-            "optimiser": self._optimiser.state_dict(),
-            "history": [asdict(each) for each in self._history],
-            "done": self._done,
-        }
-        partial = self._state / "state.pt.partial"
-        torch.save(state, partial)
-        partial.replace(self._state / "state.pt")
-
-    def _resume(self) -> None:
-        path = self._state / "state.pt"
-        if not path.exists():
-            return
-        state = torch.load(path, map_location=self._accelerator.device, weights_only=True)
-        self._head.load_state_dict(state["head"])
-        self._optimiser.load_state_dict(state["optimiser"])
-        self._history = [DraftValidation.from_json(each) for each in state["history"]]
-        self._done = state["done"]
-
-    def _finish(self) -> None:
-        """Writes the head and what was done; features and state go."""
-        save_draft_head(self._out, self._head)
-        described = json.loads((self._state / "training.json").read_text())
-        described["target"] = self._policy.directory.name
-        described["epochs_done"] = [asdict(each) for each in self._history]
-        described["finished"] = time.strftime("%Y-%m-%d", time.gmtime())
-        (self._out / "training.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        shutil.rmtree(self._state)
+        return shuffled_samples(self._shards, seed=self._seed, epoch=epoch)
 
 
-class _Trainee(nn.Module):
-    """The loss of a batch, as accelerate wraps it for several GPUs; only the head's weights are its own."""
+class _DraftLoss(nn.Module):
+    """The loss of a batch; only the head's weights are its own."""
 
     def __init__(self, policy: Target, head: EagleHead, own_steps: int) -> None:
         super().__init__()
@@ -288,35 +250,45 @@ class _Trainee(nn.Module):
         noisy = batch.hidden + (torch.rand(batch.hidden.shape, generator=noise) - 0.5).to(batch.hidden.device) * width
         positions = torch.arange(batch.hidden.shape[1], device=batch.hidden.device)
         cos, sin = decoder.rotation(positions)
-        steps = draft_features(
+        predictions = draft_features(
             self.head, batch.following, noisy, batch.padding, cos, sin, answer=answer, steps=self._own_steps
         )
         with torch.no_grad():
-            goal = decoder.logits(batch.goal.flatten(0, 1)).softmax(-1).view(*batch.goal.shape[:2], -1)
-        weights = [_LATER_STEP**step for step in range(len(steps))]
+            probabilities = decoder.logits(batch.goal.flatten(0, 1)).softmax(-1).view(*batch.goal.shape[:2], -1)
+        weights = [_LATER_STEP**step for step in range(len(predictions))]
         losses = [
-            weight * _loss(decoder, predicted, batch.goal[:, step:], goal[:, step:])
-            for step, (weight, predicted) in enumerate(zip(weights, steps, strict=True))
+            weight * draft_loss(predicted, batch.goal[:, step:], probabilities[:, step:], decoder.lm_head.weight)
+            for step, (weight, predicted) in enumerate(zip(weights, predictions, strict=True))
         ]
         return torch.stack(losses).sum() / sum(weights)
 
 
-def _loss(decoder: Any, predicted: Tensor, features: Tensor, probabilities: Tensor) -> Tensor:
-    """1.0 smooth-L1 of the features and 0.1 cross-entropy with the target's distribution, per supervised row."""
-    logits = F.linear(predicted, decoder.lm_head.weight.to(predicted.dtype))
+def draft_loss(predicted: Tensor, features: Tensor, probabilities: Tensor, lm_head: Tensor) -> Tensor:
+    """1.0 smooth-L1 of the features and 0.1 cross-entropy with the target's distribution (Spec-VLA section 5.1).
+
+    Args:
+        predicted: [batch, rows, hidden], the head's hidden states.
+        features: [batch, rows, hidden], the target's.
+        probabilities: [batch, rows, vocab], the target's distribution at each row.
+        lm_head: [vocab, hidden], the target's.
+
+    Returns:
+        A scalar, the mean over the rows.
+    """
+    logits = F.linear(predicted, lm_head.to(predicted.dtype))
     tokens = -(probabilities * logits.log_softmax(-1)).sum(-1).mean()
     return _FEATURE_WEIGHT * F.smooth_l1_loss(predicted, features) + _TOKEN_WEIGHT * tokens
 
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Samples of one batch, padded on the left so that their answers lie side by side.
+    """Samples of one batch, padded on the left so that their answers are aligned.
 
     Args:
-        following: float32 [batch, rows, hidden], the embedding of the token behind each row.
+        following: float32 [batch, rows, hidden], the embedding of the token after each row.
         hidden: float32 [batch, rows, hidden], the target's state at each row.
-        goal: float32 [batch, answer rows, hidden], the target's state behind each of the answer's rows.
-        padding: int64 [batch], rows at the left end that are none.
+        goal: float32 [batch, answer rows, hidden], the target's state after each of the answer's rows.
+        padding: int64 [batch], number of padding rows at the left end.
         prompt_rows: rows before the answer's.
     """
 
@@ -335,9 +307,9 @@ def collate(samples: Sequence[Sample], embed: nn.Embedding) -> DraftBatch:
     padding = [longest - len(sample.prompt) for sample in samples]
     following, hidden, goal = [], [], []
     for sample, pad in zip(samples, padding, strict=True):
-        behind = embed(sample.tokens[:-1].to(device)).detach().float()
+        answered = embed(sample.tokens[:-1].to(device)).detach().float()
         prompt, states = sample.prompt.to(device).float(), sample.hidden.to(device).float()
-        following.append(F.pad(torch.cat((prompt[1:], behind)), (0, 0, pad, 0)))
+        following.append(F.pad(torch.cat((prompt[1:], answered)), (0, 0, pad, 0)))
         hidden.append(F.pad(states[:-1], (0, 0, pad, 0)))
         goal.append(states[-answer:])
     return DraftBatch(
@@ -356,9 +328,3 @@ def _initialise(head: EagleHead) -> None:
             nn.init.normal_(parameter, std=0.02)
         else:
             nn.init.constant_(parameter, 1.0 if "norm" in name else 0.0)
-
-
-def _schedule(step: int, steps: int) -> float:
-    """Share of the peak learning rate: linear warm-up, then linear decay to 0."""
-    warm_up = min(_WARM_UP, max(1, steps // 10))
-    return min(1.0, (step + 1) / warm_up) * (1 - step / steps)

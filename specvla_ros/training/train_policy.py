@@ -1,10 +1,7 @@
 """Behaviour cloning of a small policy."""
 
-import json
 import math
-import shutil
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +26,14 @@ from specvla_ros.training.dataset import (
     shuffled,
 )
 from specvla_ros.training.nano import NanoShape, write_nano
+from specvla_ros.training.trainer import (
+    STATE_DIRECTORY,
+    Progress,
+    Trainer,
+    begin_or_resume,
+    check_settings,
+    warm_up,
+)
 
 # Neighbouring bins are neighbouring actions, which plain cross-entropy has to learn from the data, bin by bin.
 _BLUR_BINS = 2.0
@@ -40,28 +45,27 @@ def action_loss(logits: Tensor, answers: Tensor, tokenizer: ActionTokenizer) -> 
     Args:
         logits: [..., action_dim, vocab].
         answers: int64 [..., action_dim], action tokens.
-        tokenizer: says which ids are bins.
+        tokenizer: the codec whose ids are bins.
 
     Returns:
         A scalar, float32.
     """
     log_probabilities = logits.float().log_softmax(-1)
     bins = log_probabilities[..., tokenizer.first_id : tokenizer.vocab_size]
-    places = torch.arange(bins.shape[-1], device=bins.device)
+    candidates = torch.arange(bins.shape[-1], device=bins.device)
     true = (answers - tokenizer.first_id)[..., None]
-    weights = torch.exp(-0.5 * ((places - true) / _BLUR_BINS) ** 2)
-    weights[..., -1, :] = (places == true[..., -1, :]).float()
+    weights = torch.exp(-0.5 * ((candidates - true) / _BLUR_BINS) ** 2)
+    weights[..., -1, :] = (candidates == true[..., -1, :]).float()
     weights = weights / weights.sum(-1, keepdim=True)
     return -(weights * bins).sum(-1).mean()
 
 
 def cross_entropy(logits: Tensor, answers: Tensor) -> Tensor:
-    """Cross-entropy of the true tokens, float32 [action_dim]: what a model without a blur is compared by."""
+    """Cross-entropy of the true tokens, float32 [action_dim], comparable with models trained without a blur."""
     losses = F.cross_entropy(logits.float().flatten(0, -2), answers.flatten(), reduction="none")
     return losses.view(-1, answers.shape[-1]).mean(0)
 
 
-STATE_DIRECTORY = "training_state"
 _VALIDATION_STEPS = 2048
 _WARM_UP = 300
 _WEIGHT_DECAY = 0.05
@@ -72,16 +76,16 @@ _MUON_SCALE = "match_rms_adamw"  # so that both optimisers take one learning rat
 
 @dataclass(frozen=True)
 class PolicyTraining:
-    """How to train.
+    """How to train a policy.
 
     Args:
         steps: optimiser steps.
-        batch_size: of one step, over all processes.
-        learning_rate: at its peak, behind a warm-up; it falls to 0 along a cosine.
+        batch_size: images of one step, over all processes.
+        learning_rate: its peak, after a warm-up; it falls to 0 along a cosine.
         seed: of weights, order and augmentation.
-        validate_every: steps between validations, each of which also saves the state to go on from.
+        validate_every: steps between validations, each of which also saves the state to resume from.
         unnorm_key: name of the action statistics.
-        shape: of the nano policy.
+        shape: sizes of the nano policy.
 
     Raises:
         UserError: a value is out of range.
@@ -96,11 +100,7 @@ class PolicyTraining:
     shape: NanoShape = field(default_factory=NanoShape)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "validate_every"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.learning_rate < 1:
-            raise UserError(f"--learning-rate must lie between 0 and 1, got {self.learning_rate}")
+        check_settings(self, ("steps", "batch_size", "validate_every"))
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Validation:
         loss: cross-entropy of the true tokens, nats, mean over the dimensions.
         accuracy: per dimension, share of tokens predicted exactly.
         bin_distance: per dimension, mean distance to the true token in bins.
-        seconds: of training so far.
+        seconds: training time so far.
     """
 
     step: int
@@ -122,32 +122,21 @@ class Validation:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Where the training stands, for a progress bar."""
-
-    step: int
-    steps: int
-    loss: float
-    samples_per_s: float
-    validation: Validation | None
-
-
 def train_policy(
     data: Sequence[Path],
     out: Path,
     training: PolicyTraining,
     *,
     on_reading: Callable[[int, int], None] | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[Progress[Validation]], None] | None = None,
 ) -> list[Validation]:
-    """Trains, and leaves an OpenVLA checkpoint in `out`; called again, it goes on where it stopped.
+    """Trains, and leaves an OpenVLA checkpoint in `out`; called again, it resumes where it stopped.
 
     Args:
         data: bags, or directories of bags.
         out: the checkpoint's directory, with the training state in a folder of it until the end.
-        training: what to do.
-        on_reading: called with bags read and their number.
+        training: the settings.
+        on_reading: called with the number of bags read and of all.
         on_progress: called after each step.
 
     Returns:
@@ -167,166 +156,108 @@ def train_policy(
             training.shape.image_size,
             on_reading if accelerator.is_main_process else None,
         )
-    return _Trainer(accelerator, demonstrations, out, training).run(on_progress)
+    _check_enough(demonstrations)
+    episodes = int(demonstrations.episode_of.max()) + 1
+    described = asdict(training) | {"demonstration_steps": len(demonstrations.images), "episodes": episodes}
+    begin_or_resume(accelerator, out, described, lambda: _write_untrained(out, demonstrations, training))
+    return Trainer(accelerator, _PolicyTask(accelerator, demonstrations, out, training), out).run(on_progress)
 
 
-class _Trainer:
+def _check_enough(data: DemonstrationSet) -> None:
+    if data.validation.all() or not data.validation.any():
+        raise UserError(
+            f"{len(data.images)} steps in {data.episode_of.max() + 1} episodes are too few to train on and to "
+            "validate with: at least 20 episodes are needed; `specvla collect` records more"
+        )
+
+
+def _write_untrained(out: Path, data: DemonstrationSet, training: PolicyTraining) -> None:
+    if (out / "config.json").exists():
+        raise UserError(f"{out} holds a checkpoint already; choose another --out")
+    norm_stats = {training.unnorm_key: action_statistics(data.actions)}
+    write_nano(out, training.shape, data.instructions, norm_stats, seed=training.seed)
+
+
+class _PolicyTask:
+    """Behaviour cloning; see TrainingTask."""
+
     def __init__(self, accelerator: Any, data: DemonstrationSet, out: Path, training: PolicyTraining) -> None:
         self._accelerator = accelerator
         self._out = out
-        self._state = out / STATE_DIRECTORY
         self._training = training
         self._train = np.flatnonzero(~data.validation)
-        self._validate = np.flatnonzero(data.validation)
-        if not len(self._train) or not len(self._validate):
-            raise UserError(
-                f"{len(data.images)} steps in {data.episode_of.max() + 1} episodes are too few to train on and to "
-                "validate with: 20 episodes are the least"
-            )
-        if accelerator.is_main_process:
-            self._check_or_begin(data)
-        accelerator.wait_for_everyone()
+        self._held_out = np.flatnonzero(data.validation)
         self._policy = load_target(out, device=str(accelerator.device), dtype="float32")
-        self._batches = Batches(self._policy, data)
-        self._model = _Trainee(self._policy)
-        self._optimisers = [accelerator.prepare(each) for each in _optimisers(self._model, training.learning_rate)]
-        self._wrapped = accelerator.prepare(self._model)
-        self._history: list[Validation] = []
-        self._done = 0
+        self._data = Batches(self._policy, data)
+        self.model = _PolicyLoss(self._policy)
+        self.trained = self._policy.model
+        self.optimisers = _optimisers(self.model, training.learning_rate)
+        self.steps = training.steps
+        self.batch_size = training.batch_size
+        self.validate_every = training.validate_every
+        self.clip = _CLIP
 
-    def run(self, on_progress: Callable[[Progress], None] | None) -> list[Validation]:
-        self._resume()
-        training, share = self._training, self._accelerator.num_processes
-        order = shuffled(
-            self._train, max(1, training.batch_size // share) * share, seed=training.seed, start=self._done
-        )
-        earlier_s = self._history[-1].seconds if self._history else 0.0
-        started, before = time.monotonic(), self._done
-        while self._done < training.steps:
-            loss = self._step(next(order))
-            self._done += 1
-            elapsed_s = time.monotonic() - started
-            if self._done % training.validate_every == 0 or self._done == training.steps:
-                self._history.append(self._validation(earlier_s + elapsed_s))
-                self._save_state()
-            if on_progress is not None and self._accelerator.is_main_process:
-                speed = (self._done - before) * training.batch_size / elapsed_s
-                validation = self._history[-1] if self._history else None
-                on_progress(Progress(self._done, training.steps, loss, speed, validation))
-        if self._accelerator.is_main_process:
-            self._finish()
-        return self._history
+    def schedule(self, step: int) -> float:
+        """Linear warm-up, then a cosine to 0."""
+        return warm_up(step, self.steps, _WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
-    def _step(self, steps: np.ndarray) -> float:
-        training = self._training
+    def batches(self, start: int) -> Iterator[tuple[Batch]]:
+        """Shuffled steps of the demonstrations, augmented."""
         rank, share = self._accelerator.process_index, self._accelerator.num_processes
-        for optimiser in self._optimisers:
-            for group in optimiser.param_groups:
-                group["lr"] = group["peak"] * _schedule(self._done, training.steps)
-        augment = np.random.default_rng([training.seed, self._done, rank])
-        batch = self._batches.make(steps[rank::share], augment).to(self._accelerator.device)
-        with self._accelerator.autocast():
-            logits = self._wrapped(batch)
-        loss = action_loss(logits, batch.answers, self._policy.action_tokenizer)
-        if not torch.isfinite(loss):
-            raise UserError(
-                f"the loss is not finite at step {self._done}: lower --learning-rate; the last state is kept"
-            )
-        for optimiser in self._optimisers:
-            optimiser.zero_grad()
-        self._accelerator.backward(loss)
-        self._accelerator.clip_grad_norm_(self._wrapped.parameters(), _CLIP)
-        for optimiser in self._optimisers:
-            optimiser.step()
-        return float(loss.detach())
+        seed = self._training.seed
+        order = shuffled(self._train, max(1, self.batch_size // share) * share, seed=seed, start=start)
+        for step, steps in enumerate(order, start):
+            augment = np.random.default_rng([seed, step, rank])
+            yield (self._data.make(steps[rank::share], augment).to(self._accelerator.device),)
 
     @torch.no_grad()
-    def _validation(self, seconds: float) -> Validation:
-        some = self._validate[:: max(1, len(self._validate) // _VALIDATION_STEPS)]
+    def validate(self, step: int, seconds: float) -> Validation:
+        """On episodes that are held out."""
+        some = self._held_out[:: max(1, len(self._held_out) // _VALIDATION_STEPS)]
         losses, right, distance = [], [], []
         for start in range(0, len(some), 256):
-            batch = self._batches.make(some[start : start + 256]).to(self._accelerator.device)
+            batch = self._data.make(some[start : start + 256]).to(self._accelerator.device)
             with self._accelerator.autocast():
-                logits = self._model(batch)
+                logits = self.model.logits(batch)
             predicted = logits.argmax(-1)
             losses.append(cross_entropy(logits, batch.answers) * len(predicted))
             right.append((predicted == batch.answers).float().flatten(0, 1))
             distance.append((predicted - batch.answers).abs().float().flatten(0, 1))
         return Validation(
-            step=self._done,
+            step=step,
             loss=float(torch.stack(losses).sum(0).mean() / len(some)),
             accuracy=tuple(torch.cat(right).mean(0).tolist()),
             bin_distance=tuple(torch.cat(distance).mean(0).tolist()),
             seconds=seconds,
         )
 
-    def _check_or_begin(self, data: DemonstrationSet) -> None:
-        described = self._describe(data)
-        path = self._state / "training.json"
-        if path.exists():
-            if json.loads(path.read_text()) != described:
-                raise UserError(
-                    f"{self._out} holds the state of another training (other data or settings, see {path}); choose "
-                    "another --out, or remove that directory"
-                )
-            return
-        if (self._out / "config.json").exists():
-            raise UserError(f"{self._out} holds a checkpoint already; choose another --out")
-        norm_stats = {self._training.unnorm_key: action_statistics(data.actions)}
-        write_nano(self._out, self._training.shape, data.instructions, norm_stats, seed=self._training.seed)
-        path.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    def validation_from_json(self, raw: dict[str, Any]) -> Validation:
+        """JSON and torch know lists only."""
+        return Validation(**raw | {name: tuple(raw[name]) for name in ("accuracy", "bin_distance")})
 
-    def _describe(self, data: DemonstrationSet) -> dict[str, Any]:
-        settings = asdict(self._training)
-        return settings | {"demonstration_steps": len(data.images), "episodes": int(data.episode_of.max()) + 1}
-
-    def _save_state(self) -> None:
-        if not self._accelerator.is_main_process:
-            return
-        state = {
-            "model": self._model.model.state_dict(),
-            "optimisers": [optimiser.state_dict() for optimiser in self._optimisers],
-            "history": [asdict(each) for each in self._history],
-            "done": self._done,
-        }
-        partial = self._state / "state.pt.partial"
-        torch.save(state, partial)
-        partial.replace(self._state / "state.pt")
-
-    def _resume(self) -> None:
-        path = self._state / "state.pt"
-        if not path.exists():
-            return
-        state = torch.load(path, map_location=self._accelerator.device, weights_only=True)
-        self._model.model.load_state_dict(state["model"])
-        for optimiser, kept in zip(self._optimisers, state["optimisers"], strict=True):
-            optimiser.load_state_dict(kept)
-        self._history = [
-            Validation(**each | {k: tuple(each[k]) for k in ("accuracy", "bin_distance")}) for each in state["history"]
-        ]
-        self._done = state["done"]
-
-    def _finish(self) -> None:
-        """Writes the weights in bfloat16, as OpenVLA's are, and what was done; the state goes."""
+    def write(self, described: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
+        """The weights in bfloat16, as OpenVLA's are."""
         tensors = self._policy.model.checkpoint_tensors()
         save_weights(
             self._out / "model.safetensors", {name: tensor.bfloat16().cpu() for name, tensor in tensors.items()}
         )
-        described = json.loads((self._state / "training.json").read_text())
-        described["validation"] = [asdict(each) for each in self._history]
-        (self._out / "training.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        shutil.rmtree(self._state)
+        return described | {"validation": history}
 
 
-class _Trainee(nn.Module):
-    """The policy's model as a function of a batch, as accelerate wraps it for several GPUs."""
+class _PolicyLoss(nn.Module):
+    """The loss of a batch."""
 
     def __init__(self, policy: Target) -> None:
         super().__init__()
         self.model = policy.model.train().requires_grad_(True)
+        self._tokenizer = policy.action_tokenizer
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def logits(self, batch: Batch) -> Tensor:
+        """[batch, asked, action_dim, vocab]."""
         return action_logits(self.model, batch.pixels, batch.prompt_ids, batch.lengths, batch.answers)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return action_loss(self.logits(batch), batch.answers, self._tokenizer)
 
 
 def _optimisers(model: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
@@ -339,20 +270,10 @@ def _optimisers(model: nn.Module, learning_rate: float) -> list[torch.optim.Opti
     for name, parameter in model.named_parameters():
         is_matrix = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
         (inside if is_matrix else rest).append(parameter)
-    optimisers: list[torch.optim.Optimizer] = [
+    return [
         torch.optim.Muon(inside, lr=_MUON_FACTOR * learning_rate, weight_decay=_WEIGHT_DECAY, adjust_lr_fn=_MUON_SCALE),
         torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
-    for optimiser in optimisers:
-        for group in optimiser.param_groups:
-            group["peak"] = group["lr"]
-    return optimisers
-
-
-def _schedule(step: int, steps: int) -> float:
-    """Share of the peak learning rate: linear warm-up, then a cosine to 0."""
-    warm_up = min(_WARM_UP, max(1, steps // 10))
-    return min(1.0, (step + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def _precision() -> str:

@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 import torch
 from acceptance_trace import Trace, trace_lengths
-from cold_timer import ColdTimer
-from results_speed import SPEED_SECTIONS
-from soak import MARGINS, _as_json
-from soak_policy import soak_policy
-from soak_run import Soak
-from speed_benchmark import command
+from harness import ColdTimer, command
+from results_page import PAGE, page, section
+from soak import MARGINS, Soak, soak_policy
 
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.settings import EngineSettings
@@ -36,7 +33,8 @@ def run(script: str, out: Path, *arguments: object) -> dict[str, Any]:
     assert result["benchmark"] == script
     assert result["hardware"]
     assert result["versions"]["torch"] == torch.__version__
-    assert script in SPEED_SECTIONS[f"{script}_cpu.json"](result)
+    assert "git_revision" in result
+    assert script in section(result)
     return result
 
 
@@ -119,6 +117,10 @@ def test_a_command_names_what_was_chosen():
     )
 
 
+def test_the_results_page_is_up_to_date():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python benchmarks/results_page.py"
+
+
 def test_soak_passes(tmp_path: Path):
     result = run("soak", tmp_path / "out.json", "--ticks", 60)
     assert result["passed"]
@@ -136,7 +138,7 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Soak:
 def test_soak_finds_a_wrong_action(soak: Soak, monkeypatch: pytest.MonkeyPatch):
     wrong = {key: (*tokens[:3], tokens[3] - 1, *tokens[4:]) for key, tokens in soak.plain.items()}
     monkeypatch.setattr(soak, "plain", wrong)
-    found = _as_json(soak.run(30, [EngineSettings()]), "float32")
+    found = soak.run(30, [EngineSettings()]).as_json("float32")
     assert found["difference_rate"] == 1
     assert found["widest_margin"] > MARGINS["float32"]
     assert "the two best logits are" in found["failures"][0]

@@ -8,14 +8,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer.main
 from PIL import Image
+from rich.markup import render
 from support.bags import episode, write_bag
 from support.checkpoints import write_checkpoint
 from support.paths import ORACLES, needs
+from typer.core import TyperOption
+from typer.testing import CliRunner
+
+from specvla_ros import __version__
+from specvla_ros.cli.app import app
+from specvla_ros.models.settings import ModelSettings
+from specvla_ros.settings.parameter import walk
+
+COMMANDS: dict = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+INSTALLED = Path(sys.executable).parent / "specvla"
 
 
-def specvla(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-c", "from specvla_ros.cli.app import main; main()", *map(str, arguments)]
+def specvla(*arguments: object, missing: str = "") -> "subprocess.CompletedProcess[str]":
+    """Runs the command, as on a machine that lacks a Python package."""
+    lacking = f"import sys; sys.modules['{missing}'] = None; " if missing else ""
+    command = [sys.executable, "-c", f"{lacking}from specvla_ros.cli.app import main; main()", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
@@ -119,6 +133,118 @@ def test_every_command_has_help(command: str) -> None:
     done = specvla(command, "--help")
     assert done.returncode == 0
     assert "Usage" in done.stdout
+    assert specvla(command, "-h").stdout == done.stdout
+
+
+def test_the_version_is_shown() -> None:
+    assert specvla("--version").stdout == f"specvla {__version__}\n"
+
+
+def test_no_word_of_the_help_is_taken_for_markup() -> None:
+    for name, command in COMMANDS.items():
+        texts = [command.help, *(each.help for each in command.params if isinstance(each, TyperOption))]
+        assert [render(text).plain for text in texts if text] == [text for text in texts if text], name
+
+
+LOADING = {"checkpoint", *(each.path[0] for each in walk(ModelSettings()))}
+DECODING = {"param", "params_file"}
+IN_ANY_MODE = {"mode", "tolerance"}
+
+
+@pytest.mark.parametrize(
+    ("commands", "options"),
+    [
+        (("predict", "replay", "simulate", "demo"), LOADING | DECODING | IN_ANY_MODE),
+        (("sweep", "calibrate"), LOADING | DECODING),
+        (("train-draft",), LOADING),
+    ],
+)
+def test_whatever_runs_a_policy_takes_the_same_options(commands: tuple[str, ...], options: set[str]) -> None:
+    shared = [
+        {each.name: (each.opts, each.help) for each in COMMANDS[name].params if each.name in options}
+        for name in commands
+    ]
+    assert all(set(each) == options and each == shared[0] for each in shared)
+
+
+def decoded(image: Path, *options: object) -> dict:
+    """In this process, which has torch already; it keeps its threads."""
+    base = ("predict", "--image", image, "--instruction", "lift the red cube", "--device", "cpu", "--json")
+    done = CliRunner().invoke(app, [*map(str, base), *map(str, options)], env={"OMP_NUM_THREADS": "1"})
+    assert done.exit_code == 0, done.output
+    return dict(json.loads(done.stdout))
+
+
+def test_predict_decodes_in_every_mode_and_within_a_tolerance(image: Path, tmp_path: Path) -> None:
+    plain = decoded(image)
+    profile = tmp_path / "profile.yaml"
+    profile.write_text("/**: {ros__parameters: {draft: {nodes: 8}, acceptance: {rule: bin_distance, bins: [20]}}}")
+    for mode in ("spec", "pipeline", "specpipe"):
+        assert decoded(image, "--mode", mode)["tokens"] == plain["tokens"]
+    strict = decoded(image, "--mode", "spec", "--params-file", profile, "--tolerance", "0")
+    assert strict["tokens"] == plain["tokens"]
+    near = decoded(image, "--mode", "spec", "--tolerance", "2mm,1deg", "-p", "draft.nodes:=16", "--action-head")
+    assert np.abs(np.subtract(near["values"], plain["values"]))[:3].max() <= 0.002 + 1e-9
+
+
+def test_what_is_no_option_is_refused_before_anything_is_loaded(image: Path) -> None:
+    command = ("predict", "--image", image, "--instruction", "lift the red cube")
+    refused(specvla(*command, "--tolerance", "2"), "write it as 2mm,1.1deg")
+    refused(specvla(*command, "-p", "draft.node:=3"), "did you mean 'draft.nodes'?")
+    refused(specvla(*command, "--mode", "fast"), "specpipe")
+    refused(specvla(*command, "--params-file", "none.yaml"), "none.yaml does not exist")
+    refused(specvla(*command, "--action-head", "-p", "decode.max_reasoning_tokens:=5"), "model.action_head")
+
+
+def test_replay_pipelines_and_speculates(tmp_path: Path) -> None:
+    bag = write_bag(tmp_path / "bag", episode())
+    done = specvla(
+        *("replay", bag, "--instruction", "lift the red cube", "--mode", "specpipe", "--tolerance", "5mm,3deg"),
+        *("-p", "draft.nodes:=16", "--device", "cpu", "--out", tmp_path / "out", "--no-progress"),
+    )
+    assert done.returncode == 0, done.stderr
+    settings = json.loads((tmp_path / "out" / "summary.json").read_text())["settings"]
+    assert (settings["mode"], settings["draft"]["nodes"]) == ("specpipe", 16)
+    assert settings["acceptance"]["rule"] == "bin_distance" and settings["acceptance"]["tolerance_m"] == 0.005
+
+
+def test_a_missing_package_is_one_sentence(image: Path) -> None:
+    done = specvla("predict", "--image", image, "--instruction", "lift the red cube", missing="torch")
+    refused(done, "the Python package 'torch' is missing; install it with")
+    assert len(done.stderr.strip().splitlines()) == 1
+    refused(specvla("demo", missing="rclpy"), "A pip wheel brings neither")
+
+
+def test_training_counts_its_images_before_it_asks_the_target(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    bag = write_bag(tmp_path / "bag", episode())
+    command = ("train-draft", "--data", bag, "--out", tmp_path / "draft")
+    refused(specvla(*command), "the data hold 5 images with an instruction")
+    refused(specvla(*command, "--frames", "256"), "257 are the minimum")
+    assert not (tmp_path / "draft").exists()
+
+
+@pytest.mark.skipif(not INSTALLED.exists(), reason="the scripts are not installed")
+def test_an_installed_script_runs_the_python_that_it_was_installed_with(tmp_path: Path) -> None:
+    done = subprocess.run([INSTALLED, "--version"], capture_output=True, text=True, timeout=60, env={}, cwd=tmp_path)
+    assert done.stdout == f"specvla {__version__}\n", done.stderr
+    first = INSTALLED.read_text().splitlines()[0]
+    for name in ("policy", "sim_robot", "bag_player", "specvla"):
+        assert (INSTALLED.parents[1] / "lib" / "specvla_ros" / name).read_text().splitlines()[0] == first
+
+
+@pytest.mark.parametrize(("given", "cores", "threads"), [("", 2, 1), ("", 16, 15), ("", 1, 1), ("3", 16, None)])
+def test_a_core_is_left_to_others(monkeypatch: pytest.MonkeyPatch, given: str, cores: int, threads: int | None) -> None:
+    from specvla_ros.models import checkpoint
+
+    chosen: list[int] = []
+    monkeypatch.setattr(checkpoint.torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(checkpoint.os, "cpu_count", lambda: cores)
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    if not given:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    checkpoint.leave_a_core()
+    assert chosen == ([] if threads is None else [threads])
 
 
 def test_worker_processes_may_import_the_command() -> None:

@@ -195,7 +195,7 @@ def test_a_newer_frame_that_is_through_first_overtakes(policy: Target) -> None:
     drop, action = engine.tick()
     assert isinstance(drop, Drop) and drop.observation is older and drop.reason is DropReason.OVERTAKEN
     assert isinstance(action, Action) and action.observation is newer
-    assert not engine.busy
+    assert not engine.busy and engine.cache.free_slots == engine.cache.slots, "an overtaken request kept its slot"
 
     engine = Engine(policy, replace(engine.settings, in_order=True))
     assert isinstance(engine.act(frame(1, 1)), Action)

@@ -1,11 +1,14 @@
 """Bags in, actions out: every frame is accounted for, and the same each time."""
 
+import base64
+import io
 import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from support import bags
 from support.paths import BAGS, needs
 from support.replays import Run, drops_of
@@ -17,6 +20,8 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.evaluation.replay_summary import FrameRecord
+from specvla_ros.evaluation.report.replay import Pictures
 from specvla_ros.models.checkpoint import Target
 
 # Whole replays
@@ -107,6 +112,35 @@ def test_the_report_is_one_file_that_needs_no_network(run: Run) -> None:
     assert "<i>odd" not in body
     for name in ("x [m]", "yaw [rad]", "gripper", "decoded", "recorded", "prefill"):
         assert name in body
+
+
+def test_the_report_shows_the_pictures_beside_the_actions(run: Run, tmp_path: Path) -> None:
+    entries = bags.episode(4)
+    entries[3] = (*entries[3][:3], bags.image(entries[3][2], height=0))
+    entries[0] = ("/instruction", bags.TEXT, bags.START_NS, bags.text("</script><script>alert(1)"))
+    _, frames, out = run(entries)
+    html = (out / "report.html").read_text()
+    assert "Pictures of 4 of 4 frames" in html
+    assert "</script><script>alert" not in html
+    shown = json.loads(re.findall("<script id=frames type='application/json'>(.*?)</script>", html)[0])
+    assert [each["frame"] for each in shown] == [0, 1, 2, 3]
+    assert [each["drop"] for each in shown] == drops_of(frames) == [None, "bad_image", None, None]
+    assert shown[2]["values"] == frames[2]["values"] and shown[2]["recorded"] == frames[2]["recorded"]
+    assert shown[2]["instruction"] == "</script><script>alert(1)" and shown[2]["time"] == pytest.approx(0.4)
+    assert shown[1]["picture"] is None
+    picture = Image.open(io.BytesIO(base64.b64decode(shown[3]["picture"])))
+    assert picture.size == (64, 48) and picture.format == "JPEG"
+    assert abs(np.asarray(picture).astype(float).mean() - bags.pixels(3).mean()) < 5
+
+
+def test_a_long_bag_is_shown_by_some_of_its_pictures() -> None:
+    pictures = Pictures(1234, start_ns=0)
+    for index in range(1234):
+        pictures.add(FrameRecord(index, index, None, None, 0, "", 0.0, None, None), np.zeros((480, 640, 3), np.uint8))
+    assert 200 < len(pictures.shown) <= 300
+    steps = np.diff([each["frame"] for each in pictures.shown])
+    assert set(steps) == {5}
+    assert Image.open(io.BytesIO(base64.b64decode(pictures.shown[-1]["picture"]))).size == (240, 180)
 
 
 # Frames

@@ -14,9 +14,9 @@ from support import bags
 from support.random_checkpoint import write_random_checkpoint
 from support.replays import Meddling, drops_of, read_frames
 
+from specvla_ros.bags.frames import TopicChoice
 from specvla_ros.bags.reader import open_bag
 from specvla_ros.bags.recorder import ACTION_TOPIC, DECODE_STATS_TOPIC
-from specvla_ros.bags.topics import TopicChoice
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.replay import check_replay, replay

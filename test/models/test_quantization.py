@@ -1,20 +1,20 @@
 """Quantised weights: near the unquantised ones, smaller, and refused where they cannot run, saying what can."""
 
+import inspect
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
-import typer
 from support.checkpoints import shard, write_checkpoint
 from support.random_checkpoint import write_random_checkpoint
 
-from specvla_ros.cli.app import app
+from specvla_ros.cli.app import predict
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.errors import UserError
@@ -215,6 +215,5 @@ def test_an_unknown_quantisation_is_refused() -> None:
 
 def test_node_and_command_line_offer_the_same() -> None:
     (declared,) = (each for each in walk(PolicyParameters()) if each.name == "model.quantization")
-    options = typer.main.get_command(app).commands["predict"].params  # type: ignore[attr-defined]
-    (offered,) = (each for each in options if each.name == "quantization")
-    assert declared.parameter.choices == QUANTIZATIONS == tuple(offered.type.choices)
+    offered = get_args(inspect.signature(predict).parameters["quantization"].annotation)[0]
+    assert declared.parameter.choices == QUANTIZATIONS == tuple(each.value for each in offered)

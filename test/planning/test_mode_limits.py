@@ -111,15 +111,15 @@ def test_the_loop_without_chance_is_exact() -> None:
 
     assert run(Mode("ar", "ar")) == (7, 0.143, 0, 1)
     assert run(Mode("spec", "spec", nodes=16)) == (4, 0.25, 0, 1)
-    assert run(Mode("pipeline", "pipeline", pipelined=True)) == (7, 1, 0, 7)
-    assert run(Mode("pipeline, 2", "pipeline", pipelined=True, chunks=2)) == (8, 0.5, 0, 4)
-    assert run(Mode("specpipe", "specpipe", pipelined=True, nodes=16)) == (4, 1, 0, 4)
-    assert run(Mode("specpipe, 3", "specpipe", pipelined=True, nodes=16, chunks=3)) == (6, 0.333, 0, 2)
+    assert run(Mode("pipeline", "pipeline")) == (7, 1, 0, 7)
+    assert run(Mode("pipeline, 2", "pipeline", chunks=2)) == (8, 0.5, 0, 4)
+    assert run(Mode("specpipe", "specpipe", nodes=16)) == (4, 1, 0, 4)
+    assert run(Mode("specpipe, 3", "specpipe", nodes=16, chunks=3)) == (6, 0.333, 0, 2)
 
 
 def test_frames_wait_where_enough_are_in_flight() -> None:
     never = AcceptanceLengths("never", (1.0,))
-    found = run_loop(Mode("two", "specpipe", pipelined=True, nodes=8, max_in_flight=2), 290, 7, never, lambda _: 1.0)
+    found = run_loop(Mode("two", "specpipe", nodes=8, max_in_flight=2), 290, 7, never, lambda _: 1.0)
     assert found.in_flight == 2
     assert found.latency_s == 7
     assert found.action_rate_hz == pytest.approx(2 / 7, rel=0.01)
@@ -144,20 +144,22 @@ def test_a_draw_is_repeated() -> None:
 def test_any_device_gets_a_profile_that_holds_together(device: Device, weights: WeightFormat) -> None:
     limits = [mode_limit(mode, MODEL, device, weights, GOAL) for mode in MODES]
     profile = choose(MODEL, device, weights, limits, GOAL)
-    pipelined = profile.mode in ("pipeline", "specpipe")
-    assert (profile.prefill_chunks == 1 and profile.max_in_flight == 1) or pipelined
-    assert 1 <= profile.nodes <= (16 if pipelined else 64)
-    assert profile.top_k * (profile.depth - 1) <= 64
-    assert profile.limit.in_flight <= profile.max_in_flight
-    assert -(-MODEL.prompt_rows // profile.prefill_chunks) <= profile.chunk_rows <= MODEL.prompt_rows
-    if profile.mode == "specpipe" and profile.nodes > 8:
-        assert profile.nodes * profile.max_in_flight <= ridge_rows(MODEL, device, weights)
+    settings = profile.settings
+    pipelined = settings.mode in ("pipeline", "specpipe")
+    assert (settings.prefill_chunks == 1 and settings.max_in_flight == 1) or pipelined
+    assert 1 <= settings.draft.nodes <= (16 if pipelined else 64)
+    assert settings.draft.top_k * (settings.draft.depth - 1) <= 64
+    assert profile.limit.in_flight <= settings.max_in_flight
+    assert -(-MODEL.prompt_rows // settings.prefill_chunks) <= profile.chunk_rows <= MODEL.prompt_rows
+    if settings.mode == "specpipe" and settings.draft.nodes > 8:
+        assert settings.draft.nodes * settings.max_in_flight <= ridge_rows(MODEL, device, weights)
 
 
 @pytest.mark.parametrize(("device", "chunks"), [("h200", 2), ("rtx5090", 3), ("orin", 2)])
 def test_chunks_of_about_the_ridge_are_chosen(device: str, chunks: int) -> None:
     profile = make_plan(read_device(device), WeightFormat.NONE).profile
-    assert (profile.mode, profile.prefill_chunks, profile.nodes) == ("specpipe", chunks, 16)
+    settings = profile.settings
+    assert (settings.mode, settings.prefill_chunks, settings.draft.nodes) == ("specpipe", chunks, 16)
     tiles = {"h200": 192, "rtx5090": 128, "orin": 192}
     assert f"{tiles[device]}, whole tiles" in profile.reasons["chunk length"]
 

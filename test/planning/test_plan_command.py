@@ -2,18 +2,21 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from typer.testing import CliRunner, Result
 
 from specvla_ros.cli.app import app
+from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
+from specvla_ros.models.settings import WeightFormat
 from specvla_ros.planning import measure
 from specvla_ros.planning.cost import model_cost
-from specvla_ros.planning.device import read_device
+from specvla_ros.planning.device import known_devices, read_device
+from specvla_ros.planning.plan import make_plan
 from specvla_ros.policies.bundled import nano_policy
+from specvla_ros.settings.parameter import values_of
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 
 def specvla(*arguments: object) -> Result:
@@ -36,20 +39,37 @@ def test_a_plan_is_shown_and_written(tmp_path: Path) -> None:
     assert written["device"]["sources"]["bandwidth_gb_s"]
     assert len(written["modes"]) == 8
     assert written["model"]["prompt_rows"] == 290
-    assert_profile(done.output, written["profile"])
+    printed = values_of(read_back(done.output, tmp_path))
+    for name, value in written["profile"]["parameters"].items():
+        assert printed[name] == (tuple(value) if isinstance(value, list) else value)
 
 
-def assert_profile(output: str, profile: dict[str, Any]) -> None:
+def read_back(output: str, tmp_path: Path) -> EngineSettings:
+    """The settings of an engine that is started with what was printed."""
     start = output.index("/**:")
-    snippet = yaml.safe_load(output[start : output.index("\n\n", start)])["/**"]["ros__parameters"]
-    assert snippet == {
-        "decode": {
-            "mode": profile["mode"],
-            "max_in_flight": profile["max_in_flight"],
-            "prefill_chunks": profile["prefill_chunks"],
-        },
-        "draft": {"nodes": profile["nodes"], "depth": profile["depth"], "top_k": profile["top_k"]},
-    }
+    path = tmp_path / "profile.yaml"
+    path.write_text(output[start : output.index("\n\n", start)])
+    return engine_settings_from(params_file=path)
+
+
+@pytest.mark.parametrize("device", known_devices())
+def test_the_printed_parameters_are_the_settings_that_were_planned(device: str, tmp_path: Path) -> None:
+    planned = make_plan(read_device(device), WeightFormat.NONE)
+    done = specvla("plan", "--device", device)
+    read = read_back(done.output, tmp_path)
+    assert read == planned.profile.settings
+    limit = planned.profile.limit.mode
+    assert (read.mode, read.prefill_chunks, read.slots) == (limit.decode_mode, limit.chunks, limit.max_in_flight)
+    assert (read.tree_nodes, read.draft.depth) == (limit.nodes, limit.depth)
+    assert read.acceptance == (planned.lengths.acceptance if read.drafts else AcceptanceSettings())
+
+
+def test_acceptance_is_as_relaxed_as_the_lengths_that_were_planned_with(tmp_path: Path) -> None:
+    done = specvla("plan", "--device", "orin")
+    read = read_back(done.output, tmp_path)
+    assert read.drafts and read.draft.head == "" and read.draft.depth == DraftSettings().depth
+    assert (read.acceptance.rule, read.acceptance.bins, read.acceptance.gripper_bins) == ("bin_distance", (9,), 0)
+    assert "what the lengths of Spec-VLA relaxed, LIBERO-Goal were reached with" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize("weights", ["none", "int4", "w8a8", "fp8"])

@@ -31,7 +31,8 @@ from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.training import draft_features, train_draft
 from specvla_ros.training.draft_features import FeatureStore, answer, read_shard, shuffled_samples
 from specvla_ros.training.draft_model import validate_draft
-from specvla_ros.training.train_draft import STATE_DIRECTORY, DraftProgress, DraftTraining
+from specvla_ros.training.train_draft import DraftTraining, check_frames, draft_loss
+from specvla_ros.training.trainer import STATE_DIRECTORY, Progress
 
 pytest.importorskip("accelerate", reason="training needs accelerate: pip install -r requirements/train.txt")
 
@@ -51,7 +52,7 @@ def frames(n: int) -> Iterator[Frame]:
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_features, "_SHARD", 16)
+    monkeypatch.setattr(draft_features, "SHARD_SAMPLES", 16)
 
 
 def test_features_are_what_the_engine_decodes(policy: Target) -> None:
@@ -115,7 +116,7 @@ def test_training_goes_on_where_it_stopped_and_teaches(policy: Target, tmp_path:
     chosen = DraftTraining(epochs=12, batch_size=8, learning_rate=4e-3, own_steps=3)
     whole = train_draft.train_draft(policy, store.shards, tmp_path / "whole", chosen)
 
-    def stop(progress: DraftProgress) -> None:
+    def stop(progress: Progress) -> None:
         if progress.validation is not None and progress.validation.epoch == 5:
             raise _Stop
 
@@ -145,7 +146,7 @@ def test_another_training_in_the_same_place_is_refused(policy: Target, tmp_path:
     store = FeatureStore(tmp_path / "features", {})
     store.fill(policy, frames(40), limit_bytes=1e9)
 
-    def stop(_: DraftProgress) -> None:
+    def stop(_: Progress) -> None:
         raise _Stop
 
     with pytest.raises(_Stop):
@@ -156,6 +157,44 @@ def test_another_training_in_the_same_place_is_refused(policy: Target, tmp_path:
         train_draft.train_draft(policy, store.shards[:1], tmp_path / "few", DraftTraining())
     with pytest.raises(UserError, match="--learning-rate"):
         DraftTraining(learning_rate=2.0)
+
+
+def test_the_loss_is_one_of_the_features_and_a_tenth_of_the_tokens() -> None:
+    """Spec-VLA, section 5.1."""
+    generator = torch.Generator().manual_seed(0)
+    features, away = torch.randn(2, 3, 8, generator=generator), torch.randn(2, 3, 8, generator=generator)
+    lm_head = torch.randn(5, 8, generator=generator)
+    probabilities = torch.randn(2, 3, 5, generator=generator).softmax(-1)
+    for predicted in (features, features + away):
+        difference = (predicted - features).abs()
+        smooth_l1 = torch.where(difference < 1, 0.5 * difference**2, difference - 0.5).mean()
+        log_probabilities = (predicted @ lm_head.T).log_softmax(-1)
+        entropy = -(probabilities * log_probabilities).sum(-1).mean()
+        loss = draft_loss(predicted, features, probabilities, lm_head)
+        torch.testing.assert_close(loss, 1.0 * smooth_l1 + 0.1 * entropy)
+
+
+def test_too_few_frames_are_refused_before_the_target_is_asked(tmp_path: Path) -> None:
+    write_bag(tmp_path / "bags" / "one", episode(150, actions=False))
+    data = ["--data", str(tmp_path / "bags"), "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "specvla_ros.cli.app", "train-draft", "--target", str(tmp_path / "none"), *data]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2
+    words = " ".join(result.stderr.replace("│", " ").split())
+    assert "the data hold 150 images with an instruction, too few" in words
+    assert "257 are the minimum: give more bags, or --data sim to ask the target in simulation" in words
+    assert not (tmp_path / "out").exists()
+
+
+def test_frames_are_counted_over_all_bags(tmp_path: Path) -> None:
+    for name, images in (("one", 150), ("two", 107)):
+        write_bag(tmp_path / name, episode(images, actions=False))
+    check_frames([tmp_path], 20000)
+    check_frames(None, 257)
+    with pytest.raises(
+        UserError, match="--frames 256 is too few to train on and to validate with; 257 are the minimum"
+    ):
+        check_frames([tmp_path], 256)
 
 
 def test_a_killed_command_goes_on(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer
 from specvla_ros.training.dataset import action_statistics, load_demonstrations, shuffled
 from specvla_ros.training.nano import NanoShape
-from specvla_ros.training.train_policy import STATE_DIRECTORY, PolicyTraining, action_loss, train_policy
+from specvla_ros.training.train_policy import PolicyTraining, action_loss, train_policy
+from specvla_ros.training.trainer import STATE_DIRECTORY
 
 SHAPE = NanoShape(image_size=28, patch_size=14, vision_dim=32, vision_depth=2, hidden_size=64, layers=2, head_dim=16)
 LEFT, RIGHT = "go left", "go right"
@@ -91,7 +92,7 @@ def test_training_that_was_stopped_goes_on_as_if_it_had_not_been(bags, tmp_path)
     parts = train_policy(
         [bags], tmp_path / "parts", training(), on_progress=lambda progress: steps.append(progress.step)
     )
-    assert steps[0] == 41  # behind the last validation, where the state is kept
+    assert steps[0] == 41  # after the last validation, where the state is kept
     assert [each.step for each in parts] == [20, 40, 60]
     assert [each.loss for each in parts] == pytest.approx([each.loss for each in whole], rel=1e-4)
 

@@ -1,5 +1,6 @@
 """The style that every report shares: one HTML file, readable without a network and on a phone."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -11,6 +12,7 @@ from plotly.offline import get_plotlyjs
 from specvla_ros.evaluation.run_directory import replace_file
 
 INK, GREY, BLUE, GREEN, AMBER, RED = "#1b1f24", "#9aa3ad", "#3c7fb1", "#58a371", "#e1a03c", "#c9512f"
+_NUMBER = re.compile(r"[-+]?[0-9.]+%?")
 _LONG_CELL = 40  # characters; longer ones are text, which may wrap
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
@@ -19,6 +21,7 @@ h1 { font-size: 1.5rem; margin-bottom: 0; overflow-wrap: anywhere; } h2 { font-s
 td, th { padding: .2rem .9rem .2rem 0; text-align: left; vertical-align: top; white-space: nowrap; }
 td { border-bottom: 1px solid #eceef0; font-variant-numeric: tabular-nums; }
 th { font-weight: 600; border-bottom: 1px solid #c8ccd1; } .number { text-align: right; }
+.plot { min-width: 560px; } .provenance td { text-align: left; }
 td.text { white-space: normal; min-width: 16rem; overflow-wrap: anywhere; }
 .verdict { padding: .6rem 1rem; border-left: 5px solid #9aa3ad; margin: 1rem 0; overflow-wrap: anywhere; }
 .passed { border-color: #2a8a4a; background: #eef8f1; } .failed { border-color: #c0392b; background: #fdf0ee; }
@@ -48,16 +51,21 @@ def write_page(path: Path, title: str, parts: Sequence[str]) -> None:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of plain text, which scrolls where the window is narrow. Numbers are set flush right and never wrap."""
-    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"] if any(head) else []
-    lines += ["<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows]
+    """A table of plain text, which scrolls where the window is narrow. Columns of numbers are flush right."""
+    rows = list(rows)
+    columns = list(zip(*rows, strict=True)) or [()] * len(head)
+    numbers = [any(cells) and all(map(_NUMBER.fullmatch, filter(None, cells))) for cells in columns]
+    lines = [_row("th", head, numbers)] if any(head) else []
+    lines += [_row("td", row, numbers) for row in rows]
     return "<div class=scroll><table>" + "".join(lines) + "</table></div>"
 
 
-def _cell(text: str) -> str:
-    number = text.replace(".", "", 1).lstrip("-").isdigit()
-    kind = " class=number" if number else " class=text" if len(text) > _LONG_CELL else ""
-    return f"<td{kind}>{escape(text)}</td>"
+def _row(tag: str, cells: Sequence[str], numbers: Sequence[bool]) -> str:
+    html = []
+    for cell, number in zip(cells, numbers, strict=True):
+        kind = " class=number" if number else " class=text" if len(cell) > _LONG_CELL else ""
+        html.append(f"<{tag}{kind}>{escape(cell)}</{tag}>")
+    return f"<tr>{''.join(html)}</tr>"
 
 
 def plot(drawn: go.Figure, height: int, *, name: str | None = None, **layout: Any) -> str:
@@ -69,14 +77,13 @@ def plot(drawn: go.Figure, height: int, *, name: str | None = None, **layout: An
         name: id of its element, for scripts.
         layout: what differs from the common layout.
     """
-    drawn.update_layout(
-        **{"template": "plotly_white", "height": height, "margin": dict(l=60, r=20, t=40, b=50)} | layout
-    )
+    common = dict(template="plotly_white", height=height, margin=dict(l=60, r=20, t=60, b=50))
+    drawn.update_layout(**common | layout)
     # Markers on an axis are drawn whole.
     drawn.update_traces(cliponaxis=False, selector=lambda trace: trace.type in ("scatter", "bar"))
     options = {"displaylogo": False, "responsive": True}
     html: str = drawn.to_html(full_html=False, include_plotlyjs=False, config=options, div_id=name)
-    return html
+    return f"<div class=scroll><div class=plot>{html}</div></div>"
 
 
 def heatmap(x: Sequence[str], y: Sequence[str], shares: Sequence[Sequence[float]], text: Any) -> go.Figure:
@@ -108,7 +115,7 @@ def emulation(device: Mapping[str, Any] | None) -> str:
 
 def provenance(context: Mapping[str, Any]) -> str:
     """The section at a page's end: what the result was made of."""
-    return "<h2>Provenance</h2>" + table(("", ""), context_rows(context))
+    return f"<h2>Provenance</h2><div class=provenance>{table(('', ''), context_rows(context))}</div>"
 
 
 def context_rows(context: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -1,27 +1,137 @@
 """The page of a replay: figures, limits, latencies and actions beside the recorded ones."""
 
+import base64
+import io
+import json
 from collections import Counter
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from PIL import Image
 from plotly.subplots import make_subplots
 
-from specvla_ros.evaluation.replay_summary import LATENCY_INTERVAL, RATE_INTERVAL, STAGES, ReplayColumns, ReplaySummary
+from specvla_ros.evaluation.replay_summary import (
+    LATENCY_INTERVAL,
+    RATE_INTERVAL,
+    STAGES,
+    FrameRecord,
+    ReplayColumns,
+    ReplaySummary,
+)
 from specvla_ros.evaluation.report.page import AMBER, BLUE, GREEN, GREY, INK, RED, plot, provenance, table, write_page
 
 _UNITS = {"x": "m", "y": "m", "z": "m", "roll": "rad", "pitch": "rad", "yaw": "rad"}
 _STAGE_COLOURS = dict(zip(STAGES, (GREY, AMBER, BLUE, GREEN), strict=True))
 _PLOT_COLUMNS = 2
+_MAX_PICTURES = 300
+_PICTURE_SIZE = (240, 240)  # pixels at most
+
+# The slider, the picture, the numbers and the line in the plots show one frame.
+_SCRUBBER_STYLE = """
+<style>
+.scrubber { display: grid; grid-template-columns: 260px minmax(0, 1fr); gap: 1rem; }
+.scrubber > div:first-child { position: sticky; top: 0; align-self: start; background: #fff; z-index: 1; }
+.scrubber img, .scrubber input { display: block; width: 100%; } .scrubber img { min-height: 4rem; background: #eceef0; }
+@media (max-width: 760px) { .scrubber { grid-template-columns: minmax(0, 1fr); } .scrubber img { width: 160px; } }
+</style>
+"""
+_SCRUBBER = """
+<script>
+{
+  const frames = JSON.parse(document.getElementById("frames").textContent);
+  const [slider, picture, caption, numbers, plot] =
+    ["slider", "picture", "caption", "numbers", "actions"].map((id) => document.getElementById(id));
+  const names = JSON.parse(numbers.dataset.names);
+  const cell = (row, text) => { row.insertCell().textContent = text; row.lastChild.className = "number"; };
+  const show = (index) => {
+    const frame = frames[index];
+    slider.value = index;
+    if (frame.picture) picture.src = "data:image/jpeg;base64," + frame.picture;
+    else picture.removeAttribute("src");
+    caption.textContent =
+      `frame ${frame.frame}, ${frame.time.toFixed(2)} s: ` + (frame.instruction || "no instruction") +
+      (frame.drop ? ` (dropped: ${frame.drop})` : "");
+    numbers.tBodies[0].replaceChildren();
+    names.forEach((name, dimension) => {
+      const row = numbers.tBodies[0].insertRow();
+      row.insertCell().textContent = name;
+      for (const values of [frame.values, frame.recorded]) {
+        const value = values && values[dimension];
+        cell(row, typeof value === "number" ? value.toFixed(4) : "");
+      }
+    });
+    if (!plot) return;
+    Plotly.relayout(plot, { shapes: names.map((_, dimension) => {
+      const axis = dimension ? dimension + 1 : "";
+      return { type: "line", xref: "x" + axis, yref: `y${axis} domain`, x0: frame.time, x1: frame.time, y0: 0, y1: 1,
+        line: { color: "#1b1f24", width: 1, dash: "dot" } };
+    }) });
+  };
+  slider.addEventListener("input", () => show(Number(slider.value)));
+  if (plot) for (const event of ["plotly_hover", "plotly_click"]) plot.on(event, (data) => {
+    const distance = (frame) => Math.abs(frame.time - data.points[0].x);
+    const nearest = frames.reduce((best, frame, index) => distance(frame) < distance(frames[best]) ? index : best, 0);
+    if (nearest !== Number(slider.value)) show(nearest);
+  });
+  show(0);
+}
+</script>
+"""
 
 
-def write_replay_report(path: Path, summary: ReplaySummary, columns: ReplayColumns) -> None:
+@dataclass
+class Pictures:
+    """Small camera pictures of a replay with what was asked and answered, evenly spaced over the bag.
+
+    Args:
+        frames: images in the bag.
+        start_ns: bag time that counts as 0 s.
+    """
+
+    frames: int
+    start_ns: int
+    shown: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, record: FrameRecord, image: np.ndarray | None) -> None:
+        """Keeps the frame if it is one of those that are shown.
+
+        Args:
+            record: the frame's.
+            image: RGB uint8 [height, width, 3]; None: it cannot be read.
+        """
+        if record.frame % max(1, -(-self.frames // _MAX_PICTURES)):
+            return
+        self.shown.append(
+            {
+                "frame": record.frame,
+                "time": (record.time_ns - self.start_ns) * 1e-9,
+                "instruction": record.instruction,
+                "drop": record.drop and record.drop["reason"],
+                "values": record.values,
+                "recorded": record.recorded,
+                "picture": None if image is None else _jpeg(image),
+            }
+        )
+
+
+def _jpeg(image: np.ndarray) -> str:
+    small, stream = Image.fromarray(image), io.BytesIO()
+    small.thumbnail(_PICTURE_SIZE)
+    small.save(stream, "JPEG", quality=70)
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+def write_replay_report(path: Path, summary: ReplaySummary, columns: ReplayColumns, pictures: Pictures) -> None:
     """Writes the page.
 
     Args:
         path: the HTML file.
         summary: of the replay.
         columns: the numbers of its frames.
+        pictures: what the camera saw.
     """
     parts = [
         f"<p class=note>{escape(summary.context['policy']['checkpoint'])}, {escape(summary.context['date'])}</p>",
@@ -36,7 +146,7 @@ def write_replay_report(path: Path, summary: ReplaySummary, columns: ReplayColum
         _latency_plot(columns) if columns.frame else "",
         "<h2>Actions</h2>",
         _comparison(summary),
-        _action_plot(columns) if columns.frame else "",
+        _actions(columns, pictures),
         provenance(summary.context),
     ]
     write_page(path, f"Replay of {Path(summary.context['bag']['path']).name}", parts)
@@ -80,6 +190,24 @@ def _comparison(summary: ReplaySummary) -> str:
     ]
     note = f"Means over {summary.compared} actions. A dimension has 256 bins over its range."
     return f"<p class=note>{note}</p>" + table(("dimension", "unit", "mean |error|", "mean bin distance"), rows)
+
+
+def _actions(columns: ReplayColumns, pictures: Pictures) -> str:
+    """The plot of the actions beside the camera's pictures."""
+    drawn = _action_plot(columns) if columns.frame else ""
+    if not pictures.shown:
+        return drawn
+    # No text of a bag may end the script element.
+    frames, names = (json.dumps(each).replace("<", "\\u003c") for each in (pictures.shown, columns.names))
+    note = (
+        f"Pictures of {len(pictures.shown)} of {columns.frames} frames. Move the slider, or the pointer over the plots."
+    )
+    return (
+        f"{_SCRUBBER_STYLE}<p class=note>{note}</p><div class=scrubber><div><img id=picture alt='camera picture'>"
+        f"<input id=slider type=range min=0 max={len(pictures.shown) - 1} value=0 aria-label=frame><p id=caption></p>"
+        f"<table id=numbers data-names='{escape(names)}'><thead><tr><th><th>decoded<th>recorded</thead><tbody></tbody>"
+        f"</table></div><div>{drawn}</div></div><script id=frames type='application/json'>{frames}</script>{_SCRUBBER}"
+    )
 
 
 def _drop_plot(columns: ReplayColumns) -> str:
@@ -142,4 +270,5 @@ def _action_plot(columns: ReplayColumns) -> str:
                 col=col + 1,
             )
     drawn.update_xaxes(title_text="bag time [s]", row=rows)
-    return plot(drawn, 80 + 190 * rows, legend=dict(orientation="h", y=1.06, x=0), margin=dict(l=60, r=20, t=60, b=50))
+    drawn.update_yaxes(exponentformat="power")
+    return plot(drawn, 80 + 190 * rows, name="actions", legend=dict(orientation="h", y=1.06, x=0))

@@ -1,33 +1,34 @@
-"""Trains a small policy that writes what it sees and plans before it acts, for benchmarks/acceptance_rules.py.
+"""A small policy that writes what it sees and plans before it acts: trained where it is needed, not bundled.
 
-python benchmarks/text_policy.py --out text-policy
+python -m specvla_ros.policies.text --out text-policy
 
-It is the nano policy with more words: its own actions at the simulated table, and in front of them a text of the kind
-that embodied chain-of-thought policies write, made from the table's true state. Only the language model learns. About
-ten minutes on two CPU cores.
+It is the nano policy with more words: its own actions at the simulated table, and before them a text of the kind that
+embodied chain-of-thought policies write, made from the table's true state. Only the language model learns. About ten
+minutes on two CPU cores.
 """
 
-import argparse
 import json
 import math
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+import typer
 from torch import Tensor
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.config import read_config
+from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.model import OpenVLA
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.weights import save_weights
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.device_pace import tick_time
@@ -38,7 +39,7 @@ from specvla_ros.simulation.tasks import TASKS, TEXT_POLICY_FIRST_SEED, Task, Wo
 from specvla_ros.training.batched_forward import decoder_hidden, image_embeddings
 from specvla_ros.training.nano import NanoShape, write_nano
 
-LONGEST_TEXT = 64
+LONGEST_TEXT = 64  # tokens
 _CELL_M, _ORIGIN_M = 0.04, (0.3, -0.2)
 _NEAR_M = 0.05
 _PLANS = {
@@ -63,13 +64,30 @@ def reasoning(task: Task, state: WorldState) -> str:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One image with what to write and to do.
+class Frame:
+    """One image of an episode, and what the policy shall answer.
 
     Args:
-        image: float [image_tokens, hidden], behind the projector.
-        prompt: ids.
-        answer: ids of text and action.
+        observation: image and instruction.
+        task: the episode's task.
+        text: the text that it shall write.
+        tokens: action tokens of the nano policy.
+    """
+
+    observation: Observation
+    task: Task
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One frame as the decoder is trained on it.
+
+    Args:
+        image: float [image_tokens, hidden], the projector's output.
+        prompt: token ids.
+        answer: token ids of text and action.
     """
 
     image: Tensor
@@ -77,36 +95,41 @@ class Sample:
     answer: tuple[int, ...]
 
 
-def main() -> None:
-    """Trains, and writes the checkpoint with a card.json of how it went."""
-    options = _options()
+def main(
+    out: Annotated[Path, typer.Option(help="Directory for the checkpoint and a card.json of its training.")] = Path(
+        "text-policy"
+    ),
+    episodes: Annotated[int, typer.Option(help="Of the nano policy, to learn from.", min=1)] = 400,
+    steps: Annotated[int, typer.Option(help="Of the optimiser.", min=1)] = 1000,
+    batch: Annotated[int, typer.Option(help="Images of a step.", min=1)] = 24,
+) -> None:
+    """Train the text policy."""
     torch.manual_seed(0)
     nano = load_target(nano_policy(), device="cpu")
-    seen = _look(nano, options.episodes)
-    texts = sorted({text for _, _, text, _ in seen} | {" ".join(map(str, range(10)))})
-    _write_untrained(nano, options.out, texts)
-    policy = load_target(options.out, device="cpu")
-    samples = [_sample(policy, nano, *each) for each in seen]
-    every = max(2, len(samples) // 200)
-    held_out = samples[::every]
-    kept = [each for i, each in enumerate(samples) if i % every]
+    seen = _look(nano, episodes)
+    texts = sorted({frame.text for frame in seen} | {" ".join(map(str, range(10)))})
+    _write_untrained(nano, out, texts)
+    policy = load_target(out, device="cpu")
+    samples = [_sample(policy, nano, frame) for frame in seen]
+    stride = max(2, len(samples) // 200)
+    held_out = samples[::stride]
     started = time.monotonic()
-    _train(policy, kept, options.steps, options.batch)
-    right = _agreement(policy, held_out)
-    save_weights(options.out / "model.safetensors", policy.model.checkpoint_tensors())
+    _train(policy, [sample for i, sample in enumerate(samples) if i % stride], steps, batch)
+    accuracy = _accuracy(policy, held_out)
+    save_weights(out / "model.safetensors", policy.model.checkpoint_tensors())
     card = {
-        "command": f"python benchmarks/text_policy.py --episodes {options.episodes} --steps {options.steps}",
+        "command": f"python -m specvla_ros.policies.text --episodes {episodes} --steps {steps} --batch {batch}",
         "images": len(samples),
-        "longest_answer": max(len(each.answer) for each in samples),
-        "held_out_token_accuracy": right,
+        "longest_answer": max(len(sample.answer) for sample in samples),
+        "held_out_token_accuracy": accuracy,
         "training_s": time.monotonic() - started,
     }
-    (options.out / "card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    (out / "card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(card, indent=2))
 
 
-def _look(nano: Target, episodes: int) -> list[tuple[Observation, Task, str, tuple[int, ...]]]:
-    """What the nano policy sees and does, with the text for it."""
+def _look(nano: OpenVLATarget, episodes: int) -> list[Frame]:
+    """Frames of the nano policy's episodes."""
     robot = TableRobot()
     states: list[tuple[Observation, WorldState]] = []
     engine = Engine(nano, EngineSettings())
@@ -126,13 +149,13 @@ def _look(nano: Target, episodes: int) -> list[tuple[Observation, Task, str, tup
         for observation, state in states:
             action = engine.act(observation)
             if isinstance(action, Action):
-                seen.append((observation, task, reasoning(task, state), action.tokens))
+                seen.append(Frame(observation, task, reasoning(task, state), action.tokens))
         if episode % 50 == 49:
             print(f"{episode + 1} episodes, {len(seen)} images", file=sys.stderr, flush=True)
     return seen
 
 
-def _write_untrained(nano: Target, out: Path, texts: list[str]) -> None:
+def _write_untrained(nano: OpenVLATarget, out: Path, texts: list[str]) -> None:
     """The nano policy with a row for each new word."""
     config = json.loads((nano.directory / "config.json").read_text(encoding="utf-8"))
     instructions = [task.instruction for task in TASKS]
@@ -146,11 +169,10 @@ def _write_untrained(nano: Target, out: Path, texts: list[str]) -> None:
     for name in ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight"):
         tensors[name][rows[:, 1]] = known[name][rows[:, 0]]
     save_weights(out / "model.safetensors", tensors)
-    del config["instructions"]
 
 
-def _rows_of_known_words(nano: Target, writer: Target) -> Tensor:
-    """int64 [n, 2]: a token's id in the nano policy, and in the writer."""
+def _rows_of_known_words(nano: OpenVLATarget, writer: OpenVLATarget) -> Tensor:
+    """int64 [n, 2]: a token's id in the nano policy, and its id in the writer."""
     assert nano.prompt.tokenizer is not None and writer.prompt.tokenizer is not None
     ids = writer.prompt.tokenizer.get_vocab()
     pairs = [(old, ids[word]) for word, old in nano.prompt.tokenizer.get_vocab().items() if word in ids]
@@ -160,19 +182,17 @@ def _rows_of_known_words(nano: Target, writer: Target) -> Tensor:
 
 
 @torch.inference_mode()
-def _sample(
-    policy: Target, nano: Target, observation: Observation, task: Task, text: str, tokens: tuple[int, ...]
-) -> Sample:
+def _sample(policy: OpenVLATarget, nano: OpenVLATarget, frame: Frame) -> Sample:
     assert policy.prompt.tokenizer is not None
-    pixels = policy.image_processor(observation.image)[None]
-    words = policy.prompt.tokenizer.encode(text, add_special_tokens=False).ids
+    pixels = policy.image_processor(frame.observation.image)[None]
+    words = policy.prompt.tokenizer.encode(frame.text, add_special_tokens=False).ids
     shift = policy.action_tokenizer.first_id - nano.action_tokenizer.first_id
-    answer = (*words, *(token + shift for token in tokens))
+    answer = (*words, *(token + shift for token in frame.tokens))
     image = image_embeddings(policy.model, pixels)[0]
-    return Sample(image, tuple(policy.prompt_ids(task.instruction)), answer)
+    return Sample(image, tuple(policy.prompt_ids(frame.task.instruction)), answer)
 
 
-def _train(policy: Target, samples: list[Sample], steps: int, batch: int) -> None:
+def _train(policy: OpenVLATarget, samples: list[Sample], steps: int, batch: int) -> None:
     trained = list(policy.decoder.parameters())
     for parameter in trained:
         parameter.requires_grad_(True)
@@ -183,7 +203,7 @@ def _train(policy: Target, samples: list[Sample], steps: int, batch: int) -> Non
             group["lr"] = 1e-3 * min(1.0, (step + 1) / 50) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
         loss = _loss(policy, [samples[i] for i in rng.integers(0, len(samples), batch)])
         optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimiser.step()
         if step % 50 == 49:
@@ -191,32 +211,32 @@ def _train(policy: Target, samples: list[Sample], steps: int, batch: int) -> Non
     policy.model.requires_grad_(False)
 
 
-def _loss(policy: Target, samples: list[Sample]) -> Tensor:
+def _loss(policy: OpenVLATarget, samples: list[Sample]) -> Tensor:
     logits, answers = _logits(policy, samples)
     return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=-100)
 
 
 @torch.inference_mode()
-def _agreement(policy: Target, samples: list[Sample]) -> float:
+def _accuracy(policy: OpenVLATarget, samples: list[Sample]) -> float:
     logits, answers = _logits(policy, samples)
-    there = answers >= 0
-    return float((logits.argmax(-1) == answers)[there].float().mean())
+    written = answers >= 0
+    return float((logits.argmax(-1) == answers)[written].float().mean())
 
 
-def _logits(policy: Target, samples: list[Sample]) -> tuple[Tensor, Tensor]:
-    """[batch, longest answer, vocab] and the answers, int64 with -100 behind their ends."""
-    embed, longest = policy.decoder.embed_tokens, max(len(each.answer) for each in samples)
-    width = max(len(each.prompt) for each in samples) + longest - 1
+def _logits(policy: OpenVLATarget, samples: list[Sample]) -> tuple[Tensor, Tensor]:
+    """[batch, longest answer, vocab], and the answers: int64 with -100 after their ends."""
+    embed, longest = policy.decoder.embed_tokens, max(len(sample.answer) for sample in samples)
+    width = max(len(sample.prompt) for sample in samples) + longest - 1
     texts = torch.zeros(len(samples), width, dtype=torch.int64)
     answers = torch.full((len(samples), longest), -100)
-    for i, each in enumerate(samples):
-        ids = (*each.prompt, *each.answer[:-1])
+    for i, sample in enumerate(samples):
+        ids = (*sample.prompt, *sample.answer[:-1])
         texts[i, : len(ids)] = torch.tensor(ids)
-        answers[i, : len(each.answer)] = torch.tensor(each.answer)
-    images = torch.stack([each.image for each in samples]).clone()
+        answers[i, : len(sample.answer)] = torch.tensor(sample.answer)
+    images = torch.stack([sample.image for sample in samples]).clone()
     embedded = embed(texts)
     rows = torch.cat((embedded[:, :1], images, embedded[:, 1:]), dim=1)
-    ends = torch.tensor([len(each.prompt) for each in samples]) - 1 + images.shape[1]
+    ends = torch.tensor([len(sample.prompt) for sample in samples]) - 1 + images.shape[1]
     wanted = (ends[:, None] + torch.arange(longest)).clamp(max=rows.shape[1] - 1)
     positions = torch.arange(rows.shape[1])
     mask = positions[:, None] >= positions
@@ -224,14 +244,5 @@ def _logits(policy: Target, samples: list[Sample]) -> tuple[Tensor, Tensor]:
     return F.linear(hidden, policy.decoder.lm_head.weight), answers
 
 
-def _options() -> Any:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("text-policy"))
-    parser.add_argument("--episodes", type=int, default=400, help="of the nano policy, to learn from")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=24)
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    main()
+    typer.run(main)

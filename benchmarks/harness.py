@@ -1,0 +1,191 @@
+"""What every benchmark shares: options, the head of its result, contestants that take turns, and the JSON file."""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from random_policy import SIZES
+from results_page import ROOT, section
+from rich.console import Console
+from rich.markdown import Markdown
+
+from specvla_kernels.graph_capture import capture_on
+from specvla_ros.evaluation.provenance import cpu_name, git_revision
+from specvla_ros.models.checkpoint import DTYPES
+
+Sizes = Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SIZES)}.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; empty: float32 on CPU, else bfloat16.")]
+Out = Annotated[Path | None, typer.Option(help="JSON file for the figures.")]
+Episodes = Annotated[int, typer.Option(help="Simulated episodes per task.", min=0)]
+Seed = Annotated[int, typer.Option(help="Of the first start; training's begin at 1000000.", min=0)]
+Workers = Annotated[int, typer.Option(help="Processes that simulate.", min=1)]
+Work = Annotated[Path, typer.Option(help="Directory of the episodes; a run goes on where it was.")]
+
+Call = Callable[[], object]
+_FLUSHED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}  # more than the caches; on a GPU also longer than a launch takes
+_WARM_UPS = 3
+_WIDTH = 120  # of what is shown: tables are wide
+_WHERE = ("out", "work")  # options that say where files are, and nothing of the figures
+
+
+def dtype_on(device: str, dtype: str) -> torch.dtype:
+    """What `Dtype` names."""
+    return DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")]
+
+
+def result_head(context: typer.Context, dtype: torch.dtype | None = None, **versions: str) -> dict[str, Any]:
+    """Which benchmark runs, how, when, at which revision and on what.
+
+    Args:
+        context: the running command.
+        dtype: of weights and activations, where that is one of the options.
+        versions: of other libraries than torch that matter.
+    """
+    benchmark = Path(context.info_name or "").stem
+    options = {option.name: context.params[option.name] for option in context.command.params if option.name}
+    head = {
+        "benchmark": benchmark,
+        "command": command(benchmark, {name: value for name, value in options.items() if name not in _WHERE}),
+        "date": date.today().isoformat(),
+        "git_revision": git_revision(ROOT),
+        "hardware": hardware(options.get("device", "cpu")),
+        "versions": {"torch": torch.__version__, **versions},
+    }
+    return head if dtype is None else head | {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def command(benchmark: str, options: Mapping[str, object]) -> str:
+    """The command line that gives the same figures.
+
+    Args:
+        benchmark: the script's name.
+        options: values by name; what is true, empty or None is its default and left out; false becomes `--no-…`.
+    """
+    words = [f"python benchmarks/{benchmark}.py"]
+    for name, value in options.items():
+        option = name.replace("_", "-")
+        if value is False:
+            words.append(f"--no-{option}")
+        elif value is not True and value not in ("", None):
+            words.append(f"--{option} {value}")
+    return " ".join(words)
+
+
+def hardware(device: str) -> str:
+    """The device's name."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name()
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def finish(result: dict[str, Any], out: Path | None) -> None:
+    """Shows a result as the results page does, and writes its JSON file, if one is wanted, at once or not at all."""
+    Console(width=max(_WIDTH, Console().width)).print(Markdown(section(result)))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part = out.with_name(f"{out.name}.part")
+        part.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        os.replace(part, out)
+
+
+def show_progress(name: str, _: object, done: int, wanted: int) -> None:
+    """Says now and then how many of a setting's episodes are done."""
+    if done % 50 == 0:
+        print(f"{name}: {done} of {wanted}", file=sys.stderr, flush=True)
+
+
+def take_turns(contestants: Mapping[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, float]:
+    """Median seconds of contestants that run in turns, so that drift of the machine falls on all; one warm-up turn."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(repeats + 1):
+        for name, run in contestants.items():
+            synchronise(device)
+            started = time.perf_counter()
+            run()
+            synchronise(device)
+            if turn:
+                times[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def synchronise(device: str) -> None:
+    """Waits until a GPU has done its work."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+class ColdTimer:
+    """Times calls whose operands lie in memory, not in a cache.
+
+    Before each call a buffer larger than the caches is overwritten, so that the bound by bytes holds.
+
+    On a GPU a call is captured in a CUDA graph and timed between two events while the GPU is busy: what Python needs to
+    launch it is not counted.
+
+    Args:
+        device: cpu or cuda.
+        repeats: timed calls of each contestant.
+    """
+
+    def __init__(self, device: str, repeats: int) -> None:
+        self._on_gpu = device.startswith("cuda")
+        self._flushed = torch.empty(_FLUSHED_BYTES[device.partition(":")[0]], dtype=torch.uint8, device=device)
+        self._repeats = repeats
+
+    def seconds(self, contestants: Mapping[str, Call]) -> dict[str, float | str]:
+        """Median seconds of the contestants, taking turns; for one that fails, the reason."""
+        found: dict[str, float | str] = {}
+        ready: dict[str, Call] = {}
+        for name, call in contestants.items():
+            try:
+                ready[name] = self._captured(call) if self._on_gpu else _warm(call)
+            except Exception as error:  # a compiler that fails must not end the comparison
+                found[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        times: dict[str, list[float]] = {name: [] for name in ready}
+        for _ in range(self._repeats):
+            for name, call in ready.items():
+                times[name].append(self._gpu_seconds(call) if self._on_gpu else self._cpu_seconds(call))
+        return found | {name: statistics.median(values) for name, values in times.items()}
+
+    def launch_seconds(self) -> float:
+        """Seconds of a call that does next to nothing: the least that can be measured."""
+        one = torch.zeros(1, device=self._flushed.device)
+        found = self.seconds({"": lambda: one.add_(1.0)})[""]
+        assert isinstance(found, float), found
+        return found
+
+    def _captured(self, call: Call) -> Call:
+        for _ in range(_WARM_UPS):  # compilers and caches want them
+            call()
+        capture = capture_on(torch.empty(1, device=self._flushed.device))
+        assert capture is not None, "captured on a GPU only"
+        return capture(call)
+
+    def _cpu_seconds(self, call: Call) -> float:
+        self._flushed.zero_()
+        started = time.perf_counter()
+        call()
+        return time.perf_counter() - started
+
+    def _gpu_seconds(self, call: Call) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flushed.zero_()
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) * 1e-3
+
+
+def _warm(call: Call) -> Call:
+    call()
+    return call

@@ -1,0 +1,237 @@
+"""The training loop that policies and draft heads share: steps, validations, and a state to resume from."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from specvla_ros.errors import UserError
+
+STATE_DIRECTORY = "training_state"
+
+V = TypeVar("V")
+V_co = TypeVar("V_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Progress(Generic[V]):
+    """Where a training stands.
+
+    Args:
+        step: optimiser steps done.
+        steps: optimiser steps in all.
+        loss: of the last step, on this process.
+        samples_per_s: since the start or the resumption.
+        validation: the newest; None before the first.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    samples_per_s: float
+    validation: V | None
+
+
+class TrainingTask(Protocol[V_co]):
+    """What is trained, and how.
+
+    Attributes:
+        model: returns the loss of a batch, a scalar; wrapped by accelerate for several GPUs.
+        trained: the part of `model` whose weights are kept.
+        optimisers: each parameter group's lr is its peak.
+        steps: optimiser steps in all.
+        batch_size: samples of a step, over all processes.
+        validate_every: steps between validations, each of which also saves the state.
+        clip: norm to which gradients are clipped.
+    """
+
+    optimisers: list[torch.optim.Optimizer]
+    steps: int
+    batch_size: int
+    validate_every: int
+    clip: float
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def trained(self) -> nn.Module: ...
+
+    def schedule(self, step: int) -> float:
+        """Share of the peak learning rate at a step."""
+        ...
+
+    def batches(self, start: int) -> Iterator[tuple[Any, ...]]:
+        """The arguments of `model` for this process, one batch per step from a validation's step on."""
+        ...
+
+    def validate(self, step: int, seconds: float) -> V_co:
+        """The validation after so many steps and seconds of training."""
+        ...
+
+    def validation_from_json(self, raw: dict[str, Any]) -> V_co:
+        """The inverse of `dataclasses.asdict`."""
+        ...
+
+    def write(self, described: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
+        """Writes the trained weights; returns what training.json records."""
+        ...
+
+
+def begin_or_resume(
+    accelerator: Any, out: Path, described: Mapping[str, Any], begin: Callable[[], None] = lambda: None
+) -> None:
+    """Prepares the state's directory; the main process does it for all.
+
+    Args:
+        accelerator: accelerate's.
+        out: the checkpoint's directory.
+        described: settings and data, as JSON knows them.
+        begin: called where no training has begun.
+
+    Raises:
+        UserError: `out` holds the state of a training with other settings or data.
+    """
+    if accelerator.is_main_process:
+        path = out / STATE_DIRECTORY / "training.json"
+        if not path.exists():
+            begin()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write_json(path, described)
+        elif json.loads(path.read_text(encoding="utf-8")) != described:
+            raise UserError(
+                f"{out} holds the state of another training (other data or settings, see {path}); choose another "
+                "--out, or remove that directory"
+            )
+    accelerator.wait_for_everyone()
+
+
+class Trainer(Generic[V]):
+    """Trains a task to its end, from the last validation where there is one.
+
+    Args:
+        accelerator: accelerate's.
+        task: what is trained.
+        out: the checkpoint's directory; `begin_or_resume` has prepared it.
+    """
+
+    def __init__(self, accelerator: Any, task: TrainingTask[V], out: Path) -> None:
+        self._accelerator = accelerator
+        self._task = task
+        self._out = out
+        self._state = out / STATE_DIRECTORY
+        for optimiser in task.optimisers:
+            for group in optimiser.param_groups:
+                group["peak"] = group["lr"]
+        self._optimisers = [accelerator.prepare(optimiser) for optimiser in task.optimisers]
+        self._model = accelerator.prepare(task.model)
+        self._history: list[V] = []
+        self._done = 0
+        self._seconds = 0.0
+
+    def run(self, on_progress: Callable[[Progress[V]], None] | None = None) -> list[V]:
+        """Returns the validations, oldest first; `on_progress` is called after each step on the main process."""
+        self._resume()
+        task, begin, earlier_s = self._task, self._done, self._seconds
+        batches = task.batches(begin)
+        started = time.monotonic()
+        while self._done < task.steps:
+            loss = self._step(next(batches))
+            self._done += 1
+            elapsed_s = time.monotonic() - started
+            if self._done % task.validate_every == 0 or self._done == task.steps:
+                self._seconds = earlier_s + elapsed_s
+                self._history.append(task.validate(self._done, self._seconds))
+                self._save()
+            if on_progress is not None and self._accelerator.is_main_process:
+                speed = (self._done - begin) * task.batch_size / elapsed_s
+                newest = self._history[-1] if self._history else None
+                on_progress(Progress(self._done, task.steps, loss, speed, newest))
+        if self._accelerator.is_main_process:
+            self._finish()
+        return self._history
+
+    def _step(self, batch: tuple[Any, ...]) -> float:
+        share = self._task.schedule(self._done)
+        for optimiser in self._optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = group["peak"] * share
+        with self._accelerator.autocast():
+            loss: Tensor = self._model(*batch)
+        if not torch.isfinite(loss):
+            raise UserError(
+                f"the loss is not finite at step {self._done}: lower --learning-rate; the last state is kept"
+            )
+        for optimiser in self._optimisers:
+            optimiser.zero_grad()
+        self._accelerator.backward(loss)
+        self._accelerator.clip_grad_norm_(self._model.parameters(), self._task.clip)
+        for optimiser in self._optimisers:
+            optimiser.step()
+        return float(loss.detach())
+
+    def _save(self) -> None:
+        if not self._accelerator.is_main_process:
+            return
+        state = {
+            "model": self._task.trained.state_dict(),
+            "optimisers": [optimiser.state_dict() for optimiser in self._optimisers],
+            "history": self._plain_history(),
+            "done": self._done,
+            "seconds": self._seconds,
+        }
+        partial = self._state / "state.pt.partial"
+        torch.save(state, partial)
+        partial.replace(self._state / "state.pt")
+
+    def _resume(self) -> None:
+        path = self._state / "state.pt"
+        if not path.exists():
+            return
+        state = torch.load(path, map_location=self._accelerator.device, weights_only=True)
+        self._task.trained.load_state_dict(state["model"])
+        for optimiser, saved in zip(self._optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)
+        self._history = [self._task.validation_from_json(raw) for raw in state["history"]]
+        self._done, self._seconds = state["done"], state["seconds"]
+
+    def _finish(self) -> None:
+        """Leaves the weights and training.json; the state goes."""
+        described = json.loads((self._state / "training.json").read_text(encoding="utf-8"))
+        _write_json(self._out / "training.json", self._task.write(described, self._plain_history()))
+        shutil.rmtree(self._state)
+
+    def _plain_history(self) -> list[dict[str, Any]]:
+        return [asdict(validation) for validation in self._history]  # type: ignore[call-overload]
+
+
+def warm_up(step: int, steps: int, longest: int) -> float:
+    """A linear rise from 0 to 1 over `longest` steps, or a tenth of the training where that is shorter."""
+    return min(1.0, (step + 1) / min(longest, max(1, steps // 10)))
+
+
+def check_settings(settings: Any, positive: tuple[str, ...]) -> None:
+    """Refuses settings out of range.
+
+    Args:
+        settings: a dataclass with a learning_rate.
+        positive: names of the whole numbers that must be at least 1.
+
+    Raises:
+        UserError: one is out of range, named as its option.
+    """
+    for name in positive:
+        if getattr(settings, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
+    if not 0 < settings.learning_rate < 1:
+        raise UserError(f"--learning-rate must lie between 0 and 1, got {settings.learning_rate}")
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
