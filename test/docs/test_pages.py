@@ -42,6 +42,17 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
             assert any((ROOT / folder / name).exists() for folder in ("", "specvla_ros", "kernels")), name
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_shown_commands_have_the_options_that_are_shown(page: Path) -> None:
+    commands = typer.main.get_command(app).commands
+    blocks = re.findall(r"^```\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    for line in "".join(blocks).replace("\\\n", " ").splitlines():
+        name, *given = line.partition("  #")[0].removeprefix("$ ").split()[1:] or [""]
+        if line.removeprefix("$ ").startswith("specvla ") and not name.startswith("-"):
+            known = {option for each in commands[name].params for option in each.opts}
+            assert set(re.findall(r"(?<!\S)\[?(--?[a-z][\w-]*)", " ".join(given))) <= known, line
+
+
 def test_the_reference_lists_every_command_and_no_other() -> None:
     page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     commands = typer.main.get_command(app).commands
