@@ -85,7 +85,7 @@ def test_a_plan_of_the_nano_policy(tmp_path: Path, weights: str) -> None:
 
 def test_counts_of_the_nano_policy_are_those_of_its_model() -> None:
     from specvla_ros.models.checkpoint import load_target
-    from specvla_ros.models.config import read_config
+    from specvla_ros.models.openvla.config import read_config
 
     counts = model_cost(read_config(nano_policy()))
     model = load_target(nano_policy(), device="cpu").model
@@ -96,7 +96,7 @@ def test_counts_of_the_nano_policy_are_those_of_its_model() -> None:
 
 
 def test_the_documentation_shows_what_the_command_prints() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "plan.md").read_text()
     shown = " ".join(page.split())
     for line in specvla("plan", "--device", "orin").output.splitlines():
         if "─" not in line:
