@@ -19,7 +19,7 @@ from random_decoder import random_decoder, random_draft_head
 from random_policy import SIZES
 
 from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.planning.cost import least_seconds, total_bytes, total_operations
+from specvla_ros.planning.cost import roofline_seconds, total_bytes, total_operations
 from specvla_ros.planning.device import Device as DeviceLimits
 from specvla_ros.planning.measure import measure_device
 
@@ -80,7 +80,7 @@ def _cases(decoder: LlamaDecoder) -> Iterator[tuple[str, Case]]:
 
 
 def _row(kind: str, case: Case, limits: DeviceLimits, timer: ColdTimer) -> dict[str, Any]:
-    bound_s = least_seconds(case.parts, limits)
+    bound_s = roofline_seconds(case.parts, limits)
     found: dict[str, float | str] = {name: call for name, call in case.calls.items() if isinstance(call, str)}
     found |= timer.seconds({name: call for name, call in case.calls.items() if not isinstance(call, str)})
     return {

@@ -46,17 +46,17 @@ class ModelCost:
     """Counts of a checkpoint. Biases and norms are left out: together less than a thousandth.
 
     Args:
-        decoder_values: in the matrices of the decoder's layers, all read by every forward.
-        head_values: in the output head, all read by every forward that ends in logits.
-        embedding_values: in the input embeddings; a lookup, so they only take memory (none where tied to the head).
-        vision_values: in towers and projector, for one image.
-        vision_operations: the same, multiplications and additions counted apart.
+        decoder_values: weights of the decoder's layers, all read by every forward.
+        head_values: weights of the output head, all read by every forward that ends in logits.
+        embedding_values: weights of the input embeddings; a lookup: memory alone (0 where tied to the head).
+        vision_values: weights of towers and projector.
+        vision_operations: multiplications and additions of one image in towers and projector.
         kv_values: keys and values of one token, all layers.
-        pair_operations: of attention for one pair of query and key, all layers and heads.
-        draft_values: in an EAGLE head for this decoder: its fusion and its one layer.
+        pair_operations: operations of attention for one pair of query and key, all layers and heads.
+        draft_values: weights of an EAGLE head for this decoder: its fusion and its one layer.
         draft_kv_values: keys and values of one token in that layer.
-        prompt_rows: of a prompt: the image's patches and about 34 text tokens.
-        action_tokens: of an answer.
+        prompt_rows: rows of a prompt: the image's patches and about 34 text tokens.
+        action_tokens: tokens of an answer.
     """
 
     decoder_values: int
@@ -72,7 +72,7 @@ class ModelCost:
     action_tokens: int
 
     def memory_bytes(self, weights: WeightFormat, dtype_bytes: int, *, draft: bool) -> float:
-        """Of all weights, the draft head's too if asked for."""
+        """Memory of all weights, with or without the draft head's [bytes]."""
         plain = self.head_values + self.embedding_values + self.vision_values + (self.draft_values if draft else 0)
         return self.decoder_values * weight_bytes(weights, dtype_bytes) + plain * dtype_bytes
 
@@ -116,7 +116,7 @@ def _layer_values(llama: LlamaConfig) -> int:
 
 
 def _projector_values(width: int, hidden: int, *, fused: bool) -> int:
-    """See models/projector.py: three matrices behind two towers, two behind one."""
+    """Three matrices after two towers, two after one."""
     first = 4 * width * width + 4 * width * hidden if fused else width * hidden
     return first + hidden * hidden
 
@@ -133,7 +133,7 @@ def _tower_operations(tower: VisionTowerConfig) -> int:
     return 2 * _tower_values(tower) * tokens + attention
 
 
-_MANY_ROWS = 4096  # more than any forward has
+_MAX_ROWS = 4096  # more than any forward has
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,11 @@ class Forward:
     """What goes through the model together.
 
     Args:
-        prompt_rows: of the newest frame's prompt in this forward: all, a chunk, or none.
+        prompt_rows: rows of the newest frame's prompt in this forward: all, a chunk, or none.
         prompt_before: rows of that prompt that earlier forwards computed.
         image: whether the frame goes through the vision towers first.
         prompt_ends: whether the chunk is the prompt's last, so that it yields a token.
-        trees: requests behind their prompt.
+        trees: number of requests whose prompt is through.
         nodes: tree nodes of all of them, roots included.
         prefix_rows: committed rows of all of them.
     """
@@ -170,10 +170,10 @@ class Part:
 
     Args:
         name: vision, decoder, attention, head or draft.
-        bytes: read and written; activations are left out, they stay in the caches.
+        bytes: bytes read and written; activations are left out, they stay in the caches.
         operations: multiplications and additions, each counted.
-        rows: of the matrix products, on which a measured rate depends.
-        arithmetic: what they are computed in.
+        rows: rows of the matrix products, on which a measured rate depends.
+        arithmetic: number format of the products.
     """
 
     name: str
@@ -228,8 +228,8 @@ def draft_part(model: ModelCost, dtype_bytes: int, *, steps: int, rows: int, pre
     """One draft for all requests in flight.
 
     Args:
-        steps: forwards of the draft head, one behind the other: the depth of the tree.
-        rows: tree nodes of all requests, shared out over the steps.
+        steps: forwards of the draft head, one after the other: the depth of the tree.
+        rows: tree nodes of all requests, in all steps.
         prefix_rows: committed rows of all requests.
     """
     read = steps * (model.draft_values + prefix_rows * model.draft_kv_values)
@@ -244,17 +244,17 @@ def draft_prompt_part(model: ModelCost, dtype_bytes: int) -> Part:
 
 
 def total_bytes(parts: Sequence[Part]) -> float:
-    """Of all parts."""
+    """Bytes of all parts."""
     return sum(part.bytes for part in parts)
 
 
 def total_operations(parts: Sequence[Part]) -> float:
-    """Of all parts."""
+    """Operations of all parts."""
     return sum(part.operations for part in parts)
 
 
-def least_seconds(parts: Sequence[Part], device: Device) -> float:
-    """Parts run one behind the other: the sum of what each needs, which is more than the larger of the two sums."""
+def roofline_seconds(parts: Sequence[Part], device: Device) -> float:
+    """Shortest time of parts that run one after the other: more than the larger of all reading and all computing."""
     return sum(part.seconds(device) for part in parts)
 
 
@@ -273,7 +273,7 @@ def ridge_rows(model: ModelCost, device: Device, weights: WeightFormat) -> float
         return max(1.0, reading_s / computing_s(1))
     free_s = 1.1 * max(reading_s, computing_s(1))
     rows = 1.0
-    for size in sorted({size for size in device.tflops_by_rows if size > 1} | {_MANY_ROWS}):
+    for size in sorted({size for size in device.tflops_by_rows if size > 1} | {_MAX_ROWS}):
         crossing = size * free_s / computing_s(size)
         rows = max(rows, min(crossing, size))
         if crossing < size:

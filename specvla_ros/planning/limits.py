@@ -19,7 +19,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout
-from specvla_ros.planning.cost import Forward, ModelCost, WeightFormat, draft_part, forward_parts, least_seconds
+from specvla_ros.planning.cost import Forward, ModelCost, WeightFormat, draft_part, forward_parts, roofline_seconds
 from specvla_ros.planning.device import LIMIT, Device, Efficiency, derated
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 from specvla_ros.speculation.tree import Tree
@@ -36,7 +36,7 @@ class AcceptanceLengths:
 
     Args:
         name: for reports.
-        probabilities: of 0, 1, … accepted tokens.
+        probabilities: chances of 0, 1, … accepted tokens.
         acceptance: settings that the lengths were reached with.
     """
 
@@ -308,14 +308,14 @@ class ModeLimit:
     """One row of the table.
 
     Args:
-        mode: which.
+        mode: how it decodes.
         action_rate_hz, latency_s: mean, at the limit.
         derated_rate_hz, derated_latency_s: the same at the efficiency to expect.
         ticks_per_action: forwards from a frame's admission to its action, mean.
         dropped: share of the admitted frames that a newer one overtakes.
-        in_flight: requests at most.
-        kv_bytes: of the slots for them.
-        weight_bytes: of all weights, with the draft head's where there is one.
+        in_flight: maximum of requests.
+        kv_bytes: memory of the slots for them.
+        weight_bytes: memory of all weights, with the draft head's where there is one.
     """
 
     mode: Mode
@@ -331,7 +331,7 @@ class ModeLimit:
 
     @property
     def oldest_image_s(self) -> float:
-        """Age of the image behind an action when the next one replaces it, derated: its latency and a period."""
+        """Age of an action's image when the next action replaces it, derated: latency and a period."""
         return self.derated_latency_s + 1.0 / self.derated_rate_hz
 
     def fits(self, device: Device) -> bool:
@@ -341,7 +341,7 @@ class ModeLimit:
 
 def tick_seconds(tick: Tick, mode: Mode, *, model: ModelCost, device: Device, weights: WeightFormat) -> float:
     """Shortest time of a tick, without the draft head's forward over the prompt: it may run beside the next frame."""
-    seconds = least_seconds(forward_parts(tick.forward, model, weights, device.value_bytes), device)
+    seconds = roofline_seconds(forward_parts(tick.forward, model, weights, device.value_bytes), device)
     if not tick.drafting:
         return seconds
     draft = draft_part(

@@ -17,9 +17,9 @@ from specvla_ros.planning.cost import (
     draft_part,
     draft_prompt_part,
     forward_parts,
-    least_seconds,
     model_cost,
     ridge_rows,
+    roofline_seconds,
     total_bytes,
     total_operations,
 )
@@ -42,6 +42,7 @@ _PACKED_NODES = 16
 _MAX_CHUNKS = 3  # chunks of fewer rows lose more in the matrix products than they win (as Sarathi reports of 64 rows)
 _TILES = (64, 128, 192, 256, 320, 384)
 _TOP_K = 8
+_SUITE = "goal"  # whose accept lengths are planned with
 _PLANNED = (
     "decode.mode",
     "decode.max_in_flight",
@@ -172,16 +173,13 @@ def _node_reason(ridge: float, in_flight: int, nodes: int, *, packed: bool) -> s
     return f"{free}; beside a prompt every node costs, and beyond {_PACKED_NODES} more than it wins" if packed else free
 
 
-SUITE = "goal"
-
-
 @dataclass(frozen=True)
 class ForwardLimit:
     """One row of the table of forwards.
 
     Args:
         name: what goes through the model.
-        bytes, operations: of all its parts.
+        bytes, operations: sums over its parts.
         seconds: at the limit, its parts one after the other.
         derated_seconds: at the efficiency to expect.
         bound_by: what most of the time is for: reading or computing.
@@ -200,7 +198,7 @@ class Plan:
     """Everything that `specvla plan` shows.
 
     Args:
-        checkpoint: its directory, or OpenVLA-7B.
+        checkpoint: directory, or OpenVLA-7B.
         weights: format of the decoder's matrices.
         device: limits, with their sources.
         model: counts from the shapes.
@@ -256,7 +254,7 @@ def make_plan(device: Device, weights: WeightFormat, checkpoint: Path | None = N
         UserError: the directory is no checkpoint, or the device has no units for this weight format.
     """
     model = model_cost(OPENVLA_7B if checkpoint is None else read_config(checkpoint))
-    lengths = spec_vla_relaxed(SUITE)
+    lengths = spec_vla_relaxed(_SUITE)
     ridge = ridge_rows(model, device, weights)
     limits = tuple(mode_limit(mode, model, device, weights, lengths) for mode in MODES)
     return Plan(
@@ -279,14 +277,14 @@ def forward_limits(model: ModelCost, device: Device, weights: WeightFormat) -> t
     rows = []
     for name, parts in _forwards(model, device, weights).items():
         reading_s = sum(part.bytes for part in parts) / device.bytes_per_s()
-        seconds = least_seconds(parts, device)
+        seconds = roofline_seconds(parts, device)
         rows.append(
             ForwardLimit(
                 name,
                 total_bytes(parts),
                 total_operations(parts),
                 seconds,
-                least_seconds(parts, reached) + efficiency.forward_s,
+                roofline_seconds(parts, reached) + efficiency.forward_s,
                 "reading" if math.isclose(reading_s, seconds, rel_tol=0.05) else "computing",
             )
         )

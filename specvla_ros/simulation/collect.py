@@ -53,9 +53,9 @@ class CollectResult:
     """What a collection holds now.
 
     Args:
-        wanted: episodes asked for.
-        kept: of them on the disk.
-        new: of those recorded by this call.
+        wanted: number of episodes.
+        kept: number of them on the disk.
+        new: number of those that this call recorded.
         failed: episodes in which the expert did not succeed; they are not kept.
     """
 

@@ -25,7 +25,7 @@ def end_with_parent(parent: int, by: signal.Signals = signal.SIGINT) -> None:
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by)
-    if os.getppid() != parent:  # it died before it could be asked for
+    if os.getppid() != parent:  # it died before
         sys.exit(1)
 
 
@@ -49,7 +49,7 @@ def run_episodes(
             many as the cluster has cores.
 
     Raises:
-        UserError: a worker died on the same episode again and again, or Ray is asked for and missing.
+        UserError: a worker died on the same episode again and again, or Ray is missing.
     """
     if ray:
         yield from _on_ray(work, jobs, workers)

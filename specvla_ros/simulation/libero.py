@@ -19,7 +19,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.simulation.gl import require_gl
 from specvla_ros.simulation.world import SimulationDiverged
 
-HINT = "LIBERO has an environment of its own, see docs/libero.md"
+HINT = "LIBERO has an environment of its own, see docs/how-to/libero.md"
 _ASSET_FOLDERS = ("scenes", "articulated_objects", "stable_hope_objects", "stable_scanned_objects")
 
 
@@ -197,7 +197,7 @@ class LiberoRobot:
 
     @property
     def instruction(self) -> str:
-        """What the policy is told."""
+        """The instruction of this episode."""
         return self._instruction
 
     @property
@@ -327,7 +327,7 @@ class LiberoRobot:
             except RandomizationError:
                 continue
         else:
-            raise UserError(f"LIBERO found no place for the things of {self._task}; choose another --seed")
+            raise UserError(f"LIBERO found no placement for the objects of {self._task}; choose another --seed")
         # Where the fingers were going in the episode before; a hard reset makes them anew.
         gripper = self._env.robots[0].gripper
         gripper.current_action = np.zeros_like(gripper.current_action)

@@ -19,7 +19,7 @@ class SimulatedRobot(Protocol):
     Attributes:
         control_dt: seconds that one `advance` takes in the world.
         action_dt: seconds over which an action's displacements are meant: the period of the training data.
-        largest_translation: in the training data, in the unit of the actions; policies of another robot are told by it.
+        largest_translation: of the training data, in the unit of the actions; a policy of another robot shows by it.
     """
 
     control_dt: float
@@ -28,7 +28,7 @@ class SimulatedRobot(Protocol):
 
     @property
     def instruction(self) -> str:
-        """What the policy is told in this episode."""
+        """The instruction of this episode."""
 
     @property
     def max_steps(self) -> int:
@@ -45,7 +45,7 @@ class SimulatedRobot(Protocol):
         """The camera's picture as the policy expects it, RGB uint8 [height, width, 3]."""
 
     def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
-        """Starts to follow an action; a newer one takes its place.
+        """Starts to follow an action; a newer one replaces it.
 
         Args:
             values: float64 [7], in the units of the policy: displacements from where the arm was in the action's
@@ -93,7 +93,7 @@ class TableRobot:
 
     @property
     def instruction(self) -> str:
-        """What the policy is told."""
+        """The instruction of this episode."""
         return self.task.instruction
 
     @property

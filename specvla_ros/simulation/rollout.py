@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.tally import DecodeTally
+from specvla_ros.models.observation import Observation
 from specvla_ros.simulation.device_pace import TickTime
 from specvla_ros.simulation.robot import SimulatedRobot
 from specvla_ros.simulation.world import SimulationDiverged
@@ -35,7 +35,7 @@ class EpisodeResult:
     Args:
         task: what was judged.
         seed: of the start.
-        instruction: what the policy was told.
+        instruction: what was asked of the policy.
         succeeded: the task was done in time.
         steps: actions that the robot took.
         time_s: world time to the success, or to the end.
@@ -67,7 +67,7 @@ class _Episode:
     """Where an episode stands.
 
     Args:
-        instruction: what the policy is told.
+        instruction: what is asked of the policy.
         max_steps: control steps after which it has failed.
 
     Attributes:
@@ -153,7 +153,7 @@ class Rollout:
             instruction: in place of the task's own.
 
         Raises:
-            UserError: an unknown task or seed, or an instruction that the policy cannot be asked.
+            UserError: an unknown task or seed, or an instruction that the policy cannot be given.
         """
         self._robot.reset(task, seed)
         self._engine.reset()

@@ -1,4 +1,4 @@
-"""The table's episodes: how a seed lays the table, what the robot is told, and when it has done it."""
+"""The table's episodes: its layout by a seed, the instruction, and when the task is done."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from specvla_ros.errors import UserError
 
 # First seeds of what must not share a start; evaluation's begin at 0. Nothing is judged on starts that it learned from.
 DEMONSTRATION_FIRST_SEED = 1_000_000
-FRAME_FIRST_SEED = 2_000_000  # of frames that a policy is asked about, to train a draft head or to calibrate
+FRAME_FIRST_SEED = 2_000_000  # of frames that a policy answers, to train a draft head or to calibrate
 TEXT_POLICY_FIRST_SEED = 3_000_000  # of the benchmark's policy that writes before it acts
 
 CUBES = ("red_cube", "green_cube", "blue_cube")
@@ -39,7 +39,7 @@ class Layout:
         poses: per body x, y, z in metres and yaw in radians; a distractor that is missing is not on the table.
         hand: float64 [3], where the hand starts, metres.
         colours: per geom red, green, blue in [0, 1].
-        camera_shift: float64 [3], metres from the camera's own place.
+        camera_shift: float64 [3], metres from the camera's own position.
         camera_turn: float64 [3], rotation vector in radians, camera frame.
         lamp_direction: float64 [3].
         lamp: brightness of the lamp.
@@ -76,28 +76,28 @@ def draw_layout(seed: int) -> Layout:
 
 def _scatter(rng: np.random.Generator, names: list[str]) -> dict[str, tuple[float, float, float, float]]:
     while True:
-        places = _try_to_scatter(rng, names)
-        if places is not None:
+        spots = _try_to_scatter(rng, names)
+        if spots is not None:
             break
     yaws = rng.uniform(-_MAX_YAW, _MAX_YAW, len(names))
-    return {name: (*places[name], _HEIGHTS[name], float(yaw)) for name, yaw in zip(names, yaws, strict=True)}
+    return {name: (*spots[name], _HEIGHTS[name], float(yaw)) for name, yaw in zip(names, yaws, strict=True)}
 
 
 def _try_to_scatter(rng: np.random.Generator, names: list[str]) -> dict[str, tuple[float, float]] | None:
-    places: dict[str, tuple[float, float]] = {}
+    spots: dict[str, tuple[float, float]] = {}
     for name in names:
         for _ in range(50):
-            place = (float(rng.uniform(*_X_RANGE)), float(rng.uniform(*_Y_RANGE)))
-            if all(_apart(name, place, other, places[other]) for other in places):
-                places[name] = place
+            spot = (float(rng.uniform(*_X_RANGE)), float(rng.uniform(*_Y_RANGE)))
+            if all(_apart(name, spot, other, spots[other]) for other in spots):
+                spots[name] = spot
                 break
         else:
             return None
-    return places
+    return spots
 
 
-def _apart(name: str, place: tuple[float, float], other: str, taken: tuple[float, float]) -> bool:
-    dx, dy = place[0] - taken[0], place[1] - taken[1]
+def _apart(name: str, spot: tuple[float, float], other: str, taken: tuple[float, float]) -> bool:
+    dx, dy = spot[0] - taken[0], spot[1] - taken[1]
     if np.hypot(dx, dy) < _RADII[name] + _RADII[other] + _GAP_M:
         return False
     # What the green cube is pushed along stays free: from behind it up to the zone.
@@ -146,7 +146,7 @@ class Task:
 
     Args:
         name: for files and the command line.
-        instruction: what the policy is told.
+        instruction: what is asked of the policy.
         cube: the body it is about.
         verb: lift, push or put.
         max_steps: policy steps of 0.2 s, after which the episode has failed.
@@ -205,5 +205,5 @@ def choose_tasks(names: list[str]) -> tuple[Task, ...]:
 def acted_on(start: WorldState, state: WorldState) -> str | None:
     """The cube that was moved most since the start, by 3 cm or more; None if none was."""
     moved = {cube: float(np.linalg.norm(state.positions[cube] - start.positions[cube])) for cube in CUBES}
-    most = max(moved, key=moved.__getitem__)
-    return most if moved[most] >= 0.03 else None
+    furthest = max(moved, key=moved.__getitem__)
+    return furthest if moved[furthest] >= 0.03 else None

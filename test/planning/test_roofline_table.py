@@ -11,9 +11,9 @@ from specvla_ros.planning.cost import (
     draft_part,
     draft_prompt_part,
     forward_parts,
-    least_seconds,
     model_cost,
     ridge_rows,
+    roofline_seconds,
     total_bytes,
     total_operations,
 )
@@ -89,7 +89,7 @@ def test_least_times(name: str, weights: str, h200: float, rtx5090: float, orin:
     """The table's 8-bit rate is twice that of bfloat16: fp8 on the GPUs, int8 on the Orin."""
 
     def milliseconds(device: str, form: WeightFormat) -> float:
-        return least_seconds(forward_parts(FORWARDS[name], MODEL, form, 2), read_device(device)) * 1e3
+        return roofline_seconds(forward_parts(FORWARDS[name], MODEL, form, 2), read_device(device)) * 1e3
 
     form = WeightFormat(weights)
     assert round(milliseconds("h200", form), 1) == h200
