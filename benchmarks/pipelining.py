@@ -30,13 +30,13 @@ from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read
 from specvla_ros.evaluation.simulate_summary import compare_episodes
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.models.target import Target
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.device_pace import StageTimes, read_stage_times
 from specvla_ros.simulation.robot import ACTION_DT_S
 from specvla_ros.simulation.rollout import Clock, EpisodeResult
 from specvla_ros.simulation.tasks import FRAME_FIRST_SEED, choose_tasks
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.settings import DraftSettings, adjusted
 from specvla_ros.speculation.tolerance import Tolerance
 
 Results = Mapping[tuple[str, int], EpisodeResult]
@@ -51,7 +51,7 @@ _WARM = 60  # frames until the pipeline is full and knows how many it should hol
 def settings() -> dict[str, EngineSettings]:
     """The modes that are compared."""
     relaxed = TOLERANCE.acceptance
-    tree = DraftSettings(nodes=16, depth=5, temporal=True)
+    tree = adjusted(DraftSettings(nodes=16, depth=5), temporal=True)
     window = replace(tree, children="window_mass")
     return {
         "ar": EngineSettings("ar"),
@@ -98,9 +98,7 @@ def main(
     finish(result, out)
 
 
-def _saturated(
-    policy: OpenVLATarget, chosen: EngineSettings, frames: Sequence[Frame], device: StageTimes
-) -> dict[str, Any]:
+def _saturated(policy: Target, chosen: EngineSettings, frames: Sequence[Frame], device: StageTimes) -> dict[str, Any]:
     """The engine alone, by the device's clock."""
     now_s = started_s = 0.0
 
