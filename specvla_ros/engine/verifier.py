@@ -142,7 +142,8 @@ class Verifier:
         for group, path in zip(prepared, paths, strict=True):
             nodes = path[:, : group.max_depth + 1]
             commit_kv(self._cache.keys, self._cache.values, group.slots, group.root_rows, nodes)
-        numbers = iter(torch.cat([path.flatten() for path in paths]).tolist())  # the tick's one read-back
+        flat = [path.flatten() for path in paths]
+        numbers = iter((flat[0] if len(flat) == 1 else torch.cat(flat)).tolist())  # the tick's one read-back
         commits: dict[int, Commit] = {}
         for group, path in zip(prepared, paths, strict=True):
             width = group.max_depth + 1
