@@ -10,13 +10,7 @@ class UserError(Exception):
 
 
 def missing_package(error: ModuleNotFoundError) -> UserError:
-    """What a user does about a Python package that is not installed; ours are not meant: that is our error.
-
-    Raises:
-        ModuleNotFoundError: `error` itself, where the module is one of this package.
-    """
-    if str(error.name).startswith("specvla"):
-        raise error
+    """What a user does about a Python package that is not installed."""
     return UserError(
         f"the Python package '{error.name}' is missing; install it with `pip install -r requirements/runtime.txt` "
         "(on a Jetson take torch from NVIDIA's wheels); `specvla doctor` lists everything that is missing"

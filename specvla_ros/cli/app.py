@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from specvla_ros.engine.outcome import Outcome
-    from specvla_ros.models.checkpoint import Target
+    from specvla_ros.models.target import Target
 
 app = typer.Typer(
     help="Real-time vision-language-action policies on ROS 2.",
@@ -43,6 +43,8 @@ def main() -> None:
         typer.secho(f"specvla: {error}", fg=typer.colors.RED, err=True)
         sys.exit(2)
     except ModuleNotFoundError as error:
+        if str(error.name).startswith("specvla"):
+            raise  # no package that a user could install
         typer.secho(f"specvla: {missing_package(error)}", fg=typer.colors.RED, err=True)
         sys.exit(2)
 
@@ -78,7 +80,7 @@ def predict(
         raise UserError("give either --instruction or --prompt-ids")
     pixels = _read_image(image)
     from specvla_ros.engine.engine import Engine
-    from specvla_ros.engine.observation import Observation
+    from specvla_ros.models.observation import Observation
 
     ids = _parse_ids(prompt_ids) if prompt_ids else None
     policy = chosen.load()
@@ -86,7 +88,7 @@ def predict(
     if ids is None:
         engine.check_instruction(instruction)
     else:
-        ids = policy.prompt.complete(ids)
+        policy.prompt_layout(Observation(pixels, "", stamp_ns=1, prompt_ids=ids))
     engine.warm_up()
     outcome = engine.act(Observation(pixels, instruction, stamp_ns=1, prompt_ids=ids))
     _print_outcome(outcome, policy, as_json=as_json)

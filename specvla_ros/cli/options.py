@@ -17,7 +17,7 @@ from specvla_ros.planning.device import known_devices
 from specvla_ros.settings.parameter import Declared, walk
 
 if TYPE_CHECKING:
-    from specvla_ros.models.checkpoint import Target
+    from specvla_ros.models.target import Target
 
 World = Annotated[str, typer.Option(help="table, or a LIBERO suite such as libero_spatial.")]
 Episodes = Annotated[int, typer.Option(help="Per task.", min=1)]

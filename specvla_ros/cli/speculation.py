@@ -51,6 +51,7 @@ def train_draft(
     check_accelerate()
     from specvla_ros.evaluation.frame_sources import SIMULATION
     from specvla_ros.models.checkpoint import load_target
+    from specvla_ros.models.openvla.target import require_openvla
     from specvla_ros.training import train_draft as training
 
     if SIMULATION in data and len(data) > 1:
@@ -58,7 +59,7 @@ def train_draft(
     settings = training.DraftTraining(epochs, batch_size, learning_rate, own_steps, seed)
     bags = None if data == [SIMULATION] else [Path(each) for each in data]
     training.check_frames(bags, frames)
-    policy = load_target(chosen.checkpoint, **vars(chosen.model))
+    policy = require_openvla(load_target(chosen.checkpoint, **vars(chosen.model)))
     with progress_bar() as bar:
         asking = bar.add_task("asking the target", total=frames)
         shards = training.collect_features(

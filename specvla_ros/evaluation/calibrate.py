@@ -23,7 +23,7 @@ from specvla_ros.evaluation.run_directory import REPORT_FILE, RunDirectory
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import compare_episodes
 from specvla_ros.evaluation.sweep import FrameRun, run_side_by_side
-from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.target import Target
 from specvla_ros.settings.parameter import values_of
 from specvla_ros.settings.profiles import write_parameters
 from specvla_ros.simulation.device_pace import read_stage_times, tick_time

@@ -16,7 +16,6 @@ from specvla_ros.bags.image_message import rgb_from_message, stamp_ns
 from specvla_ros.bags.reader import Bag, open_bag
 from specvla_ros.bags.recorder import BagRecorder
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, DecodeRecord, DropReason, StageTimings
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
@@ -32,7 +31,8 @@ from specvla_ros.evaluation.replay_summary import (
 from specvla_ros.evaluation.report.replay import Pictures, write_replay_report
 from specvla_ros.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, write_line
 from specvla_ros.evaluation.terminal import deferred_interruption, progress_bar
-from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import Target
 
 FRAMES_FILE, BAG_DIRECTORY = "frames.jsonl", "actions_bag"
 _NS = 1e-9

@@ -16,10 +16,10 @@ from specvla_ros.evaluation.provenance import checkpoint_hashes, head
 from specvla_ros.evaluation.report.simulate import Film, write_simulate_report
 from specvla_ros.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, read_lines, write_line
 from specvla_ros.evaluation.simulate_summary import SimulateSummary, summarise_episodes
-from specvla_ros.models.checkpoint import Target, load_target
-from specvla_ros.models.codecs.bins import ActionStatistics
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.config import read_config
 from specvla_ros.models.settings import ModelSettings
+from specvla_ros.models.target import Target
 from specvla_ros.simulation.device_pace import read_stage_times, tick_time
 from specvla_ros.simulation.episode_pool import run_episodes
 from specvla_ros.simulation.robot import SimulatedRobot
@@ -98,7 +98,7 @@ def _engine_and_robot(settings: SimulateSettings, process: int) -> tuple[Engine,
     """Those of a process: loading takes longer than an episode."""
     policy = policy_of(settings)
     robot = make_robot(settings.world)
-    check_statistics(policy.statistics, robot)
+    _check_actions(policy, robot)
     engine = Engine(policy, settings.engine)
     engine.warm_up()
     return engine, robot
@@ -129,21 +129,20 @@ def make_robot(world: str) -> SimulatedRobot:
     return LiberoRobot()
 
 
-def check_statistics(statistics: ActionStatistics, robot: SimulatedRobot) -> None:
+def _check_actions(policy: Target, robot: SimulatedRobot) -> None:
     """Refuses a policy whose actions the robot cannot have been trained with.
 
     Raises:
         UserError: not seven values, a range far beyond the robot's, or far below it.
     """
-    if len(statistics.low) != 7:
-        raise UserError(
-            f"the policy's actions ('{statistics.unnorm_key}') have {len(statistics.low)} values, the robot takes 7"
-        )
-    reach = np.maximum(np.abs(statistics.low), np.abs(statistics.high))[:3].max()
+    low, high = policy.codec.action_range
+    if len(low) != 7:
+        raise UserError(f"the policy's actions ('{policy.unnorm_key}') have {len(low)} values, the robot takes 7")
+    reach = np.maximum(np.abs(low), np.abs(high))[:3].max()
     largest = robot.largest_translation
     if not largest / 50 < reach < largest * 4:
         raise UserError(
-            f"the action statistics '{statistics.unnorm_key}' do not fit this robot: the policy moves by up to "
+            f"the action statistics '{policy.unnorm_key}' do not fit this robot: the policy moves by up to "
             f"{reach:g} per action, the robot's training data by {largest:g}; was the policy trained for another "
             "robot, or is another --unnorm-key meant?"
         )

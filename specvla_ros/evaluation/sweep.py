@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import DecodeTally
@@ -19,7 +18,8 @@ from specvla_ros.evaluation.report.sweep import write_sweep_report
 from specvla_ros.evaluation.run_directory import REPORT_FILE, RunDirectory
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, policy_of, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import Setting, SweepRow, compare_episodes
-from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import Target
 from specvla_ros.simulation.device_pace import TickTime, tick_time
 from specvla_ros.simulation.rollout import EpisodeResult
 
@@ -99,7 +99,7 @@ def run_side_by_side(
                 outcome, seconds = _decode(engine, observation, pace)
                 runs[name].seconds.append(seconds)
                 if not again:
-                    runs[name].keep(outcome, policy.action_dim)
+                    runs[name].keep(outcome, policy.codec.max_tokens)
             if on_frame is not None:
                 on_frame()
     return runs

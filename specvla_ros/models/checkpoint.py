@@ -16,8 +16,7 @@ import torch
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.config import OPENVLA_TYPES, check_directory, read_json
-from specvla_ros.models.openvla.target import OpenVLATarget as OpenVLATarget
-from specvla_ros.models.openvla.target import OpenVLATarget as Target
+from specvla_ros.models.target import Target
 from specvla_ros.models.weights import Progress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

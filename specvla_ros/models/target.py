@@ -126,6 +126,10 @@ class Target(Protocol):
         """Text to ids and back; None for a checkpoint without one."""
 
     @property
+    def unnorm_key(self) -> str:
+        """Name of the dataset whose action statistics apply; empty where there is no choice."""
+
+    @property
     def causal_prompt(self) -> bool:
         """Whether a prompt row sees only earlier rows, so that a prefill may be cut into chunks."""
 

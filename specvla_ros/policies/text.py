@@ -28,7 +28,7 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.config import read_config
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.model import OpenVLA
-from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.weights import save_weights
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.device_pace import tick_time
@@ -105,11 +105,11 @@ def main(
 ) -> None:
     """Train the text policy."""
     torch.manual_seed(0)
-    nano = load_target(nano_policy(), device="cpu")
+    nano = require_openvla(load_target(nano_policy(), device="cpu"))
     seen = _look(nano, episodes)
     texts = sorted({frame.text for frame in seen} | {" ".join(map(str, range(10)))})
     _write_untrained(nano, out, texts)
-    policy = load_target(out, device="cpu")
+    policy = require_openvla(load_target(out, device="cpu"))
     samples = [_sample(policy, nano, frame) for frame in seen]
     stride = max(2, len(samples) // 200)
     held_out = samples[::stride]
@@ -162,7 +162,7 @@ def _write_untrained(nano: OpenVLATarget, out: Path, texts: list[str]) -> None:
     write_nano(out, NanoShape(), [*instructions, *texts], config["norm_stats"], seed=0)
     model, known = OpenVLA(read_config(out)), nano.model.checkpoint_tensors()
     tensors = model.checkpoint_tensors()
-    fresh = load_target(out, device="cpu")
+    fresh = require_openvla(load_target(out, device="cpu"))
     for name, tensor in fresh.model.checkpoint_tensors().items():
         tensors[name].copy_(known[name] if tensor.shape == known[name].shape else tensor)
     rows = _rows_of_known_words(nano, fresh)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.tally import DecodeTally
+from specvla_ros.models.observation import Observation
 from specvla_ros.simulation.device_pace import TickTime
 from specvla_ros.simulation.robot import SimulatedRobot
 from specvla_ros.simulation.world import SimulationDiverged

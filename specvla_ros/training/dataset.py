@@ -24,7 +24,7 @@ from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
 from specvla_ros.bags.image_message import rgb_from_message
 from specvla_ros.bags.reader import Bag, open_bag
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.prompt import normalise_instruction
 
 _VERSION = 1
@@ -242,7 +242,7 @@ class Batches:
         data: the demonstrations.
     """
 
-    def __init__(self, policy: Target, data: DemonstrationSet) -> None:
+    def __init__(self, policy: OpenVLATarget, data: DemonstrationSet) -> None:
         self._images = data.images
         self._instruction_of = data.instruction_of
         prompts = [policy.prompt_ids(text) for text in data.instructions]

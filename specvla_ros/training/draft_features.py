@@ -17,8 +17,8 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import Frame
-from specvla_ros.models.checkpoint import Target
 from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.rules.strict import greedy_choice
 
 SHARD_SAMPLES = 256
@@ -44,7 +44,7 @@ class Sample:
 
 
 @torch.inference_mode()
-def answer(policy: Target, frames: Sequence[Frame]) -> list[Sample]:
+def answer(policy: OpenVLATarget, frames: Sequence[Frame]) -> list[Sample]:
     """Has the target answer, greedily, with all frames in one packed forward per token.
 
     Frames that it answers with anything but an action are left out.
@@ -111,7 +111,7 @@ class FeatureStore:
 
     def fill(
         self,
-        policy: Target,
+        policy: OpenVLATarget,
         frames: Iterable[Frame],
         *,
         limit_bytes: float,

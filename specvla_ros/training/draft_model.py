@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
 from specvla_ros.speculation.drafters.protocol import DraftInput
@@ -143,7 +143,7 @@ class DraftValidation:
 
 
 @torch.inference_mode()
-def validate_draft(policy: Target, head: EagleHead, samples: Iterable[Sample], *, epoch: int) -> DraftValidation:
+def validate_draft(policy: OpenVLATarget, head: EagleHead, samples: Iterable[Sample], *, epoch: int) -> DraftValidation:
     """Drafts the target's own answers again, token by token as strict acceptance would let it.
 
     The target need not run: with strict acceptance only its own tokens are committed, and those are known.
@@ -177,7 +177,7 @@ def validate_draft(policy: Target, head: EagleHead, samples: Iterable[Sample], *
     )
 
 
-def _replay(policy: Target, drafter: EagleDrafter, sample: Sample) -> list[tuple[int, int]]:
+def _replay(policy: OpenVLATarget, drafter: EagleDrafter, sample: Sample) -> list[tuple[int, int]]:
     """(dimension of the first drafted token, accept length) of each verification."""
     decoder = policy.decoder
     device, dtype = decoder.device, decoder.dtype

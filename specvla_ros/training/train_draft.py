@@ -22,7 +22,7 @@ from specvla_ros.evaluation.frame_sources import (
     simulation_source,
 )
 from specvla_ros.evaluation.provenance import file_hashes
-from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
 from specvla_ros.training.draft_features import MIN_FRAMES, FeatureStore, Sample, shuffled_samples
@@ -98,7 +98,7 @@ def check_frames(data: Sequence[Path] | None, frames: int) -> None:
 
 
 def collect_features(
-    policy: Target,
+    policy: OpenVLATarget,
     data: Sequence[Path] | None,
     out: Path,
     *,
@@ -135,7 +135,7 @@ def collect_features(
 
 
 def train_draft(
-    policy: Target,
+    policy: OpenVLATarget,
     shards: Sequence[Path],
     out: Path,
     training: DraftTraining,
@@ -174,7 +174,7 @@ class _DraftTask:
     def __init__(
         self,
         accelerator: Any,
-        policy: Target,
+        policy: OpenVLATarget,
         shards: Sequence[Path],
         held_out: Sequence[Path],
         out: Path,
@@ -236,7 +236,7 @@ class _DraftTask:
 class _DraftLoss(nn.Module):
     """The loss of a batch; only the head's weights are its own."""
 
-    def __init__(self, policy: Target, head: EagleHead, own_steps: int) -> None:
+    def __init__(self, policy: OpenVLATarget, head: EagleHead, own_steps: int) -> None:
         super().__init__()
         self.head = head
         self._decoder = (policy.decoder,)  # in a tuple, so that the target is no part of this module

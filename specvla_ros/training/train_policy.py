@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import find_bags
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer
+from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.weights import save_weights
 from specvla_ros.training.batched_forward import action_logits
 from specvla_ros.training.dataset import (
@@ -187,7 +188,7 @@ class _PolicyTask:
         self._training = training
         self._train = np.flatnonzero(~data.validation)
         self._held_out = np.flatnonzero(data.validation)
-        self._policy = load_target(out, device=str(accelerator.device), dtype="float32")
+        self._policy = require_openvla(load_target(out, device=str(accelerator.device), dtype="float32"))
         self._data = Batches(self._policy, data)
         self.model = _PolicyLoss(self._policy)
         self.trained = self._policy.model
@@ -247,7 +248,7 @@ class _PolicyTask:
 class _PolicyLoss(nn.Module):
     """The loss of a batch."""
 
-    def __init__(self, policy: Target) -> None:
+    def __init__(self, policy: OpenVLATarget) -> None:
         super().__init__()
         self.model = policy.model.train().requires_grad_(True)
         self._tokenizer = policy.action_tokenizer

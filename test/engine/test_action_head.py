@@ -11,11 +11,12 @@ from support.draft_heads import write_random_head
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.speculation.rules.strict import greedy_choice
@@ -32,13 +33,13 @@ RELAXED = AcceptanceSettings("bin_distance", bins=(4,))
 WINDOW = DraftSettings(nodes=10, top_k=4, depth=4, children="window_mass")
 
 
-def in_float64(policy: Target) -> Target:
+def in_float64(policy: OpenVLATarget) -> OpenVLATarget:
     policy.model.to(torch.float64)
     return policy
 
 
 @pytest.fixture(scope="module")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Target, Target]]:
+def policies(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[OpenVLATarget, OpenVLATarget]]:
     """The plain head and the action head, of several checkpoints."""
     pairs = []
     for shape in (dict(seed=3, hidden_size=96, layers=3), dict(seed=9, hidden_size=64, layers=1)):
@@ -54,7 +55,7 @@ def frame(seed: int) -> Observation:
     return Observation(image, "put carrot on plate", 1)
 
 
-def decoded(policy: Target, chosen: EngineSettings, seed: int) -> Action:
+def decoded(policy: OpenVLATarget, chosen: EngineSettings, seed: int) -> Action:
     action = Engine(policy, chosen).act(frame(seed))
     assert isinstance(action, Action), action
     return action
@@ -63,14 +64,16 @@ def decoded(policy: Target, chosen: EngineSettings, seed: int) -> Action:
 @settings(max_examples=24, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(which=st.integers(0, 1), chosen=st.sampled_from(MODES), seed=st.integers(0, 50))
 def test_the_tokens_are_those_of_the_plain_head(
-    policies: list[tuple[Target, Target]], which: int, chosen: EngineSettings, seed: int
+    policies: list[tuple[OpenVLATarget, OpenVLATarget]], which: int, chosen: EngineSettings, seed: int
 ) -> None:
     plain, actions = policies[which]
     assert decoded(actions, chosen, seed).tokens == decoded(plain, EngineSettings(), seed).tokens
 
 
 @pytest.mark.parametrize("children", [DRAFT, WINDOW], ids=lambda each: each.children)
-def test_relaxed_acceptance_keeps_its_bounds(policies: list[tuple[Target, Target]], children: DraftSettings) -> None:
+def test_relaxed_acceptance_keeps_its_bounds(
+    policies: list[tuple[OpenVLATarget, OpenVLATarget]], children: DraftSettings
+) -> None:
     relaxed = EngineSettings("spec", draft=children, acceptance=RELAXED)
     for _, policy in policies:
         for seed in range(4):
@@ -100,7 +103,7 @@ def test_logits_of_actions_are_the_plain_heads_and_others_are_none(tmp_path: Pat
 
 
 @pytest.mark.parametrize("mode", ["ar", "spec"])
-def test_a_nan_gives_no_action(policies: list[tuple[Target, Target]], mode: str) -> None:
+def test_a_nan_gives_no_action(policies: list[tuple[OpenVLATarget, OpenVLATarget]], mode: str) -> None:
     _, policy = policies[0]
     weight = policy.decoder.norm.weight
     kept = weight.clone()
@@ -113,7 +116,7 @@ def test_a_nan_gives_no_action(policies: list[tuple[Target, Target]], mode: str)
     assert outcome.reason is DropReason.NOT_FINITE
 
 
-def test_a_policy_that_writes_text_is_refused(policies: list[tuple[Target, Target]]) -> None:
+def test_a_policy_that_writes_text_is_refused(policies: list[tuple[OpenVLATarget, OpenVLATarget]]) -> None:
     plain, actions = policies[0]
     text = EngineSettings(max_reasoning_tokens=5)
     Engine(plain, text)
@@ -128,5 +131,5 @@ def test_a_policy_that_writes_text_is_refused(policies: list[tuple[Target, Targe
     PolicyParameters(checkpoint="x", model=ModelSettings(action_head=True)).check()
 
 
-def test_the_description_names_it(policies: list[tuple[Target, Target]]) -> None:
+def test_the_description_names_it(policies: list[tuple[OpenVLATarget, OpenVLATarget]]) -> None:
     assert [policy.describe()["action_head"] for policy in policies[0]] == ["false", "true"]

@@ -23,12 +23,13 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.cuda_graphs import ForwardSizes, StaticForward, StaticVision
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, Outcome
 from specvla_ros.engine.runner import Forwards
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.eagle import EagleDrafter, StaticDraft
 from specvla_ros.speculation.settings import DraftSettings
 
@@ -38,7 +39,7 @@ PLAIN = EngineSettings()
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), seed=5, hidden_size=64, layers=2)
 
 
@@ -64,7 +65,7 @@ def essence(outcome: Outcome) -> tuple[object, ...]:
     return outcome.observation.stamp_ns, outcome.tokens, outcome.record.tokens_per_forward
 
 
-def all_captured(policy: Target, chosen: EngineSettings) -> str:
+def all_captured(policy: OpenVLATarget, chosen: EngineSettings) -> str:
     """The status once every size of forward and of draft, and the vision towers, are captured."""
     drafts = chosen.slots * chosen.draft.depth if chosen.drafts else 0
     return f"{len(ForwardSizes.from_settings(policy, chosen).buckets()) + drafts + 1} captured"
@@ -82,7 +83,7 @@ def only_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("chosen", [PLAIN, SPECPIPE], ids=["ar", "specpipe"])
 def test_captured_forwards_give_the_same_tokens(
-    policy: Target, chosen: EngineSettings, monkeypatch: pytest.MonkeyPatch
+    policy: OpenVLATarget, chosen: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = driven(Engine(policy, chosen))
     assert any(len(each) == 3 and isinstance(each[1], tuple) for each in expected)
@@ -96,7 +97,7 @@ def test_captured_forwards_give_the_same_tokens(
     assert driven(engine) == expected
 
 
-def test_a_switch_captures_again(policy: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_captures_again(policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch) -> None:
     capture_with(monkeypatch)
     cold = Engine(policy, PLAIN)
     cold.switch(SPECPIPE)
@@ -152,7 +153,7 @@ DRAFT = r"a captured draft of \d trees with \d levels"
     ],
 )
 def test_what_cannot_be_captured_runs_as_it_comes(
-    policy: Target,
+    policy: OpenVLATarget,
     of: type,
     capture: Capture,
     said: str,
@@ -198,7 +199,7 @@ def test_a_size_that_was_not_expected_runs_as_it_comes(monkeypatch: pytest.Monke
         before = runs
 
 
-def test_on_a_cpu_nothing_is_captured_and_nothing_is_said(policy: Target) -> None:
+def test_on_a_cpu_nothing_is_captured_and_nothing_is_said(policy: OpenVLATarget) -> None:
     engine = Engine(policy, PLAIN)
     engine.warm_up()
     assert "cuda_graphs" not in engine.describe()

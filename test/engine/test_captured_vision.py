@@ -18,19 +18,20 @@ from specvla_ros.engine import cuda_graphs as graphs
 from specvla_ros.engine.cuda_graphs import ForwardSizes, Graphs, StaticVision
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.runner import Forwards, Vision
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 
 PLAIN = EngineSettings()
 CHUNKED = EngineSettings("pipeline", prefill_chunks=3)
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), seed=6, hidden_size=64, layers=2)
 
 
@@ -68,7 +69,7 @@ def counting(replays: list[int]) -> Capture:
 
 @pytest.mark.parametrize("chosen", [PLAIN, CHUNKED], ids=["ar", "chunked"])
 def test_every_frame_is_seen_by_captured_towers(
-    policy: Target, chosen: EngineSettings, monkeypatch: pytest.MonkeyPatch
+    policy: OpenVLATarget, chosen: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(Engine(policy, chosen))
     assert len(set(expected.values())) > 1, "what is shown decides what is answered"
@@ -87,7 +88,7 @@ def test_every_frame_is_seen_by_captured_towers(
 
 
 def test_a_switch_captures_again_and_the_next_frame_is_seen_by_that(
-    policy: Target, monkeypatch: pytest.MonkeyPatch
+    policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(Engine(policy, CHUNKED))
     replays: list[int] = []
@@ -103,7 +104,7 @@ def test_a_switch_captures_again_and_the_next_frame_is_seen_by_that(
 
 
 @torch.inference_mode()
-def test_an_image_leaves_the_embeddings_of_earlier_ones_alone(policy: Target) -> None:
+def test_an_image_leaves_the_embeddings_of_earlier_ones_alone(policy: OpenVLATarget) -> None:
     static = StaticVision(policy.model, recorded)
     shown = [policy.image_processor(image(seed)) for seed in range(3)]
     with no_read_back():
@@ -115,7 +116,7 @@ def test_an_image_leaves_the_embeddings_of_earlier_ones_alone(policy: Target) ->
 
 @torch.inference_mode()
 def test_what_was_captured_is_forgotten_when_a_later_warm_up_fails(
-    policy: Target, monkeypatch: pytest.MonkeyPatch
+    policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_with(monkeypatch)
     decoder = random_decoder(LlamaConfig(32, 40, 2, 4, 2, 16, vocab_size=50), dtype=torch.float64)
@@ -129,7 +130,7 @@ def test_what_was_captured_is_forgotten_when_a_later_warm_up_fails(
     assert vision._captured is None and run.status.startswith("off: RuntimeError: an operation")
 
 
-def test_on_a_cpu_the_towers_run_as_they_come(policy: Target) -> None:
+def test_on_a_cpu_the_towers_run_as_they_come(policy: OpenVLATarget) -> None:
     engine = Engine(policy, PLAIN)
     engine.warm_up()
     assert engine.runner.vision._captured is None

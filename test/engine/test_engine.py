@@ -10,24 +10,25 @@ from support.random_checkpoint import write_random_checkpoint
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 
 INSTRUCTION = "put carrot on plate"
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     directory = tmp_path_factory.mktemp("checkpoint")
     write_random_checkpoint(directory, seed=3)
     return load_target(directory, device="cpu")
 
 
 @pytest.fixture
-def engine(policy: Target) -> Engine:
+def engine(policy: OpenVLATarget) -> Engine:
     return Engine(policy, EngineSettings())
 
 
@@ -36,7 +37,7 @@ def frame(stamp_ns: int, *, seed: int | None = None, instruction: str = INSTRUCT
     return Observation(rng.integers(0, 256, (48, 64, 3), dtype=np.uint8), instruction, stamp_ns)
 
 
-def decode_from_scratch(policy: Target, observation: Observation) -> list[int]:
+def decode_from_scratch(policy: OpenVLATarget, observation: Observation) -> list[int]:
     """Greedy decoding without a cache: every token from the whole sequence."""
     prompt = policy.prompt_embeddings(observation, policy.prompt_ids(observation.instruction))
     tokens: list[int] = []
@@ -56,7 +57,7 @@ def all_outcomes(engine: Engine) -> list:
     return outcomes
 
 
-def test_plain_decoding_equals_a_full_recompute(policy: Target, engine: Engine) -> None:
+def test_plain_decoding_equals_a_full_recompute(policy: OpenVLATarget, engine: Engine) -> None:
     answers = set()
     for stamp in range(1, 7):
         observation = frame(stamp, instruction=f"{INSTRUCTION} {stamp}")
@@ -132,7 +133,7 @@ def test_a_reset_takes_any_stamp_next(engine: Engine) -> None:
     assert first.tokens == second.tokens
 
 
-def test_a_stale_frame_is_dropped_at_admission(policy: Target) -> None:
+def test_a_stale_frame_is_dropped_at_admission(policy: OpenVLATarget) -> None:
     now = 1_000_000_000
     engine = Engine(policy, EngineSettings(max_image_age_s=0.5), now_ns=lambda: now)
     drop = engine.act(frame(400_000_000))
@@ -141,7 +142,7 @@ def test_a_stale_frame_is_dropped_at_admission(policy: Target) -> None:
     assert isinstance(engine.act(frame(600_000_000)), Action)
 
 
-def test_a_staleness_limit_needs_a_clock(policy: Target) -> None:
+def test_a_staleness_limit_needs_a_clock(policy: OpenVLATarget) -> None:
     with pytest.raises(UserError, match="clock of the stamps"):
         Engine(policy, EngineSettings(max_image_age_s=0.5))
 
@@ -157,7 +158,7 @@ def test_an_instruction_that_cannot_be_asked_is_refused_and_gives_no_action(engi
 
 
 def test_a_fault_inside_a_tick_drops_its_requests_and_the_engine_goes_on(
-    engine: Engine, policy: Target, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("the device fell off the bus")
@@ -173,7 +174,7 @@ def test_a_fault_inside_a_tick_drops_its_requests_and_the_engine_goes_on(
         assert isinstance(engine.act(frame(engine.mailbox.last_stamp_ns + 1)), Action)
 
 
-def test_nan_in_the_weights_gives_no_action(policy: Target, engine: Engine) -> None:
+def test_nan_in_the_weights_gives_no_action(policy: OpenVLATarget, engine: Engine) -> None:
     weight = policy.decoder.norm.weight
     kept = weight.clone()
     weight.fill_(float("nan"))
@@ -186,7 +187,7 @@ def test_nan_in_the_weights_gives_no_action(policy: Target, engine: Engine) -> N
     assert isinstance(engine.act(frame(2)), Action)
 
 
-def test_a_token_that_is_no_action_gives_no_action(policy: Target, engine: Engine) -> None:
+def test_a_token_that_is_no_action_gives_no_action(policy: OpenVLATarget, engine: Engine) -> None:
     head = policy.decoder.lm_head.weight
     kept = head.clone()
     head.zero_()  # all logits tie at 0: the lowest id wins, which is no action token
@@ -204,7 +205,7 @@ def test_warm_up_leaves_no_trace(engine: Engine) -> None:
     assert isinstance(engine.act(frame(1)), Action)
 
 
-def test_a_slot_longer_than_the_model_is_refused(policy: Target) -> None:
+def test_a_slot_longer_than_the_model_is_refused(policy: OpenVLATarget) -> None:
     with pytest.raises(UserError, match=r"lower decode\.max_text_tokens"):
         Engine(policy, EngineSettings(max_text_tokens=4096))
 
@@ -229,7 +230,7 @@ def test_an_observation_needs_an_rgb_image(shape: tuple[int, ...]) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.sampled_from(["submit", "repeat", "tick", "flush", "reset"]), max_size=40))
-def test_every_frame_ends_exactly_once_and_no_slot_leaks(policy: Target, steps: list[str]) -> None:
+def test_every_frame_ends_exactly_once_and_no_slot_leaks(policy: OpenVLATarget, steps: list[str]) -> None:
     engine = Engine(policy, EngineSettings())
     submitted: list[Observation] = []
     ended: list[Observation] = []

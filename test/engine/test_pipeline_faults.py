@@ -9,11 +9,11 @@ from support.draft_heads import policy_with_random_head
 
 from specvla_ros.engine import kv_cache as slot_ring
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.settings import DraftSettings
 
 SMALL_TREE = DraftSettings(nodes=8, top_k=3, depth=3)
@@ -25,7 +25,7 @@ PIPELINED = [
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), seed=9, hidden_size=64, layers=2)
 
 
@@ -47,7 +47,7 @@ def fed(engine: Engine, frames: list[Observation]) -> list[Outcome]:
 
 @pytest.mark.parametrize("chosen", PIPELINED, ids=str)
 def test_a_frame_of_nan_is_dropped_alone_and_its_slot_is_clean_again(
-    policy: Target, chosen: EngineSettings, monkeypatch: pytest.MonkeyPatch
+    policy: OpenVLATarget, chosen: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frames = [frame(stamp) for stamp in range(1, 13)]
     plain = Engine(policy, EngineSettings())
@@ -72,7 +72,7 @@ def test_a_frame_of_nan_is_dropped_alone_and_its_slot_is_clean_again(
     assert engine.cache.free_slots == chosen.slots
 
 
-def test_a_switch_drops_what_is_in_flight_and_keeps_what_waits(policy: Target) -> None:
+def test_a_switch_drops_what_is_in_flight_and_keeps_what_waits(policy: OpenVLATarget) -> None:
     engine = Engine(policy, EngineSettings("pipeline"))
     plain = Engine(policy, EngineSettings())
     for stamp, mode in enumerate(("specpipe", "ar", "pipeline", "spec"), start=1):
@@ -92,7 +92,7 @@ def test_a_switch_drops_what_is_in_flight_and_keeps_what_waits(policy: Target) -
         assert action.record.mode == engine.settings.mode == mode
 
 
-def test_a_switch_that_does_not_fit_changes_nothing(policy: Target, tmp_path: Path) -> None:
+def test_a_switch_that_does_not_fit_changes_nothing(policy: OpenVLATarget, tmp_path: Path) -> None:
     engine = Engine(policy, EngineSettings("pipeline"))
     engine.submit(frame(1))
     engine.tick()
@@ -105,7 +105,7 @@ def test_a_switch_that_does_not_fit_changes_nothing(policy: Target, tmp_path: Pa
 
 
 def test_slots_that_do_not_fit_the_memory_are_refused_with_their_size(
-    policy: Target, monkeypatch: pytest.MonkeyPatch
+    policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

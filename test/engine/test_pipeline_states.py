@@ -17,7 +17,7 @@ from support.pipelines import failing_tick, frame, plain_tokens, poisoned
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.settings import MODES, EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.settings import DraftSettings
 
 TREE = DraftSettings(nodes=8, top_k=2, depth=3, temporal=True)
@@ -32,11 +32,11 @@ any_settings = st.builds(
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), seed=7, hidden_size=64, layers=1)
 
 
-def test_whatever_happens_every_frame_ends_once_and_rightly(policy: Target) -> None:
+def test_whatever_happens_every_frame_ends_once_and_rightly(policy: OpenVLATarget) -> None:
     plain = plain_tokens(policy)
 
     class Machine(RuleBasedStateMachine):

@@ -13,7 +13,7 @@ from specvla_ros.engine import verifier
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 SMALL_TREE = DraftSettings(nodes=8, top_k=3, depth=3, temporal=True)
@@ -22,12 +22,12 @@ BINS = 6
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), seed=5, hidden_size=64, layers=2)
 
 
 @pytest.fixture(scope="module")
-def plain(policy: Target):
+def plain(policy: OpenVLATarget):
     return plain_tokens(policy)
 
 
@@ -52,7 +52,7 @@ steps = st.lists(
     pictures=st.lists(st.integers(0, PICTURES - 1), min_size=40, max_size=40),
 )
 def test_every_finished_frame_has_the_plain_decoders_tokens(
-    policy: Target, plain, chosen: EngineSettings, steps: list[str], pictures: list[int]
+    policy: OpenVLATarget, plain, chosen: EngineSettings, steps: list[str], pictures: list[int]
 ) -> None:
     engine = poisoned(policy, chosen)
     submitted: dict[int, int] = {}
@@ -114,7 +114,7 @@ def essence(outcome: Outcome) -> tuple[object, ...]:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(chosen=modes, gaps=st.lists(st.integers(0, 4), min_size=6, max_size=6), picture=st.integers(0, PICTURES - 1))
 def test_relaxed_tokens_stay_within_their_bins(
-    policy: Target, chosen: EngineSettings, gaps: list[int], picture: int
+    policy: OpenVLATarget, chosen: EngineSettings, gaps: list[int], picture: int
 ) -> None:
     relaxed = replace(
         chosen, mode="specpipe", acceptance=AcceptanceSettings("bin_distance", bins=(BINS,), gripper_bins=0)
@@ -144,7 +144,7 @@ def test_relaxed_tokens_stay_within_their_bins(
     ],
 )
 def test_a_frame_always_waiting_gives_an_action_every_so_many_ticks(
-    policy: Target, chosen: EngineSettings, forwards: int, every: float
+    policy: OpenVLATarget, chosen: EngineSettings, forwards: int, every: float
 ) -> None:
     engine = Engine(policy, chosen)
     ended: list[Outcome] = []
@@ -162,7 +162,7 @@ def test_a_frame_always_waiting_gives_an_action_every_so_many_ticks(
         assert engine.scheduler.target_in_flight == -(-forwards // chosen.chunks)
 
 
-def test_without_a_new_frame_a_tick_verifies_alone(policy: Target) -> None:
+def test_without_a_new_frame_a_tick_verifies_alone(policy: OpenVLATarget) -> None:
     engine = Engine(policy, EngineSettings("specpipe", draft=SMALL_TREE))
     engine.submit(frame(1, 1))
     engine.tick()
@@ -171,7 +171,7 @@ def test_without_a_new_frame_a_tick_verifies_alone(policy: Target) -> None:
     assert (engine.last_work.images, engine.last_work.prompts) == (0, 0.0) and 1 < engine.last_work.nodes <= 8
 
 
-def test_a_chunk_counts_for_its_share_and_commits_nothing(policy: Target) -> None:
+def test_a_chunk_counts_for_its_share_and_commits_nothing(policy: OpenVLATarget) -> None:
     engine = Engine(policy, EngineSettings("pipeline", prefill_chunks=3))
     engine.submit(frame(1, 1))
     shares = []
@@ -184,7 +184,7 @@ def test_a_chunk_counts_for_its_share_and_commits_nothing(policy: Target) -> Non
     assert request.tokens_per_forward == [0, 0, 1]
 
 
-def test_a_newer_frame_that_is_through_first_overtakes(policy: Target) -> None:
+def test_a_newer_frame_that_is_through_first_overtakes(policy: OpenVLATarget) -> None:
     """The same picture as the last action's is decoded in its own prefill, and is through before older frames."""
     engine = Engine(policy, EngineSettings("specpipe", draft=replace(DraftSettings(nodes=10), temporal=True)))
     assert isinstance(engine.act(frame(1, 1)), Action)
@@ -210,7 +210,7 @@ def test_a_newer_frame_that_is_through_first_overtakes(policy: Target) -> None:
     assert all(isinstance(each, Action) for each in left)
 
 
-def test_an_action_that_waits_for_an_older_one_is_void_with_its_epoch(policy: Target) -> None:
+def test_an_action_that_waits_for_an_older_one_is_void_with_its_epoch(policy: OpenVLATarget) -> None:
     engine = Engine(policy, EngineSettings("specpipe", draft=SMALL_TREE, in_order=True))
     assert isinstance(engine.act(frame(1, 1)), Action)
     older, newer = frame(2, 2), frame(3, 1)
@@ -228,7 +228,7 @@ def test_an_action_that_waits_for_an_older_one_is_void_with_its_epoch(policy: Ta
     assert [each.observation for each in ended] == [last]
 
 
-def test_rules_that_look_at_the_image_see_all_of_it_though_it_came_in_chunks(policy: Target) -> None:
+def test_rules_that_look_at_the_image_see_all_of_it_though_it_came_in_chunks(policy: OpenVLATarget) -> None:
     lvspec = AcceptanceSettings("lvspec", lvspec_loose_share=0.4)
     whole, chunked = (
         Engine(policy, EngineSettings("specpipe", prefill_chunks=chunks, draft=SMALL_TREE, acceptance=lvspec))

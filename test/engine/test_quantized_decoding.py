@@ -17,10 +17,11 @@ from support.random_checkpoint import write_random_checkpoint
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.settings import DraftSettings
 
 pytest.importorskip("torchao.quantization", reason="torchao is not installed")
@@ -45,7 +46,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return path
 
 
-def quantised(directory: Path) -> Target:
+def quantised(directory: Path) -> OpenVLATarget:
     return load_target(directory, device="cpu", quantization="w8a8")
 
 
@@ -54,7 +55,7 @@ def frame(stamp_ns: int) -> Observation:
     return Observation(image, "put carrot on plate", stamp_ns)
 
 
-def answers(policy: Target, chosen: EngineSettings) -> dict[int, tuple[int, ...]]:
+def answers(policy: OpenVLATarget, chosen: EngineSettings) -> dict[int, tuple[int, ...]]:
     """Tokens by stamp; the pipelined modes get a new frame in every tick."""
     engine = Engine(policy, chosen)
     waiting = [frame(stamp) for stamp in range(1, FRAMES + 1)]
@@ -91,7 +92,7 @@ def test_in_float32_a_token_differs_only_where_two_are_nearly_as_good(directory:
 
 
 @torch.inference_mode()
-def top_two_margin(policy: Target, observation: Observation, tokens: tuple[int, ...]) -> float:
+def top_two_margin(policy: OpenVLATarget, observation: Observation, tokens: tuple[int, ...]) -> float:
     """By how much the best logit behind a prefix is ahead of the second, beside the largest."""
     prompt = policy.prompt_embeddings(observation, policy.prompt_ids(observation.instruction))
     sequence = torch.cat((prompt, policy.decoder.embed_tokens(torch.tensor(tokens, dtype=torch.int64))))

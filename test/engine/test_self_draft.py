@@ -9,10 +9,11 @@ from support.draft_heads import write_random_head
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.settings import DraftSettings
 
 LONGEST_TEXT = 24
@@ -21,7 +22,7 @@ ACTS = dict(seed=3, hidden_size=96, layers=4)
 WRITES = dict(seed=4, hidden_size=64, layers=2, text=1.4)
 
 
-def load(directory: Path, shape: dict) -> Target:
+def load(directory: Path, shape: dict) -> OpenVLATarget:
     write_random_checkpoint(directory, **shape)
     loaded = load_target(directory, device="cpu")
     loaded.model.to(torch.float64)
@@ -30,16 +31,16 @@ def load(directory: Path, shape: dict) -> Target:
 
 
 @pytest.fixture(scope="module")
-def actor(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def actor(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     return load(tmp_path_factory.mktemp("actor"), ACTS)
 
 
 @pytest.fixture(scope="module")
-def writer(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def writer(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     return load(tmp_path_factory.mktemp("writer"), WRITES)
 
 
-def engine_of(policy: Target, tokens: int, share: float, *, text: int = 0) -> Engine:
+def engine_of(policy: OpenVLATarget, tokens: int, share: float, *, text: int = 0) -> Engine:
     """A poisoned engine whose only source is the target."""
     draft = DraftSettings(self_tokens=tokens, self_image_share=share)
     engine = Engine(policy, EngineSettings("spec", draft=draft, max_reasoning_tokens=text))
@@ -57,7 +58,7 @@ def frame(stamp_ns: int) -> Observation:
 
 @pytest.mark.parametrize(("tokens", "committed"), [(1, (1, 2, 2, 2)), (2, (1, 3, 3)), (6, (1, 6)), (63, (1, 6))])
 def test_with_the_whole_image_every_drafted_action_token_is_right(
-    actor: Target, tokens: int, committed: tuple[int, ...]
+    actor: OpenVLATarget, tokens: int, committed: tuple[int, ...]
 ) -> None:
     plain, spec = Engine(actor, EngineSettings()), engine_of(actor, tokens, 1.0)
     for stamp in range(1, 4):
@@ -68,7 +69,7 @@ def test_with_the_whole_image_every_drafted_action_token_is_right(
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 9])
-def test_with_the_whole_image_every_drafted_word_is_right(writer: Target, tokens: int) -> None:
+def test_with_the_whole_image_every_drafted_word_is_right(writer: OpenVLATarget, tokens: int) -> None:
     plain = Engine(writer, EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
     spec = engine_of(writer, tokens, 1.0, text=LONGEST_TEXT)
     seen = 0
@@ -85,7 +86,7 @@ def test_with_the_whole_image_every_drafted_word_is_right(writer: Target, tokens
     assert seen, "the random policy writes too little: choose another seed"
 
 
-def test_a_tenth_of_the_image_loses_nothing(actor: Target) -> None:
+def test_a_tenth_of_the_image_loses_nothing(actor: OpenVLATarget) -> None:
     plain, spec = Engine(actor, EngineSettings()), engine_of(actor, 3, 0.1)
     accepted = 0
     for stamp in range(1, FRAMES + 1):
@@ -96,7 +97,7 @@ def test_a_tenth_of_the_image_loses_nothing(actor: Target) -> None:
     assert accepted < 3 * FRAMES, "a random policy needs its image: had it been left in?"
 
 
-def test_a_tick_counts_the_targets_forwards_and_rows(actor: Target) -> None:
+def test_a_tick_counts_the_targets_forwards_and_rows(actor: OpenVLATarget) -> None:
     engine = engine_of(actor, 3, 0.1)
     engine.submit(frame(1))
     work = []
@@ -111,7 +112,7 @@ def test_a_tick_counts_the_targets_forwards_and_rows(actor: Target) -> None:
 
 @pytest.mark.parametrize(("with_head", "nodes", "found"), [(False, 4, 4), (False, 20, 6), (True, 4, 4), (True, 20, 20)])
 def test_the_chain_and_the_heads_tree_share_the_nodes(
-    actor: Target, tmp_path: Path, *, with_head: bool, nodes: int, found: int
+    actor: OpenVLATarget, tmp_path: Path, *, with_head: bool, nodes: int, found: int
 ) -> None:
     head = str(write_random_head(tmp_path, actor.decoder)) if with_head else ""
     draft = DraftSettings(head=head, nodes=nodes, self_tokens=9, self_image_share=1.0)

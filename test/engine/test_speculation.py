@@ -16,11 +16,12 @@ from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.protocol import DraftInput, DraftWork
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 from specvla_ros.speculation.tree import Tree
@@ -30,7 +31,7 @@ SHAPES = [dict(seed=3, hidden_size=96, layers=4), dict(seed=8, hidden_size=64, l
 
 
 @pytest.fixture(scope="module", params=SHAPES, ids=str)
-def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), **request.param)
 
 
@@ -89,7 +90,9 @@ class Scripted:
         pass
 
 
-def scripted_engine(policy: Target, data: st.DataObject, answer: Sequence[int], chosen: EngineSettings) -> Engine:
+def scripted_engine(
+    policy: OpenVLATarget, data: st.DataObject, answer: Sequence[int], chosen: EngineSettings
+) -> Engine:
     engine = Engine(policy, chosen)
     first = policy.action_tokenizer.first_id
     engine.drafter = Scripted(data, answer, low=first, high=policy.action_tokenizer.vocab_size - 1)  # type: ignore[assignment]
@@ -101,7 +104,7 @@ def scripted_engine(policy: Target, data: st.DataObject, answer: Sequence[int], 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), seed=st.integers(0, 5))
 def test_strict_yields_the_plain_decoders_tokens_whatever_is_drafted(
-    policy: Target, data: st.DataObject, seed: int
+    policy: OpenVLATarget, data: st.DataObject, seed: int
 ) -> None:
     plain = decoded(Engine(policy, EngineSettings()), frame(1, seed=seed))
     engine = scripted_engine(policy, data, plain.tokens, STRICT)
@@ -114,7 +117,7 @@ def test_strict_yields_the_plain_decoders_tokens_whatever_is_drafted(
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), seed=st.integers(0, 5), bins=st.lists(st.integers(0, 9), min_size=7, max_size=7))
 def test_relaxed_stays_within_its_bounds_given_its_own_prefix(
-    policy: Target, data: st.DataObject, seed: int, bins: list[int]
+    policy: OpenVLATarget, data: st.DataObject, seed: int, bins: list[int]
 ) -> None:
     plain = decoded(Engine(policy, EngineSettings()), frame(1, seed=seed))
     relaxed = replace(STRICT, acceptance=AcceptanceSettings("bin_distance", bins=tuple(bins)))
@@ -126,7 +129,7 @@ def test_relaxed_stays_within_its_bounds_given_its_own_prefix(
         assert off == apart <= bins[place]
 
 
-def plain_choice(policy: Target, observation: Observation, tokens: Sequence[int]) -> int:
+def plain_choice(policy: OpenVLATarget, observation: Observation, tokens: Sequence[int]) -> int:
     """The target's own token behind a prefix, without a cache."""
     prompt = policy.prompt_embeddings(observation, policy.prompt_ids(observation.instruction))
     sequence = torch.cat((prompt, policy.decoder.embed_tokens(torch.tensor(tokens, dtype=torch.int64))))
@@ -136,7 +139,7 @@ def plain_choice(policy: Target, observation: Observation, tokens: Sequence[int]
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_committed_keys_and_values_equal_a_recompute(policy: Target, data: st.DataObject) -> None:
+def test_committed_keys_and_values_equal_a_recompute(policy: OpenVLATarget, data: st.DataObject) -> None:
     observation = frame(1, seed=2)
     plain = decoded(Engine(policy, EngineSettings()), observation)
     relaxed = replace(STRICT, acceptance=AcceptanceSettings("bin_distance", bins=(5,) * 7))
@@ -167,7 +170,7 @@ def test_committed_keys_and_values_equal_a_recompute(policy: Target, data: st.Da
     ],
     ids=str,
 )
-def test_strict_equals_plain_with_the_real_sources(policy: Target, draft: DraftSettings) -> None:
+def test_strict_equals_plain_with_the_real_sources(policy: OpenVLATarget, draft: DraftSettings) -> None:
     plain = Engine(policy, EngineSettings())
     bold = AcceptanceSettings("bin_distance", bins=(0,))
     for acceptance in (AcceptanceSettings(), bold):
@@ -182,7 +185,7 @@ def test_strict_equals_plain_with_the_real_sources(policy: Target, draft: DraftS
         plain.reset()
 
 
-def test_a_picture_seen_before_is_decoded_in_its_own_prefill(policy: Target) -> None:
+def test_a_picture_seen_before_is_decoded_in_its_own_prefill(policy: OpenVLATarget) -> None:
     engine = Engine(policy, STRICT)
     first, again = (decoded(engine, frame(stamp, seed=1)) for stamp in (1, 2))
     assert again.tokens == first.tokens
@@ -193,7 +196,7 @@ def test_a_picture_seen_before_is_decoded_in_its_own_prefill(policy: Target) -> 
     assert decoded(engine, frame(4, seed=1, epoch=1)).record.tokens_per_forward[0] == 1
 
 
-def test_the_acceptance_can_change_between_ticks(policy: Target) -> None:
+def test_the_acceptance_can_change_between_ticks(policy: OpenVLATarget) -> None:
     engine = Engine(policy, STRICT)
     held = decoded(engine, frame(1, seed=1))
     engine.set_acceptance(AcceptanceSettings("bin_distance", bins=(254,)))
@@ -209,7 +212,7 @@ def test_the_acceptance_can_change_between_ticks(policy: Target) -> None:
     assert engine.settings.acceptance.bins == (254,), "the old rule stays"
 
 
-def test_no_head_leaves_the_one_beside_the_checkpoint_alone(policy: Target) -> None:
+def test_no_head_leaves_the_one_beside_the_checkpoint_alone(policy: OpenVLATarget) -> None:
     engine = Engine(policy, EngineSettings("spec", draft=DraftSettings(head="none", temporal=True)))
     assert engine.describe()["drafts"] == "temporal"
     first, again = (decoded(engine, frame(stamp, seed=1)) for stamp in (1, 2))
@@ -224,7 +227,7 @@ def test_nothing_to_draft_with_is_refused(tmp_path: Path) -> None:
     Engine(bare, EngineSettings("spec", draft=DraftSettings(temporal=True)))
 
 
-def test_without_a_draft_it_decodes_plainly_only_if_that_is_allowed(policy: Target, tmp_path: Path) -> None:
+def test_without_a_draft_it_decodes_plainly_only_if_that_is_allowed(policy: OpenVLATarget, tmp_path: Path) -> None:
     missing = DraftSettings(head=str(tmp_path / "none"))
     with pytest.raises(UserError, match="does not exist"):
         Engine(policy, EngineSettings("spec", draft=missing))

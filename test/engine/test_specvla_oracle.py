@@ -14,11 +14,12 @@ from support.paths import ORACLES, needs
 from specvla_kernels.accept_tree import NO_NODE
 from specvla_ros.engine import verifier
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import BinsCodec
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule, Verification
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
@@ -33,7 +34,7 @@ def runs(r: int | None) -> list[dict]:
 
 
 @lru_cache(maxsize=8)
-def policy_of(unnorm_key: str) -> Target:
+def policy_of(unnorm_key: str) -> OpenVLATarget:
     return load_target(TARGET / "checkpoint", device="cpu", unnorm_key=unnorm_key)
 
 

@@ -6,10 +6,10 @@ import torch
 from support.draft_heads import policy_with_random_head
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.accept import AcceptReason
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
@@ -31,12 +31,12 @@ RULES = {
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     shape = dict(seed=request.param, hidden_size=64, layers=2, text=1.2)
     return policy_with_random_head(tmp_path_factory.mktemp("writer"), **shape)
 
 
-def outcomes(policy: Target, settings: EngineSettings) -> list[Outcome]:
+def outcomes(policy: OpenVLATarget, settings: EngineSettings) -> list[Outcome]:
     engine = Engine(policy, settings)
     for holder in (engine.cache, engine.drafter._self):
         for name in ("keys", "_keys", "values", "_values"):
@@ -52,7 +52,7 @@ def essence(outcome: Outcome) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_strict_yields_the_plain_decoders_words_and_actions(policy: Target, draft: str) -> None:
+def test_strict_yields_the_plain_decoders_words_and_actions(policy: OpenVLATarget, draft: str) -> None:
     plain = outcomes(policy, EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
     spec = outcomes(policy, EngineSettings("spec", max_reasoning_tokens=LONGEST_TEXT, draft=DRAFTS[draft]))
     assert list(map(essence, spec)) == list(map(essence, plain))
@@ -61,7 +61,7 @@ def test_strict_yields_the_plain_decoders_words_and_actions(policy: Target, draf
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_loose_rules_end_in_actions_and_say_why(policy: Target, rule: str) -> None:
+def test_loose_rules_end_in_actions_and_say_why(policy: OpenVLATarget, rule: str) -> None:
     chosen = EngineSettings("spec", max_reasoning_tokens=LONGEST_TEXT, draft=DRAFTS["all"], acceptance=RULES[rule])
     found = [each for each in outcomes(policy, chosen) if isinstance(each, Action)]
     assert found
@@ -76,7 +76,7 @@ def test_loose_rules_end_in_actions_and_say_why(policy: Target, rule: str) -> No
             assert all(off <= BINS for off in acted)
 
 
-def test_an_answer_that_was_given_before_takes_one_forward(policy: Target) -> None:
+def test_an_answer_that_was_given_before_takes_one_forward(policy: OpenVLATarget) -> None:
     draft = DraftSettings(nodes=1 + LONGEST_TEXT + 2, temporal=True)
     engine = Engine(policy, EngineSettings("spec", max_reasoning_tokens=LONGEST_TEXT, draft=draft))
     for seed in range(FRAMES):

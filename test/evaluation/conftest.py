@@ -11,18 +11,19 @@ from support.replays import Run, read_frames
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.replay import replay
 from specvla_ros.evaluation.replay_summary import ReplaySummary
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.openvla.target import OpenVLATarget
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     directory = tmp_path_factory.mktemp("checkpoint")
     write_random_checkpoint(directory, seed=5)
     return load_target(directory, device="cpu")
 
 
 @pytest.fixture
-def run(policy: Target, tmp_path: Path) -> Run:
+def run(policy: OpenVLATarget, tmp_path: Path) -> Run:
     """Replays a bag, or entries of one, and gives summary, frames and output directory."""
     count = 0
 

@@ -17,19 +17,19 @@ from specvla_ros.bags.frames import TopicChoice
 from specvla_ros.bags.reader import open_bag
 from specvla_ros.bags.recorder import ACTION_TOPIC, DECODE_STATS_TOPIC
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.replay_summary import FrameRecord
 from specvla_ros.evaluation.report.replay import Pictures
-from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 
 # Whole replays
 
 
 @needs(BAGS)
 @pytest.mark.parametrize("name", ["bridge_carrot_on_plate_00", "bridge_carrot_on_plate_01", "bridge_turn_lever_03"])
-def test_a_real_bag_gives_one_action_per_frame(policy: Target, run: Run, name: str) -> None:
+def test_a_real_bag_gives_one_action_per_frame(policy: OpenVLATarget, run: Run, name: str) -> None:
     summary, frames, out = run(BAGS / name)
     assert (summary.frames, summary.actions, summary.compared, summary.failures) == (10, 10, 10, ())
     engine = Engine(policy, EngineSettings())
@@ -60,7 +60,7 @@ def test_two_replays_give_the_same_tokens_and_values(run: Run) -> None:
     assert len({tuple(frame["tokens"]) for frame in first}) > 1, "a policy that ignores its images proves nothing"
 
 
-def test_a_replay_gives_what_the_engine_gives(policy: Target, run: Run) -> None:
+def test_a_replay_gives_what_the_engine_gives(policy: OpenVLATarget, run: Run) -> None:
     _, frames, _ = run(bags.episode(3))
     engine = Engine(policy, EngineSettings())
     for index, frame in enumerate(frames):
@@ -81,7 +81,7 @@ def test_raw_and_compressed_images_in_either_storage_give_the_same_actions(run: 
     assert [frame["tokens"] for frame in found] == [frame["tokens"] for frame in want]
 
 
-def test_what_is_written_says_what_was_run(run: Run, policy: Target) -> None:
+def test_what_is_written_says_what_was_run(run: Run, policy: OpenVLATarget) -> None:
     summary, frames, out = run(bags.episode(4), action_dt=0.1)
     written = json.loads((out / "summary.json").read_text())
     assert written == json.loads(json.dumps(summary.as_json()))

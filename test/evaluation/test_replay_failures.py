@@ -19,7 +19,7 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.replay import check_replay, replay
 from specvla_ros.evaluation.replay_summary import Thresholds
-from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.openvla.target import OpenVLATarget
 
 
 def test_a_cut_off_bag_keeps_its_results_and_fails(run: Run, tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_an_interruption_keeps_all_frames_up_to_it(
 
 
 def test_a_bug_is_raised_after_the_results_are_written(
-    policy: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: OpenVLATarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise RuntimeError("the GPU fell off the bus")
@@ -66,7 +66,7 @@ def test_a_bug_is_raised_after_the_results_are_written(
     assert (out / "report.html").exists()
 
 
-def test_a_full_disk_is_a_users_error(policy: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_users_error(policy: OpenVLATarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise OSError(28, "No space left on device")
 
@@ -78,11 +78,11 @@ def test_a_full_disk_is_a_users_error(policy: Target, tmp_path: Path, monkeypatc
 
 
 def test_a_fault_of_the_engine_fails_the_replay_and_the_next_frame_is_answered(
-    run: Run, policy: Target, monkeypatch: pytest.MonkeyPatch
+    run: Run, policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, calls = type(policy).prompt_embeddings, []
 
-    def embeddings(self: Target, *arguments: Any) -> Any:
+    def embeddings(self: OpenVLATarget, *arguments: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
             raise RuntimeError("out of memory")
@@ -112,7 +112,7 @@ def test_a_damaged_instruction_ends_the_replay_with_its_place(run: Run, tmp_path
 # Refused before anything is written
 
 
-def test_results_are_never_overwritten(run: Run, policy: Target, tmp_path: Path) -> None:
+def test_results_are_never_overwritten(run: Run, policy: OpenVLATarget, tmp_path: Path) -> None:
     path = bags.write_bag(tmp_path / "bag", bags.episode(2))
     _, _, out = run(path)
     before = (out / "frames.jsonl").read_bytes()
@@ -125,7 +125,7 @@ def test_results_are_never_overwritten(run: Run, policy: Target, tmp_path: Path)
         check_replay(path, tmp_path / "file")
 
 
-def test_other_files_in_the_output_directory_do_no_harm(policy: Target, tmp_path: Path) -> None:
+def test_other_files_in_the_output_directory_do_no_harm(policy: OpenVLATarget, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("keep me")
@@ -143,7 +143,7 @@ def test_other_files_in_the_output_directory_do_no_harm(policy: Target, tmp_path
     ],
 )
 def test_a_replay_that_cannot_begin_leaves_nothing_behind(
-    policy: Target, tmp_path: Path, options: dict[str, str], words: str
+    policy: OpenVLATarget, tmp_path: Path, options: dict[str, str], words: str
 ) -> None:
     path = bags.write_bag(tmp_path / "bag", bags.episode(1))
     with pytest.raises(UserError, match=words):
@@ -151,7 +151,7 @@ def test_a_replay_that_cannot_begin_leaves_nothing_behind(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_output_directory_that_cannot_be_written_is_refused(policy: Target, tmp_path: Path) -> None:
+def test_an_output_directory_that_cannot_be_written_is_refused(policy: OpenVLATarget, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = bags.write_bag(tmp_path / "bag", bags.episode(1))
     with pytest.raises(UserError, match="cannot be recorded"):
@@ -197,7 +197,9 @@ def test_limits_without_sense_are_refused(limit: dict[str, float]) -> None:
         Thresholds(**limit)
 
 
-def test_the_progress_bar_goes_to_stderr(policy: Target, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_goes_to_stderr(
+    policy: OpenVLATarget, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = bags.write_bag(tmp_path / "bag", bags.episode(2))
     replay(policy, EngineSettings(), path, tmp_path / "out")
     captured = capfd.readouterr()

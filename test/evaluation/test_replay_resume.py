@@ -20,7 +20,7 @@ from specvla_ros.bags.recorder import ACTION_TOPIC, DECODE_STATS_TOPIC
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.replay import check_replay, replay
-from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.openvla.target import OpenVLATarget
 
 
 def interrupt() -> None:
@@ -34,7 +34,7 @@ def messages(out: Path, topic: str = ACTION_TOPIC) -> list[Any]:
 
 
 def test_an_interrupted_replay_decodes_only_what_is_missing(
-    policy: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: OpenVLATarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, out = bags.write_bag(tmp_path / "bag", bags.episode(6)), tmp_path / "out"
     replay(policy, EngineSettings(), path, tmp_path / "whole", progress=False)
@@ -84,7 +84,7 @@ def test_a_killed_replay_goes_on(tmp_path: Path) -> None:
     assert [message.seq for message in messages(out)] == list(range(60))
 
 
-def test_a_line_that_was_cut_off_is_decoded_again(policy: Target, tmp_path: Path) -> None:
+def test_a_line_that_was_cut_off_is_decoded_again(policy: OpenVLATarget, tmp_path: Path) -> None:
     path, out = bags.write_bag(tmp_path / "bag", bags.episode(4)), tmp_path / "out"
     replay(policy, EngineSettings(), path, out, progress=False)
     want = read_frames(out)
@@ -102,7 +102,7 @@ def test_a_line_that_was_cut_off_is_decoded_again(policy: Target, tmp_path: Path
 
 
 def test_drops_and_the_order_of_stamps_hold_across_an_interruption(
-    policy: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: OpenVLATarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, period = bags.START_NS, bags.PERIOD_NS
     entries: list[bags.Entry] = [("/instruction", bags.TEXT, start, bags.text("go"))]
@@ -131,7 +131,7 @@ def test_drops_and_the_order_of_stamps_hold_across_an_interruption(
 
 
 def test_another_question_is_not_answered_into_the_same_directory(
-    policy: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: OpenVLATarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, other = (bags.write_bag(tmp_path / name, bags.episode(frames)) for name, frames in (("a", 4), ("b", 3)))
     out = tmp_path / "out"

@@ -14,10 +14,11 @@ from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 
 VARIANTS = ("openvla_tiny_a", "openvla_tiny_b")
 CASES = [(variant, case) for variant in VARIANTS for case in range(8)]
@@ -30,11 +31,11 @@ def arrays(variant: str, name: str) -> dict[str, np.ndarray]:
 
 
 @cache
-def policy_of(variant: str, unnorm_key: str) -> Target:
+def policy_of(variant: str, unnorm_key: str) -> OpenVLATarget:
     return load_target(ORACLES / variant / "checkpoint", unnorm_key=unnorm_key, device="cpu")
 
 
-def load_case(variant: str, index: int) -> tuple[dict, np.ndarray, Target]:
+def load_case(variant: str, index: int) -> tuple[dict, np.ndarray, OpenVLATarget]:
     case = json.loads((ORACLES / variant / "cases.json").read_text())[index]
     image = np.asarray(Image.open(ORACLES / variant / case["image"]).convert("RGB"))
     return case, image, policy_of(variant, case["unnorm_key"])

@@ -18,10 +18,11 @@ from specvla_ros.cli.app import predict
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.errors import UserError
+from specvla_ros.models import checkpoint as load_model
 from specvla_ros.models import quantization
-from specvla_ros.models.checkpoint import Target, load_target
-from specvla_ros.models.openvla import target as load_model
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.openvla.model import OpenVLA
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.quantization import MATRICES, QUANTIZATIONS, Int8Linear, check_quantization
 from specvla_ros.planning.cost import OPENVLA_7B
 from specvla_ros.ros.policy.parameters import PolicyParameters
@@ -41,13 +42,13 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def stored_bytes(policy: Target) -> int:
+def stored_bytes(policy: OpenVLATarget) -> int:
     """Of the decoder's layers."""
     layers = policy.decoder.layers
     return sum(tensor.nbytes for tensor in (*layers.parameters(), *layers.buffers()))
 
 
-def logits(policy: Target, seed: int) -> torch.Tensor:
+def logits(policy: OpenVLATarget, seed: int) -> torch.Tensor:
     prompt = torch.randint(80, (40,), generator=torch.Generator().manual_seed(seed))
     cache = new_cache(policy.decoder, slots=1, slot_rows=64)
     return packed_forward(policy.decoder, [Segment(0, 0, prompt, wanted=40)], cache).logits

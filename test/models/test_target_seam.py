@@ -34,6 +34,7 @@ class DigitCodec:
     names = ("reach", "grip")
     horizon = 2
     dt_s = 0.1
+    action_range = (np.zeros(2), np.full(2, 99.0))
     action_ids = ActionIds(DIGITS.start, DIGITS.stop, bins=10)
     max_tokens = 8
 
@@ -93,6 +94,7 @@ class TwoCameras:
     action_head = False
     image_tokens = 2
     tokenizer = None
+    unnorm_key = ""
     pixel_shape = ()
 
     @property

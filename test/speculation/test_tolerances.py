@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, spread_bins, tolerance_in_bins
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.composite import Composite, number_tokens
 from specvla_ros.speculation.rules.fly import Fly
@@ -119,13 +120,13 @@ def test_numbers_are_the_ids_whose_text_holds_a_digit() -> None:
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     directory = tmp_path_factory.mktemp("policy")
     write_random_checkpoint(directory, hidden_size=64, layers=1)
     return load_target(directory, device="cpu")
 
 
-def test_settings_make_the_rule_that_they_name(policy: Target) -> None:
+def test_settings_make_the_rule_that_they_name(policy: OpenVLATarget) -> None:
     near = spread_bins([4], policy.statistics.mask.tolist(), 1)
     assert make_rule(AcceptanceSettings(), policy) == Strict()
     assert make_rule(AcceptanceSettings("bin_distance", (4,), gripper_bins=1), policy) == BinDistance(near)

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, DecodeRecord, StageTimings
+from specvla_ros.models.observation import Observation
 
 NAMES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
 

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from support.random_checkpoint import write_random_checkpoint
 
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
 
 
@@ -25,7 +26,7 @@ def write_random_head(directory: Path, decoder: LlamaDecoder, *, seed: int = 0) 
     return directory
 
 
-def policy_with_random_head(directory: Path, **shape: Any) -> Target:
+def policy_with_random_head(directory: Path, **shape: Any) -> OpenVLATarget:
     """A small random policy in float64, where rounding decides nothing, with a random head beside it."""
     write_random_checkpoint(directory, **shape)
     policy = load_target(directory, device="cpu")

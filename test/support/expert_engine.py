@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, DecodeRecord, Outcome, StageTimings
 from specvla_ros.engine.tally import TickWork
 from specvla_ros.models.codecs.bins import DEFAULT_NAMES, ActionStatistics, ActionTokenizer, BinsCodec
+from specvla_ros.models.observation import Observation
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.tasks import TASKS

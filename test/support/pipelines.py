@@ -6,10 +6,10 @@ from functools import lru_cache
 import numpy as np
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import Target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 
 PICTURES = 5
 
@@ -19,7 +19,7 @@ def frame(stamp_ns: int, picture: int, *, epoch: int = 1) -> Observation:
     return Observation(image, "put carrot on plate", stamp_ns, epoch=epoch)
 
 
-def plain_tokens(policy: Target) -> Callable[[int], tuple[int, ...]]:
+def plain_tokens(policy: OpenVLATarget) -> Callable[[int], tuple[int, ...]]:
     """The plain decoder's tokens for a picture."""
     engine = Engine(policy, EngineSettings())
 
@@ -33,7 +33,7 @@ def plain_tokens(policy: Target) -> Callable[[int], tuple[int, ...]]:
     return tokens
 
 
-def poisoned(policy: Target, chosen: EngineSettings) -> Engine:
+def poisoned(policy: OpenVLATarget, chosen: EngineSettings) -> Engine:
     engine = Engine(policy, chosen)
     engine.cache.keys.fill_(float("nan"))
     engine.cache.values.fill_(float("nan"))

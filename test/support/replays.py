@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Outcome
 from specvla_ros.evaluation.replay_summary import ReplaySummary
+from specvla_ros.models.observation import Observation
 
 Run = Callable[..., tuple[ReplaySummary, list[dict[str, Any]], Path]]
 

@@ -7,8 +7,9 @@ import torch
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import KVCache, new_cache
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.training.batched_forward import action_logits
 from specvla_ros.training.nano import NanoShape, write_nano
 
@@ -28,7 +29,7 @@ def policy(tmp_path_factory):
     return policy
 
 
-def served_logits(policy: Target, image: np.ndarray, instruction: str, answer: list[int]) -> torch.Tensor:
+def served_logits(policy: OpenVLATarget, image: np.ndarray, instruction: str, answer: list[int]) -> torch.Tensor:
     """Logits of each answer token by the packed forward: the prompt, then one node per token."""
     cache: KVCache = new_cache(policy.decoder, slots=1, slot_rows=64)
     prompt = policy.prompt_embeddings(Observation(image, "", 1), policy.prompt_ids(instruction))

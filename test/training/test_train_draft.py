@@ -20,12 +20,13 @@ from support.random_checkpoint import write_random_checkpoint
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import Frame
-from specvla_ros.models.checkpoint import Target, load_target
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.eagle_head import load_draft_head
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.training import draft_features, train_draft
@@ -38,7 +39,7 @@ pytest.importorskip("accelerate", reason="training needs accelerate: pip install
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     directory = tmp_path_factory.mktemp("target")
     write_random_checkpoint(directory, seed=4, hidden_size=64, layers=2)
     return load_target(directory, device="cpu")
@@ -55,7 +56,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_features, "SHARD_SAMPLES", 16)
 
 
-def test_features_are_what_the_engine_decodes(policy: Target) -> None:
+def test_features_are_what_the_engine_decodes(policy: OpenVLATarget) -> None:
     wanted = list(frames(3))
     samples = answer(policy, wanted)
     assert len(samples) == 3
@@ -70,7 +71,7 @@ def test_features_are_what_the_engine_decodes(policy: Target) -> None:
         torch.testing.assert_close(sample.hidden, hidden, atol=1e-4, rtol=1e-4)
 
 
-def test_a_store_goes_on_behind_its_last_whole_shard(policy: Target, tmp_path: Path, small_shards: None) -> None:
+def test_a_store_goes_on_behind_its_last_whole_shard(policy: OpenVLATarget, tmp_path: Path, small_shards: None) -> None:
     def cut_short() -> Iterator[Frame]:
         for i, frame in enumerate(frames(50)):
             if i == 40:
@@ -93,7 +94,7 @@ def test_a_store_goes_on_behind_its_last_whole_shard(policy: Target, tmp_path: P
 
 
 def test_the_disk_is_bounded_and_an_epoch_holds_every_sample_once(
-    policy: Target, tmp_path: Path, small_shards: None
+    policy: OpenVLATarget, tmp_path: Path, small_shards: None
 ) -> None:
     store = FeatureStore(tmp_path, {})
     store.fill(policy, frames(200), limit_bytes=1)
@@ -109,7 +110,9 @@ class _Stop(Exception):
     pass
 
 
-def test_training_goes_on_where_it_stopped_and_teaches(policy: Target, tmp_path: Path, small_shards: None) -> None:
+def test_training_goes_on_where_it_stopped_and_teaches(
+    policy: OpenVLATarget, tmp_path: Path, small_shards: None
+) -> None:
     # Few pictures again and again, so that a few epochs must teach something.
     store = FeatureStore(tmp_path / "features", {})
     store.fill(policy, (frame for _ in range(8) for frame in frames(8)), limit_bytes=1e9)
@@ -142,7 +145,9 @@ def test_training_goes_on_where_it_stopped_and_teaches(policy: Target, tmp_path:
     assert forwards < 8 * 5, "the engine must reap what the validation promised"
 
 
-def test_another_training_in_the_same_place_is_refused(policy: Target, tmp_path: Path, small_shards: None) -> None:
+def test_another_training_in_the_same_place_is_refused(
+    policy: OpenVLATarget, tmp_path: Path, small_shards: None
+) -> None:
     store = FeatureStore(tmp_path / "features", {})
     store.fill(policy, frames(40), limit_bytes=1e9)
 

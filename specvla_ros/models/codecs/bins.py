@@ -149,6 +149,10 @@ class BinsCodec:
         return len(self.statistics.low)
 
     @property
+    def action_range(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.statistics.low, self.statistics.high
+
+    @property
     def action_ids(self) -> ActionIds:
         tokenizer = self.tokenizer
         return ActionIds(tokenizer.first_id, tokenizer.vocab_size, bins=len(tokenizer.centers))

@@ -51,6 +51,10 @@ class Codec(Protocol):
         """Seconds that one action takes, as the training data was recorded; None where the checkpoint does not say."""
 
     @property
+    def action_range(self) -> tuple[np.ndarray, np.ndarray]:
+        """Smallest and largest usual actions of the training data, float64 [dims] each, in the robot's units."""
+
+    @property
     def action_ids(self) -> ActionIds:
         """The token ids of action tokens."""
 

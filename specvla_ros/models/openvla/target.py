@@ -20,7 +20,7 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.prompt import PromptTokenizer, read_prompt_tokenizer
 from specvla_ros.models.quantization import BYTES_PER_WEIGHT, MATRICES, check_quantization, quantize_layer
-from specvla_ros.models.target import ImageEmbeddings, PromptLayout
+from specvla_ros.models.target import ImageEmbeddings, PromptLayout, Target
 from specvla_ros.models.weights import Progress, check_files, load_weights
 
 
@@ -233,6 +233,17 @@ class OpenVLATarget:
             "image_resize_strategy": self.image_processor.strategy,
             "center_crop": str(self.image_processor.center_crop).lower(),
         }
+
+
+def require_openvla(target: Target) -> OpenVLATarget:
+    """The target as OpenVLA's, for what knows no other family yet.
+
+    Raises:
+        UserError: it is of another family.
+    """
+    if not isinstance(target, OpenVLATarget):
+        raise UserError(f"{target.directory} is no OpenVLA checkpoint, and no other can be trained or drafted for here")
+    return target
 
 
 def load_openvla(

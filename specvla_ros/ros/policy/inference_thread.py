@@ -11,9 +11,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.errors import UserError, missing_package
+from specvla_ros.models.observation import Observation
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.speculation.settings import AcceptanceSettings
 

@@ -14,10 +14,10 @@ from rclpy.executors import SingleThreadedExecutor
 from rclpy.lifecycle import LifecycleNode, LifecycleNodeMixin, LifecycleState, TransitionCallbackReturn
 from rclpy.node import Node
 
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
+from specvla_ros.models.observation import Observation
 from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
 from specvla_ros.ros.policy.action_publisher import ActionPublisher, Published
 from specvla_ros.ros.policy.diagnostics import (

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from support.patience import PATIENCE_S, wait_until
 
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Drop, Outcome
 from specvla_ros.errors import UserError
+from specvla_ros.models.observation import Observation
 from specvla_ros.ros.policy import inference_thread
 from specvla_ros.ros.policy.inference_thread import InferenceThread
 

@@ -18,10 +18,10 @@ from support.ros import LATCHED, Robot, rgb_image, robot, stamps
 
 from specvla_ros.bags.image_message import rgb_from_image
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.observation import Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.observation import Observation
 from specvla_ros.ros.policy import image_input
 from specvla_ros.ros.policy import node as node_module
 from specvla_ros.ros.policy.node import PolicyNode
