@@ -1,6 +1,7 @@
 """The engine: observations in, actions out, one tick at a time."""
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -119,9 +120,14 @@ class Engine:
             drops = [replace(drop, detail=detail) for drop in self.flush(DropReason.ENGINE_FAULT)]
             return self.scheduler.release() + drops
 
-    def flush(self, reason: DropReason = DropReason.EPOCH_CHANGED) -> list[Drop]:
-        """Drops what waits and what is in flight, at once."""
-        return self.scheduler.flush(reason) + self.mailbox.drop(reason)
+    def flush(self, reason: DropReason = DropReason.EPOCH_CHANGED, *, before_epoch: float = math.inf) -> list[Drop]:
+        """Drops what waits and what is in flight, at once.
+
+        Args:
+            reason: the drops' reason.
+            before_epoch: epoch whose frames stay; by default none do.
+        """
+        return self.scheduler.flush(reason, before_epoch) + self.mailbox.drop(reason, before_epoch)
 
     def reset(self) -> list[Drop]:
         """Flushes, and takes any stamp next: for a clock that jumped, or another recording."""

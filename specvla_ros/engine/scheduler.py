@@ -68,11 +68,14 @@ class Mailbox:
             return Drop(observation, DropReason.STALE, f"{age_s:.3f} s old, the limit is {max_age_s:g} s")
         return observation
 
-    def drop(self, reason: DropReason) -> list[Drop]:
-        """Drops the observation that waits."""
+    def drop(self, reason: DropReason, before_epoch: float = math.inf) -> list[Drop]:
+        """Drops the observation that waits, if it is of an earlier epoch."""
         with self._lock:
-            observation, self._waiting = self._waiting, None
-        return [Drop(observation, reason)] if observation is not None else []
+            observation = self._waiting
+            if observation is None or observation.epoch >= before_epoch:
+                return []
+            self._waiting = None
+        return [Drop(observation, reason)]
 
     def take_any_stamp(self) -> None:
         """Forgets the last stamp: for a clock that jumped, or another recording."""
@@ -216,12 +219,14 @@ class Scheduler:
         drops, self._drops = self._drops, []
         return [*drops, *ready]
 
-    def flush(self, reason: DropReason) -> list[Drop]:
-        """Drops everything in flight, actions that wait for older ones included."""
-        void = [action.observation for action in self._held] + [request.observation for request in self.requests]
-        self._held.clear()
-        for request in list(self.requests):
+    def flush(self, reason: DropReason, before_epoch: float = math.inf) -> list[Drop]:
+        """Drops everything of earlier epochs in flight, actions that wait for older ones included."""
+        actions = [action for action in self._held if action.observation.epoch < before_epoch]
+        requests = [request for request in self.requests if request.observation.epoch < before_epoch]
+        self._held = [action for action in self._held if action.observation.epoch >= before_epoch]
+        for request in requests:
             self._remove(request)
+        void = [action.observation for action in actions] + [request.observation for request in requests]
         return [Drop(observation, reason) for observation in void]
 
     def _admit(self) -> None:

@@ -79,7 +79,7 @@ class PromptTokenizer:
 
 def normalise_instruction(instruction: str) -> str:
     """Lower case, single spaces, no full stop: as a list of taught instructions is compared."""
-    return " ".join(instruction.lower().split()).rstrip(".!")
+    return " ".join(instruction.lower().split()).rstrip(" .!")
 
 
 def read_prompt_tokenizer(

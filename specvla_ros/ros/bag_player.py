@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from importlib import import_module
 
 import rclpy
-from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
 from rclpy.publisher import Publisher
 from rclpy.qos import DurabilityPolicy, HistoryPolicy, QoSProfile, ReliabilityPolicy
@@ -173,15 +172,12 @@ def _qos(offered: OfferedQos) -> QoSProfile:
 
 def main() -> None:
     """Plays a bag; the exit code is 2 for a bag or a parameter that a user can mend."""
-    failures: list[str] = []
-
-    def close(node: BagPlayer) -> bool:
-        stopped = node.close()
-        failures.append(node.failure)
-        return stopped
-
-    code = run_node("bag_player", BagPlayer, SingleThreadedExecutor, finished=lambda node: node.finished, close=close)
-    if any(failures):
-        print(f"bag_player: {failures[0]}", file=sys.stderr)
-        code = 2
-    sys.exit(code)
+    sys.exit(
+        run_node(
+            "bag_player",
+            BagPlayer,
+            close=BagPlayer.close,
+            finished=lambda node: node.finished,
+            failure=lambda node: node.failure,
+        )
+    )

@@ -1,4 +1,4 @@
-"""Runs a node until it is told to end, with exit codes and messages meant for people."""
+"""Runs a node until it is asked to end, with exit codes and messages meant for people."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import rclpy
-from rclpy.executors import Executor, ExternalShutdownException
+from rclpy.executors import Executor, ExternalShutdownException, SingleThreadedExecutor
 from rclpy.node import Node
 
 from specvla_ros.errors import UserError
@@ -22,27 +22,25 @@ _PERIOD_S = 0.5
 def run_node(
     name: str,
     make_node: Callable[[], AnyNode],
-    make_executor: Callable[[], Executor],
     *,
-    finished: Callable[[AnyNode], bool],
     close: Callable[[AnyNode], bool],
-    args: list[str] | None = None,
+    finished: Callable[[AnyNode], bool] = lambda node: False,
+    failure: Callable[[AnyNode], str] = lambda node: "",
 ) -> int:
-    """Makes a node and spins it until SIGINT, SIGTERM or its own end.
+    """Makes a node and spins it, on one thread, until SIGINT, SIGTERM or its own end.
 
     Args:
-        name: begins the messages about what cannot be started.
-        make_node: may raise UserError.
-        make_executor: called after rclpy is initialised.
-        finished: asked now and then whether the node has done its work.
-        close: stops what the node runs beside the executor; False when something would not stop.
-        args: the command line; None: the process's own.
+        name: first word of the messages on stderr.
+        make_node: the node's class; may raise UserError.
+        close: stops what the node runs beside the executor; False when something does not stop.
+        finished: whether the node has done its work; looked at twice a second and after each callback.
+        failure: what went wrong in the node's work, once it is closed; empty: nothing.
 
     Returns:
         The exit code: 0, or 2 for what a user can mend. When something does not stop, the process ends here with 1.
     """
     try:
-        rclpy.init(args=args)
+        rclpy.init()
     except KeyboardInterrupt:
         return 0
     except Exception as error:  # rclpy has no common type for a command line or a parameter file it cannot read
@@ -57,7 +55,7 @@ def run_node(
     except (KeyboardInterrupt, ExternalShutdownException):
         rclpy.try_shutdown()
         return 0
-    executor = make_executor()
+    executor = SingleThreadedExecutor()
     executor.add_node(node)
     with contextlib.suppress(KeyboardInterrupt, ExternalShutdownException):
         _spin(node, executor, lambda: finished(node))
@@ -70,6 +68,9 @@ def run_node(
     if not stopped:
         print(f"{name}: a thread did not stop in time; leaving without it", file=sys.stderr, flush=True)
         os._exit(1)  # the interpreter's own exit would abort in a thread that hangs inside a device driver
+    if failure(node):
+        print(f"{name}: {failure(node)}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -85,5 +86,5 @@ def _spin(node: Node, executor: Executor, finished: Callable[[], bool]) -> None:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Without the places in C files that rcl appends."""
+    """Without the positions in C files that rcl appends."""
     return str(error).split(", at ")[0]

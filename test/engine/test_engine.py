@@ -1,5 +1,9 @@
 """The engine: plain decoding equals a full recompute, and every frame ends once, for a named reason."""
 
+import time
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -85,6 +89,24 @@ def test_an_action_carries_its_observation_and_its_record(engine: Engine) -> Non
     assert timings.decode_s > 0
     booked = timings.vision_s + timings.prefill_s + timings.decode_s
     assert booked == pytest.approx(sum(action.record.tick_s))
+
+
+def test_no_moment_is_booked_to_two_stages(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = type(engine.target)
+    lay_out = target.prompt_layout
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.05)  # as on a busy machine, between the tick's beginning and admission
+        return lay_out(*arguments)
+
+    monkeypatch.setattr(target, "prompt_layout", slowly)
+    received_ns = time.monotonic_ns()
+    action = engine.act(replace(frame(5, instruction="flip the pot"), received_ns=received_ns))
+    assert isinstance(action, Action)
+    timings = action.timings
+    assert timings.wait_s >= 0.05
+    total_s = (action.finished_ns - received_ns) * 1e-9
+    assert timings.wait_s + timings.vision_s + timings.prefill_s + timings.decode_s <= total_s
 
 
 def test_the_newest_frame_wins(engine: Engine) -> None:

@@ -228,6 +228,36 @@ def test_an_action_that_waits_for_an_older_one_is_void_with_its_epoch(policy: Op
     assert [each.observation for each in ended] == [last]
 
 
+def test_a_flush_can_keep_what_an_epoch_has_begun_with(policy: OpenVLATarget) -> None:
+    engine = Engine(policy, EngineSettings("specpipe", draft=SMALL_TREE, in_order=True))
+    assert isinstance(engine.act(frame(1, 1)), Action)
+    slow, done, first, second = frame(2, 2), frame(3, 1), frame(4, 3, epoch=2), frame(5, 4, epoch=2)
+    engine.submit(slow)
+    engine.tick()
+    engine.submit(done)
+    assert engine.tick() == []
+    assert engine.in_flight == 1, "the newer one is through, and waits for the older one"
+    engine.submit(first)
+    engine.tick()
+    engine.submit(second)
+    drops = engine.flush(before_epoch=2)
+    assert {id(each.observation) for each in drops} == {id(slow), id(done)}
+    assert engine.busy and engine.flush(before_epoch=2) == []
+    ended = []
+    while engine.busy:
+        ended += engine.tick()
+    assert [each.observation for each in ended] == [first, second]
+    assert all(isinstance(each, Action) for each in ended)
+
+
+def test_a_frame_that_waits_for_a_slot_is_void_with_its_epoch(policy: OpenVLATarget) -> None:
+    engine = Engine(policy, EngineSettings())
+    old = frame(1, 1)
+    engine.submit(old)
+    assert [each.observation for each in engine.flush(before_epoch=2)] == [old]
+    assert not engine.busy
+
+
 def test_rules_that_look_at_the_image_see_all_of_it_though_it_came_in_chunks(policy: OpenVLATarget) -> None:
     lvspec = AcceptanceSettings("lvspec", lvspec_loose_share=0.4)
     whole, chunked = (

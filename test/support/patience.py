@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-PATIENCE_S = 300.0
+PATIENCE_S = 180.0
 
 Found = TypeVar("Found")
 

@@ -24,6 +24,7 @@ from specvla_ros.msg import DecodeStats, VlaAction
 from specvla_ros.ros.policy.node import PolicyNode
 from specvla_ros.ros.qos import ACTION, DIAGNOSTICS
 
+ANY_MACHINE = {"max_image_age_s": 60.0}  # a busy one takes its time
 LATCHED = QoSProfile(depth=1, durability=DurabilityPolicy.TRANSIENT_LOCAL)
 
 
@@ -110,7 +111,7 @@ def robot(checkpoint: Path | str, *, remaps: Sequence[str] = (), **parameters: A
     """A policy node with parameters and remapped topics, unconfigured, and its user."""
     overrides = [
         Parameter(name, value=value)
-        for name, value in {"checkpoint": str(checkpoint), "device": "cpu", **parameters}.items()
+        for name, value in {"checkpoint": str(checkpoint), "device": "cpu", **ANY_MACHINE, **parameters}.items()
     ]
     rclpy.init()
     executor = SingleThreadedExecutor()

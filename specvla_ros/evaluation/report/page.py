@@ -15,14 +15,14 @@ INK, GREY, BLUE, GREEN, AMBER, RED = "#1b1f24", "#9aa3ad", "#3c7fb1", "#58a371",
 _NUMBER = re.compile(r"[-+]?[0-9.]+%?")
 _LONG_CELL = 40  # characters; longer ones are text, which may wrap
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 1200px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: 0; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 .scroll { overflow-x: auto; margin: .5rem 0; } table { border-collapse: collapse; }
 td, th { padding: .2rem .9rem .2rem 0; text-align: left; vertical-align: top; white-space: nowrap; }
 td { border-bottom: 1px solid #eceef0; font-variant-numeric: tabular-nums; }
 th { font-weight: 600; border-bottom: 1px solid #c8ccd1; } .number { text-align: right; }
 .plot { min-width: 560px; } .provenance td { text-align: left; }
-td.text { white-space: normal; min-width: 16rem; overflow-wrap: anywhere; }
+td.text { white-space: normal; min-width: 10rem; overflow-wrap: anywhere; }
 .verdict { padding: .6rem 1rem; border-left: 5px solid #9aa3ad; margin: 1rem 0; overflow-wrap: anywhere; }
 .passed { border-color: #2a8a4a; background: #eef8f1; } .failed { border-color: #c0392b; background: #fdf0ee; }
 .emulated { border-color: #c98a1b; background: #fdf6e7; }

@@ -150,4 +150,4 @@ def _calibration_plot(calibration: Calibration) -> go.Figure:
             name=kind,
         )
     drawn.update_xaxes(title_text="deviation from plain decoding, p95 [mm]", rangemode="tozero")
-    return drawn.update_yaxes(title_text="times as fast as plain decoding", rangemode="tozero")
+    return drawn.update_yaxes(title_text="times as fast as plain decoding", rangemode="tozero", ticklabelstandoff=8)

@@ -8,10 +8,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin one only from Python 3.11 on
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from specvla_ros.engine.outcome import Drop, DropReason, Outcome
+from specvla_ros.engine.outcome import Outcome
 from specvla_ros.errors import UserError, missing_package
 from specvla_ros.models.observation import Observation
 from specvla_ros.ros.policy.parameters import PolicyParameters
@@ -29,15 +28,15 @@ _STOP_TIMEOUT_S = 10.0
 
 
 class InferenceThread:
-    """Loads the policy, feeds the engine and hands back what comes out.
+    """Loads the policy, drives the engine and hands back what comes out.
 
-    Its methods may be called from any thread. What they ask of the engine is done between two ticks, in the order of
-    the calls; only `wait_loaded`, `set_acceptance`, `switch` and `stop` wait for it.
+    Its methods may be called from any thread. An observation goes to the engine's mailbox at once; everything else is
+    done between two ticks, in the order of the calls. Only `wait_loaded`, `set_acceptance`, `switch` and `stop` wait.
 
     Args:
         load: makes the engine; called on the thread, with a callback for its progress.
         on_progress: called on the thread with what is being done and the fraction done.
-        on_outcome: called with each action and each dropped frame.
+        on_outcome: called with each action and each dropped frame, on the thread or on that of `submit`.
         on_fault: called on the thread with the traceback of an unexpected exception.
     """
 
@@ -55,7 +54,7 @@ class InferenceThread:
         self._on_fault = on_fault
         self._wake = threading.Condition()
         self._calls: list[Callable[[Engine], None]] = []
-        self._newest: Observation | None = None
+        self._engine: Engine | None = None
         self._stopping = False
         self._loaded: Future[dict[str, str]] = Future()
         # A daemon, so that a hanging driver cannot keep the process from ending.
@@ -76,20 +75,23 @@ class InferenceThread:
         return self._loaded.result()
 
     def submit(self, observation: Observation) -> None:
-        """Leaves the newest observation for the engine; one that still waited is dropped for it."""
+        """Puts the newest observation before the engine; one that still waited is dropped for it."""
+        engine = self._engine
+        assert engine is not None, "an image came before the policy was loaded"
+        self._hand_back(engine.submit(observation))
         with self._wake:
-            waited, self._newest = self._newest, observation
             self._wake.notify()
-        if waited is not None:
-            self._on_outcome(Drop(waited, DropReason.SUPERSEDED))
 
-    def flush(self) -> None:
-        """Drops what waits and what is in flight; an action that is just ready may still come out."""
-        self._drop_newest_and(lambda engine: self._hand_back(engine.flush()))
+    def begin_epoch(self, epoch: int, *, forget_stamps: bool = False) -> None:
+        """Has the engine drop what is of earlier epochs; an action that is just ready may still come out.
 
-    def reset(self) -> None:
-        """Flushes, and takes any stamp next."""
-        self._drop_newest_and(lambda engine: self._hand_back(engine.reset()))
+        Args:
+            epoch: the new epoch.
+            forget_stamps: whether any stamp may come next, as after a clock jump.
+        """
+        if forget_stamps and self._engine is not None:
+            self._engine.mailbox.take_any_stamp()  # at once: the next image may come before the tick's end
+        self._call(lambda engine: self._hand_back(engine.flush(before_epoch=epoch)))
 
     def check_instruction(self, instruction: str, on_checked: Callable[[str], None]) -> None:
         """Has the engine check an instruction; `on_checked` gets what is wrong with it, empty when nothing is."""
@@ -147,14 +149,6 @@ class InferenceThread:
             self._calls.append(call)
             self._wake.notify()
 
-    def _drop_newest_and(self, call: Callable[[Engine], None]) -> None:
-        with self._wake:
-            waited, self._newest = self._newest, None
-            self._calls.append(call)
-            self._wake.notify()
-        if waited is not None:
-            self._on_outcome(Drop(waited, DropReason.EPOCH_CHANGED))
-
     def _ask(self, change: Callable[[Engine], Answer]) -> Answer:
         """Waits for what a change to the engine returns or raises."""
         if not self.loaded:
@@ -183,7 +177,7 @@ class InferenceThread:
         engine = self._make_engine()
         if engine is not None:
             self._serve(engine)
-        del engine
+        self._engine = engine = None
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -197,6 +191,7 @@ class InferenceThread:
             # The traceback would keep a half-loaded model alive.
             self._loaded.set_exception(error if isinstance(error, UserError) else _unexpected(error))
             return None
+        self._engine = engine
         self._loaded.set_result(_description(engine))
         return engine
 
@@ -208,13 +203,10 @@ class InferenceThread:
     def _serve(self, engine: Engine) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._stopping or self._calls or self._newest or engine.busy)
+                self._wake.wait_for(lambda: self._stopping or self._calls or engine.busy)
                 if self._stopping:
                     return
                 calls, self._calls = self._calls, []
-                newest, self._newest = self._newest, None
-            if newest is not None:
-                calls.append(partial(self._submit, newest))
             for call in calls:
                 self._guarded(call, engine)
             if engine.busy:
@@ -226,9 +218,6 @@ class InferenceThread:
             call(engine)
         except Exception:
             self._on_fault(traceback.format_exc())
-
-    def _submit(self, observation: Observation, engine: Engine) -> None:
-        self._hand_back(engine.submit(observation))
 
     def _tick(self, engine: Engine) -> None:
         self._hand_back(engine.tick())

@@ -10,7 +10,6 @@ from rcl_interfaces.msg import SetParametersResult
 from rclpy.callback_groups import ReentrantCallbackGroup
 from rclpy.clock import JumpThreshold, TimeJump
 from rclpy.duration import Duration
-from rclpy.executors import SingleThreadedExecutor
 from rclpy.lifecycle import LifecycleNode, LifecycleNodeMixin, LifecycleState, TransitionCallbackReturn
 from rclpy.node import Node
 
@@ -155,13 +154,11 @@ class PolicyNode(LifecycleNode):
         return self._release()
 
     def _stop_answering(self) -> None:
-        self._publisher.new_epoch()
+        self._begin_epoch(forget_stamps=True)
         self._active = False
         if self._images is not None:
             self._images.destroy()
             self._images = None
-        if self._thread is not None:
-            self._thread.reset()
 
     def _release(self) -> bool:
         self._stop_answering()
@@ -217,8 +214,7 @@ class PolicyNode(LifecycleNode):
         thread = self._thread
         if thread is None:
             return
-        epoch = self._publisher.new_epoch()
-        thread.flush()
+        epoch = self._begin_epoch()
         thread.check_instruction(text, partial(self._on_instruction_checked, text))
         self.get_logger().info(f"instruction of epoch {epoch}: '{shortened(text)}'")
 
@@ -232,10 +228,15 @@ class PolicyNode(LifecycleNode):
         self._start_over(f"the clock jumped by {jump.delta.nanoseconds * _NS:.3f} s")
 
     def _start_over(self, why: str) -> None:
-        epoch = self._publisher.new_epoch(forget_stamps=True)
-        if self._thread is not None:
-            self._thread.reset()
+        epoch = self._begin_epoch(forget_stamps=True)
         self.get_logger().warning(f"{why}: everything in flight is void, epoch {epoch} begins")
+
+    def _begin_epoch(self, *, forget_stamps: bool = False) -> int:
+        """Makes everything in flight void, and frees its slots."""
+        epoch = self._publisher.new_epoch(forget_stamps=forget_stamps)
+        if self._thread is not None:
+            self._thread.begin_epoch(epoch, forget_stamps=forget_stamps)
+        return epoch
 
     def _on_set_parameters(self, parameters: list[Any]) -> SetParametersResult:
         if self._thread is None:  # they are read when the policy is loaded
@@ -301,12 +302,4 @@ class PolicyNode(LifecycleNode):
 
 def main() -> None:
     """Runs the node; the exit code is 2 for a parameter that a user can mend."""
-    sys.exit(
-        run_node(
-            "policy",
-            PolicyNode,
-            SingleThreadedExecutor,
-            finished=lambda node: False,
-            close=PolicyNode.close,
-        )
-    )
+    sys.exit(run_node("policy", PolicyNode, close=PolicyNode.close))

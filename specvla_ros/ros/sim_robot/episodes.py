@@ -23,9 +23,9 @@ class Start:
     """One episode to be run.
 
     Args:
-        index: from 0.
-        task: that the policy is told at the start.
-        seed: of the world.
+        index: number of the episode, from 0.
+        task: task whose instruction the policy gets at the start.
+        seed: seed of the world.
     """
 
     index: int
@@ -33,22 +33,22 @@ class Start:
     seed: int
 
 
-def programme(tasks: Sequence[Task], rounds: int, seed: int) -> Iterator[Start]:
+def episode_starts(tasks: Sequence[Task], rounds: int, seed: int) -> Iterator[Start]:
     """All tasks with the first seed, then all with the next one.
 
     Args:
-        tasks: in their order.
-        rounds: episodes of each; 0: without an end.
-        seed: of the first round.
+        tasks: tasks of a round, in their order.
+        rounds: episodes of each task; 0: without an end.
+        seed: seed of the first round.
     """
-    numbers = range(rounds) if rounds else itertools.count()
-    each = ((task, seed + number) for number in numbers for task in tasks)
-    for index, (task, its_seed) in enumerate(each):
-        yield Start(index, task, its_seed)
+    rounds_to_run = range(rounds) if rounds else itertools.count()
+    for number in rounds_to_run:
+        for position, task in enumerate(tasks):
+            yield Start(number * len(tasks) + position, task, seed + number)
 
 
 def task_of(instruction: str) -> Task | None:
-    """The task that an instruction asks for, however it is written; None: no task's."""
+    """The task that an instruction asks for, however it is written; None: there is none."""
     wanted = normalise_instruction(instruction)
     return next((task for task in TASKS if normalise_instruction(task.instruction) == wanted), None)
 
@@ -59,9 +59,9 @@ class Episode:
 
     Args:
         start: how it began.
-        task: that is judged now.
+        task: task that is judged now.
         began_ns: stamp of its start; nothing older than this can be an answer to one of its images.
-        steps_per_action: control steps in the time of an action.
+        steps_per_action: number of control steps in the time of an action.
     """
 
     start: Start

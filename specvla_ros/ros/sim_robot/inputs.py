@@ -1,4 +1,4 @@
-"""What the simulated robot is told: actions and instructions from topics."""
+"""The topics that the simulated robot listens to: actions and instructions."""
 
 import math
 import time
@@ -16,12 +16,13 @@ from specvla_ros.msg import VlaAction
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION
 from specvla_ros.simulation.robot import SimulatedRobot
 
-# The training data's largest translation times this is an error of somebody's, not a motion.
+# A translation of more than this many times the training data's largest is somebody's error, not a motion.
 _TOO_FAR = 4.0
+_ECHO_S = 2.0  # limit of the time in which a node's own message comes back to it
 
 
 class ActionIgnoredError(Exception):
-    """An action that comes too late or belongs to something else; that happens."""
+    """An action that comes too late or belongs to another episode, as happens."""
 
 
 class ActionRefusedError(ActionIgnoredError):
@@ -36,8 +37,8 @@ class Expected:
         began_ns: stamp of the episode's start.
         last_taken_ns: stamp of the last action taken in it; 0: none.
         newest_ns: stamp of the newest image.
-        only_newest: nothing but the newest image may be answered.
-        instruction: that is in force.
+        only_newest: whether nothing but the newest image may be answered.
+        instruction: instruction in force.
     """
 
     began_ns: int
@@ -51,9 +52,9 @@ def check_relevance(stamp_ns: int, instruction: str, expected: Expected) -> None
     """Whether an action answers an image of this episode, under the instruction in force, and is news.
 
     Args:
-        stamp_ns: of the action.
-        instruction: that the action follows; empty: its sender does not say.
-        expected: see there.
+        stamp_ns: the action's stamp.
+        instruction: instruction that the action follows; empty: its sender does not say.
+        expected: what it must answer.
 
     Raises:
         ActionIgnoredError: it does not.
@@ -84,7 +85,7 @@ def robot_values(
         values: 3 translations, 3 rotations [rad], gripper.
         action_dt: seconds over which the policy means its displacements.
         robot_dt: seconds over which the robot spreads an action.
-        largest_translation: of the training data in `robot_dt`, in the unit of the translations.
+        largest_translation: the training data's largest in `robot_dt`, in the unit of the translations.
 
     Returns:
         float64 [7].
@@ -115,10 +116,10 @@ class ActionInput:
     """Lets through what the robot may take, and says why it does not take the rest.
 
     Args:
-        node: whose topic it is.
-        robot: that is to take actions.
+        node: the node that subscribes.
+        robot: the robot that takes the actions.
         expected: what an action must answer now; None: nothing is expected.
-        on_action: called with the values, in the robot's own period, and the stamp in nanoseconds.
+        on_action: called with the values, in the robot's own period, and the stamp [ns].
         on_ignored: called with the stamp of one that is not to be taken; 0: it has no valid one.
     """
 
@@ -140,7 +141,7 @@ class ActionInput:
 
     @property
     def topic(self) -> str:
-        """As remapped."""
+        """The topic's name, as remapped."""
         return str(self._subscription.topic_name)
 
     def _on_message(self, message: VlaAction) -> None:
@@ -174,18 +175,15 @@ def _stamp(message: VlaAction) -> int:
         raise ActionRefusedError(str(error).split(";")[0]) from None
 
 
-_ECHO_S = 2.0
-
-
 class InstructionTopic:
     """Publishes instructions, and listens to those of others.
 
-    What it published itself comes back to it. ROS does not say who sent a message, so it is known by its text: the echo
-    comes within moments, in the order of publication.
+    What it published itself comes back to it. ROS does not say who sent a message, so an echo is known by its text: it
+    comes soon, and in the order of publication.
 
     Args:
-        node: whose topic it is.
-        on_other: called with each text that somebody else sent and that differs from the one in force.
+        node: the node that publishes and subscribes.
+        on_other: called with each instruction of somebody else that differs from the one in force.
     """
 
     def __init__(self, node: Node, on_other: Callable[[str], None]) -> None:
@@ -193,7 +191,7 @@ class InstructionTopic:
         self._echoes: list[tuple[str, float]] = []
         self.current = ""
         self._publisher = node.create_publisher(String, "/instruction", LATCHED_INSTRUCTION)
-        # Volatile, so it hears latched publishers and others; what was said before this node's own is out of date.
+        # Volatile, to match publishers that latch and others; what was sent before this node's own is out of date.
         self._subscription = node.create_subscription(String, "/instruction", self._on_message, ACTION)
 
     def tell(self, text: str) -> None:

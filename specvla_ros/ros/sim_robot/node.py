@@ -1,4 +1,4 @@
-"""The node `sim_robot`: a simulated arm with a camera, and a judge who tells a policy what to do with it."""
+"""The node `sim_robot`: a simulated arm with a camera, which gives a policy tasks and judges what it does."""
 
 import sys
 import time
@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 from rclpy.clock import Clock, ClockType
-from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
 
 from specvla_ros.errors import UserError
 from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
-from specvla_ros.ros.sim_robot.episodes import Episode, EpisodeState, Start, Tally, programme, task_of
+from specvla_ros.ros.sim_robot.episodes import Episode, EpisodeState, Start, Tally, episode_starts, task_of
 from specvla_ros.ros.sim_robot.inputs import ActionInput, Expected, InstructionTopic
 from specvla_ros.ros.sim_robot.outputs import Pace, SimOutputs, policy_listens
 from specvla_ros.ros.sim_robot.parameters import SimRobotParameters
@@ -55,7 +54,7 @@ class SimRobot(Node):
         try:
             declare_parameters(self, SimRobotParameters)
             self._chosen = read_parameters(self, SimRobotParameters)
-            self._programme = programme(self._chosen.chosen_tasks(), self._chosen.episodes, self._chosen.seed)
+            self._starts = episode_starts(self._chosen.chosen_tasks(), self._chosen.episodes, self._chosen.seed)
             self.robot = TableRobot(self._chosen.image_size)
         except UserError:
             self.destroy_node()
@@ -75,10 +74,10 @@ class SimRobot(Node):
             self, self.robot, expected=self._expected, on_action=self._on_action, on_ignored=self._on_ignored
         )
         self._pace = Pace()
-        self._first = next(self._programme)
+        self._first = next(self._starts)
         self.episode = self._reset(self._first)
         self.phase = Phase.WAITING
-        self._due_s = 0.0  # of the phase's next doing, wall
+        self._due_s = 0.0  # wall time at which the phase's next step is due
         self._began_s = self._acted_s = time.monotonic()
         period_s = self.robot.control_dt / (1.0 if self._chosen.lockstep else self._chosen.real_time_factor)
         self._timer = self.create_timer(period_s, self._on_timer, clock=Clock(clock_type=ClockType.STEADY_TIME))
@@ -128,7 +127,7 @@ class SimRobot(Node):
 
     def _run(self) -> None:
         if self._chosen.lockstep:
-            self._look_if_due()
+            self._look_once_due()
         else:
             self._step()
             self._watch_pace()
@@ -138,14 +137,14 @@ class SimRobot(Node):
         if self.phase is Phase.RUNNING and silent_s >= self._chosen.policy_lost_after_s:
             self._lose_policy(silent_s)
 
-    def _look_if_due(self) -> None:
+    def _look_once_due(self) -> None:
         """The first image of an episode, or the next one after one that nobody answered."""
         if time.monotonic() < self._due_s:
             return
         if self._newest_image_ns:
             self.get_logger().warning(
                 f"no action for the image of {self._newest_image_ns * 1e-9:.2f} s came in time: the robot holds still "
-                f"and looks again (for the {self.episode.holds + 1}. time in this episode)",
+                f"and sends another image (hold {self.episode.holds + 1} of this episode)",
                 throttle_duration_sec=5.0,
             )
             self._hold_and_look()
@@ -222,7 +221,7 @@ class SimRobot(Node):
         self._report()
 
     def _go_on(self) -> None:
-        start = next(self._programme, None)
+        start = next(self._starts, None)
         if start is not None:
             self._begin(start)
             return
@@ -247,16 +246,16 @@ class SimRobot(Node):
 
     def _on_other_instruction(self, text: str) -> None:
         if self.phase not in (Phase.RUNNING, Phase.LOST):
-            self.get_logger().info(f"no episode runs, so nothing is judged by '{text}'; the next one has its own task")
+            self.get_logger().info(f"no episode runs, so '{text}' is not judged; the next episode has its own task")
             return
         task = task_of(text)
         if task is None:
             self.get_logger().warning(
-                f"the instruction '{text}' is no task's, so what is judged stays '{self.episode.task.instruction}'"
+                f"no task has the instruction '{text}', so '{self.episode.task.instruction}' is still judged"
             )
             return
         self.episode.judge(task)
-        self.get_logger().info(f"somebody asks for '{text}': this is judged now, with all of its time")
+        self.get_logger().info(f"a new instruction, '{text}': it is judged from now on, with all of its time")
         self._report()
 
     def _expected(self) -> Expected | None:
@@ -294,14 +293,12 @@ class SimRobot(Node):
 
 def main() -> None:
     """Runs the node; the exit code is 2 for what a user can mend."""
-    failures: list[str] = []
-
-    def close(node: SimRobot) -> bool:
-        failures.append(node.failure)
-        return node.close()
-
-    code = run_node("sim_robot", SimRobot, SingleThreadedExecutor, finished=lambda node: node.finished, close=close)
-    if any(failures):
-        print(f"sim_robot: {failures[0]}", file=sys.stderr)
-        code = 2
-    sys.exit(code)
+    sys.exit(
+        run_node(
+            "sim_robot",
+            SimRobot,
+            close=SimRobot.close,
+            finished=lambda node: node.finished,
+            failure=lambda node: node.failure,
+        )
+    )

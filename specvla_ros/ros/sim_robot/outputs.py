@@ -1,4 +1,4 @@
-"""What the simulated robot publishes: pictures, clock, episodes, and how fast the world goes."""
+"""The topics that the simulated robot publishes: images, clock, joints and episodes; and how fast the world goes."""
 
 import io
 from array import array
@@ -65,8 +65,8 @@ class SimOutputs:
     """The robot's camera, joints and clock, and how its episodes go.
 
     Args:
-        node: whose topics they are.
-        robot: that is looked at, by this thread.
+        node: the node that publishes.
+        robot: the robot that is looked at, from this thread.
     """
 
     def __init__(self, node: Node, robot: TableRobot) -> None:
@@ -84,7 +84,7 @@ class SimOutputs:
 
     def image(self, now_ns: int) -> None:
         """Publishes what the camera sees, if anybody wants to know."""
-        raw, compressed = (each.get_subscription_count() > 0 for each in (self._raw, self._compressed))
+        raw, compressed = (topic.get_subscription_count() > 0 for topic in (self._raw, self._compressed))
         if not (raw or compressed):
             return
         picture = self._robot.look()
@@ -134,8 +134,8 @@ class SimOutputs:
 def policy_listens(node: Node, image_topics: Sequence[str], action_topic: str) -> bool:
     """Whether some node listens to the images and publishes actions: who only watches the images is no policy."""
     actors = node.get_publishers_info_by_topic(action_topic)
-    listeners = [each for topic in image_topics for each in node.get_subscriptions_info_by_topic(topic)]
-    acting, listening = ({(each.node_namespace, each.node_name) for each in ends} for ends in (actors, listeners))
+    listeners = [info for topic in image_topics for info in node.get_subscriptions_info_by_topic(topic)]
+    acting, listening = ({(info.node_namespace, info.node_name) for info in infos} for infos in (actors, listeners))
     return bool(acting & listening)
 
 

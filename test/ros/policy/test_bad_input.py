@@ -1,5 +1,6 @@
 """Whatever comes in, nothing wrong goes out, the reason is told, and the node lives on."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def test_a_fault_in_a_tick_drops_its_frame_and_the_node_lives_on(
             def fail(*_: object) -> None:
                 raise RuntimeError("out of memory")
 
-            patch.setattr(Engine, "_step", fail)
+            patch.setattr(Engine, "_forward", fail)
             r.images.publish(rgb_image(r.now_ns()))
             r.until(lambda: r.drops() == {"engine_fault": 1})
         assert r.actions == []
@@ -159,10 +160,9 @@ def test_what_cannot_work_is_refused_in_configure(
 
 
 def test_a_missing_library_is_named_with_what_to_install(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     with robot(checkpoint, diagnostics_period_s=0.1) as r:
-        monkeypatch.setitem(sys.modules, "specvla_ros.models.checkpoint", None)
+        monkeypatch.delitem(sys.modules, "specvla_ros.models.checkpoint", raising=False)
+        monkeypatch.setitem(sys.modules, "torch", None)
         assert r.policy.trigger_configure().name == "FAILURE"
         monkeypatch.undo()
         r.until(lambda: r.diagnostics and "pip install -r requirements" in r.diagnosis("model").message)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from support.patience import PATIENCE_S, wait_until
 
-from specvla_ros.engine.outcome import Drop, Outcome
+from specvla_ros.engine.outcome import Drop, DropReason, Outcome
+from specvla_ros.engine.scheduler import Mailbox
 from specvla_ros.errors import UserError
 from specvla_ros.models.observation import Observation
 from specvla_ros.ros.policy import inference_thread
@@ -22,7 +23,8 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.called: list[str] = []
         self.threads: set[str] = set()
-        self.busy = False
+        self.mailbox = Mailbox(None)
+        self.decoded: list[Observation] = []
         self.acceptance: object = "strict"
         self.in_tick, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()
@@ -39,25 +41,25 @@ class ScriptedEngine:
         self._note("describe")
         return {"acceptance": self.acceptance}
 
+    @property
+    def busy(self) -> bool:
+        return self.mailbox.waiting
+
     def submit(self, observation: Observation) -> list[Drop]:
-        self._note("submit")
-        self.busy = True
-        return []
+        return self.mailbox.submit(observation)
 
     def tick(self) -> list[Outcome]:
         self._note("tick")
+        observation = self.mailbox.take(0.0)
+        assert isinstance(observation, Observation)
+        self.decoded.append(observation)
         self.in_tick.set()
         assert self.go_on.wait(PATIENCE_S)
-        self.busy = False
         return []
 
-    def flush(self) -> list[Drop]:
+    def flush(self, *, before_epoch: int) -> list[Drop]:
         self._note("flush")
-        return []
-
-    def reset(self) -> list[Drop]:
-        self._note("reset")
-        return []
+        return self.mailbox.drop(DropReason.EPOCH_CHANGED, before_epoch)
 
     def check_instruction(self, instruction: str) -> None:
         self._note("check_instruction")
@@ -99,16 +101,18 @@ def running(engine: ScriptedEngine, **changes: Any) -> Iterator[Any]:
         assert thread.stop()
 
 
-def frame(stamp: int = 1) -> Observation:
-    return Observation(np.zeros((4, 4, 3), np.uint8), "lift the red cube", stamp)
+def frame(stamp: int = 1, epoch: int = 0) -> Observation:
+    return Observation(np.zeros((4, 4, 3), np.uint8), "lift the red cube", stamp, epoch=epoch)
 
 
 @contextmanager
-def tick_held_up(engine: ScriptedEngine, thread: InferenceThread) -> Iterator[None]:
+def tick_held_up(
+    engine: ScriptedEngine, thread: InferenceThread, observation: Observation | None = None
+) -> Iterator[None]:
     """As a large policy's tick, until the block's end."""
     engine.in_tick.clear()
     engine.go_on.clear()
-    thread.submit(frame())
+    thread.submit(observation or frame())
     assert engine.in_tick.wait(PATIENCE_S)
     yield
     engine.go_on.set()
@@ -121,15 +125,45 @@ def test_only_the_thread_itself_touches_the_engine() -> None:
         thread.set_acceptance("near")
         assert thread.switch("nearer") == {"acceptance": "nearer"}
         thread.set_max_image_age(1.0)
-        thread.flush()
-        thread.reset()
-        thread.submit(frame())
+        thread.begin_epoch(1)
+        thread.submit(frame(epoch=1))
         assert engine.in_tick.wait(PATIENCE_S)
         thread.check_instruction("lift", lambda problem: checked.set())
         assert checked.wait(PATIENCE_S)
-    asked = {"set_acceptance", "switch", "set_max_image_age", "flush", "reset", "tick", "check_instruction"}
+    asked = {"set_acceptance", "switch", "set_max_image_age", "flush", "tick", "check_instruction"}
     assert asked <= set(engine.called)
     assert engine.threads == {"inference"}
+
+
+def test_the_newest_frame_wins_however_long_a_tick_takes() -> None:
+    engine, outcomes = ScriptedEngine(), []
+    with running(engine, on_outcome=outcomes.append) as thread:
+        thread.wait_loaded()
+        with tick_held_up(engine, thread):
+            for stamp in (2, 4, 3):
+                thread.submit(frame(stamp))
+        wait_until(lambda: len(engine.decoded) == 2)
+    assert [observation.stamp_ns for observation in engine.decoded] == [1, 4]
+    assert [(drop.observation.stamp_ns, drop.reason) for drop in outcomes] == [
+        (2, DropReason.SUPERSEDED),
+        (3, DropReason.OUT_OF_ORDER),
+    ]
+
+
+def test_a_new_epoch_voids_the_frames_before_it_alone() -> None:
+    engine, outcomes = ScriptedEngine(), []
+    with running(engine, on_outcome=outcomes.append) as thread:
+        thread.wait_loaded()
+        with tick_held_up(engine, thread):
+            thread.submit(frame(2))
+            thread.begin_epoch(1)
+        wait_until(lambda: outcomes)
+        with tick_held_up(engine, thread, frame(3, epoch=1)):
+            thread.begin_epoch(2, forget_stamps=True)
+            thread.submit(frame(1, epoch=2))
+        wait_until(lambda: len(engine.decoded) == 3)
+    assert [observation.epoch for observation in engine.decoded] == [0, 1, 2]
+    assert [(drop.observation.stamp_ns, drop.reason) for drop in outcomes] == [(2, DropReason.EPOCH_CHANGED)]
 
 
 def test_a_refused_change_is_told_to_who_asked() -> None:
@@ -205,13 +239,13 @@ def test_a_fault_outside_of_the_engines_own_net_is_survived() -> None:
         faults.append(trace)
         seen.set()
 
-    def fail() -> list[Drop]:
+    def fail(*, before_epoch: int) -> list[Drop]:
         raise RuntimeError("no such tensor")
 
     with running(engine, on_fault=on_fault) as thread:
         thread.wait_loaded()
         engine.flush = fail  # type: ignore[method-assign]
-        thread.flush()
+        thread.begin_epoch(1)
         assert seen.wait(PATIENCE_S)
         thread.set_acceptance("near")
     assert engine.acceptance == "near"

@@ -10,7 +10,8 @@ from support.ros import Robot, rgb_image, robot, stamps
 
 from specvla_ros.bags.image_message import stamp_ns
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Outcome
+from specvla_ros.engine.outcome import Drop, Outcome
+from specvla_ros.models.observation import Observation
 from specvla_ros.msg import DecodeStats
 
 INSTRUCTION = "put carrot on plate"
@@ -104,6 +105,13 @@ def test_several_frames_in_flight_leave_in_order_each_with_its_own_action(
         time.sleep(0.02)  # longer than a frame takes to come, so that frames meet on any machine
         return tick(engine)
 
+    received: list[int] = []
+    submit = Engine.submit
+
+    def receive(engine: Engine, observation: Observation) -> list[Drop]:
+        received.append(observation.stamp_ns)
+        return submit(engine, observation)
+
     monkeypatch.setattr(Engine, "tick", tick_of_a_large_policy)
     with robot(checkpoint, instruction=INSTRUCTION) as r:
         r.start()
@@ -111,12 +119,14 @@ def test_several_frames_in_flight_leave_in_order_each_with_its_own_action(
     chosen = {"decode.mode": "pipeline", "decode.prefill_chunks": 2, "decode.in_order": True}
     with robot(checkpoint, instruction=INSTRUCTION, **chosen) as r:
         r.start()
+        monkeypatch.setattr(Engine, "submit", receive)
         sent = {}
         for seed in seeds:
             image = rgb_image(r.now_ns(), seed=seed)
             sent[stamp_ns(image.header)] = seed
             r.images.publish(image)
             r.spin(0.01)
+            r.until(lambda: len(received) == len(sent))
         r.until(lambda: len(r.actions) + sum(r.drops().values()) == len(seeds))
         answered = stamps(r.actions)
         assert answered == sorted(set(answered)) and len(answered) > 2

@@ -24,7 +24,7 @@ from specvla_ros.bags.image_message import rgb_from_compressed, rgb_from_image, 
 from specvla_ros.errors import UserError
 from specvla_ros.msg import SimEpisode, VlaAction
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION, NEWEST_IMAGE
-from specvla_ros.ros.sim_robot.episodes import programme, task_of
+from specvla_ros.ros.sim_robot.episodes import episode_starts, task_of
 from specvla_ros.ros.sim_robot.node import Phase, SimRobot
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.tasks import TASKS
@@ -89,6 +89,11 @@ class Scene:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.executor.spin_once(timeout_sec=0.02)
+
+    def retire_policy(self) -> None:
+        """Leaves a node that only watches; before the robot's node is spun, so that it never finds a policy."""
+        self.user.destroy_publisher(self.actions)
+        wait_until(lambda: not self.sim.get_publishers_info_by_topic("/policy/action"))
 
     def expert(self, stamp: int, told: str) -> VlaAction:
         """Does what it was told, well."""
@@ -191,7 +196,7 @@ BAD = {
 
 @pytest.mark.parametrize("clock", ["lockstep", "realtime"])
 def test_bad_actions_are_counted_and_never_move_the_robot(clock: str) -> None:
-    with scene(silent, clock=clock) as s:
+    with scene(silent, clock=clock, real_time_factor=0.1) as s:  # the episode outlasts what a busy machine needs
         s.until(lambda: s.images and s.told)
         hand = s.hand()
         for count, (what, bad) in enumerate(BAD.items(), 1):
@@ -259,13 +264,13 @@ def test_its_own_instructions_are_nobodys_wish() -> None:
 
 
 def test_silence_holds_the_robot_then_aborts_and_begins_again() -> None:
-    with scene(silent, action_timeout_s=0.1, policy_lost_after_s=0.6) as s:
+    with scene(silent, action_timeout_s=0.1, policy_lost_after_s=2.0) as s:
         s.until(lambda: s.images)
         hand = s.hand()
         s.until(lambda: s.episodes[-1].state == SimEpisode.ABORTED)
         assert "no action was taken for" in s.episodes[-1].detail
         held = s.sim.episode
-        assert 2 <= held.holds <= 7
+        assert 2 <= held.holds <= 21
         assert held.steps == held.holds, "one control step for each image without an answer"
         images = len(s.images)
         s.until(lambda: len(s.images) > images + 2)
@@ -307,13 +312,13 @@ def test_a_diverged_world_ends_the_episode_and_not_the_node() -> None:
 def test_realtime_follows_the_wall_clock_and_the_rates() -> None:
     with scene(silent, clock="realtime", real_time_factor=2.0, camera_rate_hz=5.0) as s:
         s.until(lambda: s.images)
+        assert s.sim._timer.timer_period_ns == 25_000_000, "a control step of 50 ms at twice the wall clock's speed"
         began, world = time.monotonic(), s.sim.now_ns
-        s.spin(2.0)
-        factor = (s.sim.now_ns - world) * 1e-9 / (time.monotonic() - began)
-        assert 1.0 < factor < 4.0
-        assert set(np.diff(s.images)) <= {200_000_000, 400_000_000}  # one may get lost
-        assert len(s.images) >= 8
-        assert set(np.diff([stamp_ns(message.header) for message in s.joints])) == {50_000_000}
+        s.until(lambda: s.sim.now_ns - world >= 4 * 10**9 and len(s.images) >= 8)
+        assert (s.sim.now_ns - world) * 1e-9 / (time.monotonic() - began) < 4.0, "faster than asked for"
+        for stamps, period_ns in ((s.images, 200_000_000), ([stamp_ns(m.header) for m in s.joints], 50_000_000)):
+            steps = np.diff(stamps)
+            assert steps.min() == period_ns and not (steps % period_ns).any()  # a busy machine may lose some
 
 
 def _speed(s: Scene) -> float:
@@ -371,7 +376,7 @@ def test_another_period_of_the_policy_keeps_its_speed() -> None:
 
 def test_a_watcher_is_no_policy() -> None:
     with scene(silent) as s:
-        s.user.destroy_publisher(s.actions)
+        s.retire_policy()
         s.spin(1.0)
         assert s.sim.phase is Phase.WAITING
         assert s.clocks, "whoever starts must learn the time"
@@ -381,7 +386,7 @@ def test_a_watcher_is_no_policy() -> None:
 
 def test_waiting_for_a_policy_can_end() -> None:
     with scene(silent, wait_for_policy_s=0.3) as s:
-        s.user.destroy_publisher(s.actions)
+        s.retire_policy()
         s.until(lambda: s.sim.finished)
         assert "start it, or raise wait_for_policy_s" in s.sim.failure
 
@@ -404,13 +409,13 @@ def test_wrong_parameters_are_refused(parameters: dict[str, Any], message: str) 
         rclpy.try_shutdown()
 
 
-def test_the_programme_goes_round_by_round() -> None:
-    starts = list(programme(TASKS[:2], 2, seed=7))
+def test_episodes_go_round_by_round() -> None:
+    starts = list(episode_starts(TASKS[:2], 2, seed=7))
     assert [(each.index, each.task.name, each.seed) for each in starts] == [
         (0, "lift_red", 7),
         (1, "lift_green", 7),
         (2, "lift_red", 8),
         (3, "lift_green", 8),
     ]
-    endless = programme(TASKS[:1], 0, seed=0)
+    endless = episode_starts(TASKS[:1], 0, seed=0)
     assert [next(endless).seed for _ in range(5)] == [0, 1, 2, 3, 4]
