@@ -1,4 +1,4 @@
-# The way in without a ROS 2 on the machine. With one, use colcon: see docs/install.md.
+# The way in without a ROS 2 on the machine. With one, use colcon: see docs/how-to/install.md.
 PYTHON ?= python3
 VENV ?= .venv
 # A CUDA machine gets PyPI's build. For the CPU-only build, add its index: make demo PIP_ARGS='--extra-index-url …'
@@ -25,9 +25,10 @@ demo: build $(GL)  ## Show a simulated arm do what it is told, over ROS 2 topics
 test: build $(TESTING) $(GL)  ## Run all tests (under 10 minutes on 2 cores)
 	@$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile
 
-lint: build $(TESTING) mypy  ## Run ruff and mypy
+lint: build $(TESTING) mypy  ## Run ruff and mypy, and look for licence headers
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/python scripts/spdx.py --check
 
 kernels: build $(TESTING)  ## Compile the GPU kernels for Orin, Hopper and Blackwell, without a GPU
 	@$(BIN)/python -m specvla_kernels.compile

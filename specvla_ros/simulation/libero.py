@@ -19,7 +19,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.simulation.gl import require_gl
 from specvla_ros.simulation.world import SimulationDiverged
 
-HINT = "LIBERO has an environment of its own, see docs/libero.md"
+HINT = "LIBERO has an environment of its own, see docs/how-to/libero.md"
 _ASSET_FOLDERS = ("scenes", "articulated_objects", "stable_hope_objects", "stable_scanned_objects")
 
 

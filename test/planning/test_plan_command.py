@@ -96,7 +96,7 @@ def test_counts_of_the_nano_policy_are_those_of_its_model() -> None:
 
 
 def test_the_documentation_shows_what_the_command_prints() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "plan.md").read_text()
     shown = " ".join(page.split())
     for line in specvla("plan", "--device", "orin").output.splitlines():
         if "─" not in line:

@@ -1,4 +1,4 @@
-"""LIBERO's robot. What needs LIBERO runs in its own environment (requirements/libero.txt, docs/libero.md)."""
+"""LIBERO's robot. What needs LIBERO runs in its own environment (requirements/libero.txt, docs/how-to/libero.md)."""
 
 import inspect
 import itertools
@@ -137,20 +137,20 @@ def test_config_that_cannot_be_written_says_where_to(installed, tmp_path):
 def test_missing_package_is_named_with_the_way_to_get_it(installed, missing):
     del installed.versions[missing]
     with pytest.raises(
-        UserError, match=f"{missing} is not installed here; .*environment of its own, see docs/libero.md"
+        UserError, match=f"{missing} is not installed here; .*environment of its own, see docs/how-to/libero.md"
     ):
         require_libero({})
 
 
 def test_other_robosuite_is_refused(installed):
     installed.versions["robosuite"] = "1.5.2"
-    with pytest.raises(UserError, match=r"needs robosuite 1.4.0, but 1.5.2 is installed here; .*docs/libero.md"):
+    with pytest.raises(UserError, match=r"needs robosuite 1.4.0, but 1.5.2 is installed here; .*docs/how-to/libero.md"):
         require_libero({})
 
 
 def test_missing_assets_are_an_error_and_no_download(installed, tmp_path):
     (installed.root / "assets" / "scenes").rmdir()
-    with pytest.raises(UserError, match=r"assets are missing: there is no .*scenes; .*docs/libero.md"):
+    with pytest.raises(UserError, match=r"assets are missing: there is no .*scenes; .*docs/how-to/libero.md"):
         require_libero({"LIBERO_CONFIG_PATH": str(tmp_path)})
 
 

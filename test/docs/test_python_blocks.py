@@ -1,0 +1,77 @@
+"""The Python that the documentation shows runs."""
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specvla_ros.models import checkpoint
+from specvla_ros.policies.bundled import nano_policy
+
+ROOT = Path(__file__).resolve().parents[2]
+HOW_TO = "docs/how-to"
+PAGES = (
+    "README.md",
+    "docs/python.md",
+    f"{HOW_TO}/add-a-model-family.md",
+    f"{HOW_TO}/add-a-robot-output.md",
+)
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def python_blocks(page: str) -> list[str]:
+    """A page's Python blocks, after as many empty lines as precede them on it: tracebacks name the page's lines."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in BLOCK.finditer(text)]
+
+
+@pytest.fixture
+def run_page(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a page's blocks in one module, and forgets what they registered."""
+    monkeypatch.setattr(checkpoint, "_LOADERS", dict(checkpoint._LOADERS))
+
+    def run(page: str) -> ModuleType:
+        module = ModuleType("shown")
+        monkeypatch.setitem(sys.modules, "shown", module)
+        vars(module).update(directory=nano_policy(), image=np.zeros((64, 64, 3), np.uint8))
+        for block in python_blocks(page):
+            exec(compile(block, page, "exec"), vars(module))
+        return module
+
+    return run
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_python_of_a_page_runs_from_top_to_bottom(run_page: Any, page: str) -> None:
+    assert python_blocks(page)
+    run_page(page)
+
+
+def test_the_readme_acts_in_five_lines() -> None:
+    lines = [line for line in python_blocks("README.md")[0].splitlines() if line.strip()]
+    assert len(lines) <= 5
+
+
+def test_the_shown_robot_output_goes_where_the_action_says_and_no_faster(run_page: Any) -> None:
+    rclpy = pytest.importorskip("rclpy")
+    module = run_page(f"{HOW_TO}/add-a-robot-output.md")
+    rclpy.init()
+    try:
+        node = module.VlaOutput()
+        sent = []
+        node._twists.publish = lambda twist: sent.append(twist.twist.linear.x)
+        message = module.VlaAction(values=[0.02, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0], action_dt=0.2)
+        message.header.stamp = node.get_clock().now().to_msg()
+        node.on_action(message)
+        node.on_action(message)  # the same stamp again is no news
+        for _ in range(20):
+            node.step()
+        assert sum(sent) / module.RATE_HZ == pytest.approx(0.02)
+        assert max(sent) == pytest.approx(0.02 / 0.2) and sent[-1] == 0
+        node.destroy_node()
+    finally:
+        rclpy.try_shutdown()
