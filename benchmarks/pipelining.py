@@ -30,7 +30,7 @@ from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read
 from specvla_ros.evaluation.simulate_summary import compare_episodes
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.models.target import Target
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.device_pace import StageTimes, read_stage_times
 from specvla_ros.simulation.robot import ACTION_DT_S
@@ -98,9 +98,7 @@ def main(
     finish(result, out)
 
 
-def _saturated(
-    policy: OpenVLATarget, chosen: EngineSettings, frames: Sequence[Frame], device: StageTimes
-) -> dict[str, Any]:
+def _saturated(policy: Target, chosen: EngineSettings, frames: Sequence[Frame], device: StageTimes) -> dict[str, Any]:
     """The engine alone, by the device's clock."""
     now_s = started_s = 0.0
 

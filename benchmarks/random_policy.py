@@ -11,12 +11,13 @@ from random_decoder import random_decoder, random_draft_head
 from torch import Tensor, nn
 
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
-from specvla_ros.models.config import LlamaConfig, OpenVLAConfig, VisionTowerConfig
+from specvla_ros.models.config import LlamaConfig, VisionTowerConfig
 from specvla_ros.models.llama import LlamaDecoder, LlamaLayer
 from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.config import OpenVLAConfig
 from specvla_ros.models.openvla.model import OpenVLA
+from specvla_ros.models.openvla.prompt import PromptTokenizer
 from specvla_ros.models.openvla.target import OpenVLATarget
-from specvla_ros.models.prompt import PromptTokenizer
 from specvla_ros.models.quantization import check_quantization, quantize_layer
 from specvla_ros.models.target import ImageEmbeddings
 from specvla_ros.speculation.drafters.combine import DRAFT_FOLDER

@@ -30,7 +30,7 @@ from specvla_ros.engine.outcome import Action, DropCounter, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import DTYPES, load_target
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.weights import save_weights
 from specvla_ros.speculation.drafters.combine import DRAFT_FOLDER
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
@@ -298,11 +298,11 @@ class Soak:
 def soak_policy(directory: Path, *, dtype: str, device: str) -> OpenVLATarget:
     """Writes the checkpoint with a draft head, and loads it."""
     write_nano(directory, _SHAPE, INSTRUCTIONS, _STATISTICS, seed=0)
-    policy = load_target(directory, device="cpu", dtype="float32")
+    policy = require_openvla(load_target(directory, device="cpu", dtype="float32"))
     _spread(policy)
     save_weights(directory / "model.safetensors", policy.model.checkpoint_tensors())
     save_draft_head(directory / DRAFT_FOLDER, _head(policy))
-    return load_target(directory, device=device, dtype=dtype)
+    return require_openvla(load_target(directory, device=device, dtype=dtype))
 
 
 def _spread(policy: OpenVLATarget) -> None:

@@ -69,7 +69,7 @@ def bench(
             "say what to measure: `specvla bench --measure` takes this device's bandwidth and matrix rates for "
             "`specvla plan --device FILE`; policies are timed by the scripts in benchmarks/"
         )
-    from specvla_ros.models.config import read_config
+    from specvla_ros.models.openvla.config import read_config
     from specvla_ros.planning.cost import OPENVLA_7B
     from specvla_ros.planning.measure import measure_device
 

@@ -17,7 +17,7 @@ from specvla_ros.evaluation.report.simulate import Film, write_simulate_report
 from specvla_ros.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, read_lines, write_line
 from specvla_ros.evaluation.simulate_summary import SimulateSummary, summarise_episodes
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.config import read_config
+from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.models.target import Target
 from specvla_ros.simulation.device_pace import read_stage_times, tick_time

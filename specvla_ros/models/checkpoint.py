@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import OPENVLA_TYPES, check_directory, read_json
+from specvla_ros.models.config import check_directory, read_json
+from specvla_ros.models.openvla.config import OPENVLA_TYPES
 from specvla_ros.models.target import Target
 from specvla_ros.models.weights import Progress
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import LlamaConfig, OpenVLAConfig, VisionTowerConfig
+from specvla_ros.models.config import LlamaConfig, VisionTowerConfig
+from specvla_ros.models.openvla.config import OpenVLAConfig
 from specvla_ros.models.settings import WeightFormat
 from specvla_ros.planning.device import Arithmetic, Device, StageTimes, derated
 

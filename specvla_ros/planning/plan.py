@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.config import read_config
+from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.settings import WeightFormat
 from specvla_ros.planning.cost import (
     OPENVLA_7B,

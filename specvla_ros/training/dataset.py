@@ -24,8 +24,8 @@ from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
 from specvla_ros.bags.image_message import rgb_from_message
 from specvla_ros.bags.reader import Bag, open_bag
 from specvla_ros.errors import UserError
+from specvla_ros.models.openvla.prompt import normalise_instruction
 from specvla_ros.models.openvla.target import OpenVLATarget
-from specvla_ros.models.prompt import normalise_instruction
 
 _VERSION = 1
 _MANY_BAGS = 64

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 
-from specvla_ros.models.config import read_config
+from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.weights import save_weights
 

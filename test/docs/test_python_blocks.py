@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from specvla_ros.models import checkpoint
+from specvla_ros.models.target import Target
 from specvla_ros.policies.bundled import nano_policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,3 +77,9 @@ def test_the_shown_robot_output_goes_where_the_action_says_and_no_faster(run_pag
         node.destroy_node()
     finally:
         rclpy.try_shutdown()
+
+
+def test_the_shown_model_family_has_all_that_a_target_must_give(run_page: Any) -> None:
+    shown = run_page(f"{HOW_TO}/add-a-model-family.md").MyTarget
+    needed = {name for name in vars(Target) if not name.startswith("_")}
+    assert needed <= {*dir(shown), *(each.name for each in fields(shown))}

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from support.checkpoints import edit_json, write_checkpoint
 
-from specvla_ros.models.image_processor import ImageProcessor, center_crop, read_image_processor
+from specvla_ros.models.openvla.image_processor import ImageProcessor, center_crop, read_image_processor
 
 
 def processor(directory: Path, strategy: str, *, crop: bool = False) -> ImageProcessor:

@@ -85,7 +85,7 @@ def test_a_plan_of_the_nano_policy(tmp_path: Path, weights: str) -> None:
 
 def test_counts_of_the_nano_policy_are_those_of_its_model() -> None:
     from specvla_ros.models.checkpoint import load_target
-    from specvla_ros.models.config import read_config
+    from specvla_ros.models.openvla.config import read_config
 
     counts = model_cost(read_config(nano_policy()))
     model = load_target(nano_policy(), device="cpu").model

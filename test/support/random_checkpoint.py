@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from torch import Tensor
 
-from specvla_ros.models.config import read_config
+from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.weights import save_weights
 

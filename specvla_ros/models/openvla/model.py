@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specvla_ros.models.config import OpenVLAConfig
 from specvla_ros.models.llama import LlamaDecoder, llama_tensors
+from specvla_ros.models.openvla.config import OpenVLAConfig
 from specvla_ros.models.vision_tower import VisionTower
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec, select_statistics
-from specvla_ros.models.config import OpenVLAConfig, read_config
-from specvla_ros.models.image_processor import ImageProcessor, read_image_processor
 from specvla_ros.models.llama import LlamaDecoder, LlamaLayer, head_dtype, layer_tensors
 from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.config import OpenVLAConfig, read_config
+from specvla_ros.models.openvla.image_processor import ImageProcessor, read_image_processor
 from specvla_ros.models.openvla.model import OpenVLA
-from specvla_ros.models.prompt import PromptTokenizer, read_prompt_tokenizer
+from specvla_ros.models.openvla.prompt import PromptTokenizer, read_prompt_tokenizer
 from specvla_ros.models.quantization import BYTES_PER_WEIGHT, MATRICES, check_quantization, quantize_layer
 from specvla_ros.models.target import ImageEmbeddings, PromptLayout, Target
 from specvla_ros.models.weights import Progress, check_files, load_weights

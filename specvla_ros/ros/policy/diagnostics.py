@@ -205,7 +205,7 @@ class InputHealth:
 
 
 class InferenceHealth:
-    """Actions per second, latency, and faults of the policy itself; told from the inference thread."""
+    """Actions per second, latency, and faults of the policy itself; reported by the inference thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -42,7 +42,7 @@ class PolicyParameters:
     engine: EngineSettings = section(EngineSettings, max_image_age_s=1.0)
 
     def check(self) -> None:
-        """What can be told before anything is loaded.
+        """What can be checked before anything is loaded.
 
         Raises:
             UserError: no checkpoint is named, or the values do not fit together.

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from specvla_ros.models.prompt import normalise_instruction
+from specvla_ros.models.openvla.prompt import normalise_instruction
 from specvla_ros.simulation.tasks import TASKS, Task
 
 

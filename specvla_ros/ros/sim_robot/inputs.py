@@ -11,7 +11,7 @@ from std_msgs.msg import String
 
 from specvla_ros.bags.image_message import stamp_ns
 from specvla_ros.errors import UserError
-from specvla_ros.models.prompt import normalise_instruction
+from specvla_ros.models.openvla.prompt import normalise_instruction
 from specvla_ros.msg import VlaAction
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION
 from specvla_ros.simulation.robot import SimulatedRobot

@@ -10,6 +10,7 @@ from lifecycle_msgs.srv import ChangeState, GetState
 from rclpy.context import Context
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
+from support.patience import PATIENCE_S
 
 from specvla_ros.errors import UserError
 from specvla_ros.ros.demo import processes
@@ -62,7 +63,7 @@ class Served:
 
 @pytest.fixture
 def watcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    monkeypatch.setattr(processes, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(processes, "_ANSWER_S", 3.0)
     rclpy.init()
     node = Node("watcher")
     yield node
@@ -74,7 +75,7 @@ def watcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
 def test_lost_answers_do_not_matter(watcher: Node, lost: int) -> None:
     served = Served(watcher.context, lost)
     try:
-        LifecycleClient(watcher, "/served").activate(lambda: True, 30.0)
+        LifecycleClient(watcher, "/served").activate(lambda: True, PATIENCE_S)
     finally:
         served.close()
     assert served.state == State.PRIMARY_STATE_ACTIVE
@@ -85,7 +86,7 @@ def test_a_refusal_whose_answer_is_lost_is_asked_for_again(watcher: Node) -> Non
     served = Served(watcher.context, lost=1, refuses=True)
     try:
         with pytest.raises(UserError, match="refused to start"):
-            LifecycleClient(watcher, "/served").activate(lambda: True, 30.0)
+            LifecycleClient(watcher, "/served").activate(lambda: True, PATIENCE_S)
     finally:
         served.close()
     assert served.asked == [Transition.TRANSITION_CONFIGURE] * 2
@@ -95,4 +96,4 @@ def test_a_node_that_is_not_there_is_told(watcher: Node) -> None:
     with pytest.raises(UserError, match="did not come up"):
         LifecycleClient(watcher, "/nobody").activate(lambda: True, 0.1)
     with pytest.raises(UserError, match="did not come up"):
-        LifecycleClient(watcher, "/nobody").activate(lambda: False, 30.0)
+        LifecycleClient(watcher, "/nobody").activate(lambda: False, PATIENCE_S)
