@@ -184,7 +184,6 @@ class Part:
     arithmetic: Arithmetic = Arithmetic.DENSE
 
     def seconds(self, device: Device) -> float:
-        """The larger of reading and computing."""
         if not self.rows:
             return 0.0
         return max(
@@ -283,11 +282,7 @@ def ridge_rows(model: ModelCost, device: Device, weights: WeightFormat) -> float
 
 
 def stage_times(device: Device) -> StageTimes:
-    """The device's own stage times, or, where its file has none, those that its limits allow OpenVLA-7B.
-
-    Raises:
-        UserError: there are none, and the model does not fit the device.
-    """
+    """The device's own stage times, or, where its file has none, those that its limits allow OpenVLA-7B."""
     if device.stages is not None:
         return device.stages
     model = model_cost(OPENVLA_7B)

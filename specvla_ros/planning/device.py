@@ -56,7 +56,6 @@ class StageTimes:
     overhead_s: float
 
     def tick_s(self, work: "TickWork") -> float:
-        """Seconds that a tick takes on the device; 0 for a tick without work."""
         computed_s = work.prompts * self.prefill_s + work.nodes * self.node_s
         forward_s = max(self.decode_s, computed_s) if work.prompts or work.nodes else 0.0
         return work.images * self.vision_s + forward_s + self._drafting_s(work) + work.finished * self.overhead_s
@@ -108,19 +107,13 @@ class Device:
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of a value in `dtype`."""
         return _BYTES[self.dtype]
 
     def bytes_per_s(self) -> float:
-        """Bandwidth [bytes/s]."""
         return self.bandwidth_gb_s * 1e9
 
     def operations_per_s(self, arithmetic: Arithmetic, rows: int) -> float:
-        """Matrix rate [operations/s] with so many rows in the left matrix.
-
-        Raises:
-            UserError: the device has no units for this arithmetic.
-        """
+        """Matrix rate [operations/s] with so many rows in the left matrix."""
         if arithmetic is Arithmetic.DENSE:
             return self._dense_tflops(rows) * 1e12
         rate = self.int8_tops if arithmetic is Arithmetic.INT8 else self.fp8_tflops
@@ -186,15 +179,7 @@ def known_devices() -> list[str]:
 
 
 def read_device(device: str, option: str = "--device") -> Device:
-    """One of the package's devices, or a JSON file such as `specvla bench --measure` writes.
-
-    Args:
-        device: a name or a path.
-        option: of the command line, for messages.
-
-    Raises:
-        UserError: no such device or file, a field that is missing, a figure that is out of range.
-    """
+    """One of the package's devices, or a JSON file such as `specvla bench --measure` writes."""
     known = known_devices()
     path = _DEVICES / f"{device}.json" if device in known else Path(device)
     try:

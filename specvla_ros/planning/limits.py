@@ -54,11 +54,7 @@ class AcceptanceLengths:
         return sum(length * share for length, share in enumerate(self.probabilities))
 
     def accepted(self, uniform: float) -> int:
-        """The length at a quantile.
-
-        Args:
-            uniform: 0 to 1.
-        """
+        """The length at a quantile from 0 to 1."""
         for length, share in enumerate(self.probabilities):
             uniform -= share
             if uniform < 0:
@@ -82,9 +78,6 @@ def spec_vla_relaxed(suite: str) -> AcceptanceLengths:
     geometric one needs 2.84 instead of 2.72 verifications for the six tokens after a prefill on Goal, and loses more
     frames in specpipe: 36 % instead of 31 %, with 2 chunks 12 % instead of 4 %. The lengths that the same table prints
     come between: 2.73 verifications, 34 % and 6 %.
-
-    Raises:
-        UserError: no such suite.
     """
     if suite not in SPEC_VLA_RELAXED:
         raise UserError(f"there are no acceptance lengths of '{suite}'; known: {', '.join(SPEC_VLA_RELAXED)}")
@@ -129,7 +122,6 @@ class Mode:
 
     @property
     def drafts(self) -> bool:
-        """Whether trees are verified."""
         return self.nodes > 1
 
 
@@ -194,13 +186,6 @@ def run_loop(
     """How often and how late actions come.
 
     Acceptance is drawn from a seed, so that the same arguments give the same result.
-
-    Args:
-        mode: how the engine decodes.
-        prompt_rows: rows of a prompt.
-        action_tokens: tokens of an answer.
-        lengths: of what is accepted in one verification.
-        seconds: time of a tick.
     """
     schedule = _run_scheduler(mode, prompt_rows, action_tokens, lengths)
     ends = list(accumulate(map(seconds, schedule.ticks), initial=0.0))
@@ -335,7 +320,6 @@ class ModeLimit:
         return self.derated_latency_s + 1.0 / self.derated_rate_hz
 
     def fits(self, device: Device) -> bool:
-        """Whether weights, keys and values find room."""
         return self.kv_bytes + self.weight_bytes <= device.memory_gb * 1e9
 
 

@@ -80,7 +80,6 @@ class Profile:
         return {name: value for name, value in values.items() if name in _PLANNED or value != defaults[name]}
 
     def as_yaml(self) -> str:
-        """A ROS 2 parameter file."""
         return format_parameters(self.parameters)
 
 
@@ -219,7 +218,6 @@ class Plan:
     profile: Profile
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {
             "note": note(self.device),
             "checkpoint": self.checkpoint,

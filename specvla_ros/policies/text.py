@@ -129,7 +129,6 @@ def main(
 
 
 def _look(nano: OpenVLATarget, episodes: int) -> list[Frame]:
-    """Frames of the nano policy's episodes."""
     robot = TableRobot()
     states: list[tuple[Observation, WorldState]] = []
     engine = Engine(nano, EngineSettings())
@@ -156,7 +155,6 @@ def _look(nano: OpenVLATarget, episodes: int) -> list[Frame]:
 
 
 def _write_untrained(nano: OpenVLATarget, out: Path, texts: list[str]) -> None:
-    """The nano policy with a row for each new word."""
     config = json.loads((nano.directory / "config.json").read_text(encoding="utf-8"))
     instructions = [task.instruction for task in TASKS]
     write_nano(out, NanoShape(), [*instructions, *texts], config["norm_stats"], seed=0)

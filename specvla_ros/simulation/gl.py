@@ -28,11 +28,7 @@ def choose_gl(environ: MutableMapping[str, str] = os.environ) -> str | None:
 
 
 def require_gl() -> str:
-    """The backend's name.
-
-    Raises:
-        UserError: the machine has no OpenGL that draws without a screen.
-    """
+    """The backend's name."""
     backend = choose_gl()
     if backend is None:
         raise UserError(

@@ -28,9 +28,6 @@ def read_initial_states(path: Path) -> np.ndarray:
 
     Returns:
         float64 [states, 1 + positions + velocities]: time and MuJoCo's state.
-
-    Raises:
-        UserError: the file is missing or holds something else.
     """
     import torch
 
@@ -53,9 +50,6 @@ def require_libero(environ: MutableMapping[str, str] = os.environ) -> Path:
 
     Returns:
         The folder of LIBERO's package with its task files and assets.
-
-    Raises:
-        UserError: LIBERO, its assets or an OpenGL library is missing.
     """
     for name, wanted in (("hf-libero", ""), ("robosuite", "1.4.0")):
         try:
@@ -132,22 +126,14 @@ SUITES = {
 
 
 def suite_tasks(suite: str) -> tuple[str, ...]:
-    """The names of a suite's tasks: `libero_goal/0` and so on, in LIBERO's order.
-
-    Raises:
-        UserError: there is no such suite.
-    """
+    """The names of a suite's tasks: `libero_goal/0` and so on, in LIBERO's order."""
     if suite not in SUITES:
         raise UserError(f"there is no LIBERO suite '{suite}'; the suites are: {', '.join(SUITES)}")
     return tuple(f"{suite}/{index}" for index in range(SUITES[suite].tasks))
 
 
 def parse_task(task: str) -> tuple[str, int]:
-    """Suite and index of a task's name.
-
-    Raises:
-        UserError: there is no such task.
-    """
+    """Suite and index of a task's name."""
     match = re.fullmatch(r"(\w+)/(0|[1-9]\d*)", task, re.ASCII)
     if match is None:
         raise UserError(f"'{task}' is no LIBERO task; its name is a suite and a number, such as libero_spatial/0")
@@ -173,12 +159,9 @@ def environment_action(values: np.ndarray) -> np.ndarray:
 
 
 class LiberoRobot:
-    """The Panda of a LIBERO task with the agentview camera; see SimulatedRobot for the methods.
+    """The Panda of a LIBERO task with the agentview camera (`image_size` pixels squared), see SimulatedRobot.
 
     One task is held at a time; another one takes some seconds to load.
-
-    Args:
-        image_size: height and width of the picture, pixels.
 
     Raises:
         UserError: LIBERO, its assets or an OpenGL library is missing.
@@ -197,12 +180,10 @@ class LiberoRobot:
 
     @property
     def instruction(self) -> str:
-        """The instruction of this episode."""
         return self._instruction
 
     @property
     def max_steps(self) -> int:
-        """Actions after which the episode has failed."""
         return SUITES[parse_task(self._task)[0]].max_steps
 
     def reset(self, task: str, seed: int) -> None:
@@ -210,9 +191,6 @@ class LiberoRobot:
 
         The seed is also that of NumPy's global generator, from which LIBERO draws where furniture stands: that is no
         part of an initial state. (OpenVLA's evaluation seeds it once per task; only the first draws are the same.)
-
-        Raises:
-            UserError: there is no such task or initial state, or LIBERO lacks something.
         """
         parse_task(task)
         if task != self._task:
@@ -247,7 +225,6 @@ class LiberoRobot:
         self._waiting = environment_action(values)
 
     def advance(self) -> None:
-        """Lets 50 ms pass."""
         action = np.array([0.0] * 6 + [self._gripper]) if self._waiting is None else self._waiting
         self._waiting = None
         if not np.isfinite(action).all():
@@ -263,15 +240,12 @@ class LiberoRobot:
             raise SimulationDiverged(f"the physics diverged at {data.time:.2f} s")
 
     def succeeded(self) -> bool:
-        """Whether the task is done now."""
         return bool(self._env.check_success())
 
     def acted_on(self) -> str | None:
-        """None: LIBERO does not tell."""
         return None
 
     def close(self) -> None:
-        """Frees the task with its OpenGL context."""
         if self._env is None:
             return
         self._make_current()

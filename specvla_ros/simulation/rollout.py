@@ -96,16 +96,13 @@ class _Episode:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to do or to hope for."""
         return self.succeeded or self.passed >= self.max_steps or self.silent >= _FAULT_LIMIT
 
     def drop(self, reason: DropReason) -> None:
-        """Counts an observation without an action."""
         self.drops[reason.value] += 1
         self.silent += 1
 
     def act(self, action: Action, latency_s: float) -> None:
-        """Counts an action."""
         self.silent = 0
         self.actions.append(action)
         self.tally.add(action.record)
@@ -116,8 +113,6 @@ class Rollout:
     """Runs episodes with one engine on one robot; both belong to this thread.
 
     Args:
-        engine: warm.
-        robot: in its world.
         clock: how time passes.
         tick_time: seconds of a tick; see device_pace.
         on_step: called after each `control_dt` of the world, for a film.
@@ -148,8 +143,6 @@ class Rollout:
         """One episode.
 
         Args:
-            task: that is judged.
-            seed: of the start.
             instruction: in place of the task's own.
 
         Raises:

@@ -159,7 +159,6 @@ class Task:
     max_steps: int
 
     def succeeded(self, state: WorldState) -> bool:
-        """Whether the task is done in this state."""
         return _DONE[self.verb](state, self.cube)
 
 
@@ -190,11 +189,7 @@ TASKS = (
 
 
 def choose_tasks(names: list[str]) -> tuple[Task, ...]:
-    """The tasks of these names, all for none.
-
-    Raises:
-        UserError: a name that is no task's.
-    """
+    """The tasks of these names, all for none."""
     known = {task.name: task for task in TASKS}
     for name in names:
         if name not in known:

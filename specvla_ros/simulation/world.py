@@ -33,11 +33,7 @@ class SimulationDiverged(RuntimeError):
 
 
 class World:
-    """One table. Not to be shared between threads.
-
-    Raises:
-        UserError: the installed MuJoCo cannot read the scene.
-    """
+    """One table. Not to be shared between threads."""
 
     def __init__(self) -> None:
         try:
@@ -60,7 +56,6 @@ class World:
         return float(self.data.time)
 
     def reset(self, layout: Layout) -> None:
-        """Sets the world to the start that a layout describes."""
         mujoco.mj_resetData(self.model, self.data)
         for name, value in zip(JOINTS, (*_HOME, 0.05, 0.05), strict=True):
             self.data.joint(name).qpos = value
@@ -77,9 +72,6 @@ class World:
 
         Args:
             action: float [7] in [-1, 1]: translation (±0.05 m), rotation (±0.5 rad), gripper (+1 closes).
-
-        Raises:
-            SimulationDiverged: the action or the state after it is not finite.
         """
         if not np.isfinite(action).all():
             raise SimulationDiverged("an action that is not finite was given to the arm")
@@ -92,11 +84,9 @@ class World:
 
     @property
     def goal(self) -> Pose:
-        """Where the hand is being moved to."""
         return self._osc.goal
 
     def state(self) -> WorldState:
-        """The present state, copied."""
         site = self.data.site("pinch")
         opening = float(self.data.joint("left_finger").qpos[0] + self.data.joint("right_finger").qpos[0])
         return WorldState(
@@ -158,16 +148,7 @@ def upright_error(rotation: np.ndarray, yaw: float) -> np.ndarray:
 
 
 class Camera:
-    """The table's camera. Belongs to the thread that made it: an OpenGL context cannot be shared.
-
-    Args:
-        world: that it looks at.
-        width: of the picture, pixels.
-        height: of the picture, pixels.
-
-    Raises:
-        UserError: the machine cannot draw offscreen.
-    """
+    """The table's camera. Belongs to the thread that made it: an OpenGL context cannot be shared."""
 
     def __init__(self, world: World, width: int, height: int) -> None:
         backend = require_gl()
@@ -188,7 +169,6 @@ class Camera:
         return self._renderer.render().copy()
 
     def close(self) -> None:
-        """Frees the OpenGL context."""
         if self._closed:
             return
         self._closed = True

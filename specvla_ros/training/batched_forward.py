@@ -70,7 +70,6 @@ def decoder_hidden(
     """Hidden states after the final norm.
 
     Args:
-        decoder: the language model.
         embeddings: [batch, rows, hidden].
         mask: bool [rows, rows], True where a row (first) sees another.
         positions: int64 [rows].

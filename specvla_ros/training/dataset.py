@@ -66,7 +66,6 @@ def load_demonstrations(
 
     Args:
         bags: bags with images, an instruction, and a recorded action of seven values per image.
-        cache: directory of the cache; made again for other bags.
         size: side of the images in pixels; they are squeezed as OpenVLA's image processor does it (bicubic, on bytes).
         on_progress: called with bags read and their number.
 
@@ -230,17 +229,11 @@ class Batch:
     answers: Tensor
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on another device."""
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in vars(self).values()))
 
 
 class Batches:
-    """Makes batches of a policy's demonstrations.
-
-    Args:
-        policy: the policy with its prompt, image processor and codec.
-        data: the demonstrations.
-    """
+    """Makes batches of a policy's demonstrations."""
 
     def __init__(self, policy: OpenVLATarget, data: DemonstrationSet) -> None:
         self._images = data.images
@@ -282,7 +275,6 @@ def shuffled(steps: np.ndarray, batch_size: int, *, seed: int, start: int = 0) -
     Args:
         steps: int64 [n], n > 0.
         batch_size: rows of a batch; larger than n: batches of n.
-        seed: the order's seed.
         start: number of batches to leave out, to resume a training.
     """
     size = min(batch_size, len(steps))

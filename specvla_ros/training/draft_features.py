@@ -80,11 +80,7 @@ class FeatureStore:
     """Shards of samples in a directory; each is written whole or not at all.
 
     Args:
-        directory: the shards' directory; made if missing.
         described: target and data; features of any other are refused.
-
-    Raises:
-        UserError: the directory holds features made of something else.
     """
 
     def __init__(self, directory: Path, described: dict[str, object]) -> None:
@@ -101,12 +97,10 @@ class FeatureStore:
 
     @property
     def shards(self) -> list[Path]:
-        """The finished shards, in order."""
         return sorted(self._directory.glob("shard-*.safetensors"))
 
     @property
     def bytes_used(self) -> int:
-        """Size of all shards."""
         return sum(shard.stat().st_size for shard in self.shards)
 
     def fill(
@@ -122,10 +116,8 @@ class FeatureStore:
         Called again with the same frames it resumes after the last whole shard.
 
         Args:
-            policy: the target.
             frames: the frames, always in the same order.
             limit_bytes: limit of all shards together, bytes.
-            on_frame: called with the number of frames done.
         """
         source = iter(frames)
         done = len(self.shards) * SHARD_SAMPLES

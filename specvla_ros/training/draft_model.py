@@ -38,7 +38,6 @@ def draft_features(
     target made them.
 
     Args:
-        head: the draft head.
         following: [batch, rows, hidden], embeddings of the following tokens.
         hidden: [batch, rows, hidden], the target's hidden states.
         padding: int64 [batch], number of padding rows at the left end.
@@ -137,7 +136,6 @@ class DraftValidation:
 
     @staticmethod
     def from_json(raw: dict[str, Any]) -> "DraftValidation":
-        """The inverse of `dataclasses.asdict`."""
         lengths = tuple((int(dim), float(length)) for dim, length in raw["accept_length_by_place"])
         return DraftValidation(raw["epoch"], raw["tau"], lengths, raw["samples"])
 
@@ -149,10 +147,7 @@ def validate_draft(policy: OpenVLATarget, head: EagleHead, samples: Iterable[Sam
     The target need not run: with strict acceptance only its own tokens are committed, and those are known.
 
     Args:
-        policy: the target.
-        head: the draft head.
         samples: held-out answers; the first few hundred are used.
-        epoch: number of passes over the features, for the record.
     """
     settings = DraftSettings()
     head = copy.deepcopy(head).to(policy.decoder.dtype)  # as it will run

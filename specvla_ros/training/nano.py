@@ -48,10 +48,8 @@ def write_nano(
     """Writes an untrained policy: config.json, preprocessor_config.json, tokenizer.json and model.safetensors.
 
     Args:
-        directory: made if it is missing.
         instructions: all that it will be taught, in lower case; their words are the vocabulary.
         norm_stats: action statistics by dataset, as in OpenVLA's config.json.
-        seed: of the weights.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _word_tokenizer(instructions)

@@ -76,10 +76,6 @@ def check_frames(data: Sequence[Path] | None, frames: int) -> None:
 
     Args:
         data: bags, or directories of bags; None: simulation, which has no end.
-        frames: the most that the target will be asked.
-
-    Raises:
-        UserError: too few to train on and to validate with, or a bag that cannot be read.
     """
     if frames < MIN_FRAMES:
         raise UserError(f"--frames {frames} is too few to train on and to validate with; {MIN_FRAMES} are the minimum")
@@ -110,16 +106,9 @@ def collect_features(
     """Asks the target about frames and keeps its features below `out`; called again it resumes where it stopped.
 
     Args:
-        policy: the target.
         data: bags, or directories of bags; None: what the target does in simulation.
-        out: the draft head's directory.
-        seed: of the frames' order.
         frames: the most that the target is asked.
         max_bytes: limit of the features on disk, bytes.
-        on_frame: called with the number of frames done.
-
-    Returns:
-        The shards.
 
     Raises:
         UserError: no usable data, or `out` holds features of something else.
@@ -143,18 +132,8 @@ def train_draft(
 ) -> list[DraftValidation]:
     """Trains, and leaves a draft checkpoint in `out`; called again, it resumes after the last whole epoch.
 
-    Args:
-        policy: the target.
-        shards: features, see FeatureStore.
-        out: the checkpoint's directory.
-        training: the settings.
-        on_progress: called after each step.
-
     Returns:
         One validation per epoch.
-
-    Raises:
-        UserError: too few features, or `out` holds the state of another training.
     """
     from accelerate import Accelerator
 
@@ -201,11 +180,9 @@ class _DraftTask:
         self.clip = _CLIP
 
     def schedule(self, step: int) -> float:
-        """Linear warm-up, then linear decay to 0."""
         return warm_up(step, self.steps, _WARM_UP) * (1 - step / self.steps)
 
     def batches(self, start: int) -> Iterator[tuple[list[Sample], torch.Generator]]:
-        """Shuffled samples of whole epochs, and the noise of each step."""
         rank, share = self._accelerator.process_index, self._accelerator.num_processes
         for epoch in range(start // self.validate_every, self.steps // self.validate_every):
             samples = self._epoch(epoch)
@@ -215,12 +192,10 @@ class _DraftTask:
                 yield list(islice(samples, self.batch_size))[rank::share], noise
 
     def validate(self, step: int, seconds: float) -> DraftValidation:
-        """On shards that are held out."""
         samples = (sample for path in self._held_out for sample in shuffled_samples([path], seed=0, epoch=0))
         return validate_draft(self._policy, self.trained, samples, epoch=step // self.validate_every)
 
     def validation_from_json(self, raw: dict[str, Any]) -> DraftValidation:
-        """JSON and torch know lists only."""
         return DraftValidation.from_json(raw)
 
     def write(self, described: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:

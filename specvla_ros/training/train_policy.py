@@ -46,7 +46,6 @@ def action_loss(logits: Tensor, answers: Tensor, tokenizer: ActionTokenizer) -> 
     Args:
         logits: [..., action_dim, vocab].
         answers: int64 [..., action_dim], action tokens.
-        tokenizer: the codec whose ids are bins.
 
     Returns:
         A scalar, float32.
@@ -136,9 +135,7 @@ def train_policy(
     Args:
         data: bags, or directories of bags.
         out: the checkpoint's directory, with the training state in a folder of it until the end.
-        training: the settings.
         on_reading: called with the number of bags read and of all.
-        on_progress: called after each step.
 
     Returns:
         The validations, oldest first.
@@ -199,11 +196,9 @@ class _PolicyTask:
         self.clip = _CLIP
 
     def schedule(self, step: int) -> float:
-        """Linear warm-up, then a cosine to 0."""
         return warm_up(step, self.steps, _WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
     def batches(self, start: int) -> Iterator[tuple[Batch]]:
-        """Shuffled steps of the demonstrations, augmented."""
         rank, share = self._accelerator.process_index, self._accelerator.num_processes
         seed = self._training.seed
         order = shuffled(self._train, max(1, self.batch_size // share) * share, seed=seed, start=start)
@@ -213,7 +208,6 @@ class _PolicyTask:
 
     @torch.no_grad()
     def validate(self, step: int, seconds: float) -> Validation:
-        """On episodes that are held out."""
         some = self._held_out[:: max(1, len(self._held_out) // _VALIDATION_STEPS)]
         losses, right, distance = [], [], []
         for start in range(0, len(some), 256):
@@ -233,7 +227,6 @@ class _PolicyTask:
         )
 
     def validation_from_json(self, raw: dict[str, Any]) -> Validation:
-        """JSON and torch know lists only."""
         return Validation(**raw | {name: tuple(raw[name]) for name in ("accuracy", "bin_distance")})
 
     def write(self, described: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
@@ -246,8 +239,6 @@ class _PolicyTask:
 
 
 class _PolicyLoss(nn.Module):
-    """The loss of a batch."""
-
     def __init__(self, policy: OpenVLATarget) -> None:
         super().__init__()
         self.model = policy.model.train().requires_grad_(True)

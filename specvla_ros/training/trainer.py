@@ -65,23 +65,18 @@ class TrainingTask(Protocol[V_co]):
 
     def schedule(self, step: int) -> float:
         """Share of the peak learning rate at a step."""
-        ...
 
     def batches(self, start: int) -> Iterator[tuple[Any, ...]]:
         """The arguments of `model` for this process, one batch per step from a validation's step on."""
-        ...
 
     def validate(self, step: int, seconds: float) -> V_co:
         """The validation after so many steps and seconds of training."""
-        ...
 
     def validation_from_json(self, raw: dict[str, Any]) -> V_co:
         """The inverse of `dataclasses.asdict`."""
-        ...
 
     def write(self, described: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
         """Writes the trained weights; returns what training.json records."""
-        ...
 
 
 def begin_or_resume(
@@ -90,13 +85,8 @@ def begin_or_resume(
     """Prepares the state's directory; the main process does it for all.
 
     Args:
-        accelerator: accelerate's.
-        out: the checkpoint's directory.
         described: settings and data, as JSON knows them.
         begin: called where no training has begun.
-
-    Raises:
-        UserError: `out` holds the state of a training with other settings or data.
     """
     if accelerator.is_main_process:
         path = out / STATE_DIRECTORY / "training.json"
@@ -116,8 +106,6 @@ class Trainer(Generic[V]):
     """Trains a task to its end, from the last validation where there is one.
 
     Args:
-        accelerator: accelerate's.
-        task: what is trained.
         out: the checkpoint's directory; `begin_or_resume` has prepared it.
     """
 
@@ -202,7 +190,6 @@ class Trainer(Generic[V]):
         self._done, self._seconds = state["done"], state["seconds"]
 
     def _finish(self) -> None:
-        """Leaves the weights and training.json; the state goes."""
         described = json.loads((self._state / "training.json").read_text(encoding="utf-8"))
         _write_json(self._out / "training.json", self._task.write(described, self._plain_history()))
         shutil.rmtree(self._state)
@@ -222,9 +209,6 @@ def check_settings(settings: Any, positive: tuple[str, ...]) -> None:
     Args:
         settings: a dataclass with a learning_rate.
         positive: names of the whole numbers that must be at least 1.
-
-    Raises:
-        UserError: one is out of range, named as its option.
     """
     for name in positive:
         if getattr(settings, name) < 1:
