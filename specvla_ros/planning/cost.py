@@ -44,33 +44,19 @@ def weight_bytes(weights: WeightFormat, dtype_bytes: int) -> float:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Counts of a checkpoint. Biases and norms are left out: together less than a thousandth.
+    """Counts of a checkpoint. Biases and norms are left out: together less than a thousandth."""
 
-    Args:
-        decoder_values: weights of the decoder's layers, all read by every forward.
-        head_values: weights of the output head, all read by every forward that ends in logits.
-        embedding_values: weights of the input embeddings; a lookup: memory alone (0 where tied to the head).
-        vision_values: weights of towers and projector.
-        vision_operations: multiplications and additions of one image in towers and projector.
-        kv_values: keys and values of one token, all layers.
-        pair_operations: operations of attention for one pair of query and key, all layers and heads.
-        draft_values: weights of an EAGLE head for this decoder: its fusion and its one layer.
-        draft_kv_values: keys and values of one token in that layer.
-        prompt_rows: rows of a prompt: the image's patches and about 34 text tokens.
-        action_tokens: tokens of an answer.
-    """
-
-    decoder_values: int
-    head_values: int
-    embedding_values: int
-    vision_values: int
-    vision_operations: int
-    kv_values: int
-    pair_operations: int
-    draft_values: int
-    draft_kv_values: int
-    prompt_rows: int
-    action_tokens: int
+    decoder_values: int  # weights of the decoder's layers, all read by every forward
+    head_values: int  # weights of the output head, all read by every forward that ends in logits
+    embedding_values: int  # weights of the input embeddings; a lookup: memory alone (0 where tied to the head)
+    vision_values: int  # weights of towers and projector
+    vision_operations: int  # multiplications and additions of one image in towers and projector
+    kv_values: int  # keys and values of one token, all layers
+    pair_operations: int  # operations of attention for one pair of query and key, all layers and heads
+    draft_values: int  # weights of an EAGLE head for this decoder: its fusion and its one layer
+    draft_kv_values: int  # keys and values of one token in that layer
+    prompt_rows: int  # rows of a prompt: the image's patches and about 34 text tokens
+    action_tokens: int  # tokens of an answer
 
     def memory_bytes(self, weights: WeightFormat, dtype_bytes: int, *, draft: bool) -> float:
         """Memory of all weights, with or without the draft head's [bytes]."""
@@ -139,25 +125,15 @@ _MAX_ROWS = 4096  # more than any forward has
 
 @dataclass(frozen=True)
 class Forward:
-    """What goes through the model together.
+    """What goes through the model together."""
 
-    Args:
-        prompt_rows: rows of the newest frame's prompt in this forward: all, a chunk, or none.
-        prompt_before: rows of that prompt that earlier forwards computed.
-        image: whether the frame goes through the vision towers first.
-        prompt_ends: whether the chunk is the prompt's last, so that it yields a token.
-        trees: number of requests whose prompt is through.
-        nodes: tree nodes of all of them, roots included.
-        prefix_rows: committed rows of all of them.
-    """
-
-    prompt_rows: int = 0
-    prompt_before: int = 0
-    image: bool = False
-    prompt_ends: bool = True
-    trees: int = 0
-    nodes: int = 0
-    prefix_rows: int = 0
+    prompt_rows: int = 0  # rows of the newest frame's prompt in this forward: all, a chunk, or none
+    prompt_before: int = 0  # rows of that prompt that earlier forwards computed
+    image: bool = False  # whether the frame goes through the vision towers first
+    prompt_ends: bool = True  # whether the chunk is the prompt's last, so that it yields a token
+    trees: int = 0  # number of requests whose prompt is through
+    nodes: int = 0  # tree nodes of all of them, roots included
+    prefix_rows: int = 0  # committed rows of all of them
 
     @property
     def rows(self) -> int:
@@ -167,21 +143,13 @@ class Forward:
 
 @dataclass(frozen=True)
 class Part:
-    """A share of a forward whose reading and computing may overlap.
+    """A share of a forward whose reading and computing may overlap."""
 
-    Args:
-        name: vision, decoder, attention, head or draft.
-        bytes: bytes read and written; activations are left out, they stay in the caches.
-        operations: multiplications and additions, each counted.
-        rows: rows of the matrix products, on which a measured rate depends.
-        arithmetic: number format of the products.
-    """
-
-    name: str
-    bytes: float
-    operations: float
-    rows: int
-    arithmetic: Arithmetic = Arithmetic.DENSE
+    name: str  # vision, decoder, attention, head or draft
+    bytes: float  # bytes read and written; activations are left out, they stay in the caches
+    operations: float  # multiplications and additions, each counted
+    rows: int  # rows of the matrix products, on which a measured rate depends
+    arithmetic: Arithmetic = Arithmetic.DENSE  # number format of the products
 
     def seconds(self, device: Device) -> float:
         if not self.rows:

@@ -32,16 +32,11 @@ _BINOMIAL_TRIALS = 4  # see spec_vla_relaxed
 
 @dataclass(frozen=True)
 class AcceptanceLengths:
-    """A distribution of accept lengths.
-
-    Args:
-        name: for reports.
-        probabilities: chances of 0, 1, … accepted tokens.
-        acceptance: settings that the lengths were reached with.
-    """
+    """A distribution of accept lengths."""
 
     name: str
-    probabilities: tuple[float, ...]
+    probabilities: tuple[float, ...]  # chances of 0, 1, … accepted tokens
+    # Settings that the lengths were reached with.
     acceptance: AcceptanceSettings = field(default_factory=AcceptanceSettings)
 
     def __post_init__(self) -> None:
@@ -97,23 +92,14 @@ _VOCABULARY = 32000  # of Llama 2; any will do
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to decode.
-
-    Args:
-        name: as in the tables.
-        decode_mode: value of `decode.mode`.
-        nodes: of a tree; 1: plain decoding.
-        depth: drafted tokens on a tree's longest path, each a forward of the draft head.
-        chunks: forwards over which a prompt is spread.
-        max_in_flight: requests; a new frame waits while there are so many.
-    """
+    """One way to decode."""
 
     name: str
-    decode_mode: str
-    nodes: int = 1
-    depth: int = DraftSettings.depth
-    chunks: int = 1
-    max_in_flight: int = 64
+    decode_mode: str  # value of `decode.mode`
+    nodes: int = 1  # of a tree; 1: plain decoding
+    depth: int = DraftSettings.depth  # drafted tokens on a tree's longest path, each a forward of the draft head
+    chunks: int = 1  # forwards over which a prompt is spread
+    max_in_flight: int = 64  # requests; a new frame waits while there are so many
 
     @property
     def pipelined(self) -> bool:
@@ -127,51 +113,33 @@ class Mode:
 
 @dataclass(frozen=True)
 class Tick:
-    """One tick.
-
-    Args:
-        forward: what goes through the model.
-        drafting: requests whose drafting is counted: all that verified, also those that were done with it.
-    """
+    """One tick."""
 
     forward: Forward
-    drafting: int = 0
+    drafting: int = 0  # requests whose drafting is counted: all that verified, also those that were done with it
 
 
 @dataclass(frozen=True)
 class LoopResult:
-    """Averages over many frames, a frame always waiting.
+    """Averages over many frames, a frame always waiting."""
 
-    Args:
-        action_rate_hz: actions per second.
-        latency_s: mean, from a frame's admission to its action.
-        ticks_per_action: mean, of those that became an action.
-        dropped: share of the admitted frames that a newer one overtook.
-        in_flight: maximum of requests.
-    """
-
-    action_rate_hz: float
-    latency_s: float
-    ticks_per_action: float
-    dropped: float
-    in_flight: int
+    action_rate_hz: float  # actions per second
+    latency_s: float  # mean, from a frame's admission to its action
+    ticks_per_action: float  # mean, of those that became an action
+    dropped: float  # share of the admitted frames that a newer one overtook
+    in_flight: int  # maximum of requests
 
 
 @dataclass(frozen=True)
 class _Schedule:
-    """What the engine's scheduler did with a frame always waiting; the same on every device.
+    """What the engine's scheduler did with a frame always waiting; the same on every device."""
 
-    Args:
-        ticks: from the first one.
-        actions: tick of the admission and tick of the last token, for each action after the warm-up.
-        dropped: requests after the warm-up that a newer one overtook, or that finished in the same tick as a newer one.
-        in_flight: maximum of requests.
-    """
-
-    ticks: tuple[Tick, ...]
+    ticks: tuple[Tick, ...]  # from the first one
+    # Tick of the admission and tick of the last token, for each action after the warm-up.
     actions: tuple[tuple[int, int], ...]
+    # Requests after the warm-up that a newer one overtook, or that finished in the same tick as a newer one.
     dropped: int
-    in_flight: int
+    in_flight: int  # maximum of requests
 
 
 def chunk_rows(prompt_rows: int, chunks: int) -> list[int]:
@@ -290,29 +258,18 @@ MODES = (
 
 @dataclass(frozen=True)
 class ModeLimit:
-    """One row of the table.
-
-    Args:
-        mode: how it decodes.
-        action_rate_hz, latency_s: mean, at the limit.
-        derated_rate_hz, derated_latency_s: the same at the efficiency to expect.
-        ticks_per_action: forwards from a frame's admission to its action, mean.
-        dropped: share of the admitted frames that a newer one overtakes.
-        in_flight: maximum of requests.
-        kv_bytes: memory of the slots for them.
-        weight_bytes: memory of all weights, with the draft head's where there is one.
-    """
+    """One row of the table."""
 
     mode: Mode
-    action_rate_hz: float
-    latency_s: float
-    derated_rate_hz: float
-    derated_latency_s: float
-    ticks_per_action: float
-    dropped: float
-    in_flight: int
-    kv_bytes: float
-    weight_bytes: float
+    action_rate_hz: float  # mean, at the limit
+    latency_s: float  # mean, at the limit
+    derated_rate_hz: float  # the same at the efficiency to expect
+    derated_latency_s: float  # the same at the efficiency to expect
+    ticks_per_action: float  # forwards from a frame's admission to its action, mean
+    dropped: float  # share of the admitted frames that a newer one overtakes
+    in_flight: int  # maximum of requests
+    kv_bytes: float  # memory of the slots for them
+    weight_bytes: float  # memory of all weights, with the draft head's where there is one
 
     @property
     def oldest_image_s(self) -> float:

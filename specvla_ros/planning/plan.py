@@ -58,19 +58,12 @@ _DRAFT_REASONS = {"draft.head": "the folder `draft` of the checkpoint; `specvla 
 
 @dataclass(frozen=True)
 class Profile:
-    """Parameters for the policy node.
+    """Parameters for the policy node."""
 
-    Args:
-        settings: of the engine.
-        chunk_rows: of the longest chunk, such that it fills tiles of the matrix products together with the trees.
-        limit: what the mode reaches with these parameters.
-        reasons: in words, by what they explain.
-    """
-
-    settings: EngineSettings
-    chunk_rows: int
-    limit: ModeLimit
-    reasons: Mapping[str, str]
+    settings: EngineSettings  # of the engine
+    chunk_rows: int  # of the longest chunk, such that it fills tiles of the matrix products together with the trees
+    limit: ModeLimit  # what the mode reaches with these parameters
+    reasons: Mapping[str, str]  # in words, by what they explain
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -174,40 +167,21 @@ def _node_reason(ridge: float, in_flight: int, nodes: int, *, packed: bool) -> s
 
 @dataclass(frozen=True)
 class ForwardLimit:
-    """One row of the table of forwards.
-
-    Args:
-        name: what goes through the model.
-        bytes, operations: sums over its parts.
-        seconds: at the limit, its parts one after the other.
-        derated_seconds: at the efficiency to expect.
-        bound_by: what most of the time is for: reading or computing.
-    """
+    """One row of the table of forwards."""
 
     name: str
-    bytes: float
-    operations: float
-    seconds: float
-    derated_seconds: float
-    bound_by: str
+    bytes: float  # sums over its parts
+    operations: float  # sums over its parts
+    seconds: float  # at the limit, its parts one after the other
+    derated_seconds: float  # at the efficiency to expect
+    bound_by: str  # what most of the time is for: reading or computing
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that `specvla plan` shows.
+    """Everything that `specvla plan` shows."""
 
-    Args:
-        checkpoint: directory, or OpenVLA-7B.
-        weights: format of the decoder's matrices.
-        device: limits, with their sources.
-        model: counts from the shapes.
-        lengths: distribution of accept lengths.
-        ridge_rows: rows from which on the decoder is bound by computing.
-        forwards, modes: the tables.
-        profile: chosen parameters.
-    """
-
-    checkpoint: str
+    checkpoint: str  # directory, or OpenVLA-7B
     weights: WeightFormat
     device: Device
     model: ModelCost

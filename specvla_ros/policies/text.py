@@ -65,34 +65,21 @@ def reasoning(task: Task, state: WorldState) -> str:
 
 @dataclass(frozen=True)
 class Frame:
-    """One image of an episode, and what the policy shall answer.
-
-    Args:
-        observation: image and instruction.
-        task: the episode's task.
-        text: the text that it shall write.
-        tokens: action tokens of the nano policy.
-    """
+    """One image of an episode, and what the policy shall answer."""
 
     observation: Observation
     task: Task
-    text: str
-    tokens: tuple[int, ...]
+    text: str  # the text that it shall write
+    tokens: tuple[int, ...]  # action tokens of the nano policy
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One frame as the decoder is trained on it.
+    """One frame as the decoder is trained on it."""
 
-    Args:
-        image: float [image_tokens, hidden], the projector's output.
-        prompt: token ids.
-        answer: token ids of text and action.
-    """
-
-    image: Tensor
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
+    image: Tensor  # float [image_tokens, hidden], the projector's output
+    prompt: tuple[int, ...]  # token ids
+    answer: tuple[int, ...]  # token ids of text and action
 
 
 def main(

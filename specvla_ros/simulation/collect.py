@@ -50,19 +50,12 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class CollectResult:
-    """What a collection holds now.
+    """What a collection holds now."""
 
-    Args:
-        wanted: number of episodes.
-        kept: number of them on the disk.
-        new: number of those that this call recorded.
-        failed: episodes in which the expert did not succeed; they are not kept.
-    """
-
-    wanted: int
-    kept: int
-    new: int
-    failed: int
+    wanted: int  # number of episodes
+    kept: int  # number of them on the disk
+    new: int  # number of those that this call recorded
+    failed: int  # episodes in which the expert did not succeed; they are not kept
 
 
 def collect(

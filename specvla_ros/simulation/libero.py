@@ -105,15 +105,10 @@ _PLACEMENT_ATTEMPTS = 100
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite of LIBERO.
-
-    Args:
-        tasks: how many there are.
-        max_steps: actions after which an episode has failed; a little more than the longest demonstration.
-    """
+    """A suite of LIBERO."""
 
     tasks: int
-    max_steps: int
+    max_steps: int  # actions after which an episode has failed; a little more than the longest demonstration
 
 
 SUITES = {

@@ -30,68 +30,40 @@ class Clock(str, Enum):
 
 @dataclass(frozen=True)
 class EpisodeResult:
-    """How an episode went.
-
-    Args:
-        task: what was judged.
-        seed: of the start.
-        instruction: what was asked of the policy.
-        succeeded: the task was done in time.
-        steps: actions that the robot took.
-        time_s: world time to the success, or to the end.
-        latency_s: per action, world time from its image to the moment it was taken (realtime), or the time that the
-            policy needed (lockstep).
-        drops: observations without an action, by reason.
-        roughness: mean size of the change from action to action, normalised units per dimension but the gripper.
-        acted_on: the cube that was moved most; None: none, or a world without cubes.
-        failure: why the episode ended early; empty: it did not.
-        decode: how its actions were decoded, as `DecodeTally.as_json` gives it.
-    """
+    """How an episode went."""
 
     task: str
-    seed: int
-    instruction: str
-    succeeded: bool
-    steps: int
-    time_s: float
+    seed: int  # of the start
+    instruction: str  # what was asked of the policy
+    succeeded: bool  # the task was done in time
+    steps: int  # actions that the robot took
+    time_s: float  # world time to the success, or to the end
+    # Per action, world time from its image to the moment it was taken (realtime), or the time that the policy needed
+    # (lockstep).
     latency_s: tuple[float, ...] = ()
-    drops: dict[str, int] = field(default_factory=dict)
+    drops: dict[str, int] = field(default_factory=dict)  # observations without an action, by reason
+    # Mean size of the change from action to action, normalised units per dimension but the gripper.
     roughness: float = 0.0
-    acted_on: str | None = None
-    failure: str = ""
+    acted_on: str | None = None  # the cube that was moved most; None: none, or a world without cubes
+    failure: str = ""  # why the episode ended early; empty: it did not
+    # How its actions were decoded, as `DecodeTally.as_json` gives it.
     decode: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class _Episode:
-    """Where an episode stands.
-
-    Args:
-        instruction: what is asked of the policy.
-        max_steps: control steps after which it has failed.
-
-    Attributes:
-        passed: control steps of the world.
-        pictured: control step of the newest picture that the engine was given.
-        thought_s: realtime: world time at which the engine is through with what it has begun.
-        succeeded: the task is done.
-        actions: that the robot took.
-        latency_s: of each of them.
-        drops: observations without an action, by reason.
-        silent: observations without an action since the last action.
-        tally: how the actions were decoded.
-    """
+    """Where an episode stands."""
 
     instruction: str
-    max_steps: int
-    passed: int = 0
-    pictured: int = -1
-    thought_s: float = 0.0
+    max_steps: int  # control steps after which it has failed
+    passed: int = 0  # control steps of the world
+    pictured: int = -1  # control step of the newest picture that the engine was given
+    thought_s: float = 0.0  # realtime: world time at which the engine is through with what it has begun
     succeeded: bool = False
-    actions: list[Action] = field(default_factory=list)
-    latency_s: list[float] = field(default_factory=list)
-    drops: Counter[str] = field(default_factory=Counter)
-    silent: int = 0
+    actions: list[Action] = field(default_factory=list)  # that the robot took
+    latency_s: list[float] = field(default_factory=list)  # of each of them
+    drops: Counter[str] = field(default_factory=Counter)  # observations without an action, by reason
+    silent: int = 0  # observations without an action since the last action
     tally: DecodeTally = field(default_factory=DecodeTally)
 
     @property

@@ -38,20 +38,13 @@ class DemonstrationSet:
 
     A step is one picture with one action for each instruction that is known for it: that of its episode, and those of
     the bag's hindsight topics. All steps have the same number of instructions.
-
-    Args:
-        images: uint8 [steps, size, size, 3], mapped from a file.
-        actions: float64 [steps, asked, action_dim], in the robot's units.
-        instruction_of: int64 [steps, asked], index into `instructions`.
-        episode_of: int64 [steps], counts the bags.
-        instructions: sorted, each once.
     """
 
-    images: np.ndarray
-    actions: np.ndarray
-    instruction_of: np.ndarray
-    episode_of: np.ndarray
-    instructions: tuple[str, ...]
+    images: np.ndarray  # uint8 [steps, size, size, 3], mapped from a file
+    actions: np.ndarray  # float64 [steps, asked, action_dim], in the robot's units
+    instruction_of: np.ndarray  # int64 [steps, asked], index into `instructions`
+    episode_of: np.ndarray  # int64 [steps], counts the bags
+    instructions: tuple[str, ...]  # sorted, each once
 
     @property
     def validation(self) -> np.ndarray:
@@ -214,19 +207,12 @@ _TINT = 0.05
 
 @dataclass(frozen=True)
 class Batch:
-    """Some steps of demonstrations, each with every instruction that is known for it.
+    """Some steps of demonstrations, each with every instruction that is known for it."""
 
-    Args:
-        pixels: float32 [batch, 3 * towers, size, size], normalised.
-        prompt_ids: int64 [batch, asked, n], padded on the right.
-        lengths: int64 [batch, asked], ids that are not padding.
-        answers: int64 [batch, asked, 7], the action tokens.
-    """
-
-    pixels: Tensor
-    prompt_ids: Tensor
-    lengths: Tensor
-    answers: Tensor
+    pixels: Tensor  # float32 [batch, 3 * towers, size, size], normalised
+    prompt_ids: Tensor  # int64 [batch, asked, n], padded on the right
+    lengths: Tensor  # int64 [batch, asked], ids that are not padding
+    answers: Tensor  # int64 [batch, asked, 7], the action tokens
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in vars(self).values()))

@@ -29,18 +29,13 @@ _NAMES = ("lengths", "prompts", "hidden", "tokens")
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer of the target.
+    """One answer of the target."""
 
-    Args:
-        prompt: [prompt_len, hidden], the prompt's embeddings.
-        hidden: [prompt_len + action_dim - 1, hidden], after the final norm: of the prompt, then of each action token
-            but the last.
-        tokens: int64 [action_dim], the answer.
-    """
-
-    prompt: Tensor
+    prompt: Tensor  # [prompt_len, hidden], the prompt's embeddings
+    # [prompt_len + action_dim - 1, hidden], after the final norm: of the prompt, then of each action token but the
+    # last.
     hidden: Tensor
-    tokens: Tensor
+    tokens: Tensor  # int64 [action_dim], the answer
 
 
 @torch.inference_mode()

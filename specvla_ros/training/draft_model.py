@@ -120,19 +120,13 @@ _MAX_SAMPLES = 256
 
 @dataclass(frozen=True)
 class DraftValidation:
-    """What strict acceptance would have made of the head's trees on held-out answers.
+    """What strict acceptance would have made of the head's trees on held-out answers."""
 
-    Args:
-        epoch: number of passes over the features before it.
-        tau: tokens committed per verification forward.
-        accept_length_by_place: mean accepted drafts by the dimension of the first drafted token (Spec-VLA, Table 3).
-        samples: answers that were drafted.
-    """
-
-    epoch: int
-    tau: float
+    epoch: int  # number of passes over the features before it
+    tau: float  # tokens committed per verification forward
+    # Mean accepted drafts by the dimension of the first drafted token (Spec-VLA, Table 3).
     accept_length_by_place: tuple[tuple[int, float], ...]
-    samples: int
+    samples: int  # answers that were drafted
 
     @staticmethod
     def from_json(raw: dict[str, Any]) -> "DraftValidation":

@@ -21,25 +21,15 @@ _MEAN, _STD = 0.5, 0.5
 
 @dataclass(frozen=True)
 class NanoShape:
-    """Sizes of the nano policy; the defaults are those of the one that is shipped.
+    """Sizes of the nano policy; the defaults are those of the one that is shipped."""
 
-    Args:
-        image_size: pixels, a multiple of the patch size.
-        patch_size: pixels.
-        vision_dim: channels of the SigLIP-like tower.
-        vision_depth: blocks of the tower; as in OpenVLA the last one is not computed.
-        hidden_size: of the Llama decoder.
-        layers: of the Llama decoder.
-        head_dim: of the tower's and the decoder's attention.
-    """
-
-    image_size: int = 112
-    patch_size: int = 14
-    vision_dim: int = 128
-    vision_depth: int = 5
-    hidden_size: int = 192
-    layers: int = 4
-    head_dim: int = 32
+    image_size: int = 112  # pixels, a multiple of the patch size
+    patch_size: int = 14  # pixels
+    vision_dim: int = 128  # channels of the SigLIP-like tower
+    vision_depth: int = 5  # blocks of the tower; as in OpenVLA the last one is not computed
+    hidden_size: int = 192  # of the Llama decoder
+    layers: int = 4  # of the Llama decoder
+    head_dim: int = 32  # of the tower's and the decoder's attention
 
 
 def write_nano(

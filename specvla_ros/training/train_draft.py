@@ -49,21 +49,15 @@ _HELD_OUT = 20  # one shard in so many, and at least one
 class DraftTraining:
     """How to train a draft head.
 
-    Args:
-        epochs: passes over the features.
-        batch_size: samples of one step, over all processes.
-        learning_rate: its peak, after a warm-up; then it falls to 0.
-        own_steps: depth in drafted tokens to which the head is trained on its own features (training-time test); 1: on
-            the target's only, as in EAGLE and Spec-VLA.
-        seed: of weights, order and noise.
-
     Raises:
         UserError: a value is out of range.
     """
 
-    epochs: int = 20
-    batch_size: int = 16
-    learning_rate: float = 5e-5
+    epochs: int = 20  # passes over the features
+    batch_size: int = 16  # samples of one step, over all processes
+    learning_rate: float = 5e-5  # its peak, after a warm-up; then it falls to 0
+    # Depth in drafted tokens to which the head is trained on its own features (training-time test); 1: on the
+    # target's only, as in EAGLE and Spec-VLA.
     own_steps: int = 1
     seed: int = 0
 
@@ -257,21 +251,13 @@ def draft_loss(predicted: Tensor, features: Tensor, probabilities: Tensor, lm_he
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Samples of one batch, padded on the left so that their answers are aligned.
+    """Samples of one batch, padded on the left so that their answers are aligned."""
 
-    Args:
-        following: float32 [batch, rows, hidden], the embedding of the token after each row.
-        hidden: float32 [batch, rows, hidden], the target's state at each row.
-        goal: float32 [batch, answer rows, hidden], the target's state after each of the answer's rows.
-        padding: int64 [batch], number of padding rows at the left end.
-        prompt_rows: rows before the answer's.
-    """
-
-    following: Tensor
-    hidden: Tensor
-    goal: Tensor
-    padding: Tensor
-    prompt_rows: int
+    following: Tensor  # float32 [batch, rows, hidden], the embedding of the token after each row
+    hidden: Tensor  # float32 [batch, rows, hidden], the target's state at each row
+    goal: Tensor  # float32 [batch, answer rows, hidden], the target's state after each of the answer's rows
+    padding: Tensor  # int64 [batch], number of padding rows at the left end
+    prompt_rows: int  # rows before the answer's
 
 
 def collate(samples: Sequence[Sample], embed: nn.Embedding) -> DraftBatch:

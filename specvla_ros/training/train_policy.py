@@ -78,25 +78,16 @@ _MUON_SCALE = "match_rms_adamw"  # so that both optimisers take one learning rat
 class PolicyTraining:
     """How to train a policy.
 
-    Args:
-        steps: optimiser steps.
-        batch_size: images of one step, over all processes.
-        learning_rate: its peak, after a warm-up; it falls to 0 along a cosine.
-        seed: of weights, order and augmentation.
-        validate_every: steps between validations, each of which also saves the state to resume from.
-        unnorm_key: name of the action statistics.
-        shape: sizes of the nano policy.
-
     Raises:
         UserError: a value is out of range.
     """
 
     steps: int = 10000
-    batch_size: int = 32
-    learning_rate: float = 1.5e-3
+    batch_size: int = 32  # images of one step, over all processes
+    learning_rate: float = 1.5e-3  # its peak, after a warm-up; it falls to 0 along a cosine
     seed: int = 0
-    validate_every: int = 500
-    unnorm_key: str = "specvla_table"
+    validate_every: int = 500  # steps between validations, each of which also saves the state to resume from
+    unnorm_key: str = "specvla_table"  # name of the action statistics
     shape: NanoShape = field(default_factory=NanoShape)
 
     def __post_init__(self) -> None:
@@ -105,21 +96,13 @@ class PolicyTraining:
 
 @dataclass(frozen=True)
 class Validation:
-    """How well the policy predicts demonstrations that it has not seen.
+    """How well the policy predicts demonstrations that it has not seen."""
 
-    Args:
-        step: optimiser steps before it.
-        loss: cross-entropy of the true tokens, nats, mean over the dimensions.
-        accuracy: per dimension, share of tokens predicted exactly.
-        bin_distance: per dimension, mean distance to the true token in bins.
-        seconds: training time so far.
-    """
-
-    step: int
-    loss: float
-    accuracy: tuple[float, ...]
-    bin_distance: tuple[float, ...]
-    seconds: float
+    step: int  # optimiser steps before it
+    loss: float  # cross-entropy of the true tokens, nats, mean over the dimensions
+    accuracy: tuple[float, ...]  # per dimension, share of tokens predicted exactly
+    bin_distance: tuple[float, ...]  # per dimension, mean distance to the true token in bins
+    seconds: float  # training time so far
 
 
 def train_policy(

@@ -21,21 +21,13 @@ V_co = TypeVar("V_co", covariant=True)
 
 @dataclass(frozen=True)
 class Progress(Generic[V]):
-    """Where a training stands.
+    """Where a training stands."""
 
-    Args:
-        step: optimiser steps done.
-        steps: optimiser steps in all.
-        loss: of the last step, on this process.
-        samples_per_s: since the start or the resumption.
-        validation: the newest; None before the first.
-    """
-
-    step: int
-    steps: int
-    loss: float
-    samples_per_s: float
-    validation: V | None
+    step: int  # optimiser steps done
+    steps: int  # optimiser steps in all
+    loss: float  # of the last step, on this process
+    samples_per_s: float  # since the start or the resumption
+    validation: V | None  # the newest; None before the first
 
 
 class TrainingTask(Protocol[V_co]):
