@@ -69,7 +69,9 @@ def model_cost(config: OpenVLAConfig) -> ModelCost:
     llama = config.llama
     layer = _layer_values(llama)
     width = sum(tower.embed_dim for tower in config.towers)
-    projector = _projector_values(width, llama.hidden_size, fused=len(config.towers) > 1)
+    # Three matrices after two towers, two after one.
+    first = 4 * width * (width + llama.hidden_size) if len(config.towers) > 1 else width * llama.hidden_size
+    projector = first + llama.hidden_size**2
     kv_values = 2 * llama.num_key_value_heads * llama.head_dim
     return ModelCost(
         decoder_values=llama.num_hidden_layers * layer,
@@ -100,12 +102,6 @@ def _action_tokens(norm_stats: Mapping[str, Any]) -> int:
 def _layer_values(llama: LlamaConfig) -> int:
     heads = 2 * llama.num_attention_heads + 2 * llama.num_key_value_heads  # query and output, key and value
     return llama.hidden_size * (heads * llama.head_dim + 3 * llama.intermediate_size)
-
-
-def _projector_values(width: int, hidden: int, *, fused: bool) -> int:
-    """Three matrices after two towers, two after one."""
-    first = 4 * width * width + 4 * width * hidden if fused else width * hidden
-    return first + hidden * hidden
 
 
 def _tower_values(tower: VisionTowerConfig) -> int:
@@ -162,6 +158,9 @@ class Part:
 def forward_parts(forward: Forward, model: ModelCost, weights: WeightFormat, dtype_bytes: int) -> tuple[Part, ...]:
     """The parts of one forward, in the order in which they run."""
     chosen_rows = forward.nodes + int(bool(forward.prompt_rows) and forward.prompt_ends)
+    # Every row of a prompt or tree is written once; it and the rows before it are read once.
+    kv_rows = forward.prompt_before + forward.prefix_rows + 2 * forward.rows
+    kv_bytes = kv_rows * model.kv_values * dtype_bytes
     parts = [
         Part(
             "decoder",
@@ -170,18 +169,12 @@ def forward_parts(forward: Forward, model: ModelCost, weights: WeightFormat, dty
             forward.rows,
             arithmetic_of(weights),
         ),
-        Part("attention", _kv_bytes(forward, model, dtype_bytes), _attention_operations(forward, model), forward.rows),
+        Part("attention", float(kv_bytes), _attention_operations(forward, model), forward.rows),
         Part("head", model.head_values * dtype_bytes, 2.0 * model.head_values * chosen_rows, chosen_rows),
     ]
     if forward.image:
         parts.insert(0, Part("vision", model.vision_values * dtype_bytes, model.vision_operations, model.prompt_rows))
     return tuple(part for part in parts if part.rows)
-
-
-def _kv_bytes(forward: Forward, model: ModelCost, dtype_bytes: int) -> float:
-    """Every row of a prompt or tree is written once; it and the rows before it are read once."""
-    read = forward.prompt_before + forward.prefix_rows + forward.rows
-    return float((read + forward.rows) * model.kv_values * dtype_bytes)
 
 
 def _attention_operations(forward: Forward, model: ModelCost) -> float:
@@ -268,7 +261,7 @@ def stage_times(device: Device) -> StageTimes:
         return {part.name: part.seconds(reached) for part in parts}
 
     prompt = seconds(Forward(model.prompt_rows, image=True))
-    token = Forward(trees=1, nodes=1, prefix_rows=model.prompt_rows)
+    token = seconds(Forward(trees=1, nodes=1, prefix_rows=model.prompt_rows))
     node_operations = 2.0 * (model.decoder_values + model.head_values)
     head_bytes = (model.draft_values + model.head_values) * device.value_bytes
     head_prompt = draft_prompt_part(model, device.value_bytes)
@@ -280,7 +273,7 @@ def stage_times(device: Device) -> StageTimes:
         "per forward; nothing was measured",
         vision_s=prompt.pop("vision"),
         prefill_s=sum(prompt.values()) + efficiency.forward_s,
-        decode_s=sum(seconds(token).values()) + efficiency.forward_s,
+        decode_s=sum(token.values()) + efficiency.forward_s,
         node_s=node_operations / reached.operations_per_s(Arithmetic.DENSE, model.prompt_rows),
         head_s=head_bytes / reached.bytes_per_s() + efficiency.forward_s,
         head_prompt_s=extra_s,

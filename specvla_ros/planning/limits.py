@@ -173,7 +173,8 @@ def _run_scheduler(mode: Mode, prompt_rows: int, action_tokens: int, lengths: Ac
     settings = EngineSettings(mode=mode.decode_mode, max_in_flight=mode.max_in_flight, prefill_chunks=mode.chunks)
     mailbox, root = Mailbox(None), Tree.of_root(torch.zeros((), dtype=torch.int64))
     layout = PromptLayout(ids=(), rows=prompt_rows, visual_rows=range(0))
-    codec = _codec(action_tokens)
+    zeros = np.zeros(action_tokens)
+    codec = BinsCodec(ActionTokenizer(_VOCABULARY), ActionStatistics("", zeros, zeros, zeros > 0))
     scheduler = Scheduler(
         settings,
         mailbox,
@@ -212,11 +213,6 @@ def _run_scheduler(mode: Mode, prompt_rows: int, action_tokens: int, lengths: Ac
             actions += [(admitted[stamp], number) for stamp in stamps[-1:]]  # of two at the same moment one is followed
             dropped += len(outcomes) - len(stamps[-1:])
     return _Schedule(tuple(ticks), tuple(actions), dropped, in_flight)
-
-
-def _codec(action_tokens: int) -> BinsCodec:
-    zeros = np.zeros(action_tokens)
-    return BinsCodec(ActionTokenizer(_VOCABULARY), ActionStatistics("", zeros, zeros, zeros > 0))
 
 
 def _commit(tokens: int, codec: BinsCodec) -> Commit:

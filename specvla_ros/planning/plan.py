@@ -248,7 +248,7 @@ def forward_limits(model: ModelCost, device: Device, weights: WeightFormat) -> t
     reached = device.at(bandwidth=efficiency.bandwidth, compute=efficiency.compute)
     rows = []
     for name, parts in _forwards(model, device, weights).items():
-        reading_s = sum(part.bytes for part in parts) / device.bytes_per_s()
+        reading_s = total_bytes(parts) / device.bytes_per_s()
         seconds = roofline_seconds(parts, device)
         rows.append(
             ForwardLimit(
@@ -286,9 +286,7 @@ def _forwards(model: ModelCost, device: Device, weights: WeightFormat) -> Mappin
         f"verify, {NODES} nodes": packed(1, NODES),
         f"vision + prompt of {prompt}": packed(0, 0, prompt),
         f"vision + {prompt} + {pending}x1": packed(pending, 1, prompt),
-        f"vision + {prompt} + 3x8": packed(3, 8, prompt),
-        f"vision + {prompt} + 3x16": packed(3, 16, prompt),
-        f"vision + {prompt} + 3x50": packed(3, 50, prompt),
+        **{f"vision + {prompt} + 3x{nodes}": packed(3, nodes, prompt) for nodes in (8, 16, 50)},
         f"vision + chunk of {first} + 2x16": packed(2, 16, first),
         f"chunk of {sum(others)} + 2x16": packed(2, 16, sum(others), first),
         "verify, 3x16": packed(3, 16),

@@ -31,10 +31,9 @@ from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.weights import save_weights
 from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.simulation.device_pace import tick_time
 from specvla_ros.simulation.expert import holds
 from specvla_ros.simulation.robot import TableRobot
-from specvla_ros.simulation.rollout import Clock, Rollout
+from specvla_ros.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.simulation.tasks import TASKS, TEXT_POLICY_FIRST_SEED, Task, WorldState
 from specvla_ros.training.batched_forward import decoder_hidden, image_embeddings
 from specvla_ros.training.nano import NanoShape, write_nano
@@ -186,7 +185,8 @@ def _train(policy: OpenVLATarget, samples: list[Sample], steps: int, batch: int)
     for step in range(steps):
         for group in optimiser.param_groups:
             group["lr"] = 1e-3 * min(1.0, (step + 1) / 50) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
-        loss = _loss(policy, [samples[i] for i in rng.integers(0, len(samples), batch)])
+        logits, answers = _logits(policy, [samples[i] for i in rng.integers(0, len(samples), batch)])
+        loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=-100)
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -194,11 +194,6 @@ def _train(policy: OpenVLATarget, samples: list[Sample], steps: int, batch: int)
         if step % 50 == 49:
             print(f"step {step + 1} of {steps}: loss {loss.item():.3f}", file=sys.stderr, flush=True)
     policy.model.requires_grad_(False)
-
-
-def _loss(policy: OpenVLATarget, samples: list[Sample]) -> Tensor:
-    logits, answers = _logits(policy, samples)
-    return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=-100)
 
 
 @torch.inference_mode()

@@ -169,13 +169,9 @@ class LiberoRobot:
     def __init__(self, image_size: int = IMAGE_SIZE) -> None:
         self._root = require_libero()
         self._image_size = image_size
-        self._task = self._instruction = ""
+        self._task = self.instruction = ""
         self._env: Any = None
         self._picture: np.ndarray | None = None
-
-    @property
-    def instruction(self) -> str:
-        return self._instruction
 
     @property
     def max_steps(self) -> int:
@@ -271,7 +267,7 @@ class LiberoRobot:
         from libero.libero.envs import OffScreenRenderEnv
 
         task = benchmark.get_benchmark_dict()[suite]().get_task(index)
-        self._instruction = str(task.language)
+        self.instruction = str(task.language)
         self._states = read_initial_states(self._root / "init_files" / task.problem_folder / task.init_states_file)
         env = OffScreenRenderEnv(
             bddl_file_name=str(self._root / "bddl_files" / task.problem_folder / task.bddl_file),

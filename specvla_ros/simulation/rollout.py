@@ -11,14 +11,28 @@ import numpy as np
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
-from specvla_ros.engine.tally import DecodeTally
+from specvla_ros.engine.tally import DecodeTally, TickWork
 from specvla_ros.models.observation import Observation
-from specvla_ros.simulation.device_pace import TickTime
+from specvla_ros.planning.cost import stage_times
+from specvla_ros.planning.device import StageTimes, read_device
 from specvla_ros.simulation.robot import SimulatedRobot
 from specvla_ros.simulation.world import SimulationDiverged
 
 _START_NS = 1_000_000_000  # a stamp of 0 is no stamp
 _FAULT_LIMIT = 10  # observations in a row without an action: the policy is dead, not hesitating
+
+
+TickTime = Callable[[TickWork, float], float]  # what a tick did, and its seconds here; the seconds it counts for
+
+
+def read_stage_times(device: str) -> StageTimes:
+    """Stage times of one of the package's devices, or of a device's JSON file."""
+    return stage_times(read_device(device, "--emulate"))
+
+
+def tick_time(stages: StageTimes | None) -> TickTime:
+    """The seconds measured here, or those that another device would need."""
+    return (lambda _, measured_s: measured_s) if stages is None else (lambda work, _: stages.tick_s(work))
 
 
 class Clock(str, Enum):
@@ -86,7 +100,7 @@ class Rollout:
 
     Args:
         clock: how time passes.
-        tick_time: seconds of a tick; see device_pace.
+        tick_time: seconds of a tick.
         on_step: called after each `control_dt` of the world, for a film.
         on_look: called with each observation that the engine is given.
         time_limit: multiple of the task's time after which an episode has failed.

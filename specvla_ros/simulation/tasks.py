@@ -64,10 +64,8 @@ def draw_layout(seed: int) -> Layout:
 
 
 def _scatter(rng: np.random.Generator, names: list[str]) -> dict[str, tuple[float, float, float, float]]:
-    while True:
-        spots = _try_to_scatter(rng, names)
-        if spots is not None:
-            break
+    while (spots := _try_to_scatter(rng, names)) is None:
+        pass
     yaws = rng.uniform(-_MAX_YAW, _MAX_YAW, len(names))
     return {name: (*spots[name], _HEIGHTS[name], float(yaw)) for name, yaw in zip(names, yaws, strict=True)}
 

@@ -48,7 +48,8 @@ class World:
         self._camera = self.model.camera(CAMERA)
         self._camera_position = self._camera.pos.copy()
         self._camera_quaternion = self._camera.quat.copy()
-        self._bodies = [body for body in map(self._body_name, range(self.model.nbody)) if body in _MOVABLE]
+        names = [str(self.model.body(index).name) for index in range(self.model.nbody)]
+        self._bodies = [name for name in names if name in _MOVABLE]
 
     @property
     def time_s(self) -> float:
@@ -101,9 +102,6 @@ class World:
         """Positions and velocities, float64 [9] each, in the order of JOINTS; radians, and metres for the fingers."""
         joints = [self.data.joint(name) for name in JOINTS]
         return np.array([j.qpos[0] for j in joints]), np.array([j.qvel[0] for j in joints])
-
-    def _body_name(self, index: int) -> str:
-        return str(self.model.body(index).name)
 
     def _place(self, body: str, pose: tuple[float, float, float, float]) -> None:
         x, y, z, yaw = pose

@@ -111,7 +111,10 @@ def _fill(
                 on_progress(episode + 1, len(bags))
     if not actions:
         raise UserError(f"the {len(bags)} bags hold no image with an instruction and a recorded action")
-    _raw_to_npy(cache, (len(actions), size, size, 3))
+    raw = cache / "images.raw"
+    # NumPy's header before the pixels, so that they can be mapped.
+    np.save(cache / "images.npy", np.memmap(raw, dtype=np.uint8, mode="r", shape=(len(actions), size, size, 3)))
+    raw.unlink()
     instructions = sorted({text for asked in texts for text in asked})
     index_of = {text: index for index, text in enumerate(instructions)}
     np.save(cache / "actions.npy", np.array(actions))
@@ -146,14 +149,11 @@ def _read_bag(bag: Path, size: int) -> _Steps:
             answers = [frame.recorded, *(other for other in others if other is not None)]
             if any(len(answer) != 7 for answer in answers) or not np.isfinite(answers).all():
                 raise UserError(f"bag {bag}, image {frame.index}: the recorded action must be 7 finite numbers")
-            images.append(_squeeze(rgb_from_message(frame.image.message()), size))
+            image = Image.fromarray(rgb_from_message(frame.image.message()))
+            images.append(np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)))
             actions.append(np.array(answers))
             texts.append((normalise_instruction(frame.instruction), *hindsight))
     return _Steps(np.array(images, dtype=np.uint8), np.array(actions), tuple(texts))
-
-
-def _squeeze(image: np.ndarray, size: int) -> np.ndarray:
-    return np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC))
 
 
 def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:
@@ -172,17 +172,6 @@ def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:
         else:
             texts[asked[message.topic]] = normalise_instruction(message.message().data)
     return {texts[name]: actions[found[name]] for name in sorted(texts)}
-
-
-def _raw_to_npy(cache: Path, shape: tuple[int, ...]) -> None:
-    """Puts NumPy's header before the pixels, so that they can be mapped; a block at a time, for bounded memory."""
-    raw = cache / "images.raw"
-    target = np.lib.format.open_memmap(cache / "images.npy", mode="w+", dtype=np.uint8, shape=shape)
-    source = np.memmap(raw, dtype=np.uint8, mode="r", shape=shape)
-    for start in range(0, shape[0], 1024):
-        target[start : start + 1024] = source[start : start + 1024]
-    target.flush()
-    raw.unlink()
 
 
 def _fingerprint(bags: Sequence[Path], size: int) -> str:

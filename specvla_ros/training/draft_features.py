@@ -94,10 +94,6 @@ class FeatureStore:
     def shards(self) -> list[Path]:
         return sorted(self._directory.glob("shard-*.safetensors"))
 
-    @property
-    def bytes_used(self) -> int:
-        return sum(shard.stat().st_size for shard in self.shards)
-
     def fill(
         self,
         policy: OpenVLATarget,
@@ -118,7 +114,7 @@ class FeatureStore:
         done = len(self.shards) * SHARD_SAMPLES
         for _ in islice(source, done):
             pass
-        while self.bytes_used < limit_bytes:
+        while sum(shard.stat().st_size for shard in self.shards) < limit_bytes:
             samples: list[Sample] = []
             taken = 0
             while taken < SHARD_SAMPLES and (batch := list(islice(source, min(_BATCH, SHARD_SAMPLES - taken)))):

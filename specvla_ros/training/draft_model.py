@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -127,11 +126,6 @@ class DraftValidation:
     # Mean accepted drafts by the dimension of the first drafted token (Spec-VLA, Table 3).
     accept_length_by_place: tuple[tuple[int, float], ...]
     samples: int  # answers that were drafted
-
-    @staticmethod
-    def from_json(raw: dict[str, Any]) -> "DraftValidation":
-        lengths = tuple((int(dim), float(length)) for dim, length in raw["accept_length_by_place"])
-        return DraftValidation(raw["epoch"], raw["tau"], lengths, raw["samples"])
 
 
 @torch.inference_mode()

@@ -190,7 +190,8 @@ class _DraftTask:
         return validate_draft(self._policy, self.trained, samples, epoch=step // self.validate_every)
 
     def validation_from_json(self, raw: dict[str, Any]) -> DraftValidation:
-        return DraftValidation.from_json(raw)
+        lengths = tuple((int(dim), float(length)) for dim, length in raw["accept_length_by_place"])
+        return DraftValidation(**raw | {"accept_length_by_place": lengths})
 
     def write(self, described: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
         """The head, for its target by name."""

@@ -137,19 +137,15 @@ def train_policy(
             training.shape.image_size,
             on_reading if accelerator.is_main_process else None,
         )
-    _check_enough(demonstrations)
     episodes = int(demonstrations.episode_of.max()) + 1
+    if demonstrations.validation.all() or not demonstrations.validation.any():
+        raise UserError(
+            f"{len(demonstrations.images)} steps in {episodes} episodes are too few to train on and to "
+            "validate with: at least 20 episodes are needed; `specvla collect` records more"
+        )
     described = asdict(training) | {"demonstration_steps": len(demonstrations.images), "episodes": episodes}
     begin_or_resume(accelerator, out, described, lambda: _write_untrained(out, demonstrations, training))
     return Trainer(accelerator, _PolicyTask(accelerator, demonstrations, out, training), out).run(on_progress)
-
-
-def _check_enough(data: DemonstrationSet) -> None:
-    if data.validation.all() or not data.validation.any():
-        raise UserError(
-            f"{len(data.images)} steps in {data.episode_of.max() + 1} episodes are too few to train on and to "
-            "validate with: at least 20 episodes are needed; `specvla collect` records more"
-        )
 
 
 def _write_untrained(out: Path, data: DemonstrationSet, training: PolicyTraining) -> None:
@@ -254,9 +250,7 @@ def _optimisers(model: nn.Module, learning_rate: float) -> list[torch.optim.Opti
 def _precision() -> str:
     """bfloat16 where the processor multiplies it; elsewhere it is slower than float32."""
     if torch.cuda.is_available():
-        return "bf16" if torch.cuda.is_bf16_supported() else "no"
-    return (
-        "bf16"
-        if torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported()
-        else "no"
-    )
+        fast = torch.cuda.is_bf16_supported()
+    else:
+        fast = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported()
+    return "bf16" if fast else "no"
