@@ -276,21 +276,6 @@ class ModeLimit:
         return self.kv_bytes + self.weight_bytes <= device.memory_gb * 1e9
 
 
-def tick_seconds(tick: Tick, mode: Mode, *, model: ModelCost, device: Device, weights: WeightFormat) -> float:
-    """Shortest time of a tick, without the draft head's forward over the prompt: it may run beside the next frame."""
-    seconds = roofline_seconds(forward_parts(tick.forward, model, weights, device.value_bytes), device)
-    if not tick.drafting:
-        return seconds
-    draft = draft_part(
-        model,
-        device.value_bytes,
-        steps=mode.depth,
-        rows=tick.drafting * mode.nodes,
-        prefix_rows=tick.drafting * model.prompt_rows,
-    )
-    return seconds + draft.seconds(device)
-
-
 def mode_limit(
     mode: Mode, model: ModelCost, device: Device, weights: WeightFormat, lengths: AcceptanceLengths
 ) -> ModeLimit:
@@ -301,7 +286,12 @@ def mode_limit(
 
         @cache
         def seconds(tick: Tick) -> float:
-            return tick_seconds(tick, mode, model=model, device=reached, weights=weights) + efficiency.forward_s
+            # Without the draft head's forward over the prompt: it may run beside the next frame.
+            parts = forward_parts(tick.forward, model, weights, device.value_bytes)
+            if tick.drafting:
+                rows, prefix = tick.drafting * mode.nodes, tick.drafting * model.prompt_rows
+                parts += (draft_part(model, device.value_bytes, steps=mode.depth, rows=rows, prefix_rows=prefix),)
+            return roofline_seconds(parts, reached) + efficiency.forward_s
 
         return run_loop(mode, model.prompt_rows, model.action_tokens, lengths, seconds)
 

@@ -217,14 +217,7 @@ class Plan:
 
 
 def make_plan(device: Device, weights: WeightFormat, checkpoint: Path | None = None) -> Plan:
-    """Computes everything; takes about a second.
-
-    Args:
-        checkpoint: directory with a config.json; None: OpenVLA-7B.
-
-    Raises:
-        UserError: the directory is no checkpoint, or the device has no units for this weight format.
-    """
+    """Computes everything for a directory with a config.json, or for OpenVLA-7B; takes about a second."""
     model = model_cost(OPENVLA_7B if checkpoint is None else read_config(checkpoint))
     lengths = spec_vla_relaxed(_SUITE)
     ridge = ridge_rows(model, device, weights)

@@ -37,6 +37,7 @@ from specvla_ros.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.simulation.tasks import TASKS, TEXT_POLICY_FIRST_SEED, Task, WorldState
 from specvla_ros.training.batched_forward import decoder_hidden, image_embeddings
 from specvla_ros.training.nano import NanoShape, write_nano
+from specvla_ros.training.trainer import write_json
 
 LONGEST_TEXT = 64  # tokens
 _CELL_M, _ORIGIN_M = 0.04, (0.3, -0.2)
@@ -110,7 +111,7 @@ def main(
         "held_out_token_accuracy": accuracy,
         "training_s": time.monotonic() - started,
     }
-    (out / "card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    write_json(out / "card.json", card)
     print(json.dumps(card, indent=2))
 
 

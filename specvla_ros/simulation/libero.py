@@ -157,9 +157,6 @@ class LiberoRobot:
     """The Panda of a LIBERO task with the agentview camera (`image_size` pixels squared), see SimulatedRobot.
 
     One task is held at a time; another one takes some seconds to load.
-
-    Raises:
-        UserError: LIBERO, its assets or an OpenGL library is missing.
     """
 
     control_dt = 1.0 / CONTROL_HZ

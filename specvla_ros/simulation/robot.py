@@ -71,11 +71,7 @@ class SimulatedRobot(Protocol):
 
 
 class TableRobot:
-    """One table with one arm and one camera of `image_size` pixels squared; see SimulatedRobot for the methods.
-
-    Raises:
-        UserError: the machine cannot draw offscreen.
-    """
+    """One table with one arm and one camera of `image_size` pixels squared; see SimulatedRobot for the methods."""
 
     control_dt = 1.0 / CONTROL_HZ
     action_dt = ACTION_DT_S

@@ -95,7 +95,7 @@ class World:
             rotation=site.xmat.reshape(3, 3).copy(),
             opening=opening,
             positions={body: self.data.body(body).xpos.copy() for body in self._bodies},
-            yaws={body: _yaw(self.data.body(body).xmat) for body in self._bodies},
+            yaws={body: float(np.arctan2(*self.data.body(body).xmat[[3, 0]])) for body in self._bodies},
         )
 
     def joint_state(self) -> tuple[np.ndarray, np.ndarray]:
@@ -133,10 +133,6 @@ class World:
             self.control_step(np.array([*np.clip(away / 0.05, -0.6, 0.6), 0, 0, 0, -1.0]))
             if np.linalg.norm(away) < 0.004:
                 return
-
-
-def _yaw(matrix: np.ndarray) -> float:
-    return float(np.arctan2(matrix[3], matrix[0]))
 
 
 def upright_error(rotation: np.ndarray, yaw: float) -> np.ndarray:

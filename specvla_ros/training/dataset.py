@@ -26,6 +26,7 @@ from specvla_ros.bags.reader import Bag, open_bag
 from specvla_ros.errors import UserError
 from specvla_ros.models.openvla.prompt import normalise_instruction
 from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.training.trainer import write_json
 
 _VERSION = 1
 _MANY_BAGS = 64
@@ -65,7 +66,8 @@ def load_demonstrations(
     Raises:
         UserError: a bag lacks actions, or they are not seven finite numbers.
     """
-    fingerprint = _fingerprint(bags, size)
+    names = "\n".join(f"{bag.resolve()} {(bag / 'metadata.yaml').stat().st_mtime_ns}" for bag in bags)
+    fingerprint = hashlib.sha256(f"{_VERSION} {size}\n{names}".encode()).hexdigest()
     index = cache / "index.json"
     if not index.exists() or json.loads(index.read_text())["fingerprint"] != fingerprint:
         _fill(bags, cache, size, fingerprint, on_progress)
@@ -121,7 +123,7 @@ def _fill(
     np.save(cache / "instruction_of.npy", np.array([[index_of[text] for text in asked] for asked in texts]))
     np.save(cache / "episode_of.npy", np.array(episodes, dtype=np.int64))
     described = {"fingerprint": fingerprint, "instructions": instructions, "bags": len(bags), "steps": len(actions)}
-    (cache / "index.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    write_json(cache / "index.json", described)
 
 
 def _read(bags: Sequence[Path], size: int) -> Iterator[_Steps]:
@@ -174,17 +176,8 @@ def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:
     return {texts[name]: actions[found[name]] for name in sorted(texts)}
 
 
-def _fingerprint(bags: Sequence[Path], size: int) -> str:
-    names = "\n".join(f"{bag.resolve()} {(bag / 'metadata.yaml').stat().st_mtime_ns}" for bag in bags)
-    return hashlib.sha256(f"{_VERSION} {size}\n{names}".encode()).hexdigest()
-
-
 def action_statistics(actions: np.ndarray) -> dict[str, object]:
-    """The action statistics of OpenVLA's config.json: 1st and 99th percentile per dimension, gripper as it is.
-
-    Args:
-        actions: float64 [..., 7].
-    """
+    """The action statistics of OpenVLA's config.json, of float64 [..., 7]: 1st and 99th percentile, gripper kept."""
     low, high = np.quantile(actions.reshape(-1, actions.shape[-1]), (0.01, 0.99), axis=0)
     low[-1], high[-1] = 0.0, 1.0
     return {"action": {"q01": low.tolist(), "q99": high.tolist(), "mask": [True] * (len(low) - 1) + [False]}}

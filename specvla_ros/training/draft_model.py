@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specvla_ros.models.openvla.target import OpenVLATarget
@@ -14,7 +13,7 @@ from specvla_ros.speculation.drafters.eagle_head import EagleHead
 from specvla_ros.speculation.drafters.protocol import DraftInput
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
-from specvla_ros.training.batched_forward import rotate
+from specvla_ros.training.batched_forward import attend, mlp, queries_keys_values
 from specvla_ros.training.draft_features import Sample
 
 
@@ -53,20 +52,23 @@ def draft_features(
     seen = (row[:, None] >= row) & (row >= padding[:, None, None])
     # A row of padding sees itself: a softmax over nothing is NaN.
     seen = seen | torch.eye(rows, dtype=torch.bool, device=seen.device)
-    x = _fuse(head, following, hidden)
-    keys, values = _keys_values(head, x, cos, sin)
-    predicted = _block(head, x, keys, values, cos, sin, seen)[:, -answer:]
-    results = [predicted]
-    stored = [(keys, values)]
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+
+    def predict(following: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, visible: Tensor) -> Tensor:
+        x = head.fc(torch.cat((following, hidden), dim=-1))
+        q, k, v = queries_keys_values(head.layer, x, cos, sin)
+        keys.append(k)
+        values.append(v)
+        x = attend(head.layer, x, q, torch.cat(keys, dim=2), torch.cat(values, dim=2), visible[:, None])
+        return mlp(head.layer, x)
+
+    results = [predict(following, hidden, cos, sin, seen)[:, -answer:]]
     cos, sin, following = cos[-answer:], sin[-answer:], following[:, -answer:]
     for step in range(1, steps):
-        # Row a of the answer is fed with what row a-1 predicted in the step before.
-        x = _fuse(head, following[:, step:], results[-1][:, :-1])
-        stored.append(_keys_values(head, x, cos[step:], sin[step:]))
         visible = _visible(padding, rows, answer, step)
-        keys = torch.cat([step_keys for step_keys, _ in stored], dim=2)
-        values = torch.cat([step_values for _, step_values in stored], dim=2)
-        results.append(_block(head, x, keys, values, cos[step:], sin[step:], visible))
+        # Row a of the answer is fed with what row a-1 predicted in the step before.
+        results.append(predict(following[:, step:], results[-1][:, :-1], cos[step:], sin[step:], visible))
     return results
 
 
@@ -83,35 +85,6 @@ def _visible(padding: Tensor, rows: int, answer: int, step: int) -> Tensor:
         column = torch.arange(rows - answer + earlier, rows, device=device)
         masks.append((column == row - (step - earlier)).expand(len(padding), -1, -1))
     return torch.cat(masks, dim=2)
-
-
-def _fuse(head: EagleHead, following: Tensor, hidden: Tensor) -> Tensor:
-    return head.fc(torch.cat((following, hidden), dim=-1))
-
-
-def _keys_values(head: EagleHead, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    _, k, v = _qkv(head, x)
-    return rotate(k, cos, sin), v
-
-
-def _block(
-    head: EagleHead, x: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, visible: Tensor
-) -> Tensor:
-    layer = head.layer
-    q, _, _ = _qkv(head, x)
-    attended = F.scaled_dot_product_attention(
-        rotate(q, cos, sin), keys, values, attn_mask=visible[:, None], enable_gqa=layer.heads != layer.kv_heads
-    )
-    x = x + layer.out(attended.transpose(1, 2).flatten(2))
-    gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, dim=-1)
-    return x + layer.down(F.silu(gate) * up)
-
-
-def _qkv(head: EagleHead, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    layer = head.layer
-    qkv = layer.qkv(x).view(*x.shape[:2], -1, layer.head_dim).transpose(1, 2)
-    q, k, v = qkv.split((layer.heads, layer.kv_heads, layer.kv_heads), dim=1)
-    return q, k, v
 
 
 _MAX_SAMPLES = 256

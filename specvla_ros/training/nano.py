@@ -1,6 +1,5 @@
 """The nano policy: OpenVLA's architecture and file format, small enough to train on two CPU cores."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.weights import save_weights
+from specvla_ros.training.trainer import write_json
 
 _PAD_ROWS = 64
 _BINS = 256
@@ -46,8 +46,8 @@ def write_nano(
     tokenizer.save(str(directory / "tokenizer.json"))
     config = _config(shape, tokenizer.get_vocab_size() + _BINS + _PAD_ROWS, norm_stats)
     config["instructions"] = list(instructions)
-    _write_json(directory / "config.json", config)
-    _write_json(directory / "preprocessor_config.json", _preprocessor_config(shape))
+    write_json(directory / "config.json", config)
+    write_json(directory / "preprocessor_config.json", _preprocessor_config(shape))
     model = OpenVLA(read_config(directory))
     _initialise(model, torch.Generator().manual_seed(seed))
     save_weights(directory / "model.safetensors", model.checkpoint_tensors())
@@ -148,7 +148,3 @@ def _positions_in_two_dimensions(patches: int, dim: int) -> Tensor:
     waves = torch.cat((angles.sin(), angles.cos()), dim=1)  # [side, dim / 2]
     rows, columns = waves.repeat_interleave(side, 0), waves.repeat(side, 1)
     return torch.cat((rows, columns), dim=1)[None]
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

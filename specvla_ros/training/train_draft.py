@@ -47,11 +47,7 @@ _HELD_OUT = 20  # one shard in so many, and at least one
 
 @dataclass(frozen=True)
 class DraftTraining:
-    """How to train a draft head.
-
-    Raises:
-        UserError: a value is out of range.
-    """
+    """How to train a draft head."""
 
     epochs: int = 20  # passes over the features
     batch_size: int = 16  # samples of one step, over all processes

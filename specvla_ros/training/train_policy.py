@@ -76,11 +76,7 @@ _MUON_SCALE = "match_rms_adamw"  # so that both optimisers take one learning rat
 
 @dataclass(frozen=True)
 class PolicyTraining:
-    """How to train a policy.
-
-    Raises:
-        UserError: a value is out of range.
-    """
+    """How to train a policy."""
 
     steps: int = 10000
     batch_size: int = 32  # images of one step, over all processes

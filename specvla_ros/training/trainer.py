@@ -85,7 +85,7 @@ def begin_or_resume(
         if not path.exists():
             begin()
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write_json(path, described)
+            write_json(path, described)
         elif json.loads(path.read_text(encoding="utf-8")) != described:
             raise UserError(
                 f"{out} holds the state of another training (other data or settings, see {path}); choose another "
@@ -183,7 +183,7 @@ class Trainer(Generic[V]):
 
     def _finish(self) -> None:
         described = json.loads((self._state / "training.json").read_text(encoding="utf-8"))
-        _write_json(self._out / "training.json", self._task.write(described, self._plain_history()))
+        write_json(self._out / "training.json", self._task.write(described, self._plain_history()))
         shutil.rmtree(self._state)
 
     def _plain_history(self) -> list[dict[str, Any]]:
@@ -209,5 +209,6 @@ def check_settings(settings: Any, positive: tuple[str, ...]) -> None:
         raise UserError(f"--learning-rate must lie between 0 and 1, got {settings.learning_rate}")
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """An object as an indented file."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
