@@ -27,16 +27,13 @@ def measure_device(
     dtype: torch.dtype | None = None,
     more_rows: Sequence[int] = (),
 ) -> Device:
-    """Measures bandwidth and matrix rates.
+    """Measures bandwidth and matrix rates, medians; 8-bit rates are left out.
 
     Args:
         llama: shapes of the matrices; as many layers as it has, or as fill the buffer of the bandwidth test.
         device: cpu or cuda; empty: the first GPU, or this CPU if there is none, as the engine does.
         dtype: None: bfloat16 on a GPU, float32 on a CPU, as the engine does.
         more_rows: of the left matrix, beside `ROWS`.
-
-    Returns:
-        Medians. 8-bit rates are not measured.
     """
     cuda = device.startswith("cuda") if device else torch.cuda.is_available()
     target = torch.device(device or ("cuda" if cuda else "cpu"))

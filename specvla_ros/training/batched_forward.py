@@ -67,16 +67,13 @@ def image_embeddings(model: OpenVLA, pixels: Tensor) -> Tensor:
 def decoder_hidden(
     decoder: LlamaDecoder, embeddings: Tensor, mask: Tensor, positions: Tensor, wanted: Tensor
 ) -> Tensor:
-    """Hidden states after the final norm.
+    """Hidden states after the final norm, [batch, n, hidden].
 
     Args:
         embeddings: [batch, rows, hidden].
         mask: bool [rows, rows], True where a row (first) sees another.
         positions: int64 [rows].
         wanted: int64 [batch, n], the rows whose states are returned.
-
-    Returns:
-        [batch, n, hidden].
     """
     cos, sin = decoder.rotation(positions)
     x = embeddings

@@ -112,8 +112,7 @@ class FeatureStore:
         """
         source = iter(frames)
         done = len(self.shards) * SHARD_SAMPLES
-        for _ in islice(source, done):
-            pass
+        next(islice(source, done, done), None)
         while sum(shard.stat().st_size for shard in self.shards) < limit_bytes:
             samples: list[Sample] = []
             taken = 0

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -105,25 +106,21 @@ class DraftValidation:
 def validate_draft(policy: OpenVLATarget, head: EagleHead, samples: Iterable[Sample], *, epoch: int) -> DraftValidation:
     """Drafts the target's own answers again, token by token as strict acceptance would let it.
 
-    The target need not run: with strict acceptance only its own tokens are committed, and those are known.
-
-    Args:
-        samples: held-out answers; the first few hundred are used.
+    The target need not run: with strict acceptance only its own tokens are committed, and those are known. Of the
+    samples, held-out answers, the first few hundred are used.
     """
     settings = DraftSettings()
     head = copy.deepcopy(head).to(policy.decoder.dtype)  # as it will run
     drafter: EagleDrafter | None = None
     found: dict[int, list[int]] = {}
     done = 0
-    for sample in samples:
+    for sample in islice(samples, _MAX_SAMPLES):
         rows = len(sample.prompt) + len(sample.tokens)
         if drafter is None or drafter.committed_rows < rows:
             drafter = EagleDrafter(head, policy.decoder, settings, slots=1, slot_rows=rows)
         for dim, accepted in _replay(policy, drafter, sample):
             found.setdefault(dim, []).append(accepted)
         done += 1
-        if done == _MAX_SAMPLES:
-            break
     lengths = [length for of_dim in found.values() for length in of_dim]
     return DraftValidation(
         epoch=epoch,

@@ -120,11 +120,7 @@ def train_draft(
     training: DraftTraining,
     on_progress: Callable[[Progress[DraftValidation]], None] | None = None,
 ) -> list[DraftValidation]:
-    """Trains, and leaves a draft checkpoint in `out`; called again, it resumes after the last whole epoch.
-
-    Returns:
-        One validation per epoch.
-    """
+    """Trains, and leaves a draft checkpoint in `out`; called again, it resumes after the last whole epoch."""
     from accelerate import Accelerator
 
     held_out = max(1, len(shards) // _HELD_OUT)
@@ -230,16 +226,13 @@ class _DraftLoss(nn.Module):
 
 
 def draft_loss(predicted: Tensor, features: Tensor, probabilities: Tensor, lm_head: Tensor) -> Tensor:
-    """1.0 smooth-L1 of the features and 0.1 cross-entropy with the target's distribution (Spec-VLA section 5.1).
+    """1.0 smooth-L1 of the features and 0.1 cross-entropy with the target's distribution, means (Spec-VLA section 5.1).
 
     Args:
         predicted: [batch, rows, hidden], the head's hidden states.
         features: [batch, rows, hidden], the target's.
         probabilities: [batch, rows, vocab], the target's distribution at each row.
         lm_head: [vocab, hidden], the target's.
-
-    Returns:
-        A scalar, the mean over the rows.
     """
     logits = F.linear(predicted, lm_head.to(predicted.dtype))
     tokens = -(probabilities * logits.log_softmax(-1)).sum(-1).mean()

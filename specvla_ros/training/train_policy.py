@@ -46,9 +46,6 @@ def action_loss(logits: Tensor, answers: Tensor, tokenizer: ActionTokenizer) -> 
     Args:
         logits: [..., action_dim, vocab].
         answers: int64 [..., action_dim], action tokens.
-
-    Returns:
-        A scalar, float32.
     """
     log_probabilities = logits.float().log_softmax(-1)
     bins = log_probabilities[..., tokenizer.first_id : tokenizer.vocab_size]
@@ -115,9 +112,6 @@ def train_policy(
         data: bags, or directories of bags.
         out: the checkpoint's directory, with the training state in a folder of it until the end.
         on_reading: called with the number of bags read and of all.
-
-    Returns:
-        The validations, oldest first.
 
     Raises:
         UserError: no or unusable bags, or `out` holds the state of another training.

@@ -95,11 +95,7 @@ def begin_or_resume(
 
 
 class Trainer(Generic[V]):
-    """Trains a task to its end, from the last validation where there is one.
-
-    Args:
-        out: the checkpoint's directory; `begin_or_resume` has prepared it.
-    """
+    """Trains a task to its end, from the last validation where there is one; `begin_or_resume` has prepared `out`."""
 
     def __init__(self, accelerator: Any, task: TrainingTask[V], out: Path) -> None:
         self._accelerator = accelerator
