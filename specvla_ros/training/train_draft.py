@@ -55,7 +55,7 @@ class DraftTraining:
     # Depth in drafted tokens to which the head is trained on its own features (training-time test); 1: on the
     # target's only, as in EAGLE and Spec-VLA.
     own_steps: int = 1
-    seed: int = 0
+    seed: int = 0  # of weights, order and noise
 
     def __post_init__(self) -> None:
         check_settings(self, ("epochs", "batch_size", "own_steps"))

@@ -78,7 +78,7 @@ class PolicyTraining:
     steps: int = 10000
     batch_size: int = 32  # images of one step, over all processes
     learning_rate: float = 1.5e-3  # its peak, after a warm-up; it falls to 0 along a cosine
-    seed: int = 0
+    seed: int = 0  # of weights, order and augmentation
     validate_every: int = 500  # steps between validations, each of which also saves the state to resume from
     unnorm_key: str = "specvla_table"  # name of the action statistics
     shape: NanoShape = field(default_factory=NanoShape)
