@@ -35,7 +35,7 @@ from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.robot import ACTION_DT_S
 from specvla_ros.simulation.rollout import Clock, EpisodeResult, StageTimes, read_stage_times
 from specvla_ros.simulation.tasks import FRAME_FIRST_SEED, choose_tasks
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.settings import DraftSettings, adjusted
 from specvla_ros.speculation.tolerance import Tolerance
 
 Results = Mapping[tuple[str, int], EpisodeResult]
@@ -50,7 +50,7 @@ _WARM = 60  # frames until the pipeline is full and knows how many it should hol
 def settings() -> dict[str, EngineSettings]:
     """The modes that are compared."""
     relaxed = TOLERANCE.acceptance
-    tree = DraftSettings(nodes=16, depth=5, temporal=True)
+    tree = adjusted(DraftSettings(nodes=16, depth=5), temporal=True)
     window = replace(tree, children="window_mass")
     return {
         "ar": EngineSettings("ar"),

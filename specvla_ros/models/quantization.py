@@ -131,7 +131,7 @@ def _config(quantization: str) -> Any:
 
 @contextmanager
 def _quiet_import() -> Iterator[None]:
-    """Warnings of torchao about each of compiled extension that another GPU would need are left out; none of them is used here."""
+    """Leaves out torchao's warnings of extensions that another GPU would need; none of them is used here."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
