@@ -162,11 +162,12 @@ class LiberoRobot:
     control_dt = 1.0 / CONTROL_HZ
     action_dt = 1.0 / CONTROL_HZ
     largest_translation = 0.9375  # largest 99 % quantile in the statistics of the fine-tuned checkpoints
+    instruction = ""  # of this episode
 
     def __init__(self, image_size: int = IMAGE_SIZE) -> None:
         self._root = require_libero()
         self._image_size = image_size
-        self._task = self.instruction = ""
+        self._task = ""
         self._env: Any = None
         self._picture: np.ndarray | None = None
 
