@@ -26,8 +26,7 @@ from specvla_ros.evaluation.sweep import FrameRun, run_side_by_side
 from specvla_ros.models.target import Target
 from specvla_ros.settings.parameter import values_of
 from specvla_ros.settings.profiles import write_parameters
-from specvla_ros.simulation.device_pace import read_stage_times, tick_time
-from specvla_ros.simulation.rollout import EpisodeResult
+from specvla_ros.simulation.rollout import EpisodeResult, read_stage_times, tick_time
 from specvla_ros.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.speculation.rules.registry import bins_of
 from specvla_ros.speculation.settings import AcceptanceSettings

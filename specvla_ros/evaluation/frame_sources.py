@@ -15,8 +15,7 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.simulate import TABLE, make_robot, tasks_of
 from specvla_ros.models.target import Target
-from specvla_ros.simulation.device_pace import tick_time
-from specvla_ros.simulation.rollout import Clock, Rollout
+from specvla_ros.simulation.rollout import Clock, Rollout, tick_time
 
 SIMULATION = "sim"
 

@@ -20,10 +20,9 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.models.target import Target
-from specvla_ros.simulation.device_pace import read_stage_times, tick_time
 from specvla_ros.simulation.episode_pool import run_episodes
 from specvla_ros.simulation.robot import SimulatedRobot
-from specvla_ros.simulation.rollout import Clock, EpisodeResult, Rollout
+from specvla_ros.simulation.rollout import Clock, EpisodeResult, Rollout, read_stage_times, tick_time
 
 TABLE = "table"
 

@@ -20,8 +20,7 @@ from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, poli
 from specvla_ros.evaluation.simulate_summary import Setting, SweepRow, compare_episodes
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
-from specvla_ros.simulation.device_pace import TickTime, tick_time
-from specvla_ros.simulation.rollout import EpisodeResult
+from specvla_ros.simulation.rollout import EpisodeResult, TickTime, tick_time
 
 SWEEP_FILE = "sweep.json"
 _TIMED_FRAMES = 64
