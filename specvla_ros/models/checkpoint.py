@@ -74,7 +74,8 @@ def _loader(directory: Path) -> Callable[..., Any]:
     model_type = str(read_json(directory / "config.json").get("model_type"))
     families = TARGETS.entries()
     if model_type not in families:
-        first = {entry.make: f"'{name}'" for name, entry in reversed([*families.items()])}  # a family may have two names
+        # A family may have two names; the first is shown.
+        first = {entry.make: f"'{name}'" for name, entry in reversed([*families.items()])}
         raise UserError(
             f"{directory / 'config.json'}: model_type is {model_type!r}, only {', '.join(sorted(first.values()))} "
             "checkpoints are supported; another package can add one by an entry point"
