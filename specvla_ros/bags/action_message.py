@@ -12,7 +12,6 @@ def vla_action_fields(
     """The fields of VlaAction.msg but its header, whose stamp and frame_id are the observation's.
 
     Args:
-        action: the engine's answer.
         seq: the action's number since activation.
         action_dt: duration of the displacements, seconds.
         publish_s: from the last token to publication, seconds.
@@ -41,8 +40,6 @@ def decode_stats_fields(action: Action, *, seq: int, drop_counts: Mapping[str, i
     """The fields of DecodeStats.msg but its header, which is that of the VlaAction.
 
     Args:
-        action: the engine's answer.
-        seq: the VlaAction's number.
         drop_counts: frames dropped since activation by reason, as `DropCounter.by_name` gives them.
     """
     record = action.record

@@ -31,7 +31,6 @@ class Hindsight:
     """The expert's actions under another instruction.
 
     Args:
-        instruction: the other instruction.
         actions: one per image, float64 [7].
     """
 
@@ -46,7 +45,6 @@ class DemonstrationRecord:
     Args:
         images: RGB, uint8 [height, width, 3].
         actions: one per image, float64 [7]: metres and radians over 0.2 s, gripper 1 open.
-        instruction: the instruction that was followed.
         times_s: the images' times from 0, seconds.
         hindsight: the expert under other instructions, by the name of the other task.
     """
@@ -63,7 +61,6 @@ def write_demonstration(directory: Path, record: DemonstrationRecord) -> None:
 
     Args:
         directory: the bag's directory; must not exist.
-        record: the demonstration.
 
     Raises:
         OSError: it cannot be written; nothing is left at `directory`.

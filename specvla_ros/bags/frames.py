@@ -58,11 +58,7 @@ class ReplayTopics:
 
 
 def choose_topics(bag: Bag, choice: TopicChoice) -> ReplayTopics:
-    """Takes the topics named, and finds the others.
-
-    Raises:
-        UserError: a topic is missing, of another type, or cannot be told among several.
-    """
+    """Takes the topics named, and finds the others."""
     image = _named_image(bag, choice.image_topic) if choice.image_topic else _find_image(bag)
     if choice.instruction is not None:
         instruction = None
@@ -86,7 +82,6 @@ class BagFrame:
 
     Args:
         index: counts the images, from 0.
-        image: the image message.
         instruction: in force when the image was recorded; empty: none yet.
         epoch: 0 before the first instruction, bumped on each new one, as in the node.
         recorded: the first recorded action from this image on and before the next one.
@@ -103,12 +98,7 @@ def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -
     """The frames in bag time, each as soon as its recorded action is known.
 
     Args:
-        bag: an open bag.
-        topics: which of its topics to read.
         instruction: in place of a topic.
-
-    Raises:
-        UserError: an instruction or a recorded action is damaged.
     """
     text, epoch = instruction or "", int(bool(instruction))
     index = 0

@@ -99,9 +99,6 @@ def rgb_from_image(message: ImageLike) -> np.ndarray:
 
     Returns:
         uint8 [height, width, 3]. For rgb8 a view of `message.data`: keep the message alive and do not write to it.
-
-    Raises:
-        UserError: size 0, unknown encoding, a step that is too small, or data that is not step * height bytes.
     """
     layout, rows = _checked(message)
     if layout.word_bytes == 2:
@@ -234,11 +231,7 @@ def _demosaiced(mosaic: np.ndarray, encoding: str) -> np.ndarray:
 
 
 def rgb_from_compressed(message: CompressedImageLike) -> np.ndarray:
-    """The pixels of a sensor_msgs/CompressedImage (JPEG, PNG) as RGB uint8 [height, width, 3].
-
-    Raises:
-        UserError: a compressed depth image, or bytes that cannot be decoded in full.
-    """
+    """The pixels of a sensor_msgs/CompressedImage (JPEG, PNG) as RGB uint8 [height, width, 3]."""
     if "compresseddepth" in message.format.lower():
         raise UserError(
             f"the compressed image has format '{message.format}', which is a depth image; "
@@ -258,11 +251,7 @@ def rgb_from_compressed(message: CompressedImageLike) -> np.ndarray:
 
 
 def stamp_ns(header: Any) -> int:
-    """The stamp of a std_msgs/Header in nanoseconds, greater than 0.
-
-    Raises:
-        UserError: stamp 0, negative seconds, nanoseconds outside 0..999999999, or values that are no whole numbers.
-    """
+    """The stamp of a std_msgs/Header in nanoseconds, greater than 0."""
     try:
         seconds, nanoseconds = operator.index(header.stamp.sec), operator.index(header.stamp.nanosec)
     except TypeError as error:

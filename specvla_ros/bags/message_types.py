@@ -35,11 +35,7 @@ class MessageTypes:
             self._learned[msgtype] = definition
 
     def deserialise(self, raw: bytes, msgtype: str) -> Any:
-        """A message from its CDR bytes.
-
-        Raises:
-            UserError: the type is unknown, its definition cannot be parsed, or the bytes do not fit it.
-        """
+        """A message from its CDR bytes."""
         if msgtype not in self._store.fielddefs:
             self._parse(msgtype)
         try:
@@ -53,8 +49,6 @@ class MessageTypes:
         """The CDR bytes of a message that begins with a header.
 
         Args:
-            msgtype: for example specvla_ros/msg/VlaAction.
-            fields: every field but the header.
             stamp_ns: the header's stamp, nanoseconds.
             frame_id: the header's frame.
         """

@@ -42,7 +42,6 @@ class Topic:
         name: with its leading slash.
         msgtype: for example sensor_msgs/msg/Image.
         count: of its readable messages.
-        qos: what its publishers offered.
     """
 
     name: str
@@ -56,8 +55,6 @@ class BagMessage:
     """One message.
 
     Args:
-        topic: its topic's name.
-        msgtype: its type.
         time_ns: when it was recorded, nanoseconds.
         raw: CDR bytes, encapsulation header included.
     """
@@ -69,11 +66,7 @@ class BagMessage:
     _types: MessageTypes = field(repr=False, compare=False)
 
     def message(self) -> Any:
-        """The message itself: attributes named as its fields.
-
-        Raises:
-            UserError: its type is unknown, or its bytes do not fit the type.
-        """
+        """The message itself: attributes named as its fields."""
         try:
             return self._types.deserialise(self.raw, self.msgtype)
         except UserError as error:
@@ -84,8 +77,6 @@ class Bag:
     """An open bag; also a context manager.
 
     Attributes:
-        path: the path that was opened.
-        files: the data files.
         topics: the topics with messages, by name.
         start_ns: bag time of the first message.
         end_ns: bag time of the last message.
@@ -116,11 +107,6 @@ class Bag:
         return "; ".join(storage.damage for storage in self._storages if storage.damage)
 
     def topic(self, name: str) -> Topic:
-        """A topic by name.
-
-        Raises:
-            UserError: the bag does not hold it, with what it holds.
-        """
         for topic in self.topics:
             if topic.name == name:
                 return topic
@@ -132,9 +118,6 @@ class Bag:
 
         Args:
             topics: whose; none: all.
-
-        Raises:
-            UserError: a topic is not in the bag, or is not serialised as CDR.
         """
         wanted = frozenset(self.topic(name).name for name in topics) or frozenset(topic.name for topic in self.topics)
         for storage in self._storages:
@@ -150,7 +133,6 @@ class Bag:
             yield BagMessage(connection.topic, connection.msgtype, time_ns, bytes(raw), self._types)
 
     def close(self) -> None:
-        """Closes its files."""
         for storage in self._storages:
             storage.close()
         self._scratch.cleanup()
@@ -169,9 +151,6 @@ def open_bag(path: str | Path) -> Bag:
 
     metadata.yaml only says which files belong to the bag, so that one that is missing or wrong, as a killed recorder
     leaves it, does no harm.
-
-    Raises:
-        UserError: nothing there, no bag, no message that can be read, or a database that is cut off.
     """
     path = Path(path).expanduser()
     if not path.exists():

@@ -47,9 +47,6 @@ class BagRecorder:
     Args:
         directory: the bag's directory, made here; it must not exist.
         metadata: the bag's origin; stored in the file.
-
-    Raises:
-        UserError: the directory exists or cannot be written.
     """
 
     def __init__(self, directory: Path, metadata: Mapping[str, str]) -> None:
@@ -88,8 +85,6 @@ class BagRecorder:
         """Writes an action and how it was decoded; the header's stamp is the image's.
 
         Args:
-            action: the engine's answer.
-            seq: the action's number, from 0.
             time_ns: bag time, never before that of the action before.
             action_dt: duration of the displacements, seconds.
             publish_s: from the last token to publication, seconds.

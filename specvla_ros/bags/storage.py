@@ -43,9 +43,6 @@ class RecoveredMcap:
     A block is a chunk, or a message by itself. Of a cut-off chunk the messages that are there are read.
 
     Attributes: those of `Storage`.
-
-    Raises:
-        UserError: the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +80,6 @@ class RecoveredMcap:
                     heapq.heappush(read, (record.log_time, next(order), record.channel_id, record.data))
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
     def _scan(self) -> None:
@@ -131,7 +127,6 @@ class RecoveredMcap:
         """The schemas, channels and messages of the record at an offset.
 
         Args:
-            offset: of the record's head in the file.
             message_bytes: how much of a message outside a chunk is read; None: all.
         """
         opcode, length = _HEAD.unpack(self._read(offset, _HEAD.size))
@@ -238,7 +233,6 @@ class IndexedStorage:
         return bool(getattr(self._reader.storage, "chunks", True))
 
     def messages(self, topics: frozenset[str]) -> Iterator[StoredMessage]:
-        """The messages of some topics, in time order, up to the first damage."""
         wanted = [connection for connection in self.connections if connection.topic in topics]
         if not wanted:
             return
@@ -254,7 +248,6 @@ class IndexedStorage:
             yield message
 
     def close(self) -> None:
-        """Closes the file."""
         self._reader.close()
 
 
@@ -262,11 +255,7 @@ def open_storage(path: Path, scratch: TemporaryDirectory[str]) -> Storage:
     """Opens a data file by what it holds.
 
     Args:
-        path: an .mcap or .db3 file.
         scratch: where a copy may go of a database that its recorder left open.
-
-    Raises:
-        UserError: the file is neither, or too damaged to begin with.
     """
     try:
         with path.open("rb") as file:

@@ -32,24 +32,14 @@ Workers = Annotated[int, typer.Option(help="Worker processes; 0: this one alone.
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """Which policy runs, and how.
-
-    Args:
-        checkpoint: directory.
-        model: how it is loaded.
-        engine: how it decodes.
-    """
+    """Which policy runs, and how."""
 
     checkpoint: Path
     model: ModelSettings
     engine: EngineSettings
 
     def load(self) -> "Target":
-        """Loads the checkpoint, and leaves a core to other processes.
-
-        Raises:
-            UserError: the checkpoint or an option does not fit.
-        """
+        """Loads the checkpoint, and leaves a core to other processes."""
         from specvla_ros.models.checkpoint import leave_a_core, load_target
 
         leave_a_core()

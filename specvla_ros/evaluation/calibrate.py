@@ -66,7 +66,6 @@ class CalibratePlan:
     Args:
         tolerances: the tolerances to try beside strict acceptance.
         nodes: the sizes of the draft tree to try.
-        limits: the limits that the chosen setting keeps.
         episodes: the episodes in simulation that success is judged by; None: deviation alone decides.
         emulate: the device whose stage times are taken in place of those measured; empty: none.
     """
@@ -88,13 +87,8 @@ def collect_frames(
 
     Args:
         policy: the target; drives the simulation where no bags are given.
-        base: the simulation.
         data: bags, directories of bags, or `sim`; None: `sim`.
-        plan: the tasks.
         frames: the maximum number of frames.
-
-    Raises:
-        UserError: bags that cannot be read, or `sim` beside bags.
     """
     if not data or list(data) == [SIMULATION]:
         tasks = plan.episodes.tasks if plan.episodes else ()
@@ -124,15 +118,9 @@ def calibrate(
     Called again with the same `out` it simulates only the episodes that are missing.
 
     Args:
-        policy: the target.
         base: the simulation, with the engine's settings that are not tried.
         frames: images with instructions, of one episode after the other.
-        plan: the settings to try.
         out: the directory for calibration.json, profile.yaml and report.html.
-        on_progress: called as the work proceeds.
-
-    Raises:
-        UserError: something given is wrong, or no tolerance fits the checkpoint.
     """
     directory = RunDirectory(out, "calibrate")
     directory.check()

@@ -40,9 +40,6 @@ def deviation(plain: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Devia
     Args:
         plain: actions, float64 [7]: metres, radians, gripper in [0, 1]; NaN where there was none.
         other: those of the other setting.
-
-    Raises:
-        UserError: actions that are not x y z roll pitch yaw gripper.
     """
     first, second = np.array(plain), np.array(other)
     if first.shape[1] != _ACTION_DIM:
@@ -76,9 +73,6 @@ class Limits:
         p95_mm: deviation of the displacement, 95th percentile [mm].
         p95_deg: deviation of the rotation, 95th percentile [degrees].
         gripper_share: share of actions with another gripper command.
-
-    Raises:
-        UserError: one is negative.
     """
 
     loss_points: float = 2.0
@@ -97,9 +91,7 @@ class Trial:
     """One setting to try.
 
     Args:
-        name: in tables; its folder's name derives from it.
         tolerance: of the acceptance; None: exact.
-        engine: the setting.
     """
 
     name: str
@@ -112,7 +104,6 @@ class Candidate:
     """One setting with what was measured.
 
     Args:
-        trial: the setting.
         action_s: mean seconds per action, see FrameRun.
         speed_up: of plain decoding on the same frames, over this.
         tau: tokens committed per verification forward.
@@ -162,7 +153,6 @@ class Candidate:
         return str(self.pairs or "")
 
     def as_json(self) -> dict[str, Any]:
-        """For calibration.json."""
         return {
             "name": self.trial.name,
             "tolerance": str(self.trial.tolerance or "") or None,
@@ -183,10 +173,7 @@ class Calibration:
 
     Args:
         candidates: everything that was tried; the first is plain decoding.
-        chosen: one of them.
-        limits: that it keeps.
         refused: tolerances that do not fit the checkpoint, with the reason.
-        context: what it was made with and on.
     """
 
     candidates: tuple[Candidate, ...]
@@ -207,7 +194,6 @@ class Calibration:
         return (self.candidates[0], *best.values())
 
     def as_json(self) -> dict[str, Any]:
-        """For calibration.json."""
         return {
             "chosen": self.chosen.as_json(),
             "limits": asdict(self.limits),

@@ -50,12 +50,8 @@ class ReplayRun:
     Args:
         engine: warm, and used by nobody else meanwhile.
         directory: of the results; begun.
-        frames_in_bag: images that the bag holds.
         start_ns: bag time that counts as 0 s.
         action_dt: seconds over which an action's displacements are meant.
-
-    Raises:
-        UserError: the directory cannot be written, or what it holds is damaged.
     """
 
     def __init__(
@@ -223,17 +219,11 @@ def replay(
     the same settings it decodes the frames that are missing.
 
     Args:
-        policy: the target.
         settings: how to decode; `max_image_age_s` must be 0, as a recorded image has no age.
         bag_path: the bag's directory or file.
         out_dir: directory of the results; made if missing, refused if it holds a whole replay or other results.
         topics: which of the bag's to read.
         action_dt: seconds over which an action's displacements are meant.
-        thresholds: limits that the replay must keep.
-        progress: show a progress bar on stderr.
-
-    Raises:
-        UserError: the bag, a topic, the instruction or the output directory cannot be used.
     """
     directory = _open_output(out_dir)
     with open_bag(bag_path) as bag:
@@ -263,11 +253,7 @@ def replay(
 
 
 def check_replay(bag_path: str | Path, out_dir: str | Path, topics: TopicChoice = _DEFAULT_TOPICS) -> None:
-    """Checks what can be checked before a policy is loaded, which may take minutes.
-
-    Raises:
-        UserError: as `replay` does for the bag, a topic or the output directory.
-    """
+    """Checks what can be checked before a policy is loaded, which may take minutes."""
     _open_output(out_dir)
     with open_bag(bag_path) as bag:
         choose_topics(bag, topics)
@@ -306,7 +292,6 @@ def _open_output(out_dir: str | Path) -> RunDirectory:
 def _context(
     bag: Bag, topics: ReplayTopics, engine: Engine, *, instruction: str | None, action_dt: float
 ) -> dict[str, Any]:
-    """What summary.json says of what was replayed, with what, on what."""
     return {
         "bag": {
             "path": str(bag.path),

@@ -24,9 +24,6 @@ class Thresholds:
         max_bin_distance: mean over frames and dimensions of the distance to the recorded action, in bins: a dimension
             has 255 of them, so that metres, radians and gripper weigh the same.
         min_action_rate_hz: actions per second of decoding.
-
-    Raises:
-        UserError: a limit is negative, not finite, or a fraction above 1.
     """
 
     max_p95_latency_s: float | None = None
@@ -52,16 +49,11 @@ class FrameRecord:
         time_ns: bag time of the image.
         stamp_ns: the image's stamp; None: it has none that is valid.
         seq: the action's number; None: no action.
-        epoch: of the instruction.
         instruction: in force when the image was recorded.
         total_s: seconds from the image's bytes in this process to the outcome.
         recorded: the recorded action, None for a value that is not finite; None: there is none.
         drop: reason and detail; None: not dropped.
         publish_s: seconds from the last token to the record.
-        tokens: the action's tokens.
-        values: the action, un-normalised.
-        timings: seconds in each stage.
-        decode: how it was decoded.
         error: decoded minus recorded action, in the action's units; None: no recorded action to compare with.
         bin_distance: between the decoded tokens and those of the recorded action, in bins; None as for `error`.
     """
@@ -111,8 +103,6 @@ def compare(codec: Codec, action: Action, recorded: tuple[float, ...] | None) ->
     """An action beside the recorded one: error and bin_distance of its FrameRecord; empty when it cannot be compared.
 
     Args:
-        codec: of the policy whose action it is.
-        action: the decoded action.
         recorded: the recorded one; None: missing. It is not compared when not finite or of another length.
     """
     if recorded is None or len(recorded) != len(codec.names) or not all(map(math.isfinite, recorded)):
@@ -136,10 +126,8 @@ class ReplayColumns:
     """The numbers of every frame, column by column, as summary and report need them.
 
     Attributes:
-        names: of the action's dimensions.
         start_ns: bag time that counts as 0 s.
         total_s: seconds spent on each frame, dropped ones included.
-        drops: frames dropped by reason.
         examples: the first detail of each reason.
         dropped: frame index and reason of each dropped frame.
         frame: index of each action's frame. The columns below have one row per action, too.
@@ -164,7 +152,6 @@ class ReplayColumns:
     bins: list[Sequence[float]] = field(default_factory=list)
 
     def add(self, record: FrameRecord) -> None:
-        """Adds one frame."""
         self.total_s.append(record.total_s)
         if record.drop is not None:
             reason = DropReason(record.drop["reason"])
@@ -183,7 +170,6 @@ class ReplayColumns:
 
     @property
     def frames(self) -> int:
-        """Frames added."""
         return len(self.total_s)
 
     @property
@@ -200,7 +186,6 @@ class ReplaySummary:
     Args:
         frames: images replayed.
         actions: of them answered.
-        frames_in_bag: images that the bag holds.
         drops: frames without an action, by reason.
         drop_examples: the details of the first of each reason.
         latency_s: per stage and in total: p50, p95, p99, mean and max, of the frames with an action.
@@ -208,9 +193,7 @@ class ReplaySummary:
         compared: actions that had a recorded action beside them.
         mean_abs_error: per dimension, in the action's units; empty without recorded actions.
         mean_bin_distance: per dimension; empty without recorded actions.
-        thresholds: the limits asked for.
         incomplete: why not the whole bag was replayed; empty: it was.
-        context: what was replayed, with what, on what.
     """
 
     frames: int
@@ -242,7 +225,6 @@ class ReplaySummary:
         return (*failures, *_exceeded(self))
 
     def as_json(self) -> dict[str, Any]:
-        """As a JSON object."""
         own = {name: value for name, value in vars(self).items() if name not in ("thresholds", "context")}
         own["failures"] = self.failures
         intervals = {"latency_interval": LATENCY_INTERVAL, "action_rate_interval": RATE_INTERVAL}
@@ -257,15 +239,7 @@ def summarise(
     incomplete: str,
     context: Mapping[str, Any],
 ) -> ReplaySummary:
-    """The summary of the frames.
-
-    Args:
-        columns: their numbers.
-        frames_in_bag: images that the bag holds.
-        thresholds: limits to check.
-        incomplete: why the replay ended early; empty: it did not.
-        context: what was replayed, with what, on what.
-    """
+    """The summary of the frames."""
     compared = columns.compared
     errors = bins = np.empty((0, len(columns.names)))
     if compared.any():

@@ -37,9 +37,7 @@ class SimulateSettings:
         world: `table`, or the name of a LIBERO suite.
         clock: how the world's time passes during a decision.
         emulate: the device whose stage times are taken in place of those measured; empty: none.
-        engine: the engine's settings.
         time_limit: the time after which an episode has failed, as a multiple of what its task allows.
-        model: how the checkpoint is loaded.
     """
 
     policy: Path
@@ -51,7 +49,6 @@ class SimulateSettings:
     model: ModelSettings = field(default_factory=ModelSettings)
 
     def as_json(self) -> dict[str, Any]:
-        """As the results have them."""
         return asdict(self) | {"policy": str(self.policy.resolve()), "clock": self.clock.value}
 
 
@@ -60,8 +57,6 @@ class EpisodeJob:
     """One episode to run.
 
     Args:
-        settings: those of all episodes.
-        task: its name.
         seed: of the start.
         film: the MP4 file to write; None: none.
     """
@@ -73,11 +68,7 @@ class EpisodeJob:
 
 
 def run_job(job: EpisodeJob) -> EpisodeResult:
-    """Runs one episode; engine and robot are kept for the next one in this process.
-
-    Raises:
-        UserError: the policy, the world or an argument does not fit.
-    """
+    """Runs one episode; engine and robot are kept for the next one in this process."""
     settings = job.settings
     engine, robot = _engine_and_robot(settings, os.getpid())
     pace = tick_time(read_stage_times(settings.emulate) if settings.emulate else None)
@@ -105,21 +96,13 @@ def _engine_and_robot(settings: SimulateSettings, process: int) -> tuple[Engine,
 
 
 def policy_of(settings: SimulateSettings) -> Target:
-    """Loads the policy; without a key it takes the action statistics that have the name of the LIBERO suite.
-
-    Raises:
-        UserError: the checkpoint or an option does not fit.
-    """
+    """Loads the policy; without a key it takes the action statistics that have the name of the LIBERO suite."""
     key = settings.model.unnorm_key or ("" if settings.world == TABLE else settings.world)
     return load_target(settings.policy, **vars(settings.model) | {"unnorm_key": key})
 
 
 def make_robot(world: str) -> SimulatedRobot:
-    """The robot of a world.
-
-    Raises:
-        UserError: no such world, or it cannot be drawn or is not installed here.
-    """
+    """The robot of a world."""
     if world == TABLE:
         from specvla_ros.simulation.robot import TableRobot
 
@@ -130,11 +113,7 @@ def make_robot(world: str) -> SimulatedRobot:
 
 
 def _check_actions(policy: Target, robot: SimulatedRobot) -> None:
-    """Refuses a policy whose actions the robot cannot have been trained with.
-
-    Raises:
-        UserError: not seven values, a range far beyond the robot's, or far below it.
-    """
+    """Refuses a policy whose actions the robot cannot have been trained with."""
     low, high = policy.codec.action_range
     if len(low) != 7:
         raise UserError(f"the policy's actions ('{policy.unnorm_key}') have {len(low)} values, the robot takes 7")
@@ -184,13 +163,8 @@ def simulate(
     Called again with the same settings it runs what is missing: each episode is written when it ends.
 
     Args:
-        settings: the simulation.
-        plan: its episodes.
         out: directory of the results.
         on_episode: called with each new episode, the number of finished episodes and that of all.
-
-    Raises:
-        UserError: something given is wrong, or the disk is full; finished episodes are kept.
     """
     read_config(settings.policy)
     if settings.emulate:
@@ -224,11 +198,7 @@ def simulate(
 
 
 def read_episodes(out: Path) -> dict[tuple[str, int], EpisodeResult]:
-    """The finished episodes of a results directory, by task and seed.
-
-    Raises:
-        UserError: a damaged line; one that is cut off at the end is left out.
-    """
+    """The finished episodes of a results directory, by task and seed."""
     return {(each.task, each.seed): each for each in read_lines(out / EPISODES_FILE, _episode)}
 
 
@@ -237,11 +207,7 @@ def _episode(raw: dict[str, Any]) -> EpisodeResult:
 
 
 def tasks_of(world: str, names: Sequence[str]) -> list[str]:
-    """The tasks of a world: those named, or all.
-
-    Raises:
-        UserError: a task that the world has not, or LIBERO is not installed.
-    """
+    """The tasks of a world: those named, or all."""
     if world == TABLE:
         from specvla_ros.simulation.tasks import choose_tasks
 

@@ -18,8 +18,6 @@ class TaskSummary:
     """The episodes of one task.
 
     Args:
-        instruction: of the task.
-        success: share of episodes that were done in time.
         listened: share in which the thing moved farthest is the one that the task names; None: unknown in this world.
         acted_on: episodes by the thing moved farthest.
         steps_to_success: median number of actions; None without a success.
@@ -43,14 +41,9 @@ class SimulateSummary:
     """All episodes.
 
     Args:
-        tasks: by name.
-        success: over all of them.
         listened: over the tasks for which it is known.
         latency_s: observation-to-action latency: p50, p95, p99, mean, max; empty without an action.
         action_rate_hz: actions per second of world time.
-        drops: observations without an action, by reason.
-        decode: how the actions were decoded.
-        context: what it was made with and on.
     """
 
     tasks: dict[str, TaskSummary]
@@ -63,7 +56,6 @@ class SimulateSummary:
     context: Mapping[str, Any]
 
     def as_json(self) -> dict[str, Any]:
-        """With rates and their intervals."""
         tasks = {}
         for name, task in self.tasks.items():
             listened = task.listened.as_json() if task.listened else None
@@ -149,8 +141,6 @@ class SweepRow:
     """The results of one setting of a sweep.
 
     Args:
-        setting: the setting.
-        summary: of its episodes.
         against_first: its episodes paired with those of the sweep's first setting.
         action_s: mean seconds per action on the frames that all settings share.
         speed_up: the first setting's `action_s` over this one's.

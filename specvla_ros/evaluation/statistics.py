@@ -22,7 +22,6 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
     """95 % confidence interval of a success rate (Wilson 1927): honest at 0, at 1 and for few episodes.
 
     Args:
-        successes: 0 to n.
         n: episodes; 0 gives (0, 1).
     """
     if n == 0:
@@ -72,16 +71,13 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """The share; 0 of none."""
         return self.successes / self.n if self.n else 0.0
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Its lower and upper bound."""
         return wilson_interval(self.successes, self.n)
 
     def as_json(self) -> dict[str, Any]:
-        """With rate and interval."""
         low, high = self.interval
         return {"successes": self.successes, "episodes": self.n, "rate": self.value, "low": low, "high": high}
 
@@ -126,7 +122,6 @@ class PairedComparison:
         return 100 * middle, 100 * low, 100 * high
 
     def as_json(self) -> dict[str, Any]:
-        """With rates and intervals."""
         return asdict(self) | {"first": self.first.as_json(), "second": self.second.as_json()}
 
     def __str__(self) -> str:

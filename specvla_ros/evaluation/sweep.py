@@ -42,7 +42,6 @@ class FrameRun:
     tally: DecodeTally = field(default_factory=DecodeTally)
 
     def keep(self, outcome: Outcome, action_dim: int) -> None:
-        """Adds the outcome of one frame."""
         if isinstance(outcome, Action):
             self.values.append(outcome.values)
             self.tally.add(outcome.record)
@@ -70,15 +69,10 @@ def run_side_by_side(
     Frames are decoded in order, so that a drafter that looks back sees what it would on the robot.
 
     Args:
-        policy: the target of all engines.
-        settings: the engines' settings by name.
         frames: images with instructions, of one episode after the other.
         rounds: timed passes over the frames, after a warm-up.
         pace: from a tick's work and its measured seconds to the seconds that count; by default those measured.
         on_frame: called when all settings have answered one more frame.
-
-    Raises:
-        UserError: there are no frames.
     """
     if not frames:
         raise UserError("there are no frames to try the settings on")
@@ -140,12 +134,8 @@ def sweep(
     Args:
         base: the simulation, whose engine's settings are replaced.
         settings: the settings; the others are compared with the first.
-        plan: the episodes.
         out: directory of the results.
         on_episode: called with the setting's name, an episode, the number of finished episodes and that of all.
-
-    Raises:
-        UserError: something given is wrong, or the disk is full; finished episodes are kept.
     """
     directory = RunDirectory(out, "sweep")
     directory.check()

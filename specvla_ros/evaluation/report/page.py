@@ -35,12 +35,8 @@ def write_page(path: Path, title: str, parts: Sequence[str]) -> None:
     """Writes a page.
 
     Args:
-        path: the HTML file.
         title: plain text; also the page's heading.
         parts: HTML, one after the other.
-
-    Raises:
-        OSError: it cannot be written.
     """
     head = (
         "<meta charset=utf-8><meta name=viewport content='width=device-width, initial-scale=1'>"
@@ -72,7 +68,6 @@ def plot(drawn: go.Figure, height: int, *, name: str | None = None, **layout: An
     """A plot that can be zoomed.
 
     Args:
-        drawn: the plot.
         height: pixels.
         name: id of its element, for scripts.
         layout: what differs from the common layout.

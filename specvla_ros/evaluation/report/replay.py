@@ -87,7 +87,6 @@ class Pictures:
     """Small camera pictures of a replay with what was asked and answered, evenly spaced over the bag.
 
     Args:
-        frames: images in the bag.
         start_ns: bag time that counts as 0 s.
     """
 
@@ -99,7 +98,6 @@ class Pictures:
         """Keeps the frame if it is one of those that are shown.
 
         Args:
-            record: the frame's.
             image: RGB uint8 [height, width, 3]; None: it cannot be read.
         """
         if record.frame % max(1, -(-self.frames // _MAX_PICTURES)):
@@ -125,14 +123,7 @@ def _jpeg(image: np.ndarray) -> str:
 
 
 def write_replay_report(path: Path, summary: ReplaySummary, columns: ReplayColumns, pictures: Pictures) -> None:
-    """Writes the page.
-
-    Args:
-        path: the HTML file.
-        summary: of the replay.
-        columns: the numbers of its frames.
-        pictures: what the camera saw.
-    """
+    """Writes the page."""
     parts = [
         f"<p class=note>{escape(summary.context['policy']['checkpoint'])}, {escape(summary.context['date'])}</p>",
         _verdict(summary),

@@ -24,7 +24,6 @@ class Film:
     """Writes an MP4 file (H.264) that browsers play; also a context manager. The file is complete once closed.
 
     Args:
-        path: the MP4 file.
         rate_hz: pictures per second.
         scale: whole factor by which pictures are enlarged, so that small ones can be seen.
     """
@@ -51,7 +50,6 @@ class Film:
             self._container.mux(packet)
 
     def close(self) -> None:
-        """Writes the end of the file."""
         if self._stream is not None:
             for packet in self._stream.encode():
                 self._container.mux(packet)
@@ -70,8 +68,6 @@ def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[
     """Writes the page.
 
     Args:
-        path: the HTML file.
-        summary: of the episodes.
         films: MP4 files that exist; small ones are put into the page, others are linked.
     """
     settings = summary.context["settings"]
