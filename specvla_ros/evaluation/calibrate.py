@@ -8,7 +8,7 @@ from typing import Any
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.calibration import Calibration, Candidate, Limits, Trial, deviation
+from specvla_ros.evaluation.calibration import Calibration, Candidate, Limits, Trial, best_by_tolerance, deviation
 from specvla_ros.evaluation.frame_sources import (
     SIMULATION,
     Frame,
@@ -61,20 +61,14 @@ def write_profile(path: Path, calibration: Calibration) -> None:
 
 @dataclass(frozen=True)
 class CalibratePlan:
-    """The settings to try, and what decides between them.
+    """The settings to try, and what decides between them."""
 
-    Args:
-        tolerances: the tolerances to try beside strict acceptance.
-        nodes: the sizes of the draft tree to try.
-        episodes: the episodes in simulation that success is judged by; None: deviation alone decides.
-        emulate: the device whose stage times are taken in place of those measured; empty: none.
-    """
-
-    tolerances: tuple[Tolerance, ...]
-    nodes: tuple[int, ...]
+    tolerances: tuple[Tolerance, ...]  # to try beside strict acceptance
+    nodes: tuple[int, ...]  # sizes of the draft tree to try
     limits: Limits = field(default_factory=Limits)
+    # the episodes in simulation that success is judged by; None: deviation alone decides
     episodes: SimulatePlan | None = None
-    emulate: str = ""
+    emulate: str = ""  # the device whose stage times are taken in place of those measured; empty: none
 
 
 OnProgress = Callable[[str, int, int], None]  # the stage, how much of it is done, and how much there is
@@ -83,13 +77,7 @@ OnProgress = Callable[[str, int, int], None]  # the stage, how much of it is don
 def collect_frames(
     policy: Target, base: SimulateSettings, data: Sequence[str] | None, plan: CalibratePlan, frames: int
 ) -> list[Frame]:
-    """The frames to try the settings on.
-
-    Args:
-        policy: the target; drives the simulation where no bags are given.
-        data: bags, directories of bags, or `sim`; None: `sim`.
-        frames: the maximum number of frames.
-    """
+    """At most `frames` frames: of bags and directories of bags, or for `sim` and None of what the policy simulates."""
     if not data or list(data) == [SIMULATION]:
         tasks = plan.episodes.tasks if plan.episodes else ()
         source = simulation_source(policy, FRAME_FIRST_SEED, world=base.world, tasks=tasks, engine=base.engine)
@@ -132,7 +120,9 @@ def calibrate(
     exact = [candidate for candidate in candidates if candidate.trial.tolerance is None]
     chosen = fastest_exact = max(exact, key=lambda candidate: candidate.speed_up)
     results = {candidate.trial.name: candidate.judged(plan.limits, fastest_exact) for candidate in candidates}
-    for candidate in _by_tolerance(list(results.values())):
+    best = best_by_tolerance(results.values())
+    for tolerance in sorted(filter(None, best), reverse=True):
+        candidate = best[tolerance]
         if not candidate.refusals and plan.episodes is not None:
             candidate = _try_in_simulation(candidate, plain, base, plan, directory.path, on_progress)
             results[candidate.trial.name] = candidate
@@ -224,17 +214,6 @@ def _measured(trial: Trial, run: FrameRun, plain: FrameRun) -> Candidate:
         forwards_per_action=run.tally.forwards_per_action,
         deviation=deviation(plain.values, run.values),
     )
-
-
-def _by_tolerance(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of each tolerance, the largest first, the fastest tree that keeps the limits; where none does, the fastest."""
-    best: dict[Tolerance, Candidate] = {}
-    for candidate in candidates:
-        tolerance = candidate.trial.tolerance
-        if tolerance is not None:
-            rivals = best.get(tolerance, candidate), candidate
-            best[tolerance] = max(rivals, key=lambda each: (not each.refusals, each.speed_up))
-    return [best[tolerance] for tolerance in sorted(best, reverse=True)]
 
 
 def _try_in_simulation(

@@ -80,11 +80,7 @@ def simulation_source(
 
 
 def require_frames(source: Iterator[Frame]) -> Iterator[Frame]:
-    """The same frames.
-
-    Raises:
-        UserError: there is not one.
-    """
+    """The same frames; a source without one is refused."""
     first = next(source, None)
     if first is None:
         raise UserError("the data hold no image with an instruction: nothing to ask the target about")

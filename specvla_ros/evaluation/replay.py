@@ -95,12 +95,9 @@ class ReplayRun:
         """Writes the summary, the report and the end of the bag."""
         self._lines.close()
         self._recorder.close()
+        in_bag = self._pictures.frames
         summary = summarise(
-            self._columns,
-            frames_in_bag=self._pictures.frames,
-            thresholds=thresholds,
-            incomplete=incomplete,
-            context=context,
+            self._columns, frames_in_bag=in_bag, thresholds=thresholds, incomplete=incomplete, context=context
         )
         self._directory.write_json(SUMMARY_FILE, summary.as_json())
         write_replay_report(self._directory.path / REPORT_FILE, summary, self._columns, self._pictures)
@@ -236,7 +233,9 @@ def replay(
             engine.check_instruction(instruction)
         engine.warm_up()
         context = _context(bag, chosen, engine, instruction=instruction, action_dt=action_dt)
-        directory.begin(_deciding(context) | checkpoint_hashes(policy.directory, settings))
+        content = {name: value for name, value in context["bag"].items() if name != "path"}  # it may have been moved
+        deciding = {"bag": content, "settings": context["settings"], "policy": context["policy"]}
+        directory.begin(deciding | checkpoint_hashes(policy.directory, settings))
         ending: dict[str, Any] = dict(thresholds=thresholds or Thresholds(), context=context)
         run = ReplayRun(engine, directory, frames_in_bag=chosen.image.count, start_ns=bag.start_ns, action_dt=action_dt)
         try:
@@ -305,9 +304,3 @@ def _context(
         "policy": engine.target.describe(),
         **head(),
     }
-
-
-def _deciding(context: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the context decides the results: a bag may have been moved since."""
-    bag = {name: value for name, value in context["bag"].items() if name != "path"}
-    return {"bag": bag, "settings": context["settings"], "policy": context["policy"]}

@@ -20,9 +20,6 @@ class RunDirectory:
 
     settings.json holds the command and the settings that decide its results. The same command with the same settings
     resumes; anything else is refused. Files that no command writes are left alone.
-
-    Args:
-        path: the directory, made by `begin`.
     """
 
     def __init__(self, path: str | Path, command: str) -> None:
@@ -45,13 +42,9 @@ class RunDirectory:
             raise UserError(f"{self.path} holds results of {owner}; give another directory with --out, or remove it")
 
     def begin(self, settings: Mapping[str, Any] | None = None) -> bool:
-        """Makes the directory, or takes up the run that it holds.
+        """Makes the directory, or takes up the run that it holds; returns whether an earlier run is resumed.
 
-        Args:
-            settings: what decides the results, as JSON; None: any earlier results of the command are replaced.
-
-        Returns:
-            Whether an earlier run with the same settings is resumed.
+        Without settings, which decide the results, any earlier results of the command are replaced.
         """
         self.check()
         described = json.loads(json.dumps({"command": self._command, **(settings or {})}))
@@ -147,10 +140,8 @@ def write_line(lines: TextIO, value: Any) -> None:
 def read_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
     """The values of a JSON Lines file; none: it does not exist.
 
-    A last line that is cut off, as a killed process leaves it, is left out.
-
-    Args:
-        parse: from a line's JSON to its value; raises KeyError, TypeError or ValueError where it is damaged.
+    A last line that is cut off, as a killed process leaves it, is left out. `parse` raises KeyError, TypeError or
+    ValueError where a line's JSON is damaged.
     """
     if not path.exists():
         return []

@@ -19,11 +19,7 @@ def percentiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """95 % confidence interval of a success rate (Wilson 1927): honest at 0, at 1 and for few episodes.
-
-    Args:
-        n: episodes; 0 gives (0, 1).
-    """
+    """95 % confidence interval of a success rate (Wilson 1927): honest at 0, at 1 and for few episodes, even none."""
     if n == 0:
         return 0.0, 1.0
     rate, z2 = successes / n, _Z_95**2
@@ -33,12 +29,7 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
 
 
 def mcnemar_p(only_first: int, only_second: int) -> float:
-    """Two-sided exact p-value that two settings succeed alike (McNemar 1947), from the pairs in which they differ.
-
-    Args:
-        only_first: episodes in which the first setting alone succeeded.
-        only_second: those of the second alone.
-    """
+    """Two-sided exact p-value that two settings succeed alike (McNemar 1947), from the pairs in which they differ."""
     n = only_first + only_second
     tail = sum(comb(n, k) for k in range(min(only_first, only_second) + 1)) / 2**n
     return min(1.0, 2 * tail)
@@ -47,12 +38,8 @@ def mcnemar_p(only_first: int, only_second: int) -> float:
 def paired_difference(only_first: int, only_second: int, n: int) -> tuple[float, float, float]:
     """The second setting's success rate less the first's, with a 95 % interval (Agresti and Min 2005).
 
-    Half a pair is added to each of the four cells, so that pairs which never differ do not count as certainty.
-
-    Args:
-        only_first: pairs in which the first setting alone succeeded.
-        only_second: those of the second alone.
-        n: pairs; 0 gives (0, -1, 1).
+    Half a pair is added to each of the four cells, so that pairs which never differ do not count as certainty; without
+    pairs it is (0, -1, 1).
     """
     if n == 0:
         return 0.0, -1.0, 1.0
@@ -88,19 +75,13 @@ class Rate:
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Two settings on the same tasks and seeds.
-
-    Args:
-        first, second: their successes over the pairs.
-        only_first, only_second: pairs in which one of them alone succeeded.
-        p: p-value of `mcnemar_p`.
-    """
+    """Two settings on the same tasks and seeds."""
 
     first: Rate
     second: Rate
-    only_first: int
+    only_first: int  # pairs in which the first alone succeeded
     only_second: int
-    p: float
+    p: float  # of `mcnemar_p`
 
     @staticmethod
     def from_pairs(pairs: Sequence[tuple[bool, bool]]) -> "PairedComparison":

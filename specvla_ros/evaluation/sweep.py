@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -29,17 +30,12 @@ _TIMED_FRAMES = 64
 
 @dataclass
 class FrameRun:
-    """The frames as one setting decoded them.
+    """The frames as one setting decoded them."""
 
-    Attributes:
-        seconds: decoding time per frame and round.
-        values: actions of the first round, float64 [frames, action_dim]; NaN where there was none.
-        tally: of the first round's decoding.
-    """
-
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # decoding time per frame and round
+    # actions of the first round, float64 [frames, action_dim]; NaN where there was none
     values: list[np.ndarray] = field(default_factory=list)
-    tally: DecodeTally = field(default_factory=DecodeTally)
+    tally: DecodeTally = field(default_factory=DecodeTally)  # of the first round's decoding
 
     def keep(self, outcome: Outcome, action_dim: int) -> None:
         if isinstance(outcome, Action):
@@ -61,7 +57,7 @@ def run_side_by_side(
     *,
     rounds: int = 3,
     pace: TickTime | None = None,
-    on_frame: Callable[[], None] | None = None,
+    on_frame: Callable[[], None] = lambda: None,
 ) -> dict[str, FrameRun]:
     """Decodes the frames with each setting.
 
@@ -94,8 +90,7 @@ def run_side_by_side(
                 runs[name].seconds.append(seconds)
                 if not again:
                     runs[name].keep(outcome, policy.codec.max_tokens)
-            if on_frame is not None:
-                on_frame()
+            on_frame()
     return runs
 
 
@@ -125,7 +120,7 @@ def sweep(
     settings: Sequence[Setting],
     plan: SimulatePlan,
     out: Path,
-    on_episode: Callable[[str, EpisodeResult, int, int], None] | None = None,
+    on_episode: Callable[[str, EpisodeResult, int, int], None] = lambda name, result, done, wanted: None,
 ) -> list[SweepRow]:
     """Simulates every setting on the same seeds, and times them side by side on the same frames.
 
@@ -134,22 +129,18 @@ def sweep(
     Args:
         base: the simulation, whose engine's settings are replaced.
         settings: the settings; the others are compared with the first.
-        out: directory of the results.
         on_episode: called with the setting's name, an episode, the number of finished episodes and that of all.
     """
     directory = RunDirectory(out, "sweep")
     directory.check()
-    summaries = {}
-    for setting in settings:
-
-        def report(result: EpisodeResult, done: int, wanted: int, name: str = setting.name) -> None:
-            if on_episode is not None:
-                on_episode(name, result, done, wanted)
-
-        summaries[setting.name] = simulate(replace(base, engine=setting.engine), plan, out / setting.name, report)
+    engines = {setting.name: setting.engine for setting in settings}
+    summaries = {
+        name: simulate(replace(base, engine=engine), plan, out / name, partial(on_episode, name))
+        for name, engine in engines.items()
+    }
     policy = policy_of(base)
     source = simulation_source(policy, plan.first_seed, world=base.world, tasks=plan.tasks, engine=base.engine)
-    runs = run_side_by_side(policy, {each.name: each.engine for each in settings}, list(islice(source, _TIMED_FRAMES)))
+    runs = run_side_by_side(policy, engines, list(islice(source, _TIMED_FRAMES)))
     first = settings[0].name
     rows = [
         SweepRow(
