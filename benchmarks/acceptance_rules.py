@@ -23,7 +23,7 @@ from specvla_ros.evaluation.sweep import sweep
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.policies.text import LONGEST_TEXT
 from specvla_ros.speculation.accept import AcceptReason
-from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 METRES, RADIANS = 0.002, 0.02
 _NEAR = AcceptanceSettings("bin_distance", tolerance_m=METRES, tolerance_rad=RADIANS)
@@ -31,8 +31,8 @@ _RULES = {
     "strict": AcceptanceSettings(),
     "bin_distance": _NEAR,
     "fly": AcceptanceSettings("fly"),
-    "fly, theta 0.15": AcceptanceSettings("fly", fly_theta=0.15),
-    "lvspec, share 0.1": AcceptanceSettings("lvspec", lvspec_loose_share=0.1),
+    "fly, theta 0.15": adjusted(AcceptanceSettings("fly"), fly_theta=0.15),
+    "lvspec, share 0.1": adjusted(AcceptanceSettings("lvspec"), lvspec_loose_share=0.1),
     "lvspec": AcceptanceSettings("lvspec"),
     "composite": replace(_NEAR, rule="composite"),
 }
@@ -49,8 +49,8 @@ def nano_settings() -> list[Setting]:
 def text_settings() -> list[Setting]:
     """Text and actions, drafted by prompt lookup and from the answer before; no head, no training."""
     plain = EngineSettings("ar", max_reasoning_tokens=LONGEST_TEXT)
-    lookup = DraftSettings(nodes=16, prompt_lookup_tokens=8)
-    both = replace(lookup, nodes=48, temporal=True)
+    lookup = adjusted(DraftSettings(nodes=16), prompt_lookup_tokens=8)
+    both = adjusted(lookup, nodes=48, temporal=True)
     spec = replace(plain, mode="spec")
     return [
         Setting("ar", plain),

@@ -58,7 +58,7 @@ class Trace:
 
     def cut(self, tree: Tree) -> Tree:
         """The tree with its deeper nodes marked as padding: it costs what it did, but they are never accepted."""
-        if not tree.levels:
+        if not tree.depth:
             return tree
         length = self._deck[self._dealt % _DECK]
         self._dealt += 1

@@ -36,7 +36,7 @@ from specvla_ros.simulation.device_pace import StageTimes, read_stage_times
 from specvla_ros.simulation.robot import ACTION_DT_S
 from specvla_ros.simulation.rollout import Clock, EpisodeResult
 from specvla_ros.simulation.tasks import FRAME_FIRST_SEED, choose_tasks
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.settings import DraftSettings, adjusted
 from specvla_ros.speculation.tolerance import Tolerance
 
 Results = Mapping[tuple[str, int], EpisodeResult]
@@ -51,7 +51,7 @@ _WARM = 60  # frames until the pipeline is full and knows how many it should hol
 def settings() -> dict[str, EngineSettings]:
     """The modes that are compared."""
     relaxed = TOLERANCE.acceptance
-    tree = DraftSettings(nodes=16, depth=5, temporal=True)
+    tree = adjusted(DraftSettings(nodes=16, depth=5), temporal=True)
     window = replace(tree, children="window_mass")
     return {
         "ar": EngineSettings("ar"),

@@ -20,8 +20,8 @@ from specvla_ros.models.openvla.prompt import PromptTokenizer
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.quantization import check_quantization, quantize_layer
 from specvla_ros.models.target import ImageEmbeddings
-from specvla_ros.speculation.drafters.combine import DRAFT_FOLDER
 from specvla_ros.speculation.drafters.eagle_head import save_draft_head
+from specvla_ros.speculation.drafters.head import DRAFT_FOLDER
 
 TEXT_TOKENS = 34  # of OpenVLA's prompt, about
 PROMPT = 290  # rows: OpenVLA's 256 patches and its text

@@ -32,16 +32,16 @@ from specvla_ros.models.checkpoint import DTYPES, load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.weights import save_weights
-from specvla_ros.speculation.drafters.combine import DRAFT_FOLDER
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.drafters.head import DRAFT_FOLDER
+from specvla_ros.speculation.settings import DraftSettings, adjusted
 from specvla_ros.training.nano import NanoShape, write_nano
 
 # Logits of the soak's policy spread over about ±5; a rounding in its two layers moves them by less than this.
 MARGINS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.4}
 # By the slope over the second half of the ticks. If 5000 ticks kept a frame of the soak's each, that would be 45 MiB.
 RESIDENT_GROWTH, GPU_GROWTH = 8 << 20, 4 << 20
-_TREE = DraftSettings(nodes=16, top_k=4, depth=4, temporal=True)
+_TREE = adjusted(DraftSettings(nodes=16, top_k=4, depth=4), temporal=True)
 PICTURES = 8
 _FRAME, _NEW_PICTURE, _NEW_EPOCH, _SWITCH = 0.6, 0.2, 0.01, 0.02  # probabilities per tick
 _SAMPLES = 200

@@ -20,7 +20,7 @@ from specvla_ros.evaluation.sweep import sweep
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.speculation.rules.registry import bins_of
-from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings
+from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, adjusted
 from specvla_ros.speculation.tolerance import Tolerance
 
 # The first is about the size of what the nano policy's own tokens are off the expert's; the second is what
@@ -32,21 +32,21 @@ def settings() -> list[Setting]:
     """The settings that are compared; the first is what the others are held against."""
     tree, near, far = DraftSettings(), *(tolerance.acceptance for tolerance in TOLERANCES)
     small = replace(tree, nodes=16)
-    alone = replace(small, head=NO_HEAD, temporal=True)
-    both = replace(tree, temporal=True)
+    alone = adjusted(small, head=NO_HEAD, temporal=True)
+    both = adjusted(tree, temporal=True)
     window, small_window = (replace(draft, children="window_mass") for draft in (tree, small))
     chosen = [
         ("strict, temporal alone", alone, AcceptanceSettings()),
         ("strict, 50 nodes", tree, AcceptanceSettings()),
         ("strict, 50 nodes, temporal", both, AcceptanceSettings()),
-        ("strict, 16 nodes, temporal", replace(small, temporal=True), AcceptanceSettings()),
+        ("strict, 16 nodes, temporal", adjusted(small, temporal=True), AcceptanceSettings()),
         ("2 mm, 50 nodes", tree, near),
         ("2 mm, 8 nodes, window mass", replace(small_window, nodes=8), near),
         ("2 mm, 16 nodes, window mass", small_window, near),
         ("2 mm, 50 nodes, window mass", window, near),
-        ("2 mm, 16 nodes, window mass, temporal", replace(small_window, temporal=True), near),
-        ("2 mm, 50 nodes, window mass, temporal", replace(window, temporal=True), near),
-        ("5 mm, 32 nodes, window mass, temporal", replace(window, nodes=32, temporal=True), far),
+        ("2 mm, 16 nodes, window mass, temporal", adjusted(small_window, temporal=True), near),
+        ("2 mm, 50 nodes, window mass, temporal", adjusted(window, temporal=True), near),
+        ("5 mm, 32 nodes, window mass, temporal", adjusted(window, nodes=32, temporal=True), far),
     ]
     settings = [Setting(name, EngineSettings("spec", draft=draft, acceptance=rule)) for name, draft, rule in chosen]
     return [Setting("ar", EngineSettings("ar")), *settings]

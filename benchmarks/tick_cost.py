@@ -29,7 +29,7 @@ from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.models.target import ForwardResult
 from specvla_ros.speculation.accept import AcceptanceRule, ActionIds
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
-from specvla_ros.speculation.drafters.protocol import DraftInput
+from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.composite import Composite
 from specvla_ros.speculation.rules.fly import Fly
@@ -120,7 +120,7 @@ def _tree(nodes: int, device: str) -> Tree:
     tokens = torch.randint(0, 32000, (nodes,), device=device)
     ancestry = Ancestry.from_parents(tree_parents(nodes), device)
     there = torch.ones(nodes, dtype=torch.bool, device=device)
-    return Tree(tokens, ancestry, torch.zeros(nodes, device=device), there, there, levels=DEPTH)
+    return Tree(tokens, ancestry, torch.zeros(nodes, device=device), there, there, depth=DEPTH)
 
 
 def _drafting(decoder: LlamaDecoder, nodes: int, prompt: torch.Tensor) -> Callable[[], Any]:
@@ -129,7 +129,7 @@ def _drafting(decoder: LlamaDecoder, nodes: int, prompt: torch.Tensor) -> Callab
     root = torch.tensor(5, device=prompt.device)
 
     def told(rows: torch.Tensor, prefix_len: int) -> DraftInput:
-        return DraftInput(0, prefix_len, rows, rows, root, levels=5, place=1)
+        return DraftInput(0, prefix_len, rows, rows, root, max_depth=5, position=1)
 
     drafter.draft([told(prompt, PROMPT)])
     return lambda: drafter.draft([told(prompt[:COMMITTED], PROMPT + COMMITTED)])

@@ -79,9 +79,10 @@ def accept_tree_triton(
     )  # fmt: skip
     mask = accept_mask if accept_mask.stride(2) == 1 else accept_mask.contiguous()
     row_stride = mask.stride(1) if mask.shape[1] > 1 else 0
+    block, path_block = power_of_two(n, MIN_NODES), power_of_two(max_depth + 1, MIN_PATH)
     _accept_tree[(requests,)](
         *(column.contiguous() for column in columns), mask, out, mask.stride(0), row_stride, n, max_depth + 1,
-        BLOCK=power_of_two(n, MIN_NODES), BLOCK_PATH=power_of_two(max_depth + 1, MIN_PATH), num_warps=4,
+        BLOCK=block, BLOCK_PATH=path_block, num_warps=max(4, block // 8),  # 64 nodes would not fit 4 warps' registers
     )  # fmt: skip
     return out
 
@@ -108,8 +109,9 @@ def _accept_tree(  # type: ignore[no-untyped-def]
     allowed = is_valid & (is_relaxable | is_exact) & (tl.load(wanted + at, there, other=-1) != -1)
 
     on_path = ((path[:, None] >> n[None, :].to(tl.int64)) & 1) == 1  # row e, column j: j is an ancestor of e, or e
-    rows = accept_mask + request * mask_stride + n[:, None].to(tl.int64) * mask_row_stride + n[None, :]
-    accepted = tl.load(rows, on_path & there[None, :], other=0) != 0
+    # Offsets of 32 bits: addresses of 64 for all pairs would not fit the registers.
+    pairs = n[:, None] * mask_row_stride + n[None, :]
+    accepted = tl.load(accept_mask + request * mask_stride + pairs, on_path & there[None, :], other=0) != 0
     accepted = (accepted & allowed[None, :]) | (n == 0)[None, :]
     candidate = (tl.sum((on_path & ~accepted).to(tl.int32), 1) == 0) & (path != 0)
     candidate = candidate & (depth == tl.max(tl.where(candidate, depth, -1), 0))

@@ -44,6 +44,10 @@ class Span:
         """One past its last row in the packed batch."""
         return self.start + self.length
 
+    def first_kv_row(self, slot_rows: int) -> int:
+        """The row of node 0's keys and values, counted through all slots of `slot_rows` rows; the others follow it."""
+        return self.slot * slot_rows + self.prefix_len
+
 
 @dataclass(frozen=True)
 class AttentionPlan:

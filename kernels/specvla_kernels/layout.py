@@ -82,7 +82,7 @@ class PackedLayout:
     Args:
         spans: one per segment, in packed order, none empty.
         positions: int64 [n_rows], RoPE position of each row: prefix length + depth in the segment.
-        kv_rows: int64 [n_rows], where each row's keys and values go: `slot * slot_rows + prefix_len + node`.
+        kv_rows: int64 [n_rows], where each row's keys and values go, see `Span.first_kv_row`.
         ancestors: int64 [n_rows], bit j set: node j of the same segment is an ancestor or the node itself.
             0 for the rows of chains.
         plans: of the attention kernel, by group and key heads, made when first asked for; a captured forward brings its
@@ -138,7 +138,7 @@ def pack_layout(parts: Sequence[tuple[Span, Ancestry | None]], slot_rows: int, d
     for span, ancestry in parts:
         nodes = torch.arange(span.length, device=device)
         positions.append(span.prefix_len + (nodes if ancestry is None else ancestry.depths))
-        kv_rows.append(span.slot * slot_rows + span.prefix_len + nodes)
+        kv_rows.append(span.first_kv_row(slot_rows) + nodes)
         ancestors.append(torch.zeros_like(nodes) if ancestry is None else ancestry.ancestors)
     spans = tuple(span for span, _ in parts)
     return PackedLayout(spans, torch.cat(positions), torch.cat(kv_rows), torch.cat(ancestors))

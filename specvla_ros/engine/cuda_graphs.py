@@ -262,7 +262,7 @@ class StaticForward:
         for span in spans:
             rows, nodes = slice(span.start, span.stop), np.arange(span.length)
             positions[rows] = span.prefix_len + (0 if span.is_tree else nodes)
-            kv_rows[rows] = span.slot * self._cache.slot_rows + span.prefix_len + nodes
+            kv_rows[rows] = span.first_kv_row(self._cache.slot_rows) + nodes
             ancestors[rows] = span.is_tree  # enough for a single node
         n = spans[-1].stop if spans else 0
         idle = [Span.idle(n, self._rows - n)] if n < self._rows else []

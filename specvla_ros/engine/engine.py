@@ -21,7 +21,7 @@ from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout, Target
 from specvla_ros.speculation.accept import AcceptanceRule
-from specvla_ros.speculation.drafters.combine import Drafter
+from specvla_ros.speculation.drafters.combine import Drafters
 from specvla_ros.speculation.rules.registry import bins_of, make_rule
 from specvla_ros.speculation.settings import AcceptanceSettings
 from specvla_ros.speculation.tree import Tree
@@ -55,7 +55,7 @@ class Engine:
     scheduler: Scheduler
     runner: Runner
     verifier: Verifier
-    drafter: Drafter
+    drafter: Drafters
     _codec: Codec
     _fallback: str
 
@@ -242,7 +242,8 @@ class Engine:
     def _draft_prompt(self, request: Request) -> Tree:
         """What the end of a prompt verifies with it."""
         codec = self._codec
-        return self.drafter.behind_prompt(request.observation.epoch, levels=codec.max_tokens, in_text=codec.in_text(()))
+        epoch, in_text = request.observation.epoch, codec.in_text(())
+        return self.drafter.draft_prompt(epoch, max_depth=codec.max_tokens, in_text=in_text)
 
     def _lay_out(self, observation: Observation) -> PromptLayout:
         """The prompt of an observation.
@@ -281,7 +282,7 @@ class Engine:
         drafter.set_tolerance(bins_of(settings.acceptance, target))
         verifier = Verifier(rule, codec.action_ids, cache, max_nodes=settings.tree_nodes, max_depth=codec.max_tokens)
         runner = Runner(target, cache, settings, (verifier, drafter))
-        root = Tree.of_root(torch.zeros((), dtype=torch.int64, device=target.decoder.device))
+        root = Tree.from_root(torch.zeros((), dtype=torch.int64, device=target.decoder.device))
         scheduler = Scheduler(
             settings, self.mailbox, cache, codec, root=root, lay_out=self._lay_out, draft_prompt=self._draft_prompt
         )
@@ -298,15 +299,15 @@ def _work_of(batch: Batch) -> TickWork:
     )
 
 
-def _make_drafter(target: Target, settings: EngineSettings, slot_rows: int) -> tuple[Drafter, str]:
+def _make_drafter(target: Target, settings: EngineSettings, slot_rows: int) -> tuple[Drafters, str]:
     """What drafts; nothing, with the reason, where nothing can be had and the user allowed to go on without."""
     slots = settings.slots
     if not settings.drafts:
-        return Drafter(target, None, slots=slots, slot_rows=slot_rows), ""
+        return Drafters(target, None, slots=slots, slot_rows=slot_rows), ""
     try:
-        return Drafter(target, settings.draft, slots=slots, slot_rows=slot_rows), ""
+        return Drafters(target, settings.draft, slots=slots, slot_rows=slot_rows), ""
     except UserError as error:
         if not settings.draft.fallback_to_ar:
             raise
         _log.warning("decoding plainly, as draft.fallback_to_ar allows: %s", error)
-        return Drafter(target, None, slots=slots, slot_rows=slot_rows), str(error)
+        return Drafters(target, None, slots=slots, slot_rows=slot_rows), str(error)

@@ -13,7 +13,7 @@ from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout
 from specvla_ros.speculation.accept import AcceptanceRule
-from specvla_ros.speculation.drafters.protocol import DraftInput
+from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.rules.strict import Strict
 from specvla_ros.speculation.tree import Tree
 
@@ -194,8 +194,8 @@ class ScheduledRequest:
             hidden=self.hidden,
             following=request.prompt[start + 1 : stop + 1],
             root=request.tree.tokens[0],
-            levels=0,
-            place=0,
+            max_depth=0,
+            position=0,
             epoch=request.observation.epoch,
             prompt=request.layout.ids,
             mid_prompt=True,
@@ -215,8 +215,8 @@ class ScheduledRequest:
             hidden=hidden,
             following=following,
             root=commit.tokens_on_device[-1],
-            levels=codec.remaining(request.tokens) - 1,
-            place=codec.position(request.tokens),
+            max_depth=codec.remaining(request.tokens) - 1,
+            position=codec.position(request.tokens),
             epoch=request.observation.epoch,
             prompt=request.layout.ids,
             answer=tuple(request.tokens),

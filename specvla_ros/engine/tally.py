@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specvla_ros.engine.outcome import DecodeRecord
-from specvla_ros.speculation.drafters.protocol import DraftWork
+from specvla_ros.speculation.drafters.registry import DraftWork
 
 
 @dataclass(frozen=True)

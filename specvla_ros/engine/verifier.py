@@ -16,8 +16,8 @@ from specvla_kernels.graph_capture import Capture
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.models.codecs.codec import ActionIds
-from specvla_ros.speculation.accept import AcceptanceRule, Verification, accept
-from specvla_ros.speculation.rules.strict import Strict, greedy_choice
+from specvla_ros.speculation.accept import AcceptanceRule, Verification, accept, greedy_choice
+from specvla_ros.speculation.rules.strict import Strict
 from specvla_ros.speculation.tree import Tree
 
 
@@ -138,7 +138,7 @@ class Verifier:
         if not parts:
             return []
         verifications = self._verifications(logits, hidden, parts, prepared)
-        paths = [accept(group.rule, each) for group, each in zip(prepared, verifications, strict=True)]
+        paths = [accept(group.rule, seen) for group, seen in zip(prepared, verifications, strict=True)]
         for group, path in zip(prepared, paths, strict=True):
             nodes = path[:, : group.max_depth + 1]
             commit_kv(self._cache.keys, self._cache.values, group.slots, group.root_rows, nodes)
@@ -162,7 +162,7 @@ class Verifier:
         for n in blocks(MIN_NODES, self._max_nodes):
             rows = torch.ones(1, n, dtype=torch.int64, device=device)
             rows[0, 0] = 0
-            trees = _padded([Tree.of_root(first), self._padding], first.repeat(2), rows, first)
+            trees = _padded([Tree.from_root(first), self._padding], first.repeat(2), rows, first)
             for length in blocks(MIN_PATH, self._max_depth + 1):
                 verification = Verification(trees, self._actions, length - 1, torch.empty(0))
                 path = accept(Strict(), verification)
@@ -181,7 +181,7 @@ class Verifier:
             numbers += [*rows, *[starts[-1]] * (n - len(rows))]
         uploaded = to_device(numbers, self._cache.keys.device)
         positions, slots, root_rows, flat = uploaded.split([requests, requests, requests, requests * n])
-        max_depth = max(part.tree.levels for part in mine)
+        max_depth = max(part.tree.depth for part in mine)
         return Group(tuple(indices), mine[0].rule, max_depth, positions, slots, root_rows, rows=flat.view(requests, n))
 
     def _verifications(
@@ -210,7 +210,7 @@ def _padding(device: torch.device) -> Tree:
     """A node that is never accepted and on no path, not even its own."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     no = torch.zeros(1, dtype=torch.bool, device=device)
-    return Tree(zero, Ancestry(zero, zero, zero), torch.full((1,), -torch.inf, device=device), no, no, levels=0)
+    return Tree(zero, Ancestry(zero, zero, zero), torch.full((1,), -torch.inf, device=device), no, no, depth=0)
 
 
 def _padded(trees: Sequence[Tree], choices: Tensor, rows: Tensor | None, positions: Tensor) -> Trees:

@@ -14,7 +14,7 @@ import torch
 import specvla_ros
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.planning.measure import cpu_name
-from specvla_ros.speculation.drafters.combine import DRAFT_FOLDER
+from specvla_ros.speculation.drafters.head import DRAFT_FOLDER
 
 
 def head() -> dict[str, Any]:

@@ -4,6 +4,9 @@ Embeddings, norms, output head, vision towers, projector and draft head stay as 
 """
 
 import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -103,7 +106,8 @@ def quantize_layer(layer: LlamaLayer, quantization: str) -> None:
 def _config(quantization: str) -> Any:
     """What torchao calls it. Its settings for torch.compile are left alone: nothing is compiled here."""
     try:
-        from torchao import quantization as torchao
+        with _quiet_import():
+            from torchao import quantization as torchao
     except ImportError as error:
         raise UserError(f"torchao cannot be imported ({error}): {_INSTALL}") from None
     try:
@@ -123,6 +127,20 @@ def _config(quantization: str) -> Any:
         return torchao.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
     except (AttributeError, TypeError) as error:
         raise UserError(f"this torchao is too old for '{quantization}' ({error}): {_INSTALL}") from None
+
+
+@contextmanager
+def _quiet_import() -> Iterator[None]:
+    """Leaves out torchao's warnings of extensions that another GPU would need; none of them is used here."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _quantized(matrix: nn.Linear, quantization: str, config: Any) -> nn.Linear:

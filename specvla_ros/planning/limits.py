@@ -218,7 +218,7 @@ def run_loop(
 def _run_scheduler(mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths) -> _Schedule:
     """Drives the engine's scheduler with a runner that only counts."""
     settings = EngineSettings(mode=mode.decode_mode, max_in_flight=mode.max_in_flight, prefill_chunks=mode.chunks)
-    mailbox, root = Mailbox(None), Tree.of_root(torch.zeros((), dtype=torch.int64))
+    mailbox, root = Mailbox(None), Tree.from_root(torch.zeros((), dtype=torch.int64))
     layout = PromptLayout(ids=(), rows=prompt_rows, visual_rows=range(0))
     codec = _codec(action_tokens)
     scheduler = Scheduler(

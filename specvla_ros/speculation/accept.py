@@ -113,3 +113,19 @@ def accept(rule: AcceptanceRule, verification: Verification) -> Tensor:
     return accept_tree(
         verification.trees, verification.comparison, accepted.mask, accepted.reasons, verification.max_depth
     )
+
+
+def greedy_choice(logits: Tensor) -> Tensor:
+    """The target's most likely token at each node; the lowest id wins a tie, on every device.
+
+    Args:
+        logits: float32 [n, vocab].
+
+    Returns:
+        int64 [n]; NOT_A_NUMBER for a row with a NaN.
+    """
+    best = logits.amax(dim=-1, keepdim=True)
+    vocab = logits.shape[-1]
+    ids = torch.arange(vocab, device=logits.device)
+    choice = torch.where(logits == best, ids, vocab).amin(dim=-1)
+    return torch.where(choice == vocab, NOT_A_NUMBER, choice)

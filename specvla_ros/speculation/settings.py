@@ -1,17 +1,37 @@
-"""Settings of speculation; without torch, so that a node can check them before anything is loaded."""
+"""Settings of speculation; without torch, so that a node can check them before anything is loaded.
 
-from dataclasses import dataclass
-from typing import ClassVar
+What one rule or one drafter alone needs is declared in its own file, and is here as a group by its name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
 
 from specvla_ros.errors import UserError
-from specvla_ros.settings.parameter import check, parameter
+from specvla_ros.settings.parameter import Groups, check, groups, hint, parameter, walk
 
 CHILDREN = ("top_k", "window_mass")
 NO_HEAD = "none"
-RULES = ("strict", "bin_distance", "fly", "lvspec", "composite")
-ENTROPIES = ("paper", "code")
 _MAX_NODES = 64  # a node's ancestors are the bits of one int64
 _MAX_BINS = 254
+
+
+def _rules() -> tuple[str, ...]:
+    from specvla_ros.speculation.rules.registry import RULES
+
+    return RULES.names()
+
+
+def _rule_settings() -> Mapping[str, type]:
+    from specvla_ros.speculation.rules.registry import RULES
+
+    return RULES.settings()
+
+
+def _drafter_settings() -> Mapping[str, type]:
+    from specvla_ros.speculation.drafters.registry import DRAFTERS
+
+    return DRAFTERS.settings()
 
 
 @dataclass(frozen=True)
@@ -40,25 +60,7 @@ class DraftSettings:
         "(window_mass).",
         choices=CHILDREN,
     )
-    temporal: bool = parameter(False, "Draft the previous action too, held and extrapolated.")
-    prompt_lookup_tokens: int = parameter(
-        0,
-        "Tokens drafted by looking the last ones up in prompt and answer; 0: none. For policies that write text.",
-        unit="tokens",
-        minimum=0,
-        maximum=_MAX_NODES - 1,
-    )
-    self_tokens: int = parameter(
-        0,
-        "Tokens drafted by the policy itself with few image tokens, a forward each; 0: none. For policies that write "
-        "text.",
-        unit="tokens",
-        minimum=0,
-        maximum=_MAX_NODES - 1,
-    )
-    self_image_share: float = parameter(
-        0.1, "Share of the image's tokens that draft.self_tokens are drafted with.", minimum=0.001, maximum=1.0
-    )
+    drafters: Groups = groups(_drafter_settings)
 
     def __post_init__(self) -> None:
         check(self)
@@ -88,7 +90,7 @@ class AcceptanceSettings:
         "strict",
         "Which drafted tokens are accepted; composite: bin_distance for actions, strict for numbers in text, fly for "
         "other text.",
-        choices=RULES,
+        choices=_rules,
         writable=True,
     )
     bins: tuple[int, ...] = parameter(
@@ -123,41 +125,7 @@ class AcceptanceSettings:
         maximum=_MAX_BINS,
         writable=True,
     )
-    fly_theta: float = parameter(
-        0.3, "FLy: entropy from which on a mismatch may be deferred.", minimum=0.0, maximum=10.0, writable=True
-    )
-    fly_window: int = parameter(
-        2,
-        "FLy: tokens after a mismatch that must agree.",
-        unit="tokens",
-        minimum=1,
-        maximum=32,
-        writable=True,
-    )
-    fly_entropy: str = parameter(
-        "paper",
-        "FLy: which entropy: as its paper defines it, or as its code computes it.",
-        choices=ENTROPIES,
-        writable=True,
-    )
-    lvspec_loose_share: float = parameter(
-        0.3,
-        "LVSpec: share of the drafted tokens, those that depend least on the image, that are accepted as they are.",
-        minimum=0.0,
-        maximum=1.0,
-        writable=True,
-    )
-    lvspec_top_n: int = parameter(
-        8, "LVSpec: image tokens whose similarity is averaged.", minimum=1, maximum=4096, writable=True
-    )
-    lvspec_shift: int = parameter(
-        1,
-        "LVSpec: positions by which a drafted token may be off.",
-        unit="tokens",
-        minimum=0,
-        maximum=16,
-        writable=True,
-    )
+    rules: Groups = groups(_rule_settings)
 
     def __post_init__(self) -> None:
         check(self)
@@ -167,3 +135,31 @@ class AcceptanceSettings:
             raise UserError(
                 "acceptance.bins and acceptance.tolerance_m / tolerance_rad say the same thing: set bins, or the others"
             )
+
+
+Settings = TypeVar("Settings", DraftSettings, AcceptanceSettings)
+
+
+def adjusted(settings: Settings, **values: Any) -> Settings:
+    """The same settings with other values.
+
+    Args:
+        settings: of drafting or acceptance.
+        values: by the parameter's name without prefix: `temporal=True` is draft.temporal.
+
+    Raises:
+        UserError: there is no such parameter, or a value is out of range.
+    """
+    paths = {declared.name.removeprefix(settings.ROS_PREFIX): declared.path for declared in walk(settings)}
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in paths:
+            raise UserError(f"there is no parameter '{settings.ROS_PREFIX}{name}'; {hint(name, paths)}")
+        field, *inner = paths[name]
+        if not inner:
+            changes[field] = value
+            continue
+        group, attribute = inner
+        groups = changes.get(field, getattr(settings, field))
+        changes[field] = Groups({**groups, group: replace(groups[group], **{attribute: value})})
+    return replace(settings, **changes)

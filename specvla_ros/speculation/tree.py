@@ -10,7 +10,7 @@ from specvla_kernels.layout import Ancestry
 
 @dataclass(frozen=True)
 class Tree:
-    """Drafted tokens behind a root; the root is node 0, the last committed token.
+    """Drafted tokens below a root; the root is node 0, the last committed token.
 
     Args:
         tokens: int64 [n].
@@ -19,7 +19,7 @@ class Tree:
             source of the draft knows none.
         valid: bool [n]; False marks padding, which is never accepted. The root is valid.
         relaxable: bool [n]; False: the node is accepted only if it is the target's own choice, whatever the rule.
-        levels: no node is deeper than this; known to the host.
+        depth: no node is deeper; known to the host.
     """
 
     tokens: Tensor
@@ -27,13 +27,13 @@ class Tree:
     log_probs: Tensor
     valid: Tensor
     relaxable: Tensor
-    levels: int
+    depth: int
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
     @staticmethod
-    def of_root(root: Tensor) -> "Tree":
+    def from_root(root: Tensor) -> "Tree":
         """The tree of a plain decode step: int64 [] or [1] to one node."""
         tokens = root.reshape(1)
         yes = torch.ones(1, dtype=torch.bool, device=tokens.device)
@@ -43,11 +43,11 @@ class Tree:
             log_probs=torch.zeros(1, device=tokens.device),
             valid=yes,
             relaxable=yes,
-            levels=0,
+            depth=0,
         )
 
     def joined_with(self, other: "Tree") -> "Tree":
-        """Both trees' drafted nodes behind this one's root, without reading either.
+        """Both trees' drafted nodes below this one's root, without reading either.
 
         A token that both hold is there twice; it is then accepted once.
 
@@ -56,7 +56,9 @@ class Tree:
         """
         if len(other) == 1:
             return self
-        # Its root is this one's; its other nodes come behind all of this one's.
+        if len(self) == 1:
+            return other
+        # Its root is this one's; its other nodes come after all of this one's.
         mine, above, n = self.ancestry, other.ancestry.parents[1:], len(self)
         return Tree(
             tokens=torch.cat((self.tokens, other.tokens[1:])),
@@ -68,5 +70,5 @@ class Tree:
             log_probs=torch.cat((self.log_probs, other.log_probs[1:])),
             valid=torch.cat((self.valid, other.valid[1:])),
             relaxable=torch.cat((self.relaxable, other.relaxable[1:])),
-            levels=max(self.levels, other.levels),
+            depth=max(self.depth, other.depth),
         )

@@ -19,7 +19,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import Frame
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
-from specvla_ros.speculation.rules.strict import greedy_choice
+from specvla_ros.speculation.accept import greedy_choice
 
 SHARD_SAMPLES = 256
 MIN_FRAMES = SHARD_SAMPLES + 1  # a shard to train on and one to validate with

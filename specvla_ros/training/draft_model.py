@@ -12,7 +12,7 @@ from torch import Tensor
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
-from specvla_ros.speculation.drafters.protocol import DraftInput
+from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
 from specvla_ros.training.batched_forward import rotate
@@ -198,8 +198,8 @@ def _replay(policy: OpenVLATarget, drafter: EagleDrafter, sample: Sample) -> lis
                     hidden=hidden[fed:prefix],
                     following=following[fed:prefix],
                     root=tokens[dim - 1],
-                    levels=answer - dim - 1,
-                    place=dim,
+                    max_depth=answer - dim - 1,
+                    position=dim,
                 )
             ]
         )[0]

@@ -167,9 +167,9 @@ def test_a_trace_deals_its_distribution(suite: str):
 
 def test_a_trace_cuts_a_chain_to_its_length():
     trace = Trace(AcceptanceLengths("always two", (0.0, 0.0, 1.0)))
-    root = Tree.of_root(torch.tensor(1))
+    root = Tree.from_root(torch.tensor(1))
     yes = torch.ones(4, dtype=torch.bool)
-    chain = Tree(torch.arange(4), Ancestry.from_parents((-1, 0, 1, 2)), torch.zeros(4), yes, yes, levels=3)
+    chain = Tree(torch.arange(4), Ancestry.from_parents((-1, 0, 1, 2)), torch.zeros(4), yes, yes, depth=3)
     assert trace.cut(root) is root
     assert trace.cut(chain).valid.tolist() == [True, True, True, False]
 

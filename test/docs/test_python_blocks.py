@@ -1,7 +1,9 @@
 """The Python that the documentation shows runs."""
 
+import inspect
 import re
 import sys
+import textwrap
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
@@ -13,12 +15,18 @@ import pytest
 from specvla_ros.models import checkpoint
 from specvla_ros.models.target import Target
 from specvla_ros.policies.bundled import nano_policy
+from specvla_ros.speculation import reference
+from specvla_ros.speculation.drafters.registry import DRAFTERS
+from specvla_ros.speculation.rules.registry import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 HOW_TO = "docs/how-to"
 PAGES = (
     "README.md",
     "docs/python.md",
+    "docs/explanation/speculative-decoding.md",
+    f"{HOW_TO}/add-a-rule.md",
+    f"{HOW_TO}/add-a-drafter.md",
     f"{HOW_TO}/add-a-model-family.md",
     f"{HOW_TO}/add-a-robot-output.md",
 )
@@ -34,6 +42,8 @@ def python_blocks(page: str) -> list[str]:
 @pytest.fixture
 def run_page(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a page's blocks in one module, and forgets what they registered."""
+    for registry in (RULES, DRAFTERS):
+        monkeypatch.setattr(registry, "_entries", dict(registry.entries()))
     monkeypatch.setattr(checkpoint, "_LOADERS", dict(checkpoint._LOADERS))
 
     def run(page: str) -> ModuleType:
@@ -56,6 +66,12 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(run_page: Any, page: str) 
 def test_the_readme_acts_in_five_lines() -> None:
     lines = [line for line in python_blocks("README.md")[0].splitlines() if line.strip()]
     assert len(lines) <= 5
+
+
+def test_every_page_with_python_is_run() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    with_python = {str(page.relative_to(ROOT)) for page in pages if "```python" in page.read_text(encoding="utf-8")}
+    assert with_python == {*PAGES}
 
 
 def test_the_shown_robot_output_goes_where_the_action_says_and_no_faster(run_page: Any) -> None:
@@ -83,3 +99,9 @@ def test_the_shown_model_family_has_all_that_a_target_must_give(run_page: Any) -
     shown = run_page(f"{HOW_TO}/add-a-model-family.md").MyTarget
     needed = {name for name in vars(Target) if not name.startswith("_")}
     assert needed <= {*dir(shown), *(each.name for each in fields(shown))}
+
+
+def test_the_page_shows_the_reference_as_it_is() -> None:
+    page = (ROOT / "docs" / "explanation" / "speculative-decoding.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert textwrap.indent(shown, "    ") in inspect.getsource(reference.decode)

@@ -19,14 +19,14 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.ros.policy.parameters import PolicyParameters
-from specvla_ros.speculation.rules.strict import greedy_choice
-from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
+from specvla_ros.speculation.accept import greedy_choice
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
-DRAFT = DraftSettings(nodes=10, top_k=4, depth=4, temporal=True)
+DRAFT = adjusted(DraftSettings(nodes=10, top_k=4, depth=4), temporal=True)
 MODES = [
     EngineSettings(),
     EngineSettings("spec", draft=DRAFT),
-    EngineSettings("spec", draft=DraftSettings(nodes=6, self_tokens=2)),
+    EngineSettings("spec", draft=adjusted(DraftSettings(nodes=6), self_tokens=2)),
     EngineSettings("specpipe", prefill_chunks=2, draft=DRAFT),
 ]
 RELAXED = AcceptanceSettings("bin_distance", bins=(4,))

@@ -31,9 +31,9 @@ from specvla_ros.models.config import LlamaConfig
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.eagle import EagleDrafter, StaticDraft
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.settings import DraftSettings, adjusted
 
-SMALL_TREE = DraftSettings(nodes=8, top_k=3, depth=3, temporal=True)
+SMALL_TREE = adjusted(DraftSettings(nodes=8, top_k=3, depth=3), temporal=True)
 SPECPIPE = EngineSettings("specpipe", prefill_chunks=2, draft=SMALL_TREE)
 PLAIN = EngineSettings()
 

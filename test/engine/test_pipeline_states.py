@@ -18,9 +18,9 @@ from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.settings import MODES, EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.models.openvla.target import OpenVLATarget
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.settings import DraftSettings, adjusted
 
-TREE = DraftSettings(nodes=8, top_k=2, depth=3, temporal=True)
+TREE = adjusted(DraftSettings(nodes=8, top_k=2, depth=3), temporal=True)
 any_settings = st.builds(
     EngineSettings,
     mode=st.sampled_from(MODES),

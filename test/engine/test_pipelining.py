@@ -14,10 +14,10 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.openvla.target import OpenVLATarget
-from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
-SMALL_TREE = DraftSettings(nodes=8, top_k=3, depth=3, temporal=True)
-SELF = DraftSettings(nodes=6, top_k=2, depth=2, self_tokens=3)
+SMALL_TREE = adjusted(DraftSettings(nodes=8, top_k=3, depth=3), temporal=True)
+SELF = adjusted(DraftSettings(nodes=6, top_k=2, depth=2), self_tokens=3)
 BINS = 6
 
 
@@ -37,7 +37,7 @@ modes = st.builds(
     max_in_flight=st.integers(0, 5),
     prefill_chunks=st.integers(1, 4),
     in_order=st.booleans(),
-    draft=st.sampled_from([SMALL_TREE, replace(SMALL_TREE, temporal=False), SELF, DraftSettings(nodes=1)]),
+    draft=st.sampled_from([SMALL_TREE, adjusted(SMALL_TREE, temporal=False), SELF, DraftSettings(nodes=1)]),
 )
 # Ticks are what most of the time passes with.
 steps = st.lists(
@@ -186,7 +186,7 @@ def test_a_chunk_counts_for_its_share_and_commits_nothing(policy: OpenVLATarget)
 
 def test_a_newer_frame_that_is_through_first_overtakes(policy: OpenVLATarget) -> None:
     """The same picture as the last action's is decoded in its own prefill, and is through before older frames."""
-    engine = Engine(policy, EngineSettings("specpipe", draft=replace(DraftSettings(nodes=10), temporal=True)))
+    engine = Engine(policy, EngineSettings("specpipe", draft=adjusted(DraftSettings(nodes=10), temporal=True)))
     assert isinstance(engine.act(frame(1, 1)), Action)
     older, newer = frame(2, 2), frame(3, 1)
     engine.submit(older)
@@ -259,7 +259,7 @@ def test_a_frame_that_waits_for_a_slot_is_void_with_its_epoch(policy: OpenVLATar
 
 
 def test_rules_that_look_at_the_image_see_all_of_it_though_it_came_in_chunks(policy: OpenVLATarget) -> None:
-    lvspec = AcceptanceSettings("lvspec", lvspec_loose_share=0.4)
+    lvspec = adjusted(AcceptanceSettings("lvspec"), lvspec_loose_share=0.4)
     whole, chunked = (
         Engine(policy, EngineSettings("specpipe", prefill_chunks=chunks, draft=SMALL_TREE, acceptance=lvspec))
         for chunks in (1, 3)

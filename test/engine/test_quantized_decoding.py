@@ -22,14 +22,14 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 pytest.importorskip("torchao.quantization", reason="torchao is not installed")
 
-DRAFT = DraftSettings(nodes=12, top_k=4, depth=4, temporal=True)
+DRAFT = adjusted(DraftSettings(nodes=12, top_k=4, depth=4), temporal=True)
 MODES = [
     EngineSettings("spec", draft=DRAFT),
-    EngineSettings("spec", draft=DraftSettings(nodes=6, self_tokens=3)),
+    EngineSettings("spec", draft=adjusted(DraftSettings(nodes=6), self_tokens=3)),
     EngineSettings("pipeline", prefill_chunks=2),
     EngineSettings("specpipe", prefill_chunks=2, in_order=True, draft=DRAFT),
 ]
@@ -69,7 +69,7 @@ def answers(policy: OpenVLATarget, chosen: EngineSettings) -> dict[int, tuple[in
     return found
 
 
-@pytest.mark.parametrize("chosen", MODES, ids=lambda each: f"{each.mode}-{each.draft.self_tokens}")
+@pytest.mark.parametrize("chosen", MODES, ids=lambda each: f"{each.mode}-{each.draft.drafters['self'].tokens}")
 def test_every_mode_yields_the_plain_decoders_tokens_in_float64(directory: Path, chosen: EngineSettings) -> None:
     policy = quantised(directory)
     policy.model.to(torch.float64)
@@ -80,7 +80,7 @@ def test_every_mode_yields_the_plain_decoders_tokens_in_float64(directory: Path,
     assert len(found) == FRAMES or chosen.mode == "pipeline"
 
 
-@pytest.mark.parametrize("chosen", MODES, ids=lambda each: f"{each.mode}-{each.draft.self_tokens}")
+@pytest.mark.parametrize("chosen", MODES, ids=lambda each: f"{each.mode}-{each.draft.drafters['self'].tokens}")
 def test_in_float32_a_token_differs_only_where_two_are_nearly_as_good(directory: Path, chosen: EngineSettings) -> None:
     policy = quantised(directory)
     plain, found = answers(policy, EngineSettings()), answers(policy, chosen)

@@ -14,7 +14,8 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.drafters.self_drafter import SelfDrafter
+from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 LONGEST_TEXT = 24
 FRAMES = 8
@@ -42,10 +43,10 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
 
 def engine_of(policy: OpenVLATarget, tokens: int, share: float, *, text: int = 0) -> Engine:
     """A poisoned engine whose only source is the target."""
-    draft = DraftSettings(self_tokens=tokens, self_image_share=share)
+    draft = adjusted(DraftSettings(), self_tokens=tokens, self_image_share=share)
     engine = Engine(policy, EngineSettings("spec", draft=draft, max_reasoning_tokens=text))
-    drafter = engine.drafter._self
-    assert engine.drafter.sources == ("self",) and drafter is not None
+    (drafter,) = engine.drafter.by_name.values()
+    assert engine.drafter.sources == ("self",) and isinstance(drafter, SelfDrafter)
     for cache in (engine.cache.keys, engine.cache.values, drafter._keys, drafter._values):
         cache.fill_(float("nan"))
     return engine
@@ -115,7 +116,7 @@ def test_the_chain_and_the_heads_tree_share_the_nodes(
     actor: OpenVLATarget, tmp_path: Path, *, with_head: bool, nodes: int, found: int
 ) -> None:
     head = str(write_random_head(tmp_path, actor.decoder)) if with_head else ""
-    draft = DraftSettings(head=head, nodes=nodes, self_tokens=9, self_image_share=1.0)
+    draft = adjusted(DraftSettings(head=head, nodes=nodes), self_tokens=9, self_image_share=1.0)
     action = Engine(actor, EngineSettings("spec", draft=draft)).act(frame(1))
     assert isinstance(action, Action)
     assert action.record.tree_nodes[0] == found

@@ -22,11 +22,11 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
-from specvla_ros.speculation.drafters.protocol import DraftInput, DraftWork
-from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
+from specvla_ros.speculation.drafters.registry import DraftInput, DraftWork
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 from specvla_ros.speculation.tree import Tree
 
-STRICT = EngineSettings("spec", draft=DraftSettings(temporal=True))
+STRICT = EngineSettings("spec", draft=adjusted(DraftSettings(), temporal=True))
 SHAPES = [dict(seed=3, hidden_size=96, layers=4), dict(seed=8, hidden_size=64, layers=1)]
 
 
@@ -58,10 +58,10 @@ class Scripted:
         self._low, self._high = low, high
 
     def draft(self, inputs: Sequence[DraftInput]) -> list[Tree]:
-        return [self._tree(each.root, each.place, each.levels) for each in inputs]
+        return [self._tree(each.root, each.position, each.max_depth) for each in inputs]
 
-    def behind_prompt(self, epoch: int, *, levels: int, in_text: bool) -> Tree:
-        return self._tree(torch.zeros((), dtype=torch.int64), 0, levels)
+    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool) -> Tree:
+        return self._tree(torch.zeros((), dtype=torch.int64), 0, max_depth)
 
     def _tree(self, root: torch.Tensor, place: int, levels: int) -> Tree:
         draw = self._data.draw
@@ -78,7 +78,7 @@ class Scripted:
         log_probs = torch.tensor([0.0, *(draw(st.floats(-5, 0)) for _ in tokens[1:])])
         ancestry = Ancestry.from_parents(parents)
         relaxable = torch.tensor([draw(st.integers(0, 4)) > 0 for _ in tokens])
-        return Tree(torch.tensor(tokens), ancestry, log_probs, torch.tensor(valid), relaxable, levels=max(depths))
+        return Tree(torch.tensor(tokens), ancestry, log_probs, torch.tensor(valid), relaxable, depth=max(depths))
 
     def observe(self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...]) -> None:
         pass
@@ -163,10 +163,10 @@ def test_committed_keys_and_values_equal_a_recompute(policy: OpenVLATarget, data
     [
         DraftSettings(),
         DraftSettings(top_k=3, depth=2, nodes=7),
-        DraftSettings(children="window_mass", nodes=12, temporal=True),
+        adjusted(DraftSettings(children="window_mass", nodes=12), temporal=True),
         DraftSettings(nodes=1),
-        DraftSettings(temporal=True, prompt_lookup_tokens=4),
-        DraftSettings(nodes=12, self_tokens=4),
+        adjusted(DraftSettings(), temporal=True, prompt_lookup_tokens=4),
+        adjusted(DraftSettings(nodes=12), self_tokens=4),
     ],
     ids=str,
 )
@@ -213,7 +213,7 @@ def test_the_acceptance_can_change_between_ticks(policy: OpenVLATarget) -> None:
 
 
 def test_no_head_leaves_the_one_beside_the_checkpoint_alone(policy: OpenVLATarget) -> None:
-    engine = Engine(policy, EngineSettings("spec", draft=DraftSettings(head="none", temporal=True)))
+    engine = Engine(policy, EngineSettings("spec", draft=adjusted(DraftSettings(head="none"), temporal=True)))
     assert engine.describe()["drafts"] == "temporal"
     first, again = (decoded(engine, frame(stamp, seed=1)) for stamp in (1, 2))
     assert (first.record.forwards, again.record.forwards) == (7, 1)
@@ -224,7 +224,7 @@ def test_nothing_to_draft_with_is_refused(tmp_path: Path) -> None:
     bare = load_target(tmp_path, device="cpu")
     with pytest.raises(UserError, match="nothing to draft with"):
         Engine(bare, EngineSettings("spec"))
-    Engine(bare, EngineSettings("spec", draft=DraftSettings(temporal=True)))
+    Engine(bare, EngineSettings("spec", draft=adjusted(DraftSettings(), temporal=True)))
 
 
 def test_without_a_draft_it_decodes_plainly_only_if_that_is_allowed(policy: OpenVLATarget, tmp_path: Path) -> None:

@@ -11,22 +11,26 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.accept import AcceptReason
-from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 LONGEST_TEXT = 24
 FRAMES = 10
 DRAFTS = {
     "head": DraftSettings(),
-    "lookup": DraftSettings(nodes=9, prompt_lookup_tokens=8, temporal=True),
-    "self": DraftSettings(nodes=7, self_tokens=4),
-    "all": DraftSettings(nodes=24, prompt_lookup_tokens=6, temporal=True, children="window_mass", self_tokens=3),
+    "lookup": adjusted(DraftSettings(nodes=9), prompt_lookup_tokens=8, temporal=True),
+    "self": adjusted(DraftSettings(nodes=7), self_tokens=4),
+    "all": adjusted(
+        DraftSettings(nodes=24, children="window_mass"), prompt_lookup_tokens=6, temporal=True, self_tokens=3
+    ),
 }
 # Words may differ where the target is unsure or the image does not matter; where they end, and numbers, may not.
 BINS = 9
 RULES = {
-    "fly": AcceptanceSettings("fly", fly_theta=0.1, fly_window=1),
-    "lvspec": AcceptanceSettings("lvspec", lvspec_loose_share=0.2, lvspec_top_n=4, lvspec_shift=2),
-    "composite": AcceptanceSettings("composite", bins=(BINS,), gripper_bins=BINS, fly_theta=0.1, fly_window=1),
+    "fly": adjusted(AcceptanceSettings("fly"), fly_theta=0.1, fly_window=1),
+    "lvspec": adjusted(AcceptanceSettings("lvspec"), lvspec_loose_share=0.2, lvspec_top_n=4, lvspec_shift=2),
+    "composite": adjusted(
+        AcceptanceSettings("composite", bins=(BINS,), gripper_bins=BINS), fly_theta=0.1, fly_window=1
+    ),
 }
 
 
@@ -38,7 +42,7 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def outcomes(policy: OpenVLATarget, settings: EngineSettings) -> list[Outcome]:
     engine = Engine(policy, settings)
-    for holder in (engine.cache, engine.drafter._self):
+    for holder in (engine.cache, engine.drafter.by_name.get("self")):
         for name in ("keys", "_keys", "values", "_values"):
             getattr(holder, name, torch.empty(0)).fill_(float("nan"))
     images = (np.random.default_rng(i).integers(0, 256, (48, 64, 3), dtype=np.uint8) for i in range(FRAMES))
@@ -77,7 +81,7 @@ def test_loose_rules_end_in_actions_and_say_why(policy: OpenVLATarget, rule: str
 
 
 def test_an_answer_that_was_given_before_takes_one_forward(policy: OpenVLATarget) -> None:
-    draft = DraftSettings(nodes=1 + LONGEST_TEXT + 2, temporal=True)
+    draft = adjusted(DraftSettings(nodes=1 + LONGEST_TEXT + 2), temporal=True)
     engine = Engine(policy, EngineSettings("spec", max_reasoning_tokens=LONGEST_TEXT, draft=draft))
     for seed in range(FRAMES):
         image = np.random.default_rng(seed).integers(0, 256, (48, 64, 3), dtype=np.uint8)

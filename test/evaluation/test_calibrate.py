@@ -18,7 +18,7 @@ from specvla_ros.evaluation.statistics import PairedComparison, Rate, paired_dif
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.settings.profiles import merge_parameters
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.settings import DraftSettings, adjusted
 from specvla_ros.speculation.tolerance import Tolerance
 
 
@@ -95,7 +95,7 @@ def test_each_limit_refuses_with_its_figures():
     "engine",
     [
         EngineSettings("ar"),
-        EngineSettings("spec", draft=DraftSettings(head="/some/head", nodes=8, temporal=True)),
+        EngineSettings("spec", draft=adjusted(DraftSettings(head="/some/head", nodes=8), temporal=True)),
         EngineSettings("spec", acceptance=Tolerance(2.0, 1.1).acceptance),
         EngineSettings("spec", acceptance=Tolerance(bins=5).acceptance),
     ],
@@ -120,7 +120,9 @@ def test_the_profile_names_the_quantisation_that_it_was_found_for(tmp_path: Path
 
 @needs_gl
 def test_the_most_relaxed_setting_within_the_limits_is_chosen(tmp_path: Path):
-    base = SimulateSettings(nano_policy(), engine=EngineSettings("spec", draft=DraftSettings(temporal=True)))
+    base = SimulateSettings(
+        nano_policy(), engine=EngineSettings("spec", draft=adjusted(DraftSettings(), temporal=True))
+    )
     policy = load_target(base.policy, device="cpu")
     none, near, far = map(Tolerance.parse, ("0.0001mm", "2mm,1.1deg", "30mm,20deg"))
     # Of three pairs nothing is certain: all of the success may be lost.
@@ -146,7 +148,7 @@ def test_the_most_relaxed_setting_within_the_limits_is_chosen(tmp_path: Path):
     assert written["chosen"]["name"] == found.chosen.trial.name
     assert "Emulation" in (tmp_path / "tight" / "report.html").read_text()
     profile = engine_settings_from(params_file=tmp_path / "tight" / PROFILE_FILE)
-    assert profile.acceptance == near.acceptance and profile.draft.temporal
+    assert profile.acceptance == near.acceptance and profile.draft.drafters["temporal"].enabled
 
     exact = calibrate(
         policy, base, frames, replace(plan, limits=Limits(p95_mm=0, p95_deg=0)), tmp_path / "exact"

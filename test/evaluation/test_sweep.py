@@ -10,14 +10,14 @@ from specvla_ros.evaluation import sweep as sweep_module
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
 from specvla_ros.evaluation.sweep import SWEEP_FILE, relaxation_settings, sweep
 from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 
 @needs_gl
 def test_strict_is_plain_episode_by_episode_and_relaxed_takes_fewer_forwards(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_module, "_TIMED_FRAMES", 6)
     base = SimulateSettings(nano_policy())
-    spec = EngineSettings("spec", draft=DraftSettings(temporal=True))
+    spec = EngineSettings("spec", draft=adjusted(DraftSettings(), temporal=True))
     plan = SimulatePlan(tasks=("lift_red",), episodes=2, films=0)
     seen: list[str] = []
     rows = sweep(base, relaxation_settings(spec, [9]), plan, tmp_path, lambda name, *_: seen.append(name))

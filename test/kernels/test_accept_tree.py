@@ -61,7 +61,7 @@ def batch(parts: list[TreeCase]) -> Verification:
             positions=torch.tensor([part.position for part in parts], device=DEVICE),
         ),
         ACTIONS,
-        max(tree.levels for tree in trees),
+        max(tree.depth for tree in trees),
         logits=torch.cat([part.logits for part in parts]).to(DEVICE),
         rows=padded(rows, 0),
         hidden=padded([part.hidden for part in parts], float("nan")),

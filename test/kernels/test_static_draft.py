@@ -13,7 +13,7 @@ from support.static_forwards import kernels, rerun
 from specvla_kernels.graph_capture import capture_on
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
-from specvla_ros.speculation.drafters.protocol import DraftInput
+from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.settings import DraftSettings
 
 pytest.importorskip("triton")
@@ -27,14 +27,14 @@ SLOTS = 3
 
 def drafter() -> EagleDrafter:
     chosen = DraftSettings(top_k=3, depth=3, nodes=9)
-    return EagleDrafter(HEAD, DECODER, chosen, slots=SLOTS, slot_rows=40)
+    return EagleDrafter(HEAD, DECODER, chosen, slots=SLOTS, slot_rows=40, captured_depth=5)
 
 
 def captured() -> EagleDrafter:
     made = drafter()
     capture = capture_on(made._grower.keys) or rerun
     with kernels(True), torch.inference_mode():
-        assert made.capture(capture, 5) == SLOTS * 3
+        assert made.capture(capture) == SLOTS * 3
     return made
 
 
@@ -49,7 +49,7 @@ def requests(draw: st.DrawFn) -> list[DraftInput]:
         rows = draw(st.one_of(st.integers(1, 8), st.just(20)))
         hidden, following = torch.randn(2, rows, 32, generator=drawn).to(DEVICE)
         root = torch.randint(50, (), generator=drawn).to(DEVICE)
-        made.append(DraftInput(slot, rows, hidden, following, root, levels=draw(st.integers(0, 4)), place=1))
+        made.append(DraftInput(slot, rows, hidden, following, root, max_depth=draw(st.integers(0, 4)), position=1))
     return made
 
 
@@ -66,6 +66,6 @@ def test_static_drafts_are_drafts(several: list[list[DraftInput]]) -> None:
             expected = drafter().draft(inputs)
         for tree, other in zip(trees, expected, strict=True):
             torch.testing.assert_close(tree.log_probs, other.log_probs, atol=1e-4, rtol=1e-4)
-            assert tree.tokens.equal(other.tokens) and tree.levels == other.levels
+            assert tree.tokens.equal(other.tokens) and tree.depth == other.depth
             assert tree.ancestry.parents.equal(other.ancestry.parents)
             assert tree.ancestry.ancestors.equal(other.ancestry.ancestors)

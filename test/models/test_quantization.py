@@ -218,3 +218,10 @@ def test_node_and_command_line_offer_the_same() -> None:
     (declared,) = (each for each in walk(PolicyParameters()) if each.name == "model.quantization")
     offered = get_args(inspect.signature(predict).parameters["quantization"].annotation)[0]
     assert declared.parameter.choices == QUANTIZATIONS == tuple(each.value for each in offered)
+
+
+def test_torchao_says_nothing_in_the_users_terminal(checkpoint: Path) -> None:
+    load = f"load_target({str(checkpoint)!r}, quantization='w8a8')"
+    code = f"from specvla_ros.models.checkpoint import load_target; {load}"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (loaded.stdout, loaded.stderr) == ("", "")

@@ -20,7 +20,7 @@ from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.models.target import PromptLayout
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 DIGITS = range(10, 20)
 CAMERAS = ("left", "right")
@@ -161,7 +161,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @torch.inference_mode()
 def test_every_mode_decodes_another_family_losslessly(directory: Path, mode: str) -> None:
     target = checkpoint.load_target(directory)
-    chosen = EngineSettings(mode, draft=DraftSettings(nodes=12, temporal=True), in_order=True)
+    chosen = EngineSettings(mode, draft=adjusted(DraftSettings(nodes=12), temporal=True), in_order=True)
     engine = Engine(target, chosen)
     engine.warm_up()
     for seed in range(4):

@@ -10,7 +10,8 @@ from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_f
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import values_of, with_values
 from specvla_ros.settings.profiles import write_parameters
-from specvla_ros.speculation.settings import RULES, AcceptanceSettings, DraftSettings
+from specvla_ros.speculation.rules.registry import RULES
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 from specvla_ros.speculation.tolerance import Tolerance
 
 PROFILE = """
@@ -37,13 +38,15 @@ def test_assignments_win_over_the_file(tmp_path: Path) -> None:
     chosen = engine_settings_from(assignments=["draft.nodes:=8", "acceptance.fly_theta:=1"], params_file=profile)
     assert (chosen.mode, chosen.draft.nodes) == ("spec", 8)
     assert chosen.acceptance.bins == (1, 2, 3, 4, 5, 6, 0)
-    assert chosen.acceptance.fly_theta == 1.0
+    assert chosen.acceptance.rules["fly"].theta == 1.0
 
 
 def test_the_target_drafts_for_itself_when_it_is_told_to() -> None:
-    assert engine_settings_from().draft.self_tokens == 0
-    chosen = engine_settings_from(assignments=["draft.self_tokens:=6", "draft.self_image_share:=1"]).draft
-    assert (chosen.self_tokens, chosen.self_image_share) == (6, 1.0)
+    assert engine_settings_from().draft.drafters["self"].tokens == 0
+    chosen = engine_settings_from(assignments=["draft.self_tokens:=6", "draft.self_image_share:=1"]).draft.drafters[
+        "self"
+    ]
+    assert (chosen.tokens, chosen.image_share) == (6, 1.0)
 
 
 def test_one_number_of_bins_is_a_list_of_one() -> None:
@@ -113,7 +116,7 @@ def test_python_names_parameters_with_underscores_or_by_the_field() -> None:
 
 def test_flys_entropy_can_be_chosen() -> None:
     chosen = engine_settings_from(assignments=["acceptance.rule:=fly", "acceptance.fly_entropy:=code"])
-    assert chosen.acceptance.fly_entropy == "code"
+    assert chosen.acceptance.rules["fly"].entropy == "code"
 
 
 def test_what_is_no_yaml_is_refused() -> None:
@@ -127,7 +130,7 @@ values = {
     "draft.nodes": st.integers(1, 64),
     "draft.temporal": st.booleans(),
     "draft.head": st.sampled_from(["", "none", "/some where/head", "yes", "1"]),
-    "acceptance.rule": st.sampled_from(RULES),
+    "acceptance.rule": st.sampled_from(RULES.names()),
     "acceptance.tolerance_m": st.floats(0, 1),
     "acceptance.fly_theta": st.floats(0, 10),
 }

@@ -16,7 +16,7 @@ from specvla_ros.planning.device import STAGES, StageTimes, known_devices, read_
 from specvla_ros.simulation.device_pace import read_stage_times, tick_time
 from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.rollout import Clock, Rollout
-from specvla_ros.speculation.drafters.protocol import DraftWork
+from specvla_ros.speculation.drafters.registry import DraftWork
 
 pytestmark = needs_gl
 ORIN = read_device("orin").as_json()

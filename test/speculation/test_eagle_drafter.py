@@ -17,7 +17,7 @@ from specvla_ros.models.config import LlamaConfig
 from specvla_ros.speculation.accept import ActionIds
 from specvla_ros.speculation.drafters.children import WindowMass
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
-from specvla_ros.speculation.drafters.protocol import DraftInput
+from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
 
@@ -30,7 +30,7 @@ WINDOW.tolerate((2,) * 7)
 
 
 def drafter(**arguments: Any) -> EagleDrafter:
-    made = EagleDrafter(HEAD, DECODER, SETTINGS, slots=4, slot_rows=40, **arguments)
+    made = EagleDrafter(HEAD, DECODER, SETTINGS, slots=4, slot_rows=40, captured_depth=9, **arguments)
     made._grower.keys.fill_(float("nan"))
     made._grower.values.fill_(float("nan"))
     return made
@@ -46,14 +46,14 @@ def request(seed: int, slot: int, prefix: int, first: int, levels: int) -> Draft
     """Rows `first` to `prefix` of the sequence that `seed` makes."""
     hidden, following = rows(seed, 40)
     root = torch.tensor(seed % 50)
-    return DraftInput(slot, prefix, hidden[first:prefix], following[first:prefix], root, levels, place=1)
+    return DraftInput(slot, prefix, hidden[first:prefix], following[first:prefix], root, levels, position=1)
 
 
 def same(one: Tree, other: Tree) -> None:
     assert one.tokens.equal(other.tokens)
     assert one.ancestry.parents.equal(other.ancestry.parents)
     torch.testing.assert_close(one.log_probs, other.log_probs, atol=1e-9, rtol=1e-9)
-    assert one.levels == other.levels
+    assert one.depth == other.depth
 
 
 @settings(max_examples=30, deadline=None)
@@ -63,7 +63,7 @@ def test_several_requests_at_once_get_what_each_gets_alone(wanted: list[tuple[in
     together = drafter().draft(requests)
     for each, tree in zip(requests, together, strict=True):
         same(tree, drafter().draft([each])[0])
-        assert len(tree) <= SETTINGS.nodes and tree.levels == min(each.levels, SETTINGS.depth)
+        assert len(tree) <= SETTINGS.nodes and tree.depth == min(each.max_depth, SETTINGS.depth)
         assert tree.tokens[0] == each.root
 
 
@@ -98,7 +98,7 @@ def test_node_limits_are_each_requests_own() -> None:
 
 
 def test_where_text_may_come_any_token_is_drafted() -> None:
-    text, action = replace(request(1, 0, 5, 0, 4), in_text=True, place=0), request(2, 1, 9, 0, 4)
+    text, action = replace(request(1, 0, 5, 0, 4), in_text=True, position=0), request(2, 1, 9, 0, 4)
     for requests in ([text, action], [text]):
         trees = drafter(children=WINDOW).draft(requests)
         same(trees[0], drafter().draft([text])[0])
@@ -112,11 +112,11 @@ def test_where_text_may_come_any_token_is_drafted() -> None:
 def test_no_position_is_beyond_the_targets_last(on_replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree that has all its levels is computed with those that have not; so are rows that no request has."""
     short = random_decoder(replace(CONFIG, max_position_embeddings=12), seed=0, dtype=torch.float64)
-    made = EagleDrafter(HEAD, short, SETTINGS, slots=2, slot_rows=12)
+    made = EagleDrafter(HEAD, short, SETTINGS, slots=2, slot_rows=12, captured_depth=9)
     expected = drafter().draft([request(1, 0, 10, 0, 1), request(2, 1, 5, 0, 4)])
     if on_replay:
         use_table(monkeypatch)
-        made.capture(recorded, 9)
+        made.capture(recorded)
     made.draft([request(1, 0, 9, 0, 2), request(2, 1, 4, 0, 4)])
     trees = made.draft([request(1, 0, 10, 9, 1), request(2, 1, 5, 4, 4)])
     for tree, other in zip(trees, expected, strict=True):
@@ -136,8 +136,8 @@ def test_a_tree_grows_without_a_read_back(children: Any) -> None:
 def captured(monkeypatch: pytest.MonkeyPatch) -> EagleDrafter:
     """A drafter whose drafts are run again where a GPU would replay them."""
     use_table(monkeypatch)
-    made = EagleDrafter(HEAD, DECODER, SETTINGS, slots=4, slot_rows=40, children=WINDOW)
-    assert made.capture(recorded, 9) == 4 * SETTINGS.depth
+    made = EagleDrafter(HEAD, DECODER, SETTINGS, slots=4, slot_rows=40, children=WINDOW, captured_depth=9)
+    assert made.capture(recorded) == 4 * SETTINGS.depth
     made._grower.keys.fill_(float("nan"))
     made._grower.values.fill_(float("nan"))
     monkeypatch.setattr(made, "_grow", None)  # nothing may grow as it comes
@@ -178,11 +178,11 @@ def test_a_captured_draft_gives_the_same_trees(
 
 
 def test_what_may_be_text_is_drafted_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = [replace(request(1, 0, 5, 0, 4), in_text=True, place=0), request(2, 1, 9, 0, 4)]
+    requests = [replace(request(1, 0, 5, 0, 4), in_text=True, position=0), request(2, 1, 9, 0, 4)]
     expected = drafter(children=WINDOW).draft(requests)
     use_table(monkeypatch)
     made = drafter(children=WINDOW)
-    made.capture(recorded, 5)
+    made.capture(recorded)
     for tree, other in zip(made.draft(requests), expected, strict=True):
         same(tree, other)
 
@@ -190,7 +190,7 @@ def test_what_may_be_text_is_drafted_as_it_comes(monkeypatch: pytest.MonkeyPatch
 def test_a_tree_of_its_root_alone_is_not_grown() -> None:
     made = drafter()
     (tree,) = made.draft([request(1, 0, 5, 0, 4)], nodes=[1])
-    assert len(tree) == 1 and tree.levels == 0
+    assert len(tree) == 1 and tree.depth == 0
     assert made.forwards == 1, "the head saw its rows"
-    alone = EagleDrafter(HEAD, DECODER, replace(SETTINGS, nodes=1), slots=1, slot_rows=40)
-    assert alone.capture(recorded, 5) == 0
+    alone = EagleDrafter(HEAD, DECODER, replace(SETTINGS, nodes=1), slots=1, slot_rows=40, captured_depth=5)
+    assert alone.capture(recorded) == 0

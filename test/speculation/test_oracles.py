@@ -30,7 +30,7 @@ def parents_of(rows: list[list[int]], n: int) -> list[int]:
 
 def tokens_of(rule: AcceptanceRule, case: TreeCase) -> list[int]:
     (row,) = accept(rule, case.verification()).tolist()
-    width = case.tree.levels + 1
+    width = case.tree.depth + 1
     return row[width : width + row[-1]]
 
 

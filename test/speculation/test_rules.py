@@ -15,12 +15,12 @@ from support.verifications import ACTIONS, VOCAB, TreeCase, make_tree, one_hot, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specvla_kernels.accept_tree import NO_NODE
-from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule, AcceptReason, accept
+from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule, AcceptReason, accept, greedy_choice
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.composite import Composite
 from specvla_ros.speculation.rules.fly import Fly
 from specvla_ros.speculation.rules.lvspec import LVSpec
-from specvla_ros.speculation.rules.strict import Strict, greedy_choice
+from specvla_ros.speculation.rules.strict import Strict
 
 NUMBERS = torch.arange(VOCAB) < 4
 RULES: list[AcceptanceRule] = [
@@ -40,7 +40,7 @@ RULES: list[AcceptanceRule] = [
 
 def committed(rule: AcceptanceRule, verification: TreeCase) -> Committed:
     (row,) = accept(rule, verification.verification())
-    count, width = int(row[-1]), verification.tree.levels + 1
+    count, width = int(row[-1]), verification.tree.depth + 1
     assert len(row) == 4 * width + 1
     assert (row[count:width] == NO_NODE).all()
     return Committed(*(tuple(part[:count].tolist()) for part in row[:-1].split(width)))

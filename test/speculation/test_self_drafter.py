@@ -15,8 +15,8 @@ from torch import Tensor
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.config import LlamaConfig
-from specvla_ros.speculation.drafters.protocol import DraftInput
-from specvla_ros.speculation.drafters.self_draft import SelfDrafter, image_rows_to_keep
+from specvla_ros.speculation.drafters.registry import DraftInput
+from specvla_ros.speculation.drafters.self_drafter import SelfDrafter, image_rows_to_keep
 from specvla_ros.speculation.tree import Tree
 
 CONFIG = LlamaConfig(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)
@@ -68,7 +68,7 @@ def request(seed: int, slot: int, told: int, levels: int, *, since: int = -1) ->
         made.embeddings[first + 1 : prefix + 1],
         torch.tensor(made.answer[told]),
         levels,
-        place=0,
+        position=0,
         prompt=made.prompt_ids,
     )
 
@@ -105,14 +105,14 @@ def plain(seed: int, told: int, share: float, tokens: int) -> tuple[list[int], l
 def is_chain(tree: Tree, root: int, said: list[int], log_probs: list[float]) -> None:
     assert tree.tokens.tolist() == [root, *said]
     assert tree.ancestry.parents.tolist() == list(range(-1, len(said)))
-    assert tree.levels == len(said) and tree.valid.all() and tree.relaxable.all()
+    assert tree.depth == len(said) and tree.valid.all() and tree.relaxable.all()
     torch.testing.assert_close(tree.log_probs, torch.tensor(log_probs), atol=1e-5, rtol=1e-5)
 
 
 def same(one: Tree, other: Tree) -> None:
     assert one.tokens.equal(other.tokens) and one.ancestry.parents.equal(other.ancestry.parents)
     torch.testing.assert_close(one.log_probs, other.log_probs, atol=1e-6, rtol=1e-6)
-    assert one.valid.all() and other.valid.all() and one.levels == other.levels
+    assert one.valid.all() and other.valid.all() and one.depth == other.depth
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -159,7 +159,7 @@ def test_several_requests_at_once_get_what_each_gets_alone(
         for slot, (seed, told, more, levels) in enumerate(wanted)
     ]
     trees = [*together.draft(begun), *together.draft(later)]
-    assert together.forwards == 3 + min(5, max(each.levels for each in later))
+    assert together.forwards == 3 + min(5, max(each.max_depth for each in later))
     for i, (first, second) in enumerate(zip(begun, later, strict=True)):
         alone = drafter(share)
         same(trees[i], alone.draft([first])[0])
@@ -191,10 +191,10 @@ def test_the_chains_own_rows_are_never_read_again() -> None:
 def test_limits_are_each_requests_own_and_what_is_not_wanted_costs_nothing() -> None:
     made = drafter(0.5)
     requests = [request(1, 0, 2, 5), request(2, 1, 3, 5)]
-    assert [tree.levels for tree in made.draft(requests, [0, 2])] == [0, 2]
+    assert [tree.depth for tree in made.draft(requests, [1, 3])] == [0, 2]
     assert made.forwards == 2
     assert made.fed_rows == script(2).prompt_rows - IMAGE // 2 + 4, "the prompt and four tokens, for one request"
-    assert made.draft([request(1, 0, 4, 0, since=2)])[0].levels == 0 and made.forwards == 2
+    assert made.draft([request(1, 0, 4, 0, since=2)])[0].depth == 0 and made.forwards == 2
 
 
 def test_a_chain_ends_at_the_first_nan() -> None:
@@ -223,7 +223,7 @@ def test_a_chain_grows_without_a_read_back() -> None:
     requests: list[Any] = [request(3, 0, 2, 5), request(5, 1, 3, 2)]
     with no_read_back():
         trees = made.draft(requests)
-    assert [tree.levels for tree in trees] == [5, 2]
+    assert [tree.depth for tree in trees] == [5, 2]
 
 
 @given(st.lists(st.integers(0, 5), min_size=0, max_size=6), st.integers(1, 6))
@@ -232,20 +232,20 @@ def test_joined_trees_keep_every_path(parents: list[int], chain: int) -> None:
     tree, other = a_tree(below, first=10), a_tree(list(range(chain)), first=30)
     both = tree.joined_with(other)
     assert paths(both) == paths(tree) | paths(other)
-    assert len(both) == len(tree) + chain and both.levels == max(tree.levels, chain)
+    assert len(both) == len(tree) + chain and both.depth == max(tree.depth, chain)
     assert both.log_probs.tolist() == [*tree.log_probs.tolist(), *other.log_probs.tolist()[1:]]
     depths = [len(path) - 1 for path in (path_to(both, node) for node in range(len(both)))]
     assert both.ancestry.depths.tolist() == depths
-    assert both.joined_with(Tree.of_root(torch.tensor(1))) is both
+    assert both.joined_with(Tree.from_root(torch.tensor(1))) is both
 
 
 def a_tree(parents: list[int], *, first: int) -> Tree:
-    root = Tree.of_root(torch.tensor(1))
+    root = Tree.from_root(torch.tensor(1))
     n = len(parents) + 1
     ancestry = type(root.ancestry).from_parents([-1, *parents])
     tokens = torch.tensor([1, *range(first, first + n - 1)])
     yes = torch.ones(n, dtype=torch.bool)
-    return Tree(tokens, ancestry, -torch.arange(n) / first, yes, yes, levels=int(ancestry.depths.max()))
+    return Tree(tokens, ancestry, -torch.arange(n) / first, yes, yes, depth=int(ancestry.depths.max()))
 
 
 def path_to(tree: Tree, node: int) -> tuple[int, ...]:

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from specvla_kernels.layout import Ancestry
 from specvla_ros.errors import UserError
 from specvla_ros.speculation.accept import ActionIds
+from specvla_ros.speculation.drafters.branches import Branches
 from specvla_ros.speculation.drafters.children import Children, WindowMass, top_k
-from specvla_ros.speculation.drafters.combine import Branches, add_branches
 from specvla_ros.speculation.drafters.prompt_lookup import look_up
 from specvla_ros.speculation.drafters.temporal import TemporalDrafter
-from specvla_ros.speculation.drafters.tree_growth import TreeGrowth, nodes_of
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.drafters.tree_growth import TreeGrowth, tree_size
+from specvla_ros.speculation.settings import DraftSettings, adjusted
 from specvla_ros.speculation.tree import Tree
 
 ACTIONS = ActionIds(first=10, stop=26, bins=15)  # ids 10 and 11 decode alike
@@ -38,7 +38,7 @@ def grow(growth: TreeGrowth, children: Children, rows: torch.Tensor, level: int,
 
 
 def finished(growth: TreeGrowth, *, levels: int, k: int, nodes: int) -> Tree:
-    return growth.finish(torch.tensor([nodes]), nodes).split([(nodes_of(levels, k, nodes), levels)])[0]
+    return growth.finish(torch.tensor([nodes]), nodes).split([(tree_size(levels, k, nodes), levels)])[0]
 
 
 def log_probs(seed: int, rows: int = 3, sharpness: float = 2.0) -> torch.Tensor:
@@ -171,13 +171,13 @@ def test_prompt_lookup_takes_the_longest_and_most_recent_match() -> None:
 
 
 def test_branches_join_what_they_share() -> None:
-    branches = Branches.from_chains([(1, 2, 3), (1, 2, 4), (5,)], levels=3, most=9)
+    branches = Branches.from_chains([(1, 2, 3), (1, 2, 4), (5,)], max_depth=3, max_nodes=9)
     assert branches.tokens == (1, 2, 3, 4, 5)
     assert branches.parents == (-1, 0, 1, 1, -1)
-    assert branches.levels == 3
-    assert Branches.from_chains([(1, 2, 3), (4,)], levels=2, most=9).tokens == (1, 2, 4)
-    assert Branches.from_chains([(1, 2, 3), (4,)], levels=3, most=2).tokens == (1, 2)
-    assert len(Branches.from_chains([], levels=3, most=2)) == 0
+    assert branches.depth == 3
+    assert Branches.from_chains([(1, 2, 3), (4,)], max_depth=2, max_nodes=9).tokens == (1, 2, 4)
+    assert Branches.from_chains([(1, 2, 3), (4,)], max_depth=3, max_nodes=2).tokens == (1, 2)
+    assert len(Branches.from_chains([], max_depth=3, max_nodes=2)) == 0
 
 
 def test_branches_hang_below_the_root_of_any_tree() -> None:
@@ -185,15 +185,17 @@ def test_branches_hang_below_the_root_of_any_tree() -> None:
     for level in range(2):
         grow(growth, top_k(2), log_probs(level, growth.beam_tokens.shape[1]), level)
     tree = finished(growth, levels=2, k=2, nodes=6)
-    both = add_branches(tree, Branches.from_chains([(1, 2, 3), (4,)], levels=3, most=9), relaxable=False)
+    root = tree.tokens[:1]
+    chains = Branches.from_chains([(1, 2, 3), (4,)], max_depth=3, max_nodes=9)
+    both = tree.joined_with(chains.tree(root, relaxable=False))
     assert both.tokens.tolist() == [*tree.tokens.tolist(), 1, 2, 3, 4]
     assert both.ancestry.parents.tolist() == [*tree.ancestry.parents.tolist(), 0, 6, 7, 0]
-    assert both.levels == 3 and both.ancestry.depths.tolist()[-4:] == [1, 2, 3, 1]
+    assert both.depth == 3 and both.ancestry.depths.tolist()[-4:] == [1, 2, 3, 1]
     assert both.relaxable.tolist() == [True] * 6 + [False] * 4
     assert both.valid.all() and (both.log_probs[-4:] == -torch.inf).all()
-    assert add_branches(tree, Branches((), ()), relaxable=True) is tree
-    alone = add_branches(
-        Tree.of_root(torch.tensor(3)), Branches.from_chains([(1, 2)], levels=5, most=3), relaxable=True
+    assert tree.joined_with(Branches((), ()).tree(root, relaxable=True)) is tree
+    alone = Tree.from_root(torch.tensor(3)).joined_with(
+        Branches.from_chains([(1, 2)], max_depth=5, max_nodes=3).tree(torch.tensor(3), relaxable=True)
     )
     assert alone.ancestry.ancestors.tolist() == [0b1, 0b11, 0b111]
 
@@ -216,7 +218,7 @@ def test_branches_hang_below_the_root_of_any_tree() -> None:
 )
 def test_settings_out_of_range_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        DraftSettings(**arguments)
+        adjusted(DraftSettings(), **arguments)
 
 
 def test_every_pair_of_sizes_that_is_allowed_fits_a_forward() -> None:
@@ -239,9 +241,8 @@ def test_temporal_text_goes_on_as_the_last_answer_did() -> None:
 
 def random_tree(data: st.DataObject, nodes: int) -> Tree:
     parents = [-1, *(data.draw(st.integers(0, node - 1)) for node in range(1, nodes))]
-    root = Tree.of_root(torch.tensor(3))
     branches = Branches(tuple(range(1, nodes)), tuple(parent - 1 for parent in parents[1:]))
-    return add_branches(root, branches, relaxable=True)
+    return branches.tree(torch.tensor(3), relaxable=True)
 
 
 @given(st.data(), st.integers(1, 64))

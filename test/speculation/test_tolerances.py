@@ -21,7 +21,7 @@ from specvla_ros.speculation.rules.fly import Fly
 from specvla_ros.speculation.rules.lvspec import LVSpec
 from specvla_ros.speculation.rules.registry import make_rule
 from specvla_ros.speculation.rules.strict import Strict
-from specvla_ros.speculation.settings import AcceptanceSettings
+from specvla_ros.speculation.settings import AcceptanceSettings, adjusted
 
 MOVING = [True] * 6 + [False]
 
@@ -110,7 +110,7 @@ def test_one_number_is_for_what_moves_and_a_list_is_as_given() -> None:
 )
 def test_settings_out_of_range_are_refused_by_name(wrong: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        AcceptanceSettings(**wrong)
+        adjusted(AcceptanceSettings(), **wrong)
 
 
 def test_numbers_are_the_ids_whose_text_holds_a_digit() -> None:
@@ -130,11 +130,11 @@ def test_settings_make_the_rule_that_they_name(policy: OpenVLATarget) -> None:
     near = spread_bins([4], policy.statistics.mask.tolist(), 1)
     assert make_rule(AcceptanceSettings(), policy) == Strict()
     assert make_rule(AcceptanceSettings("bin_distance", (4,), gripper_bins=1), policy) == BinDistance(near)
-    fly = AcceptanceSettings("fly", fly_theta=0.2, fly_window=3, fly_entropy="code")
+    fly = adjusted(AcceptanceSettings("fly"), fly_theta=0.2, fly_window=3, fly_entropy="code")
     assert make_rule(fly, policy) == Fly(0.2, 3, "code")
-    lvspec = AcceptanceSettings("lvspec", lvspec_loose_share=0.1, lvspec_top_n=2, lvspec_shift=0)
+    lvspec = adjusted(AcceptanceSettings("lvspec"), lvspec_loose_share=0.1, lvspec_top_n=2, lvspec_shift=0)
     assert make_rule(lvspec, policy) == LVSpec(0.1, 2, 0)
-    composite = make_rule(AcceptanceSettings("composite", (4,), gripper_bins=1, fly_theta=0.2), policy)
+    composite = make_rule(adjusted(AcceptanceSettings("composite", (4,), gripper_bins=1), fly_theta=0.2), policy)
     assert isinstance(composite, Composite)
     assert (composite.action, composite.text) == (BinDistance(near), Fly(0.2, 2, "paper"))
     assert len(composite.numbers) == policy.decoder.config.vocab_size

@@ -13,8 +13,8 @@ from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.speculation.drafters.children import top_k
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
-from specvla_ros.speculation.drafters.protocol import DraftInput
-from specvla_ros.speculation.drafters.tree_growth import TreeGrowth, nodes_of
+from specvla_ros.speculation.drafters.registry import DraftInput
+from specvla_ros.speculation.drafters.tree_growth import TreeGrowth, tree_size
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
 
@@ -52,7 +52,7 @@ def test_the_same_nodes_are_kept_as_in_the_published_code() -> None:
             tokens, scores = top_k(case["top_k"])(log_probs, torch.tensor([step]))
             growth.expand(tokens[None], scores[None])
         nodes = case["total_tokens_arg"]
-        kept = nodes_of(levels, case["top_k"], nodes)
+        kept = tree_size(levels, case["top_k"], nodes)
         (tree,) = growth.finish(torch.tensor([nodes]), nodes).split([(kept, levels)])
         expected = paths(recorded[f"{key}_draft_tokens"].tolist(), recorded[f"{key}_parents"].tolist())
         assert paths_of(tree) == expected, key
@@ -98,8 +98,8 @@ def test_the_head_foresees_what_the_published_head_does() -> None:
             hidden=hidden,
             following=embeddings[prefix + 1 - len(hidden) :],
             root=torch.tensor(calls[tag]["root"]),
-            levels=5,
-            place=1,
+            max_depth=5,
+            position=1,
         )
         recorder.seen.clear()
         (tree,) = drafter.draft([request])

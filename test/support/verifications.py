@@ -9,8 +9,7 @@ from torch import Tensor
 
 from specvla_kernels.compare_drafts import Trees
 from specvla_kernels.layout import Ancestry
-from specvla_ros.speculation.accept import ActionIds, Verification
-from specvla_ros.speculation.rules.strict import greedy_choice
+from specvla_ros.speculation.accept import ActionIds, Verification, greedy_choice
 from specvla_ros.speculation.tree import Tree
 
 VOCAB = 24
@@ -47,7 +46,7 @@ class TreeCase:
         position = torch.tensor([self.position], device=tree.tokens.device)
         trees = Trees(*(column[None] for column in (*columns, *flags)), position)
         visual = None if self.visual is None else self.visual[None]
-        return Verification(trees, self.actions, tree.levels, self.logits, None, self.hidden[None], visual)
+        return Verification(trees, self.actions, tree.depth, self.logits, None, self.hidden[None], visual)
 
 
 def make_tree(
@@ -65,7 +64,7 @@ def make_tree(
         log_probs=torch.tensor(log_probs if log_probs is not None else [0.0] * len(tokens)),
         valid=torch.tensor(valid if valid is not None else [True] * len(tokens)),
         relaxable=torch.tensor(relaxable if relaxable is not None else [True] * len(tokens)),
-        levels=int(ancestry.depths.max()),
+        depth=int(ancestry.depths.max()),
     )
 
 

@@ -37,7 +37,7 @@ class WindowMass:
 
     Args:
         k: children per node.
-        actions: which ids are actions.
+        actions: ids of action tokens.
         bins: int64 [dimensions + 1], r per action dimension; the last is for every dimension beyond.
     """
 
@@ -58,12 +58,12 @@ class WindowMass:
         """Tokens and scores [b, k]; -inf where no mass is left."""
         r = self.bins[dimensions.clamp(max=len(self.bins) - 1), None]
         left = self._by_bin(log_probs)
-        places = torch.arange(left.shape[-1], device=left.device)
+        bins = torch.arange(left.shape[-1], device=left.device)
         tokens, scores = [], []
         for _ in range(self.k):
             likeliest = left == left.amax(dim=-1, keepdim=True)
-            bin_ = torch.where(likeliest, places, len(places)).amin(dim=-1, keepdim=True)
-            near = (places - bin_).abs() <= r
+            bin_ = torch.where(likeliest, bins, len(bins)).amin(dim=-1, keepdim=True)
+            near = (bins - bin_).abs() <= r
             tokens.append(self._token(bin_, log_probs))
             scores.append(torch.where(near, left, 0.0).sum(dim=-1, keepdim=True).log())
             left = torch.where(near, 0.0, left)

@@ -10,38 +10,38 @@ from specvla_kernels.device import to_device
 from specvla_kernels.graph_capture import Capture, check_rows, randomize
 from specvla_kernels.layout import Ancestry, Span, pack_layout
 from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.speculation.drafters.children import Children, top_k
+from specvla_ros.speculation.drafters.children import Children, WindowMass, top_k
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
-from specvla_ros.speculation.drafters.protocol import DraftInput
-from specvla_ros.speculation.drafters.tree_growth import DraftStart, GrownTrees, TreeGrower, nodes_of, numbers_of
+from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftWork
+from specvla_ros.speculation.drafters.tree_growth import DraftStart, GrownTrees, TreeGrower, tree_size
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
 
-MOST_ROWS = 8  # of a request: what OpenVLA's actions commit at once; whatever is more is fed before
+MAX_ROWS = 8  # of a request in a captured draft: what OpenVLA's actions commit at once; more are fed before
 
 
 class StaticDraft:
     """Feeds the head the newest committed rows of some requests and grows their trees, as it was captured.
 
     Args:
-        grower: whose head and memory.
-        requests: that it drafts for.
-        levels: of the highest tree.
+        grower: the head and its keys and values.
+        requests: number of trees.
+        depth: of the deepest tree.
         capture: makes it repeatable.
 
     Raises:
         Exception: whatever the capture raises.
     """
 
-    def __init__(self, grower: TreeGrower, *, requests: int, levels: int, capture: Capture) -> None:
+    def __init__(self, grower: TreeGrower, *, requests: int, depth: int, capture: Capture) -> None:
         self._grower = grower
-        self._levels = levels
+        self._depth = depth
         device = grower.keys.device
         # One committed row each, in a slot that is there: the capture runs too.
         self._numbers = torch.ones((6, requests), dtype=torch.int64, device=device)
         self._numbers[0] = 0
         self._roots = torch.zeros(requests, dtype=torch.int64, device=device)
-        shape = (requests, MOST_ROWS, grower.hidden_size)
+        shape = (requests, MAX_ROWS, grower.hidden_size)
         self._following = torch.zeros(shape, dtype=grower.keys.dtype, device=device)
         self._hidden = torch.zeros_like(self._following)
         self._none = torch.zeros_like(self._following[0])
@@ -51,45 +51,45 @@ class StaticDraft:
         """What `TreeGrower.grow` gives, to rounding; nothing is read back.
 
         Args:
-            inputs: one per request, each with `MOST_ROWS` rows at most; none may be text.
-            nodes: of each tree at most, the root included.
+            inputs: one per request, each of at most `MAX_ROWS` rows; none may be text.
+            nodes: maximum of each tree, the root included.
         """
-        numbers = torch.tensor(numbers_of(inputs, nodes), pin_memory=self._numbers.is_cuda)
+        numbers = torch.tensor(DraftStart.numbers(inputs, nodes), pin_memory=self._numbers.is_cuda)
         self._numbers.copy_(numbers, non_blocking=True)
-        torch.stack([each.root for each in inputs], out=self._roots)
-        self._fill(self._following, [each.following for each in inputs])
-        self._fill(self._hidden, [each.hidden for each in inputs])
+        torch.stack([request.root for request in inputs], out=self._roots)
+        self._fill(self._following, [request.following for request in inputs])
+        self._fill(self._hidden, [request.hidden for request in inputs])
         return self._replay().clone()  # the next draft overwrites it
 
     def run(self) -> GrownTrees:
         """What is captured, launch by launch: the last draft once more."""
         start = DraftStart.on_device(self._numbers, self._roots)
-        foreseen = self._grower.foresee(start, self._following, self._hidden)
-        return self._grower.grow(start, foreseen, self._levels)
+        predicted = self._grower.predict(start, self._following, self._hidden)
+        return self._grower.grow(start, predicted, self._depth)
 
     def _fill(self, memory: Tensor, rows: Sequence[Tensor]) -> None:
-        """Each request's rows, and zeros behind them."""
-        parts = [part for each in rows for part in (each, self._none[len(each) :])]
+        """Each request's rows, then zeros."""
+        parts = [part for mine in rows for part in (mine, self._none[len(mine) :])]
         torch.cat(parts, out=memory.flatten(0, 1))
 
 
 _UNLIKELY = -50.0  # in place of -inf, which has no distance
 
 
-def check_inputs(decoder: LlamaDecoder, requests: int, levels: int, *, prefix_len: int) -> list[DraftInput]:
-    """Requests with random rows, of different numbers, each with a level less than the one before.
+def check_inputs(decoder: LlamaDecoder, requests: int, depth: int, *, prefix_len: int) -> list[DraftInput]:
+    """Requests with random rows, of different numbers, each of a depth less than the one before.
 
     Args:
         decoder: the target.
-        requests: how many; they have the first slots.
-        levels: of the highest tree.
+        requests: number of requests; they have the first slots.
+        depth: of the deepest tree.
         prefix_len: committed rows of each slot, at least one.
     """
     generator = torch.Generator().manual_seed(requests)
     config, device = decoder.config, decoder.device
     inputs = []
     for slot in range(requests):
-        rows = min(prefix_len, 1 + (slot + levels) % MOST_ROWS)
+        rows = min(prefix_len, 1 + (slot + depth) % MAX_ROWS)
         hidden = torch.randn(rows, config.hidden_size, generator=generator)
         tokens = torch.randint(config.vocab_size, (rows,), generator=generator).to(device)
         inputs.append(
@@ -99,8 +99,8 @@ def check_inputs(decoder: LlamaDecoder, requests: int, levels: int, *, prefix_le
                 hidden=hidden.to(device, decoder.dtype),
                 following=decoder.embed_tokens(tokens),
                 root=tokens[-1],
-                levels=max(1, levels - slot),
-                place=1,
+                max_depth=max(1, depth - slot),
+                position=1,
             )
         )
     return inputs
@@ -120,19 +120,20 @@ def check_trees(found: GrownTrees, expected: GrownTrees, *, what: str, dtype: to
     check_rows(ours, others, what=what, dtype=dtype)
 
 
-class EagleDrafter:
-    """Feeds the head what was committed, and grows trees behind it.
+class EagleDrafter(Drafter):
+    """Feeds the head what was committed, and grows trees after it.
 
     Args:
         head: the draft head.
         decoder: the target, whose embeddings and output head it shares.
-        settings: the tree's size.
-        slots: requests in flight at most.
-        slot_rows: committed rows of a slot at most.
+        settings: size of the trees.
+        slots: maximum of requests in flight.
+        slot_rows: maximum of committed rows of a slot.
         children: how a node's children are chosen; by default, and where text may come, the likeliest.
+        captured_depth: maximum depth of the trees that `capture` is for.
 
     Attributes:
-        committed_rows: of a slot at most.
+        committed_rows: maximum of a slot.
         forwards: of the head since it was made.
     """
 
@@ -145,14 +146,17 @@ class EagleDrafter:
         slots: int,
         slot_rows: int,
         children: Children | None = None,
+        captured_depth: int = 0,
     ) -> None:
         self._decoder = decoder
         self._settings = settings
+        self._window = children if isinstance(children, WindowMass) else None
+        self._captured_depth = captured_depth
         self.committed_rows = slot_rows
         self.forwards = 0
         self._slots = slots
-        self._slot_rows = slot_rows + max(settings.beam_nodes, MOST_ROWS)
-        self._captured: dict[tuple[int, int], StaticDraft] = {}  # by requests that grow and levels
+        self._slot_rows = slot_rows + max(settings.beam_nodes, MAX_ROWS)
+        self._captured: dict[tuple[int, int], StaticDraft] = {}  # by number of trees that grow, and depth
         self._grower = TreeGrower(
             head,
             decoder,
@@ -163,102 +167,111 @@ class EagleDrafter:
             children=children or top_k(settings.top_k),
         )
 
-    def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int] | None = None) -> list[Tree]:
+    @property
+    def work(self) -> DraftWork:
+        """Forwards of the head."""
+        return DraftWork(head_forwards=self.forwards)
+
+    def set_tolerance(self, bins: tuple[int, ...]) -> None:
+        """Gives it to the windows of the children."""
+        if self._window is not None:
+            self._window.tolerate(bins)
+
+    def draft(
+        self, inputs: Sequence[DraftInput], nodes: Sequence[int] | None = None, *, last: bool = True
+    ) -> list[Tree]:
         """Feeds the head what was committed and grows the next trees.
 
         Args:
             inputs: one per request, of different slots.
             nodes: of each tree, the root included; by default, and at most, those of the settings.
+            last: makes no difference.
         """
         limits = nodes if nodes is not None else [self._settings.nodes] * len(inputs)
         sizes = {
-            each.slot: (min(each.levels, self._settings.depth), limit)
-            for each, limit in zip(inputs, limits, strict=True)
-            if each.levels > 0 and limit > 1
+            request.slot: (min(request.max_depth, self._settings.depth), limit)
+            for request, limit in zip(inputs, limits, strict=True)
+            if request.max_depth > 0 and limit > 1
         }
-        growing = [each for each in inputs if each.slot in sizes]
+        growing = [request for request in inputs if request.slot in sizes]
         if not growing:
             self._feed(inputs)
-            return [Tree.of_root(each.root) for each in inputs]
-        most, highest = [limit for _, limit in sizes.values()], max(levels for levels, _ in sizes.values())
-        in_text = any(each.in_text for each in growing)
-        static = None if in_text else self._captured.get((len(growing), highest))
+            return [Tree.from_root(request.root) for request in inputs]
+        max_nodes, deepest = [limit for _, limit in sizes.values()], max(depth for depth, _ in sizes.values())
+        in_text = any(request.in_text for request in growing)
+        static = None if in_text else self._captured.get((len(growing), deepest))
         if static is None:
-            grown = self._grow(inputs, growing, most, highest)
+            grown = self._grow(inputs, growing, max_nodes, deepest)
         else:
-            self._feed([rows for each in inputs if (rows := _ahead(each, MOST_ROWS if each.slot in sizes else 0))])
-            self.forwards += highest
-            grown = static([_newest(each) for each in growing], most)
+            left = dict.fromkeys(sizes, MAX_ROWS)
+            self._feed([rows for request in inputs if (rows := _but_newest(request, left.get(request.slot, 0)))])
+            self.forwards += deepest
+            grown = static([_newest(request) for request in growing], max_nodes)
         k = self._settings.top_k
-        trees = iter(grown.split([(nodes_of(levels, k, limit), levels) for levels, limit in sizes.values()]))
-        return [next(trees) if each.slot in sizes else Tree.of_root(each.root) for each in inputs]
+        trees = iter(grown.split([(tree_size(depth, k, limit), depth) for depth, limit in sizes.values()]))
+        return [next(trees) if request.slot in sizes else Tree.from_root(request.root) for request in inputs]
 
-    def capture(self, capture: Capture, levels: int) -> int:
-        """See Capturable: a draft of every number of requests and of levels. Every slot is written to.
-
-        Args:
-            capture: makes work repeatable.
-            levels: that a tree may have where no text comes.
-        """
+    def capture(self, capture: Capture) -> int:
+        """See Capturable: a draft for every number of requests and every depth. Every slot is written to."""
         if self._settings.nodes == 1:  # nothing ever grows
             return 0
         randomize(self._grower.keys, self._grower.values)
         for requests in range(self._slots, 0, -1):  # the largest first: the others then find memory in its pool
-            for height in range(min(levels, self._settings.depth), 0, -1):
-                static = StaticDraft(self._grower, requests=requests, levels=height, capture=capture)
-                self._check(static, requests, height)
-                self._captured[requests, height] = static
+            for depth in range(min(self._captured_depth, self._settings.depth), 0, -1):
+                static = StaticDraft(self._grower, requests=requests, depth=depth, capture=capture)
+                self._check(static, requests, depth)
+                self._captured[requests, depth] = static
         return len(self._captured)
 
     def release(self) -> None:
         """See Capturable."""
         self._captured = {}
 
-    def _check(self, static: StaticDraft, requests: int, levels: int) -> None:
+    def _check(self, static: StaticDraft, requests: int, depth: int) -> None:
         """Compares a captured draft with the same work launch by launch, and with a draft of other shapes."""
-        inputs = check_inputs(self._decoder, requests, levels, prefix_len=max(1, self.committed_rows // 2))
+        inputs = check_inputs(self._decoder, requests, depth, prefix_len=max(1, self.committed_rows // 2))
         nodes = [self._settings.nodes] * requests
-        expected = self._grow(inputs, inputs, nodes, levels)
+        expected = self._grow(inputs, inputs, nodes, depth)
         found = static(inputs, nodes)
-        what = f"a captured draft of {requests} trees with {levels} levels"
+        what = f"a captured draft of {requests} trees with {depth} levels"
         check_trees(found, static.run(), dtype=torch.float32, what=what)
         check_trees(found, expected, dtype=self._decoder.dtype, what=what)
 
     def _feed(self, inputs: Sequence[DraftInput]) -> dict[int, Tensor]:
-        """The head over the newly committed rows: by slot, [hidden] behind the last of them."""
+        """The head over the newly committed rows: by slot, the state [hidden] after the last of them."""
         if not inputs:
             return {}
         parts: list[tuple[Span, Ancestry | None]] = []
         start = 0
-        for each in inputs:
-            rows = len(each.hidden)
-            parts.append((Span(each.slot, start, rows, each.prefix_len - rows, is_tree=False), None))
+        for request in inputs:
+            rows = len(request.hidden)
+            parts.append((Span(request.slot, start, rows, request.prefix_len - rows, is_tree=False), None))
             start += rows
-        following = torch.cat([each.following for each in inputs])
+        following = torch.cat([request.following for request in inputs])
         self.forwards += 1
         layout = pack_layout(parts, self._slot_rows, following.device)
-        hidden = self._grower.forward(following, torch.cat([each.hidden for each in inputs]), layout)
+        hidden = self._grower.forward(following, torch.cat([request.hidden for request in inputs]), layout)
         return {span.slot: hidden[span.stop - 1] for span, _ in parts}
 
     def _grow(
-        self, inputs: Sequence[DraftInput], growing: Sequence[DraftInput], nodes: Sequence[int], levels: int
+        self, inputs: Sequence[DraftInput], growing: Sequence[DraftInput], nodes: Sequence[int], depth: int
     ) -> GrownTrees:
         """Feeds all requests' rows and grows the trees of some, launch by launch."""
         fed = self._feed(inputs)
-        self.forwards += levels - 1
-        texts = [each.in_text for each in growing]
+        self.forwards += depth - 1
+        texts = [request.in_text for request in growing]
         in_text = to_device(texts, self._decoder.device, torch.bool) if any(texts) else None
-        foreseen = torch.stack([fed[each.slot] for each in growing])
-        return self._grower.grow(DraftStart.from_inputs(growing, nodes), foreseen, levels, in_text)
+        predicted = torch.stack([fed[request.slot] for request in growing])
+        return self._grower.grow(DraftStart.from_inputs(growing, nodes), predicted, depth, in_text)
 
 
 def _newest(request: DraftInput) -> DraftInput:
     """With as many rows as a captured draft takes."""
-    return replace(request, hidden=request.hidden[-MOST_ROWS:], following=request.following[-MOST_ROWS:])
+    return replace(request, hidden=request.hidden[-MAX_ROWS:], following=request.following[-MAX_ROWS:])
 
 
-def _ahead(request: DraftInput, left: int) -> DraftInput | None:
-    """Without so many of its newest rows; None: it has no others."""
+def _but_newest(request: DraftInput, left: int) -> DraftInput | None:
+    """Without its newest `left` rows; None: it has no others."""
     rows = len(request.hidden) - left
     if rows <= 0:
         return None

@@ -21,7 +21,7 @@ from specvla_ros.models.weights import load_weights, save_weights
 class EagleHead(nn.Module):
     """Spec-VLA eq. 4: the linear fusion of the next token's embedding and the target's hidden state, then one layer.
 
-    No norm in front of the attention and none behind the layer; embeddings and output head are the target's.
+    No norm in front of the attention and none after the layer; embeddings and output head are the target's.
 
     Args:
         config: the layer's shape.
@@ -45,7 +45,7 @@ class EagleHead(nn.Module):
         """One packed forward.
 
         Args:
-            following: [n_rows, hidden], embedding of the token behind each row.
+            following: [n_rows, hidden], embedding of the token after each row.
             hidden: [n_rows, hidden], the target's state at each row, or the head's own where the target has none yet.
             layout: where the segments lie.
             rotation: cosines and sines of the rows, see `LlamaDecoder.rotation`.
@@ -53,7 +53,7 @@ class EagleHead(nn.Module):
             values: like keys.
 
         Returns:
-            [n_rows, hidden]: the state behind each row, as the head foresees it.
+            [n_rows, hidden], the state after each row, as the head predicts it.
         """
         fused: Tensor = self.fc(torch.cat((following, hidden), dim=-1))
         out: Tensor = self.layer(fused, *rotation, layout, keys, values)

@@ -1,8 +1,62 @@
 """Drafts text by looking its last tokens up in what came before (prompt lookup decoding)."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specvla_ros.settings.parameter import parameter
+from specvla_ros.speculation.drafters.branches import Branches
+from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, DraftInput, drafter
+
+if TYPE_CHECKING:
+    from specvla_ros.speculation.tree import Tree
 
 _LONGEST = 3
+
+
+@dataclass(frozen=True)
+class PromptLookupSettings:
+    """What is looked up."""
+
+    tokens: int = parameter(
+        0,
+        "Tokens drafted by looking the last ones up in prompt and answer; 0: none. For policies that write text.",
+        unit="tokens",
+        minimum=0,
+        maximum=63,
+        name="prompt_lookup_tokens",
+    )
+
+
+class PromptLookup(Drafter):
+    """Drafts what followed the last tokens where they stood before, in the prompt or the answer.
+
+    Args:
+        tokens: maximum per draft.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
+        """A chain per request."""
+        return [
+            self._chain(request, limit - 1).tree(request.root, relaxable=True)
+            for request, limit in zip(inputs, nodes, strict=True)
+        ]
+
+    def _chain(self, request: DraftInput, max_nodes: int) -> Branches:
+        context = (*request.prompt, *request.answer)
+        found = look_up(context, context, self._tokens)
+        return Branches.from_chains([found], max_depth=request.max_depth, max_nodes=max_nodes)
+
+
+@drafter("prompt_lookup", settings=PromptLookupSettings, order=20)
+def _prompt_lookup(context: DraftContext) -> Drafter | None:
+    own: PromptLookupSettings = context.own("prompt_lookup")
+    return PromptLookup(own.tokens) if own.tokens else None
 
 
 def look_up(text: Sequence[int], tail: Sequence[int], tokens: int) -> tuple[int, ...]:
@@ -11,7 +65,7 @@ def look_up(text: Sequence[int], tail: Sequence[int], tokens: int) -> tuple[int,
     Args:
         text: ids to look in: prompt and answer so far, or an earlier answer.
         tail: ids whose end is looked up; may be the text itself.
-        tokens: at most so many are drafted.
+        tokens: maximum of drafted tokens.
 
     Returns:
         Nothing where the last token is new.

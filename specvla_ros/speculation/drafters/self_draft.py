@@ -1,207 +1,51 @@
-"""Drafts a chain with the target itself, which then sees only a share of the image."""
+"""The target as its own drafter, with a share of the image; see `SelfDrafter`."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
-from specvla_kernels.device import to_device
-from specvla_kernels.layout import Ancestry, Span, pack_layout
-from specvla_ros.models.llama import ForwardResult, LlamaDecoder
-from specvla_ros.speculation.drafters.protocol import DraftInput
-from specvla_ros.speculation.rules.strict import greedy_choice
-from specvla_ros.speculation.tree import Tree
+from specvla_ros.settings.parameter import parameter
+from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, drafter
+
+if TYPE_CHECKING:
+    from specvla_ros.models.llama import LlamaDecoder
 
 
-@dataclass
-class _Chain:
-    """One request's chain while it grows.
+@dataclass(frozen=True)
+class SelfDraftSettings:
+    """What the target drafts for itself."""
 
-    Attributes:
-        request: whose it is.
-        wanted: tokens it will have.
-        start: the slot's row that `inputs` begin at.
-        inputs: [n, hidden], embeddings that the next forward reads; the next token is the one behind the last.
-        tokens: int64 [1] each.
-        gains: [1] each, log-probability of each token given those before it.
-    """
-
-    request: DraftInput
-    wanted: int
-    start: int
-    inputs: Tensor
-    tokens: list[Tensor] = field(default_factory=list)
-    gains: list[Tensor] = field(default_factory=list)
-
-    def add(self, token: Tensor, gain: Tensor, embedding: Tensor) -> None:
-        """Takes the token behind `inputs`, which are then in the KV cache."""
-        self.tokens.append(token)
-        self.gains.append(gain)
-        self.start += len(self.inputs)
-        self.inputs = embedding
-
-    def finish(self) -> Tree:
-        """The tokens behind the root; none is valid from a NaN on."""
-        root = self.request.root.reshape(1)
-        if not self.tokens:
-            return Tree.of_root(root)
-        gains = torch.nan_to_num(torch.cat(self.gains).float(), nan=-torch.inf, neginf=-torch.inf)
-        log_probs = torch.cat((torch.zeros_like(gains[:1]), gains.cumsum(dim=0)))
-        n = len(log_probs)
-        return Tree(
-            tokens=torch.cat((root, *self.tokens)),
-            ancestry=Ancestry.from_parents(range(-1, n - 1), root.device),
-            log_probs=log_probs,
-            valid=log_probs > -torch.inf,
-            relaxable=torch.ones_like(log_probs, dtype=torch.bool),
-            levels=n - 1,
-        )
+    tokens: int = parameter(
+        0,
+        "Tokens drafted by the policy itself with few image tokens, a forward each; 0: none. For policies that write "
+        "text.",
+        unit="tokens",
+        minimum=0,
+        maximum=63,
+        name="self_tokens",
+    )
+    image_share: float = parameter(
+        0.1,
+        "Share of the image's tokens that draft.self_tokens are drafted with.",
+        minimum=0.001,
+        maximum=1.0,
+        name="self_image_share",
+    )
 
 
-class SelfDrafter:
-    """Decodes greedily with the target over a prompt from which most of the image is left out.
+@drafter("self", settings=SelfDraftSettings, order=30)
+def _self(context: DraftContext) -> Drafter | None:
+    own: SelfDraftSettings = context.own("self")
+    if not own.tokens:
+        return None
+    from specvla_ros.speculation.drafters.self_drafter import SelfDrafter
 
-    From SpecVLM (arXiv 2508.16201), whose draft model is given a tenth of the video's tokens, in their order and at
-    consecutive positions, as here. It keeps those that the prompt's text attends to most, averaged over heads and
-    layers, and fills up with others at even distances. No attention weights leave the kernels here, so that the rows
-    are chosen by what the prefill leaves behind, its last hidden states; see `image_rows_to_keep`. There is no second
-    stage.
-
-    A drafted token costs a forward of the whole target. Keys and values are the drafter's own: one slot per request as
-    in the target's KV cache, shorter by the image rows that are left out.
-
-    Args:
-        decoder: the target.
-        image_tokens: rows of the prompt that the image takes, behind BOS.
-        image_share: of these rows, to be kept; at least one is.
-        tokens: of a chain at most, 1 to 63.
-        slots: requests in flight at most.
-        slot_rows: committed rows of a slot of the target's KV cache at most.
-
-    Attributes:
-        kept_image_tokens: image rows that the drafter sees.
-        forwards: of the target, for drafting, since this was made.
-        fed_rows: rows of what was committed that these forwards read; what they drafted is not counted.
-    """
-
-    def __init__(
-        self, decoder: LlamaDecoder, *, image_tokens: int, image_share: float, tokens: int, slots: int, slot_rows: int
-    ) -> None:
-        self._decoder = decoder
-        self._image_tokens = image_tokens
-        self._tokens = tokens
-        self.kept_image_tokens = max(1, round(image_share * image_tokens))
-        self._dropped = image_tokens - self.kept_image_tokens
-        self._slot_rows = slot_rows - self._dropped + tokens
-        config = decoder.config
-        shape = (config.num_hidden_layers, slots, self._slot_rows, config.num_key_value_heads, config.head_dim)
-        self._keys = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
-        self._values = torch.empty_like(self._keys)
-        self._owed: dict[int, Tensor] = {}  # by slot: rows that are committed, but not in the KV cache yet
-        self._chunks: dict[int, list[DraftInput]] = {}  # by slot: of a prompt that has not ended
-        self.forwards = 0
-        self.fed_rows = 0
-
-    def draft(self, inputs: Sequence[DraftInput], tokens: Sequence[int] | None = None) -> list[Tree]:
-        """Reads what was committed and goes on from there; one forward per token, for all requests together.
-
-        Args:
-            inputs: one per request, of different slots; a request's first holds its whole prompt, or a chunk of it.
-            tokens: of each chain at most; by default those of the drafter.
-
-        Returns:
-            A chain per request, its root included; no longer than the request's levels.
-
-        Raises:
-            ValueError: a request's first input lacks rows of the prompt.
-        """
-        limits = tokens if tokens is not None else [self._tokens] * len(inputs)
-        chains = [self._begin(request, limit) for request, limit in zip(inputs, limits, strict=True)]
-        growing = [chain for chain in chains if chain.wanted]
-        self.fed_rows += sum(len(chain.inputs) for chain in growing)
-        while growing:
-            self._grow(growing)
-            growing = [chain for chain in growing if len(chain.tokens) < chain.wanted]
-        return [chain.finish() for chain in chains]
-
-    def _begin(self, request: DraftInput, limit: int) -> _Chain:
-        """The chain before its first forward; where no token is wanted, that forward waits until one is."""
-        request = self._joined(request)
-        if request.mid_prompt:
-            return _Chain(request, 0, start=0, inputs=request.following)
-        first = len(request.hidden) == request.prefix_len
-        before = self._owed.pop(request.slot, None)
-        rows = self._pruned(request) if first else request.following
-        if before is not None and not first:
-            rows = torch.cat((before, rows))
-        wanted = max(0, min(limit, self._tokens, request.levels))
-        if not wanted:
-            self._owed[request.slot] = rows
-        # The last row is the root's, which in the target's slot is number `prefix_len`.
-        return _Chain(request, wanted, start=request.prefix_len - self._dropped + 1 - len(rows), inputs=rows)
-
-    def _joined(self, request: DraftInput) -> DraftInput:
-        """A request with the earlier chunks of its prompt: which image rows are kept is known at its end."""
-        begins = len(request.hidden) == request.prefix_len
-        chunks = [] if begins else self._chunks.pop(request.slot, [])
-        if request.mid_prompt:
-            self._chunks[request.slot] = [*chunks, request]
-        elif chunks:
-            parts = [*chunks, request]
-            hidden, following = (torch.cat([getattr(each, name) for each in parts]) for name in ("hidden", "following"))
-            return replace(request, hidden=hidden, following=following)
-        return request
-
-    def _pruned(self, request: DraftInput) -> Tensor:
-        """[n, hidden], embeddings of the prompt with its share of the image, and of what was committed behind it."""
-        image, prompt_rows = self._image_tokens, self._image_tokens + len(request.prompt)
-        if not request.prompt or len(request.hidden) < prompt_rows:
-            raise ValueError(
-                f"the first {len(request.hidden)} rows of slot {request.slot} lack some of the prompt's {prompt_rows}"
-            )
-        kept = image_rows_to_keep(
-            request.hidden[1 : 1 + image], request.hidden[1 + image : prompt_rows], self.kept_image_tokens
-        )
-        bos = self._decoder.embed_tokens.weight[request.prompt[0]]
-        behind_bos = request.following  # the embedding behind row 0 is that of row 1, the image's first
-        return torch.cat((bos[None], behind_bos[:image][kept], behind_bos[image:]))
-
-    def _grow(self, chains: Sequence[_Chain]) -> None:
-        """One token more for each chain."""
-        spans: list[Span] = []
-        rows = 0
-        for chain in chains:
-            spans.append(Span(chain.request.slot, rows, len(chain.inputs), chain.start, is_tree=False))
-            rows += len(chain.inputs)
-        embeddings = torch.cat([chain.inputs for chain in chains])
-        layout = pack_layout([(span, None) for span in spans], self._slot_rows, embeddings.device)
-        last = to_device([span.stop - 1 for span in spans], embeddings.device)
-        result: ForwardResult = self._decoder(embeddings, layout, last, self._keys, self._values)
-        self.forwards += 1
-        # NaN logits give no choice; the chain ends there, but the next forward needs a token that exists.
-        chosen = greedy_choice(result.logits).clamp(min=0)
-        gains = result.logits.log_softmax(dim=-1).amax(dim=-1)
-        following = self._decoder.embed_tokens(chosen)
-        for i, chain in enumerate(chains):
-            chain.add(chosen[i : i + 1], gains[i : i + 1], following[i : i + 1])
-
-
-def image_rows_to_keep(image: Tensor, text: Tensor, kept: int) -> Tensor:
-    """The image rows whose last hidden states are most like those of the prompt's text.
-
-    Cosine similarity, averaged over the text's rows; LVSpec (arXiv 2604.05650) tells by the same measure which drafted
-    tokens depend on the image.
-
-    Args:
-        image: [image_tokens, hidden], last hidden states of the image's rows.
-        text: [n, hidden], those of the text behind it.
-        kept: rows to keep.
-
-    Returns:
-        int64 [kept], ascending.
-    """
-    states, words = F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1)
-    similarity = states @ words.sum(dim=0)  # as good as the mean for ranking, and defined where there is no text
-    return similarity.topk(kept).indices.sort().values
+    return SelfDrafter(
+        cast("LlamaDecoder", context.target.decoder),
+        image_tokens=context.target.image_tokens,
+        image_share=own.image_share,
+        tokens=own.tokens,
+        slots=context.slots,
+        slot_rows=context.slot_rows,
+    )

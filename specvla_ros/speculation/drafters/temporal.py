@@ -1,24 +1,48 @@
 """Drafts an answer from those before it: no forward, no training."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from specvla_ros.speculation.accept import ActionIds
+from specvla_ros.settings.parameter import parameter
+from specvla_ros.speculation.drafters.branches import Branches
 from specvla_ros.speculation.drafters.prompt_lookup import look_up
+from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, DraftInput, drafter
+
+if TYPE_CHECKING:
+    import torch
+
+    from specvla_ros.models.codecs.codec import ActionIds
+    from specvla_ros.speculation.tree import Tree
 
 
-class TemporalDrafter:
+@dataclass(frozen=True)
+class TemporalSettings:
+    """Whether the previous action is drafted."""
+
+    enabled: bool = parameter(False, "Draft the previous action too, held and extrapolated.", name="temporal")
+
+
+class TemporalDrafter(Drafter):
     """Remembers the last two actions of an instruction epoch, and the text before the last.
 
     A robot's actions change little from frame to frame, so that the last one, held, or the line through the last two is
     often right, above all in the dimensions that rest; and most of what a policy writes before it acts, it wrote one
-    image ago. These drafts are for strict acceptance only, see Drafter.
+    image ago.
+
+    These drafts are never relaxed: the last action is near the next one by its nature, and accepted because it is near
+    it would be repeated for ever.
 
     Args:
-        actions: which ids are actions.
+        actions: ids of action tokens.
+        device: of the trees.
     """
 
-    def __init__(self, actions: ActionIds) -> None:
+    def __init__(self, actions: ActionIds, device: torch.device | None = None) -> None:
         self._actions = actions
+        self._device = device
         self._epoch = 0
         self._last: tuple[int, ...] = ()
         self._before: tuple[int, ...] = ()
@@ -33,29 +57,58 @@ class TemporalDrafter:
         """As before the first action."""
         self._last = self._before = self._answer = ()
 
+    def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
+        """What the last answer suggests for each request."""
+        trees = []
+        for request, limit in zip(inputs, nodes, strict=True):
+            if request.in_text:
+                # After a prompt nothing else drafts; later, text leaves half of the nodes to the others.
+                tokens = limit if last or not request.answer else limit // 2
+                chains = [self.text(request.epoch, request.answer, tokens)]
+            else:
+                chains = self.chains(request.epoch, request.position)
+            branches = Branches.from_chains(chains, max_depth=request.max_depth, max_nodes=limit - 1)
+            trees.append(branches.tree(request.root, relaxable=False))
+        return trees
+
+    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, nodes: int) -> Tree | None:
+        """The whole of the last answer."""
+        import torch
+
+        chains = [self.text(epoch, (), nodes)] if in_text else self.chains(epoch, 0)
+        branches = Branches.from_chains(chains, max_depth=max_depth, max_nodes=nodes - 1)
+        root = torch.zeros(1, dtype=torch.int64, device=self._device)
+        return branches.tree(root, relaxable=False) if len(branches) else None
+
     def text(self, epoch: int, answer: Sequence[int], tokens: int) -> tuple[int, ...]:
-        """What followed in the last answer: its beginning, or what came behind the last tokens of this one.
+        """What followed in the last answer: its beginning, or what came after the last tokens of this one.
 
         Args:
             epoch: of this answer.
             answer: its tokens so far.
-            tokens: at most so many are drafted.
+            tokens: maximum of drafted tokens.
         """
         if epoch != self._epoch:
             return ()
         return look_up(self._answer, answer, tokens) if answer else self._answer[:tokens]
 
-    def chains(self, epoch: int, place: int) -> list[tuple[int, ...]]:
-        """What the action tokens from dimension `place` on might be: held, then extrapolated where that differs."""
+    def chains(self, epoch: int, position: int) -> list[tuple[int, ...]]:
+        """What the action tokens from dimension `position` on might be: held, then extrapolated where that differs."""
         if not self._last or epoch != self._epoch:
             return []
-        held = self._last[place:]
+        held = self._last[position:]
         chains = [held] if held else []
         if self._before:
-            line = tuple(map(self._beyond, self._before[place:], held))
+            line = tuple(map(self._beyond, self._before[position:], held))
             chains += [line] if line != held else []
         return chains
 
     def _beyond(self, before: int, last: int) -> int:
         token = 2 * last - before  # ids fall by one from bin to bin
         return max(self._actions.first, min(self._actions.stop - 1, token))
+
+
+@drafter("temporal", settings=TemporalSettings, order=10)
+def _temporal(context: DraftContext) -> Drafter | None:
+    own: TemporalSettings = context.own("temporal")
+    return TemporalDrafter(context.target.codec.action_ids, context.target.decoder.device) if own.enabled else None

@@ -12,7 +12,7 @@ from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.speculation.drafters.children import Children, top_k
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
-from specvla_ros.speculation.drafters.protocol import DraftInput
+from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.tree import Tree
 
 
@@ -36,32 +36,32 @@ class GrownTrees:
         """One by one.
 
         Args:
-            sizes: nodes and levels of each.
+            sizes: number of nodes and depth of each tree.
         """
         valid, relaxable = self.log_probs > -torch.inf, torch.ones_like(self.log_probs, dtype=torch.bool)
         trees = []
-        for i, (n, levels) in enumerate(sizes):
+        for i, (n, depth) in enumerate(sizes):
             tokens, *ancestry = self.numbers[:, i, :n].unbind()
             log_probs = self.log_probs[i, :n]
-            trees.append(Tree(tokens, Ancestry(*ancestry), log_probs, valid[i, :n], relaxable[i, :n], levels))
+            trees.append(Tree(tokens, Ancestry(*ancestry), log_probs, valid[i, :n], relaxable[i, :n], depth))
         return trees
 
 
 class TreeGrowth:
-    """Some trees while they grow, level by level, on the device; the host knows all shapes.
+    """Some trees while they grow, depth by depth, on the device; the host knows all shapes.
 
     Args:
         roots: int64 [trees], the last committed tokens.
-        levels: int64 [trees], of drafted tokens; a tree that has them all grows no further.
+        max_depths: int64 [trees]; a tree that has reached its own grows no further.
 
     Attributes:
-        beam_tokens: int64 [trees, beam], the best of the newest level, whose children are considered next.
-        beam_parents: int64 [trees, beam], each one's place in the beam before it.
+        beam_tokens: int64 [trees, beam], the best nodes of the newest depth, whose children are considered next.
+        beam_parents: int64 [trees, beam], index of each one's parent in the beam before.
     """
 
-    def __init__(self, roots: Tensor, levels: Tensor) -> None:
+    def __init__(self, roots: Tensor, max_depths: Tensor) -> None:
         self._roots = roots[:, None]
-        self._levels = levels[:, None]
+        self._max_depths = max_depths[:, None]
         # Everything considered, in the order it was; number 0 is the root.
         self._tokens: list[Tensor] = []
         self._scores: list[Tensor] = []
@@ -83,7 +83,7 @@ class TreeGrowth:
         # The rounded sum of a whole window's mass can be 1 + 1e-7: its child would rank before its own parent.
         scores = torch.nan_to_num(scores, nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
         total = (self._beam_scores[:, :, None] + scores).flatten(1)
-        total = torch.where(len(self._tokens) < self._levels, total, -torch.inf)
+        total = torch.where(len(self._tokens) < self._max_depths, total, -torch.inf)
         self._parents.append(self._beam_numbers[:, :, None].expand(-1, -1, k).flatten(1))
         self._tokens.append(tokens.flatten(1))
         self._scores.append(total)
@@ -94,74 +94,75 @@ class TreeGrowth:
         self._beam_numbers = self._considered + best
         self._considered += total.shape[1]
 
-    def finish(self, nodes: Tensor, most: int) -> GrownTrees:
-        """The best of everything considered, level by level; a parent comes with its child.
+    def finish(self, nodes: Tensor, max_nodes: int) -> GrownTrees:
+        """The best of everything considered, in the order of depth; a parent comes with its child.
 
         A child's score is never above its parent's. Where they are equal, as in low precision, the stable order keeps
         the parent first: a child without its parent, as the published code can choose it, cannot be.
 
         Args:
-            nodes: int64 [trees], of each finished tree at most, the root included.
-            most: no tree has more.
+            nodes: int64 [trees], maximum of each finished tree, the root included.
+            max_nodes: of any tree; known to the host.
         """
-        tokens, scores, parents = (torch.cat(each, dim=1) for each in (self._tokens, self._scores, self._parents))
+        columns = (self._tokens, self._scores, self._parents)
+        tokens, scores, parents = (torch.cat(column, dim=1) for column in columns)
         considered = tokens.shape[1]
-        kept = min(most - 1, considered)
-        places = torch.arange(considered, device=tokens.device)
+        kept = min(max_nodes - 1, considered)
+        indices = torch.arange(considered, device=tokens.device)
         ranked = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept]
-        # What is over a tree's own limit goes behind all others, where it is nobody's parent.
-        chosen = torch.where(places[:kept] < nodes[:, None] - 1, ranked, considered).sort(dim=1).values
+        # What is over a tree's own limit goes after all others, where it is nobody's parent.
+        chosen = torch.where(indices[:kept] < nodes[:, None] - 1, ranked, considered).sort(dim=1).values
         node_of = torch.zeros_like(self._roots).repeat(1, considered + 2)
-        node_of.scatter_(1, chosen + 1, (places[:kept] + 1).expand_as(chosen))
+        node_of.scatter_(1, chosen + 1, (indices[:kept] + 1).expand_as(chosen))
         chosen = chosen.clamp(max=considered - 1)
         above = node_of.gather(1, parents.gather(1, chosen))
-        of = Ancestry.on_device(torch.cat((torch.full_like(self._roots, -1), above), dim=1), len(self._tokens))
+        ancestry = Ancestry.on_device(torch.cat((torch.full_like(self._roots, -1), above), dim=1), len(self._tokens))
         tokens = torch.cat((self._roots, tokens.gather(1, chosen)), dim=1)
         log_probs = scores.gather(1, chosen)
         return GrownTrees(
-            numbers=torch.stack((tokens, of.parents, of.depths, of.ancestors)),
+            numbers=torch.stack((tokens, ancestry.parents, ancestry.depths, ancestry.ancestors)),
             log_probs=torch.cat((torch.zeros_like(self._roots, dtype=log_probs.dtype), log_probs), dim=1),
         )
 
 
-def nodes_of(levels: int, k: int, most: int) -> int:
-    """Nodes of a finished tree, the root included, where each node has k children and each level's best k go on.
+def tree_size(depth: int, k: int, max_nodes: int) -> int:
+    """Number of nodes of a finished tree, the root included, where the best k nodes of each depth have k children.
 
     Args:
-        levels: of the tree, at least one.
-        k: children, and nodes of a beam.
-        most: nodes.
+        depth: of the tree, at least one.
+        k: children per node, and nodes of a beam.
+        max_nodes: limit of the tree.
     """
-    return min(most, 1 + k + (levels - 1) * k * k)
+    return min(max_nodes, 1 + k + (depth - 1) * k * k)
 
 
 class Beams:
-    """Beams of some trees, level behind level.
+    """The beams of some trees, one after the other: all nodes that the head runs over.
 
     Args:
-        levels: int64 [trees], of drafted tokens; no depth is counted beyond them, so that every position exists.
+        max_depths: int64 [trees]; no depth is counted beyond them, so that every position exists.
 
     Attributes:
         tokens: int64 [trees, n].
-        states: [trees, n, hidden], what the head foresaw at the nodes' parents.
-        depths: int64 [trees, n]; 0 right behind the root.
+        states: [trees, n, hidden], the head's states at the nodes' parents.
+        depths: int64 [trees, n]; 0 right after the root.
         ancestors: int64 [trees, n]; bit j set: node j is an ancestor or the node itself.
     """
 
-    def __init__(self, levels: Tensor) -> None:
-        self._deepest = (levels - 1).clamp(min=0)[:, None]
+    def __init__(self, max_depths: Tensor) -> None:
+        self._deepest = (max_depths - 1).clamp(min=0)[:, None]
         self._width = 0
-        self._levels = 0
-        none = torch.empty((len(levels), 0), dtype=torch.int64, device=levels.device)
+        self._count = 0
+        none = torch.empty((len(max_depths), 0), dtype=torch.int64, device=max_depths.device)
         self.tokens = self.depths = self.ancestors = none
         self.states: Tensor | None = None
 
-    def add(self, growth: TreeGrowth, foreseen: Tensor) -> None:
-        """Puts the newest beam behind those before it.
+    def add(self, growth: TreeGrowth, predicted: Tensor) -> None:
+        """Adds the newest beam.
 
         Args:
-            growth: of the trees.
-            foreseen: [trees, beam, hidden], the head's states at the beam before; at the root for the first.
+            growth: the trees.
+            predicted: [trees, beam, hidden], the head's states at the beam before; at the root for the first.
         """
         trees, width = growth.beam_tokens.shape
         before = self.tokens.shape[1]
@@ -169,27 +170,27 @@ class Beams:
         bits = torch.ones_like(parents) << torch.arange(before, before + width, device=parents.device)
         if before:
             bits = bits | self.ancestors.gather(1, before - self._width + parents)
-        states = foreseen.gather(1, parents[:, :, None].expand(-1, -1, foreseen.shape[2]))
-        depth = self._deepest.clamp(max=self._levels).expand(trees, width)
+        states = predicted.gather(1, parents[:, :, None].expand(-1, -1, predicted.shape[2]))
+        depth = self._deepest.clamp(max=self._count).expand(trees, width)
         self.tokens = torch.cat((self.tokens, growth.beam_tokens), dim=1)
         self.states = states if self.states is None else torch.cat((self.states, states), dim=1)
         self.depths = torch.cat((self.depths, depth), dim=1)
         self.ancestors = torch.cat((self.ancestors, bits), dim=1)
         self._width = width
-        self._levels += 1
+        self._count += 1
 
 
 @dataclass(frozen=True)
 class DraftStart:
-    """What the growth of trees is told of their requests; on the device, so that a captured growth can read it.
+    """DraftInput's numbers of several requests on the device, where a captured growth can read them.
 
     Args:
-        slots: int64 [requests], of the head's keys and values.
+        slots: int64 [requests], slots of the head's keys and values.
         prefix_lens: int64 [requests], committed rows of the slots.
         rows: int64 [requests], how many of these are new.
-        levels: int64 [requests], of drafted tokens.
-        nodes: int64 [requests], of the trees at most, the root included.
-        places: int64 [requests], the action dimension of the first drafted tokens.
+        max_depths: int64 [requests], of the trees.
+        nodes: int64 [requests], maximum of the trees' nodes, the root included.
+        dimensions: int64 [requests], the action dimension of the first drafted tokens.
         roots: int64 [requests], the last committed tokens.
         spans: slot and prefix_len of each request once more, on the host; empty where nothing may depend on them.
     """
@@ -197,38 +198,38 @@ class DraftStart:
     slots: Tensor
     prefix_lens: Tensor
     rows: Tensor
-    levels: Tensor
+    max_depths: Tensor
     nodes: Tensor
-    places: Tensor
+    dimensions: Tensor
     roots: Tensor
     spans: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def from_inputs(inputs: Sequence[DraftInput], nodes: Sequence[int]) -> "DraftStart":
-        """Sends them to where the roots are.
+        """Copies them to the roots' device.
 
         Args:
             inputs: one per request.
-            nodes: of each tree at most.
+            nodes: maximum of each tree.
         """
-        roots = torch.stack([each.root for each in inputs])
-        start = DraftStart.on_device(to_device(numbers_of(inputs, nodes), roots.device), roots)
-        return replace(start, spans=tuple((each.slot, each.prefix_len) for each in inputs))
+        roots = torch.stack([request.root for request in inputs])
+        start = DraftStart.on_device(to_device(DraftStart.numbers(inputs, nodes), roots.device), roots)
+        return replace(start, spans=tuple((request.slot, request.prefix_len) for request in inputs))
+
+    @staticmethod
+    def numbers(inputs: Sequence[DraftInput], nodes: Sequence[int]) -> list[tuple[int, ...]]:
+        """The fields before `roots`, in their order: for each of the six a number per request."""
+        rows = [
+            (request.slot, request.prefix_len, len(request.hidden), request.max_depth, limit, request.position)
+            for request, limit in zip(inputs, nodes, strict=True)
+        ]
+        return [*zip(*rows, strict=True)]
 
     @staticmethod
     def on_device(numbers: Tensor, roots: Tensor) -> "DraftStart":
-        """From int64 [6, requests], what `numbers_of` says, and the roots."""
-        slots, prefix_lens, rows, levels, nodes, places = numbers.unbind()
-        return DraftStart(slots, prefix_lens, rows, levels, nodes, places, roots)
-
-
-def numbers_of(inputs: Sequence[DraftInput], nodes: Sequence[int]) -> list[tuple[int, ...]]:
-    """What the host knows, in the order of DraftStart: six rows with a number per request."""
-    columns = [
-        (each.slot, each.prefix_len, len(each.hidden), each.levels, most, each.place)
-        for each, most in zip(inputs, nodes, strict=True)
-    ]
-    return [*zip(*columns, strict=True)]
+        """From int64 [6, requests], as `numbers` gives them, and the roots."""
+        slots, prefix_lens, rows, max_depths, nodes, dimensions = numbers.unbind()
+        return DraftStart(slots, prefix_lens, rows, max_depths, nodes, dimensions, roots)
 
 
 class TreeGrower:
@@ -238,15 +239,15 @@ class TreeGrower:
         head: the draft head.
         decoder: the target, whose embeddings and output head it shares.
         k: children per node, and nodes of a beam.
-        nodes: of a tree at most, the root included.
-        slots: requests in flight at most.
-        slot_rows: of a slot, the nodes that the head runs over included.
+        nodes: maximum of a tree, the root included.
+        slots: maximum of requests in flight.
+        slot_rows: rows of a slot, those of the nodes that the head runs over included.
         children: how a node's children are chosen.
 
     Attributes:
         keys: [slots, slot_rows, kv_heads, head_dim].
         values: like keys.
-        hidden_size: of the states.
+        hidden_size: size of a state.
     """
 
     def __init__(
@@ -280,17 +281,17 @@ class TreeGrower:
         out: Tensor = self._head(following, hidden, layout, rotation, self.keys, self.values)
         return out
 
-    def foresee(self, start: DraftStart, following: Tensor, hidden: Tensor) -> Tensor:
+    def predict(self, start: DraftStart, following: Tensor, hidden: Tensor) -> Tensor:
         """The head over each request's newest committed rows.
 
         Args:
-            start: with their number, `rows`; without spans, which are those of trees.
-            following: [trees, n, hidden], as in EagleHead; of each request the first `rows` count. The others are
+            start: the requests, `rows` of each; without spans, which are those of trees.
+            following: [trees, n, hidden], as in EagleHead; the first `rows` of each request count. The others are
                 computed too, into rows of its slot that are not committed.
             hidden: like following.
 
         Returns:
-            [trees, hidden], the states behind each request's last.
+            [trees, hidden], the head's states after each request's last row.
         """
         assert not start.spans
         nodes = torch.arange(following.shape[1], device=following.device)
@@ -299,33 +300,33 @@ class TreeGrower:
         states = self.forward(following.flatten(0, 1), hidden.flatten(0, 1), layout).view_as(hidden)
         return states.gather(1, last[:, :, None].expand(-1, -1, states.shape[2]))[:, 0]
 
-    def grow(self, start: DraftStart, foreseen: Tensor, levels: int, texts: Tensor | None = None) -> GrownTrees:
-        """Trees behind committed rows that the head has seen.
+    def grow(self, start: DraftStart, predicted: Tensor, depth: int, in_text: Tensor | None = None) -> GrownTrees:
+        """Trees after committed rows that the head has seen.
 
         Args:
-            start: where they begin.
-            foreseen: [trees, hidden], the head's states behind the last committed rows.
-            levels: of the highest tree, at least one.
-            texts: bool [trees], whether the drafted tokens may be text; None: none may.
+            start: the requests.
+            predicted: [trees, hidden], the head's states after the last committed rows.
+            depth: of the deepest tree, at least one.
+            in_text: bool [trees], whether the drafted tokens may be text; None: none may.
         """
-        growth, beams = TreeGrowth(start.roots, start.levels), Beams(start.levels)
-        states = foreseen[:, None]
-        for level in range(levels):
-            if level:
+        growth, beams = TreeGrowth(start.roots, start.max_depths), Beams(start.max_depths)
+        states = predicted[:, None]
+        for drafted in range(depth):
+            if drafted:
                 beams.add(growth, states)
                 states = self._over(beams, start)[:, -self._k :]
-            growth.expand(*self._children_of(states, start.places + level, texts))
+            growth.expand(*self._children_of(states, start.dimensions + drafted, in_text))
         return growth.finish(start.nodes, self._nodes)
 
     def _layout(
         self, start: DraftStart, first_rows: Tensor, offsets: Tensor, ancestors: Tensor | None = None
     ) -> PackedLayout:
-        """Of as many rows for each request.
+        """The same number of rows for each request.
 
         Args:
-            start: whose requests.
-            first_rows: int64 [requests], the slots' rows that they begin at.
-            offsets: int64 [requests, n], of the positions from there.
+            start: the requests.
+            first_rows: int64 [requests], row of the slot that each begins at.
+            offsets: int64 [requests, n], positions counted from there.
             ancestors: int64 [requests, n], of trees; None: chains.
         """
         n = offsets.shape[1]
@@ -345,28 +346,28 @@ class TreeGrower:
     def _over(self, beams: Beams, start: DraftStart) -> Tensor:
         """The head over every beam so far: [trees, n, hidden].
 
-        The head is one layer, read from memory once per forward however many rows there are: earlier levels are
-        computed again.
+        The head is one layer, read from memory once per forward however many rows there are: earlier beams are computed
+        again.
         """
         assert beams.states is not None
         layout = self._layout(start, start.prefix_lens, beams.depths, beams.ancestors)
         following = self._decoder.embed_tokens(beams.tokens.flatten())
         return self.forward(following, beams.states.flatten(0, 1), layout).view_as(beams.states)
 
-    def _children_of(self, states: Tensor, places: Tensor, texts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Tokens and scores [trees, beam, k] behind states [trees, beam, hidden]."""
+    def _children_of(self, states: Tensor, dimensions: Tensor, in_text: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Tokens and scores [trees, beam, k] after states [trees, beam, hidden]."""
         trees, beam = states.shape[:2]
         log_probs = self._decoder.logits(states.flatten(0, 1)).log_softmax(dim=-1)
-        places = places.repeat_interleave(beam)
-        tokens, scores = self._children(log_probs, places)
-        if texts is not None:
-            is_text = texts.repeat_interleave(beam)[:, None]
-            any_tokens, any_scores = self._any_token(log_probs, places)
+        dimensions = dimensions.repeat_interleave(beam)
+        tokens, scores = self._children(log_probs, dimensions)
+        if in_text is not None:
+            is_text = in_text.repeat_interleave(beam)[:, None]
+            any_tokens, any_scores = self._any_token(log_probs, dimensions)
             tokens, scores = torch.where(is_text, any_tokens, tokens), torch.where(is_text, any_scores, scores)
         return tokens.view(trees, beam, -1), scores.view(trees, beam, -1)
 
     def _plan(self, slots: Tensor, first_rows: Tensor, n: int, is_tree: bool) -> AttentionPlan:
-        """The attention's table where the device alone knows the places."""
+        """The attention's table where the device alone knows the rows."""
         key = (len(slots), n, is_tree)
         if key not in self._plans:  # made before a capture, by the run that goes before it
             kv_heads = self.keys.shape[2]
@@ -378,6 +379,6 @@ class TreeGrower:
                 device=slots.device,
             )
         plan = self._plans[key]
-        places = torch.stack((slots, first_rows), dim=1).to(torch.int32)
-        places = places.repeat_interleave(len(plan.tiles) // len(slots), dim=0)
-        return replace(plan, tiles=torch.cat((places, plan.tiles[:, 2:]), dim=1))
+        begins = torch.stack((slots, first_rows), dim=1).to(torch.int32)
+        begins = begins.repeat_interleave(len(plan.tiles) // len(slots), dim=0)
+        return replace(plan, tiles=torch.cat((begins, plan.tiles[:, 2:]), dim=1))

@@ -1,12 +1,15 @@
 """Bin-distance acceptance: an action token near the target's own choice will do (Spec-VLA, section 4.2)."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
+from specvla_ros.speculation.rules.registry import RuleContext, rule
 
-from specvla_ros.speculation.accept import Acceptance, AcceptReason, Verification
+if TYPE_CHECKING:
+    from specvla_ros.speculation.accept import Acceptance, Verification
 
 
 @dataclass(frozen=True)
@@ -21,22 +24,27 @@ class BinDistance:
     """
 
     bins: tuple[int, ...]
-    needs_hidden: bool = False
-    needs_visual: bool = False
+    needs_hidden: ClassVar[bool] = False
+    needs_visual: ClassVar[bool] = False
 
     def accept(self, verification: Verification) -> Acceptance:
         """Exact tokens, and action tokens within the tolerance of their dimension."""
-        exact, comparison = verification.exact, verification.comparison
-        near = comparison.distances <= self._tolerance(comparison.dimensions)
-        reasons = torch.where(exact, int(AcceptReason.EXACT), int(AcceptReason.NEAR))
-        return Acceptance((exact | near)[:, None], reasons)
+        import torch
 
-    def _tolerance(self, dimensions: Tensor) -> Tensor:
-        """int64 [requests, n], r of each node's dimension; -1 for text, which is never near."""
-        # A step function of the dimension: its numbers travel with the launches, where a table would be a copy from the
-        # host.
+        from specvla_ros.speculation.accept import Acceptance, AcceptReason
+
+        exact, dimensions = verification.exact, verification.comparison.dimensions
+        # r as a step function of the dimension, -1 for text, which is never near: its numbers travel with the launches,
+        # where a table would be a copy from the host.
         tolerance = torch.full_like(dimensions, -1)
         for first, (before, r) in enumerate(pairwise((-1, *self.bins, 0))):
             if r != before:
                 tolerance = torch.where(dimensions >= first, r, tolerance)
-        return tolerance
+        near = verification.comparison.distances <= tolerance
+        reasons = torch.where(exact, int(AcceptReason.EXACT), int(AcceptReason.NEAR))
+        return Acceptance((exact | near)[:, None], reasons)
+
+
+@rule("bin_distance", order=10)
+def _bin_distance(context: RuleContext) -> BinDistance:
+    return BinDistance(context.bins)

@@ -1,13 +1,18 @@
 """A rule for each class of tokens: actions, numbers in text, and the rest of the text."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from tokenizers import Tokenizer
-from torch import Tensor
-
-from specvla_ros.speculation.accept import Acceptance, AcceptanceRule, AcceptReason, Verification
+from specvla_ros.speculation.rules.registry import RuleContext, rule
 from specvla_ros.speculation.rules.strict import Strict
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from torch import Tensor
+
+    from specvla_ros.speculation.accept import Acceptance, AcceptanceRule, Verification
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,10 @@ class Composite:
 
     def accept(self, verification: Verification) -> Acceptance:
         """Column by column, what the rule of its class accepts."""
+        import torch
+
+        from specvla_ros.speculation.accept import Acceptance, AcceptReason
+
         tokens, wanted = verification.trees.tokens, verification.comparison.wanted
         is_action = verification.comparison.dimensions >= 0
         mixed = verification.actions.contain(tokens) ^ verification.actions.contain(wanted)
@@ -53,8 +62,17 @@ class Composite:
 
 def number_tokens(tokenizer: Tokenizer | None, vocab_size: int) -> Tensor:
     """Bool [vocab_size]: ids whose text holds a digit; none without a tokenizer."""
+    import torch
+
     numbers = torch.zeros(vocab_size, dtype=torch.bool)
     if tokenizer is not None:
         for text, token in tokenizer.get_vocab().items():
             numbers[token] = any(character.isdigit() for character in text)
     return numbers
+
+
+@rule("composite", order=40)
+def _composite(context: RuleContext) -> Composite:
+    decoder = context.target.decoder
+    numbers = number_tokens(context.target.tokenizer, decoder.config.vocab_size)
+    return Composite(context.rule("bin_distance"), context.rule("fly"), numbers.to(decoder.device))

@@ -1,13 +1,20 @@
 """FLy's loose acceptance: where the target is unsure, agreement after a mismatch excuses it (arXiv 2511.22972)."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
+from specvla_ros.settings.parameter import parameter
+from specvla_ros.speculation.rules.registry import RuleContext, rule
 
-from specvla_ros.speculation.accept import Acceptance, AcceptReason, Verification
+if TYPE_CHECKING:
+    from torch import Tensor
 
+    from specvla_ros.speculation.accept import Acceptance, Verification
+
+ENTROPIES = ("paper", "code")
 _CODE_GATE_OFF = 0.01
 _CODE_TERMS = 3
 
@@ -26,21 +33,41 @@ class Fly:
     a distribution flat over 36 tokens or more counts as certain. A theta fits one of the two only.
 
     The defaults can act within seven tokens: a window of 2 leaves the first four drafts of six to be excused.
-
-    Args:
-        theta: entropy from which on the target counts as unsure.
-        window: W, in tokens.
-        entropy: `paper` or `code`.
     """
 
-    theta: float = 0.3
-    window: int = 2
-    entropy: str = "paper"
-    needs_hidden: bool = False
-    needs_visual: bool = False
+    theta: float = parameter(
+        0.3,
+        "FLy: entropy from which on a mismatch may be deferred.",
+        minimum=0.0,
+        maximum=10.0,
+        writable=True,
+        name="fly_theta",
+    )
+    window: int = parameter(
+        2,
+        "FLy: tokens after a mismatch that must agree.",
+        unit="tokens",
+        minimum=1,
+        maximum=32,
+        writable=True,
+        name="fly_window",
+    )
+    entropy: str = parameter(
+        "paper",
+        "FLy: which entropy: as its paper defines it, or as its code computes it.",
+        choices=ENTROPIES,
+        writable=True,
+        name="fly_entropy",
+    )
+    needs_hidden: ClassVar[bool] = False
+    needs_visual: ClassVar[bool] = False
 
     def accept(self, verification: Verification) -> Acceptance:
         """Exact tokens, and mismatches that are excused on the path in question."""
+        import torch
+
+        from specvla_ros.speculation.accept import Acceptance, AcceptReason
+
         exact, depths, on_path = verification.exact, verification.trees.depths, verification.on_path
         follow = self.window if self.entropy == "paper" else self.window - 1
         later, here = depths[:, :, None], depths[:, None]
@@ -53,6 +80,8 @@ class Fly:
 
     def _unsure(self, verification: Verification) -> Tensor:
         """Bool [requests, n]: the gate at each node's position is open; closed where the logits hold a NaN."""
+        import torch
+
         probabilities = verification.logits.softmax(dim=-1)
         if self.entropy == "paper":
             entropy = torch.special.entr(probabilities).sum(dim=-1) / math.log(probabilities.shape[-1])
@@ -63,3 +92,9 @@ class Fly:
                 return torch.ones_like(verification.exact)
         parents = verification.trees.parents.clamp(min=0)
         return verification.of_nodes(entropy >= self.theta).gather(1, parents)
+
+
+@rule("fly", settings=Fly, order=20)
+def _fly(context: RuleContext) -> Fly:
+    made: Fly = context.own("fly")
+    return made

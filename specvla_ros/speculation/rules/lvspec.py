@@ -1,12 +1,17 @@
 """LVSpec's loose acceptance: strict where a token depends on the image (arXiv 2604.05650)."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from specvla_ros.settings.parameter import parameter
+from specvla_ros.speculation.rules.registry import RuleContext, rule
 
-from specvla_ros.speculation.accept import Acceptance, AcceptReason, Verification
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specvla_ros.speculation.accept import Acceptance, Verification
 
 
 @dataclass(frozen=True)
@@ -21,18 +26,35 @@ class LVSpec:
 
     The paper's code is not public; this is a reading of its text. For text, not for actions: a loose action token has
     no bound.
-
-    Args:
-        loose_share: lambda, 0 to 1.
-        top_n: image rows whose similarity counts.
-        shift: in positions; 0: no tolerance.
     """
 
-    loose_share: float = 0.3
-    top_n: int = 8
-    shift: int = 1
-    needs_hidden: bool = True
-    needs_visual: bool = True
+    loose_share: float = parameter(  # lambda
+        0.3,
+        "LVSpec: share of the drafted tokens, those that depend least on the image, that are accepted as they are.",
+        minimum=0.0,
+        maximum=1.0,
+        writable=True,
+        name="lvspec_loose_share",
+    )
+    top_n: int = parameter(
+        8,
+        "LVSpec: image tokens whose similarity is averaged.",
+        minimum=1,
+        maximum=4096,
+        writable=True,
+        name="lvspec_top_n",
+    )
+    shift: int = parameter(
+        1,
+        "LVSpec: positions by which a drafted token may be off.",
+        unit="tokens",
+        minimum=0,
+        maximum=16,
+        writable=True,
+        name="lvspec_shift",
+    )
+    needs_hidden: ClassVar[bool] = True
+    needs_visual: ClassVar[bool] = True
 
     def accept(self, verification: Verification) -> Acceptance:
         """Exact, irrelevant and shifted tokens.
@@ -40,6 +62,10 @@ class LVSpec:
         Raises:
             ValueError: the verification has no states of the image.
         """
+        import torch
+
+        from specvla_ros.speculation.accept import Acceptance, AcceptReason
+
         trees, exact = verification.trees, verification.exact
         loose = self._loose(verification)
         same = trees.tokens[:, None] == verification.comparison.wanted[:, :, None]  # [requests, k, j]
@@ -51,6 +77,9 @@ class LVSpec:
 
     def _loose(self, verification: Verification) -> Tensor:
         """Bool [requests, n]: among the least relevant; never where the states are not finite."""
+        import torch
+        import torch.nn.functional as F
+
         if verification.hidden is None or verification.visual is None:
             raise ValueError("LVSpec needs the last hidden states of the image's rows")
         states, visual = verification.hidden.float(), verification.visual.float()
@@ -64,3 +93,9 @@ class LVSpec:
         rank = (lower & drafted[:, None]).sum(dim=2)
         # In float32, 0.3 of 50 nodes is more than 15.
         return drafted & (rank < self.loose_share * drafted.sum(dim=1, keepdim=True).to(torch.float64) - 1e-9)
+
+
+@rule("lvspec", settings=LVSpec, order=30)
+def _lvspec(context: RuleContext) -> LVSpec:
+    made: LVSpec = context.own("lvspec")
+    return made

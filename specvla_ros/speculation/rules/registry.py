@@ -1,43 +1,71 @@
-"""From settings to the rule that they describe for a policy."""
+"""The seam of acceptance rules: how one is registered, and how the settings' choice is made.
 
-from specvla_ros.models.target import Target
-from specvla_ros.speculation.accept import AcceptanceRule
-from specvla_ros.speculation.rules.bin_distance import BinDistance
-from specvla_ros.speculation.rules.composite import Composite, number_tokens
-from specvla_ros.speculation.rules.fly import Fly
-from specvla_ros.speculation.rules.lvspec import LVSpec
-from specvla_ros.speculation.rules.strict import Strict
-from specvla_ros.speculation.settings import AcceptanceSettings
+A rule is one file: a class with `accept` (see AcceptanceRule) and a function that makes it, registered under the name
+that `acceptance.rule` then takes. Its own parameters are a frozen dataclass in that file. Another package adds one with
+an entry point of the group `specvla_ros.rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specvla_ros.speculation.registry import Registry
+
+if TYPE_CHECKING:
+    from specvla_ros.models.target import Target
+    from specvla_ros.speculation.accept import AcceptanceRule
+    from specvla_ros.speculation.settings import AcceptanceSettings
+
+_OURS = ("strict", "bin_distance", "fly", "lvspec", "composite")
+
+RULES: Registry[Callable[[RuleContext], AcceptanceRule]] = Registry(
+    "specvla_ros.rules", [f"specvla_ros.speculation.rules.{name}" for name in _OURS]
+)
+rule = RULES.register
 
 
-def make_rule(settings: AcceptanceSettings, policy: Target) -> AcceptanceRule:
-    """The rule.
+@dataclass(frozen=True)
+class RuleContext:
+    """What a rule is made from.
+
+    Args:
+        settings: own settings of every rule, and the tolerance.
+        bins: tolerance in bins per action token.
+        target: the policy.
+    """
+
+    settings: AcceptanceSettings
+    bins: tuple[int, ...]
+    target: Target
+
+    def own(self, name: str) -> Any:
+        """A rule's own settings."""
+        return self.settings.rules[name]
+
+    def rule(self, name: str) -> AcceptanceRule:
+        """Another rule, for one that is made of others."""
+        return RULES.entries()[name].make(self)
+
+
+def make_rule(settings: AcceptanceSettings, target: Target) -> AcceptanceRule:
+    """The rule that settings describe for a policy.
 
     Raises:
         UserError: the tolerance does not fit the policy's action statistics.
     """
-    bins = bins_of(settings, policy)  # whatever the rule: drafting may count on the tolerance
-    if settings.rule == "strict":
-        return Strict()
-    if settings.rule == "fly":
-        return Fly(settings.fly_theta, settings.fly_window, settings.fly_entropy)
-    if settings.rule == "lvspec":
-        return LVSpec(settings.lvspec_loose_share, settings.lvspec_top_n, settings.lvspec_shift)
-    near = BinDistance(bins)
-    if settings.rule == "bin_distance":
-        return near
-    text = Fly(settings.fly_theta, settings.fly_window, settings.fly_entropy)
-    numbers = number_tokens(policy.tokenizer, policy.decoder.config.vocab_size)
-    return Composite(near, text, numbers.to(policy.decoder.device))
+    bins = bins_of(settings, target)  # whatever the rule: drafting may count on the tolerance
+    return RuleContext(settings, bins, target).rule(settings.rule)
 
 
-def bins_of(settings: AcceptanceSettings, policy: Target) -> tuple[int, ...]:
-    """Tolerance in bins per action dimension.
+def bins_of(settings: AcceptanceSettings, target: Target) -> tuple[int, ...]:
+    """Tolerance in bins per action token.
 
     Raises:
         UserError: it does not fit the policy's action statistics.
     """
-    codec = policy.codec
+    codec = target.codec
     if settings.tolerance_m or settings.tolerance_rad:
         return codec.bins_within(
             metres=settings.tolerance_m, radians=settings.tolerance_rad, gripper_bins=settings.gripper_bins

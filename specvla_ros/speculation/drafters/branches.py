@@ -1,0 +1,83 @@
+"""Chains of drafted tokens that the host knows, as a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specvla_ros.speculation.tree import Tree
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Chains that begin at the root, with common beginnings joined.
+
+    Args:
+        tokens: one per node.
+        parents: of each node, as an index into these nodes; -1: the root.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @staticmethod
+    def from_chains(chains: Sequence[Sequence[int]], *, max_depth: int, max_nodes: int) -> Branches:
+        """Joins chains.
+
+        Args:
+            chains: drafted tokens, the first after the root.
+            max_depth: tokens taken of each chain.
+            max_nodes: in all; what comes last is left out.
+        """
+        nodes: dict[tuple[int, int], int] = {}
+        for chain in chains:
+            node = -1
+            for token in chain[:max_depth]:
+                if (node, token) not in nodes:
+                    if len(nodes) >= max_nodes:
+                        break
+                    nodes[node, token] = len(nodes)
+                node = nodes[node, token]
+        return Branches(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes))
+
+    @property
+    def depth(self) -> int:
+        """Nodes on the longest branch."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 1)
+        return max(depths, default=0)
+
+    def tree(self, root: Tensor, *, relaxable: bool) -> Tree:
+        """The branches below a root.
+
+        Nothing is known of their probability: their log_probs are -inf, the last in a tie.
+
+        Args:
+            root: int64 [] or [1], its token.
+            relaxable: whether they may be accepted where they are not the target's own choice.
+        """
+        import torch
+
+        from specvla_kernels.device import to_device
+        from specvla_kernels.layout import Ancestry
+        from specvla_ros.speculation.tree import Tree
+
+        if not len(self):
+            return Tree.from_root(root)
+        tokens = torch.cat((root.reshape(1), to_device(self.tokens, root.device)))
+        return Tree(
+            tokens=tokens,
+            ancestry=Ancestry.from_parents((-1, *(parent + 1 for parent in self.parents)), tokens.device),
+            log_probs=torch.full_like(tokens, -torch.inf, dtype=torch.float32),
+            valid=torch.ones_like(tokens, dtype=torch.bool),
+            relaxable=torch.full_like(tokens, relaxable, dtype=torch.bool),
+            depth=self.depth,
+        )

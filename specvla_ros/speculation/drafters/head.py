@@ -1,0 +1,51 @@
+"""The draft head as a drafter: where it lies, and how it is set up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, drafter
+from specvla_ros.speculation.settings import NO_HEAD
+
+if TYPE_CHECKING:
+    from specvla_ros.models.llama import LlamaDecoder
+
+DRAFT_FOLDER = "draft"
+
+
+@drafter("head", order=90)
+def _head(context: DraftContext) -> Drafter | None:
+    directory = _directory(context)
+    if directory is None:
+        return None
+    from specvla_ros.speculation.drafters.children import WindowMass
+    from specvla_ros.speculation.drafters.eagle import EagleDrafter
+    from specvla_ros.speculation.drafters.eagle_head import load_draft_head
+
+    settings, codec = context.settings, context.target.codec
+    decoder = cast("LlamaDecoder", context.target.decoder)
+    head = load_draft_head(directory, decoder)
+    window = None
+    if settings.children == "window_mass":
+        window = WindowMass.from_actions(settings.top_k, codec.action_ids, codec.max_tokens, decoder.device)
+    return EagleDrafter(
+        head,
+        decoder,
+        settings,
+        slots=context.slots,
+        slot_rows=context.slot_rows,
+        children=window,
+        # The first forward after a prompt commits a token, and each of the others commits its own last one.
+        captured_depth=codec.max_tokens - 2,
+    )
+
+
+def _directory(context: DraftContext) -> Path | None:
+    head = context.settings.head
+    if head == NO_HEAD:
+        return None
+    if head:
+        return Path(head).expanduser()
+    beside = context.target.directory / DRAFT_FOLDER
+    return beside if beside.is_dir() else None

@@ -1,0 +1,163 @@
+"""The seam of drafters: what one must give, and how it is registered.
+
+A drafter is one file: a class and a function that makes it, registered by name. Its own parameters are a frozen
+dataclass in that file; the function returns None where they do not ask for it. Another package adds one with an entry
+point of the group `specvla_ros.drafters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from specvla_ros.speculation.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specvla_kernels.graph_capture import Capture
+    from specvla_ros.models.target import Target
+    from specvla_ros.speculation.settings import DraftSettings
+    from specvla_ros.speculation.tree import Tree
+
+_OURS = ("temporal", "prompt_lookup", "self_draft", "head")
+
+# Drafters take their nodes of a tree in this order; one that takes all that is left comes last.
+DRAFTERS: Registry[Callable[[DraftContext], Drafter | None]] = Registry(
+    "specvla_ros.drafters", [f"specvla_ros.speculation.drafters.{name}" for name in _OURS]
+)
+drafter = DRAFTERS.register
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a drafter is made from.
+
+    Args:
+        settings: size of the trees, and own settings of every drafter.
+        target: the policy.
+        slots: maximum of requests in flight.
+        slot_rows: maximum of committed rows of a slot.
+    """
+
+    settings: DraftSettings
+    target: Target
+    slots: int
+    slot_rows: int
+
+    def own(self, name: str) -> Any:
+        """A drafter's own settings."""
+        return self.settings.drafters[name]
+
+
+@dataclass(frozen=True)
+class DraftWork:
+    """Forwards for drafting, added up.
+
+    Args:
+        head_forwards: of the draft head.
+        self_forwards: of the target, for drafting.
+        self_rows: committed rows that the first of them read in each draft; the others read one per request.
+    """
+
+    head_forwards: int = 0
+    self_forwards: int = 0
+    self_rows: int = 0
+
+    def __add__(self, other: DraftWork) -> DraftWork:
+        return DraftWork(
+            self.head_forwards + other.head_forwards,
+            self.self_forwards + other.self_forwards,
+            self.self_rows + other.self_rows,
+        )
+
+    def since(self, before: DraftWork) -> DraftWork:
+        """What was added."""
+        return DraftWork(
+            self.head_forwards - before.head_forwards,
+            self.self_forwards - before.self_forwards,
+            self.self_rows - before.self_rows,
+        )
+
+
+@dataclass(frozen=True)
+class DraftInput:
+    """One request, with the rows committed since the last draft.
+
+    Args:
+        slot: its KV slot.
+        prefix_len: committed rows of the slot.
+        hidden: [m, hidden], the target's last hidden states of rows `prefix_len - m` to `prefix_len - 1`.
+        following: [m, hidden], embedding of the token after each of these rows; the last is the root's.
+        root: int64 [], the last committed token, whose keys and values are not written yet.
+        max_depth: of the tree: one less than the tokens still missing.
+        position: action tokens committed so far, the root included: the dimension of the first drafted token.
+        epoch: the instruction epoch.
+        prompt: ids of the prompt.
+        answer: ids of the answer so far.
+        mid_prompt: these rows are a chunk of the prompt that does not end it; nothing is drafted yet.
+        in_text: the answer may still be text, which comes before the action.
+    """
+
+    slot: int
+    prefix_len: int
+    hidden: Tensor
+    following: Tensor
+    root: Tensor
+    max_depth: int
+    position: int
+    epoch: int = 0
+    prompt: tuple[int, ...] = ()
+    answer: tuple[int, ...] = ()
+    mid_prompt: bool = False
+    in_text: bool = False
+
+
+class Drafter(Protocol):
+    """Drafts a tree per request. `draft` must be given; what a drafter does not need, it takes from here."""
+
+    @property
+    def work(self) -> DraftWork:
+        """Forwards for drafting so far."""
+        return DraftWork()
+
+    def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
+        """One tree per request; called once per tick, whether or not anything may be drafted.
+
+        Args:
+            inputs: the requests, of different slots.
+            nodes: maximum of each tree, the root included.
+            last: whether no drafter comes after this one; others leave nodes to it.
+        """
+
+    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, nodes: int) -> Tree | None:
+        """What a prompt's own forward may verify, without hidden states; None: nothing.
+
+        Args:
+            epoch: the instruction epoch.
+            max_depth: tokens of the longest answer.
+            in_text: the answer may begin with text.
+            nodes: maximum, the root included. The root stands for the prompt's last row; its token is not read.
+        """
+        return None
+
+    def set_tolerance(self, bins: tuple[int, ...]) -> None:
+        """Takes what acceptance tolerates, in bins per action token."""
+        return
+
+    def observe(self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...]) -> None:
+        """Takes a finished answer and the action in which it ends."""
+        return
+
+    def forget(self) -> None:
+        """Forgets earlier answers."""
+        return
+
+    def capture(self, capture: Capture) -> int:
+        """See Capturable."""
+        return 0
+
+    def release(self) -> None:
+        """See Capturable."""
+        return

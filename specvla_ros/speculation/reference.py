@@ -1,0 +1,101 @@
+"""Speculative decoding in one plain function: what the engine does for one request, without its batches and devices.
+
+The tests hold the engine against it, forward by forward.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Node:
+    """A drafted token.
+
+    Args:
+        token: its id.
+        parent: index of the node that it follows, which comes before it; -1: the root, the answer's last token.
+        log_prob: the draft's log-probability of the path that ends with it.
+    """
+
+    token: int
+    parent: int
+    log_prob: float = 0.0
+
+
+@dataclass(frozen=True)
+class Path:
+    """Accepted nodes from the root down; `distance` is how far they are from the target's own choices, added up."""
+
+    nodes: tuple[int, ...] = ()
+    distance: int = 0
+    log_prob: float = 0.0
+
+
+def decode(
+    draft: Callable[[Sequence[int]], Sequence[Node]],
+    target: Callable[[Sequence[int], Sequence[Node]], Sequence[int]],
+    rule: Callable[[int, int, int], int | None],
+    length: int,
+) -> list[list[int]]:
+    """Decodes one answer.
+
+    Each turn drafts a tree of tokens that may come next, and lets the target look at all of them in one forward: every
+    node attends to the prompt, the answer and its own ancestors, so that the target's choice after a node is the one
+    that it would make had the node's path been its answer. A node is accepted where its parent is and where the rule
+    lets its token stand for the target's choice after the parent. The longest accepted path is committed, and after it
+    the target's own next choice, which costs nothing more. With `strict` the result is the target's greedy answer.
+
+    Of equally long paths the one nearest to the target's choices is taken, then the likelier draft, then the first.
+
+    Args:
+        draft: from the answer so far to a tree; an empty one makes this plain decoding.
+        target: from the answer so far and a tree to the target's choices, after the root and after each node.
+        rule: from a drafted token, the target's choice there and the position in the answer to the distance of
+            the two; None: not accepted.
+        length: tokens of an answer.
+
+    Returns:
+        The tokens that each forward commits; the last forward's are cut at the answer's end.
+    """
+    answer: list[int] = []
+    commits: list[list[int]] = []
+    while len(answer) < length:
+        nodes = draft(answer)
+        choices = target(answer, nodes)  # the one forward; choices[i + 1] comes after node i, choices[0] after the root
+
+        accepted = {-1: Path()}  # by node; the root always is
+        for index, node in enumerate(nodes):
+            parent = accepted.get(node.parent)
+            if parent is None:
+                continue
+            distance = rule(node.token, choices[node.parent + 1], len(answer) + len(parent.nodes))
+            if distance is not None:
+                accepted[index] = Path((*parent.nodes, index), parent.distance + distance, node.log_prob)
+
+        end, path = max(accepted.items(), key=lambda at: (len(at[1].nodes), -at[1].distance, at[1].log_prob))
+        tokens = [*(nodes[index].token for index in path.nodes), choices[end + 1]]
+        commits.append(tokens[: length - len(answer)])
+        answer += commits[-1]
+    return commits
+
+
+def strict(token: int, wanted: int, position: int) -> int | None:
+    """Accepts the target's own choice alone."""
+    return 0 if token == wanted else None
+
+
+def bin_distance(bins: Sequence[int], bin_of: Callable[[int], int | None]) -> Callable[[int, int, int], int | None]:
+    """Accepts action tokens within a number of bins of the target's choice (Spec-VLA).
+
+    Args:
+        bins: tolerance of each position.
+        bin_of: bin of an action token; None for text.
+    """
+
+    def rule(token: int, wanted: int, position: int) -> int | None:
+        one, other = bin_of(token), bin_of(wanted)
+        if one is None or other is None:
+            return strict(token, wanted, position)
+        return abs(one - other) if abs(one - other) <= bins[position] else None
+
+    return rule
