@@ -88,7 +88,7 @@ def heatmap(x: Sequence[str], y: Sequence[str], shares: Sequence[Sequence[float]
     )
 
 
-def rates_with_intervals(rates: Sequence[Rate]) -> dict[str, Any]:
+def rate_trace(rates: Sequence[Rate]) -> dict[str, Any]:
     """The arguments of a Plotly trace for success rates with error bars."""
     values = [rate.value for rate in rates]
     above = [rate.interval[1] - rate.value for rate in rates]

@@ -12,16 +12,7 @@ import plotly.graph_objects as go
 from PIL import Image, ImageDraw
 
 from specvla_ros.engine.tally import DecodeTally
-from specvla_ros.evaluation.report.page import (
-    BLUE,
-    emulation,
-    heatmap,
-    plot,
-    provenance,
-    rates_with_intervals,
-    table,
-    write_page,
-)
+from specvla_ros.evaluation.report.page import BLUE, emulation, heatmap, plot, provenance, rate_trace, table, write_page
 from specvla_ros.evaluation.simulate_summary import SimulateSummary
 
 _CAPTION_HEIGHT = 22  # pixels
@@ -109,7 +100,7 @@ def _task_row(name: str, summary: SimulateSummary) -> tuple[str, ...]:
 
 def _success_plot(summary: SimulateSummary) -> go.Figure:
     drawn = go.Figure()
-    rates = rates_with_intervals([task.success for task in summary.tasks.values()])
+    rates = rate_trace([task.success for task in summary.tasks.values()])
     drawn.add_bar(x=list(summary.tasks), **rates, marker_color=BLUE)
     return drawn.update_yaxes(title_text="success rate", range=[0, 1.05])
 

@@ -17,7 +17,7 @@ from specvla_ros.evaluation.report.page import (
     emulation,
     plot,
     provenance,
-    rates_with_intervals,
+    rate_trace,
     table,
     write_page,
 )
@@ -66,7 +66,7 @@ def _sweep_plot(rows: Sequence[SweepRow]) -> go.Figure:
     drawn = make_subplots(cols=2, subplot_titles=("success", f"times as fast as {names[0]}"))
     drawn.add_scatter(
         x=names,
-        **rates_with_intervals([row.summary.success for row in rows]),
+        **rate_trace([row.summary.success for row in rows]),
         mode="lines+markers",
         marker=dict(color=BLUE, size=9),
         row=1,
