@@ -7,15 +7,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module, metadata
-from typing import Generic, TypeVar
+from typing import Any
 
 _log = logging.getLogger(__name__)
 
-Make = TypeVar("Make", bound=Callable[..., object])
+Make = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Entry(Generic[Make]):
+class Entry:
     """One implementation.
 
     Args:
@@ -31,7 +31,7 @@ class Entry(Generic[Make]):
     order: int
 
 
-class Registry(Generic[Make]):
+class Registry:
     """Implementations of one seam.
 
     Args:
@@ -42,7 +42,7 @@ class Registry(Generic[Make]):
     def __init__(self, group: str, modules: Sequence[str]) -> None:
         self._group = group
         self._modules = modules
-        self._entries: dict[str, Entry[Make]] = {}
+        self._entries: dict[str, Entry] = {}
         self._complete = False
 
     def register(self, name: str, *, settings: type | None = None, order: int = 50) -> Callable[[Make], Make]:
@@ -65,7 +65,7 @@ class Registry(Generic[Make]):
 
         return registered
 
-    def entries(self) -> Mapping[str, Entry[Make]]:
+    def entries(self) -> Mapping[str, Entry]:
         """Everything that is registered, by name, in order."""
         if not self._complete:
             self._complete = True  # first: a module may ask while it is imported
@@ -86,3 +86,14 @@ class Registry(Generic[Make]):
     def settings(self) -> dict[str, type]:
         """Classes of settings, by the name of what has some."""
         return {name: entry.settings for name, entry in self.entries().items() if entry.settings is not None}
+
+
+RULES = Registry(
+    "specvla_ros.rules",
+    [f"specvla_ros.speculation.rules.{name}" for name in ("strict", "bin_distance", "fly", "lvspec", "composite")],
+)
+# Drafters take their nodes of a tree in their order; one that takes all that is left comes last.
+DRAFTERS = Registry(
+    "specvla_ros.drafters",
+    [f"specvla_ros.speculation.drafters.{name}" for name in ("temporal", "prompt_lookup", "self_draft", "head")],
+)

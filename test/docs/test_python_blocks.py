@@ -16,8 +16,7 @@ from specvla_ros.models import checkpoint
 from specvla_ros.models.target import Target
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.speculation import reference
-from specvla_ros.speculation.drafters.registry import DRAFTERS
-from specvla_ros.speculation.rules.registry import RULES
+from specvla_ros.speculation.registry import DRAFTERS, RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 HOW_TO = "docs/how-to"

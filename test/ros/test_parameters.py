@@ -49,7 +49,7 @@ def test_what_is_given_is_read_into_the_tree(context: "rclpy.Context") -> None:
     declare_parameters(made, PolicyParameters)
     read = read_parameters(made, PolicyParameters, {"decode.mode": "spec", "max_image_age_s": 3.0})
     assert (read.engine.mode, read.engine.draft.nodes, read.engine.max_image_age_s) == ("spec", 8, 3.0)
-    assert read.engine.acceptance.bins == (1, 2) and read.engine.acceptance.fly_entropy == "code"
+    assert read.engine.acceptance.bins == (1, 2) and read.engine.acceptance.rules["fly"].entropy == "code"
     assert read.model.action_head
     assert read_parameters(made, PolicyParameters).engine.max_image_age_s == 1.0
     with pytest.raises(UserError, match="say the same thing"):

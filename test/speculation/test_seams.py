@@ -1,6 +1,8 @@
 """A rule and a drafter of another package, each one file, are found by name and decode in the real engine."""
 
 import logging
+import subprocess
+import sys
 from importlib import metadata
 
 import pytest
@@ -99,3 +101,9 @@ def test_two_of_one_name_are_refused() -> None:
     registry.register("twice")(lambda: None)
     with pytest.raises(ValueError, match="two entries named 'twice'"):
         registry.register("twice")(lambda: None)
+
+
+def test_settings_are_read_without_torch() -> None:
+    """It takes seconds to import, and where it is missing a node says so instead of dying."""
+    code = "import sys; from specvla_ros.engine.settings import EngineSettings; EngineSettings('specpipe')"
+    assert subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"]).returncode == 0

@@ -30,10 +30,6 @@ class ActionIds:
         """Bool of the shape of tokens."""
         return (tokens >= self.first) & (tokens < self.stop)
 
-    def bin_of(self, tokens: Tensor) -> Tensor:
-        """int64 of the shape of tokens: the index of the value, counted from the lowest; clipped for other tokens."""
-        return (self.stop - 1 - tokens).clamp(0, self.bins - 1)
-
 
 class Codec(Protocol):
     """Tokens to actions [horizon, dims] and back."""
