@@ -190,8 +190,8 @@ class Stream:
         if self._finishing or self._stopping or self.closed:
             raise UserError("the stream takes no more frames: open another one")
         drops = self._engine.submit(self._policy._observation(image, instruction, state, stamp_ns))
+        self._count(drops)
         with self._wake:
-            self._count(drops)
             self._wake.notify()
 
     def finish(self) -> None:
@@ -252,4 +252,5 @@ class Stream:
                 self._actions.put(outcome)
 
     def _count(self, drops: list[Drop]) -> None:
-        self.drops.update(drop.reason for drop in drops)
+        with self._wake:  # two threads drop frames
+            self.drops.update(drop.reason for drop in drops)
