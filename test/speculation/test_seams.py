@@ -1,6 +1,7 @@
 """A rule and a drafter of another package, each one file, are found by name and decode in the real engine."""
 
 import logging
+from collections.abc import Callable
 from importlib import metadata
 
 import pytest
@@ -88,14 +89,14 @@ def test_a_package_that_cannot_be_loaded_is_logged_and_left_out(
 ) -> None:
     points = metadata.EntryPoints([metadata.EntryPoint("broken", "no_such_module", "specvla_ros.rules")])
     monkeypatch.setattr(metadata, "entry_points", lambda group: points.select(group=group))
-    registry = Registry("specvla_ros.rules", [])
+    registry: Registry[Callable[[], None]] = Registry("specvla_ros.rules", [])
     with caplog.at_level(logging.WARNING):
         assert registry.names() == ()
     assert "'broken' of no_such_module cannot be loaded" in caplog.text
 
 
 def test_two_of_one_name_are_refused() -> None:
-    registry = Registry("specvla_ros.rules", [])
+    registry: Registry[Callable[[], None]] = Registry("specvla_ros.rules", [])
     registry.register("twice")(lambda: None)
     with pytest.raises(ValueError, match="two entries named 'twice'"):
         registry.register("twice")(lambda: None)
