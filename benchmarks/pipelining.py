@@ -32,9 +32,8 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.simulation.device_pace import StageTimes, read_stage_times
 from specvla_ros.simulation.robot import ACTION_DT_S
-from specvla_ros.simulation.rollout import Clock, EpisodeResult
+from specvla_ros.simulation.rollout import Clock, EpisodeResult, StageTimes, read_stage_times
 from specvla_ros.simulation.tasks import FRAME_FIRST_SEED, choose_tasks
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 from specvla_ros.speculation.tolerance import Tolerance

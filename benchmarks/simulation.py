@@ -17,8 +17,7 @@ from results_page import RESULTS
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import compare_episodes
 from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.simulation.device_pace import read_stage_times
-from specvla_ros.simulation.rollout import Clock
+from specvla_ros.simulation.rollout import Clock, read_stage_times
 
 DEVICES = ("h200", "rtx5090", "orin")
 LOCKSTEP = "lockstep"

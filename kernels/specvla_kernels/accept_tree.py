@@ -41,7 +41,7 @@ def accept_tree_reference(
 ) -> Tensor:
     """`accept_tree` in PyTorch."""
     nodes = torch.arange(trees.tokens.shape[1], device=trees.tokens.device)
-    on_path = (trees.ancestors[:, :, None] >> nodes) & 1 == 1  # [requests, n, n]
+    on_path = trees.on_path
     # A loose rule would commit what was drafted after a NaN, and with it hide the NaN from whoever reads the tokens.
     allowed = trees.valid & (trees.relaxable | comparison.exact) & (comparison.wanted != NO_TOKEN)
     accepted = (accept_mask & allowed[:, None]) | (nodes == 0)

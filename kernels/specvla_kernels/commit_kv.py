@@ -30,11 +30,11 @@ def commit_kv(keys: Tensor, values: Tensor, slots: Tensor, first_rows: Tensor, n
 def commit_kv_reference(keys: Tensor, values: Tensor, slots: Tensor, first_rows: Tensor, nodes: Tensor) -> None:
     """`commit_kv` in PyTorch."""
     steps = torch.arange(nodes.shape[1], device=nodes.device)
-    # What pads a path copies the root's row onto itself.
-    sources = first_rows[:, None] + nodes.clamp(min=0)
-    targets = first_rows[:, None] + torch.where(nodes >= 0, steps, 0)
+    # What moves is read back, which is no wait on a CPU: usually it is nothing.
+    request, step = ((nodes >= 0) & (nodes != steps)).nonzero(as_tuple=True)
+    slot, first = slots[request], first_rows[request]
     for store in (keys, values):
-        store[:, slots[:, None], targets] = store[:, slots[:, None], sources]
+        store[:, slot, first + step] = store[:, slot, first + nodes[request, step]]
 
 
 def commit_kv_triton(keys: Tensor, values: Tensor, slots: Tensor, first_rows: Tensor, nodes: Tensor) -> None:

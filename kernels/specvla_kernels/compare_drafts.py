@@ -1,6 +1,7 @@
 """How each drafted token compares with the target's own choice: the same, how many bins off, in which dimension."""
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,6 +39,12 @@ class Trees:
     relaxable: Tensor
     choices: Tensor
     positions: Tensor
+
+    @cached_property
+    def on_path(self) -> Tensor:
+        """Bool [requests, n, n]: column j is an ancestor of row e, or e itself."""
+        nodes = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return (self.ancestors[:, :, None] >> nodes) & 1 == 1
 
 
 @dataclass(frozen=True)
@@ -80,9 +87,7 @@ def compare_drafts_reference(trees: Trees, first: int, stop: int, bins: int) -> 
     text = torch.where(is_action ^ wants_action, bins, (tokens != wanted).to(torch.int64))
     both = is_action & wants_action
     distances = torch.where(both, (token_bin - wanted_bin).abs(), text)
-    nodes = torch.arange(tokens.shape[1], device=tokens.device)
-    on_path = (trees.ancestors[:, :, None] >> nodes) & 1 == 1  # [requests, n, n]
-    earlier = (on_path & is_action[:, None]).sum(dim=2) - is_action.to(torch.int64)
+    earlier = (trees.on_path & is_action[:, None]).sum(dim=2) - is_action.to(torch.int64)
     return Comparison(
         wanted=wanted,
         exact=(tokens == wanted) & ~is_root,

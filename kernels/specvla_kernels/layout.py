@@ -69,11 +69,6 @@ class Ancestry:
         """The nodes behind node 0, for a forward in which that node is the end of another segment."""
         return Ancestry(self.parents[1:] - 1, self.depths[1:] - 1, (self.ancestors[1:] >> 1) & (1 << 63) - 1)
 
-    def matrix(self) -> Tensor:
-        """Bool [n, n]: column j is an ancestor of row i, or i itself."""
-        nodes = torch.arange(len(self), device=self.ancestors.device)
-        return (self.ancestors[:, None] >> nodes) & 1 == 1
-
 
 @dataclass(frozen=True)
 class PackedLayout:

@@ -1,6 +1,7 @@
 """The fields of VlaAction and DecodeStats for an action: one mapping for the node and for recordings. Needs no ROS."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from specvla_ros.engine.outcome import Action
@@ -12,13 +13,11 @@ def vla_action_fields(
     """The fields of VlaAction.msg but its header, whose stamp and frame_id are the observation's.
 
     Args:
-        action: the engine's answer.
         seq: the action's number since activation.
         action_dt: duration of the displacements, seconds.
         publish_s: from the last token to publication, seconds.
         latency_s: from the image's stamp to publication, seconds.
     """
-    timings = action.timings
     return {
         "seq": seq,
         "epoch": action.observation.epoch,
@@ -28,23 +27,14 @@ def vla_action_fields(
         "action_dt": action_dt,
         "tokens": list(action.tokens),
         "receive_s": action.observation.receive_s,
-        "wait_s": timings.wait_s,
-        "vision_s": timings.vision_s,
-        "prefill_s": timings.prefill_s,
-        "decode_s": timings.decode_s,
+        **asdict(action.timings),
         "publish_s": publish_s,
         "latency_s": latency_s,
     }
 
 
 def decode_stats_fields(action: Action, *, seq: int, drop_counts: Mapping[str, int]) -> dict[str, Any]:
-    """The fields of DecodeStats.msg but its header, which is that of the VlaAction.
-
-    Args:
-        action: the engine's answer.
-        seq: the VlaAction's number.
-        drop_counts: frames dropped since activation by reason, as `DropCounter.by_name` gives them.
-    """
+    """The fields of DecodeStats.msg but its header, which is that of the VlaAction; drops count since activation."""
     record = action.record
     return {
         "seq": seq,

@@ -28,42 +28,25 @@ _FOREVER = QosTime(sec=2**31 - 1, nsec=2**32 - 1)
 
 @dataclass(frozen=True)
 class Hindsight:
-    """The expert's actions under another instruction.
-
-    Args:
-        instruction: the other instruction.
-        actions: one per image, float64 [7].
-    """
+    """The expert's actions under another instruction."""
 
     instruction: str
-    actions: Sequence[np.ndarray]
+    actions: Sequence[np.ndarray]  # one per image, float64 [7]
 
 
 @dataclass(frozen=True)
 class DemonstrationRecord:
-    """One demonstration.
+    """One demonstration."""
 
-    Args:
-        images: RGB, uint8 [height, width, 3].
-        actions: one per image, float64 [7]: metres and radians over 0.2 s, gripper 1 open.
-        instruction: the instruction that was followed.
-        times_s: the images' times from 0, seconds.
-        hindsight: the expert under other instructions, by the name of the other task.
-    """
-
-    images: Sequence[np.ndarray]
-    actions: Sequence[np.ndarray]
+    images: Sequence[np.ndarray]  # RGB, uint8 [height, width, 3]
+    actions: Sequence[np.ndarray]  # one per image, float64 [7]: metres and radians over 0.2 s, gripper 1 open
     instruction: str
-    times_s: Sequence[float]
-    hindsight: Mapping[str, Hindsight]
+    times_s: Sequence[float]  # the images' times from 0, seconds
+    hindsight: Mapping[str, Hindsight]  # the expert under other instructions, by the name of the other task
 
 
 def write_demonstration(directory: Path, record: DemonstrationRecord) -> None:
     """Writes an MCAP bag that `specvla replay` and `specvla train-policy` read; it appears when it is complete.
-
-    Args:
-        directory: the bag's directory; must not exist.
-        record: the demonstration.
 
     Raises:
         OSError: it cannot be written; nothing is left at `directory`.

@@ -20,49 +20,31 @@ _DEFAULT_ACTION = "/ground_truth/action"
 
 @dataclass(frozen=True)
 class TopicChoice:
-    """What the user says about a bag's topics; None: the default is looked for.
+    """What the user says about a bag's topics; None: the default is looked for."""
 
-    Args:
-        image_topic: default: /camera/image_raw, raw or compressed, or the only image topic.
-        instruction_topic: default: /instruction.
-        instruction: in place of a topic.
-        action_topic: recorded actions to compare with; default: /ground_truth/action, where the bag has it.
-    """
-
-    image_topic: str | None = None
-    instruction_topic: str | None = None
-    instruction: str | None = None
+    image_topic: str | None = None  # default: /camera/image_raw, raw or compressed, or the only image topic
+    instruction_topic: str | None = None  # default: /instruction
+    instruction: str | None = None  # in place of a topic
+    # recorded actions to compare with; default: /ground_truth/action, where the bag has it
     action_topic: str | None = None
 
 
 @dataclass(frozen=True)
 class ReplayTopics:
-    """What a replay reads.
+    """What a replay reads."""
 
-    Args:
-        image: the camera.
-        instruction: None: the user gave the instruction.
-        action: the recorded action to compare with; None: none.
-        note: what the user should know of the choice; empty: nothing.
-    """
-
-    image: Topic
-    instruction: Topic | None
-    action: Topic | None
-    note: str = ""
+    image: Topic  # the camera
+    instruction: Topic | None  # None: the user gave the instruction
+    action: Topic | None  # the recorded action to compare with; None: none
+    note: str = ""  # what the user should know of the choice; empty: nothing
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all that are read."""
         return tuple(topic.name for topic in (self.image, self.instruction, self.action) if topic is not None)
 
 
 def choose_topics(bag: Bag, choice: TopicChoice) -> ReplayTopics:
-    """Takes the topics named, and finds the others.
-
-    Raises:
-        UserError: a topic is missing, of another type, or cannot be told among several.
-    """
+    """Takes the topics named, and finds the others."""
     image = _named_image(bag, choice.image_topic) if choice.image_topic else _find_image(bag)
     if choice.instruction is not None:
         instruction = None
@@ -73,7 +55,9 @@ def choose_topics(bag: Bag, choice: TopicChoice) -> ReplayTopics:
     if choice.action_topic:
         action: Topic | None = _typed(bag, choice.action_topic, NUMBERS)
     else:
-        action = next((topic for topic in bag.topics if _is_default_action(topic)), None)
+        action = next(
+            (topic for topic in bag.topics if topic.name == _DEFAULT_ACTION and topic.msgtype in NUMBERS), None
+        )
     note = ""
     if choice.image_topic and image.name != choice.image_topic:
         note = f"bag {bag.path} holds {choice.image_topic} only compressed: {image.name} is read"
@@ -82,34 +66,17 @@ def choose_topics(bag: Bag, choice: TopicChoice) -> ReplayTopics:
 
 @dataclass(frozen=True)
 class BagFrame:
-    """One image of a bag.
+    """One image of a bag."""
 
-    Args:
-        index: counts the images, from 0.
-        image: the image message.
-        instruction: in force when the image was recorded; empty: none yet.
-        epoch: 0 before the first instruction, bumped on each new one, as in the node.
-        recorded: the first recorded action from this image on and before the next one.
-    """
-
-    index: int
+    index: int  # counts the images, from 0
     image: BagMessage
-    instruction: str
-    epoch: int
-    recorded: tuple[float, ...] | None = None
+    instruction: str  # in force when the image was recorded; empty: none yet
+    epoch: int  # 0 before the first instruction, bumped on each new one, as in the node
+    recorded: tuple[float, ...] | None = None  # the first recorded action from this image on and before the next one
 
 
 def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -> Iterator[BagFrame]:
-    """The frames in bag time, each as soon as its recorded action is known.
-
-    Args:
-        bag: an open bag.
-        topics: which of its topics to read.
-        instruction: in place of a topic.
-
-    Raises:
-        UserError: an instruction or a recorded action is damaged.
-    """
+    """The frames in bag time, each as soon as its recorded action is known; `instruction` replaces a topic's."""
     text, epoch = instruction or "", int(bool(instruction))
     index = 0
     newest: BagFrame | None = None
@@ -142,10 +109,6 @@ def _typed(bag: Bag, name: str, types: tuple[str, ...]) -> Topic:
     if topic.msgtype not in types:
         raise UserError(f"bag {bag.path}: topic {name} is of type {topic.msgtype}, but {' or '.join(types)} is needed")
     return topic
-
-
-def _is_default_action(topic: Topic) -> bool:
-    return topic.name == _DEFAULT_ACTION and topic.msgtype in NUMBERS
 
 
 def _named_image(bag: Bag, name: str) -> Topic:

@@ -5,7 +5,8 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from PIL import Image as PillowImage
@@ -15,41 +16,15 @@ from specvla_ros.errors import UserError
 NANOSECONDS = 1_000_000_000
 
 
-class ImageLike(Protocol):
-    """The fields of sensor_msgs/Image that matter here."""
-
-    height: int
-    width: int
-    encoding: str
-    is_bigendian: int
-    step: int
-    data: Any
-
-
-class CompressedImageLike(Protocol):
-    """The fields of sensor_msgs/CompressedImage that matter here."""
-
-    format: str
-    data: Any
-
-
 @dataclass(frozen=True)
 class _Layout:
-    """How an encoding lies in memory.
+    """How an encoding lies in memory."""
 
-    Args:
-        pixel_bytes: bytes per pixel in a row of `data`, padding not counted.
-        form: the 8-bit encoding that the pixels are in once wide words are scaled.
-        word_bytes: bytes per sample.
-        even: which of width and height must be even.
-        chroma_rows: rows after the picture's own, as a fraction of its height.
-    """
-
-    pixel_bytes: int
-    form: str
-    word_bytes: int = 1
-    even: tuple[str, ...] = ()
-    chroma_rows: float = 0.0
+    pixel_bytes: int  # bytes per pixel in a row of `data`, padding not counted
+    form: str  # the 8-bit encoding that the pixels are in once wide words are scaled
+    word_bytes: int = 1  # bytes per sample
+    even: tuple[str, ...] = ()  # which of width and height must be even
+    chroma_rows: float = 0.0  # rows after the picture's own, as a fraction of its height
 
 
 _BOTH = ("width", "height")
@@ -91,7 +66,7 @@ def rgb_from_message(message: Any) -> np.ndarray:
     return rgb_from_compressed(message) if hasattr(message, "format") else rgb_from_image(message)
 
 
-def rgb_from_image(message: ImageLike) -> np.ndarray:
+def rgb_from_image(message: Any) -> np.ndarray:
     """The pixels of a sensor_msgs/Image as RGB.
 
     Words of 16 bits are scaled to 8. `8UC3` and `8UC4` hold blue first, as OpenCV stores them. YUV is BT.601, limited
@@ -99,9 +74,6 @@ def rgb_from_image(message: ImageLike) -> np.ndarray:
 
     Returns:
         uint8 [height, width, 3]. For rgb8 a view of `message.data`: keep the message alive and do not write to it.
-
-    Raises:
-        UserError: size 0, unknown encoding, a step that is too small, or data that is not step * height bytes.
     """
     layout, rows = _checked(message)
     if layout.word_bytes == 2:
@@ -116,7 +88,7 @@ def rgb_from_image(message: ImageLike) -> np.ndarray:
     return _converted(rows, message.width, layout.form)
 
 
-def _checked(message: ImageLike) -> tuple[_Layout, np.ndarray]:
+def _checked(message: Any) -> tuple[_Layout, np.ndarray]:
     """An encoding's layout and the image's rows without their padding, uint8 [rows, bytes]."""
     height, width, step = message.height, message.width, message.step
     if height < 1 or width < 1:
@@ -146,29 +118,19 @@ def _checked(message: ImageLike) -> tuple[_Layout, np.ndarray]:
     return layout, data.reshape(rows, step)[:, :row_bytes]
 
 
-@dataclass(frozen=True)
-class _RawImage:
-    """What a converter reads of a sensor_msgs/Image."""
-
-    height: int
-    width: int
-    encoding: str
-    step: int
-    data: np.ndarray
-    is_bigendian: int = 0
-
-
 def _converted(rows: np.ndarray, width: int, encoding: str) -> np.ndarray:
     """RGB of 8-bit pixels, uint8 [height, bytes], in an encoding that OpenCV converts."""
     height, step = rows.shape
-    message = _RawImage(height, width, encoding, step, np.ascontiguousarray(rows))
+    data = np.ascontiguousarray(rows)
+    message = SimpleNamespace(height=height, width=width, encoding=encoding, step=step, data=data, is_bigendian=0)
     return _converter()(message, "rgb8")
 
 
 @cache
 def _converter() -> Callable[[Any, str], np.ndarray]:
     """cv_bridge where ROS brings one that works here, else rosbags-image. OpenCV is imported with the first image."""
-    probe = _RawImage(1, 1, "bgr8", 3, np.zeros(3, dtype=np.uint8))
+    data = np.zeros(3, dtype=np.uint8)
+    probe = SimpleNamespace(height=1, width=1, encoding="bgr8", step=3, data=data, is_bigendian=0)
     try:
         from cv_bridge import CvBridge
 
@@ -233,12 +195,8 @@ def _demosaiced(mosaic: np.ndarray, encoding: str) -> np.ndarray:
     return rgb
 
 
-def rgb_from_compressed(message: CompressedImageLike) -> np.ndarray:
-    """The pixels of a sensor_msgs/CompressedImage (JPEG, PNG) as RGB uint8 [height, width, 3].
-
-    Raises:
-        UserError: a compressed depth image, or bytes that cannot be decoded in full.
-    """
+def rgb_from_compressed(message: Any) -> np.ndarray:
+    """The pixels of a sensor_msgs/CompressedImage (JPEG, PNG) as RGB uint8 [height, width, 3]."""
     if "compresseddepth" in message.format.lower():
         raise UserError(
             f"the compressed image has format '{message.format}', which is a depth image; "
@@ -258,11 +216,7 @@ def rgb_from_compressed(message: CompressedImageLike) -> np.ndarray:
 
 
 def stamp_ns(header: Any) -> int:
-    """The stamp of a std_msgs/Header in nanoseconds, greater than 0.
-
-    Raises:
-        UserError: stamp 0, negative seconds, nanoseconds outside 0..999999999, or values that are no whole numbers.
-    """
+    """The stamp of a std_msgs/Header in nanoseconds, greater than 0."""
     try:
         seconds, nanoseconds = operator.index(header.stamp.sec), operator.index(header.stamp.nanosec)
     except TypeError as error:

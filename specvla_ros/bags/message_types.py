@@ -35,11 +35,6 @@ class MessageTypes:
             self._learned[msgtype] = definition
 
     def deserialise(self, raw: bytes, msgtype: str) -> Any:
-        """A message from its CDR bytes.
-
-        Raises:
-            UserError: the type is unknown, its definition cannot be parsed, or the bytes do not fit it.
-        """
         if msgtype not in self._store.fielddefs:
             self._parse(msgtype)
         try:
@@ -50,14 +45,7 @@ class MessageTypes:
             ) from error
 
     def serialise(self, msgtype: str, fields: Mapping[str, Any], *, stamp_ns: int, frame_id: str) -> bytes:
-        """The CDR bytes of a message that begins with a header.
-
-        Args:
-            msgtype: for example specvla_ros/msg/VlaAction.
-            fields: every field but the header.
-            stamp_ns: the header's stamp, nanoseconds.
-            frame_id: the header's frame.
-        """
+        """The CDR bytes of a message: a header of this stamp and frame, then the fields."""
         types = self._store.types
         stamp = types["builtin_interfaces/msg/Time"](sec=stamp_ns // 10**9, nanosec=stamp_ns % 10**9)
         header = types["std_msgs/msg/Header"](stamp=stamp, frame_id=frame_id)

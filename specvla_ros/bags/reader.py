@@ -6,14 +6,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Any
 
 import yaml
 from rosbags.interfaces import Connection, ConnectionExtRosbag2, Qos, QosDurability, QosReliability
 
 from specvla_ros.bags.message_types import MessageTypes
-from specvla_ros.bags.storage import IndexedStorage, Storage, StoredMessage, open_storage
+from specvla_ros.bags.storage import IndexedStorage, Storage, open_storage
 from specvla_ros.errors import UserError
 
 _SUFFIXES = (".mcap", ".db3")
@@ -21,59 +20,35 @@ _SUFFIXES = (".mcap", ".db3")
 
 @dataclass(frozen=True)
 class OfferedQos:
-    """What the recorded publishers offered; the weakest of several.
+    """What the recorded publishers offered; the weakest of several."""
 
-    Args:
-        reliable: else best effort.
-        transient_local: else volatile.
-        depth: of the history.
-    """
-
-    reliable: bool = True
-    transient_local: bool = False
-    depth: int = 10
+    reliable: bool = True  # else best effort
+    transient_local: bool = False  # else volatile
+    depth: int = 10  # of the history
 
 
 @dataclass(frozen=True)
 class Topic:
-    """One topic of a bag.
+    """One topic of a bag."""
 
-    Args:
-        name: with its leading slash.
-        msgtype: for example sensor_msgs/msg/Image.
-        count: of its readable messages.
-        qos: what its publishers offered.
-    """
-
-    name: str
-    msgtype: str
-    count: int
+    name: str  # with its leading slash
+    msgtype: str  # for example sensor_msgs/msg/Image
+    count: int  # of its readable messages
     qos: OfferedQos
 
 
 @dataclass(frozen=True)
 class BagMessage:
-    """One message.
-
-    Args:
-        topic: its topic's name.
-        msgtype: its type.
-        time_ns: when it was recorded, nanoseconds.
-        raw: CDR bytes, encapsulation header included.
-    """
+    """One message."""
 
     topic: str
     msgtype: str
-    time_ns: int
-    raw: bytes = field(repr=False)
+    time_ns: int  # when it was recorded, nanoseconds
+    raw: bytes = field(repr=False)  # CDR bytes, encapsulation header included
     _types: MessageTypes = field(repr=False, compare=False)
 
     def message(self) -> Any:
-        """The message itself: attributes named as its fields.
-
-        Raises:
-            UserError: its type is unknown, or its bytes do not fit the type.
-        """
+        """The message itself: attributes named as its fields."""
         try:
             return self._types.deserialise(self.raw, self.msgtype)
         except UserError as error:
@@ -81,15 +56,7 @@ class BagMessage:
 
 
 class Bag:
-    """An open bag; also a context manager.
-
-    Attributes:
-        path: the path that was opened.
-        files: the data files.
-        topics: the topics with messages, by name.
-        start_ns: bag time of the first message.
-        end_ns: bag time of the last message.
-    """
+    """An open bag; also a context manager. `topics` are those with messages, by name."""
 
     def __init__(
         self, path: Path, files: tuple[Path, ...], storages: list[Storage], scratch: TemporaryDirectory[str]
@@ -116,11 +83,6 @@ class Bag:
         return "; ".join(storage.damage for storage in self._storages if storage.damage)
 
     def topic(self, name: str) -> Topic:
-        """A topic by name.
-
-        Raises:
-            UserError: the bag does not hold it, with what it holds.
-        """
         for topic in self.topics:
             if topic.name == name:
                 return topic
@@ -128,14 +90,7 @@ class Bag:
         raise UserError(f"bag {self.path} has no messages on topic '{name}'; it holds:\n{held}")
 
     def messages(self, topics: Collection[str] = ()) -> Iterator[BagMessage]:
-        """The messages in time order, up to the first damage; see `damage`.
-
-        Args:
-            topics: whose; none: all.
-
-        Raises:
-            UserError: a topic is not in the bag, or is not serialised as CDR.
-        """
+        """The messages of some topics, by default all, in time order, up to the first damage; see `damage`."""
         wanted = frozenset(self.topic(name).name for name in topics) or frozenset(topic.name for topic in self.topics)
         for storage in self._storages:
             for connection in storage.connections:
@@ -146,11 +101,10 @@ class Bag:
 
     def _in_time_order(self, topics: frozenset[str]) -> Iterator[BagMessage]:
         parts = [storage.messages(topics) for storage in self._storages]
-        for connection, time_ns, raw in heapq.merge(*parts, key=_time_ns):
+        for connection, time_ns, raw in heapq.merge(*parts, key=lambda message: message[1]):
             yield BagMessage(connection.topic, connection.msgtype, time_ns, bytes(raw), self._types)
 
     def close(self) -> None:
-        """Closes its files."""
         for storage in self._storages:
             storage.close()
         self._scratch.cleanup()
@@ -158,9 +112,7 @@ class Bag:
     def __enter__(self) -> "Bag":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -169,9 +121,6 @@ def open_bag(path: str | Path) -> Bag:
 
     metadata.yaml only says which files belong to the bag, so that one that is missing or wrong, as a killed recorder
     leaves it, does no harm.
-
-    Raises:
-        UserError: nothing there, no bag, no message that can be read, or a database that is cut off.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -182,8 +131,9 @@ def open_bag(path: str | Path) -> Bag:
     try:
         if compressed:
             storages.append(_compressed_directory(path))
-        for file in () if compressed else files:
-            storages.append(open_storage(file, scratch))
+        else:
+            for file in files:
+                storages.append(open_storage(file, scratch))
     except UserError:
         for storage in storages:
             storage.close()
@@ -241,7 +191,6 @@ def _compressed_directory(path: Path) -> Storage:
 
 
 def _topics(storages: list[Storage]) -> tuple[Topic, ...]:
-    """The topics of all files together."""
     by_name: dict[str, list[Connection]] = {}
     for storage in storages:
         for connection in storage.connections:
@@ -276,10 +225,6 @@ def _check_cdr(path: Path, connection: Connection) -> None:
             f"bag {path}: topic {connection.topic} is encoded as '{encoding}', but only cdr, the encoding of ROS 2, "
             "is supported; convert the bag with ros2 bag convert"
         )
-
-
-def _time_ns(message: StoredMessage) -> int:
-    return message[1]
 
 
 def _natural(file: Path) -> list[tuple[int, str]]:

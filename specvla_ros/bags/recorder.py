@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import yaml
@@ -17,6 +16,7 @@ from specvla_ros.errors import UserError
 
 ACTION_TOPIC = "/policy/action"
 DECODE_STATS_TOPIC = "/policy/decode_stats"
+_TYPES = {ACTION_TOPIC: VLA_ACTION, DECODE_STATS_TOPIC: DECODE_STATS}
 
 # Copied where it is used, so that YAML writes no aliases, which not every reader of these profiles knows.
 _FOREVER = {"sec": 9223372036, "nsec": 854775807}
@@ -47,9 +47,6 @@ class BagRecorder:
     Args:
         directory: the bag's directory, made here; it must not exist.
         metadata: the bag's origin; stored in the file.
-
-    Raises:
-        UserError: the directory exists or cannot be written.
     """
 
     def __init__(self, directory: Path, metadata: Mapping[str, str]) -> None:
@@ -67,10 +64,7 @@ class BagRecorder:
         self._first_ns, self._last_ns = 2**63 - 1, 0
         self._writer = Writer(self._file, compression=CompressionType.NONE, use_chunking=False)
         self._writer.start(profile="ros2", library=f"specvla_ros {__version__}")
-        self._channels = {
-            ACTION_TOPIC: self._add_channel(ACTION_TOPIC, VLA_ACTION),
-            DECODE_STATS_TOPIC: self._add_channel(DECODE_STATS_TOPIC, DECODE_STATS),
-        }
+        self._channels = {topic: self._add_channel(topic, msgtype) for topic, msgtype in _TYPES.items()}
         self._writer.add_metadata("specvla_ros", dict(metadata))
         self._file.flush()
 
@@ -88,8 +82,6 @@ class BagRecorder:
         """Writes an action and how it was decoded; the header's stamp is the image's.
 
         Args:
-            action: the engine's answer.
-            seq: the action's number, from 0.
             time_ns: bag time, never before that of the action before.
             action_dt: duration of the displacements, seconds.
             publish_s: from the last token to publication, seconds.
@@ -97,9 +89,9 @@ class BagRecorder:
             drop_counts: frames dropped so far, by reason.
         """
         fields = vla_action_fields(action, seq=seq, action_dt=action_dt, publish_s=publish_s, latency_s=latency_s)
-        self._write(ACTION_TOPIC, VLA_ACTION, fields, action, time_ns)
+        self._write(ACTION_TOPIC, fields, action, time_ns)
         fields = decode_stats_fields(action, seq=seq, drop_counts=drop_counts)
-        self._write(DECODE_STATS_TOPIC, DECODE_STATS, fields, action, time_ns)
+        self._write(DECODE_STATS_TOPIC, fields, action, time_ns)
         self._file.flush()
 
     def close(self) -> None:
@@ -113,9 +105,7 @@ class BagRecorder:
     def __enter__(self) -> "BagRecorder":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _add_channel(self, topic: str, msgtype: str) -> int:
@@ -123,9 +113,9 @@ class BagRecorder:
         metadata = {"offered_qos_profiles": _QOS, "topic_type_hash": self._types.type_hash(msgtype)}
         return self._writer.register_channel(topic, "cdr", schema, metadata)
 
-    def _write(self, topic: str, msgtype: str, fields: Mapping[str, Any], action: Action, time_ns: int) -> None:
+    def _write(self, topic: str, fields: Mapping[str, Any], action: Action, time_ns: int) -> None:
         observation = action.observation
-        raw = self._types.serialise(msgtype, fields, stamp_ns=observation.stamp_ns, frame_id=observation.frame_id)
+        raw = self._types.serialise(_TYPES[topic], fields, stamp_ns=observation.stamp_ns, frame_id=observation.frame_id)
         self._writer.add_message(
             self._channels[topic], log_time=time_ns, data=raw, publish_time=time_ns, sequence=self._counts[topic]
         )
@@ -148,7 +138,7 @@ class BagRecorder:
                 },
                 "message_count": self._counts[topic],
             }
-            for topic, msgtype in ((ACTION_TOPIC, VLA_ACTION), (DECODE_STATS_TOPIC, DECODE_STATS))
+            for topic, msgtype in _TYPES.items()
         ]
         file = {
             "path": self._file_path.name,

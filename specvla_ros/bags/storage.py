@@ -12,7 +12,6 @@ from io import BytesIO
 from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
 
 import lz4.frame
 import zstandard
@@ -41,11 +40,6 @@ class RecoveredMcap:
     """An MCAP file without a usable index, as a killed recorder leaves it: scanned once, then read block by block.
 
     A block is a chunk, or a message by itself. Of a cut-off chunk the messages that are there are read.
-
-    Attributes: those of `Storage`.
-
-    Raises:
-        UserError: the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,8 +48,8 @@ class RecoveredMcap:
         self._connections: dict[int, Connection] = {}
         self._counts: Counter[int] = Counter()
         self._blocks: list[tuple[int, int]] = []  # the earliest log time in it, where its record begins
-        self.start_ns, self.end_ns = 2**63 - 1, 0
-        self.damage = ""
+        self.start_ns, self.end_ns = 2**63 - 1, 0  # bag time of the first and last message; of an empty file anything
+        self.damage = ""  # why not all of it could be read, once that is known
         try:
             self._file = path.open("rb")
         except OSError as error:
@@ -83,7 +77,6 @@ class RecoveredMcap:
                     heapq.heappush(read, (record.log_time, next(order), record.channel_id, record.data))
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
     def _scan(self) -> None:
@@ -110,7 +103,6 @@ class RecoveredMcap:
         return f"What is readable was read: {self._counts.total()} messages over {seconds:.1f} s"
 
     def _take(self, opcode: int, offset: int) -> None:
-        """Notes what one record holds."""
         if opcode == 0:
             raise ValueError("a record of no kind")
         messages = []
@@ -128,12 +120,7 @@ class RecoveredMcap:
             self.start_ns, self.end_ns = min(self.start_ns, *times), max(self.end_ns, *times)
 
     def _records(self, offset: int, message_bytes: int | None = None) -> Iterable[McapRecord]:
-        """The schemas, channels and messages of the record at an offset.
-
-        Args:
-            offset: of the record's head in the file.
-            message_bytes: how much of a message outside a chunk is read; None: all.
-        """
+        """The schemas, channels and messages of a record; `message_bytes` limits a message outside a chunk."""
         opcode, length = _HEAD.unpack(self._read(offset, _HEAD.size))
         body = offset + _HEAD.size
         whole = body + length <= self._size
@@ -193,33 +180,6 @@ def _cut_chunk(stream: ReadDataStream) -> Iterator[McapRecord]:
         yield from StreamReader(BytesIO(data), skip_magic=True).records
 
 
-class Storage(Protocol):
-    """One data file.
-
-    Attributes:
-        start_ns: bag time of its first message; of an empty file anything.
-        end_ns: bag time of its last message.
-        damage: why not all of it could be read, once that is known; empty: all is well.
-    """
-
-    start_ns: int
-    end_ns: int
-    damage: str
-
-    @property
-    def connections(self) -> list[Connection]:
-        """Its topics; `msgcount` counts their messages."""
-        ...
-
-    def messages(self, topics: frozenset[str]) -> Iterator[StoredMessage]:
-        """The messages of some topics, in time order, up to the first damage."""
-        ...
-
-    def close(self) -> None:
-        """Closes the file."""
-        ...
-
-
 class IndexedStorage:
     """What rosbags can open: an MCAP file with an index, a sqlite3 file, or a compressed bag directory."""
 
@@ -238,36 +198,23 @@ class IndexedStorage:
         return bool(getattr(self._reader.storage, "chunks", True))
 
     def messages(self, topics: frozenset[str]) -> Iterator[StoredMessage]:
-        """The messages of some topics, in time order, up to the first damage."""
         wanted = [connection for connection in self.connections if connection.topic in topics]
         if not wanted:
             return
-        messages = self._reader.messages(wanted)
-        while True:
-            try:
-                message = next(messages)
-            except StopIteration:
-                return
-            except Exception as error:  # whatever the libraries below make of damaged bytes
-                self.damage = f"{self._path} is damaged ({error}): the rest of it cannot be read"
-                return
-            yield message
+        try:
+            yield from self._reader.messages(wanted)
+        except Exception as error:  # whatever the libraries below make of damaged bytes
+            self.damage = f"{self._path} is damaged ({error}): the rest of it cannot be read"
 
     def close(self) -> None:
-        """Closes the file."""
         self._reader.close()
 
 
+Storage = IndexedStorage | RecoveredMcap
+
+
 def open_storage(path: Path, scratch: TemporaryDirectory[str]) -> Storage:
-    """Opens a data file by what it holds.
-
-    Args:
-        path: an .mcap or .db3 file.
-        scratch: where a copy may go of a database that its recorder left open.
-
-    Raises:
-        UserError: the file is neither, or too damaged to begin with.
-    """
+    """Opens a data file by what it holds; a copy of a database that its recorder left open goes to `scratch`."""
     try:
         with path.open("rb") as file:
             begin = file.read(len(_SQLITE_MAGIC))
@@ -276,7 +223,13 @@ def open_storage(path: Path, scratch: TemporaryDirectory[str]) -> Storage:
     if begin.startswith(MCAP_MAGIC):
         return _open_mcap(path)
     if begin == _SQLITE_MAGIC:
-        return _open_sqlite(path, scratch)
+        try:
+            return IndexedStorage(_settled(path, scratch))
+        except Exception as error:
+            raise UserError(
+                f"bag file {path} is a damaged sqlite3 database ({error}), it may be cut off; copy it again, or save "
+                f"what is left with: sqlite3 {path.name} .recover | sqlite3 saved.db3"
+            ) from error
     size = path.stat().st_size
     raise UserError(
         f"bag file {path} ({size} bytes) is neither MCAP nor sqlite3: it is "
@@ -293,16 +246,6 @@ def _open_mcap(path: Path) -> Storage:
         return storage
     storage.close()
     return RecoveredMcap(path)
-
-
-def _open_sqlite(path: Path, scratch: TemporaryDirectory[str]) -> Storage:
-    try:
-        return IndexedStorage(_settled(path, scratch))
-    except Exception as error:
-        raise UserError(
-            f"bag file {path} is a damaged sqlite3 database ({error}), it may be cut off; copy it again, or save what "
-            f"is left with: sqlite3 {path.name} .recover | sqlite3 saved.db3"
-        ) from error
 
 
 def _settled(path: Path, scratch: TemporaryDirectory[str]) -> Path:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specvla_ros import __version__
+from specvla_ros.cli import experiments
 from specvla_ros.cli import plan as cli_plan
-from specvla_ros.cli import simulation as cli_simulation
-from specvla_ros.cli import speculation as cli_draft
 from specvla_ros.cli.options import PolicyOptions, Tasks, takes_policy
 from specvla_ros.errors import UserError, missing_package
 from specvla_ros.ros.policy.parameters import PolicyParameters
@@ -28,8 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(cli_simulation.app)
-app.add_typer(cli_draft.app)
+app.add_typer(experiments.app)
 app.add_typer(cli_plan.app)
 
 (_ACTION_DT,) = (declared for declared in walk(PolicyParameters()) if declared.name == "action_dt")

@@ -11,19 +11,12 @@ from importlib import metadata
 
 @dataclass(frozen=True)
 class Check:
-    """One finding.
+    """One finding."""
 
-    Args:
-        name: what was looked at.
-        state: `ok`, `missing` (something asked for by the package does not work) or `note` (works without it).
-        found: what is there.
-        fix: what to do; empty when there is nothing to do.
-    """
-
-    name: str
-    state: str
-    found: str
-    fix: str = ""
+    name: str  # what was looked at
+    state: str  # `ok`, `missing` (something asked for by the package does not work) or `note` (works without it)
+    found: str  # what is there
+    fix: str = ""  # what to do; empty when there is nothing to do
 
 
 _LIBRARIES = (
@@ -47,12 +40,19 @@ _INSTALL = "pip install -r requirements/runtime.txt"
 
 def examine() -> list[Check]:
     """Looks at this machine. Never raises: a broken installation is a finding."""
-    checks = [_python(), *_torch(), _triton(), *(_library(name) for name in _LIBRARIES)]
-    optional = [
-        _optional("accelerate", "only training needs it: pip install -r requirements/train.txt"),
-        _optional("torchao", "only model.quantization needs it: pip install torchao (0.18 goes with torch 2.13)"),
+    train = "only training needs it: pip install -r requirements/train.txt"
+    quantise = "only model.quantization needs it: pip install torchao (0.18 goes with torch 2.13)"
+    return [
+        _python(),
+        *_torch(),
+        _triton(),
+        *(_package(name, _INSTALL) for name in _LIBRARIES),
+        _opengl(),
+        _package("accelerate", train, absent="note"),
+        _package("torchao", quantise, absent="note"),
+        *_ros(),
+        _receive_buffer(),
     ]
-    return [*checks, _opengl(), *optional, *_ros(), _receive_buffer()]
 
 
 def _python() -> Check:
@@ -61,11 +61,11 @@ def _python() -> Check:
     return Check("python", "ok" if good else "missing", version, "" if good else "use Python 3.10 to 3.13")
 
 
-def _library(name: str) -> Check:
+def _package(name: str, fix: str, *, absent: str = "missing") -> Check:
     try:
         return Check(name, "ok", metadata.version(name))
     except metadata.PackageNotFoundError:
-        return Check(name, "missing", "not installed", _INSTALL)
+        return Check(name, absent, "not installed", fix)
 
 
 def _attempt(name: str, look: Callable[[], Check], fix: str, *, state: str = "missing") -> Check:
@@ -113,14 +113,6 @@ def _opengl() -> Check:
         return Check("OpenGL", "ok", f"offscreen with MUJOCO_GL={require_gl()}")
 
     return _attempt("OpenGL", backend, "only the simulator needs it: apt-get install libosmesa6", state="note")
-
-
-def _optional(package: str, fix: str) -> Check:
-    """A package that only some uses need."""
-    try:
-        return Check(package, "ok", metadata.version(package))
-    except metadata.PackageNotFoundError:
-        return Check(package, "note", "not installed", fix)
 
 
 def _ros() -> list[Check]:

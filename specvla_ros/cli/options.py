@@ -32,24 +32,14 @@ Workers = Annotated[int, typer.Option(help="Worker processes; 0: this one alone.
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """Which policy runs, and how.
-
-    Args:
-        checkpoint: directory.
-        model: how it is loaded.
-        engine: how it decodes.
-    """
+    """Which policy runs, and how."""
 
     checkpoint: Path
     model: ModelSettings
     engine: EngineSettings
 
     def load(self) -> "Target":
-        """Loads the checkpoint, and leaves a core to other processes.
-
-        Raises:
-            UserError: the checkpoint or an option does not fit.
-        """
+        """Loads the checkpoint, and leaves a core to other processes."""
         from specvla_ros.models.checkpoint import leave_a_core, load_target
 
         leave_a_core()
@@ -121,22 +111,19 @@ def _choice(name: str, allowed: tuple[str, ...]) -> Any:
     return Enum(name.title(), {each: each for each in allowed}, type=str)
 
 
-_DECODE = "Decoding"
 _DECODING_IN_ANY_MODE = [
     _option(
         "mode",
         _choice("mode", MODES) | None,
         None,
-        _DECODE,
-        "--mode",
+        "Decoding",
         help="How tokens are decoded; short for -p decode.mode:=…",
     ),
     _option(
         "tolerance",
         str,
         "",
-        _DECODE,
-        "--tolerance",
+        "Decoding",
         help="How far an action may be from the policy's own, such as 2mm,1deg or 5bins; 0: not at all. Takes the rule "
         "bin_distance, unless -p acceptance.rule:=… says otherwise.",
     ),
@@ -146,7 +133,7 @@ _DECODING = [
         "param",
         list[str] | None,
         None,
-        _DECODE,
+        "Decoding",
         "-p",
         "--param",
         help="name:=value, as the policy node takes it: decode.*, draft.*, acceptance.*; again for more.",
@@ -155,19 +142,14 @@ _DECODING = [
         "params_file",
         Path | None,
         None,
-        _DECODE,
-        "--params-file",
+        "Decoding",
         help="ROS parameter file (a profile) with decode.*, draft.*, acceptance.*",
     ),
 ]
 
 
 def check_accelerate() -> None:
-    """Whether what training needs is installed.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Refuses to train where accelerate is missing."""
     try:
         import accelerate  # noqa: F401
     except ImportError:

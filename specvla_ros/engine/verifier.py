@@ -142,7 +142,8 @@ class Verifier:
         for group, path in zip(prepared, paths, strict=True):
             nodes = path[:, : group.max_depth + 1]
             commit_kv(self._cache.keys, self._cache.values, group.slots, group.root_rows, nodes)
-        numbers = iter(torch.cat([path.flatten() for path in paths]).tolist())  # the tick's one read-back
+        flat = [path.flatten() for path in paths]
+        numbers = iter((flat[0] if len(flat) == 1 else torch.cat(flat)).tolist())  # the tick's one read-back
         commits: dict[int, Commit] = {}
         for group, path in zip(prepared, paths, strict=True):
             width = group.max_depth + 1
@@ -200,7 +201,7 @@ class Verifier:
                 logits=logits,
                 rows=None if len(parts) == 1 else group.rows.clamp(max=len(logits) - 1),
                 hidden=_padded_rows([hidden[index] for index in group.parts]) if group.rule.needs_hidden else None,
-                visual=torch.stack([torch.cat([*parts[index].visual]) for index in group.parts])
+                visual=_padded_rows([_whole(parts[index].visual) for index in group.parts])
                 if group.rule.needs_visual
                 else None,
             )
@@ -242,3 +243,7 @@ def _padded(trees: Sequence[Tree], choices: Tensor, rows: Tensor | None, positio
 def _padded_rows(states: Sequence[Tensor]) -> Tensor:
     """States [n, hidden] of some requests as [requests, n, hidden], padded with zeros."""
     return states[0][None] if len(states) == 1 else pad_sequence([*states], batch_first=True)
+
+
+def _whole(chunks: Sequence[Tensor]) -> Tensor:
+    return chunks[0] if len(chunks) == 1 else torch.cat([*chunks])

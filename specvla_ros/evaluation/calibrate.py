@@ -8,7 +8,7 @@ from typing import Any
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.calibration import Calibration, Candidate, Limits, Trial, deviation
+from specvla_ros.evaluation.calibration import Calibration, Candidate, Limits, Trial, best_by_tolerance, deviation
 from specvla_ros.evaluation.frame_sources import (
     SIMULATION,
     Frame,
@@ -26,8 +26,7 @@ from specvla_ros.evaluation.sweep import FrameRun, run_side_by_side
 from specvla_ros.models.target import Target
 from specvla_ros.settings.parameter import values_of
 from specvla_ros.settings.profiles import write_parameters
-from specvla_ros.simulation.device_pace import read_stage_times, tick_time
-from specvla_ros.simulation.rollout import EpisodeResult
+from specvla_ros.simulation.rollout import EpisodeResult, read_stage_times, tick_time
 from specvla_ros.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.speculation.rules.registry import bins_of
 from specvla_ros.speculation.settings import AcceptanceSettings
@@ -61,21 +60,14 @@ def write_profile(path: Path, calibration: Calibration) -> None:
 
 @dataclass(frozen=True)
 class CalibratePlan:
-    """The settings to try, and what decides between them.
+    """The settings to try, and what decides between them."""
 
-    Args:
-        tolerances: the tolerances to try beside strict acceptance.
-        nodes: the sizes of the draft tree to try.
-        limits: the limits that the chosen setting keeps.
-        episodes: the episodes in simulation that success is judged by; None: deviation alone decides.
-        emulate: the device whose stage times are taken in place of those measured; empty: none.
-    """
-
-    tolerances: tuple[Tolerance, ...]
-    nodes: tuple[int, ...]
+    tolerances: tuple[Tolerance, ...]  # to try beside strict acceptance
+    nodes: tuple[int, ...]  # sizes of the draft tree to try
     limits: Limits = field(default_factory=Limits)
+    # the episodes in simulation that success is judged by; None: deviation alone decides
     episodes: SimulatePlan | None = None
-    emulate: str = ""
+    emulate: str = ""  # the device whose stage times are taken in place of those measured; empty: none
 
 
 OnProgress = Callable[[str, int, int], None]  # the stage, how much of it is done, and how much there is
@@ -84,18 +76,7 @@ OnProgress = Callable[[str, int, int], None]  # the stage, how much of it is don
 def collect_frames(
     policy: Target, base: SimulateSettings, data: Sequence[str] | None, plan: CalibratePlan, frames: int
 ) -> list[Frame]:
-    """The frames to try the settings on.
-
-    Args:
-        policy: the target; drives the simulation where no bags are given.
-        base: the simulation.
-        data: bags, directories of bags, or `sim`; None: `sim`.
-        plan: the tasks.
-        frames: the maximum number of frames.
-
-    Raises:
-        UserError: bags that cannot be read, or `sim` beside bags.
-    """
+    """At most `frames` frames: of bags and directories of bags, or for `sim` and None of what the policy simulates."""
     if not data or list(data) == [SIMULATION]:
         tasks = plan.episodes.tasks if plan.episodes else ()
         source = simulation_source(policy, FRAME_FIRST_SEED, world=base.world, tasks=tasks, engine=base.engine)
@@ -124,15 +105,9 @@ def calibrate(
     Called again with the same `out` it simulates only the episodes that are missing.
 
     Args:
-        policy: the target.
         base: the simulation, with the engine's settings that are not tried.
         frames: images with instructions, of one episode after the other.
-        plan: the settings to try.
         out: the directory for calibration.json, profile.yaml and report.html.
-        on_progress: called as the work proceeds.
-
-    Raises:
-        UserError: something given is wrong, or no tolerance fits the checkpoint.
     """
     directory = RunDirectory(out, "calibrate")
     directory.check()
@@ -144,7 +119,9 @@ def calibrate(
     exact = [candidate for candidate in candidates if candidate.trial.tolerance is None]
     chosen = fastest_exact = max(exact, key=lambda candidate: candidate.speed_up)
     results = {candidate.trial.name: candidate.judged(plan.limits, fastest_exact) for candidate in candidates}
-    for candidate in _by_tolerance(list(results.values())):
+    best = best_by_tolerance(results.values())
+    for tolerance in sorted(filter(None, best), reverse=True):
+        candidate = best[tolerance]
         if not candidate.refusals and plan.episodes is not None:
             candidate = _try_in_simulation(candidate, plain, base, plan, directory.path, on_progress)
             results[candidate.trial.name] = candidate
@@ -236,17 +213,6 @@ def _measured(trial: Trial, run: FrameRun, plain: FrameRun) -> Candidate:
         forwards_per_action=run.tally.forwards_per_action,
         deviation=deviation(plain.values, run.values),
     )
-
-
-def _by_tolerance(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of each tolerance, the largest first, the fastest tree that keeps the limits; where none does, the fastest."""
-    best: dict[Tolerance, Candidate] = {}
-    for candidate in candidates:
-        tolerance = candidate.trial.tolerance
-        if tolerance is not None:
-            rivals = best.get(tolerance, candidate), candidate
-            best[tolerance] = max(rivals, key=lambda each: (not each.refusals, each.speed_up))
-    return [best[tolerance] for tolerance in sorted(best, reverse=True)]
 
 
 def _try_in_simulation(

@@ -1,6 +1,6 @@
 """What a calibration measures of each setting, and the limits that decide between them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,33 +17,18 @@ _OPEN = 0.5  # a gripper value beyond is one command, below it the other
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far one setting's actions are from another's, over frames.
+    """How far one setting's actions are from another's, over frames."""
 
-    Args:
-        p95_mm, largest_mm: distance between the two displacements.
-        p95_deg, largest_deg: length of the difference of roll, pitch, yaw.
-        gripper_share: share of frames with another gripper command.
-        lost_share: share of frames for which one of the two had no action.
-    """
-
-    p95_mm: float = 0.0
+    p95_mm: float = 0.0  # distance between the two displacements
     largest_mm: float = 0.0
-    p95_deg: float = 0.0
+    p95_deg: float = 0.0  # length of the difference of roll, pitch, yaw
     largest_deg: float = 0.0
-    gripper_share: float = 0.0
-    lost_share: float = 0.0
+    gripper_share: float = 0.0  # share of frames with another gripper command
+    lost_share: float = 0.0  # share of frames for which one of the two had no action
 
 
 def deviation(plain: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Deviation:
-    """The deviation of actions, frame by frame.
-
-    Args:
-        plain: actions, float64 [7]: metres, radians, gripper in [0, 1]; NaN where there was none.
-        other: those of the other setting.
-
-    Raises:
-        UserError: actions that are not x y z roll pitch yaw gripper.
-    """
+    """The deviation of actions, frame by frame: float64 [7] in metres, radians, gripper in [0, 1]; NaN: no action."""
     first, second = np.array(plain), np.array(other)
     if first.shape[1] != _ACTION_DIM:
         raise UserError(
@@ -69,22 +54,12 @@ def deviation(plain: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Devia
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user allows, against plain decoding.
+    """What the user allows, against plain decoding."""
 
-    Args:
-        loss_points: success that may be lost [points]: by the lower end of the paired 95 % interval.
-        p95_mm: deviation of the displacement, 95th percentile [mm].
-        p95_deg: deviation of the rotation, 95th percentile [degrees].
-        gripper_share: share of actions with another gripper command.
-
-    Raises:
-        UserError: one is negative.
-    """
-
-    loss_points: float = 2.0
-    p95_mm: float = 5.0
-    p95_deg: float = 3.0
-    gripper_share: float = 0.01
+    loss_points: float = 2.0  # success that may be lost [points]: by the lower end of the paired 95 % interval
+    p95_mm: float = 5.0  # deviation of the displacement, 95th percentile [mm]
+    p95_deg: float = 3.0  # deviation of the rotation, 95th percentile [degrees]
+    gripper_share: float = 0.01  # share of actions with another gripper command
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -94,42 +69,25 @@ class Limits:
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting to try.
-
-    Args:
-        name: in tables; its folder's name derives from it.
-        tolerance: of the acceptance; None: exact.
-        engine: the setting.
-    """
+    """One setting to try."""
 
     name: str
-    tolerance: Tolerance | None
+    tolerance: Tolerance | None  # of the acceptance; None: exact
     engine: EngineSettings
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One setting with what was measured.
-
-    Args:
-        trial: the setting.
-        action_s: mean seconds per action, see FrameRun.
-        speed_up: of plain decoding on the same frames, over this.
-        tau: tokens committed per verification forward.
-        forwards_per_action: prefill included.
-        deviation: from plain decoding on the same frames.
-        pairs: success in simulation, paired with plain decoding; None: not simulated.
-        refusals: the limits that it breaks, in words.
-    """
+    """One setting with what was measured."""
 
     trial: Trial
-    action_s: float
-    speed_up: float
-    tau: float
-    forwards_per_action: float
-    deviation: Deviation
-    pairs: PairedComparison | None = None
-    refusals: tuple[str, ...] = ()
+    action_s: float  # mean seconds per action, see FrameRun
+    speed_up: float  # of plain decoding on the same frames, over this
+    tau: float  # tokens committed per verification forward
+    forwards_per_action: float  # prefill included
+    deviation: Deviation  # from plain decoding on the same frames
+    pairs: PairedComparison | None = None  # success in simulation, paired with plain decoding; None: not simulated
+    refusals: tuple[str, ...] = ()  # the limits that it breaks, in words
 
     def judged(self, limits: Limits, fastest_exact: "Candidate") -> "Candidate":
         """With the limits that it breaks on the frames; what is exact breaks none."""
@@ -162,7 +120,6 @@ class Candidate:
         return str(self.pairs or "")
 
     def as_json(self) -> dict[str, Any]:
-        """For calibration.json."""
         return {
             "name": self.trial.name,
             "tolerance": str(self.trial.tolerance or "") or None,
@@ -177,37 +134,35 @@ class Candidate:
         }
 
 
+def best_by_tolerance(
+    candidates: Iterable[Candidate], chosen: Trial | None = None
+) -> dict[Tolerance | None, Candidate]:
+    """Of each tolerance the candidate that was chosen, or the fastest that keeps the limits, or else the fastest."""
+    best: dict[Tolerance | None, Candidate] = {}
+    for candidate in candidates:
+        rivals = best.get(candidate.trial.tolerance, candidate), candidate
+        best[candidate.trial.tolerance] = max(
+            rivals, key=lambda rival: (rival.trial == chosen, not rival.refusals, rival.speed_up)
+        )
+    return best
+
+
 @dataclass(frozen=True)
 class Calibration:
-    """The result.
+    """The result."""
 
-    Args:
-        candidates: everything that was tried; the first is plain decoding.
-        chosen: one of them.
-        limits: that it keeps.
-        refused: tolerances that do not fit the checkpoint, with the reason.
-        context: what it was made with and on.
-    """
-
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...]  # everything that was tried; the first is plain decoding
     chosen: Candidate
     limits: Limits
-    refused: Mapping[str, str]
+    refused: Mapping[str, str]  # tolerances that do not fit the checkpoint, with the reason
     context: Mapping[str, Any]
 
     @property
     def shortlist(self) -> tuple[Candidate, ...]:
         """Plain decoding, the fastest strict setting, and of each tolerance the one that was chosen or is fastest."""
-        best: dict[Tolerance | None, Candidate] = {}
-        for candidate in self.candidates[1:]:
-            rivals = best.get(candidate.trial.tolerance, candidate), candidate
-            best[candidate.trial.tolerance] = max(
-                rivals, key=lambda each: (each.trial == self.chosen.trial, not each.refusals, each.speed_up)
-            )
-        return (self.candidates[0], *best.values())
+        return (self.candidates[0], *best_by_tolerance(self.candidates[1:], self.chosen.trial).values())
 
     def as_json(self) -> dict[str, Any]:
-        """For calibration.json."""
         return {
             "chosen": self.chosen.as_json(),
             "limits": asdict(self.limits),

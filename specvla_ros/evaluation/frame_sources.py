@@ -15,8 +15,7 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.simulate import TABLE, make_robot, tasks_of
 from specvla_ros.models.target import Target
-from specvla_ros.simulation.device_pace import tick_time
-from specvla_ros.simulation.rollout import Clock, Rollout
+from specvla_ros.simulation.rollout import Clock, Rollout, tick_time
 
 SIMULATION = "sim"
 
@@ -24,11 +23,7 @@ Frame = tuple[np.ndarray, str]  # RGB uint8 [height, width, 3], and the instruct
 
 
 def find_bags(directories: Sequence[Path]) -> tuple[Path, ...]:
-    """Every bag that is one of these directories or lies directly in one, sorted.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Every bag that is one of these directories or lies directly in one, sorted."""
     bags: list[Path] = []
     for directory in directories:
         if not directory.is_dir():
@@ -43,11 +38,7 @@ def find_bags(directories: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def bag_source(bags: Sequence[Path], seed: int) -> Iterator[Frame]:
-    """Every image of every bag with the instruction in force, bags in a random order that the seed fixes.
-
-    Raises:
-        UserError: a bag that cannot be read.
-    """
+    """Every image of every bag with the instruction in force, bags in a random order that the seed fixes."""
     for i in np.random.default_rng(seed).permutation(len(bags)):
         with open_bag(bags[i]) as bag:
             topics = choose_topics(bag, TopicChoice())
@@ -67,14 +58,10 @@ def simulation_source(
     """The camera's images while the policy drives a simulated arm with plain decoding, task after task, without end.
 
     Args:
-        policy: the target.
         first_seed: of the first episode's start; the others follow.
         world: `table`, or the name of a LIBERO suite.
         tasks: names of the tasks; none: all of the world.
         engine: settings of which prompt and text lengths are taken.
-
-    Raises:
-        UserError: no such world or task, or an instruction that the policy cannot take.
     """
     names = tasks_of(world, tasks)
     seen: list[Frame] = []
@@ -92,11 +79,7 @@ def simulation_source(
 
 
 def require_frames(source: Iterator[Frame]) -> Iterator[Frame]:
-    """The same frames.
-
-    Raises:
-        UserError: there is not one.
-    """
+    """The same frames; a source without one is refused."""
     first = next(source, None)
     if first is None:
         raise UserError("the data hold no image with an instruction: nothing to ask the target about")

@@ -19,8 +19,22 @@ from specvla_ros.speculation.drafters.head import DRAFT_FOLDER
 
 def head() -> dict[str, Any]:
     """What every result begins with: when, with which software and on which machine it was made."""
-    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"date": date, "software": software(), "hardware": hardware()}
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "software": {
+            "specvla_ros": specvla_ros.__version__,
+            "git_revision": git_revision(Path(specvla_ros.__file__).parent.parent),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        "hardware": {
+            "cpu": cpu_name(),
+            "cpu_cores": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "system": platform.platform(),
+        },
+    }
 
 
 def checkpoint_hashes(checkpoint: Path, engine: EngineSettings) -> dict[str, dict[str, str]]:
@@ -47,27 +61,6 @@ def file_hashes(files: Sequence[Path]) -> dict[str, str]:
                 digest.update(block)
         hashes[file.name] = digest.hexdigest()
     return hashes
-
-
-def software() -> dict[str, str | None]:
-    """Versions of this package, Python and torch; the git revision where the package runs from its repository."""
-    return {
-        "specvla_ros": specvla_ros.__version__,
-        "git_revision": git_revision(Path(specvla_ros.__file__).parent.parent),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def hardware() -> dict[str, Any]:
-    """The machine."""
-    return {
-        "cpu": cpu_name(),
-        "cpu_cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "system": platform.platform(),
-    }
 
 
 def git_revision(repository: Path) -> str | None:

@@ -50,12 +50,8 @@ class ReplayRun:
     Args:
         engine: warm, and used by nobody else meanwhile.
         directory: of the results; begun.
-        frames_in_bag: images that the bag holds.
         start_ns: bag time that counts as 0 s.
         action_dt: seconds over which an action's displacements are meant.
-
-    Raises:
-        UserError: the directory cannot be written, or what it holds is damaged.
     """
 
     def __init__(
@@ -99,12 +95,9 @@ class ReplayRun:
         """Writes the summary, the report and the end of the bag."""
         self._lines.close()
         self._recorder.close()
+        in_bag = self._pictures.frames
         summary = summarise(
-            self._columns,
-            frames_in_bag=self._pictures.frames,
-            thresholds=thresholds,
-            incomplete=incomplete,
-            context=context,
+            self._columns, frames_in_bag=in_bag, thresholds=thresholds, incomplete=incomplete, context=context
         )
         self._directory.write_json(SUMMARY_FILE, summary.as_json())
         write_replay_report(self._directory.path / REPORT_FILE, summary, self._columns, self._pictures)
@@ -223,17 +216,11 @@ def replay(
     the same settings it decodes the frames that are missing.
 
     Args:
-        policy: the target.
         settings: how to decode; `max_image_age_s` must be 0, as a recorded image has no age.
         bag_path: the bag's directory or file.
         out_dir: directory of the results; made if missing, refused if it holds a whole replay or other results.
         topics: which of the bag's to read.
         action_dt: seconds over which an action's displacements are meant.
-        thresholds: limits that the replay must keep.
-        progress: show a progress bar on stderr.
-
-    Raises:
-        UserError: the bag, a topic, the instruction or the output directory cannot be used.
     """
     directory = _open_output(out_dir)
     with open_bag(bag_path) as bag:
@@ -246,7 +233,9 @@ def replay(
             engine.check_instruction(instruction)
         engine.warm_up()
         context = _context(bag, chosen, engine, instruction=instruction, action_dt=action_dt)
-        directory.begin(_deciding(context) | checkpoint_hashes(policy.directory, settings))
+        content = {name: value for name, value in context["bag"].items() if name != "path"}  # it may have been moved
+        deciding = {"bag": content, "settings": context["settings"], "policy": context["policy"]}
+        directory.begin(deciding | checkpoint_hashes(policy.directory, settings))
         ending: dict[str, Any] = dict(thresholds=thresholds or Thresholds(), context=context)
         run = ReplayRun(engine, directory, frames_in_bag=chosen.image.count, start_ns=bag.start_ns, action_dt=action_dt)
         try:
@@ -263,11 +252,7 @@ def replay(
 
 
 def check_replay(bag_path: str | Path, out_dir: str | Path, topics: TopicChoice = _DEFAULT_TOPICS) -> None:
-    """Checks what can be checked before a policy is loaded, which may take minutes.
-
-    Raises:
-        UserError: as `replay` does for the bag, a topic or the output directory.
-    """
+    """Checks what can be checked before a policy is loaded, which may take minutes."""
     _open_output(out_dir)
     with open_bag(bag_path) as bag:
         choose_topics(bag, topics)
@@ -306,7 +291,6 @@ def _open_output(out_dir: str | Path) -> RunDirectory:
 def _context(
     bag: Bag, topics: ReplayTopics, engine: Engine, *, instruction: str | None, action_dt: float
 ) -> dict[str, Any]:
-    """What summary.json says of what was replayed, with what, on what."""
     return {
         "bag": {
             "path": str(bag.path),
@@ -320,9 +304,3 @@ def _context(
         "policy": engine.target.describe(),
         **head(),
     }
-
-
-def _deciding(context: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the context decides the results: a bag may have been moved since."""
-    bag = {name: value for name, value in context["bag"].items() if name != "path"}
-    return {"bag": bag, "settings": context["settings"], "policy": context["policy"]}

@@ -16,23 +16,14 @@ from specvla_ros.models.codecs.codec import Codec
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Limits; None: not checked.
+    """Limits; None: not checked."""
 
-    Args:
-        max_p95_latency_s: of the image in this process to its action.
-        max_drop_fraction: frames without an action, of all frames, 0 to 1.
-        max_bin_distance: mean over frames and dimensions of the distance to the recorded action, in bins: a dimension
-            has 255 of them, so that metres, radians and gripper weigh the same.
-        min_action_rate_hz: actions per second of decoding.
-
-    Raises:
-        UserError: a limit is negative, not finite, or a fraction above 1.
-    """
-
-    max_p95_latency_s: float | None = None
-    max_drop_fraction: float | None = None
+    max_p95_latency_s: float | None = None  # of the image in this process to its action
+    max_drop_fraction: float | None = None  # frames without an action, of all frames, 0 to 1
+    # mean over frames and dimensions of the distance to the recorded action, in bins: a dimension has 255 of them,
+    # so that metres, radians and gripper weigh the same
     max_bin_distance: float | None = None
-    min_action_rate_hz: float | None = None
+    min_action_rate_hz: float | None = None  # actions per second of decoding
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -45,42 +36,25 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class FrameRecord:
-    """How one frame ended: a line of frames.jsonl, in the units of VlaAction.msg and DecodeStats.msg.
+    """How one frame ended: a line of frames.jsonl, in the units of VlaAction.msg and DecodeStats.msg."""
 
-    Args:
-        frame: index of the image in the bag.
-        time_ns: bag time of the image.
-        stamp_ns: the image's stamp; None: it has none that is valid.
-        seq: the action's number; None: no action.
-        epoch: of the instruction.
-        instruction: in force when the image was recorded.
-        total_s: seconds from the image's bytes in this process to the outcome.
-        recorded: the recorded action, None for a value that is not finite; None: there is none.
-        drop: reason and detail; None: not dropped.
-        publish_s: seconds from the last token to the record.
-        tokens: the action's tokens.
-        values: the action, un-normalised.
-        timings: seconds in each stage.
-        decode: how it was decoded.
-        error: decoded minus recorded action, in the action's units; None: no recorded action to compare with.
-        bin_distance: between the decoded tokens and those of the recorded action, in bins; None as for `error`.
-    """
-
-    frame: int
-    time_ns: int
-    stamp_ns: int | None
-    seq: int | None
+    frame: int  # index of the image in the bag
+    time_ns: int  # bag time of the image
+    stamp_ns: int | None  # the image's stamp; None: it has none that is valid
+    seq: int | None  # the action's number; None: no action
     epoch: int
-    instruction: str
-    total_s: float
-    recorded: list[float | None] | None
-    drop: dict[str, str] | None
-    publish_s: float | None = None
+    instruction: str  # in force when the image was recorded
+    total_s: float  # seconds from the image's bytes in this process to the outcome
+    recorded: list[float | None] | None  # the recorded action, None for a value that is not finite; None: there is none
+    drop: dict[str, str] | None  # reason and detail; None: not dropped
+    publish_s: float | None = None  # seconds from the last token to the record
     tokens: list[int] | None = None
     values: list[float] | None = None
     timings: dict[str, float] | None = None
     decode: dict[str, Any] | None = None
+    # decoded minus recorded action, in the action's units; None: no recorded action to compare with
     error: list[float] | None = None
+    # between the decoded tokens and those of the recorded action, in bins; None as for `error`
     bin_distance: list[int] | None = None
 
     @staticmethod
@@ -108,12 +82,9 @@ class FrameRecord:
 
 
 def compare(codec: Codec, action: Action, recorded: tuple[float, ...] | None) -> dict[str, Any]:
-    """An action beside the recorded one: error and bin_distance of its FrameRecord; empty when it cannot be compared.
+    """An action beside the recorded one: error and bin_distance of its FrameRecord.
 
-    Args:
-        codec: of the policy whose action it is.
-        action: the decoded action.
-        recorded: the recorded one; None: missing. It is not compared when not finite or of another length.
+    Empty where the recorded one is missing, not finite or of another length.
     """
     if recorded is None or len(recorded) != len(codec.names) or not all(map(math.isfinite, recorded)):
         return {}
@@ -133,38 +104,24 @@ RATE_INTERVAL = "actions per second of decoding, frame after frame, without read
 
 @dataclass
 class ReplayColumns:
-    """The numbers of every frame, column by column, as summary and report need them.
-
-    Attributes:
-        names: of the action's dimensions.
-        start_ns: bag time that counts as 0 s.
-        total_s: seconds spent on each frame, dropped ones included.
-        drops: frames dropped by reason.
-        examples: the first detail of each reason.
-        dropped: frame index and reason of each dropped frame.
-        frame: index of each action's frame. The columns below have one row per action, too.
-        time_s: bag time of the image.
-        latency_s: total, then one per stage.
-        values: the action.
-        recorded: the recorded action; NaN where there is none to compare.
-        bins: distance to it in bins; NaN where there is none.
-    """
+    """The numbers of every frame, column by column, as summary and report need them."""
 
     names: tuple[str, ...]
-    start_ns: int
-    total_s: list[float] = field(default_factory=list)
+    start_ns: int  # bag time that counts as 0 s
+    total_s: list[float] = field(default_factory=list)  # seconds spent on each frame, dropped ones included
     drops: DropCounter = field(default_factory=DropCounter)
-    examples: dict[DropReason, str] = field(default_factory=dict)
-    dropped: list[tuple[int, DropReason]] = field(default_factory=list)
+    examples: dict[DropReason, str] = field(default_factory=dict)  # the first detail of each reason
+    dropped: list[tuple[int, DropReason]] = field(default_factory=list)  # frame index and reason of each dropped frame
+    # index of each action's frame. The columns below have one row per action, too
     frame: list[int] = field(default_factory=list)
-    time_s: list[float] = field(default_factory=list)
-    latency_s: list[tuple[float, ...]] = field(default_factory=list)
-    values: list[list[float]] = field(default_factory=list)
+    time_s: list[float] = field(default_factory=list)  # bag time of the image
+    latency_s: list[tuple[float, ...]] = field(default_factory=list)  # total, then one per stage
+    values: list[list[float]] = field(default_factory=list)  # the action
+    # the recorded action; NaN where there is none to compare
     recorded: list[Sequence[float | None]] = field(default_factory=list)
-    bins: list[Sequence[float]] = field(default_factory=list)
+    bins: list[Sequence[float]] = field(default_factory=list)  # distance to it in bins; NaN where there is none
 
     def add(self, record: FrameRecord) -> None:
-        """Adds one frame."""
         self.total_s.append(record.total_s)
         if record.drop is not None:
             reason = DropReason(record.drop["reason"])
@@ -183,7 +140,6 @@ class ReplayColumns:
 
     @property
     def frames(self) -> int:
-        """Frames added."""
         return len(self.total_s)
 
     @property
@@ -195,36 +151,21 @@ class ReplayColumns:
 
 @dataclass(frozen=True)
 class ReplaySummary:
-    """The content of summary.json.
+    """The content of summary.json."""
 
-    Args:
-        frames: images replayed.
-        actions: of them answered.
-        frames_in_bag: images that the bag holds.
-        drops: frames without an action, by reason.
-        drop_examples: the details of the first of each reason.
-        latency_s: per stage and in total: p50, p95, p99, mean and max, of the frames with an action.
-        action_rate_hz: see `RATE_INTERVAL`; 0 without actions.
-        compared: actions that had a recorded action beside them.
-        mean_abs_error: per dimension, in the action's units; empty without recorded actions.
-        mean_bin_distance: per dimension; empty without recorded actions.
-        thresholds: the limits asked for.
-        incomplete: why not the whole bag was replayed; empty: it was.
-        context: what was replayed, with what, on what.
-    """
-
-    frames: int
-    actions: int
+    frames: int  # images replayed
+    actions: int  # of them answered
     frames_in_bag: int
-    drops: dict[str, int]
-    drop_examples: dict[str, str]
+    drops: dict[str, int]  # frames without an action, by reason
+    drop_examples: dict[str, str]  # the details of the first of each reason
+    # per stage and in total: p50, p95, p99, mean and max, of the frames with an action
     latency_s: dict[str, dict[str, float]]
-    action_rate_hz: float
-    compared: int
-    mean_abs_error: dict[str, float]
-    mean_bin_distance: dict[str, float]
+    action_rate_hz: float  # see `RATE_INTERVAL`; 0 without actions
+    compared: int  # actions that had a recorded action beside them
+    mean_abs_error: dict[str, float]  # per dimension, in the action's units; empty without recorded actions
+    mean_bin_distance: dict[str, float]  # per dimension; empty without recorded actions
     thresholds: Thresholds
-    incomplete: str
+    incomplete: str  # why not the whole bag was replayed; empty: it was
     context: Mapping[str, Any]
 
     @property
@@ -242,7 +183,6 @@ class ReplaySummary:
         return (*failures, *_exceeded(self))
 
     def as_json(self) -> dict[str, Any]:
-        """As a JSON object."""
         own = {name: value for name, value in vars(self).items() if name not in ("thresholds", "context")}
         own["failures"] = self.failures
         intervals = {"latency_interval": LATENCY_INTERVAL, "action_rate_interval": RATE_INTERVAL}
@@ -257,15 +197,7 @@ def summarise(
     incomplete: str,
     context: Mapping[str, Any],
 ) -> ReplaySummary:
-    """The summary of the frames.
-
-    Args:
-        columns: their numbers.
-        frames_in_bag: images that the bag holds.
-        thresholds: limits to check.
-        incomplete: why the replay ended early; empty: it did not.
-        context: what was replayed, with what, on what.
-    """
+    """The summary of the frames."""
     compared = columns.compared
     errors = bins = np.empty((0, len(columns.names)))
     if compared.any():
@@ -311,18 +243,16 @@ def _exceeded(summary: ReplaySummary) -> list[str]:
         failures.append(
             f"the action rate is {summary.action_rate_hz:.2f} Hz, the limit is {limits.min_action_rate_hz:g} Hz"
         )
-    return failures + _too_far(summary, limits.max_bin_distance)
-
-
-def _too_far(summary: ReplaySummary, limit: float | None) -> list[str]:
-    if limit is None:
-        return []
-    if not summary.compared:
-        return ["max_bin_distance was asked for, but the bag has no recorded action of the policy's length to compare"]
-    mean = float(np.mean(list(summary.mean_bin_distance.values())))
-    return (
-        [f"the mean distance to the recorded action is {mean:.1f} bins, the limit is {limit:g}"] if mean > limit else []
-    )
+    limit = limits.max_bin_distance
+    if limit is not None and not summary.compared:
+        failures.append(
+            "max_bin_distance was asked for, but the bag has no recorded action of the policy's length to compare"
+        )
+    elif limit is not None:
+        mean = float(np.mean(list(summary.mean_bin_distance.values())))
+        if mean > limit:
+            failures.append(f"the mean distance to the recorded action is {mean:.1f} bins, the limit is {limit:g}")
+    return failures
 
 
 def _drops_in_words(summary: ReplaySummary) -> str:

@@ -20,10 +20,6 @@ class RunDirectory:
 
     settings.json holds the command and the settings that decide its results. The same command with the same settings
     resumes; anything else is refused. Files that no command writes are left alone.
-
-    Args:
-        path: the directory, made by `begin`.
-        command: the name of the command whose results it holds.
     """
 
     def __init__(self, path: str | Path, command: str) -> None:
@@ -31,11 +27,7 @@ class RunDirectory:
         self._command = command
 
     def check(self) -> None:
-        """Refuses a directory that is not this command's; writes nothing.
-
-        Raises:
-            UserError: the path is a file, or the directory holds results of another command.
-        """
+        """Refuses a directory that is not this command's; writes nothing."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"the output {self.path} is a file; give a directory")
         settings = self._settings()
@@ -50,16 +42,9 @@ class RunDirectory:
             raise UserError(f"{self.path} holds results of {owner}; give another directory with --out, or remove it")
 
     def begin(self, settings: Mapping[str, Any] | None = None) -> bool:
-        """Makes the directory, or takes up the run that it holds.
+        """Makes the directory, or takes up the run that it holds; returns whether an earlier run is resumed.
 
-        Args:
-            settings: what decides the results, as JSON; None: any earlier results of the command are replaced.
-
-        Returns:
-            Whether an earlier run with the same settings is resumed.
-
-        Raises:
-            UserError: it holds other results, or cannot be written.
+        Without settings, which decide the results, any earlier results of the command are replaced.
         """
         self.check()
         described = json.loads(json.dumps({"command": self._command, **(settings or {})}))
@@ -82,19 +67,11 @@ class RunDirectory:
         return True
 
     def write_json(self, name: str, value: Any) -> None:
-        """Writes a JSON file as a whole.
-
-        Raises:
-            OSError: it cannot be written; the file of that name, if any, is as before.
-        """
+        """Writes a JSON file as a whole."""
         replace_file(self.path / name, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
     def read_json(self, name: str) -> Any:
-        """The content of a JSON file; None: there is none.
-
-        Raises:
-            UserError: it is damaged.
-        """
+        """The content of a JSON file; None: there is none."""
         path = self.path / name
         try:
             return json.loads(path.read_text(encoding="utf-8"))
@@ -104,11 +81,7 @@ class RunDirectory:
             raise UserError(f"{path} is damaged ({error}); remove that directory") from None
 
     def resume_lines(self, name: str, parse: Callable[[Any], T]) -> list[T]:
-        """The complete lines of a JSON Lines file, from which a line that was cut off is removed.
-
-        Raises:
-            UserError: see `read_lines`.
-        """
+        """The complete lines of a JSON Lines file, from which a line that was cut off is removed."""
         path = self.path / name
         found = read_lines(path, parse)
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -122,11 +95,7 @@ class RunDirectory:
 
     @contextmanager
     def reporting_errors(self, hint: str = "") -> Iterator[None]:
-        """Turns an OSError into a UserError that names the directory.
-
-        Args:
-            hint: what is kept, and what to do.
-        """
+        """Turns an OSError into a UserError that names the directory."""
         try:
             yield
         except OSError as error:
@@ -150,11 +119,7 @@ def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file so that a process that is killed leaves the old or the new one, never half of it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes a file so that a process that is killed leaves the old or the new one, never half of it."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with unfinished.open("w", encoding="utf-8") as stream:
@@ -175,14 +140,8 @@ def write_line(lines: TextIO, value: Any) -> None:
 def read_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
     """The values of a JSON Lines file; none: it does not exist.
 
-    A last line that is cut off, as a killed process leaves it, is left out.
-
-    Args:
-        path: the file.
-        parse: from a line's JSON to its value; raises KeyError, TypeError or ValueError where it is damaged.
-
-    Raises:
-        UserError: a damaged line elsewhere.
+    A last line that is cut off, as a killed process leaves it, is left out. `parse` raises KeyError, TypeError or
+    ValueError where a line's JSON is damaged.
     """
     if not path.exists():
         return []

@@ -20,64 +20,42 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.models.target import Target
-from specvla_ros.simulation.device_pace import read_stage_times, tick_time
 from specvla_ros.simulation.episode_pool import run_episodes
 from specvla_ros.simulation.robot import SimulatedRobot
-from specvla_ros.simulation.rollout import Clock, EpisodeResult, Rollout
+from specvla_ros.simulation.rollout import Clock, EpisodeResult, Rollout, read_stage_times, tick_time
 
 TABLE = "table"
+EPISODES_FILE, FILMS = "episodes.jsonl", "films"
 
 
 @dataclass(frozen=True)
 class SimulateSettings:
-    """What decides the episodes of a simulation: the same settings give the same episodes.
+    """What decides the episodes of a simulation: the same settings give the same episodes."""
 
-    Args:
-        policy: checkpoint directory.
-        world: `table`, or the name of a LIBERO suite.
-        clock: how the world's time passes during a decision.
-        emulate: the device whose stage times are taken in place of those measured; empty: none.
-        engine: the engine's settings.
-        time_limit: the time after which an episode has failed, as a multiple of what its task allows.
-        model: how the checkpoint is loaded.
-    """
-
-    policy: Path
-    world: str = TABLE
-    clock: Clock = Clock.LOCKSTEP
-    emulate: str = ""
+    policy: Path  # checkpoint directory
+    world: str = TABLE  # `table`, or the name of a LIBERO suite
+    clock: Clock = Clock.LOCKSTEP  # how the world's time passes during a decision
+    emulate: str = ""  # the device whose stage times are taken in place of those measured; empty: none
     engine: EngineSettings = field(default_factory=EngineSettings)
-    time_limit: float = 1.0
+    time_limit: float = 1.0  # the time after which an episode has failed, as a multiple of what its task allows
     model: ModelSettings = field(default_factory=ModelSettings)
 
     def as_json(self) -> dict[str, Any]:
-        """As the results have them."""
         return asdict(self) | {"policy": str(self.policy.resolve()), "clock": self.clock.value}
 
 
 @dataclass(frozen=True)
 class EpisodeJob:
-    """One episode to run.
-
-    Args:
-        settings: those of all episodes.
-        task: its name.
-        seed: of the start.
-        film: the MP4 file to write; None: none.
-    """
+    """One episode to run."""
 
     settings: SimulateSettings
     task: str
-    seed: int
-    film: Path | None = None
+    seed: int  # of the start
+    film: Path | None = None  # the MP4 file to write; None: none
 
 
 def run_job(job: EpisodeJob) -> EpisodeResult:
-    """Runs one episode; engine and robot are kept for the next one in this process.
-
-    Raises:
-        UserError: the policy, the world or an argument does not fit.
-    """
+    """Runs one episode; engine and robot are kept for the next one in this process."""
     settings = job.settings
     engine, robot = _engine_and_robot(settings, os.getpid())
     pace = tick_time(read_stage_times(settings.emulate) if settings.emulate else None)
@@ -105,21 +83,13 @@ def _engine_and_robot(settings: SimulateSettings, process: int) -> tuple[Engine,
 
 
 def policy_of(settings: SimulateSettings) -> Target:
-    """Loads the policy; without a key it takes the action statistics that have the name of the LIBERO suite.
-
-    Raises:
-        UserError: the checkpoint or an option does not fit.
-    """
+    """Loads the policy; without a key it takes the action statistics that have the name of the LIBERO suite."""
     key = settings.model.unnorm_key or ("" if settings.world == TABLE else settings.world)
     return load_target(settings.policy, **vars(settings.model) | {"unnorm_key": key})
 
 
 def make_robot(world: str) -> SimulatedRobot:
-    """The robot of a world.
-
-    Raises:
-        UserError: no such world, or it cannot be drawn or is not installed here.
-    """
+    """The robot of a world."""
     if world == TABLE:
         from specvla_ros.simulation.robot import TableRobot
 
@@ -130,11 +100,7 @@ def make_robot(world: str) -> SimulatedRobot:
 
 
 def _check_actions(policy: Target, robot: SimulatedRobot) -> None:
-    """Refuses a policy whose actions the robot cannot have been trained with.
-
-    Raises:
-        UserError: not seven values, a range far beyond the robot's, or far below it.
-    """
+    """Refuses a policy whose actions the robot cannot have been trained with."""
     low, high = policy.codec.action_range
     if len(low) != 7:
         raise UserError(f"the policy's actions ('{policy.unnorm_key}') have {len(low)} values, the robot takes 7")
@@ -148,49 +114,28 @@ def _check_actions(policy: Target, robot: SimulatedRobot) -> None:
         )
 
 
-EPISODES_FILE = "episodes.jsonl"
-FILMS = "films"
-
-
 @dataclass(frozen=True)
 class SimulatePlan:
-    """The episodes to run, and where.
+    """The episodes to run, and where."""
 
-    Args:
-        tasks: names of the tasks; none: all of the world.
-        episodes: number per task.
-        first_seed: seed of the first start; the same seeds make two settings comparable pair by pair.
-        films: number of filmed episodes per task.
-        workers: worker processes; 0: this process.
-        ray: whether they run on a Ray cluster.
-    """
-
-    tasks: tuple[str, ...] = ()
-    episodes: int = 20
-    first_seed: int = 0
-    films: int = 1
-    workers: int = 0
-    ray: bool = False
+    tasks: tuple[str, ...] = ()  # names of the tasks; none: all of the world
+    episodes: int = 20  # number per task
+    first_seed: int = 0  # seed of the first start; the same seeds make two settings comparable pair by pair
+    films: int = 1  # number of filmed episodes per task
+    workers: int = 0  # worker processes; 0: this process
+    ray: bool = False  # whether they run on a Ray cluster
 
 
 def simulate(
     settings: SimulateSettings,
     plan: SimulatePlan,
     out: Path,
-    on_episode: Callable[[EpisodeResult, int, int], None] | None = None,
+    on_episode: Callable[[EpisodeResult, int, int], None] = lambda result, done, wanted: None,
 ) -> SimulateSummary:
     """Runs episodes and writes episodes.jsonl, summary.json, report.html and films.
 
-    Called again with the same settings it runs what is missing: each episode is written when it ends.
-
-    Args:
-        settings: the simulation.
-        plan: its episodes.
-        out: directory of the results.
-        on_episode: called with each new episode, the number of finished episodes and that of all.
-
-    Raises:
-        UserError: something given is wrong, or the disk is full; finished episodes are kept.
+    Called again with the same settings it runs what is missing: each episode is written when it ends. `on_episode` is
+    called with each new episode, the number of finished episodes and that of all.
     """
     read_config(settings.policy)
     if settings.emulate:
@@ -201,11 +146,11 @@ def simulate(
     directory.begin(settings.as_json() | checkpoint_hashes(settings.policy, settings.engine))
     done = {(each.task, each.seed): each for each in directory.resume_lines(EPISODES_FILE, _episode)}
     wanted = [(task, plan.first_seed + i) for i in range(plan.episodes) for task in tasks]
-    jobs = [
-        EpisodeJob(settings, task, seed, _film(out, task, seed) if seed - plan.first_seed < plan.films else None)
-        for task, seed in wanted
-        if (task, seed) not in done
-    ]
+    jobs = []
+    for task, seed in wanted:
+        if (task, seed) not in done:
+            film = out / FILMS / f"{task.replace('/', '_')}-{seed}.mp4"
+            jobs.append(EpisodeJob(settings, task, seed, film if seed - plan.first_seed < plan.films else None))
     with directory.reporting_errors("; the episodes so far are kept, and the same command goes on"):
         (out / FILMS).mkdir(exist_ok=True)
         try:
@@ -213,8 +158,7 @@ def simulate(
                 for _, result in run_episodes(run_job, jobs, workers=plan.workers, ray=plan.ray):
                     write_line(lines, asdict(result))
                     done[result.task, result.seed] = result
-                    if on_episode is not None:
-                        on_episode(result, sum(key in done for key in wanted), len(wanted))
+                    on_episode(result, sum(key in done for key in wanted), len(wanted))
         finally:
             finished = [done[key] for key in wanted if key in done]
             summary = summarise_episodes(finished, context=_context(settings, plan))
@@ -224,11 +168,7 @@ def simulate(
 
 
 def read_episodes(out: Path) -> dict[tuple[str, int], EpisodeResult]:
-    """The finished episodes of a results directory, by task and seed.
-
-    Raises:
-        UserError: a damaged line; one that is cut off at the end is left out.
-    """
+    """The finished episodes of a results directory, by task and seed."""
     return {(each.task, each.seed): each for each in read_lines(out / EPISODES_FILE, _episode)}
 
 
@@ -237,11 +177,7 @@ def _episode(raw: dict[str, Any]) -> EpisodeResult:
 
 
 def tasks_of(world: str, names: Sequence[str]) -> list[str]:
-    """The tasks of a world: those named, or all.
-
-    Raises:
-        UserError: a task that the world has not, or LIBERO is not installed.
-    """
+    """The tasks of a world: those named, or all."""
     if world == TABLE:
         from specvla_ros.simulation.tasks import choose_tasks
 
@@ -254,10 +190,6 @@ def tasks_of(world: str, names: Sequence[str]) -> list[str]:
         raise UserError(f"there is no task '{unknown[0]}'; the tasks of {world} are: {', '.join(known)}")
     require_libero()
     return list(names) or list(known)
-
-
-def _film(out: Path, task: str, seed: int) -> Path:
-    return out / FILMS / f"{task.replace('/', '_')}-{seed}.mp4"
 
 
 def _context(settings: SimulateSettings, plan: SimulatePlan) -> dict[str, object]:

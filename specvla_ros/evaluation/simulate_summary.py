@@ -15,68 +15,43 @@ from specvla_ros.simulation.rollout import EpisodeResult
 
 @dataclass(frozen=True)
 class TaskSummary:
-    """The episodes of one task.
-
-    Args:
-        instruction: of the task.
-        success: share of episodes that were done in time.
-        listened: share in which the thing moved farthest is the one that the task names; None: unknown in this world.
-        acted_on: episodes by the thing moved farthest.
-        steps_to_success: median number of actions; None without a success.
-        time_to_success_s: median world time.
-        roughness: mean over the episodes, see EpisodeResult.
-        failures: early ends by their reason.
-    """
+    """The episodes of one task."""
 
     instruction: str
     success: Rate
+    # share in which the thing moved farthest is the one that the task names; None: unknown in this world
     listened: Rate | None
-    acted_on: dict[str, int]
-    steps_to_success: float | None
-    time_to_success_s: float | None
-    roughness: float
-    failures: dict[str, int]
+    acted_on: dict[str, int]  # episodes by the thing moved farthest
+    steps_to_success: float | None  # median number of actions; None without a success
+    time_to_success_s: float | None  # median world time
+    roughness: float  # mean over the episodes, see EpisodeResult
+    failures: dict[str, int]  # early ends by their reason
 
 
 @dataclass(frozen=True)
 class SimulateSummary:
-    """All episodes.
-
-    Args:
-        tasks: by name.
-        success: over all of them.
-        listened: over the tasks for which it is known.
-        latency_s: observation-to-action latency: p50, p95, p99, mean, max; empty without an action.
-        action_rate_hz: actions per second of world time.
-        drops: observations without an action, by reason.
-        decode: how the actions were decoded.
-        context: what it was made with and on.
-    """
+    """All episodes."""
 
     tasks: dict[str, TaskSummary]
     success: Rate
-    listened: Rate | None
-    latency_s: dict[str, float]
-    action_rate_hz: float
+    listened: Rate | None  # over the tasks for which it is known
+    latency_s: dict[str, float]  # observation-to-action latency: p50, p95, p99, mean, max; empty without an action
+    action_rate_hz: float  # actions per second of world time
     drops: dict[str, int]
     decode: DecodeTally
     context: Mapping[str, Any]
 
     def as_json(self) -> dict[str, Any]:
-        """With rates and their intervals."""
         tasks = {}
         for name, task in self.tasks.items():
             listened = task.listened.as_json() if task.listened else None
             tasks[name] = asdict(task) | {"success": task.success.as_json(), "listened": listened}
-        return {
+        tally = self.decode
+        return vars(self) | {
             "tasks": tasks,
             "success": self.success.as_json(),
             "listened": self.listened.as_json() if self.listened else None,
-            "latency_s": self.latency_s,
-            "action_rate_hz": self.action_rate_hz,
-            "drops": self.drops,
-            "decode": self.decode.as_json()
-            | {"tau": self.decode.tau, "forwards_per_action": self.decode.forwards_per_action},
+            "decode": tally.as_json() | {"tau": tally.tau, "forwards_per_action": tally.forwards_per_action},
             "context": dict(self.context),
         }
 
@@ -146,21 +121,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """The results of one setting of a sweep.
-
-    Args:
-        setting: the setting.
-        summary: of its episodes.
-        against_first: its episodes paired with those of the sweep's first setting.
-        action_s: mean seconds per action on the frames that all settings share.
-        speed_up: the first setting's `action_s` over this one's.
-    """
+    """The results of one setting of a sweep."""
 
     setting: Setting
     summary: SimulateSummary
-    against_first: PairedComparison
-    action_s: float
-    speed_up: float
+    against_first: PairedComparison  # its episodes paired with those of the sweep's first setting
+    action_s: float  # mean seconds per action on the frames that all settings share
+    speed_up: float  # the first setting's `action_s` over this one's
 
     def as_json(self) -> dict[str, Any]:
         """For sweep.json; accept lengths and their positions are those of Spec-VLA's tables 2 and 3."""

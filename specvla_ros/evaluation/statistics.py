@@ -19,12 +19,7 @@ def percentiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """95 % confidence interval of a success rate (Wilson 1927): honest at 0, at 1 and for few episodes.
-
-    Args:
-        successes: 0 to n.
-        n: episodes; 0 gives (0, 1).
-    """
+    """95 % confidence interval of a success rate (Wilson 1927): honest at 0, at 1 and for few episodes, even none."""
     if n == 0:
         return 0.0, 1.0
     rate, z2 = successes / n, _Z_95**2
@@ -34,12 +29,7 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
 
 
 def mcnemar_p(only_first: int, only_second: int) -> float:
-    """Two-sided exact p-value that two settings succeed alike (McNemar 1947), from the pairs in which they differ.
-
-    Args:
-        only_first: episodes in which the first setting alone succeeded.
-        only_second: those of the second alone.
-    """
+    """Two-sided exact p-value that two settings succeed alike (McNemar 1947), from the pairs in which they differ."""
     n = only_first + only_second
     tail = sum(comb(n, k) for k in range(min(only_first, only_second) + 1)) / 2**n
     return min(1.0, 2 * tail)
@@ -48,12 +38,8 @@ def mcnemar_p(only_first: int, only_second: int) -> float:
 def paired_difference(only_first: int, only_second: int, n: int) -> tuple[float, float, float]:
     """The second setting's success rate less the first's, with a 95 % interval (Agresti and Min 2005).
 
-    Half a pair is added to each of the four cells, so that pairs which never differ do not count as certainty.
-
-    Args:
-        only_first: pairs in which the first setting alone succeeded.
-        only_second: those of the second alone.
-        n: pairs; 0 gives (0, -1, 1).
+    Half a pair is added to each of the four cells, so that pairs which never differ do not count as certainty; without
+    pairs it is (0, -1, 1).
     """
     if n == 0:
         return 0.0, -1.0, 1.0
@@ -72,16 +58,13 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """The share; 0 of none."""
         return self.successes / self.n if self.n else 0.0
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Its lower and upper bound."""
         return wilson_interval(self.successes, self.n)
 
     def as_json(self) -> dict[str, Any]:
-        """With rate and interval."""
         low, high = self.interval
         return {"successes": self.successes, "episodes": self.n, "rate": self.value, "low": low, "high": high}
 
@@ -92,19 +75,13 @@ class Rate:
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Two settings on the same tasks and seeds.
-
-    Args:
-        first, second: their successes over the pairs.
-        only_first, only_second: pairs in which one of them alone succeeded.
-        p: p-value of `mcnemar_p`.
-    """
+    """Two settings on the same tasks and seeds."""
 
     first: Rate
     second: Rate
-    only_first: int
+    only_first: int  # pairs in which the first alone succeeded
     only_second: int
-    p: float
+    p: float  # of `mcnemar_p`
 
     @staticmethod
     def from_pairs(pairs: Sequence[tuple[bool, bool]]) -> "PairedComparison":
@@ -126,7 +103,6 @@ class PairedComparison:
         return 100 * middle, 100 * low, 100 * high
 
     def as_json(self) -> dict[str, Any]:
-        """With rates and intervals."""
         return asdict(self) | {"first": self.first.as_json(), "second": self.second.as_json()}
 
     def __str__(self) -> str:

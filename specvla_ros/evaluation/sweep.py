@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -20,8 +21,7 @@ from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, poli
 from specvla_ros.evaluation.simulate_summary import Setting, SweepRow, compare_episodes
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
-from specvla_ros.simulation.device_pace import TickTime, tick_time
-from specvla_ros.simulation.rollout import EpisodeResult
+from specvla_ros.simulation.rollout import EpisodeResult, TickTime, tick_time
 
 SWEEP_FILE = "sweep.json"
 _TIMED_FRAMES = 64
@@ -29,20 +29,14 @@ _TIMED_FRAMES = 64
 
 @dataclass
 class FrameRun:
-    """The frames as one setting decoded them.
+    """The frames as one setting decoded them."""
 
-    Attributes:
-        seconds: decoding time per frame and round.
-        values: actions of the first round, float64 [frames, action_dim]; NaN where there was none.
-        tally: of the first round's decoding.
-    """
-
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # decoding time per frame and round
+    # actions of the first round, float64 [frames, action_dim]; NaN where there was none
     values: list[np.ndarray] = field(default_factory=list)
-    tally: DecodeTally = field(default_factory=DecodeTally)
+    tally: DecodeTally = field(default_factory=DecodeTally)  # of the first round's decoding
 
     def keep(self, outcome: Outcome, action_dim: int) -> None:
-        """Adds the outcome of one frame."""
         if isinstance(outcome, Action):
             self.values.append(outcome.values)
             self.tally.add(outcome.record)
@@ -62,7 +56,7 @@ def run_side_by_side(
     *,
     rounds: int = 3,
     pace: TickTime | None = None,
-    on_frame: Callable[[], None] | None = None,
+    on_frame: Callable[[], None] = lambda: None,
 ) -> dict[str, FrameRun]:
     """Decodes the frames with each setting.
 
@@ -70,15 +64,10 @@ def run_side_by_side(
     Frames are decoded in order, so that a drafter that looks back sees what it would on the robot.
 
     Args:
-        policy: the target of all engines.
-        settings: the engines' settings by name.
         frames: images with instructions, of one episode after the other.
         rounds: timed passes over the frames, after a warm-up.
         pace: from a tick's work and its measured seconds to the seconds that count; by default those measured.
         on_frame: called when all settings have answered one more frame.
-
-    Raises:
-        UserError: there are no frames.
     """
     if not frames:
         raise UserError("there are no frames to try the settings on")
@@ -100,8 +89,7 @@ def run_side_by_side(
                 runs[name].seconds.append(seconds)
                 if not again:
                     runs[name].keep(outcome, policy.codec.max_tokens)
-            if on_frame is not None:
-                on_frame()
+            on_frame()
     return runs
 
 
@@ -131,7 +119,7 @@ def sweep(
     settings: Sequence[Setting],
     plan: SimulatePlan,
     out: Path,
-    on_episode: Callable[[str, EpisodeResult, int, int], None] | None = None,
+    on_episode: Callable[[str, EpisodeResult, int, int], None] = lambda name, result, done, wanted: None,
 ) -> list[SweepRow]:
     """Simulates every setting on the same seeds, and times them side by side on the same frames.
 
@@ -140,26 +128,18 @@ def sweep(
     Args:
         base: the simulation, whose engine's settings are replaced.
         settings: the settings; the others are compared with the first.
-        plan: the episodes.
-        out: directory of the results.
         on_episode: called with the setting's name, an episode, the number of finished episodes and that of all.
-
-    Raises:
-        UserError: something given is wrong, or the disk is full; finished episodes are kept.
     """
     directory = RunDirectory(out, "sweep")
     directory.check()
-    summaries = {}
-    for setting in settings:
-
-        def report(result: EpisodeResult, done: int, wanted: int, name: str = setting.name) -> None:
-            if on_episode is not None:
-                on_episode(name, result, done, wanted)
-
-        summaries[setting.name] = simulate(replace(base, engine=setting.engine), plan, out / setting.name, report)
+    engines = {setting.name: setting.engine for setting in settings}
+    summaries = {
+        name: simulate(replace(base, engine=engine), plan, out / name, partial(on_episode, name))
+        for name, engine in engines.items()
+    }
     policy = policy_of(base)
     source = simulation_source(policy, plan.first_seed, world=base.world, tasks=plan.tasks, engine=base.engine)
-    runs = run_side_by_side(policy, {each.name: each.engine for each in settings}, list(islice(source, _TIMED_FRAMES)))
+    runs = run_side_by_side(policy, engines, list(islice(source, _TIMED_FRAMES)))
     first = settings[0].name
     rows = [
         SweepRow(

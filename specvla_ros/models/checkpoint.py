@@ -1,14 +1,12 @@
 """From a checkpoint directory to a target: which family it is of, and on what it runs.
 
-A family registers a loader under the `model_type` of its config.json: here, or in another package by an entry point of
-the group `specvla_ros.targets`. A loader takes the directory and the keywords of `load_target`, with `device` and
-`dtype` resolved.
+A family registers a loader under the `model_type` of its config.json. The loader takes the directory and the keywords
+of `load_target`, with `device` and `dtype` resolved. Another package adds one with an entry point of the group
+`specvla_ros.targets`.
 """
 
 import os
 from collections.abc import Callable
-from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +14,12 @@ import torch
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.config import check_directory, read_json
-from specvla_ros.models.openvla.config import OPENVLA_TYPES
 from specvla_ros.models.target import Target
 from specvla_ros.models.weights import Progress
+from specvla_ros.settings.registry import Registry
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ENTRY_POINTS = "specvla_ros.targets"
-Loader = Callable[..., Any]
-
-_LOADERS: dict[str, str | Loader] = dict.fromkeys(OPENVLA_TYPES, "specvla_ros.models.openvla.target:load_openvla")
-
-
-def register(model_type: str, loader: Loader) -> None:
-    """Makes a family known under the `model_type` of its config.json."""
-    _LOADERS[model_type] = loader
+TARGETS = Registry("specvla_ros.targets", ["specvla_ros.models.openvla.target"])
 
 
 def load_target(
@@ -59,9 +49,9 @@ def load_target(
         UserError: anything about the directory or an argument that does not fit, before weights are read if possible.
     """
     directory = Path(directory).expanduser()
-    loader = _loader(directory)
+    load = _loader(directory)
     on = _device(device)
-    target: Target = loader(
+    target: Target = load(
         directory,
         device=on,
         dtype=_dtype(dtype, on),
@@ -74,32 +64,23 @@ def load_target(
     return target
 
 
-def _loader(directory: Path) -> Loader:
+def _loader(directory: Path) -> Callable[..., Any]:
     """The loader of a checkpoint's family.
 
     Raises:
         UserError: it is no checkpoint, or of no family that is known.
     """
     check_directory(directory)
-    model_type = read_json(directory / "config.json").get("model_type")
-    known = dict(_LOADERS) | {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
-    loader = known.get(str(model_type))
-    if loader is None:
+    model_type = str(read_json(directory / "config.json").get("model_type"))
+    families = TARGETS.entries()
+    if model_type not in families:
+        # A family may have two names; the first is shown.
+        first = {entry.make: f"'{name}'" for name, entry in reversed([*families.items()])}
         raise UserError(
-            f"{directory / 'config.json'}: model_type is {model_type!r}, only {_quoted(known)} checkpoints are "
-            "supported; another package can add one by an entry point"
+            f"{directory / 'config.json'}: model_type is {model_type!r}, only {', '.join(sorted(first.values()))} "
+            "checkpoints are supported; another package can add one by an entry point"
         )
-    if callable(loader):
-        return loader
-    module, _, name = loader.partition(":")
-    found: Loader = getattr(import_module(module), name)
-    return found
-
-
-def _quoted(known: dict[str, Any]) -> str:
-    """The families' names; of several names for one loader, the first."""
-    first = {loader: name for name, loader in reversed(known.items())}
-    return ", ".join(f"'{name}'" for name in sorted(first.values()))
+    return families[model_type].make
 
 
 def leave_a_core() -> None:

@@ -44,33 +44,19 @@ def weight_bytes(weights: WeightFormat, dtype_bytes: int) -> float:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Counts of a checkpoint. Biases and norms are left out: together less than a thousandth.
+    """Counts of a checkpoint. Biases and norms are left out: together less than a thousandth."""
 
-    Args:
-        decoder_values: weights of the decoder's layers, all read by every forward.
-        head_values: weights of the output head, all read by every forward that ends in logits.
-        embedding_values: weights of the input embeddings; a lookup: memory alone (0 where tied to the head).
-        vision_values: weights of towers and projector.
-        vision_operations: multiplications and additions of one image in towers and projector.
-        kv_values: keys and values of one token, all layers.
-        pair_operations: operations of attention for one pair of query and key, all layers and heads.
-        draft_values: weights of an EAGLE head for this decoder: its fusion and its one layer.
-        draft_kv_values: keys and values of one token in that layer.
-        prompt_rows: rows of a prompt: the image's patches and about 34 text tokens.
-        action_tokens: tokens of an answer.
-    """
-
-    decoder_values: int
-    head_values: int
-    embedding_values: int
-    vision_values: int
-    vision_operations: int
-    kv_values: int
-    pair_operations: int
-    draft_values: int
-    draft_kv_values: int
-    prompt_rows: int
-    action_tokens: int
+    decoder_values: int  # weights of the decoder's layers, all read by every forward
+    head_values: int  # weights of the output head, all read by every forward that ends in logits
+    embedding_values: int  # weights of the input embeddings; a lookup: memory alone (0 where tied to the head)
+    vision_values: int  # weights of towers and projector
+    vision_operations: int  # multiplications and additions of one image in towers and projector
+    kv_values: int  # keys and values of one token, all layers
+    pair_operations: int  # operations of attention for one pair of query and key, all layers and heads
+    draft_values: int  # weights of an EAGLE head for this decoder: its fusion and its one layer
+    draft_kv_values: int  # keys and values of one token in that layer
+    prompt_rows: int  # rows of a prompt: the image's patches and about 34 text tokens
+    action_tokens: int  # tokens of an answer
 
     def memory_bytes(self, weights: WeightFormat, dtype_bytes: int, *, draft: bool) -> float:
         """Memory of all weights, with or without the draft head's [bytes]."""
@@ -83,7 +69,9 @@ def model_cost(config: OpenVLAConfig) -> ModelCost:
     llama = config.llama
     layer = _layer_values(llama)
     width = sum(tower.embed_dim for tower in config.towers)
-    projector = _projector_values(width, llama.hidden_size, fused=len(config.towers) > 1)
+    # Three matrices after two towers, two after one.
+    first = 4 * width * (width + llama.hidden_size) if len(config.towers) > 1 else width * llama.hidden_size
+    projector = first + llama.hidden_size**2
     kv_values = 2 * llama.num_key_value_heads * llama.head_dim
     return ModelCost(
         decoder_values=llama.num_hidden_layers * layer,
@@ -116,12 +104,6 @@ def _layer_values(llama: LlamaConfig) -> int:
     return llama.hidden_size * (heads * llama.head_dim + 3 * llama.intermediate_size)
 
 
-def _projector_values(width: int, hidden: int, *, fused: bool) -> int:
-    """Three matrices after two towers, two after one."""
-    first = 4 * width * width + 4 * width * hidden if fused else width * hidden
-    return first + hidden * hidden
-
-
 def _tower_values(tower: VisionTowerConfig) -> int:
     """Patch embedding and all blocks but the last, which OpenVLA does not compute."""
     block = 4 * tower.embed_dim**2 + 2 * tower.embed_dim * tower.mlp_dim
@@ -139,25 +121,15 @@ _MAX_ROWS = 4096  # more than any forward has
 
 @dataclass(frozen=True)
 class Forward:
-    """What goes through the model together.
+    """What goes through the model together."""
 
-    Args:
-        prompt_rows: rows of the newest frame's prompt in this forward: all, a chunk, or none.
-        prompt_before: rows of that prompt that earlier forwards computed.
-        image: whether the frame goes through the vision towers first.
-        prompt_ends: whether the chunk is the prompt's last, so that it yields a token.
-        trees: number of requests whose prompt is through.
-        nodes: tree nodes of all of them, roots included.
-        prefix_rows: committed rows of all of them.
-    """
-
-    prompt_rows: int = 0
-    prompt_before: int = 0
-    image: bool = False
-    prompt_ends: bool = True
-    trees: int = 0
-    nodes: int = 0
-    prefix_rows: int = 0
+    prompt_rows: int = 0  # rows of the newest frame's prompt in this forward: all, a chunk, or none
+    prompt_before: int = 0  # rows of that prompt that earlier forwards computed
+    image: bool = False  # whether the frame goes through the vision towers first
+    prompt_ends: bool = True  # whether the chunk is the prompt's last, so that it yields a token
+    trees: int = 0  # number of requests whose prompt is through
+    nodes: int = 0  # tree nodes of all of them, roots included
+    prefix_rows: int = 0  # committed rows of all of them
 
     @property
     def rows(self) -> int:
@@ -167,24 +139,15 @@ class Forward:
 
 @dataclass(frozen=True)
 class Part:
-    """A share of a forward whose reading and computing may overlap.
+    """A share of a forward whose reading and computing may overlap."""
 
-    Args:
-        name: vision, decoder, attention, head or draft.
-        bytes: bytes read and written; activations are left out, they stay in the caches.
-        operations: multiplications and additions, each counted.
-        rows: rows of the matrix products, on which a measured rate depends.
-        arithmetic: number format of the products.
-    """
-
-    name: str
-    bytes: float
-    operations: float
-    rows: int
-    arithmetic: Arithmetic = Arithmetic.DENSE
+    name: str  # vision, decoder, attention, head or draft
+    bytes: float  # bytes read and written; activations are left out, they stay in the caches
+    operations: float  # multiplications and additions, each counted
+    rows: int  # rows of the matrix products, on which a measured rate depends
+    arithmetic: Arithmetic = Arithmetic.DENSE  # number format of the products
 
     def seconds(self, device: Device) -> float:
-        """The larger of reading and computing."""
         if not self.rows:
             return 0.0
         return max(
@@ -195,6 +158,9 @@ class Part:
 def forward_parts(forward: Forward, model: ModelCost, weights: WeightFormat, dtype_bytes: int) -> tuple[Part, ...]:
     """The parts of one forward, in the order in which they run."""
     chosen_rows = forward.nodes + int(bool(forward.prompt_rows) and forward.prompt_ends)
+    # Every row of a prompt or tree is written once; it and the rows before it are read once.
+    kv_rows = forward.prompt_before + forward.prefix_rows + 2 * forward.rows
+    kv_bytes = kv_rows * model.kv_values * dtype_bytes
     parts = [
         Part(
             "decoder",
@@ -203,18 +169,12 @@ def forward_parts(forward: Forward, model: ModelCost, weights: WeightFormat, dty
             forward.rows,
             arithmetic_of(weights),
         ),
-        Part("attention", _kv_bytes(forward, model, dtype_bytes), _attention_operations(forward, model), forward.rows),
+        Part("attention", float(kv_bytes), _attention_operations(forward, model), forward.rows),
         Part("head", model.head_values * dtype_bytes, 2.0 * model.head_values * chosen_rows, chosen_rows),
     ]
     if forward.image:
         parts.insert(0, Part("vision", model.vision_values * dtype_bytes, model.vision_operations, model.prompt_rows))
     return tuple(part for part in parts if part.rows)
-
-
-def _kv_bytes(forward: Forward, model: ModelCost, dtype_bytes: int) -> float:
-    """Every row of a prompt or tree is written once; it and the rows before it are read once."""
-    read = forward.prompt_before + forward.prefix_rows + forward.rows
-    return float((read + forward.rows) * model.kv_values * dtype_bytes)
 
 
 def _attention_operations(forward: Forward, model: ModelCost) -> float:
@@ -283,11 +243,7 @@ def ridge_rows(model: ModelCost, device: Device, weights: WeightFormat) -> float
 
 
 def stage_times(device: Device) -> StageTimes:
-    """The device's own stage times, or, where its file has none, those that its limits allow OpenVLA-7B.
-
-    Raises:
-        UserError: there are none, and the model does not fit the device.
-    """
+    """The device's own stage times, or, where its file has none, those that its limits allow OpenVLA-7B."""
     if device.stages is not None:
         return device.stages
     model = model_cost(OPENVLA_7B)
@@ -305,7 +261,7 @@ def stage_times(device: Device) -> StageTimes:
         return {part.name: part.seconds(reached) for part in parts}
 
     prompt = seconds(Forward(model.prompt_rows, image=True))
-    token = Forward(trees=1, nodes=1, prefix_rows=model.prompt_rows)
+    token = seconds(Forward(trees=1, nodes=1, prefix_rows=model.prompt_rows))
     node_operations = 2.0 * (model.decoder_values + model.head_values)
     head_bytes = (model.draft_values + model.head_values) * device.value_bytes
     head_prompt = draft_prompt_part(model, device.value_bytes)
@@ -317,7 +273,7 @@ def stage_times(device: Device) -> StageTimes:
         "per forward; nothing was measured",
         vision_s=prompt.pop("vision"),
         prefill_s=sum(prompt.values()) + efficiency.forward_s,
-        decode_s=sum(seconds(token).values()) + efficiency.forward_s,
+        decode_s=sum(token.values()) + efficiency.forward_s,
         node_s=node_operations / reached.operations_per_s(Arithmetic.DENSE, model.prompt_rows),
         head_s=head_bytes / reached.bytes_per_s() + efficiency.forward_s,
         head_prompt_s=extra_s,

@@ -31,32 +31,19 @@ class Arithmetic(str, Enum):
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Stage times of OpenVLA-7B on a device that is not here. Results with them are emulation, and are named so.
-
-    Args:
-        name: the device, for the results.
-        source: where the numbers come from.
-        vision_s: vision tower, projector and prompt embeddings of one image.
-        prefill_s: the forward that carries a prompt.
-        decode_s: a forward with few rows: it reads the weights, and no forward is faster.
-        node_s: each tree node where computing is the bound, as beside a prompt.
-        head_s: a forward of the draft head over tree nodes.
-        head_prompt_s: what the draft head's forward over a prompt takes beyond that.
-        overhead_s: between an image and its admission, and between the last token and the action.
-    """
+    """Stage times of OpenVLA-7B on a device that is not here. Results with them are emulation, and are named so."""
 
     name: str
-    source: str
-    vision_s: float
-    prefill_s: float
-    decode_s: float
-    node_s: float
-    head_s: float
-    head_prompt_s: float
-    overhead_s: float
+    source: str  # where the numbers come from
+    vision_s: float  # vision tower, projector and prompt embeddings of one image
+    prefill_s: float  # the forward that carries a prompt
+    decode_s: float  # a forward with few rows: it reads the weights, and no forward is faster
+    node_s: float  # each tree node where computing is the bound, as beside a prompt
+    head_s: float  # a forward of the draft head over tree nodes
+    head_prompt_s: float  # what the draft head's forward over a prompt takes beyond that
+    overhead_s: float  # between an image and its admission, and between the last token and the action
 
     def tick_s(self, work: "TickWork") -> float:
-        """Seconds that a tick takes on the device; 0 for a tick without work."""
         computed_s = work.prompts * self.prefill_s + work.nodes * self.node_s
         forward_s = max(self.decode_s, computed_s) if work.prompts or work.nodes else 0.0
         return work.images * self.vision_s + forward_s + self._drafting_s(work) + work.finished * self.overhead_s
@@ -76,51 +63,31 @@ STAGES = tuple(stage.name for stage in fields(StageTimes) if stage.name.endswith
 
 @dataclass(frozen=True)
 class Device:
-    """A device, or what is left of it at some efficiency.
-
-    Args:
-        name: for the tables.
-        kind: `assumed` (data sheets) or `measured` (`specvla bench --measure`).
-        dtype: of weights, keys and values that are not quantised: bfloat16, float16 or float32.
-        bandwidth_gb_s: bytes read from memory [1e9/s].
-        dense_tflops: matrix products in `dtype` [1e12 operations/s], structured sparsity not counted.
-        memory_gb: for weights, keys and values [1e9 bytes].
-        int8_tops: the same of 8-bit integers; None: the device has no such units.
-        fp8_tflops: the same of 8-bit floats; None: the device has no such units.
-        tflops_by_rows: measured rate in `dtype` by rows of the left matrix; it replaces dense_tflops.
-        sources: origin of each figure, by the figure's name.
-        capability: CUDA compute capability, such as 8.7; empty: no CUDA GPU, or unknown.
-        stages: stage times to emulate the device with; None: they are derived from the limits.
-    """
+    """A device, or what is left of it at some efficiency."""
 
     name: str
-    kind: str
-    dtype: str
-    bandwidth_gb_s: float
-    dense_tflops: float
-    memory_gb: float
-    int8_tops: float | None = None
-    fp8_tflops: float | None = None
+    kind: str  # `assumed` (data sheets) or `measured` (`specvla bench --measure`)
+    dtype: str  # of weights, keys and values that are not quantised: bfloat16, float16 or float32
+    bandwidth_gb_s: float  # bytes read from memory [1e9/s]
+    dense_tflops: float  # matrix products in `dtype` [1e12 operations/s], structured sparsity not counted
+    memory_gb: float  # for weights, keys and values [1e9 bytes]
+    int8_tops: float | None = None  # the same of 8-bit integers; None: the device has no such units
+    fp8_tflops: float | None = None  # the same of 8-bit floats; None: the device has no such units
+    # Measured rate in `dtype` by rows of the left matrix; it replaces dense_tflops.
     tflops_by_rows: Mapping[int, float] = field(default_factory=dict)
-    sources: Mapping[str, str] = field(default_factory=dict)
-    capability: str = ""
-    stages: StageTimes | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)  # origin of each figure, by the figure's name
+    capability: str = ""  # CUDA compute capability, such as 8.7; empty: no CUDA GPU, or unknown
+    stages: StageTimes | None = None  # stage times to emulate the device with; None: they are derived from the limits
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of a value in `dtype`."""
         return _BYTES[self.dtype]
 
     def bytes_per_s(self) -> float:
-        """Bandwidth [bytes/s]."""
         return self.bandwidth_gb_s * 1e9
 
     def operations_per_s(self, arithmetic: Arithmetic, rows: int) -> float:
-        """Matrix rate [operations/s] with so many rows in the left matrix.
-
-        Raises:
-            UserError: the device has no units for this arithmetic.
-        """
+        """Matrix rate [operations/s] with so many rows in the left matrix."""
         if arithmetic is Arithmetic.DENSE:
             return self._dense_tflops(rows) * 1e12
         rate = self.int8_tops if arithmetic is Arithmetic.INT8 else self.fp8_tflops
@@ -158,16 +125,11 @@ class Device:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What is reached of a device.
+    """What is reached of a device."""
 
-    Args:
-        bandwidth, compute: shares of 1.
-        forward_s: of every tick beside its reading and computing: launches, and the one readback.
-    """
-
-    bandwidth: float
-    compute: float
-    forward_s: float
+    bandwidth: float  # shares of 1
+    compute: float  # shares of 1
+    forward_s: float  # of every tick beside its reading and computing: launches, and the one readback
 
 
 LIMIT = Efficiency(1.0, 1.0, 0.0)
@@ -186,15 +148,7 @@ def known_devices() -> list[str]:
 
 
 def read_device(device: str, option: str = "--device") -> Device:
-    """One of the package's devices, or a JSON file such as `specvla bench --measure` writes.
-
-    Args:
-        device: a name or a path.
-        option: of the command line, for messages.
-
-    Raises:
-        UserError: no such device or file, a field that is missing, a figure that is out of range.
-    """
+    """One of the package's devices, or a JSON file such as `specvla bench --measure` writes."""
     known = known_devices()
     path = _DEVICES / f"{device}.json" if device in known else Path(device)
     try:

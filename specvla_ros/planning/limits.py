@@ -32,16 +32,11 @@ _BINOMIAL_TRIALS = 4  # see spec_vla_relaxed
 
 @dataclass(frozen=True)
 class AcceptanceLengths:
-    """A distribution of accept lengths.
-
-    Args:
-        name: for reports.
-        probabilities: chances of 0, 1, … accepted tokens.
-        acceptance: settings that the lengths were reached with.
-    """
+    """A distribution of accept lengths."""
 
     name: str
-    probabilities: tuple[float, ...]
+    probabilities: tuple[float, ...]  # chances of 0, 1, … accepted tokens
+    # Settings that the lengths were reached with.
     acceptance: AcceptanceSettings = field(default_factory=AcceptanceSettings)
 
     def __post_init__(self) -> None:
@@ -54,11 +49,7 @@ class AcceptanceLengths:
         return sum(length * share for length, share in enumerate(self.probabilities))
 
     def accepted(self, uniform: float) -> int:
-        """The length at a quantile.
-
-        Args:
-            uniform: 0 to 1.
-        """
+        """The length at a quantile from 0 to 1."""
         for length, share in enumerate(self.probabilities):
             uniform -= share
             if uniform < 0:
@@ -82,9 +73,6 @@ def spec_vla_relaxed(suite: str) -> AcceptanceLengths:
     geometric one needs 2.84 instead of 2.72 verifications for the six tokens after a prefill on Goal, and loses more
     frames in specpipe: 36 % instead of 31 %, with 2 chunks 12 % instead of 4 %. The lengths that the same table prints
     come between: 2.73 verifications, 34 % and 6 %.
-
-    Raises:
-        UserError: no such suite.
     """
     if suite not in SPEC_VLA_RELAXED:
         raise UserError(f"there are no acceptance lengths of '{suite}'; known: {', '.join(SPEC_VLA_RELAXED)}")
@@ -104,23 +92,14 @@ _VOCABULARY = 32000  # of Llama 2; any will do
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to decode.
-
-    Args:
-        name: as in the tables.
-        decode_mode: value of `decode.mode`.
-        nodes: of a tree; 1: plain decoding.
-        depth: drafted tokens on a tree's longest path, each a forward of the draft head.
-        chunks: forwards over which a prompt is spread.
-        max_in_flight: requests; a new frame waits while there are so many.
-    """
+    """One way to decode."""
 
     name: str
-    decode_mode: str
-    nodes: int = 1
-    depth: int = DraftSettings.depth
-    chunks: int = 1
-    max_in_flight: int = 64
+    decode_mode: str  # value of `decode.mode`
+    nodes: int = 1  # of a tree; 1: plain decoding
+    depth: int = DraftSettings.depth  # drafted tokens on a tree's longest path, each a forward of the draft head
+    chunks: int = 1  # forwards over which a prompt is spread
+    max_in_flight: int = 64  # requests; a new frame waits while there are so many
 
     @property
     def pipelined(self) -> bool:
@@ -129,57 +108,38 @@ class Mode:
 
     @property
     def drafts(self) -> bool:
-        """Whether trees are verified."""
         return self.nodes > 1
 
 
 @dataclass(frozen=True)
 class Tick:
-    """One tick.
-
-    Args:
-        forward: what goes through the model.
-        drafting: requests whose drafting is counted: all that verified, also those that were done with it.
-    """
+    """One tick."""
 
     forward: Forward
-    drafting: int = 0
+    drafting: int = 0  # requests whose drafting is counted: all that verified, also those that were done with it
 
 
 @dataclass(frozen=True)
 class LoopResult:
-    """Averages over many frames, a frame always waiting.
+    """Averages over many frames, a frame always waiting."""
 
-    Args:
-        action_rate_hz: actions per second.
-        latency_s: mean, from a frame's admission to its action.
-        ticks_per_action: mean, of those that became an action.
-        dropped: share of the admitted frames that a newer one overtook.
-        in_flight: maximum of requests.
-    """
-
-    action_rate_hz: float
-    latency_s: float
-    ticks_per_action: float
-    dropped: float
-    in_flight: int
+    action_rate_hz: float  # actions per second
+    latency_s: float  # mean, from a frame's admission to its action
+    ticks_per_action: float  # mean, of those that became an action
+    dropped: float  # share of the admitted frames that a newer one overtook
+    in_flight: int  # maximum of requests
 
 
 @dataclass(frozen=True)
 class _Schedule:
-    """What the engine's scheduler did with a frame always waiting; the same on every device.
+    """What the engine's scheduler did with a frame always waiting; the same on every device."""
 
-    Args:
-        ticks: from the first one.
-        actions: tick of the admission and tick of the last token, for each action after the warm-up.
-        dropped: requests after the warm-up that a newer one overtook, or that finished in the same tick as a newer one.
-        in_flight: maximum of requests.
-    """
-
-    ticks: tuple[Tick, ...]
+    ticks: tuple[Tick, ...]  # from the first one
+    # Tick of the admission and tick of the last token, for each action after the warm-up.
     actions: tuple[tuple[int, int], ...]
+    # Requests after the warm-up that a newer one overtook, or that finished in the same tick as a newer one.
     dropped: int
-    in_flight: int
+    in_flight: int  # maximum of requests
 
 
 def chunk_rows(prompt_rows: int, chunks: int) -> list[int]:
@@ -194,13 +154,6 @@ def run_loop(
     """How often and how late actions come.
 
     Acceptance is drawn from a seed, so that the same arguments give the same result.
-
-    Args:
-        mode: how the engine decodes.
-        prompt_rows: rows of a prompt.
-        action_tokens: tokens of an answer.
-        lengths: of what is accepted in one verification.
-        seconds: time of a tick.
     """
     schedule = _run_scheduler(mode, prompt_rows, action_tokens, lengths)
     ends = list(accumulate(map(seconds, schedule.ticks), initial=0.0))
@@ -220,7 +173,8 @@ def _run_scheduler(mode: Mode, prompt_rows: int, action_tokens: int, lengths: Ac
     settings = EngineSettings(mode=mode.decode_mode, max_in_flight=mode.max_in_flight, prefill_chunks=mode.chunks)
     mailbox, root = Mailbox(None), Tree.from_root(torch.zeros((), dtype=torch.int64))
     layout = PromptLayout(ids=(), rows=prompt_rows, visual_rows=range(0))
-    codec = _codec(action_tokens)
+    zeros = np.zeros(action_tokens)
+    codec = BinsCodec(ActionTokenizer(_VOCABULARY), ActionStatistics("", zeros, zeros, zeros > 0))
     scheduler = Scheduler(
         settings,
         mailbox,
@@ -259,11 +213,6 @@ def _run_scheduler(mode: Mode, prompt_rows: int, action_tokens: int, lengths: Ac
             actions += [(admitted[stamp], number) for stamp in stamps[-1:]]  # of two at the same moment one is followed
             dropped += len(outcomes) - len(stamps[-1:])
     return _Schedule(tuple(ticks), tuple(actions), dropped, in_flight)
-
-
-def _codec(action_tokens: int) -> BinsCodec:
-    zeros = np.zeros(action_tokens)
-    return BinsCodec(ActionTokenizer(_VOCABULARY), ActionStatistics("", zeros, zeros, zeros > 0))
 
 
 def _commit(tokens: int, codec: BinsCodec) -> Commit:
@@ -305,29 +254,18 @@ MODES = (
 
 @dataclass(frozen=True)
 class ModeLimit:
-    """One row of the table.
-
-    Args:
-        mode: how it decodes.
-        action_rate_hz, latency_s: mean, at the limit.
-        derated_rate_hz, derated_latency_s: the same at the efficiency to expect.
-        ticks_per_action: forwards from a frame's admission to its action, mean.
-        dropped: share of the admitted frames that a newer one overtakes.
-        in_flight: maximum of requests.
-        kv_bytes: memory of the slots for them.
-        weight_bytes: memory of all weights, with the draft head's where there is one.
-    """
+    """One row of the table."""
 
     mode: Mode
-    action_rate_hz: float
-    latency_s: float
-    derated_rate_hz: float
-    derated_latency_s: float
-    ticks_per_action: float
-    dropped: float
-    in_flight: int
-    kv_bytes: float
-    weight_bytes: float
+    action_rate_hz: float  # mean, at the limit
+    latency_s: float  # mean, at the limit
+    derated_rate_hz: float  # the same at the efficiency to expect
+    derated_latency_s: float  # the same at the efficiency to expect
+    ticks_per_action: float  # forwards from a frame's admission to its action, mean
+    dropped: float  # share of the admitted frames that a newer one overtakes
+    in_flight: int  # maximum of requests
+    kv_bytes: float  # memory of the slots for them
+    weight_bytes: float  # memory of all weights, with the draft head's where there is one
 
     @property
     def oldest_image_s(self) -> float:
@@ -335,23 +273,7 @@ class ModeLimit:
         return self.derated_latency_s + 1.0 / self.derated_rate_hz
 
     def fits(self, device: Device) -> bool:
-        """Whether weights, keys and values find room."""
         return self.kv_bytes + self.weight_bytes <= device.memory_gb * 1e9
-
-
-def tick_seconds(tick: Tick, mode: Mode, *, model: ModelCost, device: Device, weights: WeightFormat) -> float:
-    """Shortest time of a tick, without the draft head's forward over the prompt: it may run beside the next frame."""
-    seconds = roofline_seconds(forward_parts(tick.forward, model, weights, device.value_bytes), device)
-    if not tick.drafting:
-        return seconds
-    draft = draft_part(
-        model,
-        device.value_bytes,
-        steps=mode.depth,
-        rows=tick.drafting * mode.nodes,
-        prefix_rows=tick.drafting * model.prompt_rows,
-    )
-    return seconds + draft.seconds(device)
 
 
 def mode_limit(
@@ -364,7 +286,12 @@ def mode_limit(
 
         @cache
         def seconds(tick: Tick) -> float:
-            return tick_seconds(tick, mode, model=model, device=reached, weights=weights) + efficiency.forward_s
+            # Without the draft head's forward over the prompt: it may run beside the next frame.
+            parts = forward_parts(tick.forward, model, weights, device.value_bytes)
+            if tick.drafting:
+                rows, prefix = tick.drafting * mode.nodes, tick.drafting * model.prompt_rows
+                parts += (draft_part(model, device.value_bytes, steps=mode.depth, rows=rows, prefix_rows=prefix),)
+            return roofline_seconds(parts, reached) + efficiency.forward_s
 
         return run_loop(mode, model.prompt_rows, model.action_tokens, lengths, seconds)
 

@@ -27,17 +27,13 @@ def measure_device(
     dtype: torch.dtype | None = None,
     more_rows: Sequence[int] = (),
 ) -> Device:
-    """Measures bandwidth and matrix rates.
+    """Measures bandwidth and matrix rates, medians; 8-bit rates are left out.
 
     Args:
         llama: shapes of the matrices; as many layers as it has, or as fill the buffer of the bandwidth test.
-        on_step: called with the name of what is measured next.
         device: cpu or cuda; empty: the first GPU, or this CPU if there is none, as the engine does.
         dtype: None: bfloat16 on a GPU, float32 on a CPU, as the engine does.
         more_rows: of the left matrix, beside `ROWS`.
-
-    Returns:
-        Medians. 8-bit rates are not measured.
     """
     cuda = device.startswith("cuda") if device else torch.cuda.is_available()
     target = torch.device(device or ("cuda" if cuda else "cpu"))
@@ -74,7 +70,6 @@ def measure_device(
 
 
 def _bandwidths(device: torch.device, dtype: torch.dtype, size: int) -> tuple[float, float]:
-    """Reading and copying [GB/s]."""
     source = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
     target = torch.zeros_like(source)
     reading_s = _median_s(lambda: source.sum(), device)

@@ -58,19 +58,12 @@ _DRAFT_REASONS = {"draft.head": "the folder `draft` of the checkpoint; `specvla 
 
 @dataclass(frozen=True)
 class Profile:
-    """Parameters for the policy node.
+    """Parameters for the policy node."""
 
-    Args:
-        settings: of the engine.
-        chunk_rows: of the longest chunk, such that it fills tiles of the matrix products together with the trees.
-        limit: what the mode reaches with these parameters.
-        reasons: in words, by what they explain.
-    """
-
-    settings: EngineSettings
-    chunk_rows: int
-    limit: ModeLimit
-    reasons: Mapping[str, str]
+    settings: EngineSettings  # of the engine
+    chunk_rows: int  # of the longest chunk, such that it fills tiles of the matrix products together with the trees
+    limit: ModeLimit  # what the mode reaches with these parameters
+    reasons: Mapping[str, str]  # in words, by what they explain
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -80,7 +73,6 @@ class Profile:
         return {name: value for name, value in values.items() if name in _PLANNED or value != defaults[name]}
 
     def as_yaml(self) -> str:
-        """A ROS 2 parameter file."""
         return format_parameters(self.parameters)
 
 
@@ -175,40 +167,21 @@ def _node_reason(ridge: float, in_flight: int, nodes: int, *, packed: bool) -> s
 
 @dataclass(frozen=True)
 class ForwardLimit:
-    """One row of the table of forwards.
-
-    Args:
-        name: what goes through the model.
-        bytes, operations: sums over its parts.
-        seconds: at the limit, its parts one after the other.
-        derated_seconds: at the efficiency to expect.
-        bound_by: what most of the time is for: reading or computing.
-    """
+    """One row of the table of forwards."""
 
     name: str
-    bytes: float
-    operations: float
-    seconds: float
-    derated_seconds: float
-    bound_by: str
+    bytes: float  # sums over its parts
+    operations: float  # sums over its parts
+    seconds: float  # at the limit, its parts one after the other
+    derated_seconds: float  # at the efficiency to expect
+    bound_by: str  # what most of the time is for: reading or computing
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that `specvla plan` shows.
+    """Everything that `specvla plan` shows."""
 
-    Args:
-        checkpoint: directory, or OpenVLA-7B.
-        weights: format of the decoder's matrices.
-        device: limits, with their sources.
-        model: counts from the shapes.
-        lengths: distribution of accept lengths.
-        ridge_rows: rows from which on the decoder is bound by computing.
-        forwards, modes: the tables.
-        profile: chosen parameters.
-    """
-
-    checkpoint: str
+    checkpoint: str  # directory, or OpenVLA-7B
     weights: WeightFormat
     device: Device
     model: ModelCost
@@ -219,7 +192,6 @@ class Plan:
     profile: Profile
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {
             "note": note(self.device),
             "checkpoint": self.checkpoint,
@@ -245,14 +217,7 @@ class Plan:
 
 
 def make_plan(device: Device, weights: WeightFormat, checkpoint: Path | None = None) -> Plan:
-    """Computes everything; takes about a second.
-
-    Args:
-        checkpoint: directory with a config.json; None: OpenVLA-7B.
-
-    Raises:
-        UserError: the directory is no checkpoint, or the device has no units for this weight format.
-    """
+    """Computes everything for a directory with a config.json, or for OpenVLA-7B; takes about a second."""
     model = model_cost(OPENVLA_7B if checkpoint is None else read_config(checkpoint))
     lengths = spec_vla_relaxed(_SUITE)
     ridge = ridge_rows(model, device, weights)
@@ -276,7 +241,7 @@ def forward_limits(model: ModelCost, device: Device, weights: WeightFormat) -> t
     reached = device.at(bandwidth=efficiency.bandwidth, compute=efficiency.compute)
     rows = []
     for name, parts in _forwards(model, device, weights).items():
-        reading_s = sum(part.bytes for part in parts) / device.bytes_per_s()
+        reading_s = total_bytes(parts) / device.bytes_per_s()
         seconds = roofline_seconds(parts, device)
         rows.append(
             ForwardLimit(
@@ -314,9 +279,7 @@ def _forwards(model: ModelCost, device: Device, weights: WeightFormat) -> Mappin
         f"verify, {NODES} nodes": packed(1, NODES),
         f"vision + prompt of {prompt}": packed(0, 0, prompt),
         f"vision + {prompt} + {pending}x1": packed(pending, 1, prompt),
-        f"vision + {prompt} + 3x8": packed(3, 8, prompt),
-        f"vision + {prompt} + 3x16": packed(3, 16, prompt),
-        f"vision + {prompt} + 3x50": packed(3, 50, prompt),
+        **{f"vision + {prompt} + 3x{nodes}": packed(3, nodes, prompt) for nodes in (8, 16, 50)},
         f"vision + chunk of {first} + 2x16": packed(2, 16, first),
         f"chunk of {sum(others)} + 2x16": packed(2, 16, sum(others), first),
         "verify, 3x16": packed(3, 16),

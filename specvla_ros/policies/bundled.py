@@ -6,11 +6,7 @@ from specvla_ros.errors import UserError
 
 
 def nano_policy() -> Path:
-    """Checkpoint directory of the nano policy.
-
-    Raises:
-        UserError: it was left out of this installation.
-    """
+    """Checkpoint directory of the nano policy."""
     directory = Path(__file__).parent / "nano"
     if not (directory / "model.safetensors").exists():
         raise UserError(f"the nano policy is not in {directory}: name a checkpoint with --policy")

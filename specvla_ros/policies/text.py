@@ -31,13 +31,13 @@ from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.weights import save_weights
 from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.simulation.device_pace import tick_time
 from specvla_ros.simulation.expert import holds
 from specvla_ros.simulation.robot import TableRobot
-from specvla_ros.simulation.rollout import Clock, Rollout
+from specvla_ros.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.simulation.tasks import TASKS, TEXT_POLICY_FIRST_SEED, Task, WorldState
 from specvla_ros.training.batched_forward import decoder_hidden, image_embeddings
 from specvla_ros.training.nano import NanoShape, write_nano
+from specvla_ros.training.trainer import write_json
 
 LONGEST_TEXT = 64  # tokens
 _CELL_M, _ORIGIN_M = 0.04, (0.3, -0.2)
@@ -65,34 +65,21 @@ def reasoning(task: Task, state: WorldState) -> str:
 
 @dataclass(frozen=True)
 class Frame:
-    """One image of an episode, and what the policy shall answer.
-
-    Args:
-        observation: image and instruction.
-        task: the episode's task.
-        text: the text that it shall write.
-        tokens: action tokens of the nano policy.
-    """
+    """One image of an episode, and what the policy shall answer."""
 
     observation: Observation
     task: Task
-    text: str
-    tokens: tuple[int, ...]
+    text: str  # the text that it shall write
+    tokens: tuple[int, ...]  # action tokens of the nano policy
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One frame as the decoder is trained on it.
+    """One frame as the decoder is trained on it."""
 
-    Args:
-        image: float [image_tokens, hidden], the projector's output.
-        prompt: token ids.
-        answer: token ids of text and action.
-    """
-
-    image: Tensor
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
+    image: Tensor  # float [image_tokens, hidden], the projector's output
+    prompt: tuple[int, ...]  # token ids
+    answer: tuple[int, ...]  # token ids of text and action
 
 
 def main(
@@ -124,12 +111,11 @@ def main(
         "held_out_token_accuracy": accuracy,
         "training_s": time.monotonic() - started,
     }
-    (out / "card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    write_json(out / "card.json", card)
     print(json.dumps(card, indent=2))
 
 
 def _look(nano: OpenVLATarget, episodes: int) -> list[Frame]:
-    """Frames of the nano policy's episodes."""
     robot = TableRobot()
     states: list[tuple[Observation, WorldState]] = []
     engine = Engine(nano, EngineSettings())
@@ -156,7 +142,6 @@ def _look(nano: OpenVLATarget, episodes: int) -> list[Frame]:
 
 
 def _write_untrained(nano: OpenVLATarget, out: Path, texts: list[str]) -> None:
-    """The nano policy with a row for each new word."""
     config = json.loads((nano.directory / "config.json").read_text(encoding="utf-8"))
     instructions = [task.instruction for task in TASKS]
     write_nano(out, NanoShape(), [*instructions, *texts], config["norm_stats"], seed=0)
@@ -201,7 +186,8 @@ def _train(policy: OpenVLATarget, samples: list[Sample], steps: int, batch: int)
     for step in range(steps):
         for group in optimiser.param_groups:
             group["lr"] = 1e-3 * min(1.0, (step + 1) / 50) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
-        loss = _loss(policy, [samples[i] for i in rng.integers(0, len(samples), batch)])
+        logits, answers = _logits(policy, [samples[i] for i in rng.integers(0, len(samples), batch)])
+        loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=-100)
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -209,11 +195,6 @@ def _train(policy: OpenVLATarget, samples: list[Sample], steps: int, batch: int)
         if step % 50 == 49:
             print(f"step {step + 1} of {steps}: loss {loss.item():.3f}", file=sys.stderr, flush=True)
     policy.model.requires_grad_(False)
-
-
-def _loss(policy: OpenVLATarget, samples: list[Sample]) -> Tensor:
-    logits, answers = _logits(policy, samples)
-    return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=-100)
 
 
 @torch.inference_mode()

@@ -50,19 +50,12 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class CollectResult:
-    """What a collection holds now.
+    """What a collection holds now."""
 
-    Args:
-        wanted: number of episodes.
-        kept: number of them on the disk.
-        new: number of those that this call recorded.
-        failed: episodes in which the expert did not succeed; they are not kept.
-    """
-
-    wanted: int
-    kept: int
-    new: int
-    failed: int
+    wanted: int  # number of episodes
+    kept: int  # number of them on the disk
+    new: int  # number of those that this call recorded
+    failed: int  # episodes in which the expert did not succeed; they are not kept
 
 
 def collect(
@@ -79,7 +72,6 @@ def collect(
     """Records demonstrations as bags `TASK-SEED`; those that are there already are kept.
 
     Args:
-        out: directory of the bags; made if missing.
         tasks: names; none: all.
         episodes: per task.
         noise: 0 none, 1 as the shipped policy was trained with.
@@ -87,9 +79,6 @@ def collect(
         workers: processes; 0: this one.
         ray: on a Ray cluster.
         on_progress: called with the episodes done and wanted.
-
-    Raises:
-        UserError: an unknown task, no OpenGL, or a full disk; what is recorded is kept, and the next call goes on.
     """
     chosen = choose_tasks(tasks)
     wanted = [
@@ -115,11 +104,7 @@ def collect(
 
 
 def demonstrate_and_record(job: Demonstration) -> bool:
-    """Records one demonstration; False, and nothing is kept, when the expert fails.
-
-    Raises:
-        UserError: the disk is full or not writable.
-    """
+    """Records one demonstration; False, and nothing is kept, when the expert fails."""
     robot = _robot(os.getpid())
     rng = np.random.default_rng([job.seed, sum(map(ord, job.task))])
     level = job.noise * rng.choice(_NOISE_LEVELS)

@@ -16,12 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int, by: signal.Signals = signal.SIGINT) -> None:
-    """Has the kernel signal this process when its parent dies, however that dies; only Linux can.
-
-    Args:
-        parent: its process id.
-        by: the signal.
-    """
+    """Has the kernel signal this process when its parent dies, however that dies; only Linux can."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by)

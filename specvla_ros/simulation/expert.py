@@ -29,7 +29,8 @@ def demonstrate(task: Task, state: WorldState) -> np.ndarray:
         move, gripper = np.array([0.0, 0.0, 0.05]), _OPEN
     else:
         move, gripper = {"lift": _lift, "push": _push, "put": _put}[task.verb](task, state)
-    yaw = 0.0 if task.verb == "push" else state.yaws[task.cube] if _near(task, state) else 0.0
+    near = np.linalg.norm((state.positions[task.cube] - state.hand)[:2]) < 0.08
+    yaw = state.yaws[task.cube] if near and task.verb != "push" else 0.0
     turn = upright_error(state.rotation, yaw)
     # Small tilts do no harm and cannot be seen: correcting them would only be noise to learn.
     turn = np.where(np.abs(turn) < _TOLERATED_RAD, 0.0, turn)
@@ -99,10 +100,6 @@ def _funnel(distance: float, slope: float) -> float:
 def _limited(away: np.ndarray) -> np.ndarray:
     size = float(np.linalg.norm(away))
     return away * min(1.0, MAX_STEP_M / max(size, 1e-9))
-
-
-def _near(task: Task, state: WorldState) -> bool:
-    return float(np.linalg.norm((state.positions[task.cube] - state.hand)[:2])) < 0.08
 
 
 def holds(state: WorldState, cube: str) -> bool:

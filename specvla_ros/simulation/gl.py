@@ -10,12 +10,9 @@ _LIBRARIES = {"egl": "EGL", "osmesa": "OSMesa"}
 
 
 def choose_gl(environ: MutableMapping[str, str] = os.environ) -> str | None:
-    """Sets MUJOCO_GL to `egl` or `osmesa` unless the user has set it. MuJoCo reads it when it is first imported.
+    """Sets MUJOCO_GL, which MuJoCo reads when it is first imported, unless it is set; None: no backend was found.
 
     EGL comes first where there is a GPU. Without one OSMesa does: EGL's software fallback needs a DRI driver beside it.
-
-    Returns:
-        The backend's name; None when the machine has neither.
     """
     if environ.get("MUJOCO_GL"):
         return environ["MUJOCO_GL"].lower()
@@ -28,11 +25,7 @@ def choose_gl(environ: MutableMapping[str, str] = os.environ) -> str | None:
 
 
 def require_gl() -> str:
-    """The backend's name.
-
-    Raises:
-        UserError: the machine has no OpenGL that draws without a screen.
-    """
+    """The backend's name."""
     backend = choose_gl()
     if backend is None:
         raise UserError(

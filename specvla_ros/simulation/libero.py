@@ -28,9 +28,6 @@ def read_initial_states(path: Path) -> np.ndarray:
 
     Returns:
         float64 [states, 1 + positions + velocities]: time and MuJoCo's state.
-
-    Raises:
-        UserError: the file is missing or holds something else.
     """
     import torch
 
@@ -53,9 +50,6 @@ def require_libero(environ: MutableMapping[str, str] = os.environ) -> Path:
 
     Returns:
         The folder of LIBERO's package with its task files and assets.
-
-    Raises:
-        UserError: LIBERO, its assets or an OpenGL library is missing.
     """
     for name, wanted in (("hf-libero", ""), ("robosuite", "1.4.0")):
         try:
@@ -111,15 +105,10 @@ _PLACEMENT_ATTEMPTS = 100
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite of LIBERO.
-
-    Args:
-        tasks: how many there are.
-        max_steps: actions after which an episode has failed; a little more than the longest demonstration.
-    """
+    """A suite of LIBERO."""
 
     tasks: int
-    max_steps: int
+    max_steps: int  # actions after which an episode has failed; a little more than the longest demonstration
 
 
 SUITES = {
@@ -132,22 +121,14 @@ SUITES = {
 
 
 def suite_tasks(suite: str) -> tuple[str, ...]:
-    """The names of a suite's tasks: `libero_goal/0` and so on, in LIBERO's order.
-
-    Raises:
-        UserError: there is no such suite.
-    """
+    """The names of a suite's tasks: `libero_goal/0` and so on, in LIBERO's order."""
     if suite not in SUITES:
         raise UserError(f"there is no LIBERO suite '{suite}'; the suites are: {', '.join(SUITES)}")
     return tuple(f"{suite}/{index}" for index in range(SUITES[suite].tasks))
 
 
 def parse_task(task: str) -> tuple[str, int]:
-    """Suite and index of a task's name.
-
-    Raises:
-        UserError: there is no such task.
-    """
+    """Suite and index of a task's name."""
     match = re.fullmatch(r"(\w+)/(0|[1-9]\d*)", task, re.ASCII)
     if match is None:
         raise UserError(f"'{task}' is no LIBERO task; its name is a suite and a number, such as libero_spatial/0")
@@ -173,36 +154,25 @@ def environment_action(values: np.ndarray) -> np.ndarray:
 
 
 class LiberoRobot:
-    """The Panda of a LIBERO task with the agentview camera; see SimulatedRobot for the methods.
+    """The Panda of a LIBERO task with the agentview camera (`image_size` pixels squared), see SimulatedRobot.
 
     One task is held at a time; another one takes some seconds to load.
-
-    Args:
-        image_size: height and width of the picture, pixels.
-
-    Raises:
-        UserError: LIBERO, its assets or an OpenGL library is missing.
     """
 
     control_dt = 1.0 / CONTROL_HZ
     action_dt = 1.0 / CONTROL_HZ
     largest_translation = 0.9375  # largest 99 % quantile in the statistics of the fine-tuned checkpoints
+    instruction = ""  # of this episode
 
     def __init__(self, image_size: int = IMAGE_SIZE) -> None:
         self._root = require_libero()
         self._image_size = image_size
-        self._task = self._instruction = ""
+        self._task = ""
         self._env: Any = None
         self._picture: np.ndarray | None = None
 
     @property
-    def instruction(self) -> str:
-        """The instruction of this episode."""
-        return self._instruction
-
-    @property
     def max_steps(self) -> int:
-        """Actions after which the episode has failed."""
         return SUITES[parse_task(self._task)[0]].max_steps
 
     def reset(self, task: str, seed: int) -> None:
@@ -210,9 +180,6 @@ class LiberoRobot:
 
         The seed is also that of NumPy's global generator, from which LIBERO draws where furniture stands: that is no
         part of an initial state. (OpenVLA's evaluation seeds it once per task; only the first draws are the same.)
-
-        Raises:
-            UserError: there is no such task or initial state, or LIBERO lacks something.
         """
         parse_task(task)
         if task != self._task:
@@ -247,7 +214,6 @@ class LiberoRobot:
         self._waiting = environment_action(values)
 
     def advance(self) -> None:
-        """Lets 50 ms pass."""
         action = np.array([0.0] * 6 + [self._gripper]) if self._waiting is None else self._waiting
         self._waiting = None
         if not np.isfinite(action).all():
@@ -263,15 +229,12 @@ class LiberoRobot:
             raise SimulationDiverged(f"the physics diverged at {data.time:.2f} s")
 
     def succeeded(self) -> bool:
-        """Whether the task is done now."""
         return bool(self._env.check_success())
 
     def acted_on(self) -> str | None:
-        """None: LIBERO does not tell."""
         return None
 
     def close(self) -> None:
-        """Frees the task with its OpenGL context."""
         if self._env is None:
             return
         self._make_current()
@@ -302,7 +265,7 @@ class LiberoRobot:
         from libero.libero.envs import OffScreenRenderEnv
 
         task = benchmark.get_benchmark_dict()[suite]().get_task(index)
-        self._instruction = str(task.language)
+        self.instruction = str(task.language)
         self._states = read_initial_states(self._root / "init_files" / task.problem_folder / task.init_states_file)
         env = OffScreenRenderEnv(
             bddl_file_name=str(self._root / "bddl_files" / task.problem_folder / task.bddl_file),

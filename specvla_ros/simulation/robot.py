@@ -71,14 +71,7 @@ class SimulatedRobot(Protocol):
 
 
 class TableRobot:
-    """One table with one arm and one camera; see SimulatedRobot for the methods.
-
-    Args:
-        image_size: height and width of the picture, pixels.
-
-    Raises:
-        UserError: the machine cannot draw offscreen.
-    """
+    """One table with one arm and one camera of `image_size` pixels squared; see SimulatedRobot for the methods."""
 
     control_dt = 1.0 / CONTROL_HZ
     action_dt = ACTION_DT_S
@@ -93,16 +86,13 @@ class TableRobot:
 
     @property
     def instruction(self) -> str:
-        """The instruction of this episode."""
         return self.task.instruction
 
     @property
     def max_steps(self) -> int:
-        """Actions after which the episode has failed."""
         return self.task.max_steps
 
     def reset(self, task: str, seed: int) -> None:
-        """Begins an episode."""
         (self.task,) = choose_tasks([task])
         self.world.reset(draw_layout(seed))
         self._follower.reset()
@@ -110,7 +100,6 @@ class TableRobot:
         self._start = self.world.state()
 
     def look(self) -> np.ndarray:
-        """The camera's picture, RGB uint8 [size, size, 3]."""
         return self._camera.render()
 
     def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
@@ -122,7 +111,6 @@ class TableRobot:
         self._follower.take(motion.values, motion.seconds)
 
     def advance(self) -> None:
-        """Lets 50 ms pass."""
         self.world.control_step(self._follower.next())
         self._goal.add(self.world.goal)
 
@@ -131,13 +119,10 @@ class TableRobot:
         return self.world.state()
 
     def succeeded(self) -> bool:
-        """Whether the task is done now."""
         return self.task.succeeded(self.world.state())
 
     def acted_on(self) -> str | None:
-        """The cube that was moved most since the reset, by 3 cm or more."""
         return acted_on(self._start, self.world.state())
 
     def close(self) -> None:
-        """Frees the OpenGL context."""
         self._camera.close()

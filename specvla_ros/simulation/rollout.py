@@ -11,14 +11,28 @@ import numpy as np
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
-from specvla_ros.engine.tally import DecodeTally
+from specvla_ros.engine.tally import DecodeTally, TickWork
 from specvla_ros.models.observation import Observation
-from specvla_ros.simulation.device_pace import TickTime
+from specvla_ros.planning.cost import stage_times
+from specvla_ros.planning.device import StageTimes, read_device
 from specvla_ros.simulation.robot import SimulatedRobot
 from specvla_ros.simulation.world import SimulationDiverged
 
 _START_NS = 1_000_000_000  # a stamp of 0 is no stamp
 _FAULT_LIMIT = 10  # observations in a row without an action: the policy is dead, not hesitating
+
+
+TickTime = Callable[[TickWork, float], float]  # what a tick did, and its seconds here; the seconds it counts for
+
+
+def read_stage_times(device: str) -> StageTimes:
+    """Stage times of one of the package's devices, or of a device's JSON file."""
+    return stage_times(read_device(device, "--emulate"))
+
+
+def tick_time(stages: StageTimes | None) -> TickTime:
+    """The seconds measured here, or those that another device would need."""
+    return (lambda _, measured_s: measured_s) if stages is None else (lambda work, _: stages.tick_s(work))
 
 
 class Clock(str, Enum):
@@ -30,82 +44,51 @@ class Clock(str, Enum):
 
 @dataclass(frozen=True)
 class EpisodeResult:
-    """How an episode went.
-
-    Args:
-        task: what was judged.
-        seed: of the start.
-        instruction: what was asked of the policy.
-        succeeded: the task was done in time.
-        steps: actions that the robot took.
-        time_s: world time to the success, or to the end.
-        latency_s: per action, world time from its image to the moment it was taken (realtime), or the time that the
-            policy needed (lockstep).
-        drops: observations without an action, by reason.
-        roughness: mean size of the change from action to action, normalised units per dimension but the gripper.
-        acted_on: the cube that was moved most; None: none, or a world without cubes.
-        failure: why the episode ended early; empty: it did not.
-        decode: how its actions were decoded, as `DecodeTally.as_json` gives it.
-    """
+    """How an episode went."""
 
     task: str
-    seed: int
-    instruction: str
-    succeeded: bool
-    steps: int
-    time_s: float
+    seed: int  # of the start
+    instruction: str  # what was asked of the policy
+    succeeded: bool  # the task was done in time
+    steps: int  # actions that the robot took
+    time_s: float  # world time to the success, or to the end
+    # Per action, world time from its image to the moment it was taken (realtime), or the time that the policy needed
+    # (lockstep).
     latency_s: tuple[float, ...] = ()
-    drops: dict[str, int] = field(default_factory=dict)
+    drops: dict[str, int] = field(default_factory=dict)  # observations without an action, by reason
+    # Mean size of the change from action to action, normalised units per dimension but the gripper.
     roughness: float = 0.0
-    acted_on: str | None = None
-    failure: str = ""
+    acted_on: str | None = None  # the cube that was moved most; None: none, or a world without cubes
+    failure: str = ""  # why the episode ended early; empty: it did not
+    # How its actions were decoded, as `DecodeTally.as_json` gives it.
     decode: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class _Episode:
-    """Where an episode stands.
-
-    Args:
-        instruction: what is asked of the policy.
-        max_steps: control steps after which it has failed.
-
-    Attributes:
-        passed: control steps of the world.
-        pictured: control step of the newest picture that the engine was given.
-        thought_s: realtime: world time at which the engine is through with what it has begun.
-        succeeded: the task is done.
-        actions: that the robot took.
-        latency_s: of each of them.
-        drops: observations without an action, by reason.
-        silent: observations without an action since the last action.
-        tally: how the actions were decoded.
-    """
+    """Where an episode stands."""
 
     instruction: str
-    max_steps: int
-    passed: int = 0
-    pictured: int = -1
-    thought_s: float = 0.0
+    max_steps: int  # control steps after which it has failed
+    passed: int = 0  # control steps of the world
+    pictured: int = -1  # control step of the newest picture that the engine was given
+    thought_s: float = 0.0  # realtime: world time at which the engine is through with what it has begun
     succeeded: bool = False
-    actions: list[Action] = field(default_factory=list)
-    latency_s: list[float] = field(default_factory=list)
-    drops: Counter[str] = field(default_factory=Counter)
-    silent: int = 0
+    actions: list[Action] = field(default_factory=list)  # that the robot took
+    latency_s: list[float] = field(default_factory=list)  # of each of them
+    drops: Counter[str] = field(default_factory=Counter)  # observations without an action, by reason
+    silent: int = 0  # observations without an action since the last action
     tally: DecodeTally = field(default_factory=DecodeTally)
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to do or to hope for."""
         return self.succeeded or self.passed >= self.max_steps or self.silent >= _FAULT_LIMIT
 
     def drop(self, reason: DropReason) -> None:
-        """Counts an observation without an action."""
         self.drops[reason.value] += 1
         self.silent += 1
 
     def act(self, action: Action, latency_s: float) -> None:
-        """Counts an action."""
         self.silent = 0
         self.actions.append(action)
         self.tally.add(action.record)
@@ -116,10 +99,8 @@ class Rollout:
     """Runs episodes with one engine on one robot; both belong to this thread.
 
     Args:
-        engine: warm.
-        robot: in its world.
         clock: how time passes.
-        tick_time: seconds of a tick; see device_pace.
+        tick_time: seconds of a tick.
         on_step: called after each `control_dt` of the world, for a film.
         on_look: called with each observation that the engine is given.
         time_limit: multiple of the task's time after which an episode has failed.
@@ -148,8 +129,6 @@ class Rollout:
         """One episode.
 
         Args:
-            task: that is judged.
-            seed: of the start.
             instruction: in place of the task's own.
 
         Raises:

@@ -32,29 +32,18 @@ _MAX_YAW = 0.3
 
 @dataclass(frozen=True)
 class Layout:
-    """One start of the world.
-
-    Args:
-        seed: that made it.
-        poses: per body x, y, z in metres and yaw in radians; a distractor that is missing is not on the table.
-        hand: float64 [3], where the hand starts, metres.
-        colours: per geom red, green, blue in [0, 1].
-        camera_shift: float64 [3], metres from the camera's own position.
-        camera_turn: float64 [3], rotation vector in radians, camera frame.
-        lamp_direction: float64 [3].
-        lamp: brightness of the lamp.
-        ambient: brightness from everywhere.
-    """
+    """One start of the world."""
 
     seed: int
+    # Per body x, y, z in metres and yaw in radians; a distractor that is missing is not on the table.
     poses: dict[str, tuple[float, float, float, float]]
-    hand: np.ndarray
-    colours: dict[str, np.ndarray]
-    camera_shift: np.ndarray
-    camera_turn: np.ndarray
-    lamp_direction: np.ndarray
-    lamp: float
-    ambient: float
+    hand: np.ndarray  # float64 [3], where the hand starts, metres
+    colours: dict[str, np.ndarray]  # per geom red, green, blue in [0, 1]
+    camera_shift: np.ndarray  # float64 [3], metres from the camera's own position
+    camera_turn: np.ndarray  # float64 [3], rotation vector in radians, camera frame
+    lamp_direction: np.ndarray  # float64 [3]
+    lamp: float  # brightness of the lamp
+    ambient: float  # brightness from everywhere
 
 
 def draw_layout(seed: int) -> Layout:
@@ -75,10 +64,8 @@ def draw_layout(seed: int) -> Layout:
 
 
 def _scatter(rng: np.random.Generator, names: list[str]) -> dict[str, tuple[float, float, float, float]]:
-    while True:
-        spots = _try_to_scatter(rng, names)
-        if spots is not None:
-            break
+    while (spots := _try_to_scatter(rng, names)) is None:
+        pass
     yaws = rng.uniform(-_MAX_YAW, _MAX_YAW, len(names))
     return {name: (*spots[name], _HEIGHTS[name], float(yaw)) for name, yaw in zip(names, yaws, strict=True)}
 
@@ -123,43 +110,26 @@ def _colours(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class WorldState:
-    """What experts and success tests look at; metres and radians, base frame.
+    """What experts and success tests look at; metres and radians, base frame."""
 
-    Args:
-        hand: float64 [3], the point between the fingertips.
-        rotation: float64 [3, 3], of the hand; columns are its axes, z points out of the fingers.
-        opening: distance between the fingers, metres.
-        positions: per body float64 [3], its centre.
-        yaws: per body, its rotation about z.
-    """
-
-    hand: np.ndarray
-    rotation: np.ndarray
-    opening: float
-    positions: dict[str, np.ndarray]
-    yaws: dict[str, float]
+    hand: np.ndarray  # float64 [3], the point between the fingertips
+    rotation: np.ndarray  # float64 [3, 3], of the hand; columns are its axes, z points out of the fingers
+    opening: float  # distance between the fingers, metres
+    positions: dict[str, np.ndarray]  # per body float64 [3], its centre
+    yaws: dict[str, float]  # per body, its rotation about z
 
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to do. All tasks share all layouts: only the instruction tells them apart.
+    """One thing to do. All tasks share all layouts: only the instruction tells them apart."""
 
-    Args:
-        name: for files and the command line.
-        instruction: what is asked of the policy.
-        cube: the body it is about.
-        verb: lift, push or put.
-        max_steps: policy steps of 0.2 s, after which the episode has failed.
-    """
-
-    name: str
-    instruction: str
-    cube: str
-    verb: str
-    max_steps: int
+    name: str  # for files and the command line
+    instruction: str  # what is asked of the policy
+    cube: str  # the body it is about
+    verb: str  # lift, push or put
+    max_steps: int  # policy steps of 0.2 s, after which the episode has failed
 
     def succeeded(self, state: WorldState) -> bool:
-        """Whether the task is done in this state."""
         return _DONE[self.verb](state, self.cube)
 
 
@@ -190,11 +160,7 @@ TASKS = (
 
 
 def choose_tasks(names: list[str]) -> tuple[Task, ...]:
-    """The tasks of these names, all for none.
-
-    Raises:
-        UserError: a name that is no task's.
-    """
+    """The tasks of these names, all for none."""
     known = {task.name: task for task in TASKS}
     for name in names:
         if name not in known:

@@ -33,11 +33,7 @@ class SimulationDiverged(RuntimeError):
 
 
 class World:
-    """One table. Not to be shared between threads.
-
-    Raises:
-        UserError: the installed MuJoCo cannot read the scene.
-    """
+    """One table. Not to be shared between threads."""
 
     def __init__(self) -> None:
         try:
@@ -52,7 +48,8 @@ class World:
         self._camera = self.model.camera(CAMERA)
         self._camera_position = self._camera.pos.copy()
         self._camera_quaternion = self._camera.quat.copy()
-        self._bodies = [body for body in map(self._body_name, range(self.model.nbody)) if body in _MOVABLE]
+        names = [str(self.model.body(index).name) for index in range(self.model.nbody)]
+        self._bodies = [name for name in names if name in _MOVABLE]
 
     @property
     def time_s(self) -> float:
@@ -60,7 +57,6 @@ class World:
         return float(self.data.time)
 
     def reset(self, layout: Layout) -> None:
-        """Sets the world to the start that a layout describes."""
         mujoco.mj_resetData(self.model, self.data)
         for name, value in zip(JOINTS, (*_HOME, 0.05, 0.05), strict=True):
             self.data.joint(name).qpos = value
@@ -77,9 +73,6 @@ class World:
 
         Args:
             action: float [7] in [-1, 1]: translation (±0.05 m), rotation (±0.5 rad), gripper (+1 closes).
-
-        Raises:
-            SimulationDiverged: the action or the state after it is not finite.
         """
         if not np.isfinite(action).all():
             raise SimulationDiverged("an action that is not finite was given to the arm")
@@ -92,11 +85,9 @@ class World:
 
     @property
     def goal(self) -> Pose:
-        """Where the hand is being moved to."""
         return self._osc.goal
 
     def state(self) -> WorldState:
-        """The present state, copied."""
         site = self.data.site("pinch")
         opening = float(self.data.joint("left_finger").qpos[0] + self.data.joint("right_finger").qpos[0])
         return WorldState(
@@ -104,16 +95,13 @@ class World:
             rotation=site.xmat.reshape(3, 3).copy(),
             opening=opening,
             positions={body: self.data.body(body).xpos.copy() for body in self._bodies},
-            yaws={body: _yaw(self.data.body(body).xmat) for body in self._bodies},
+            yaws={body: float(np.arctan2(*self.data.body(body).xmat[[3, 0]])) for body in self._bodies},
         )
 
     def joint_state(self) -> tuple[np.ndarray, np.ndarray]:
         """Positions and velocities, float64 [9] each, in the order of JOINTS; radians, and metres for the fingers."""
         joints = [self.data.joint(name) for name in JOINTS]
         return np.array([j.qpos[0] for j in joints]), np.array([j.qvel[0] for j in joints])
-
-    def _body_name(self, index: int) -> str:
-        return str(self.model.body(index).name)
 
     def _place(self, body: str, pose: tuple[float, float, float, float]) -> None:
         x, y, z, yaw = pose
@@ -147,10 +135,6 @@ class World:
                 return
 
 
-def _yaw(matrix: np.ndarray) -> float:
-    return float(np.arctan2(matrix[3], matrix[0]))
-
-
 def upright_error(rotation: np.ndarray, yaw: float) -> np.ndarray:
     """Rotation vector [3] that turns a hand to point straight down with its fingers opening across `yaw`."""
     down = rotation_matrix(np.array([0.0, 0.0, yaw])) @ np.diag([1.0, -1.0, -1.0])
@@ -158,16 +142,7 @@ def upright_error(rotation: np.ndarray, yaw: float) -> np.ndarray:
 
 
 class Camera:
-    """The table's camera. Belongs to the thread that made it: an OpenGL context cannot be shared.
-
-    Args:
-        world: that it looks at.
-        width: of the picture, pixels.
-        height: of the picture, pixels.
-
-    Raises:
-        UserError: the machine cannot draw offscreen.
-    """
+    """The table's camera. Belongs to the thread that made it: an OpenGL context cannot be shared."""
 
     def __init__(self, world: World, width: int, height: int) -> None:
         backend = require_gl()
@@ -188,7 +163,6 @@ class Camera:
         return self._renderer.render().copy()
 
     def close(self) -> None:
-        """Frees the OpenGL context."""
         if self._closed:
             return
         self._closed = True

@@ -61,11 +61,10 @@ class Verification:
         """Bool [requests, n]: the node's token is the target's own choice."""
         return self.comparison.exact
 
-    @cached_property
+    @property
     def on_path(self) -> Tensor:
         """Bool [requests, n, n]: column j is an ancestor of row e, or e itself."""
-        nodes = torch.arange(self.trees.tokens.shape[1], device=self.trees.tokens.device)
-        return (self.trees.ancestors[:, :, None] >> nodes) & 1 == 1
+        return self.trees.on_path
 
     def of_nodes(self, values: Tensor) -> Tensor:
         """What was computed for each row of the logits, by request and node: [rows, …] to [requests, n, …]."""

@@ -1,88 +1,13 @@
-"""What a seam offers by name: what this package brings, and what other packages add through entry points.
+"""The rules and drafters of this package, by name; other packages add theirs through entry points."""
 
-Nothing here needs torch, nor does a module that registers something of ours: settings are read before torch is loaded.
-"""
+from specvla_ros.settings.registry import Registry
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import import_module, metadata
-from typing import Generic, TypeVar
-
-_log = logging.getLogger(__name__)
-
-Make = TypeVar("Make", bound=Callable[..., object])
-
-
-@dataclass(frozen=True)
-class Entry(Generic[Make]):
-    """One implementation.
-
-    Args:
-        name: unique in its seam.
-        make: function that makes it.
-        settings: class of its own settings, a frozen dataclass of parameters; None: it has none.
-        order: position among the others; see the seam.
-    """
-
-    name: str
-    make: Make
-    settings: type | None
-    order: int
-
-
-class Registry(Generic[Make]):
-    """Implementations of one seam.
-
-    Args:
-        group: of entry points; each names a module, or something in it, that registers when it is imported.
-        modules: of this package that register.
-    """
-
-    def __init__(self, group: str, modules: Sequence[str]) -> None:
-        self._group = group
-        self._modules = modules
-        self._entries: dict[str, Entry[Make]] = {}
-        self._complete = False
-
-    def register(self, name: str, *, settings: type | None = None, order: int = 50) -> Callable[[Make], Make]:
-        """Registers the decorated function.
-
-        Args:
-            name: under which it is chosen; taken by nothing else.
-            settings: class of its own settings.
-            order: see the seam.
-
-        Raises:
-            ValueError: the name is taken.
-        """
-
-        def registered(make: Make) -> Make:
-            if name in self._entries:
-                raise ValueError(f"{self._group} has two entries named '{name}'")
-            self._entries[name] = Entry(name, make, settings, order)
-            return make
-
-        return registered
-
-    def entries(self) -> Mapping[str, Entry[Make]]:
-        """Everything that is registered, by name, in order."""
-        if not self._complete:
-            self._complete = True  # first: a module may ask while it is imported
-            for module in self._modules:
-                import_module(module)
-            for point in metadata.entry_points(group=self._group):
-                try:
-                    point.load()
-                except Exception as error:  # another package's fault must not stop a robot that does not use it
-                    _log.warning("%s '%s' of %s cannot be loaded: %s", self._group, point.name, point.value, error)
-        ordered = sorted(self._entries.values(), key=lambda entry: (entry.order, entry.name))
-        return {entry.name: entry for entry in ordered}
-
-    def names(self) -> tuple[str, ...]:
-        """Every name, in order."""
-        return tuple(self.entries())
-
-    def settings(self) -> dict[str, type]:
-        """Classes of settings, by the name of what has some."""
-        return {name: entry.settings for name, entry in self.entries().items() if entry.settings is not None}
+RULES = Registry(
+    "specvla_ros.rules",
+    [f"specvla_ros.speculation.rules.{name}" for name in ("strict", "bin_distance", "fly", "lvspec", "composite")],
+)
+# Drafters take their nodes of a tree in their order; one that takes all that is left comes last.
+DRAFTERS = Registry(
+    "specvla_ros.drafters",
+    [f"specvla_ros.speculation.drafters.{name}" for name in ("temporal", "prompt_lookup", "self_draft", "head")],
+)

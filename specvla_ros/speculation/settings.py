@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import Groups, check, groups, hint, parameter, walk
+from specvla_ros.speculation.registry import DRAFTERS, RULES
 
 CHILDREN = ("top_k", "window_mass")
 NO_HEAD = "none"
@@ -17,20 +18,14 @@ _MAX_BINS = 254
 
 
 def _rules() -> tuple[str, ...]:
-    from specvla_ros.speculation.rules.registry import RULES
-
     return RULES.names()
 
 
 def _rule_settings() -> Mapping[str, type]:
-    from specvla_ros.speculation.rules.registry import RULES
-
     return RULES.settings()
 
 
 def _drafter_settings() -> Mapping[str, type]:
-    from specvla_ros.speculation.drafters.registry import DRAFTERS
-
     return DRAFTERS.settings()
 
 

@@ -67,41 +67,45 @@ def image_embeddings(model: OpenVLA, pixels: Tensor) -> Tensor:
 def decoder_hidden(
     decoder: LlamaDecoder, embeddings: Tensor, mask: Tensor, positions: Tensor, wanted: Tensor
 ) -> Tensor:
-    """Hidden states after the final norm.
+    """Hidden states after the final norm, [batch, n, hidden].
 
     Args:
-        decoder: the language model.
         embeddings: [batch, rows, hidden].
         mask: bool [rows, rows], True where a row (first) sees another.
         positions: int64 [rows].
         wanted: int64 [batch, n], the rows whose states are returned.
-
-    Returns:
-        [batch, n, hidden].
     """
     cos, sin = decoder.rotation(positions)
     x = embeddings
     layers = [cast(LlamaLayer, layer) for layer in decoder.layers]
     for layer in layers:
-        x = x + _attention(layer, x, cos, sin, mask)
+        x = attend(layer, x, *queries_keys_values(layer, x, cos, sin), mask)
         if layer is layers[-1]:  # after the last attention nothing reads the other rows
             x = x.gather(1, wanted[:, :, None].expand(-1, -1, x.shape[-1]))
-        gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, dim=-1)
-        x = x + layer.down(F.silu(gate) * up)
+        x = mlp(layer, x)
     return decoder.norm(x)
 
 
-def _attention(layer: LlamaLayer, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-    batch, length, _ = x.shape
-    qkv = layer.qkv(layer.input_norm(x)).view(batch, length, -1, layer.head_dim).transpose(1, 2)
+def queries_keys_values(layer: LlamaLayer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows [batch, length, hidden]: each [batch, heads, length, head_dim], with RoPE as in transformers' Llama."""
+    qkv = layer.qkv(layer.input_norm(x)).view(*x.shape[:2], -1, layer.head_dim).transpose(1, 2)
     q, k, v = qkv.split((layer.heads, layer.kv_heads, layer.kv_heads), dim=1)
-    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=layer.heads != layer.kv_heads)
-    return layer.out(attended.transpose(1, 2).reshape(batch, length, -1))
+    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on [batch, heads, length, head_dim], halves rotated as in transformers' Llama."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def attend(layer: LlamaLayer, x: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """The layer's first half: rows with what they attend to added."""
+    attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=layer.heads != layer.kv_heads)
+    return x + layer.out(attended.transpose(1, 2).flatten(2))
+
+
+def mlp(layer: LlamaLayer, x: Tensor) -> Tensor:
+    """The layer's second half: rows with the MLP's output added."""
+    gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, dim=-1)
+    return x + layer.down(F.silu(gate) * up)

@@ -26,6 +26,7 @@ from specvla_ros.bags.reader import Bag, open_bag
 from specvla_ros.errors import UserError
 from specvla_ros.models.openvla.prompt import normalise_instruction
 from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.training.trainer import write_json
 
 _VERSION = 1
 _MANY_BAGS = 64
@@ -38,20 +39,13 @@ class DemonstrationSet:
 
     A step is one picture with one action for each instruction that is known for it: that of its episode, and those of
     the bag's hindsight topics. All steps have the same number of instructions.
-
-    Args:
-        images: uint8 [steps, size, size, 3], mapped from a file.
-        actions: float64 [steps, asked, action_dim], in the robot's units.
-        instruction_of: int64 [steps, asked], index into `instructions`.
-        episode_of: int64 [steps], counts the bags.
-        instructions: sorted, each once.
     """
 
-    images: np.ndarray
-    actions: np.ndarray
-    instruction_of: np.ndarray
-    episode_of: np.ndarray
-    instructions: tuple[str, ...]
+    images: np.ndarray  # uint8 [steps, size, size, 3], mapped from a file
+    actions: np.ndarray  # float64 [steps, asked, action_dim], in the robot's units
+    instruction_of: np.ndarray  # int64 [steps, asked], index into `instructions`
+    episode_of: np.ndarray  # int64 [steps], counts the bags
+    instructions: tuple[str, ...]  # sorted, each once
 
     @property
     def validation(self) -> np.ndarray:
@@ -66,14 +60,14 @@ def load_demonstrations(
 
     Args:
         bags: bags with images, an instruction, and a recorded action of seven values per image.
-        cache: directory of the cache; made again for other bags.
         size: side of the images in pixels; they are squeezed as OpenVLA's image processor does it (bicubic, on bytes).
         on_progress: called with bags read and their number.
 
     Raises:
         UserError: a bag lacks actions, or they are not seven finite numbers.
     """
-    fingerprint = _fingerprint(bags, size)
+    names = "\n".join(f"{bag.resolve()} {(bag / 'metadata.yaml').stat().st_mtime_ns}" for bag in bags)
+    fingerprint = hashlib.sha256(f"{_VERSION} {size}\n{names}".encode()).hexdigest()
     index = cache / "index.json"
     if not index.exists() or json.loads(index.read_text())["fingerprint"] != fingerprint:
         _fill(bags, cache, size, fingerprint, on_progress)
@@ -119,14 +113,17 @@ def _fill(
                 on_progress(episode + 1, len(bags))
     if not actions:
         raise UserError(f"the {len(bags)} bags hold no image with an instruction and a recorded action")
-    _raw_to_npy(cache, (len(actions), size, size, 3))
+    raw = cache / "images.raw"
+    # NumPy's header before the pixels, so that they can be mapped.
+    np.save(cache / "images.npy", np.memmap(raw, dtype=np.uint8, mode="r", shape=(len(actions), size, size, 3)))
+    raw.unlink()
     instructions = sorted({text for asked in texts for text in asked})
     index_of = {text: index for index, text in enumerate(instructions)}
     np.save(cache / "actions.npy", np.array(actions))
     np.save(cache / "instruction_of.npy", np.array([[index_of[text] for text in asked] for asked in texts]))
     np.save(cache / "episode_of.npy", np.array(episodes, dtype=np.int64))
     described = {"fingerprint": fingerprint, "instructions": instructions, "bags": len(bags), "steps": len(actions)}
-    (cache / "index.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    write_json(cache / "index.json", described)
 
 
 def _read(bags: Sequence[Path], size: int) -> Iterator[_Steps]:
@@ -154,14 +151,11 @@ def _read_bag(bag: Path, size: int) -> _Steps:
             answers = [frame.recorded, *(other for other in others if other is not None)]
             if any(len(answer) != 7 for answer in answers) or not np.isfinite(answers).all():
                 raise UserError(f"bag {bag}, image {frame.index}: the recorded action must be 7 finite numbers")
-            images.append(_squeeze(rgb_from_message(frame.image.message()), size))
+            image = Image.fromarray(rgb_from_message(frame.image.message()))
+            images.append(np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)))
             actions.append(np.array(answers))
             texts.append((normalise_instruction(frame.instruction), *hindsight))
     return _Steps(np.array(images, dtype=np.uint8), np.array(actions), tuple(texts))
-
-
-def _squeeze(image: np.ndarray, size: int) -> np.ndarray:
-    return np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC))
 
 
 def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:
@@ -182,28 +176,8 @@ def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:
     return {texts[name]: actions[found[name]] for name in sorted(texts)}
 
 
-def _raw_to_npy(cache: Path, shape: tuple[int, ...]) -> None:
-    """Puts NumPy's header before the pixels, so that they can be mapped; a block at a time, for bounded memory."""
-    raw = cache / "images.raw"
-    target = np.lib.format.open_memmap(cache / "images.npy", mode="w+", dtype=np.uint8, shape=shape)
-    source = np.memmap(raw, dtype=np.uint8, mode="r", shape=shape)
-    for start in range(0, shape[0], 1024):
-        target[start : start + 1024] = source[start : start + 1024]
-    target.flush()
-    raw.unlink()
-
-
-def _fingerprint(bags: Sequence[Path], size: int) -> str:
-    names = "\n".join(f"{bag.resolve()} {(bag / 'metadata.yaml').stat().st_mtime_ns}" for bag in bags)
-    return hashlib.sha256(f"{_VERSION} {size}\n{names}".encode()).hexdigest()
-
-
 def action_statistics(actions: np.ndarray) -> dict[str, object]:
-    """The action statistics of OpenVLA's config.json: 1st and 99th percentile per dimension, gripper as it is.
-
-    Args:
-        actions: float64 [..., 7].
-    """
+    """The action statistics of OpenVLA's config.json, of float64 [..., 7]: 1st and 99th percentile, gripper kept."""
     low, high = np.quantile(actions.reshape(-1, actions.shape[-1]), (0.01, 0.99), axis=0)
     low[-1], high[-1] = 0.0, 1.0
     return {"action": {"q01": low.tolist(), "q99": high.tolist(), "mask": [True] * (len(low) - 1) + [False]}}
@@ -215,32 +189,19 @@ _TINT = 0.05
 
 @dataclass(frozen=True)
 class Batch:
-    """Some steps of demonstrations, each with every instruction that is known for it.
+    """Some steps of demonstrations, each with every instruction that is known for it."""
 
-    Args:
-        pixels: float32 [batch, 3 * towers, size, size], normalised.
-        prompt_ids: int64 [batch, asked, n], padded on the right.
-        lengths: int64 [batch, asked], ids that are not padding.
-        answers: int64 [batch, asked, 7], the action tokens.
-    """
-
-    pixels: Tensor
-    prompt_ids: Tensor
-    lengths: Tensor
-    answers: Tensor
+    pixels: Tensor  # float32 [batch, 3 * towers, size, size], normalised
+    prompt_ids: Tensor  # int64 [batch, asked, n], padded on the right
+    lengths: Tensor  # int64 [batch, asked], ids that are not padding
+    answers: Tensor  # int64 [batch, asked, 7], the action tokens
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on another device."""
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in vars(self).values()))
 
 
 class Batches:
-    """Makes batches of a policy's demonstrations.
-
-    Args:
-        policy: the policy with its prompt, image processor and codec.
-        data: the demonstrations.
-    """
+    """Makes batches of a policy's demonstrations."""
 
     def __init__(self, policy: OpenVLATarget, data: DemonstrationSet) -> None:
         self._images = data.images
@@ -282,7 +243,6 @@ def shuffled(steps: np.ndarray, batch_size: int, *, seed: int, start: int = 0) -
     Args:
         steps: int64 [n], n > 0.
         batch_size: rows of a batch; larger than n: batches of n.
-        seed: the order's seed.
         start: number of batches to leave out, to resume a training.
     """
     size = min(batch_size, len(steps))

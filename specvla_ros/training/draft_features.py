@@ -29,18 +29,13 @@ _NAMES = ("lengths", "prompts", "hidden", "tokens")
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer of the target.
+    """One answer of the target."""
 
-    Args:
-        prompt: [prompt_len, hidden], the prompt's embeddings.
-        hidden: [prompt_len + action_dim - 1, hidden], after the final norm: of the prompt, then of each action token
-            but the last.
-        tokens: int64 [action_dim], the answer.
-    """
-
-    prompt: Tensor
+    prompt: Tensor  # [prompt_len, hidden], the prompt's embeddings
+    # [prompt_len + action_dim - 1, hidden], after the final norm: of the prompt, then of each action token but the
+    # last.
     hidden: Tensor
-    tokens: Tensor
+    tokens: Tensor  # int64 [action_dim], the answer
 
 
 @torch.inference_mode()
@@ -80,11 +75,7 @@ class FeatureStore:
     """Shards of samples in a directory; each is written whole or not at all.
 
     Args:
-        directory: the shards' directory; made if missing.
         described: target and data; features of any other are refused.
-
-    Raises:
-        UserError: the directory holds features made of something else.
     """
 
     def __init__(self, directory: Path, described: dict[str, object]) -> None:
@@ -101,13 +92,7 @@ class FeatureStore:
 
     @property
     def shards(self) -> list[Path]:
-        """The finished shards, in order."""
         return sorted(self._directory.glob("shard-*.safetensors"))
-
-    @property
-    def bytes_used(self) -> int:
-        """Size of all shards."""
-        return sum(shard.stat().st_size for shard in self.shards)
 
     def fill(
         self,
@@ -122,16 +107,13 @@ class FeatureStore:
         Called again with the same frames it resumes after the last whole shard.
 
         Args:
-            policy: the target.
             frames: the frames, always in the same order.
             limit_bytes: limit of all shards together, bytes.
-            on_frame: called with the number of frames done.
         """
         source = iter(frames)
         done = len(self.shards) * SHARD_SAMPLES
-        for _ in islice(source, done):
-            pass
-        while self.bytes_used < limit_bytes:
+        next(islice(source, done, done), None)
+        while sum(shard.stat().st_size for shard in self.shards) < limit_bytes:
             samples: list[Sample] = []
             taken = 0
             while taken < SHARD_SAMPLES and (batch := list(islice(source, min(_BATCH, SHARD_SAMPLES - taken)))):

@@ -3,10 +3,9 @@
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specvla_ros.models.openvla.target import OpenVLATarget
@@ -15,7 +14,7 @@ from specvla_ros.speculation.drafters.eagle_head import EagleHead
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
-from specvla_ros.training.batched_forward import rotate
+from specvla_ros.training.batched_forward import attend, mlp, queries_keys_values
 from specvla_ros.training.draft_features import Sample
 
 
@@ -38,7 +37,6 @@ def draft_features(
     target made them.
 
     Args:
-        head: the draft head.
         following: [batch, rows, hidden], embeddings of the following tokens.
         hidden: [batch, rows, hidden], the target's hidden states.
         padding: int64 [batch], number of padding rows at the left end.
@@ -55,20 +53,23 @@ def draft_features(
     seen = (row[:, None] >= row) & (row >= padding[:, None, None])
     # A row of padding sees itself: a softmax over nothing is NaN.
     seen = seen | torch.eye(rows, dtype=torch.bool, device=seen.device)
-    x = _fuse(head, following, hidden)
-    keys, values = _keys_values(head, x, cos, sin)
-    predicted = _block(head, x, keys, values, cos, sin, seen)[:, -answer:]
-    results = [predicted]
-    stored = [(keys, values)]
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+
+    def predict(following: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, visible: Tensor) -> Tensor:
+        x = head.fc(torch.cat((following, hidden), dim=-1))
+        q, k, v = queries_keys_values(head.layer, x, cos, sin)
+        keys.append(k)
+        values.append(v)
+        x = attend(head.layer, x, q, torch.cat(keys, dim=2), torch.cat(values, dim=2), visible[:, None])
+        return mlp(head.layer, x)
+
+    results = [predict(following, hidden, cos, sin, seen)[:, -answer:]]
     cos, sin, following = cos[-answer:], sin[-answer:], following[:, -answer:]
     for step in range(1, steps):
-        # Row a of the answer is fed with what row a-1 predicted in the step before.
-        x = _fuse(head, following[:, step:], results[-1][:, :-1])
-        stored.append(_keys_values(head, x, cos[step:], sin[step:]))
         visible = _visible(padding, rows, answer, step)
-        keys = torch.cat([step_keys for step_keys, _ in stored], dim=2)
-        values = torch.cat([step_values for _, step_values in stored], dim=2)
-        results.append(_block(head, x, keys, values, cos[step:], sin[step:], visible))
+        # Row a of the answer is fed with what row a-1 predicted in the step before.
+        results.append(predict(following[:, step:], results[-1][:, :-1], cos[step:], sin[step:], visible))
     return results
 
 
@@ -87,87 +88,39 @@ def _visible(padding: Tensor, rows: int, answer: int, step: int) -> Tensor:
     return torch.cat(masks, dim=2)
 
 
-def _fuse(head: EagleHead, following: Tensor, hidden: Tensor) -> Tensor:
-    return head.fc(torch.cat((following, hidden), dim=-1))
-
-
-def _keys_values(head: EagleHead, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    _, k, v = _qkv(head, x)
-    return rotate(k, cos, sin), v
-
-
-def _block(
-    head: EagleHead, x: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, visible: Tensor
-) -> Tensor:
-    layer = head.layer
-    q, _, _ = _qkv(head, x)
-    attended = F.scaled_dot_product_attention(
-        rotate(q, cos, sin), keys, values, attn_mask=visible[:, None], enable_gqa=layer.heads != layer.kv_heads
-    )
-    x = x + layer.out(attended.transpose(1, 2).flatten(2))
-    gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, dim=-1)
-    return x + layer.down(F.silu(gate) * up)
-
-
-def _qkv(head: EagleHead, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    layer = head.layer
-    qkv = layer.qkv(x).view(*x.shape[:2], -1, layer.head_dim).transpose(1, 2)
-    q, k, v = qkv.split((layer.heads, layer.kv_heads, layer.kv_heads), dim=1)
-    return q, k, v
-
-
 _MAX_SAMPLES = 256
 
 
 @dataclass(frozen=True)
 class DraftValidation:
-    """What strict acceptance would have made of the head's trees on held-out answers.
+    """What strict acceptance would have made of the head's trees on held-out answers."""
 
-    Args:
-        epoch: number of passes over the features before it.
-        tau: tokens committed per verification forward.
-        accept_length_by_place: mean accepted drafts by the dimension of the first drafted token (Spec-VLA, Table 3).
-        samples: answers that were drafted.
-    """
-
-    epoch: int
-    tau: float
+    epoch: int  # number of passes over the features before it
+    tau: float  # tokens committed per verification forward
+    # Mean accepted drafts by the dimension of the first drafted token (Spec-VLA, Table 3).
     accept_length_by_place: tuple[tuple[int, float], ...]
-    samples: int
-
-    @staticmethod
-    def from_json(raw: dict[str, Any]) -> "DraftValidation":
-        """The inverse of `dataclasses.asdict`."""
-        lengths = tuple((int(dim), float(length)) for dim, length in raw["accept_length_by_place"])
-        return DraftValidation(raw["epoch"], raw["tau"], lengths, raw["samples"])
+    samples: int  # answers that were drafted
 
 
 @torch.inference_mode()
 def validate_draft(policy: OpenVLATarget, head: EagleHead, samples: Iterable[Sample], *, epoch: int) -> DraftValidation:
     """Drafts the target's own answers again, token by token as strict acceptance would let it.
 
-    The target need not run: with strict acceptance only its own tokens are committed, and those are known.
-
-    Args:
-        policy: the target.
-        head: the draft head.
-        samples: held-out answers; the first few hundred are used.
-        epoch: number of passes over the features, for the record.
+    The target need not run: with strict acceptance only its own tokens are committed, and those are known. Of the
+    samples, held-out answers, the first few hundred are used.
     """
     settings = DraftSettings()
     head = copy.deepcopy(head).to(policy.decoder.dtype)  # as it will run
     drafter: EagleDrafter | None = None
     found: dict[int, list[int]] = {}
     done = 0
-    for sample in samples:
+    for sample in islice(samples, _MAX_SAMPLES):
         rows = len(sample.prompt) + len(sample.tokens)
         if drafter is None or drafter.committed_rows < rows:
             drafter = EagleDrafter(head, policy.decoder, settings, slots=1, slot_rows=rows)
         for dim, accepted in _replay(policy, drafter, sample):
             found.setdefault(dim, []).append(accepted)
         done += 1
-        if done == _MAX_SAMPLES:
-            break
     lengths = [length for of_dim in found.values() for length in of_dim]
     return DraftValidation(
         epoch=epoch,

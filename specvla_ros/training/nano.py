@@ -1,6 +1,5 @@
 """The nano policy: OpenVLA's architecture and file format, small enough to train on two CPU cores."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.weights import save_weights
+from specvla_ros.training.trainer import write_json
 
 _PAD_ROWS = 64
 _BINS = 256
@@ -21,25 +21,15 @@ _MEAN, _STD = 0.5, 0.5
 
 @dataclass(frozen=True)
 class NanoShape:
-    """Sizes of the nano policy; the defaults are those of the one that is shipped.
+    """Sizes of the nano policy; the defaults are those of the one that is shipped."""
 
-    Args:
-        image_size: pixels, a multiple of the patch size.
-        patch_size: pixels.
-        vision_dim: channels of the SigLIP-like tower.
-        vision_depth: blocks of the tower; as in OpenVLA the last one is not computed.
-        hidden_size: of the Llama decoder.
-        layers: of the Llama decoder.
-        head_dim: of the tower's and the decoder's attention.
-    """
-
-    image_size: int = 112
-    patch_size: int = 14
-    vision_dim: int = 128
-    vision_depth: int = 5
-    hidden_size: int = 192
-    layers: int = 4
-    head_dim: int = 32
+    image_size: int = 112  # pixels, a multiple of the patch size
+    patch_size: int = 14  # pixels
+    vision_dim: int = 128  # channels of the SigLIP-like tower
+    vision_depth: int = 5  # blocks of the tower; as in OpenVLA the last one is not computed
+    hidden_size: int = 192  # of the Llama decoder
+    layers: int = 4  # of the Llama decoder
+    head_dim: int = 32  # of the tower's and the decoder's attention
 
 
 def write_nano(
@@ -48,18 +38,16 @@ def write_nano(
     """Writes an untrained policy: config.json, preprocessor_config.json, tokenizer.json and model.safetensors.
 
     Args:
-        directory: made if it is missing.
         instructions: all that it will be taught, in lower case; their words are the vocabulary.
         norm_stats: action statistics by dataset, as in OpenVLA's config.json.
-        seed: of the weights.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _word_tokenizer(instructions)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = _config(shape, tokenizer.get_vocab_size() + _BINS + _PAD_ROWS, norm_stats)
     config["instructions"] = list(instructions)
-    _write_json(directory / "config.json", config)
-    _write_json(directory / "preprocessor_config.json", _preprocessor_config(shape))
+    write_json(directory / "config.json", config)
+    write_json(directory / "preprocessor_config.json", _preprocessor_config(shape))
     model = OpenVLA(read_config(directory))
     _initialise(model, torch.Generator().manual_seed(seed))
     save_weights(directory / "model.safetensors", model.checkpoint_tensors())
@@ -160,7 +148,3 @@ def _positions_in_two_dimensions(patches: int, dim: int) -> Tensor:
     waves = torch.cat((angles.sin(), angles.cos()), dim=1)  # [side, dim / 2]
     rows, columns = waves.repeat_interleave(side, 0), waves.repeat(side, 1)
     return torch.cat((rows, columns), dim=1)[None]
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

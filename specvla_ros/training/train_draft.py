@@ -47,25 +47,15 @@ _HELD_OUT = 20  # one shard in so many, and at least one
 
 @dataclass(frozen=True)
 class DraftTraining:
-    """How to train a draft head.
+    """How to train a draft head."""
 
-    Args:
-        epochs: passes over the features.
-        batch_size: samples of one step, over all processes.
-        learning_rate: its peak, after a warm-up; then it falls to 0.
-        own_steps: depth in drafted tokens to which the head is trained on its own features (training-time test); 1: on
-            the target's only, as in EAGLE and Spec-VLA.
-        seed: of weights, order and noise.
-
-    Raises:
-        UserError: a value is out of range.
-    """
-
-    epochs: int = 20
-    batch_size: int = 16
-    learning_rate: float = 5e-5
+    epochs: int = 20  # passes over the features
+    batch_size: int = 16  # samples of one step, over all processes
+    learning_rate: float = 5e-5  # its peak, after a warm-up; then it falls to 0
+    # Depth in drafted tokens to which the head is trained on its own features (training-time test); 1: on the
+    # target's only, as in EAGLE and Spec-VLA.
     own_steps: int = 1
-    seed: int = 0
+    seed: int = 0  # of weights, order and noise
 
     def __post_init__(self) -> None:
         check_settings(self, ("epochs", "batch_size", "own_steps"))
@@ -76,10 +66,6 @@ def check_frames(data: Sequence[Path] | None, frames: int) -> None:
 
     Args:
         data: bags, or directories of bags; None: simulation, which has no end.
-        frames: the most that the target will be asked.
-
-    Raises:
-        UserError: too few to train on and to validate with, or a bag that cannot be read.
     """
     if frames < MIN_FRAMES:
         raise UserError(f"--frames {frames} is too few to train on and to validate with; {MIN_FRAMES} are the minimum")
@@ -110,16 +96,9 @@ def collect_features(
     """Asks the target about frames and keeps its features below `out`; called again it resumes where it stopped.
 
     Args:
-        policy: the target.
         data: bags, or directories of bags; None: what the target does in simulation.
-        out: the draft head's directory.
-        seed: of the frames' order.
         frames: the most that the target is asked.
         max_bytes: limit of the features on disk, bytes.
-        on_frame: called with the number of frames done.
-
-    Returns:
-        The shards.
 
     Raises:
         UserError: no usable data, or `out` holds features of something else.
@@ -141,21 +120,7 @@ def train_draft(
     training: DraftTraining,
     on_progress: Callable[[Progress[DraftValidation]], None] | None = None,
 ) -> list[DraftValidation]:
-    """Trains, and leaves a draft checkpoint in `out`; called again, it resumes after the last whole epoch.
-
-    Args:
-        policy: the target.
-        shards: features, see FeatureStore.
-        out: the checkpoint's directory.
-        training: the settings.
-        on_progress: called after each step.
-
-    Returns:
-        One validation per epoch.
-
-    Raises:
-        UserError: too few features, or `out` holds the state of another training.
-    """
+    """Trains, and leaves a draft checkpoint in `out`; called again, it resumes after the last whole epoch."""
     from accelerate import Accelerator
 
     held_out = max(1, len(shards) // _HELD_OUT)
@@ -201,11 +166,9 @@ class _DraftTask:
         self.clip = _CLIP
 
     def schedule(self, step: int) -> float:
-        """Linear warm-up, then linear decay to 0."""
         return warm_up(step, self.steps, _WARM_UP) * (1 - step / self.steps)
 
     def batches(self, start: int) -> Iterator[tuple[list[Sample], torch.Generator]]:
-        """Shuffled samples of whole epochs, and the noise of each step."""
         rank, share = self._accelerator.process_index, self._accelerator.num_processes
         for epoch in range(start // self.validate_every, self.steps // self.validate_every):
             samples = self._epoch(epoch)
@@ -215,13 +178,12 @@ class _DraftTask:
                 yield list(islice(samples, self.batch_size))[rank::share], noise
 
     def validate(self, step: int, seconds: float) -> DraftValidation:
-        """On shards that are held out."""
         samples = (sample for path in self._held_out for sample in shuffled_samples([path], seed=0, epoch=0))
         return validate_draft(self._policy, self.trained, samples, epoch=step // self.validate_every)
 
     def validation_from_json(self, raw: dict[str, Any]) -> DraftValidation:
-        """JSON and torch know lists only."""
-        return DraftValidation.from_json(raw)
+        lengths = tuple((int(dim), float(length)) for dim, length in raw["accept_length_by_place"])
+        return DraftValidation(**raw | {"accept_length_by_place": lengths})
 
     def write(self, described: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
         """The head, for its target by name."""
@@ -264,16 +226,13 @@ class _DraftLoss(nn.Module):
 
 
 def draft_loss(predicted: Tensor, features: Tensor, probabilities: Tensor, lm_head: Tensor) -> Tensor:
-    """1.0 smooth-L1 of the features and 0.1 cross-entropy with the target's distribution (Spec-VLA section 5.1).
+    """1.0 smooth-L1 of the features and 0.1 cross-entropy with the target's distribution, means (Spec-VLA section 5.1).
 
     Args:
         predicted: [batch, rows, hidden], the head's hidden states.
         features: [batch, rows, hidden], the target's.
         probabilities: [batch, rows, vocab], the target's distribution at each row.
         lm_head: [vocab, hidden], the target's.
-
-    Returns:
-        A scalar, the mean over the rows.
     """
     logits = F.linear(predicted, lm_head.to(predicted.dtype))
     tokens = -(probabilities * logits.log_softmax(-1)).sum(-1).mean()
@@ -282,21 +241,13 @@ def draft_loss(predicted: Tensor, features: Tensor, probabilities: Tensor, lm_he
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Samples of one batch, padded on the left so that their answers are aligned.
+    """Samples of one batch, padded on the left so that their answers are aligned."""
 
-    Args:
-        following: float32 [batch, rows, hidden], the embedding of the token after each row.
-        hidden: float32 [batch, rows, hidden], the target's state at each row.
-        goal: float32 [batch, answer rows, hidden], the target's state after each of the answer's rows.
-        padding: int64 [batch], number of padding rows at the left end.
-        prompt_rows: rows before the answer's.
-    """
-
-    following: Tensor
-    hidden: Tensor
-    goal: Tensor
-    padding: Tensor
-    prompt_rows: int
+    following: Tensor  # float32 [batch, rows, hidden], the embedding of the token after each row
+    hidden: Tensor  # float32 [batch, rows, hidden], the target's state at each row
+    goal: Tensor  # float32 [batch, answer rows, hidden], the target's state after each of the answer's rows
+    padding: Tensor  # int64 [batch], number of padding rows at the left end
+    prompt_rows: int  # rows before the answer's
 
 
 def collate(samples: Sequence[Sample], embed: nn.Embedding) -> DraftBatch:

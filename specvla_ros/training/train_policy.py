@@ -46,10 +46,6 @@ def action_loss(logits: Tensor, answers: Tensor, tokenizer: ActionTokenizer) -> 
     Args:
         logits: [..., action_dim, vocab].
         answers: int64 [..., action_dim], action tokens.
-        tokenizer: the codec whose ids are bins.
-
-    Returns:
-        A scalar, float32.
     """
     log_probabilities = logits.float().log_softmax(-1)
     bins = log_probabilities[..., tokenizer.first_id : tokenizer.vocab_size]
@@ -77,27 +73,14 @@ _MUON_SCALE = "match_rms_adamw"  # so that both optimisers take one learning rat
 
 @dataclass(frozen=True)
 class PolicyTraining:
-    """How to train a policy.
-
-    Args:
-        steps: optimiser steps.
-        batch_size: images of one step, over all processes.
-        learning_rate: its peak, after a warm-up; it falls to 0 along a cosine.
-        seed: of weights, order and augmentation.
-        validate_every: steps between validations, each of which also saves the state to resume from.
-        unnorm_key: name of the action statistics.
-        shape: sizes of the nano policy.
-
-    Raises:
-        UserError: a value is out of range.
-    """
+    """How to train a policy."""
 
     steps: int = 10000
-    batch_size: int = 32
-    learning_rate: float = 1.5e-3
-    seed: int = 0
-    validate_every: int = 500
-    unnorm_key: str = "specvla_table"
+    batch_size: int = 32  # images of one step, over all processes
+    learning_rate: float = 1.5e-3  # its peak, after a warm-up; it falls to 0 along a cosine
+    seed: int = 0  # of weights, order and augmentation
+    validate_every: int = 500  # steps between validations, each of which also saves the state to resume from
+    unnorm_key: str = "specvla_table"  # name of the action statistics
     shape: NanoShape = field(default_factory=NanoShape)
 
     def __post_init__(self) -> None:
@@ -106,21 +89,13 @@ class PolicyTraining:
 
 @dataclass(frozen=True)
 class Validation:
-    """How well the policy predicts demonstrations that it has not seen.
+    """How well the policy predicts demonstrations that it has not seen."""
 
-    Args:
-        step: optimiser steps before it.
-        loss: cross-entropy of the true tokens, nats, mean over the dimensions.
-        accuracy: per dimension, share of tokens predicted exactly.
-        bin_distance: per dimension, mean distance to the true token in bins.
-        seconds: training time so far.
-    """
-
-    step: int
-    loss: float
-    accuracy: tuple[float, ...]
-    bin_distance: tuple[float, ...]
-    seconds: float
+    step: int  # optimiser steps before it
+    loss: float  # cross-entropy of the true tokens, nats, mean over the dimensions
+    accuracy: tuple[float, ...]  # per dimension, share of tokens predicted exactly
+    bin_distance: tuple[float, ...]  # per dimension, mean distance to the true token in bins
+    seconds: float  # training time so far
 
 
 def train_policy(
@@ -136,12 +111,7 @@ def train_policy(
     Args:
         data: bags, or directories of bags.
         out: the checkpoint's directory, with the training state in a folder of it until the end.
-        training: the settings.
         on_reading: called with the number of bags read and of all.
-        on_progress: called after each step.
-
-    Returns:
-        The validations, oldest first.
 
     Raises:
         UserError: no or unusable bags, or `out` holds the state of another training.
@@ -157,19 +127,15 @@ def train_policy(
             training.shape.image_size,
             on_reading if accelerator.is_main_process else None,
         )
-    _check_enough(demonstrations)
     episodes = int(demonstrations.episode_of.max()) + 1
+    if demonstrations.validation.all() or not demonstrations.validation.any():
+        raise UserError(
+            f"{len(demonstrations.images)} steps in {episodes} episodes are too few to train on and to "
+            "validate with: at least 20 episodes are needed; `specvla collect` records more"
+        )
     described = asdict(training) | {"demonstration_steps": len(demonstrations.images), "episodes": episodes}
     begin_or_resume(accelerator, out, described, lambda: _write_untrained(out, demonstrations, training))
     return Trainer(accelerator, _PolicyTask(accelerator, demonstrations, out, training), out).run(on_progress)
-
-
-def _check_enough(data: DemonstrationSet) -> None:
-    if data.validation.all() or not data.validation.any():
-        raise UserError(
-            f"{len(data.images)} steps in {data.episode_of.max() + 1} episodes are too few to train on and to "
-            "validate with: at least 20 episodes are needed; `specvla collect` records more"
-        )
 
 
 def _write_untrained(out: Path, data: DemonstrationSet, training: PolicyTraining) -> None:
@@ -199,11 +165,9 @@ class _PolicyTask:
         self.clip = _CLIP
 
     def schedule(self, step: int) -> float:
-        """Linear warm-up, then a cosine to 0."""
         return warm_up(step, self.steps, _WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
     def batches(self, start: int) -> Iterator[tuple[Batch]]:
-        """Shuffled steps of the demonstrations, augmented."""
         rank, share = self._accelerator.process_index, self._accelerator.num_processes
         seed = self._training.seed
         order = shuffled(self._train, max(1, self.batch_size // share) * share, seed=seed, start=start)
@@ -213,7 +177,6 @@ class _PolicyTask:
 
     @torch.no_grad()
     def validate(self, step: int, seconds: float) -> Validation:
-        """On episodes that are held out."""
         some = self._held_out[:: max(1, len(self._held_out) // _VALIDATION_STEPS)]
         losses, right, distance = [], [], []
         for start in range(0, len(some), 256):
@@ -233,7 +196,6 @@ class _PolicyTask:
         )
 
     def validation_from_json(self, raw: dict[str, Any]) -> Validation:
-        """JSON and torch know lists only."""
         return Validation(**raw | {name: tuple(raw[name]) for name in ("accuracy", "bin_distance")})
 
     def write(self, described: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
@@ -246,8 +208,6 @@ class _PolicyTask:
 
 
 class _PolicyLoss(nn.Module):
-    """The loss of a batch."""
-
     def __init__(self, policy: OpenVLATarget) -> None:
         super().__init__()
         self.model = policy.model.train().requires_grad_(True)
@@ -280,9 +240,7 @@ def _optimisers(model: nn.Module, learning_rate: float) -> list[torch.optim.Opti
 def _precision() -> str:
     """bfloat16 where the processor multiplies it; elsewhere it is slower than float32."""
     if torch.cuda.is_available():
-        return "bf16" if torch.cuda.is_bf16_supported() else "no"
-    return (
-        "bf16"
-        if torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported()
-        else "no"
-    )
+        fast = torch.cuda.is_bf16_supported()
+    else:
+        fast = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported()
+    return "bf16" if fast else "no"

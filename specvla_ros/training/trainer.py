@@ -21,21 +21,13 @@ V_co = TypeVar("V_co", covariant=True)
 
 @dataclass(frozen=True)
 class Progress(Generic[V]):
-    """Where a training stands.
+    """Where a training stands."""
 
-    Args:
-        step: optimiser steps done.
-        steps: optimiser steps in all.
-        loss: of the last step, on this process.
-        samples_per_s: since the start or the resumption.
-        validation: the newest; None before the first.
-    """
-
-    step: int
-    steps: int
-    loss: float
-    samples_per_s: float
-    validation: V | None
+    step: int  # optimiser steps done
+    steps: int  # optimiser steps in all
+    loss: float  # of the last step, on this process
+    samples_per_s: float  # since the start or the resumption
+    validation: V | None  # the newest; None before the first
 
 
 class TrainingTask(Protocol[V_co]):
@@ -65,23 +57,18 @@ class TrainingTask(Protocol[V_co]):
 
     def schedule(self, step: int) -> float:
         """Share of the peak learning rate at a step."""
-        ...
 
     def batches(self, start: int) -> Iterator[tuple[Any, ...]]:
         """The arguments of `model` for this process, one batch per step from a validation's step on."""
-        ...
 
     def validate(self, step: int, seconds: float) -> V_co:
         """The validation after so many steps and seconds of training."""
-        ...
 
     def validation_from_json(self, raw: dict[str, Any]) -> V_co:
         """The inverse of `dataclasses.asdict`."""
-        ...
 
     def write(self, described: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
         """Writes the trained weights; returns what training.json records."""
-        ...
 
 
 def begin_or_resume(
@@ -90,20 +77,15 @@ def begin_or_resume(
     """Prepares the state's directory; the main process does it for all.
 
     Args:
-        accelerator: accelerate's.
-        out: the checkpoint's directory.
         described: settings and data, as JSON knows them.
         begin: called where no training has begun.
-
-    Raises:
-        UserError: `out` holds the state of a training with other settings or data.
     """
     if accelerator.is_main_process:
         path = out / STATE_DIRECTORY / "training.json"
         if not path.exists():
             begin()
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write_json(path, described)
+            write_json(path, described)
         elif json.loads(path.read_text(encoding="utf-8")) != described:
             raise UserError(
                 f"{out} holds the state of another training (other data or settings, see {path}); choose another "
@@ -113,13 +95,7 @@ def begin_or_resume(
 
 
 class Trainer(Generic[V]):
-    """Trains a task to its end, from the last validation where there is one.
-
-    Args:
-        accelerator: accelerate's.
-        task: what is trained.
-        out: the checkpoint's directory; `begin_or_resume` has prepared it.
-    """
+    """Trains a task to its end, from the last validation where there is one; `begin_or_resume` has prepared `out`."""
 
     def __init__(self, accelerator: Any, task: TrainingTask[V], out: Path) -> None:
         self._accelerator = accelerator
@@ -202,9 +178,8 @@ class Trainer(Generic[V]):
         self._done, self._seconds = state["done"], state["seconds"]
 
     def _finish(self) -> None:
-        """Leaves the weights and training.json; the state goes."""
         described = json.loads((self._state / "training.json").read_text(encoding="utf-8"))
-        _write_json(self._out / "training.json", self._task.write(described, self._plain_history()))
+        write_json(self._out / "training.json", self._task.write(described, self._plain_history()))
         shutil.rmtree(self._state)
 
     def _plain_history(self) -> list[dict[str, Any]]:
@@ -222,9 +197,6 @@ def check_settings(settings: Any, positive: tuple[str, ...]) -> None:
     Args:
         settings: a dataclass with a learning_rate.
         positive: names of the whole numbers that must be at least 1.
-
-    Raises:
-        UserError: one is out of range, named as its option.
     """
     for name in positive:
         if getattr(settings, name) < 1:
@@ -233,5 +205,6 @@ def check_settings(settings: Any, positive: tuple[str, ...]) -> None:
         raise UserError(f"--learning-rate must lie between 0 and 1, got {settings.learning_rate}")
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """An object as an indented file."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

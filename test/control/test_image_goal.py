@@ -10,10 +10,9 @@ from support.gl import needs_gl
 from specvla_ros.control.displacement import ImageGoal
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
 from specvla_ros.planning.device import StageTimes
-from specvla_ros.simulation.device_pace import tick_time
 from specvla_ros.simulation.osc import CONTROL_HZ, POSITION_SCALE_M, SCALE
 from specvla_ros.simulation.robot import TableRobot
-from specvla_ros.simulation.rollout import Clock, Rollout
+from specvla_ros.simulation.rollout import Clock, Rollout, tick_time
 
 DT_S, STEP_S = 0.2, 0.05
 

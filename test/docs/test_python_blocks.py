@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specvla_ros.models import checkpoint
+from specvla_ros.models.checkpoint import TARGETS
 from specvla_ros.models.target import Target
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.speculation import reference
-from specvla_ros.speculation.drafters.registry import DRAFTERS
-from specvla_ros.speculation.rules.registry import RULES
+from specvla_ros.speculation.registry import DRAFTERS, RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 HOW_TO = "docs/how-to"
@@ -42,9 +41,8 @@ def python_blocks(page: str) -> list[str]:
 @pytest.fixture
 def run_page(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a page's blocks in one module, and forgets what they registered."""
-    for registry in (RULES, DRAFTERS):
+    for registry in (RULES, DRAFTERS, TARGETS):
         monkeypatch.setattr(registry, "_entries", dict(registry.entries()))
-    monkeypatch.setattr(checkpoint, "_LOADERS", dict(checkpoint._LOADERS))
 
     def run(page: str) -> ModuleType:
         module = ModuleType("shown")

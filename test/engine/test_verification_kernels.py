@@ -1,8 +1,13 @@
-"""Acceptance and commit are compiled before the first tick, for whatever tree may come."""
+"""Acceptance and commit: compiled before the first tick, for whatever tree may come, and of few launches."""
+
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from support.static_forwards import recorded
+from support.verifications import ACTIONS, VOCAB, make_tree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specvla_kernels import accept_tree, compare_drafts
 from specvla_kernels.accept_tree import MIN_PATH
@@ -11,8 +16,9 @@ from specvla_kernels.compare_drafts import MIN_NODES
 from specvla_kernels.device import blocks, power_of_two
 from specvla_ros.engine import verifier
 from specvla_ros.engine.kv_cache import KVCache
-from specvla_ros.engine.verifier import Verifier
-from specvla_ros.speculation.accept import ActionIds
+from specvla_ros.engine.verifier import Verifier, VerifyInput
+from specvla_ros.speculation.accept import AcceptanceRule, ActionIds
+from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.strict import Strict
 
 
@@ -61,3 +67,54 @@ def test_blocks_reach_from_the_least_to_what_holds_the_most() -> None:
     assert blocks(16, 1) == blocks(16, 16) == [16]
     assert blocks(16, 17) == [16, 32]
     assert blocks(8, 64) == [8, 16, 32, 64]
+
+
+_HOST = ("aten.scalar_tensor", "aten.lift_fresh")  # a number that travels with a launch; what is uploaded
+_VIEWS = ("aten.view", "aten.split", "aten.slice", "aten.select", "aten.unsqueeze", "aten.reshape", "aten._unsafe_view")
+
+
+class Launches(TorchDispatchMode):
+    """Counts what would be launches on a GPU; an operator of ours is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if not name.startswith((*_HOST, *_VIEWS, "aten.detach", "aten.unbind", "aten.alias")):
+            self.counted[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("rule", "requests", "most"),
+    [
+        (Strict(), 1, 11),
+        (Strict(), 4, 29),
+        (BinDistance((5,) * 6 + (0,)), 1, 18),
+        (BinDistance((5,) * 6 + (0,)), 4, 36),
+        (BinDistance((5, 6, 4, 9, 8, 7, 0)), 1, 28),
+    ],
+)
+def test_a_verification_is_a_known_number_of_launches(
+    rule: AcceptanceRule, requests: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = KVCache(
+        layers=1, slots=4, slot_rows=40, kv_heads=1, head_dim=2, dtype=torch.float32, device=torch.device("cpu")
+    )
+    made = Verifier(rule, ACTIONS, cache, max_nodes=16, max_depth=7)
+    tree = make_tree([13] * 8, range(-1, 7))
+    parts = [VerifyInput(tree, 1, slot, 20, rule) for slot in range(requests)]
+    found = [torch.zeros(requests, 8, dtype=torch.int64)] * 4
+    comparison = compare_drafts.Comparison(found[0], found[0] == 0, *found[2:])
+    path = torch.ones(requests, 4 * 8 + 1, dtype=torch.int64)
+    monkeypatch.setattr(compare_drafts, "compare_drafts_reference", lambda *_: comparison)
+    monkeypatch.setattr(accept_tree, "accept_tree_reference", lambda *_: path)
+    monkeypatch.setattr(verifier, "commit_kv", lambda *_: None)
+    logits, hidden = torch.zeros(8 * requests, VOCAB), [torch.zeros(8, 4)] * requests
+    with Launches() as launches:
+        commits = made.verify(logits, hidden, parts, made.prepare(parts))
+    assert len(commits) == requests
+    ours = 3  # comparison, walk and commit
+    assert launches.counted.total() + ours <= most, launches.counted

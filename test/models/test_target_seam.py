@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from random_decoder import random_decoder
+from support.checkpoints import edit_json, write_checkpoint
 
 from specvla_ros import Engine, EngineSettings, Observation, Policy, UserError
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
 from specvla_ros.models import checkpoint
-from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.models.codecs.codec import CODECS, ActionIds
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.models.target import PromptLayout, Target
@@ -32,6 +33,7 @@ class DigitCodec:
 
     max_text: int = 0
     names = ("reach", "grip")
+    unnorm_key = ""
     horizon = 2
     dt_s = 0.1
     action_range = (np.zeros(2), np.full(2, 99.0))
@@ -153,8 +155,9 @@ def plain_tokens(target: Target, seen: Observation) -> list[int]:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(checkpoint, "_LOADERS", dict(checkpoint._LOADERS))
-    checkpoint.register("two_cameras", load_two_cameras)
+    checkpoint.TARGETS.entries()
+    monkeypatch.setattr(checkpoint.TARGETS, "_entries", dict(checkpoint.TARGETS._entries))
+    checkpoint.TARGETS.register("two_cameras")(load_two_cameras)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "two_cameras"}))
     return tmp_path
 
@@ -189,3 +192,15 @@ def test_the_codec_round_trips_and_bounds_what_it_accepts(actions: list[list[flo
     tokens = codec.encode(np.array(actions))
     assert codec.decode(tokens).tolist() == actions
     assert codec.bound(codec.spread_bins([2], 0)).tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_a_checkpoint_may_name_another_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path)
+    edit_json(tmp_path / "config.json", lambda config: config.update(action_codec="digits"))
+    with pytest.raises(UserError, match="there is no action codec 'digits'; known: bins"):
+        checkpoint.load_target(tmp_path, device="cpu")
+    monkeypatch.setattr(CODECS, "_entries", dict(CODECS.entries()))
+    CODECS.register("digits")(lambda context: DigitCodec())
+    target = checkpoint.load_target(tmp_path, device="cpu")
+    action = Engine(target, EngineSettings()).act(Observation(np.zeros((8, 8, 3), np.uint8), "lift the cube", 1))
+    assert isinstance(action, Action) and action.actions.shape == (2, 2) and len(action.tokens) == 8

@@ -13,9 +13,8 @@ from specvla_ros.engine.tally import TickWork
 from specvla_ros.errors import UserError
 from specvla_ros.planning.cost import stage_times
 from specvla_ros.planning.device import STAGES, StageTimes, known_devices, read_device
-from specvla_ros.simulation.device_pace import read_stage_times, tick_time
 from specvla_ros.simulation.robot import TableRobot
-from specvla_ros.simulation.rollout import Clock, Rollout
+from specvla_ros.simulation.rollout import Clock, Rollout, read_stage_times, tick_time
 from specvla_ros.speculation.drafters.registry import DraftWork
 
 pytestmark = needs_gl

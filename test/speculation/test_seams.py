@@ -1,7 +1,8 @@
 """A rule and a drafter of another package, each one file, are found by name and decode in the real engine."""
 
 import logging
-from collections.abc import Callable
+import subprocess
+import sys
 from importlib import metadata
 
 import pytest
@@ -89,14 +90,20 @@ def test_a_package_that_cannot_be_loaded_is_logged_and_left_out(
 ) -> None:
     points = metadata.EntryPoints([metadata.EntryPoint("broken", "no_such_module", "specvla_ros.rules")])
     monkeypatch.setattr(metadata, "entry_points", lambda group: points.select(group=group))
-    registry: Registry[Callable[[], None]] = Registry("specvla_ros.rules", [])
+    registry = Registry("specvla_ros.rules", [])
     with caplog.at_level(logging.WARNING):
         assert registry.names() == ()
     assert "'broken' of no_such_module cannot be loaded" in caplog.text
 
 
 def test_two_of_one_name_are_refused() -> None:
-    registry: Registry[Callable[[], None]] = Registry("specvla_ros.rules", [])
+    registry = Registry("specvla_ros.rules", [])
     registry.register("twice")(lambda: None)
     with pytest.raises(ValueError, match="two entries named 'twice'"):
         registry.register("twice")(lambda: None)
+
+
+def test_settings_are_read_without_torch() -> None:
+    """It takes seconds to import, and where it is missing a node says so instead of dying."""
+    code = "import sys; from specvla_ros.engine.settings import EngineSettings; EngineSettings('specpipe')"
+    assert subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"]).returncode == 0

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from specvla_ros.evaluation.run_directory import replace_file
+from specvla_ros.evaluation.statistics import Rate
 
 INK, GREY, BLUE, GREEN, AMBER, RED = "#1b1f24", "#9aa3ad", "#3c7fb1", "#58a371", "#e1a03c", "#c9512f"
 _NUMBER = re.compile(r"[-+]?[0-9.]+%?")
@@ -32,16 +33,7 @@ figure { display: inline-block; margin: 0 1rem 1rem 0; } figure video { max-widt
 
 
 def write_page(path: Path, title: str, parts: Sequence[str]) -> None:
-    """Writes a page.
-
-    Args:
-        path: the HTML file.
-        title: plain text; also the page's heading.
-        parts: HTML, one after the other.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes a page with a title in plain text, which is also its heading, and parts in HTML, one after the other."""
     head = (
         "<meta charset=utf-8><meta name=viewport content='width=device-width, initial-scale=1'>"
         f"<title>{escape(title)}</title><style>{_STYLE}</style><script>{get_plotlyjs()}</script>"
@@ -69,14 +61,7 @@ def _row(tag: str, cells: Sequence[str], numbers: Sequence[bool]) -> str:
 
 
 def plot(drawn: go.Figure, height: int, *, name: str | None = None, **layout: Any) -> str:
-    """A plot that can be zoomed.
-
-    Args:
-        drawn: the plot.
-        height: pixels.
-        name: id of its element, for scripts.
-        layout: what differs from the common layout.
-    """
+    """A plot that can be zoomed; `height` in pixels, `name` the id of its element, for scripts."""
     common = dict(template="plotly_white", height=height, margin=dict(l=60, r=20, t=60, b=50))
     drawn.update_layout(**common | layout)
     # Markers on an axis are drawn whole.
@@ -101,6 +86,14 @@ def heatmap(x: Sequence[str], y: Sequence[str], shares: Sequence[Sequence[float]
             showscale=False,
         )
     )
+
+
+def rate_trace(rates: Sequence[Rate]) -> dict[str, Any]:
+    """The arguments of a Plotly trace for success rates with error bars."""
+    values = [rate.value for rate in rates]
+    above = [rate.interval[1] - rate.value for rate in rates]
+    below = [rate.value - rate.interval[0] for rate in rates]
+    return {"y": values, "error_y": dict(array=above, arrayminus=below)}
 
 
 def emulation(device: Mapping[str, Any] | None) -> str:

@@ -84,24 +84,14 @@ _SCRUBBER = """
 
 @dataclass
 class Pictures:
-    """Small camera pictures of a replay with what was asked and answered, evenly spaced over the bag.
-
-    Args:
-        frames: images in the bag.
-        start_ns: bag time that counts as 0 s.
-    """
+    """Small camera pictures of a replay with what was asked and answered, evenly spaced over the bag."""
 
     frames: int
-    start_ns: int
+    start_ns: int  # bag time that counts as 0 s
     shown: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, record: FrameRecord, image: np.ndarray | None) -> None:
-        """Keeps the frame if it is one of those that are shown.
-
-        Args:
-            record: the frame's.
-            image: RGB uint8 [height, width, 3]; None: it cannot be read.
-        """
+        """Keeps the frame if it is one of those that are shown; RGB uint8 [height, width, 3], None: unreadable."""
         if record.frame % max(1, -(-self.frames // _MAX_PICTURES)):
             return
         self.shown.append(
@@ -125,14 +115,7 @@ def _jpeg(image: np.ndarray) -> str:
 
 
 def write_replay_report(path: Path, summary: ReplaySummary, columns: ReplayColumns, pictures: Pictures) -> None:
-    """Writes the page.
-
-    Args:
-        path: the HTML file.
-        summary: of the replay.
-        columns: the numbers of its frames.
-        pictures: what the camera saw.
-    """
+    """Writes the page."""
     parts = [
         f"<p class=note>{escape(summary.context['policy']['checkpoint'])}, {escape(summary.context['date'])}</p>",
         _verdict(summary),

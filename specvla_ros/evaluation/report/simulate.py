@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 from html import escape
 from pathlib import Path
-from types import TracebackType
 
 import av
 import numpy as np
@@ -13,7 +12,7 @@ import plotly.graph_objects as go
 from PIL import Image, ImageDraw
 
 from specvla_ros.engine.tally import DecodeTally
-from specvla_ros.evaluation.report.page import BLUE, emulation, heatmap, plot, provenance, table, write_page
+from specvla_ros.evaluation.report.page import BLUE, emulation, heatmap, plot, provenance, rate_trace, table, write_page
 from specvla_ros.evaluation.simulate_summary import SimulateSummary
 
 _CAPTION_HEIGHT = 22  # pixels
@@ -23,10 +22,7 @@ _EMBEDDED_BYTES = 4 << 20  # of films, so that the report stays one file that a 
 class Film:
     """Writes an MP4 file (H.264) that browsers play; also a context manager. The file is complete once closed.
 
-    Args:
-        path: the MP4 file.
-        rate_hz: pictures per second.
-        scale: whole factor by which pictures are enlarged, so that small ones can be seen.
+    Pictures are enlarged by a whole factor, `scale`, so that small ones can be seen.
     """
 
     def __init__(self, path: Path, rate_hz: float, scale: int = 2) -> None:
@@ -51,7 +47,6 @@ class Film:
             self._container.mux(packet)
 
     def close(self) -> None:
-        """Writes the end of the file."""
         if self._stream is not None:
             for packet in self._stream.encode():
                 self._container.mux(packet)
@@ -60,20 +55,12 @@ class Film:
     def __enter__(self) -> "Film":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[Path]) -> None:
-    """Writes the page.
-
-    Args:
-        path: the HTML file.
-        summary: of the episodes.
-        films: MP4 files that exist; small ones are put into the page, others are linked.
-    """
+    """Writes the page; small films (MP4 files that exist) are put into it, others are linked."""
     settings = summary.context["settings"]
     listened = f"; the named thing was the one moved in {summary.listened}" if summary.listened else ""
     parts = [
@@ -112,17 +99,9 @@ def _task_row(name: str, summary: SimulateSummary) -> tuple[str, ...]:
 
 
 def _success_plot(summary: SimulateSummary) -> go.Figure:
-    rates = [task.success.as_json() for task in summary.tasks.values()]
     drawn = go.Figure()
-    drawn.add_bar(
-        x=list(summary.tasks),
-        y=[rate["rate"] for rate in rates],
-        marker_color=BLUE,
-        error_y=dict(
-            array=[rate["high"] - rate["rate"] for rate in rates],
-            arrayminus=[rate["rate"] - rate["low"] for rate in rates],
-        ),
-    )
+    rates = rate_trace([task.success for task in summary.tasks.values()])
+    drawn.add_bar(x=list(summary.tasks), **rates, marker_color=BLUE)
     return drawn.update_yaxes(title_text="success rate", range=[0, 1.05])
 
 

@@ -17,6 +17,7 @@ from specvla_ros.evaluation.report.page import (
     emulation,
     plot,
     provenance,
+    rate_trace,
     table,
     write_page,
 )
@@ -62,15 +63,10 @@ def _sweep_row(row: SweepRow, *, first: bool) -> tuple[str, ...]:
 
 def _sweep_plot(rows: Sequence[SweepRow]) -> go.Figure:
     names = [row.setting.name for row in rows]
-    rates = [row.summary.success for row in rows]
     drawn = make_subplots(cols=2, subplot_titles=("success", f"times as fast as {names[0]}"))
     drawn.add_scatter(
         x=names,
-        y=[rate.value for rate in rates],
-        error_y=dict(
-            array=[rate.interval[1] - rate.value for rate in rates],
-            arrayminus=[rate.value - rate.interval[0] for rate in rates],
-        ),
+        **rate_trace([row.summary.success for row in rows]),
         mode="lines+markers",
         marker=dict(color=BLUE, size=9),
         row=1,

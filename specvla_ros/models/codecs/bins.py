@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.models.codecs.codec import CODECS, ActionIds, CodecContext
 
 
 class ActionTokenizer:
@@ -140,6 +140,10 @@ class BinsCodec:
         return self.statistics.names
 
     @property
+    def unnorm_key(self) -> str:
+        return self.statistics.unnorm_key
+
+    @property
     def horizon(self) -> int:
         return 1
 
@@ -213,6 +217,12 @@ class BinsCodec:
         normalised = np.asarray(bins) * np.diff(self.tokenizer.edges)[0]
         scale = np.where(self.statistics.mask, (self.statistics.high - self.statistics.low) / 2, 1.0)
         return (normalised * scale)[None]
+
+
+@CODECS.register("bins")
+def _bins(context: CodecContext) -> BinsCodec:
+    tokenizer = ActionTokenizer(context.vocab_size, context.bins)
+    return BinsCodec(tokenizer, select_statistics(context.norm_stats, context.unnorm_key))
 
 
 def tolerance_in_bins(

@@ -1,15 +1,23 @@
 """The seam between tokens and actions.
 
 A codec knows which token ids stand for actions, when an answer is complete, which ids may come next, what an answer
-means in the robot's units, and how far apart in those units two tokens are.
+means in the robot's units, and how far apart in those units two tokens are. A codec is one file: a class and a function
+that makes it from a `CodecContext`, registered by name; another package adds one with an entry point of the group
+`specvla_ros.codecs`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
+
+from specvla_ros.errors import UserError
+from specvla_ros.settings.registry import Registry
+
+CODECS = Registry("specvla_ros.codecs", ["specvla_ros.models.codecs.bins"])
 
 
 @dataclass(frozen=True)
@@ -30,10 +38,6 @@ class ActionIds:
         """Bool of the shape of tokens."""
         return (tokens >= self.first) & (tokens < self.stop)
 
-    def bin_of(self, tokens: Tensor) -> Tensor:
-        """int64 of the shape of tokens: the index of the value, counted from the lowest; clipped for other tokens."""
-        return (self.stop - 1 - tokens).clamp(0, self.bins - 1)
-
 
 class Codec(Protocol):
     """Tokens to actions [horizon, dims] and back."""
@@ -41,6 +45,10 @@ class Codec(Protocol):
     @property
     def names(self) -> tuple[str, ...]:
         """One name per dimension of an action."""
+
+    @property
+    def unnorm_key(self) -> str:
+        """Dataset whose action statistics apply; empty where there is no choice."""
 
     @property
     def horizon(self) -> int:
@@ -120,3 +128,35 @@ class Codec(Protocol):
         Args:
             bins: acceptance tolerance per action token.
         """
+
+
+@dataclass(frozen=True)
+class CodecContext:
+    """What a codec is made from.
+
+    Args:
+        directory: the checkpoint, for files of the codec's own.
+        norm_stats: the checkpoint's action statistics by dataset.
+        unnorm_key: the dataset whose statistics apply; empty: the only one there is.
+        vocab_size: token ids in the vocabulary, padding rows not counted.
+        bins: bin edges per action dimension.
+    """
+
+    directory: Path
+    norm_stats: Mapping[str, Any]
+    unnorm_key: str
+    vocab_size: int
+    bins: int
+
+
+def make_codec(name: str, context: CodecContext) -> Codec:
+    """The codec of a name.
+
+    Raises:
+        UserError: there is none, or the checkpoint does not fit it.
+    """
+    known = CODECS.entries()
+    if name not in known:
+        raise UserError(f"{context.directory}: there is no action codec '{name}'; known: {', '.join(known)}")
+    codec: Codec = known[name].make(context)
+    return codec

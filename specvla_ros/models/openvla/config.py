@@ -21,6 +21,7 @@ class OpenVLAConfig:
         norm_stats: the checkpoint's dataset statistics by unnorm_key.
         chat_prompt: True for OpenVLA v0.1, whose prompt is Vicuna's.
         instructions: all that the policy was taught, where config.json lists them (this package's addition).
+        action_codec: name of its codec, see `specvla_ros.models.codecs` (this package's addition).
     """
 
     towers: tuple[VisionTowerConfig, ...]
@@ -30,6 +31,7 @@ class OpenVLAConfig:
     norm_stats: Mapping[str, Any]
     chat_prompt: bool
     instructions: tuple[str, ...] = ()
+    action_codec: str = "bins"
 
     @property
     def token_vocab_size(self) -> int:
@@ -81,6 +83,7 @@ def read_config(directory: Path) -> OpenVLAConfig:
             norm_stats=read_json(statistics) if statistics.exists() else raw.get("norm_stats") or {},
             chat_prompt="vicuna" in str(raw.get("llm_backbone_id", "")),
             instructions=tuple(str(each) for each in raw.get("instructions") or ()),
+            action_codec=str(raw.get("action_codec", "bins")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: {type(error).__name__}: {error}; compare it with a released checkpoint's") from None

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec, select_statistics
+from specvla_ros.models.checkpoint import TARGETS
+from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
+from specvla_ros.models.codecs.codec import Codec, CodecContext, make_codec
 from specvla_ros.models.llama import LlamaDecoder, LlamaLayer, head_dtype, layer_tensors
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.config import OpenVLAConfig, read_config
@@ -123,18 +125,29 @@ class OpenVLATarget:
     model: OpenVLA
     image_processor: ImageProcessor
     prompt: PromptTokenizer
-    codec: BinsCodec
+    codec: Codec
     quantization: str = "none"
+
+    @property
+    def bins(self) -> BinsCodec:
+        """Its codec, where training and drafting know bins alone.
+
+        Raises:
+            UserError: it has another.
+        """
+        if not isinstance(self.codec, BinsCodec):
+            raise UserError(f"{self.directory} does not write its actions as bins, which this needs")
+        return self.codec
 
     @property
     def action_tokenizer(self) -> ActionTokenizer:
         """Action tokens to normalised values."""
-        return self.codec.tokenizer
+        return self.bins.tokenizer
 
     @property
     def statistics(self) -> ActionStatistics:
         """Normalised values to the robot's units."""
-        return self.codec.statistics
+        return self.bins.statistics
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -159,17 +172,17 @@ class OpenVLATarget:
     @property
     def unnorm_key(self) -> str:
         """Whose statistics turn tokens into the robot's units."""
-        return self.statistics.unnorm_key
+        return self.codec.unnorm_key
 
     @property
     def action_names(self) -> tuple[str, ...]:
         """One name per action dimension."""
-        return self.statistics.names
+        return self.codec.names
 
     @property
     def action_dim(self) -> int:
         """Values, and tokens, per action."""
-        return len(self.statistics.low)
+        return len(self.codec.names)
 
     @property
     def image_tokens(self) -> int:
@@ -246,6 +259,8 @@ def require_openvla(target: Target) -> OpenVLATarget:
     return target
 
 
+@TARGETS.register("openvla", order=1)
+@TARGETS.register("prismatic", order=2)
 def load_openvla(
     directory: Path,
     *,
@@ -273,7 +288,10 @@ def load_openvla(
         UserError: anything about the directory or an argument that does not fit, before weights are read if possible.
     """
     config = read_config(directory)
-    statistics = select_statistics(config.norm_stats, unnorm_key)
+    codec = make_codec(
+        config.action_codec,
+        CodecContext(directory, config.norm_stats, unnorm_key, config.token_vocab_size, config.action_bins),
+    )
     image_processor = read_image_processor(directory, center_crop=center_crop)
     sizes = [tower.image_size for tower in config.towers]
     if [tower.size for tower in image_processor.towers] != sizes:
@@ -287,14 +305,13 @@ def load_openvla(
     )
     check_quantization(quantization, device, dtype)
     model = load_model(directory, config, device, dtype, quantization=quantization, progress=progress)
-    action_tokenizer = ActionTokenizer(config.token_vocab_size, config.action_bins)
     if action_head:
-        model.decoder.head_ids = range(action_tokenizer.first_id, action_tokenizer.vocab_size)
+        model.decoder.head_ids = range(codec.action_ids.first, codec.action_ids.stop)
     return OpenVLATarget(
         directory=directory,
         model=model,
         image_processor=image_processor,
         prompt=prompt,
-        codec=BinsCodec(action_tokenizer, statistics),
+        codec=codec,
         quantization=quantization,
     )

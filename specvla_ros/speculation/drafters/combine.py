@@ -8,7 +8,8 @@ import torch
 from specvla_kernels.graph_capture import Capture
 from specvla_ros.errors import UserError
 from specvla_ros.models.target import Target
-from specvla_ros.speculation.drafters.registry import DRAFTERS, DraftContext, Drafter, DraftInput, DraftWork
+from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, DraftInput, DraftWork
+from specvla_ros.speculation.registry import DRAFTERS
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
 

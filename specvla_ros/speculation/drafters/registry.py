@@ -7,11 +7,11 @@ point of the group `specvla_ros.drafters`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specvla_ros.speculation.registry import Registry
+from specvla_ros.speculation.registry import DRAFTERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     from specvla_ros.speculation.settings import DraftSettings
     from specvla_ros.speculation.tree import Tree
 
-_OURS = ("temporal", "prompt_lookup", "self_draft", "head")
-
-# Drafters take their nodes of a tree in this order; one that takes all that is left comes last.
-DRAFTERS: Registry[Callable[[DraftContext], Drafter | None]] = Registry(
-    "specvla_ros.drafters", [f"specvla_ros.speculation.drafters.{name}" for name in _OURS]
-)
 drafter = DRAFTERS.register
 
 

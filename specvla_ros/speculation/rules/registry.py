@@ -7,22 +7,16 @@ an entry point of the group `specvla_ros.rules`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specvla_ros.speculation.registry import Registry
+from specvla_ros.speculation.registry import RULES
 
 if TYPE_CHECKING:
     from specvla_ros.models.target import Target
     from specvla_ros.speculation.accept import AcceptanceRule
     from specvla_ros.speculation.settings import AcceptanceSettings
 
-_OURS = ("strict", "bin_distance", "fly", "lvspec", "composite")
-
-RULES: Registry[Callable[[RuleContext], AcceptanceRule]] = Registry(
-    "specvla_ros.rules", [f"specvla_ros.speculation.rules.{name}" for name in _OURS]
-)
 rule = RULES.register
 
 
@@ -46,7 +40,8 @@ class RuleContext:
 
     def rule(self, name: str) -> AcceptanceRule:
         """Another rule, for one that is made of others."""
-        return RULES.entries()[name].make(self)
+        made: AcceptanceRule = RULES.entries()[name].make(self)
+        return made
 
 
 def make_rule(settings: AcceptanceSettings, target: Target) -> AcceptanceRule:
