@@ -161,7 +161,7 @@ def _batch(decoder: LlamaDecoder, name: str, segments: list[Segment]) -> Batch:
 
 
 def _pairs_within(ancestry: Ancestry | None, rows: int) -> int:
-    return rows * (rows + 1) // 2 if ancestry is None else int(ancestry.matrix().sum())
+    return rows * (rows + 1) // 2 if ancestry is None else int((ancestry.depths + 1).sum())
 
 
 def kernel_cases(decoder: LlamaDecoder, batch: Batch, cache: KVCache) -> Iterator[Case]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -248,7 +249,7 @@ def test_a_database_keeps_what_a_killed_recorder_left_in_its_log(tmp_path: Path)
     assert {each.name: each.read_bytes() for each in killed.iterdir()} == before, "a recording was changed"
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "unchunked": dict(chunked=False),
     "plain": dict(compression=CompressionType.NONE),
     "lz4": dict(compression=CompressionType.LZ4),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.expert_engine import ExpertEngine
+from support.expert_engine import ExpertEngine, as_engine
 from support.gl import needs_gl
 
 from specvla_ros.control.displacement import ImageGoal
@@ -97,7 +97,7 @@ def test_slow_policy_gets_there_because_its_actions_do_not_add_up(robot, monkeyp
     slow = StageTimes("test", "invented", 0.05, 0.2, 0.06, 0.0, 0.0, 0.0, 0.0)
 
     def succeeded(seeds=8):
-        rollout = Rollout(ExpertEngine(robot), robot, Clock.REALTIME, tick_time(slow), time_limit=3.0)
+        rollout = Rollout(as_engine(ExpertEngine(robot)), robot, Clock.REALTIME, tick_time(slow), time_limit=3.0)
         return [rollout.run("lift_red", seed).succeeded for seed in range(seeds)]
 
     assert all(succeeded())

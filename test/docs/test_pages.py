@@ -1,10 +1,13 @@
 """What the documentation points at is there."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
+from typer.core import TyperGroup
 
 from specvla_ros.cli.app import app
 
@@ -42,9 +45,15 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
             assert any((ROOT / folder / name).exists() for folder in ("", "specvla_ros", "kernels")), name
 
 
+def known_commands() -> Mapping[str, Any]:
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    return group.commands
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_shown_commands_have_the_options_that_are_shown(page: Path) -> None:
-    commands = typer.main.get_command(app).commands
+    commands = known_commands()
     blocks = re.findall(r"^```\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     for line in "".join(blocks).replace("\\\n", " ").splitlines():
         name, *given = line.partition("  #")[0].removeprefix("$ ").split()[1:] or [""]
@@ -55,7 +64,7 @@ def test_shown_commands_have_the_options_that_are_shown(page: Path) -> None:
 
 def test_the_reference_lists_every_command_and_no_other() -> None:
     page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
-    commands = typer.main.get_command(app).commands
+    commands = known_commands()
     assert set(re.findall(r"^\| `specvla ([\w-]+)` \|", page, re.MULTILINE)) == set(commands)
     known = {option for command in commands.values() for each in command.params for option in each.opts}
     shared = page.partition("## Options")[2].partition("## Launch")[0]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.checkpoints import load_openvla
 from support.draft_heads import write_random_head
 from support.random_checkpoint import write_random_checkpoint
 
@@ -14,7 +15,6 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.settings import ModelSettings
@@ -45,8 +45,9 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[OpenVLATarg
     for shape in (dict(seed=3, hidden_size=96, layers=3), dict(seed=9, hidden_size=64, layers=1)):
         directory = tmp_path_factory.mktemp("checkpoint")
         write_random_checkpoint(directory, **shape)
-        write_random_head(directory / "draft", load_target(directory, device="cpu").decoder)
-        pairs.append(tuple(in_float64(load_target(directory, device="cpu", action_head=on)) for on in (False, True)))
+        write_random_head(directory / "draft", load_openvla(directory, device="cpu").decoder)
+        plain, actions = (in_float64(load_openvla(directory, device="cpu", action_head=on)) for on in (False, True))
+        pairs.append((plain, actions))
     return pairs
 
 
@@ -86,7 +87,7 @@ def test_relaxed_acceptance_keeps_its_bounds(
 @torch.inference_mode()
 def test_logits_of_actions_are_the_plain_heads_and_others_are_none(tmp_path: Path, dtype: str) -> None:
     write_random_checkpoint(tmp_path, seed=4, hidden_size=64, layers=1, text=1.0)
-    plain, actions = (load_target(tmp_path, device="cpu", dtype=dtype, action_head=on) for on in (False, True))
+    plain, actions = (load_openvla(tmp_path, device="cpu", dtype=dtype, action_head=on) for on in (False, True))
     hidden = torch.randn(40, 64, generator=torch.Generator().manual_seed(1)).to(plain.decoder.dtype)
     whole, known = plain.decoder.logits(hidden), actions.decoder.logits(hidden)
     ids = slice(plain.action_tokenizer.first_id, plain.action_tokenizer.vocab_size)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from random_decoder import random_decoder
 from support.captures import Run, capture_with, ends_as, refuses, stands_still
+from support.checkpoints import load_openvla
 from support.draft_heads import policy_with_random_head, write_random_head
 from support.random_checkpoint import write_random_checkpoint
 from support.static_forwards import recorded, use_table
@@ -26,7 +27,6 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Drop, Outcome
 from specvla_ros.engine.runner import Forwards
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
@@ -48,7 +48,7 @@ def frame(stamp_ns: int) -> Observation:
     return Observation(image, "put carrot on plate", stamp_ns)
 
 
-def driven(engine: Engine, first_ns: int = 1) -> list[tuple[object, ...]]:
+def driven(engine: Engine, first_ns: int = 1) -> list[tuple[int, object, object]]:
     """A frame every other tick; what came of them."""
     ended: list[Outcome] = []
     for stamp_ns in range(first_ns, first_ns + 8):
@@ -59,7 +59,7 @@ def driven(engine: Engine, first_ns: int = 1) -> list[tuple[object, ...]]:
     return [essence(each) for each in ended]
 
 
-def essence(outcome: Outcome) -> tuple[object, ...]:
+def essence(outcome: Outcome) -> tuple[int, object, object]:
     if isinstance(outcome, Drop):
         return outcome.observation.stamp_ns, outcome.reason, outcome.detail
     return outcome.observation.stamp_ns, outcome.tokens, outcome.record.tokens_per_forward
@@ -104,7 +104,11 @@ def test_a_switch_captures_again(policy: OpenVLATarget, monkeypatch: pytest.Monk
     assert "cuda_graphs" not in cold.describe(), "nothing is captured that was not warmed up"
     engine = Engine(policy, PLAIN)
     engine.warm_up()
-    plain = {n: engine.act(frame(n)).tokens for n in range(3, 6)}
+    plain = {}
+    for n in range(3, 6):
+        action = engine.act(frame(n))
+        assert isinstance(action, Action)
+        plain[n] = action.tokens
     few = int(str(engine.describe()["cuda_graphs"]).split()[0])
     engine.switch(SPECPIPE)
     assert int(str(engine.describe()["cuda_graphs"]).split()[0]) > few
@@ -213,7 +217,7 @@ def test_on_a_gpu_every_size_is_captured(
 ) -> None:
     directory = tmp_path_factory.mktemp("checkpoint")
     write_random_checkpoint(directory, seed=5, hidden_size=64, layers=2)
-    policy = load_target(directory, device="cuda", dtype="float32")
+    policy = load_openvla(directory, device="cuda", dtype="float32")
     write_random_head(directory / "draft", policy.decoder)
     expected = driven(Engine(policy, chosen))
     engine = Engine(policy, chosen)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from random_decoder import random_decoder
 from support.captures import Run, capture_with, refuses
+from support.checkpoints import load_openvla
 from support.draft_heads import policy_with_random_head
 from support.no_read_back import no_read_back
 from support.random_checkpoint import write_random_checkpoint
@@ -21,7 +22,6 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.runner import Forwards, Vision
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
@@ -144,7 +144,7 @@ def test_on_a_gpu_images_in_quick_succession_keep_their_embeddings(
 ) -> None:
     directory = tmp_path_factory.mktemp("checkpoint")
     write_random_checkpoint(directory, seed=6, hidden_size=64, layers=2)
-    policy = load_target(directory, device="cuda", dtype="float32")
+    policy = load_openvla(directory, device="cuda", dtype="float32")
     capture = capture_on(policy.decoder.norm.weight)
     assert capture is not None
     static = StaticVision(policy.model, capture)

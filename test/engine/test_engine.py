@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.checkpoints import load_openvla
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.engine.batch import Segment, packed_forward
@@ -17,7 +18,6 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 
@@ -28,7 +28,7 @@ INSTRUCTION = "put carrot on plate"
 def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     directory = tmp_path_factory.mktemp("checkpoint")
     write_random_checkpoint(directory, seed=3)
-    return load_target(directory, device="cpu")
+    return load_openvla(directory, device="cpu")
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Packing any mix of segments gives each segment what it gets alone; trees and chunks give what a plain chain gives."""
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.config import LlamaConfig
 
 SLOT_ROWS = 112
-TOLERANCE = dict(atol=1e-9, rtol=1e-9)  # the models are float64
+TOLERANCE: dict[str, Any] = dict(atol=1e-9, rtol=1e-9)  # the models are float64
 
 
 @st.composite
@@ -42,7 +43,7 @@ def parent_lists(draw: st.DrawFn) -> tuple[int, ...]:
 @st.composite
 def shapes(draw: st.DrawFn) -> list[tuple[int, tuple[int, ...] | None, int]]:
     """Prefix length, parents (None: a chain) and nodes of each segment."""
-    result = []
+    result: list[tuple[int, tuple[int, ...] | None, int]] = []
     for _ in range(draw(st.integers(1, 4))):
         prefix = draw(st.integers(0, 40))
         if draw(st.booleans()):

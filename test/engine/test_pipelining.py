@@ -129,8 +129,8 @@ def test_relaxed_tokens_stay_within_their_bins(
         assert max(off) <= BINS and off[-1] == 0
         alone = Engine(policy, EngineSettings())
         if max(off) == 0:
-            again = alone.act(action.observation)
-            assert isinstance(again, Action) and again.tokens == action.tokens
+            plain = alone.act(action.observation)
+            assert isinstance(plain, Action) and plain.tokens == action.tokens
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_an_action_that_waits_for_an_older_one_is_void_with_its_epoch(policy: Op
     drops = engine.flush()
     assert {id(each.observation) for each in drops} == {id(older), id(newer)}
     last = frame(4, 1, epoch=2)
-    ended = engine.submit(last)
+    ended: list[Outcome] = [*engine.submit(last)]
     while engine.busy:
         ended += engine.tick()
     assert [each.observation for each in ended] == [last]

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.checkpoints import load_openvla
 from support.draft_heads import write_random_head
 from support.random_checkpoint import write_random_checkpoint
 
@@ -19,7 +20,6 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.settings import DraftSettings, adjusted
@@ -42,12 +42,12 @@ MARGIN = 0.05
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint")
     write_random_checkpoint(path, **request.param)
-    write_random_head(path / "draft", load_target(path, device="cpu").decoder)
+    write_random_head(path / "draft", load_openvla(path, device="cpu").decoder)
     return path
 
 
 def quantised(directory: Path) -> OpenVLATarget:
-    return load_target(directory, device="cpu", quantization="w8a8")
+    return load_openvla(directory, device="cpu", quantization="w8a8")
 
 
 def frame(stamp_ns: int) -> Observation:
@@ -104,7 +104,7 @@ def top_two_margin(policy: OpenVLATarget, observation: Observation, tokens: tupl
 def test_nan_in_a_quantised_policy_gives_no_action(directory: Path) -> None:
     policy = quantised(directory)
     for layer in policy.decoder.layers:
-        layer.input_norm.weight.fill_(float("nan"))
+        layer.get_parameter("input_norm.weight").fill_(float("nan"))
     outcome = Engine(policy, EngineSettings()).act(frame(1))
     assert isinstance(outcome, Drop)
     assert outcome.reason is DropReason.NOT_FINITE

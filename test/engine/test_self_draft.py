@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.checkpoints import load_openvla
 from support.draft_heads import write_random_head
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.self_drafter import SelfDrafter
@@ -25,7 +25,7 @@ WRITES = dict(seed=4, hidden_size=64, layers=2, text=1.4)
 
 def load(directory: Path, shape: dict) -> OpenVLATarget:
     write_random_checkpoint(directory, **shape)
-    loaded = load_target(directory, device="cpu")
+    loaded = load_openvla(directory, device="cpu")
     loaded.model.to(torch.float64)
     loaded.decoder.lm_head.to(torch.float64)
     return loaded

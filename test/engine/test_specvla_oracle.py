@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.checkpoints import load_openvla
 from support.paths import ORACLES, needs
 
 from specvla_kernels.accept_tree import NO_NODE
@@ -16,7 +17,6 @@ from specvla_ros.engine import verifier
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
@@ -35,7 +35,7 @@ def runs(r: int | None) -> list[dict]:
 
 @lru_cache(maxsize=8)
 def policy_of(unnorm_key: str) -> OpenVLATarget:
-    return load_target(TARGET / "checkpoint", device="cpu", unnorm_key=unnorm_key)
+    return load_openvla(TARGET / "checkpoint", device="cpu", unnorm_key=unnorm_key)
 
 
 @pytest.fixture(scope="module")

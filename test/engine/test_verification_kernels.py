@@ -31,15 +31,15 @@ def test_every_size_that_a_tree_may_have_is_compiled_and_nothing_moves(
     moved: set[int] = set()
     walk, comparison = accept_tree.accept_tree_reference, compare_drafts.compare_drafts_reference
 
-    def compare(trees, *ids):  # type: ignore[no-untyped-def]
+    def compare(trees, *ids):
         compared.add(trees.tokens.shape[1])
         return comparison(trees, *ids)
 
-    def accept(trees, comparison, mask, reasons, max_depth):  # type: ignore[no-untyped-def]
+    def accept(trees, comparison, mask, reasons, max_depth):
         accepted.add((trees.tokens.shape[1], max_depth + 1))
         return walk(trees, comparison, mask, reasons, max_depth)
 
-    def commit(keys, values, slots, first_rows, path):  # type: ignore[no-untyped-def]
+    def commit(keys, values, slots, first_rows, path):
         moved.add(path.shape[1])
         commit_kv_reference(keys, values, slots, first_rows, path)
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 from support import bags
+from support.checkpoints import load_openvla
 from support.random_checkpoint import write_random_checkpoint
 from support.replays import Run, read_frames
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.replay import replay
 from specvla_ros.evaluation.replay_summary import ReplaySummary
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.openvla.target import OpenVLATarget
 
 
@@ -19,7 +19,7 @@ from specvla_ros.models.openvla.target import OpenVLATarget
 def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     directory = tmp_path_factory.mktemp("checkpoint")
     write_random_checkpoint(directory, seed=5)
-    return load_target(directory, device="cpu")
+    return load_openvla(directory, device="cpu")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,7 +68,9 @@ def test_pairs_that_never_differ_are_no_certainty():
 
 def candidate(**given) -> Candidate:
     trial = Trial("2mm", Tolerance(2.0), EngineSettings("spec", acceptance=Tolerance(2.0).acceptance))
-    known = dict(trial=trial, action_s=0.01, speed_up=2.0, tau=3.0, forwards_per_action=3.0, deviation=Deviation())
+    known: dict[str, Any] = dict(
+        trial=trial, action_s=0.01, speed_up=2.0, tau=3.0, forwards_per_action=3.0, deviation=Deviation()
+    )
     return Candidate(**known | given)
 
 

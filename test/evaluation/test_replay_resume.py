@@ -145,7 +145,7 @@ def test_another_question_is_not_answered_into_the_same_directory(
         (other, {}, r"bag\.duration_s, bag\.sha256.*"),
     ):
         with pytest.raises(UserError, match=rf"holds results of other settings \({named}; .*--out"):
-            replay(policy, EngineSettings(), bag, out, progress=False, **options)  # type: ignore[arg-type]
+            replay(policy, EngineSettings(), bag, out, progress=False, **options)
     assert before == {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
     path.rename(tmp_path / "moved")
     assert replay(policy, EngineSettings(), tmp_path / "moved", out, progress=False).actions == 4

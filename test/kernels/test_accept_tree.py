@@ -37,9 +37,7 @@ def batch(parts: list[TreeCase]) -> Verification:
     n = max(len(part.tree) for part in parts)
 
     def padded(tensors: list[torch.Tensor], value: float | bool) -> torch.Tensor:
-        return torch.stack(
-            [torch.cat((x, x.new_full((n - len(x), *x.shape[1:]), value))) for x in tensors]  # type: ignore[arg-type]
-        ).to(DEVICE)
+        return torch.stack([torch.cat((x, x.new_full((n - len(x), *x.shape[1:]), value))) for x in tensors]).to(DEVICE)
 
     trees = [part.tree for part in parts]
     start = 0

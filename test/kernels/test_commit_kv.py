@@ -66,7 +66,7 @@ def test_a_batch_moves_as_its_requests_do_alone(
 
     places_of = torch.stack((slots, first_rows), dim=1).to(DEVICE)  # a column of a table is strided
 
-    run(keys, values, *places_of.unbind(1), nodes)
+    run(keys, values, places_of[:, 0], places_of[:, 1], nodes)
 
     for slot, first_row, each in zip(slots.tolist(), first_rows.tolist(), requests, strict=True):
         if each:

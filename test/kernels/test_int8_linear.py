@@ -1,5 +1,7 @@
 """The int8 product: exact sums of what was rounded, row by row, whatever else is in the batch."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -127,6 +129,7 @@ def test_it_is_torchaos_product(dtype: torch.dtype) -> None:
     torchao.quantize_(linear, torchao.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False))
     x = activations(33, 96, dtype, seed=3)
     theirs = linear(x)
-    ours = int8_linear(x, linear.weight.qdata, linear.weight.scale.flatten())
+    weight: Any = linear.weight  # of torchao's class by now
+    ours = int8_linear(x, weight.qdata, weight.scale.flatten())
     size = theirs.float().norm(dim=1)
     assert ((ours - theirs).float().norm(dim=1) < 0.02 * size).all()

@@ -1,5 +1,7 @@
 """The kernel against the reference in float64: any mix of segments, over a KV cache whose unwritten rows are NaN."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -64,7 +66,7 @@ def test_the_kernel_is_the_reference(
     keys, values = caches(layout, kv_heads, head_dim, generator)
     n_rows = layout.spans[-1].stop
     q = torch.randn(n_rows, kv_heads * group, head_dim, generator=generator).bfloat16().to(DEVICE, torch.float64)
-    shape = dict(group=group, kv_heads=kv_heads, slot_rows=SLOT_ROWS, device=DEVICE, programs=programs)
+    shape: dict[str, Any] = dict(group=group, kv_heads=kv_heads, slot_rows=SLOT_ROWS, device=DEVICE, programs=programs)
     plan = plan_attention(layout.spans, **shape)
     plan = plan_attention(layout.spans, **shape, capacity=len(plan.tiles) + surplus)
 

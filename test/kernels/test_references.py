@@ -56,10 +56,10 @@ def test_rope_rotates_pairs_half_a_head_apart_and_writes_the_given_rows(dtype: t
         return torch.complex(x[..., :3], x[..., 3:])
 
     turn = torch.polar(torch.ones(3, 3), angles).to(torch.complex128)[:, None]
-    tolerance = dict(atol=4e-2, rtol=1e-2) if dtype == torch.bfloat16 else dict(atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(as_complex(rotated), as_complex(q) * turn, **tolerance)
+    atol, rtol = (4e-2, 1e-2) if dtype == torch.bfloat16 else (1e-5, 1e-5)
+    torch.testing.assert_close(as_complex(rotated), as_complex(q) * turn, atol=atol, rtol=rtol)
     written = k_ring.flatten(0, 1)
-    torch.testing.assert_close(as_complex(written[rows]), as_complex(k) * turn, **tolerance)
+    torch.testing.assert_close(as_complex(written[rows]), as_complex(k) * turn, atol=atol, rtol=rtol)
     torch.testing.assert_close(v_ring.flatten(0, 1)[rows], v.to(dtype))
     untouched = [row for row in range(10) if row not in rows.tolist()]
     assert (written[untouched] == -9).all()

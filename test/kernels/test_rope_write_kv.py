@@ -35,8 +35,8 @@ def test_the_kernel_is_the_reference(
 
     out = rope_write_kv_triton(q, k, v, angles.cos(), angles.sin(), kv_rows, *caches)
 
-    doubles = [x.double() for x in (q, k, v, angles.cos(), angles.sin())]
-    expected = rope_write_kv_reference(*doubles, kv_rows, *expected_caches)
+    q, k, v, cos, sin = (x.double() for x in (q, k, v, angles.cos(), angles.sin()))
+    expected = rope_write_kv_reference(q, k, v, cos, sin, kv_rows, *expected_caches)
     torch.testing.assert_close(out.double(), expected, **TOLERANCES[dtype])
     for cache, expected_cache in zip(caches, expected_caches, strict=True):
         torch.testing.assert_close(cache.double(), expected_cache, **TOLERANCES[dtype], equal_nan=True)

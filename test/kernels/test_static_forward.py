@@ -87,12 +87,13 @@ def test_forwards_of_a_bucket_are_packed_forwards(several: list[list[Segment]], 
     with kernels(True) as patch:
         patch.setattr(attention_plan, "_programs_of", lambda _: programs)
         patch.setattr(torch.Tensor, "new_empty", poisoned_empty)
-        whole: list[torch.Tensor] = []
+        whole: list[Any] = []
 
         def keep(run: Callable[[], Result]) -> Callable[[], Result]:
-            def again() -> torch.Tensor:
-                whole.append(run())
-                return whole[-1]
+            def again() -> Result:
+                result = run()
+                whole.append(result)
+                return result
 
             return again
 
@@ -122,7 +123,11 @@ def test_a_result_outlives_the_next_forward_and_nothing_is_read_back() -> None:
     bucket = SIZES.bucket([9])
     assert bucket is not None
     held = torch.zeros(bucket.rows, 32, device=DEVICE)
-    static = StaticForward(DECODER, cache, bucket, segments=SIZES.segments, capture=lambda run: lambda: held)
+
+    def capture(run: Callable[[], Result]) -> Callable[[], Any]:
+        return lambda: held
+
+    static = StaticForward(DECODER, cache, bucket, segments=SIZES.segments, capture=capture)
     with no_read_back():
         result = static(segments)
     held.fill_(7.0)

@@ -10,7 +10,7 @@ pytest.importorskip("launch_ros", reason="launch and launch_ros come with an apt
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 
 
-def description(name: str):  # type: ignore[no-untyped-def]
+def description(name: str):
     spec = importlib.util.spec_from_file_location(name.replace(".", "_"), LAUNCH / f"{name}.launch.py")
     assert spec is not None
     assert spec.loader is not None

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import copy_checkpoint, edit_json, shard, write_checkpoint
+from support.checkpoints import copy_checkpoint, edit_json, load_openvla, shard, write_checkpoint
 from support.paths import ORACLES, needs
 
 from specvla_ros.errors import UserError
@@ -23,7 +24,7 @@ def checkpoint(good: Path, tmp_path: Path) -> Path:
     return copy_checkpoint(good, tmp_path / "checkpoint")
 
 
-def refuse(directory: Path, match: str, **arguments: str) -> None:
+def refuse(directory: Path, match: str, **arguments: Any) -> None:
     with pytest.raises(UserError, match=match):
         load_target(directory, **({"device": "cpu"} | arguments))
 
@@ -76,7 +77,7 @@ def test_a_truncated_shard(checkpoint: Path) -> None:
 
 def test_shards_give_the_same_model(good: Path, checkpoint: Path) -> None:
     shard(checkpoint)
-    whole, sharded = (load_target(path, device="cpu").model.checkpoint_tensors() for path in (good, checkpoint))
+    whole, sharded = (load_openvla(path, device="cpu").model.checkpoint_tensors() for path in (good, checkpoint))
     assert whole.keys() == sharded.keys()
     assert all(torch.equal(whole[name], sharded[name]) for name in whole)
 
@@ -149,7 +150,7 @@ def test_a_tokenizer_of_another_model(checkpoint: Path) -> None:
 
 def test_no_tokenizer_refuses_words_and_takes_ids(checkpoint: Path) -> None:
     (checkpoint / "tokenizer.json").unlink()
-    policy = load_target(checkpoint, device="cpu")
+    policy = load_openvla(checkpoint, device="cpu")
     with pytest.raises(UserError, match=r"no tokenizer\.json"):
         policy.prompt_ids("put carrot on plate")
     assert policy.prompt.complete([1, 5]) == (1, 5)
@@ -182,7 +183,7 @@ def test_a_fine_tuned_checkpoints_statistics_take_precedence(checkpoint: Path) -
     statistics = {"mine": {"action": dict(q01=[0.0] * 7, q99=[1.0] * 7)}}
     (checkpoint / "dataset_statistics.json").write_text("{}")
     edit_json(checkpoint / "dataset_statistics.json", lambda value: value.update(statistics))
-    policy = load_target(checkpoint, device="cpu")
+    policy = load_openvla(checkpoint, device="cpu")
     assert policy.unnorm_key == "mine"
     assert policy.statistics.mask.all()
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.checkpoints import load_openvla
 from support.paths import ORACLES, needs
 
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
@@ -16,7 +17,6 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 
@@ -32,7 +32,7 @@ def arrays(variant: str, name: str) -> dict[str, np.ndarray]:
 
 @cache
 def policy_of(variant: str, unnorm_key: str) -> OpenVLATarget:
-    return load_target(ORACLES / variant / "checkpoint", unnorm_key=unnorm_key, device="cpu")
+    return load_openvla(ORACLES / variant / "checkpoint", unnorm_key=unnorm_key, device="cpu")
 
 
 def load_case(variant: str, index: int) -> tuple[dict, np.ndarray, OpenVLATarget]:
@@ -128,7 +128,7 @@ def test_half_precision_differs_only_where_the_margin_is_small() -> None:
     variant = VARIANTS[0]
     path: Path = ORACLES / variant / "checkpoint"
     case, image, full = load_case(variant, 0)
-    half = load_target(path, unnorm_key=case["unnorm_key"], device="cpu", dtype="bfloat16")
+    half = load_openvla(path, unnorm_key=case["unnorm_key"], device="cpu", dtype="bfloat16")
     results = []
     for policy in (full, half):
         prompt = policy.prompt_embeddings(Observation(image, "", 1), case["input_ids"])

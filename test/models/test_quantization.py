@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from support.checkpoints import shard, write_checkpoint
+from support.checkpoints import load_openvla, shard, write_checkpoint
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.cli.app import predict
@@ -58,8 +58,8 @@ def logits(policy: OpenVLATarget, seed: int) -> torch.Tensor:
 @torch.inference_mode()
 def test_w8a8_is_near_the_unquantised_model_and_smaller(checkpoint: Path, dtype: str) -> None:
     needs_torchao()
-    exact = load_target(checkpoint, device="cpu", dtype=dtype)
-    rounded = load_target(checkpoint, device="cpu", dtype=dtype, quantization="w8a8")
+    exact = load_openvla(checkpoint, device="cpu", dtype=dtype)
+    rounded = load_openvla(checkpoint, device="cpu", dtype=dtype, quantization="w8a8")
     for seed in range(4):
         wanted, found = logits(exact, seed), logits(rounded, seed)
         assert found.dtype == wanted.dtype == torch.float32
@@ -73,8 +73,8 @@ def test_w8a8_is_near_the_unquantised_model_and_smaller(checkpoint: Path, dtype:
 
 def test_only_the_layers_matrices_are_quantised(checkpoint: Path) -> None:
     needs_torchao()
-    exact = dict(load_target(checkpoint, device="cpu").model.named_parameters())
-    model = load_target(checkpoint, device="cpu", quantization="w8a8").model
+    exact = dict(load_openvla(checkpoint, device="cpu").model.named_parameters())
+    model = load_openvla(checkpoint, device="cpu", quantization="w8a8").model
     matrices = {f"decoder.layers.{i}.{name}" for i in range(CHECKPOINT["layers"]) for name in MATRICES}
     assert {name for name, module in model.named_modules() if isinstance(module, Int8Linear)} == matrices
     for name, parameter in model.named_parameters():
@@ -181,7 +181,7 @@ def test_without_torchao_the_way_to_it_is_named(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"'w8a8' needs torchao: pip install torchao .*`specvla doctor`"):
         load_target(checkpoint, device="cpu", quantization="w8a8")
-    assert load_target(checkpoint, device="cpu").quantization == "none"
+    assert load_openvla(checkpoint, device="cpu").quantization == "none"
 
 
 def test_a_torchao_without_the_configuration_is_too_old(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from support.checkpoints import edit_json, write_checkpoint
+from support.checkpoints import edit_json, load_openvla, write_checkpoint
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.openvla.model import OpenVLA
@@ -43,7 +42,7 @@ def test_siglip_alone(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     keep_siglip(tmp_path)
 
-    policy = load_target(tmp_path, device="cpu")
+    policy = load_openvla(tmp_path, device="cpu")
 
     names = policy.model.checkpoint_tensors()
     assert not any("fused_featurizer" in name or "projector.fc3" in name for name in names)

@@ -20,7 +20,7 @@ from specvla_ros.models import checkpoint
 from specvla_ros.models.codecs.codec import CODECS, ActionIds
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.models.llama import LlamaDecoder
-from specvla_ros.models.target import PromptLayout
+from specvla_ros.models.target import PromptLayout, Target
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 DIGITS = range(10, 20)
@@ -115,6 +115,7 @@ class TwoCameras:
     def prompt_embeddings(
         self, observation: Observation, prompt_ids: Sequence[int], vision: Any = None
     ) -> torch.Tensor:
+        assert observation.state is not None
         means = [float(image.mean()) / 255 for image in observation.cameras.values()]
         seen = torch.tensor([*means, float(observation.state.sum())], dtype=self.decoder.dtype)
         rows = torch.sin(seen[:, None] * torch.arange(1, self.decoder.config.hidden_size + 1))
@@ -139,10 +140,11 @@ def observation(seed: int, stamp_ns: int, instruction: str = "stack both cubes")
     return Observation(dict(zip(CAMERAS, images, strict=True)), instruction, stamp_ns, state=state)
 
 
-def plain_tokens(target: TwoCameras, seen: Observation) -> list[int]:
+def plain_tokens(target: Target, seen: Observation) -> list[int]:
     """One token at a time, each by a forward over everything before it."""
     layout = target.prompt_layout(seen)
-    rows, tokens = target.prompt_embeddings(seen, layout.ids), []
+    rows = target.prompt_embeddings(seen, layout.ids)
+    tokens: list[int] = []
     for _ in range(target.codec.max_tokens):
         cache = new_cache(target.decoder, slots=1, slot_rows=len(rows) + 1)
         logits = packed_forward(target.decoder, [Segment(0, 0, rows)], cache).logits

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.checkpoints import load_openvla
 from typer.testing import CliRunner, Result
 
 from specvla_ros.cli.app import app
@@ -84,11 +85,10 @@ def test_a_plan_of_the_nano_policy(tmp_path: Path, weights: str) -> None:
 
 
 def test_counts_of_the_nano_policy_are_those_of_its_model() -> None:
-    from specvla_ros.models.checkpoint import load_target
     from specvla_ros.models.openvla.config import read_config
 
     counts = model_cost(read_config(nano_policy()))
-    model = load_target(nano_policy(), device="cpu").model
+    model = load_openvla(nano_policy(), device="cpu").model
     decoder = sum(p.numel() for layer in model.decoder.layers for p in layer.parameters() if p.dim() == 2)
     assert counts.decoder_values == decoder
     vision = [*model.towers.parameters(), *model.projector.parameters()]

@@ -115,9 +115,10 @@ def test_draft_head(device: str, head_ms: str) -> None:
     assert draft_prompt_part(MODEL, 2).operations == pytest.approx(0.137e12, abs=0.5e9)
 
 
-# Latency [ms] and rate [1/s] at the limit, then derated.
+# Of a device and its weights, for each mode: latency [ms] and rate [1/s] at the limit, then derated.
+Noted = dict[tuple[str, str], list[tuple[float, ...]]]
 PLAIN_MODES = ("ar", "pipeline", "pipeline, 2 chunks")
-PLAIN = {
+PLAIN: Noted = {
     ("h200", "none"): [(24, 42, 34, 29), (40, 175, 68, 103), (28, 144, 40, 99)],
     ("h200", "fp8"): [(13, 79, 19, 52), (23, 303, 39, 177), (16, 254, 24, 166)],
     ("rtx5090", "none"): [(65, 15, 92, 11), (147, 47, 245, 29), (85, 47, 142, 28)],
@@ -130,7 +131,7 @@ PLAIN = {
 # These hang on the shape of the acceptance lengths, which was chosen to come near this table. The tolerance is what
 # that left over, so this guards against change; it does not confirm the model.
 DRAFTING_MODES = ("spec", "specpipe", "specpipe, 2 chunks", "specpipe, 3 chunks")
-DRAFTING = {
+DRAFTING: Noted = {
     ("h200", "none"): [(16, 65, 23, 43), (22, 103, 37, 61), (18, 122, 29, 76), (21, 88, 30, 64)],
     ("h200", "fp8"): [(9, 111, 14, 71), (13, 174, 22, 102), (11, 200, 18, 121), (13, 148, 19, 100)],
     ("rtx5090", "none"): [(44, 23, 65, 15), (79, 29, 130, 17), (59, 37, 98, 22), (53, 36, 84, 23)],

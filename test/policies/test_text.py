@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.checkpoints import load_openvla
 from support.gl import needs_gl
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.policies.text import LONGEST_TEXT, main, reasoning
 from specvla_ros.simulation.tasks import TASKS, WorldState
@@ -55,7 +55,7 @@ def test_training_writes_a_checkpoint_with_a_word_for_every_text(tmp_path: Path)
     card = json.loads((tmp_path / "text" / "card.json").read_text(encoding="utf-8"))
     assert 7 < card["longest_answer"] <= LONGEST_TEXT + 7
     assert 0 <= card["held_out_token_accuracy"] <= 1
-    policy = load_target(tmp_path / "text", device="cpu")
+    policy = load_openvla(tmp_path / "text", device="cpu")
     assert policy.tokenizer is not None
     for word in ("plan", "reach", "column", "9"):
         assert policy.tokenizer.token_to_id(word) is not None

@@ -6,6 +6,7 @@ import pytest
 
 rclpy = pytest.importorskip("rclpy")
 
+from rclpy.context import Context  # noqa: E402
 from rclpy.node import Node  # noqa: E402
 from rclpy.parameter import Parameter  # noqa: E402
 
@@ -15,19 +16,19 @@ from specvla_ros.ros.policy.parameters import PolicyParameters  # noqa: E402
 
 
 @pytest.fixture
-def context() -> Iterator["rclpy.Context"]:
-    made = rclpy.Context()
+def context() -> Iterator[Context]:
+    made = Context()
     rclpy.init(context=made)
     yield made
     rclpy.shutdown(context=made)
 
 
-def node(context: "rclpy.Context", **values: object) -> Node:
+def node(context: Context, **values: object) -> Node:
     overrides = [Parameter(name.replace("__", "."), value=value) for name, value in values.items()]
     return Node("parameters", context=context, parameter_overrides=overrides)
 
 
-def test_descriptors_say_what_the_declarations_say(context: "rclpy.Context") -> None:
+def test_descriptors_say_what_the_declarations_say(context: Context) -> None:
     made = node(context)
     declare_parameters(made, PolicyParameters)
     tolerance = made.describe_parameter("acceptance.tolerance_m")
@@ -42,7 +43,7 @@ def test_descriptors_say_what_the_declarations_say(context: "rclpy.Context") -> 
     made.destroy_node()
 
 
-def test_what_is_given_is_read_into_the_tree(context: "rclpy.Context") -> None:
+def test_what_is_given_is_read_into_the_tree(context: Context) -> None:
     made = node(
         context, draft__nodes=8, acceptance__bins=[1, 2], model__action_head=True, acceptance__fly_entropy="code"
     )
@@ -66,14 +67,14 @@ def test_what_is_given_is_read_into_the_tree(context: "rclpy.Context") -> None:
         (dict(action_dt=1), "a number with a decimal point from 0.001 to 10"),
     ],
 )
-def test_a_wrong_value_stops_the_node(context: "rclpy.Context", given: dict, message: str) -> None:
+def test_a_wrong_value_stops_the_node(context: Context, given: dict, message: str) -> None:
     made = node(context, **given)
     with pytest.raises(UserError, match=message):
         declare_parameters(made, PolicyParameters)
     made.destroy_node()
 
 
-def test_a_parameter_that_is_none_gets_a_hint(context: "rclpy.Context") -> None:
+def test_a_parameter_that_is_none_gets_a_hint(context: Context) -> None:
     made = node(context, draft__node=8, elsewhere=1)
     declare_parameters(made, PolicyParameters)
     assert unknown_parameters(made) == {"draft.node": "did you mean 'draft.nodes'?", "elsewhere": "it is ignored"}

@@ -119,7 +119,7 @@ def test_settings_of_a_group_are_checked_with_their_full_names() -> None:
 
 
 def test_numbers_of_numpy_and_whole_floats_are_numbers() -> None:
-    assert Accept(rules=groups_of(KINDS, loose=Loose(np.float64(0.5), np.int64(3)), near=Near((np.int32(4),))))  # type: ignore[arg-type]
+    assert Accept(rules=groups_of(KINDS, loose=Loose(np.float64(0.5), np.int64(3)), near=Near((np.int32(4),))))
     assert Accept(rules=groups_of(KINDS, loose=Loose(1)))
     with pytest.raises(UserError, match=r"accept\.loose\.window must be 1 to 32, got True"):
         Accept(rules=groups_of(KINDS, loose=Loose(window=True)))

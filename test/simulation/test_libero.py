@@ -249,7 +249,12 @@ def test_without_an_action_the_arm_holds_still_and_keeps_its_grip(robot, monkeyp
     robot.reset("libero_object/0", 0)
     given = []
     step = robot._env.step
-    monkeypatch.setattr(robot._env, "step", lambda action: given.append(list(action)) or step(action))
+
+    def recorded_step(action):
+        given.append(list(action))
+        return step(action)
+
+    monkeypatch.setattr(robot._env, "step", recorded_step)
     robot.advance()
     robot.take(REACH)
     for _ in range(10):

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.expert_engine import ExpertEngine
+from support.expert_engine import ExpertEngine, as_engine
 from support.gl import needs_gl
 
-from specvla_ros.engine.outcome import Drop, DropReason
+from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.tally import TickWork
 from specvla_ros.errors import UserError
 from specvla_ros.planning.cost import stage_times
@@ -33,7 +33,7 @@ def device(total_s: float) -> StageTimes:
 
 
 def run(robot: TableRobot, clock: Clock, total_s: float, task: str = "lift_red", seeds: int = 8):
-    rollout = Rollout(ExpertEngine(robot), robot, clock, tick_time(device(total_s)))
+    rollout = Rollout(as_engine(ExpertEngine(robot)), robot, clock, tick_time(device(total_s)))
     return [rollout.run(task, seed) for seed in range(seeds)]
 
 
@@ -70,13 +70,14 @@ def test_a_fast_policy_does_not_make_the_arm_faster(robot):
 def test_policy_without_actions_ends_the_episode_and_never_moves_the_robot(robot):
     class Dead(ExpertEngine):
         def tick(self):
+            assert self._waiting is not None
             observation, _ = self._waiting
             self._waiting = None
             self.last_work = TickWork(images=1, prompts=1, finished=1)
             return [Drop(observation, DropReason.ENGINE_FAULT, "gone")]
 
     for clock in Clock:
-        rollout = Rollout(Dead(robot), robot, clock, tick_time(device(0.1)))
+        rollout = Rollout(as_engine(Dead(robot)), robot, clock, tick_time(device(0.1)))
         result = rollout.run("lift_red", 0)
         assert not result.succeeded and "no action for 10 images" in result.failure
         assert result.drops == {"engine_fault": 10} and result.acted_on is None
@@ -88,10 +89,11 @@ def test_world_that_diverges_ends_the_episode(robot, clock):
         def tick(self):
             outcomes = super().tick()
             for outcome in outcomes:
+                assert isinstance(outcome, Action)
                 outcome.values[:] = np.nan
             return outcomes
 
-    result = Rollout(Wild(robot), robot, clock, tick_time(device(0.1))).run("lift_red", 0)
+    result = Rollout(as_engine(Wild(robot)), robot, clock, tick_time(device(0.1))).run("lift_red", 0)
     assert "not finite" in result.failure and not result.succeeded
 
 

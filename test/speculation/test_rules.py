@@ -113,9 +113,10 @@ def test_no_rule_steps_over_a_nan(rule: AcceptanceRule) -> None:
     logits = one_hot([5, 6, 7, 8], VOCAB)
     logits[0, 0] = float("nan")
     generator = torch.Generator().manual_seed(0)
-    states = dict(hidden=torch.randn(4, 6, generator=generator), visual=torch.randn(5, 6, generator=generator))
+    hidden, visual = torch.randn(4, 6, generator=generator), torch.randn(5, 6, generator=generator)
     for first in (9, 6, NOT_A_NUMBER):
-        verification = verify_tree(make_tree([4, first, 6, 7], [-1, 0, 1, 2]), logits, **states)
+        tree = make_tree([4, first, 6, 7], [-1, 0, 1, 2])
+        verification = verify_tree(tree, logits, hidden=hidden, visual=visual)
         assert committed(rule, verification).tokens == (NOT_A_NUMBER,)
 
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpoints import load_openvla
 from support.random_checkpoint import write_random_checkpoint
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, spread_bins, tolerance_in_bins
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.rules.bin_distance import BinDistance
@@ -58,12 +58,16 @@ def test_tokens_so_many_bins_apart_are_within_the_tolerance(ranges: list[float],
 def test_the_least_tolerance_that_the_message_names_is_taken(width: float, dimension: int) -> None:
     ranges = [0.0] * 6 + [1.0]
     ranges[dimension] = width * 255
-    stats, unit = statistics(ranges), "metres" if dimension < 3 else "radians"
+    stats = statistics(ranges)
+
+    def least_bins(value: float) -> tuple[int, ...]:
+        return bins(stats, metres=value) if dimension < 3 else bins(stats, radians=value)
+
     with pytest.raises(UserError, match=f"smaller than one bin of {stats.names[dimension]}") as refused:
-        bins(stats, **{unit: width / 2})
+        least_bins(width / 2)
     named = re.search(r"set it to (\S+) (?:m|rad) or more", str(refused.value))
     assert named
-    assert bins(stats, **{unit: float(named[1])})[dimension] >= 1
+    assert least_bins(float(named[1]))[dimension] >= 1
     assert math.isclose(float(named[1]), width, rel_tol=2e-3)
 
 
@@ -123,7 +127,7 @@ def test_numbers_are_the_ids_whose_text_holds_a_digit() -> None:
 def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     directory = tmp_path_factory.mktemp("policy")
     write_random_checkpoint(directory, hidden_size=64, layers=1)
-    return load_target(directory, device="cpu")
+    return load_openvla(directory, device="cpu")
 
 
 def test_settings_make_the_rule_that_they_name(policy: OpenVLATarget) -> None:

@@ -9,11 +9,19 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from support.random_checkpoint import write_random_checkpoint
 
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
+
 
 def write_checkpoint(directory: Path, *, seed: int = 0) -> Path:
     """A random checkpoint, small enough to load in milliseconds."""
     write_random_checkpoint(directory, seed=seed, hidden_size=64, layers=2)
     return directory
+
+
+def load_openvla(directory: Path, **options: Any) -> OpenVLATarget:
+    """What `load_target` loads, for tests of what OpenVLA alone has."""
+    return require_openvla(load_target(directory, **options))
 
 
 def edit_json(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
@@ -33,7 +41,7 @@ def shard(directory: Path) -> list[str]:
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     names = sorted(tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, part in enumerate((names[::2], names[1::2]), start=1):
         file = f"model-{i:05}-of-00002.safetensors"
         save_file({name: tensors[name] for name in part}, directory / file)

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.checkpoints import load_openvla
 from support.random_checkpoint import write_random_checkpoint
 
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
@@ -29,7 +29,7 @@ def write_random_head(directory: Path, decoder: LlamaDecoder, *, seed: int = 0) 
 def policy_with_random_head(directory: Path, **shape: Any) -> OpenVLATarget:
     """A small random policy in float64, where rounding decides nothing, with a random head beside it."""
     write_random_checkpoint(directory, **shape)
-    policy = load_target(directory, device="cpu")
+    policy = load_openvla(directory, device="cpu")
     write_random_head(directory / "draft", policy.decoder)
     policy.model.to(torch.float64)
     policy.decoder.lm_head.to(torch.float64)

@@ -1,16 +1,18 @@
 """The scripted expert in the place of the engine: decides from the true state of the moment that it is shown."""
 
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 
+from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DecodeRecord, Outcome, StageTimings
 from specvla_ros.engine.tally import TickWork
 from specvla_ros.models.codecs.bins import DEFAULT_NAMES, ActionStatistics, ActionTokenizer, BinsCodec
 from specvla_ros.models.observation import Observation
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.robot import TableRobot
-from specvla_ros.simulation.tasks import TASKS
+from specvla_ros.simulation.tasks import TASKS, Task
 
 STATISTICS = ActionStatistics(
     "expert",
@@ -77,5 +79,10 @@ class ExpertEngine:
         ]
 
     @staticmethod
-    def _task(instruction: str):
+    def _task(instruction: str) -> Task:
         return next(task for task in TASKS if task.instruction == instruction)
+
+
+def as_engine(expert: ExpertEngine) -> Engine:
+    """For what is written for engines: the expert has all of them that a rollout uses."""
+    return cast(Engine, expert)

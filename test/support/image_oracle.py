@@ -34,7 +34,7 @@ def _interleaved(row: np.ndarray, encoding: str, x: int, big_endian: bool) -> li
     kind = encoding.rstrip("0123456789")
     word_bytes = int(encoding[len(kind) :]) // 8
     channels = 1 if kind == "mono" else len(kind)
-    values = []
+    values: list[float] = []
     for channel in CHANNELS[kind]:
         at = (x * channels + channel) * word_bytes
         word = int.from_bytes(row[at : at + word_bytes].tobytes(), "big" if big_endian else "little")

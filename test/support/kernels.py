@@ -1,12 +1,14 @@
 """What the kernel tests share: they run in Triton's interpreter, or on a GPU where there is one."""
 
+from typing import Any
+
 import torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Against float64: the rounding of the result, and of the weights that half-precision attention multiplies values by.
-TOLERANCES = {
+TOLERANCES: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: dict(atol=2e-5, rtol=2e-5),
     torch.bfloat16: dict(atol=2e-2, rtol=2e-2),
     torch.float16: dict(atol=3e-3, rtol=3e-3),

@@ -9,7 +9,8 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.models.openvla.target import require_openvla
+from specvla_ros.models.target import Target
 
 PICTURES = 5
 
@@ -19,7 +20,7 @@ def frame(stamp_ns: int, picture: int, *, epoch: int = 1) -> Observation:
     return Observation(image, "put carrot on plate", stamp_ns, epoch=epoch)
 
 
-def plain_tokens(policy: OpenVLATarget) -> Callable[[int], tuple[int, ...]]:
+def plain_tokens(policy: Target) -> Callable[[int], tuple[int, ...]]:
     """The plain decoder's tokens for a picture."""
     engine = Engine(policy, EngineSettings())
 
@@ -33,7 +34,7 @@ def plain_tokens(policy: OpenVLATarget) -> Callable[[int], tuple[int, ...]]:
     return tokens
 
 
-def poisoned(policy: OpenVLATarget, chosen: EngineSettings) -> Engine:
+def poisoned(policy: Target, chosen: EngineSettings) -> Engine:
     engine = Engine(policy, chosen)
     engine.cache.keys.fill_(float("nan"))
     engine.cache.values.fill_(float("nan"))
@@ -44,7 +45,7 @@ def failing_tick(engine: Engine) -> list[Outcome]:
     def fail(*_: object) -> None:
         raise RuntimeError("the device fell off the bus")
 
-    handle = engine.target.decoder.register_forward_pre_hook(fail)
+    handle = require_openvla(engine.target).decoder.register_forward_pre_hook(fail)
     try:
         return engine.tick()
     finally:

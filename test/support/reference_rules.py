@@ -76,8 +76,8 @@ def _cases(verification: Verification) -> Iterator[TreeCase]:
     trees = verification.trees
     for i, nodes in enumerate((trees.ancestors != 0).sum(dim=1).tolist()):
         ancestry = Ancestry(*(column[i, :nodes] for column in (trees.parents, trees.depths, trees.ancestors)))
-        columns = (column[i, :nodes] for column in (trees.log_probs, trees.valid, trees.relaxable))
-        tree = Tree(trees.tokens[i, :nodes], ancestry, *columns, depth=int(ancestry.depths.max()))
+        log_probs, valid, relaxable = (column[i, :nodes] for column in (trees.log_probs, trees.valid, trees.relaxable))
+        tree = Tree(trees.tokens[i, :nodes], ancestry, log_probs, valid, relaxable, int(ancestry.depths.max()))
         rest = (trees.choices[i, :nodes], verification.logits, torch.empty(0), verification.actions)
         yield TreeCase(tree, *rest, int(trees.positions[i]))
 

@@ -43,8 +43,8 @@ class TreeCase:
         tree, ancestry = self.tree, self.tree.ancestry
         columns = (tree.tokens, ancestry.parents, ancestry.depths, ancestry.ancestors)
         flags = (tree.log_probs, tree.valid, tree.relaxable, self.choices)
-        position = torch.tensor([self.position], device=tree.tokens.device)
-        trees = Trees(*(column[None] for column in (*columns, *flags)), position)
+        position = torch.tensor(self.position, device=tree.tokens.device)
+        trees = Trees(*(column[None] for column in (*columns, *flags, position)))
         visual = None if self.visual is None else self.visual[None]
         return Verification(trees, self.actions, tree.depth, self.logits, None, self.hidden[None], visual)
 

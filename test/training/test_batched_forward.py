@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from support.checkpoints import load_openvla
 
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import KVCache, new_cache
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.training.batched_forward import action_logits
@@ -24,7 +24,7 @@ def policy(tmp_path_factory):
         image_size=28, patch_size=14, vision_dim=32, vision_depth=3, hidden_size=64, layers=3, head_dim=16
     )
     write_nano(directory, shape, INSTRUCTIONS, STATISTICS, seed=3)
-    policy = load_target(directory, device="cpu")
+    policy = load_openvla(directory, device="cpu")
     policy.model.double()
     return policy
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.bags import episode, write_bag
+from support.checkpoints import load_openvla
 from support.draft_heads import random_head
 from support.patience import wait_until
 from support.random_checkpoint import write_random_checkpoint
@@ -24,7 +25,6 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import Frame
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.eagle_head import load_draft_head
@@ -42,7 +42,7 @@ pytest.importorskip("accelerate", reason="training needs accelerate: pip install
 def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     directory = tmp_path_factory.mktemp("target")
     write_random_checkpoint(directory, seed=4, hidden_size=64, layers=2)
-    return load_target(directory, device="cpu")
+    return load_openvla(directory, device="cpu")
 
 
 def frames(n: int) -> Iterator[Frame]:
@@ -219,12 +219,12 @@ def test_a_killed_command_goes_on(tmp_path: Path) -> None:
     finished = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert finished.returncode == 0, finished.stderr
     assert "epoch 2: " in finished.stderr
-    assert load_draft_head(out, load_target(target, device="cpu").decoder) is not None
+    assert load_draft_head(out, load_openvla(target, device="cpu").decoder) is not None
 
 
 def test_a_head_is_judged_in_the_dtype_of_its_target(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, seed=4, hidden_size=64, layers=2)
-    policy = load_target(tmp_path, device="cpu", dtype="bfloat16")
+    policy = load_openvla(tmp_path, device="cpu", dtype="bfloat16")
     head = random_head(policy.decoder).to(torch.float32)
     judged = validate_draft(policy, head, answer(policy, list(frames(2))), epoch=1)
     assert judged.samples == 2 and judged.tau >= 1

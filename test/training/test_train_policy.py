@@ -4,15 +4,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.checkpoints import load_openvla
 
 from specvla_ros.bags.demonstrations import DemonstrationRecord, Hindsight, write_demonstration
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import find_bags
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer
 from specvla_ros.training.dataset import action_statistics, load_demonstrations, shuffled
 from specvla_ros.training.nano import NanoShape
@@ -45,7 +46,9 @@ def bags(tmp_path_factory):
 
 
 def training(**changes) -> PolicyTraining:
-    settings = dict(steps=60, batch_size=32, learning_rate=3e-3, validate_every=20, unnorm_key="d", shape=SHAPE)
+    settings: dict[str, Any] = dict(
+        steps=60, batch_size=32, learning_rate=3e-3, validate_every=20, unnorm_key="d", shape=SHAPE
+    )
     return PolicyTraining(**settings | changes)
 
 
@@ -68,7 +71,7 @@ def test_trained_policy_is_a_checkpoint_that_follows_image_and_instruction(bags,
     assert not (tmp_path / "policy" / STATE_DIRECTORY).exists()
     recorded = json.loads((tmp_path / "policy" / "training.json").read_text())
     assert recorded["seed"] == 0 and recorded["episodes"] == 20 and len(recorded["validation"]) == len(history)
-    policy = load_target(tmp_path / "policy")
+    policy = load_openvla(tmp_path / "policy")
     assert policy.prompt.taught == (LEFT, RIGHT) and policy.unnorm_key == "d"
     with pytest.raises(UserError, match="never taught 'go up'; it knows: 'go left'; 'go right'"):
         policy.prompt_ids("go up")
@@ -167,7 +170,7 @@ def test_loss_is_least_at_the_true_bins_and_forgives_neighbours():
 
 def test_statistics_leave_the_gripper_as_it_is():
     actions = np.random.default_rng(0).normal(size=(1000, 2, 7))
-    found = action_statistics(actions)["action"]
+    found: Any = action_statistics(actions)["action"]
     assert found["q01"][6] == 0 and found["q99"][6] == 1 and found["mask"] == [True] * 6 + [False]
     assert found["q99"][0] == pytest.approx(np.quantile(actions[..., 0], 0.99))
 

@@ -81,7 +81,7 @@ def _sluggish(directory):
 @needs_gl
 def test_nothing_outlives_a_demo_that_is_killed(tmp_path):
     demo = subprocess.Popen([*COMMAND, "--out", str(tmp_path)], stdout=subprocess.DEVNULL)
-    children = wait_until(lambda: children if len(children := _children(demo.pid)) == 2 else None)
+    children = wait_until(lambda: found if len(found := _children(demo.pid)) == 2 else [])
     # From here on they have asked to end with the demo: ROS is loaded after that.
     wait_until(lambda: all("_rclpy_pybind11" in Path(f"/proc/{child}/maps").read_text() for child in children))
     demo.kill()

@@ -136,7 +136,8 @@ def test_only_the_thread_itself_touches_the_engine() -> None:
 
 
 def test_the_newest_frame_wins_however_long_a_tick_takes() -> None:
-    engine, outcomes = ScriptedEngine(), []
+    engine = ScriptedEngine()
+    outcomes: list[Drop] = []
     with running(engine, on_outcome=outcomes.append) as thread:
         thread.wait_loaded()
         with tick_held_up(engine, thread):
@@ -151,7 +152,8 @@ def test_the_newest_frame_wins_however_long_a_tick_takes() -> None:
 
 
 def test_a_new_epoch_voids_the_frames_before_it_alone() -> None:
-    engine, outcomes = ScriptedEngine(), []
+    engine = ScriptedEngine()
+    outcomes: list[Drop] = []
     with running(engine, on_outcome=outcomes.append) as thread:
         thread.wait_loaded()
         with tick_held_up(engine, thread):
@@ -179,7 +181,7 @@ def test_a_refused_change_is_told_to_who_asked() -> None:
 
 def test_no_change_while_the_policy_loads() -> None:
     engine, loading = ScriptedEngine(), threading.Event()
-    engine.warm_up = lambda: loading.wait(PATIENCE_S)  # type: ignore[method-assign, assignment, return-value]
+    engine.warm_up = lambda: loading.wait(PATIENCE_S)  # type: ignore[method-assign, assignment]
     with running(engine) as thread:
         with pytest.raises(UserError, match="still being loaded"):
             thread.set_acceptance("near")

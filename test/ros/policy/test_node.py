@@ -176,7 +176,7 @@ def test_each_of_two_policies_has_diagnostics_of_its_own() -> None:
 def test_other_callbacks_are_served_while_the_policy_loads(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = node_module.load_engine
 
-    def slowly(parameters, now_ns, progress):  # type: ignore[no-untyped-def]
+    def slowly(parameters, now_ns, progress):
         for step in range(10):
             progress("reading shard", step / 10)
             time.sleep(0.1)

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from diagnostic_msgs.msg import DiagnosticStatus
@@ -37,7 +38,7 @@ def said(r: Robot) -> dict[str, str]:
 
 
 def test_the_acceptance_changes_within_bounds_while_the_node_runs(checkpoint: Path) -> None:
-    speculation = {"decode.mode": "spec", "draft.temporal": True, "draft.nodes": 16}
+    speculation: dict[str, Any] = {"decode.mode": "spec", "draft.temporal": True, "draft.nodes": 16}
     with robot(checkpoint, instruction=INSTRUCTION, **speculation) as r:
         r.start()
         first, again = (stats_of_next_action(r, seed=1) for _ in range(2))
@@ -65,10 +66,10 @@ def test_the_acceptance_changes_within_bounds_while_the_node_runs(checkpoint: Pa
 
 
 def test_without_a_draft_the_node_decodes_plainly_and_says_so_where_that_is_allowed(checkpoint: Path) -> None:
-    missing = {"decode.mode": "spec", "draft.head": str(checkpoint / "nowhere")}
+    missing: dict[str, Any] = {"decode.mode": "spec", "draft.head": str(checkpoint / "nowhere")}
     with robot(checkpoint, instruction=INSTRUCTION, **missing) as r:
         assert r.policy.trigger_configure().name != "SUCCESS"
-    with robot(checkpoint, instruction=INSTRUCTION, **missing, **{"draft.fallback_to_ar": True}) as r:
+    with robot(checkpoint, instruction=INSTRUCTION, **(missing | {"draft.fallback_to_ar": True})) as r:
         r.start()
         assert stats_of_next_action(r, seed=1).mode == "ar"
         r.until(lambda: r.diagnostics and "decoding plainly" in r.diagnosis("model").message)
@@ -77,7 +78,8 @@ def test_without_a_draft_the_node_decodes_plainly_and_says_so_where_that_is_allo
 
 
 def test_the_mode_changes_while_the_node_runs(checkpoint: Path) -> None:
-    with robot(checkpoint, instruction=INSTRUCTION, **{"draft.temporal": True, "draft.nodes": 16}) as r:
+    drafting: dict[str, Any] = {"draft.temporal": True, "draft.nodes": 16}
+    with robot(checkpoint, instruction=INSTRUCTION, **drafting) as r:
         r.start()
         assert stats_of_next_action(r, seed=1).mode == "ar"
         for mode in ("specpipe", "pipeline", "spec"):
@@ -116,7 +118,7 @@ def test_several_frames_in_flight_leave_in_order_each_with_its_own_action(
     with robot(checkpoint, instruction=INSTRUCTION) as r:
         r.start()
         plain = {seed: tuple(r.act(rgb_image(r.now_ns(), seed=seed)).tokens) for seed in seeds}
-    chosen = {"decode.mode": "pipeline", "decode.prefill_chunks": 2, "decode.in_order": True}
+    chosen: dict[str, Any] = {"decode.mode": "pipeline", "decode.prefill_chunks": 2, "decode.in_order": True}
     with robot(checkpoint, instruction=INSTRUCTION, **chosen) as r:
         r.start()
         monkeypatch.setattr(Engine, "submit", receive)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -172,7 +173,7 @@ def test_one_action_is_one_period_of_the_world() -> None:
         s.until(lambda: s.images)
         for count in range(1, 4):
             s.actions.publish(action(s.images[-1]))
-            s.until(lambda count=count: len(s.images) == count + 1)
+            s.until(partial(lambda n: len(s.images) == n, count + 1))
             assert s.sim.robot.world.time_s == pytest.approx(0.2 * count)
             assert s.sim.now_ns - s.sim.episode.began_ns == count * 200_000_000
             assert (s.sim.episode.actions, s.sim.episode.steps) == (count, 4 * count)
@@ -201,7 +202,7 @@ def test_bad_actions_are_counted_and_never_move_the_robot(clock: str) -> None:
         hand = s.hand()
         for count, (what, bad) in enumerate(BAD.items(), 1):
             s.actions.publish(bad(s.sim._newest_image_ns))
-            s.until(lambda count=count: s.sim.episode.ignored == count)
+            s.until(partial(lambda n: s.sim.episode.ignored == n, count))
             assert s.sim.episode.actions == 0, what
         s.actions.publish(action(s.sim.episode.began_ns - 1))
         s.until(lambda: s.sim.episode.ignored == len(BAD) + 1)
@@ -334,11 +335,13 @@ def _speed(s: Scene) -> float:
 def test_a_faster_stream_of_actions_does_not_move_the_arm_faster() -> None:
     back = (-0.02, 0.0, 0.01, 0.0, 0.0, 0.0, 1.0)
     speeds = {}
+
+    def one_in(period: int, s: Scene) -> Answer:
+        return lambda stamp, told: action(stamp, back) if len(s.images) % period == 0 else None
+
     for period in (1, 4):
         with scene(silent, clock="realtime", tasks=["put_red"]) as s:
-            s.answer = lambda stamp, told, s=s, period=period: (
-                action(stamp, back) if len(s.images) % period == 0 else None
-            )
+            s.answer = one_in(period, s)
             speeds[period] = _speed(s)
     meant = float(np.linalg.norm(back[:3])) / 0.2
     assert 0.5 * meant < speeds[4] < 1.2 * meant
@@ -370,7 +373,7 @@ def test_another_period_of_the_policy_keeps_its_speed() -> None:
         hand = s.hand()
         for count in range(1, 5):
             s.actions.publish(action(s.images[-1], [0.0, 0.0, 0.01, 0.0, 0.0, 0.0, 1.0], dt=0.1))
-            s.until(lambda count=count: len(s.images) == count + 1)
+            s.until(partial(lambda n: len(s.images) == n, count + 1))
         assert s.hand()[2] - hand[2] == pytest.approx(0.08, abs=0.02)  # 0.1 m/s for 0.8 s, less the lag
 
 
