@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The packages, found in their two folders; everything else is in setup.cfg."""
 
 from setuptools import find_packages, setup

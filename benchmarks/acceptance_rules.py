@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The acceptance rules side by side: on the nano policy's actions, and on a policy that writes text before it acts.
 
 python -m specvla_ros.policies.text --out text-policy

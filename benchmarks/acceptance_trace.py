@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Acceptance by trace: random weights accept nothing in earnest, so accept lengths come from a named source."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times the plain decoder, stage by stage, beside transformers' generate on the same weights.
 
 Both decode 7 tokens greedily after the same 290 prompt embeddings (OpenVLA's: 256 patches and about 34 text tokens),

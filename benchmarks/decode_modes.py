@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every decoding mode end to end beside transformers' generate: same weights, same prompt, taking turns in one run.
 
 Ours is the real engine with a frame always waiting. Random weights: time does not depend on their values, but

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every benchmark shares: options, the head of its result, contestants that take turns, and the JSON file."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cases that kernels.py times: each kernel and stage on packed batches, with the bytes and operations it needs.
 
 Activations of a stage are left out of its bytes, as in `specvla plan`.

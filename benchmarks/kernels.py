@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels and stages of a packed forward against the roofline, beside what they compete with.
 
 The bound of each is its bytes over the measured bandwidth or its operations over the measured matrix rate, the larger

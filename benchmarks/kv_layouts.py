@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What not moving keys and values saves: a pipeline's tick with them gathered, shifted, or left where they are.
 
 `naive` gathers the frames' keys and values into one contiguous buffer before every forward; `shift` is ActionFlow's and

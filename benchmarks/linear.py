@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times a few rows through a linear layer: torch's against specvla_kernels', on this CPU.
 
 python benchmarks/linear.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What pipelining and speculation buy together, at the stage times of devices that are emulated.
 
 python benchmarks/pipelining.py --episodes 60 --workers 2

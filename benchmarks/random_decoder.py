@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random Llama decoders and draft heads, for property tests and for timing."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Policies with random weights in the shapes that are timed, and a random draft head beside them."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes docs/results.md: the text of benchmarks/results.md.in with the figures of the files in benchmarks/results.
 
 python benchmarks/results_page.py

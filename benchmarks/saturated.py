@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The real engine with a frame always waiting: rate, latency, forwards and memory of one decoding mode."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time per action over the answer's length and the prompt's: what each mode is sensitive to (ActionFlow, figure 5).
 
 The real engine with a frame always waiting, vision left out, random weights; acceptance comes from a named trace. The

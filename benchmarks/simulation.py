@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What latency costs: the same policy, starts and seeds, with the world waiting and with it moving on.
 
 python benchmarks/simulation.py --episodes 100 --workers 2

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A soak of the real engine: frames, new instructions and mode switches at random, over many ticks of every mode.
 
 Every action must be the plain decoder's for its frame, every frame must end once, no slot may leak, and memory must not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What speculation buys the nano policy: plain, strict and relaxed decoding on the same starts.
 
 python benchmarks/speculation.py --episodes 60 --workers 2

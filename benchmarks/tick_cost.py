@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each part of a speculative tick costs: forward, acceptance, commit and drafting.
 
 Acceptance holds a commit that moves nothing, as random weights accept nothing.

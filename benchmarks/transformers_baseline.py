@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers on the same weights: its LlamaForCausalLM, and its generate as a contestant."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy node with a profile's parameters, configured and activated."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy node on a desktop GPU: bringup with profile:=desktop, and all of its other arguments."""
 
 from pathlib import Path

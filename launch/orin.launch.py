@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy node on a Jetson AGX Orin: bringup with profile:=orin, and all of its other arguments."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A recorded bag through the policy node, on simulated time; ends when the bag has been played."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy node on the simulated robot, on simulated time; ends when the robot has had its episodes."""
 
 from pathlib import Path

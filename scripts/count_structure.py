@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Counts the structure of the product: files, imports between rooms, circles, and what one frame passes through.
 
 python scripts/count_structure.py                      # this checkout

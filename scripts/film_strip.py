@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Draws the films of a demo or a simulation as one picture: a row per task, time from left to right.
 
 python scripts/film_strip.py demo docs/images/demo.png

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Puts the licence's SPDX line at the head of every Python file, after a shebang.
 
 python scripts/spdx.py                 # writes where it is missing

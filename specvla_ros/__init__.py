@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real-time vision-language-action policies on ROS 2.
 
 `Policy` runs one without ROS: see docs/python.md. Importing this package costs no torch; what is named here is

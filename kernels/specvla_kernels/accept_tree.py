@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The walk of an accepted path through each request's tree, by an acceptance rule's mask."""
 
 import torch

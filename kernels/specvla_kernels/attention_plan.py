@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which program of the attention kernel computes what: a table on the device, so that a launch fits a CUDA graph."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moves an accepted path's keys and values after the slot's committed prefix, for all layers at once."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How each drafted token compares with the target's own choice: the same, how many bins off, in which dimension."""
 
 from dataclasses import dataclass, fields

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ahead-of-time compilation of every kernel as the product launches it, for GPUs that are not there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs the operators, Triton or PyTorch, and how the host's numbers reach the device."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of anything that runs on memory that stays where it is, each compared with the eager run."""
 
 from collections.abc import Callable

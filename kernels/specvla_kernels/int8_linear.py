@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A linear layer whose weights and activations are both int8 (W8A8)."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where each segment of a packed forward lies: in the packed rows and in the KV cache."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A linear layer without bias that reads its weight with all cores for few rows."""
 
 import torch

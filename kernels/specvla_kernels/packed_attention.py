@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of a packed batch over the KV cache: causal chains, chunks behind a prefix, and trees."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The residual sum and the norm behind it, in one pass."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RoPE on queries and keys, and keys and values into the KV cache, in one pass."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gate of Llama's MLP in one pass."""
 
 import torch.nn.functional as F

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fields of VlaAction and DecodeStats for an action: one mapping for the node and for recordings. Needs no ROS."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One demonstration as a ROS 2 bag: images, instruction and the expert's actions."""
 
 import io

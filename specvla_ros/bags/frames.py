@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The frames of a bag: which topics are read, and each image with its instruction and its recorded action."""
 
 from collections.abc import Iterator

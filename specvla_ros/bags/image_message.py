@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Image messages of any common encoding to RGB arrays, and their stamps. Needs no ROS: only the fields count."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ROS message types without ROS: definitions, serialisation and deserialisation."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads ROS 2 bags, MCAP or sqlite3, without ROS."""
 
 import heapq

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes actions to an MCAP bag that ROS 2 tools read; what is written survives the death of the process."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two storages of ROS 2 bags, sqlite3 and MCAP, read whatever state their recorder left them in."""
 
 import heapq

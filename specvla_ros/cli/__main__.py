@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m specvla_ros.cli`, which accelerate launches."""
 
 from specvla_ros.cli.app import main

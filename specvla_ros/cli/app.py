@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line `specvla`. Heavy libraries are imported when needed."""
 
 import json

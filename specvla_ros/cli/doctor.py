@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is installed, what is missing, and what to do about it."""
 
 import importlib

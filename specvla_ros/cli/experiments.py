@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands that simulate, train and tune: `simulate`, `compare`, `collect`, `train-*`, `sweep` and `calibrate`."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options that several commands share: declared once, handed on as one object."""
 
 import inspect

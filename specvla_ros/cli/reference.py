@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes docs/reference/parameters.md: `python -m specvla_ros.cli.reference > docs/reference/parameters.md`."""
 
 from specvla_ros.settings.parameter import Declared, walk

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a robot follows actions that are displacements from where it was in their picture, meant over a time."""
 
 import math

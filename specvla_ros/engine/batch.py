@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's one primitive: segments, and the packed forward that carries any mix of them.
 
 Everything the model computes is one call on a list of segments. A prefill is a chain of prompt embeddings, whole or a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forwards and vision of fixed size, on memory that stays where it is, so that CUDA graphs can capture them.
 
 Few enough sizes of forward (buckets) to capture them all, near enough to the real ones to waste little; each captured

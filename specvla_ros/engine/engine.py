@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine: observations in, actions out, one tick at a time."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV cache: one slot per request in flight, all layers, allocated once."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a frame ends: in an action, or dropped for a reason."""
 
 from dataclasses import dataclass, field

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One observation on its way through the engine, and its share of a forward."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the batch of a tick: vision for the request that begins, then one packed forward; captured or eager.
 
 The only place that knows which: sizes that were captured as CUDA graphs are replayed, all others run eagerly.

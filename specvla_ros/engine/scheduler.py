@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduler: which frame is admitted, what each request gets of the next forward, and what leaves when.
 
 It works on the host alone, with numbers of rows and tokens, so that planning can drive it without a model.

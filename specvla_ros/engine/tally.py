@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How ticks and answers were decoded, added up: the figures of Spec-VLA's tables 1 to 3."""
 
 from collections import Counter

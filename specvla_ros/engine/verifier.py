@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a forward's logits to what each request commits: its tokens, and its keys and values in their final rows."""
 
 from collections.abc import Iterator, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`specvla calibrate`: the tolerance and tree for a robot, from evidence."""
 
 from collections.abc import Callable, Sequence

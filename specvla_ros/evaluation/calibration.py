@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a calibration measures of each setting, and the limits that decide between them."""
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames to decode: from bags, or from what the policy itself does in simulation."""
 
 from collections.abc import Iterator, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a result was made of: files, versions, hardware."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`specvla replay`: a recording in; actions, figures, a report and a bag of the actions out."""
 
 import shutil

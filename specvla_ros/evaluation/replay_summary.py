@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a replay found: each frame's result, the figures over all of them, and which limits they break."""
 
 import math

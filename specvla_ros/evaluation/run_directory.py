@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The directory of a command's results: refused when it holds other results, resumed, its files never half written."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`specvla simulate`: a policy acts; success, latency, films."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The figures of simulated episodes: of one setting, and of several beside each other."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics of results: percentiles of times, success rates and their paired comparison."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several settings of the engine beside each other: on the same frames, and on the same simulated episodes."""
 
 import time

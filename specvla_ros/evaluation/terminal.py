@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the commands show at a terminal, and how Ctrl-C ends them with nothing half written."""
 
 import signal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a checkpoint directory to a target: which family it is of, and on what it runs.
 
 A family registers a loader under the `model_type` of its config.json. The loader takes the directory and the keywords

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shapes of the parts that families share, and what every checkpoint directory is checked for."""
 
 import json

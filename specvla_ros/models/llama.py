@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Llama decoder, written around the packed forward."""
 
 from typing import cast

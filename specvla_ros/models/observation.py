@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a policy answers: named camera images, the instruction in force, and the robot's state."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantised matrices of the decoder's layers, by torchao.
 
 Embeddings, norms, output head, vision towers, projector and draft head stay as they are.

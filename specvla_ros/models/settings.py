@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of a checkpoint's loading; without torch, so that a node can check them before anything is loaded."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The seam between the engine and the models: what a policy must give so that any engine mode can decode it.
 
 The engine sees a model through these protocols alone. A family (OpenVLA, …) implements `Target` in its own folder and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One vision transformer: DINOv2 with registers, or SigLIP."""
 
 from functools import partial

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights between safetensors files and a model's tensors, shard by shard."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a forward costs: bytes, operations and seconds, from a checkpoint's shapes."""
 
 from collections.abc import Mapping, Sequence

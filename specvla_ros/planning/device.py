@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device from a file: bandwidth, matrix rates and memory, and the stage times to emulate it with."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each mode could reach: the engine's scheduler, driven with the costs of its forwards."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures the device at hand: bandwidth, and the rate of matrix products in a checkpoint's shapes."""
 
 import os

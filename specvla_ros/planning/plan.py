@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`specvla plan`: what a policy could reach on a device, and with which parameters."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan as text tables."""
 
 from collections.abc import Sequence

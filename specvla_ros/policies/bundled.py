@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy that comes with the package."""
 
 from pathlib import Path

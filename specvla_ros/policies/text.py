@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small policy that writes what it sees and plans before it acts: trained where it is needed, not bundled.
 
 python -m specvla_ros.policies.text --out text-policy

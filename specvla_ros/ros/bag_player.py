@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The node `bag_player`: a recorded bag as live topics, with /clock."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ROS parameters from the tree of settings that declares them."""
 
 from array import array

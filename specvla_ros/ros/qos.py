@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The QoS profiles of every topic of the package."""
 
 from rclpy.qos import DurabilityPolicy, HistoryPolicy, QoSProfile, ReliabilityPolicy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a node until it is asked to end, with exit codes and messages meant for people."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters, declared once: on the fields of frozen dataclasses. Needs no ROS and no torch.
 
 A class of settings has parameters (`parameter`), other classes of settings (`section`) and groups of them by name

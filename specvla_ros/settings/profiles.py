@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters in files and on the command line.
 
 Launch files merge them: common < profile < the user's file < launch arguments that are not empty. Merged

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a seam offers by name: what this package brings, and what other packages add through entry points.
 
 Nothing here needs torch, nor does a module that registers something of ours: settings are read before torch is loaded.

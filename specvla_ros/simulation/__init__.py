@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Robots to act on: a MuJoCo table, its tasks and experts, rollouts, and the LIBERO suites."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Demonstrations by the scripted experts, with noise injected into what they do but not into what is recorded.
 
 In half of the episodes the expert decides anew before its action is through, after 0.05 s to 0.2 s: a policy that

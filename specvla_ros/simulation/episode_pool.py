@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Episodes in worker processes, which end with the one that started them."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scripted demonstrations: from the world's true state to the displacement of the next 0.2 s.
 
 An expert looks at the present state alone, as the policy looks at one image: it keeps no phase of its own, so that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which OpenGL draws offscreen on this machine."""
 
 import ctypes.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LIBERO's suites as robots, where LIBERO is installed."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operational-space control of the arm's pose: from 7 values in [-1, 1] to joint torques.
 
 The convention is robosuite's OSC_POSE, which LIBERO uses too: three translations (±1 is ±0.05 m) and three rotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulated robots as rollouts and nodes use them: what any must offer, and the arm at the table."""
 
 from typing import Protocol

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One episode: the engine looks, decides, and a simulated robot moves, with time as it would pass."""
 
 import time

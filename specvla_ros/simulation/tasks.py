@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table's episodes: its layout by a seed, the instruction, and when the task is done."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulated table: physics, state and pictures."""
 
 import logging

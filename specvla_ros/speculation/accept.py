@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which drafted tokens a verification commits: what a rule sees, what it answers, and the walk down the tree."""
 
 from dataclasses import dataclass

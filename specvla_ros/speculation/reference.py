@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speculative decoding in one plain function: what the engine does for one request, without its batches and devices.
 
 The tests hold the engine against it, forward by forward.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules and drafters of this package, by name; other packages add theirs through entry points."""
 
 from specvla_ros.settings.registry import Registry

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of speculation; without torch, so that a node can check them before anything is loaded.
 
 What one rule or one drafter alone needs is declared in its own file, and is here as a group by its name.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tolerance as users write it: 2mm,1.1deg, or 5bins, or strict."""
 
 import math

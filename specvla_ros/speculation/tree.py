@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The draft tree: drafted tokens and their ancestry, on the device."""
 
 from dataclasses import dataclass

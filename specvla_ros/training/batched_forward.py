@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy's forward pass as training needs it: many sequences of one length, without a KV cache, with gradients.
 
 It reads the parameters of the very model that is served; `test_batched_forward` holds it against the packed forward.

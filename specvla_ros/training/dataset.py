@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Demonstrations as training data: bags in, batches out."""
 
 import hashlib

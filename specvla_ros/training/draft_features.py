@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training data of draft heads: the target's own answers with its hidden states, in shards on disk."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The draft head in training: its forward over batches, and what it is worth on held-out answers."""
 
 import copy

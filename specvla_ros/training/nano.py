@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The nano policy: OpenVLA's architecture and file format, small enough to train on two CPU cores."""
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`specvla train-draft`: teaches an EAGLE draft head to predict its target's hidden states and tokens."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training loop that policies and draft heads share: steps, validations, and a state to resume from."""
 
 import json

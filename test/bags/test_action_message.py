@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mapping fills every field of the messages, and nothing else."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bags of every kind read alike; bad ones say what is wrong; cut-off ones give what is left."""
 
 import re

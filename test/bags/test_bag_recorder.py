@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recorded actions are a bag that ROS 2 tools read, also after the recorder was killed."""
 
 import json

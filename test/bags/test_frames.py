@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a replay reads is found, or asked for with the choices named."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every encoding against pixels computed another way; everything malformed refused."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark scripts run end to end at their smallest size; what is asserted cannot fail by a slow machine."""
 
 import json

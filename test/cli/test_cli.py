@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands as a user types them: results on stdout, one clear message and an exit code when something is wrong."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An action counts from where the arm was in its picture, however late it comes."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotations as the rotation group has them, and displacements that end at their goal however far the tool has gone."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The output head of action rows alone: the plain head's tokens wherever that chose an action, and less to read."""
 
 from pathlib import Path

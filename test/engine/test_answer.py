@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When an answer is complete, with and without text before the actions."""
 
 import numpy as np

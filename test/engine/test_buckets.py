@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every forward that settings can lead to has a bucket that is captured, not much larger than itself."""
 
 from types import SimpleNamespace

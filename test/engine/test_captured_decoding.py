@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine whose forwards are captured gives what it gives without; one whose captures fail goes on without them.
 
 There is no GPU here: a capture records the operations and does them again on the same memory.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Captured vision towers give what they give without capture, for every image; where they fail all runs uncaptured.
 
 There is no GPU here: the capture is one that runs the work again on the same memory.

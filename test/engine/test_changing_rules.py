@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules change between frames: what is in flight ends under the rule that it began with."""
 
 from dataclasses import dataclass, field

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine: plain decoding equals a full recompute, and every frame ends once, for a named reason."""
 
 import time

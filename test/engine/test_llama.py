@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our Llama against transformers' on the same weights."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packing any mix of segments gives each segment what it gets alone; trees and chunks give what a plain chain gives."""
 
 from itertools import pairwise

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes wrong with several requests in flight: it costs the frames that it hits, and no others."""
 
 from pathlib import Path

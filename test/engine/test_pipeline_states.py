@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any sequence of frames, ticks, epochs, faults and switches: no slot leaks, every frame ends once and rightly."""
 
 from collections.abc import Sequence

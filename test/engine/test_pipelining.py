@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many requests in flight: each frame gets what it gets alone, in order, once, whatever comes when."""
 
 from dataclasses import replace

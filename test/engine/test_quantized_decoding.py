@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A quantised policy decodes as any other: strict speculation and pipelining yield its own plain tokens.
 
 In float64 they are equal, always. In float32 the products with quantised matrices are, row by row, the same to the last

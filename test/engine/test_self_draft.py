@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The target as its own drafter, in the engine: what it costs, and what it must get right."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speculative decoding: strict loses nothing, relaxed stays in its bounds, the cache holds what a recompute gives."""
 
 from collections.abc import Sequence

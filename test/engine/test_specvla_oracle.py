@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole answers recorded from the published SpecVLA code, with its draft positions corrected."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Policies that write text before they act: every drafter and rule on a random model, held against plain decoding."""
 
 import numpy as np

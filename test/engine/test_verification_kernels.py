@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Acceptance and commit: compiled before the first tick, for whatever tree may come, and of few launches."""
 
 from collections import Counter

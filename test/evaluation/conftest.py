@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A policy, and a way to replay bags through it."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calibration: tolerances as users write them, deviations, limits, and the profile that comes out."""
 
 import json

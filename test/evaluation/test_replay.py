@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bags in, actions out: every frame is accounted for, and the same each time."""
 
 import base64

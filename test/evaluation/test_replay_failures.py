@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever goes wrong in a replay, what was recorded is kept and the reason is told."""
 
 import json

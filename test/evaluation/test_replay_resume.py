@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A replay that was cut short goes on where it stopped, and nothing that it had found is lost."""
 
 import json

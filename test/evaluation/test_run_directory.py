@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A directory of results: begun once, resumed with the same settings, its files whole at any time."""
 
 import os

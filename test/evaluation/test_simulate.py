@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`specvla simulate`: results that are complete, honest and survive being killed."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several settings on the same episodes, with the shipped policy and the previous action as the only draft."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The comparison and the walk: kernel, reference and the loops agree on every batch of trees and every rule."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compaction of an accepted path, in every layer, and of nothing else."""
 
 import pytest

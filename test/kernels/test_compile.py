@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ahead-of-time check: it compiles without a GPU, and says what does not fit."""
 
 import os

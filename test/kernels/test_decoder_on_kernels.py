@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole decoder on the kernels gives what it gives on the references: prefill, trees, and commitment between."""
 
 import pytest

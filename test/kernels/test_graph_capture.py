@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The capture on a GPU, with torch's own signatures but no GPU: what it calls, and what a failure leaves behind."""
 
 from types import SimpleNamespace

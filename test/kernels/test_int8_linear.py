@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The int8 product: exact sums of what was rounded, row by row, whatever else is in the batch."""
 
 from typing import Any

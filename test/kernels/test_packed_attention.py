@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel against the reference in float64: any mix of segments, over a KV cache whose unwritten rows are NaN."""
 
 from typing import Any

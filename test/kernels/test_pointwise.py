@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The norm behind a residual, and the MLP's gate: the kernels against the references in float64."""
 
 import pytest

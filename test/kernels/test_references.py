@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference operators against their definitions, row by row, in float64."""
 
 import pytest

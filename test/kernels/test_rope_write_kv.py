@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel against the reference in float64: every shape, strided inputs, and nothing written beside the rows."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A draft of fixed size, on the kernels, grows the trees that any draft grows, whatever its memory held."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forward that is captured, on the kernels, gives what any packed forward gives, whatever its memory held."""
 
 from collections.abc import Callable

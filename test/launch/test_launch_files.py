@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The launch files in the real launch system, where it is installed."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint that does not fit is refused with what is wrong, where, and what to do."""
 
 from collections.abc import Callable

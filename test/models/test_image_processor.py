@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The three resize strategies, and the centre crop of fine-tuned checkpoints."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading reads shard by shard: the peak of host memory stays within 1.3 times the model."""
 
 import json

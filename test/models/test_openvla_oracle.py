@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tiny OpenVLA checkpoints against answers of the original code, from the raw image on."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantised weights: near the unquantised ones, smaller, and refused where they cannot run, saying what can."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint with SigLIP alone: one tower, a projector of two layers."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A second family of policies and a second codec, in one file: two cameras, a state, and actions written as digits."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Devices on disk: what is read back, and what is refused."""
 
 import json

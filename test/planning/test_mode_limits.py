@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must hold of the modes' limits on any device."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`specvla plan` and `bench --measure` as a user types them."""
 
 import json

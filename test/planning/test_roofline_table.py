@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A roofline worked out by hand before this code: forwards to its rounding, modes near it."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text policy: what it is taught to write, and that training leaves a checkpoint that writes before it acts."""
 
 import json

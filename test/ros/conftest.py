@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One checkpoint for all node tests."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ROS parameters come from the settings that declare them, with their meaning, unit, range and choices."""
 
 from collections.abc import Iterator

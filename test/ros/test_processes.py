@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The nodes as processes: parity of live and in-process replay, exit codes, clean ends."""
 
 import signal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The structure of the product: how it is counted, and what of it must hold."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of the engine, as the command line and Python callers give them."""
 
 from pathlib import Path

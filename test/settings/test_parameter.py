@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters are declared once; names, checks, other values and groups come from a walk over the declarations."""
 
 import pickle

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters merge common < profile < the user's file < launch arguments that are not empty."""
 
 from pathlib import Path

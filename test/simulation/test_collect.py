@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Demonstrations: complete bags, the same after being killed, disturbed in what is done but not in what is recorded."""
 
 import signal

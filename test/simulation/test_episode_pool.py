@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Episodes in processes: each once, whatever dies."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LIBERO's robot. What needs LIBERO runs in its own environment (requirements/libero.txt, docs/how-to/libero.md)."""
 
 import inspect

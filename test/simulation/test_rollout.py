@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time in an episode: what the policy's slowness costs, and what it must not change."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table: physics, pictures, tasks and experts."""
 
 import gc

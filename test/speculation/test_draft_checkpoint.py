@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draft heads on disk: both formats, and heads of other targets."""
 
 import json

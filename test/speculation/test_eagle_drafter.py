@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The draft head behind its drafter: any mix of requests, any split of the rows, and nothing from stale rows."""
 
 from dataclasses import replace

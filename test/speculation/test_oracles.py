@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recorded decisions of the published code of Spec-VLA, EAGLE and FLy."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine commits, forward by forward, what the plain function commits."""
 
 import random

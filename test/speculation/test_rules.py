@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every rule: the tensor code equals the loops, and what it commits is what the rule promises."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rule and a drafter of another package, each one file, are found by name and decode in the real engine."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The target as its own drafter, held against greedy decoding of the pruned prompt without a cache."""
 
 import functools

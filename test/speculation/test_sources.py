@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sources of drafted tokens beside the head, and how a tree's children are chosen."""
 
 import itertools

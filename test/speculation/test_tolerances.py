@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From what a user asks for, in bins or in metres and radians, to the rule of a policy."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trees and draft forwards recorded from the published code of EAGLE-2 and SpecVLA."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bags that tests write themselves."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Captures on a CPU, good ones and bad ones."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draft heads with random weights."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Work for test processes, which must find it in a module."""
 
 import os

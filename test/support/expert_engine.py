@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scripted expert in the place of the engine: decides from the true state of the moment that it is shown."""
 
 from types import SimpleNamespace

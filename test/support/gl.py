@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests that draw need an OpenGL library, which pip does not bring."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each image encoding means, pixel by pixel and in plain loops: the reference for image messages."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the kernel tests share: they run in Triton's interpreter, or on a GPU where there is one."""
 
 from typing import Any

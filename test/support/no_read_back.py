@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A context in which nothing may be read back from the device: on CUDA the host would wait for it."""
 
 from collections.abc import Iterator

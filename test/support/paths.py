@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reference data beside the repository; tests that need it are skipped where it is absent."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How tests wait: for an event, on a machine however busy. The limit only ends a test that hangs."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines with several requests in flight, and what is fed to them."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small OpenVLA checkpoint with random weights: the real format and the real path, but actions that mean nothing."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The acceptance rules once more, path by path in plain Python: what the tensor code is held against."""
 
 import math

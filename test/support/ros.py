@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A policy node and its user, over real DDS, in one process and on one thread."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Another package, installed for the length of a test: its rule and its drafter are files of `other_package`."""
 
 import sys

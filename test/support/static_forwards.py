@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Static forwards on a CPU: what a captured launch would read, and nothing else, decides what they compute."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trees behind a forward, made by hand or by hypothesis."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each training begins as in its own process: accelerate keeps one state for all, mixed precision included."""
 
 import pytest

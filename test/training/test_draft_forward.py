@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The draft head as it is trained equals the draft head as it drafts."""
 
 import pytest

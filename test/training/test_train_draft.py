@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training of draft heads: features of the target, resuming after a kill, and what it reports."""
 
 import json

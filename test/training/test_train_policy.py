@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Behaviour cloning from bags, end to end on a tiny policy."""
 
 import json

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports as HTML pages, in one style."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The style that every report shares: one HTML file, readable without a network and on a phone."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of a replay: figures, limits, latencies and actions beside the recorded ones."""
 
 import base64

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The films of simulated episodes, and their page: success, latency, films, and how answers were decoded."""
 
 import base64

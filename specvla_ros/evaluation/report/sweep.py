@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pages that compare settings: of a sweep (Spec-VLA's tables 1 to 3 and its figure 4), and of a calibration."""
 
 from collections.abc import Sequence

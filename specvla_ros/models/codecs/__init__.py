@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codecs: tokens to actions and back, one per file."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Actions as bins: 256 per dimension at the end of the vocabulary, un-normalised by the training data's quantiles."""
 
 import math

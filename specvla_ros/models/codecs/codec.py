@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The seam between tokens and actions.
 
 A codec knows which token ids stand for actions, when an answer is complete, which ids may come next, what an answer

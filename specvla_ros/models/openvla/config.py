@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an OpenVLA checkpoint's config.json says, checked."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a camera image to the pixels that the vision towers were trained on."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenVLA: two vision towers, a projector and a Llama decoder."""
 
 import torch

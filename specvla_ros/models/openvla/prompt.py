@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From an instruction to prompt tokens."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a checkpoint directory to a policy: model, prompt, image processor and action statistics."""
 
 from collections.abc import Sequence

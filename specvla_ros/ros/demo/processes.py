@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's nodes as processes: started, brought to their active state, ended."""
 
 import os

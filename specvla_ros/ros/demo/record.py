@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the demo saw: episodes, latencies and films. Needs no ROS beyond the messages it is handed."""
 
 import shutil

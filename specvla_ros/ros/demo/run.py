@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`specvla demo`: the policy drives the simulated arm over topics, a terminal shows it and takes instructions."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The only way out for actions: nothing void, late or out of order gets past it."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What /diagnostics says of the policy node, with causes in words."""
 
 import math

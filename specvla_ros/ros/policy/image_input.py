@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Images in: both transports, each message checked, its stamp and age included."""
 
 import time

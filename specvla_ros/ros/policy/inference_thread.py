@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The thread that loads and runs the engine: the only one that touches torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The instruction in force, from the parameter or the topic."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lifecycle node `policy`: camera images and an instruction in, stamped actions out."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the simulated robot keeps about its episodes. No ROS here."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The topics that the simulated robot listens to: actions and instructions."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The node `sim_robot`: a simulated arm with a camera, which gives a policy tasks and judges what it does."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The topics that the simulated robot publishes: images, clock, joints and episodes; and how fast the world goes."""
 
 import io

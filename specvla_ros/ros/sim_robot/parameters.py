@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parameters of the simulated robot's node."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chains of drafted tokens that the host knows, as a tree."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which children of a node a draft tree considers."""
 
 from collections.abc import Callable, Sequence

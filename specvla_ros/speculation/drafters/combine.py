@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All drafters together: one tree per request."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The EAGLE draft head as a drafter: it keeps its own keys and values, and grows a tree per request."""
 
 from collections.abc import Sequence

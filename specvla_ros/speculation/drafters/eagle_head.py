@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The EAGLE draft head: one decoder layer over features and embeddings, and its checkpoint."""
 
 import json

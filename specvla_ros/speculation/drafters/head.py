@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The draft head as a drafter: where it lies, and how it is set up."""
 
 from __future__ import annotations

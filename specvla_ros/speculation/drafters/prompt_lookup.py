@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drafts text by looking its last tokens up in what came before (prompt lookup decoding)."""
 
 from __future__ import annotations

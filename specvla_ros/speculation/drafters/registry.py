@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The seam of drafters: what one must give, and how it is registered.
 
 A drafter is one file: a class and a function that makes it, registered by name. Its own parameters are a frozen

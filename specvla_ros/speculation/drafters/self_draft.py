@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The target as its own drafter, with a share of the image; see `SelfDrafter`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drafts a chain with the target itself, which then sees only a share of the image."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drafts an answer from those before it: no forward, no training."""
 
 from __future__ import annotations

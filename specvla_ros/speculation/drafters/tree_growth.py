@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4), grown for all requests at once."""
 
 from collections.abc import Sequence

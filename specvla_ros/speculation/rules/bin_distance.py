@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bin-distance acceptance: an action token near the target's own choice will do (Spec-VLA, section 4.2)."""
 
 from __future__ import annotations

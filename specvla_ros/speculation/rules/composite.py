@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rule for each class of tokens: actions, numbers in text, and the rest of the text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FLy's loose acceptance: where the target is unsure, agreement after a mismatch excuses it (arXiv 2511.22972)."""
 
 from __future__ import annotations

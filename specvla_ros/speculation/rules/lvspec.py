@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LVSpec's loose acceptance: strict where a token depends on the image (arXiv 2604.05650)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The seam of acceptance rules: how one is registered, and how the settings' choice is made.
 
 A rule is one file: a class with `accept` (see AcceptanceRule) and a function that makes it, registered under the name

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strict acceptance: a drafted token is committed only if it is the target's own choice, so nothing is lost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo, as a newcomer runs it, with the policy that is shipped."""
 
 import contextlib

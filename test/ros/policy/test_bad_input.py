@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever comes in, nothing wrong goes out, the reason is told, and the node lives on."""
 
 import sys

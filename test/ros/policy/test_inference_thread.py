@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The thread that owns the engine: who calls it, who waits, and what it survives. A scripted engine, no torch."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Images and instructions in over DDS, actions out."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speculation on the node: how it decodes is told per action, and the acceptance changes while it runs."""
 
 import time

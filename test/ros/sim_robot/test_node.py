@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulated robot's node over real DDS; in the policy's place a scripted one that sees the true state."""
 
 import math

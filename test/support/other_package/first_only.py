@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rule of another package: the first drafts of a tree, where they are exact."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A drafter of another package: the last committed token, again and again."""
 
 from collections.abc import Sequence
