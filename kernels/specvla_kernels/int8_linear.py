@@ -40,7 +40,7 @@ def round_rows_reference(x: Tensor, padded_rows: int) -> tuple[Tensor, Tensor]:
 
     Args:
         x: [n_rows, width], any floating dtype.
-        padded_rows: rows of the result at least as many as there are; those behind are zero.
+        padded_rows: rows of the result, at least as many as there are; those after them are zero.
 
     Returns:
         int8 [padded_rows, width]; and the steps [n_rows], float32, or float64 for float64.
@@ -74,7 +74,7 @@ def scale_sums_reference(sums: Tensor, steps: Tensor, scales: Tensor, dtype: tor
         dtype: of the result.
 
     Returns:
-        [n_rows, width]; rows behind the last step are left out.
+        [n_rows, width]; rows after the last step are left out.
     """
     return (sums[: len(steps)].to(steps.dtype) * steps[:, None] * scales).to(dtype)
 

@@ -67,7 +67,7 @@ class Ancestry:
         return Ancestry(parents, depths, ancestors)
 
     def without_root(self) -> "Ancestry":
-        """The nodes behind node 0, for a forward in which that node is the end of another segment."""
+        """The nodes after node 0, for a forward in which that node is the end of another segment."""
         return Ancestry(self.parents[1:] - 1, self.depths[1:] - 1, (self.ancestors[1:] >> 1) & (1 << 63) - 1)
 
 

@@ -16,7 +16,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     On a CPU, in float32, MKL is slow for few rows. A decode step multiplies one, and MKL's matrix-vector product runs
     on one core, however many threads there are: a batched product over equal shares of the weight's rows, one per
     thread, reads them in parallel. A level of a draft tree is a few rows, which are faster with the weight as the left
-    matrix: (W x^T)^T. The figures are those of benchmarks/linear.py. Half precision has other products behind it, which
+    matrix: (W x^T)^T. The figures are those of benchmarks/linear.py. Half precision has other products, which
     need neither.
 
     Args:

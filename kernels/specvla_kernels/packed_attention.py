@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a packed batch over the KV cache: causal chains, chunks behind a prefix, and trees."""
+"""Attention of a packed batch over the KV cache: causal chains, chunks after a prefix, and trees."""
 
 import math
 
@@ -117,7 +117,7 @@ def _packed_attention(  # type: ignore[no-untyped-def]
     nodes = tl.load(ancestors + row, is_row, other=0)
     low, high = nodes.to(tl.int32), (nodes >> 32).to(tl.int32)  # a tile of int64 would take too many registers
 
-    # A chain's tile sees no key behind its last row; a tree's nodes lie in any order.
+    # A chain's tile sees no key after its last row; a tree's nodes lie in any order.
     stop = tl.where(is_tree != 0, length, tl.minimum(first + BLOCK_M // (HEADS // KV_HEADS), length))
     n_keys = prefix_len + stop
     share = tl.cdiv(tl.cdiv(n_keys, tl.num_programs(2)), BLOCK_N) * BLOCK_N
@@ -148,11 +148,11 @@ def _packed_attention(  # type: ignore[no-untyped-def]
         keys = tl.load(k_base + key.to(tl.int64)[:, None] * k_row_stride, mask, other=0.0)
         values = tl.load(v_base + key.to(tl.int64)[:, None] * v_row_stride, mask, other=0.0)
         scores = _dot(queries, tl.trans(keys), WIDEN) * scale
-        behind = key - prefix_len
-        word = tl.where((behind < 32)[None, :], low[:, None], high[:, None])
-        is_ancestor = (word >> (behind & 31)[None, :]) & 1
-        among = tl.where(is_tree != 0, is_ancestor == 1, behind[None, :] <= node[:, None])
-        seen = ((behind < 0)[None, :] | among) & (key < end)[None, :]
+        key_node = key - prefix_len
+        word = tl.where((key_node < 32)[None, :], low[:, None], high[:, None])
+        is_ancestor = (word >> (key_node & 31)[None, :]) & 1
+        among = tl.where(is_tree != 0, is_ancestor == 1, key_node[None, :] <= node[:, None])
+        seen = ((key_node < 0)[None, :] | among) & (key < end)[None, :]
         peak, total, result = _attend(tl.where(seen, scores, float("-inf")), values, peak, total, result, WIDEN)
 
     something = tl.where(total == 0.0, 1.0, total)  # a share without a visible key gives 0, not 0 / 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The residual sum and the norm behind it, in one pass."""
+"""The residual sum and the norm after it, in one pass."""
 
 import torch
 import torch.nn.functional as F

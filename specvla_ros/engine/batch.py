@@ -2,7 +2,7 @@
 """The engine's one primitive: segments, and the packed forward that carries any mix of them.
 
 Everything the model computes is one call on a list of segments. A prefill is a chain of prompt embeddings, whole or a
-chunk behind a committed prefix; a decode step is a tree of one node; a verification is a tree of drafted tokens.
+chunk after a committed prefix; a decode step is a tree of one node; a verification is a tree of drafted tokens.
 """
 
 from collections.abc import Callable, Sequence

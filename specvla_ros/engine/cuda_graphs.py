@@ -83,8 +83,8 @@ class Bucket:
     """One size of forward.
 
     Args:
-        rows: of the forward, those that no segment has included.
-        longest: rows of a segment at most; decides the attention's tiles.
+        rows: rows of the forward, those that no segment has included.
+        longest: maximum of rows in a segment; decides the attention's tiles.
     """
 
     rows: int
@@ -96,8 +96,8 @@ class ForwardSizes:
     """Which forwards an engine's settings can lead to.
 
     Args:
-        slots: requests in flight at most; one of them at most has rows of its prompt in a forward.
-        nodes: of a tree at most, the root included; also of what is verified behind a prompt.
+        slots: maximum of requests in flight; at most one of them has rows of its prompt in a forward.
+        nodes: maximum in a tree, the root included; also of what is verified after a prompt.
         chunks: rows of a prompt that a forward may carry, ascending, at least one.
     """
 
@@ -134,12 +134,12 @@ class ForwardSizes:
         others = (self.slots - 1) * self.nodes
         ranges = [(1, others + self.nodes, self.nodes)]
         ranges += [(rows, rows + others + self.nodes - 1, self._longest(rows)) for rows in self.chunks]
-        found = {Bucket(rows, min(longest, rows)) for least, most, longest in ranges for rows in _paddings(least, most)}
+        found = {Bucket(rows, min(longest, rows)) for low, high, longest in ranges for rows in _paddings(low, high)}
         return tuple(sorted(found))
 
     def _longest(self, length: int) -> int:
         """What attention is tiled for in a forward whose longest segment has so many rows; 0: there is none such."""
-        return next((most for most in (self.nodes, self.chunks[-1]) if length <= most), 0)
+        return next((limit for limit in (self.nodes, self.chunks[-1]) if length <= limit), 0)
 
 
 def padded_rows(rows: int) -> int:
@@ -149,11 +149,11 @@ def padded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def _paddings(least: int, most: int) -> Iterator[int]:
+def _paddings(low: int, high: int) -> Iterator[int]:
     """The buckets' rows for so many rows to so many."""
-    rows = padded_rows(least)
+    rows = padded_rows(low)
     yield rows
-    while rows < most:
+    while rows < high:
         rows = padded_rows(rows + 1)
         yield rows
 
@@ -203,10 +203,10 @@ class StaticForward:
     The rows that no segment has are zeros, see nothing, and write their keys and values to the KV cache's sink row.
 
     Args:
-        decoder: whose layers run.
-        cache: that they write to; a slot's last row must be left alone.
-        bucket: the size.
-        segments: of a forward at most.
+        decoder: the target's decoder.
+        cache: keys and values; a slot's last row must be left alone.
+        bucket: size of the forward.
+        segments: maximum number of segments in one forward.
         capture: makes the layers repeatable.
 
     Raises:
@@ -275,7 +275,7 @@ class StaticForward:
 
     def _grow_trees(self, segments: Sequence[Segment], n: int) -> None:
         """Adds what the device alone knows of trees."""
-        if all(each.ancestry is None or len(each) == 1 for each in segments):
+        if all(segment.ancestry is None or len(segment) == 1 for segment in segments):
             return
         nothing = [self._no_numbers[: len(each)] for each in segments]
         pairs = list(zip(segments, nothing, strict=True))
@@ -285,7 +285,7 @@ class StaticForward:
         torch.cat(ancestors, out=self._numbers.ancestors[:n])
 
     def _embed(self, segments: Sequence[Segment], n: int) -> None:
-        """Puts the segments' embeddings in, and zeros behind them."""
+        """Puts the segments' embeddings in, and zeros after them."""
         ids = [each.inputs for each in segments if not each.inputs.is_floating_point()]
         embedded = iter(self._decoder.embed_tokens(torch.cat(ids)).split([len(each) for each in ids]) if ids else ())
         parts = [each.inputs if each.inputs.is_floating_point() else next(embedded) for each in segments]

@@ -153,7 +153,7 @@ class Vision:
 class StageClock:
     """Times work on the model's device.
 
-    On CUDA it records events and reads them behind the tick's one read-back, when they have passed anyway.
+    On CUDA it records events and reads them after the tick's one read-back, when they have passed anyway.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -178,7 +178,7 @@ class StageClock:
             self._events[1].record()
 
     def read_s(self) -> float:
-        """Seconds between start and stop, once; 0 when nothing was timed since. Call behind a read-back."""
+        """Seconds between start and stop, once; 0 when nothing was timed since. Call after a read-back."""
         if not self._measured:
             return 0.0
         self._measured = False

@@ -144,7 +144,7 @@ class LlamaDecoder(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] behind the final norm to float32 [n, vocab]; float64 in a float64 model.
+        """[n, hidden] after the final norm to float32 [n, vocab]; float64 in a float64 model.
 
         With `head_ids` only their rows of the output head are read; a row of hidden states with a NaN still gives NaN.
         """

@@ -11,7 +11,7 @@ from specvla_ros.models.vision_tower import VisionTower
 
 
 class Projector(nn.Module):
-    """The MLP of the checkpoint: two layers behind one vision tower, three behind two (exact GELU between them).
+    """The MLP of the checkpoint: two layers after one vision tower, three after two (exact GELU between them).
 
     Args:
         vision_dim: channels of the joined vision features.
