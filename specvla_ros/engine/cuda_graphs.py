@@ -159,7 +159,7 @@ def _paddings(low: int, high: int) -> Iterator[int]:
 
 
 def _chunks(length: int, forwards: int) -> set[int]:
-    """Rows of the shares of a prompt; see Share.of."""
+    """Rows of the shares of a prompt; see ScheduledRequest.next_share."""
     rows = -(-length // forwards)
     return {rows, length % rows or rows}
 
