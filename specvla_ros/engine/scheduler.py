@@ -4,6 +4,7 @@
 It works on the host alone, with numbers of rows and tokens, so that planning can drive it without a model.
 """
 
+import logging
 import math
 import threading
 import time
@@ -24,6 +25,7 @@ from specvla_ros.models.target import PromptLayout
 from specvla_ros.speculation.accept import NOT_A_NUMBER
 from specvla_ros.speculation.tree import Tree
 
+_log = logging.getLogger(__name__)
 _MEMORY = 0.9  # of the mean number of forwards per request: about the last ten requests
 
 
@@ -244,6 +246,10 @@ class Scheduler:
             layout = self._lay_out(observation)
         except UserError as error:
             self._drops.append(Drop(observation, DropReason.BAD_INSTRUCTION, str(error)))
+            return
+        except Exception as error:  # costs this frame alone, which nobody else holds any more
+            _log.exception("a prompt could not be laid out")
+            self._drops.append(Drop(observation, DropReason.ENGINE_FAULT, f"{type(error).__name__}: {error}"))
             return
         received_ns = observation.received_ns
         wait_s = (time.monotonic_ns() - received_ns) * 1e-9 if received_ns else 0.0

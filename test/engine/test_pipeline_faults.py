@@ -116,3 +116,22 @@ def test_slots_that_do_not_fit_the_memory_are_refused_with_their_size(
     monkeypatch.setattr(slot_ring, "new_cache", full)
     with pytest.raises(UserError, match=r"64 KV slots of \d+ rows take \d+\.\d\d GiB.*lower decode\.max_in_flight"):
         Engine(policy, EngineSettings("pipeline", max_in_flight=64))
+
+
+def test_a_prompt_that_cannot_be_laid_out_costs_its_own_frame_alone(
+    policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(policy, EngineSettings("pipeline"))
+    first, second = frame(1), frame(2)
+    engine.submit(first)
+    assert engine.tick() == []
+    with monkeypatch.context() as patch:
+        patch.setattr(type(policy), "prompt_layout", lambda *_: 1 / 0)
+        engine.submit(second)
+        (drop,) = engine.tick()
+    assert isinstance(drop, Drop) and drop.observation is second
+    assert drop.reason is DropReason.ENGINE_FAULT and drop.detail.startswith("ZeroDivisionError")
+    ended: list[Outcome] = []
+    while engine.busy:
+        ended += engine.tick()
+    assert [outcome.observation for outcome in ended] == [first] and isinstance(ended[0], Action)
