@@ -26,6 +26,7 @@ _LIBRARIES = (
     "safetensors",
     "tokenizers",
     "rosbags",
+    "rosbags-image",
     "mcap",
     "lz4",
     "zstandard",
