@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
+from specvla_ros.models.settings import ModelSettings
 from specvla_ros.models.target import Target
 from specvla_ros.models.weights import Progress
 
@@ -61,12 +63,6 @@ class Policy:
         *,
         mode: str = "",
         tolerance: str = "",
-        device: str = "auto",
-        dtype: str = "auto",
-        unnorm_key: str = "",
-        center_crop: bool = False,
-        quantization: str = "none",
-        action_head: bool = False,
         params_file: str | Path | None = None,
         progress: Progress | None = None,
         **parameters: Any,
@@ -78,28 +74,19 @@ class Policy:
             mode: `ar`, `spec`, `pipeline` or `specpipe`; empty: that of `params_file`, or `ar`.
             tolerance: how far an accepted token may be from the target's own choice, such as `5mm,3deg` or `5bins`;
                 empty: not at all.
-            device, dtype, unnorm_key, center_crop, quantization, action_head: as in `load_target`.
             params_file: a ROS 2 parameter file with decode.*, draft.* and acceptance.*.
             progress: called with what is being done and the fraction that is done.
-            parameters: of docs/reference/parameters.md, with underscores for dots: `draft_nodes=16`.
+            parameters: keywords of `load_target` (`device`, `dtype`, …), and parameters of docs/reference/parameters.md
+                with underscores for dots (`draft_nodes=16`).
 
         Raises:
             UserError: something given is wrong; the message says what to do.
         """
+        model = {field.name: parameters.pop(field.name) for field in fields(ModelSettings) if field.name in parameters}
         settings = engine_settings_from(
             mode=mode, tolerance=tolerance, params_file=Path(params_file) if params_file else None, **parameters
         )
-        target = load_target(
-            directory,
-            device=device,
-            dtype=dtype,
-            unnorm_key=unnorm_key,
-            center_crop=center_crop,
-            quantization=quantization,
-            action_head=action_head,
-            progress=progress,
-        )
-        return Policy(target, settings)
+        return Policy(load_target(directory, progress=progress, **model), settings)
 
     @property
     def action_names(self) -> tuple[str, ...]:

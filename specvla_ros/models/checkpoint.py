@@ -14,24 +14,26 @@ from typing import Any
 import torch
 
 from specvla_ros.errors import UserError
+from specvla_ros.models import settings
 from specvla_ros.models.config import check_directory, read_json
 from specvla_ros.models.target import Target
 from specvla_ros.models.weights import Progress
 from specvla_ros.settings.registry import Registry
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in settings.DTYPES if name != "auto"}
 TARGETS = Registry("specvla_ros.targets", ["specvla_ros.models.openvla.target"])
+_USUAL = settings.ModelSettings()
 
 
 def load_target(
     directory: str | Path,
     *,
-    device: str = "auto",
-    dtype: str = "auto",
-    unnorm_key: str = "",
-    center_crop: bool = False,
-    quantization: str = "none",
-    action_head: bool = False,
+    device: str = _USUAL.device,
+    dtype: str = _USUAL.dtype,
+    unnorm_key: str = _USUAL.unnorm_key,
+    center_crop: bool = _USUAL.center_crop,
+    quantization: str = _USUAL.quantization,
+    action_head: bool = _USUAL.action_head,
     progress: Progress | None = None,
 ) -> Target:
     """Loads a policy from a directory in Hugging Face format.

@@ -18,7 +18,7 @@ from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, Bi
 from specvla_ros.models.codecs.codec import Codec, CodecContext, make_codec
 from specvla_ros.models.llama import LlamaDecoder, LlamaLayer, head_dtype, layer_tensors
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.config import OpenVLAConfig, read_config
+from specvla_ros.models.openvla.config import OPENVLA_TYPES, OpenVLAConfig, read_config
 from specvla_ros.models.openvla.image_processor import ImageProcessor, read_image_processor
 from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.openvla.prompt import PromptTokenizer, read_prompt_tokenizer
@@ -260,18 +260,16 @@ def require_openvla(target: Target) -> OpenVLATarget:
     return target
 
 
-@TARGETS.register("openvla", order=1)
-@TARGETS.register("prismatic", order=2)
 def load_openvla(
     directory: Path,
     *,
     device: torch.device,
     dtype: torch.dtype,
-    unnorm_key: str = "",
-    center_crop: bool = False,
-    quantization: str = "none",
-    action_head: bool = False,
-    progress: Progress | None = None,
+    unnorm_key: str,
+    center_crop: bool,
+    quantization: str,
+    action_head: bool,
+    progress: Progress | None,
 ) -> OpenVLATarget:
     """Loads an OpenVLA checkpoint from a Hugging Face directory.
 
@@ -316,3 +314,7 @@ def load_openvla(
         codec=codec,
         quantization=quantization,
     )
+
+
+for order, model_type in enumerate(OPENVLA_TYPES):
+    TARGETS.register(model_type, order=order)(load_openvla)
