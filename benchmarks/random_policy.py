@@ -22,7 +22,7 @@ from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.quantization import check_quantization, quantize_layer
 from specvla_ros.models.target import ImageEmbeddings
 from specvla_ros.speculation.drafters.eagle_head import save_draft_head
-from specvla_ros.speculation.drafters.head import DRAFT_FOLDER
+from specvla_ros.speculation.settings import DRAFT_FOLDER
 
 TEXT_TOKENS = 34  # of OpenVLA's prompt, about
 PROMPT = 290  # rows: OpenVLA's 256 patches and its text

@@ -34,8 +34,7 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.weights import save_weights
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
-from specvla_ros.speculation.drafters.head import DRAFT_FOLDER
-from specvla_ros.speculation.settings import DraftSettings, adjusted
+from specvla_ros.speculation.settings import DRAFT_FOLDER, DraftSettings, adjusted
 from specvla_ros.training.nano import NanoShape, write_nano
 
 # Logits of the soak's policy spread over about ±5; a rounding in its two layers moves them by less than this.

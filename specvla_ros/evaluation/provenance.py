@@ -15,7 +15,6 @@ import torch
 import specvla_ros
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.planning.measure import cpu_name
-from specvla_ros.speculation.drafters.head import DRAFT_FOLDER
 
 
 def head() -> dict[str, Any]:
@@ -40,10 +39,10 @@ def head() -> dict[str, Any]:
 
 def checkpoint_hashes(checkpoint: Path, engine: EngineSettings) -> dict[str, dict[str, str]]:
     """SHA-256 of the files that decide the tokens: weights and settings of the target and of its draft head."""
-    draft = Path(engine.draft.head).expanduser() if engine.draft.head else checkpoint / DRAFT_FOLDER
+    draft = engine.draft.head_directory(checkpoint)
     return {
         "policy_files": _weight_hashes(checkpoint),
-        "draft_files": _weight_hashes(draft) if engine.mode != "ar" else {},  # `none` is no folder: no files
+        "draft_files": _weight_hashes(draft) if draft is not None and engine.mode != "ar" else {},
     }
 
 

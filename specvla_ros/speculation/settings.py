@@ -6,6 +6,7 @@ What one rule or one drafter alone needs is declared in its own file, and is her
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from specvla_ros.errors import UserError
@@ -14,6 +15,7 @@ from specvla_ros.speculation.registry import DRAFTERS, RULES
 
 CHILDREN = ("top_k", "window_mass")
 NO_HEAD = "none"
+DRAFT_FOLDER = "draft"
 _MAX_NODES = 64  # a node's ancestors are the bits of one int64
 _MAX_BINS = 254
 
@@ -65,6 +67,12 @@ class DraftSettings:
                 f"draft.top_k {self.top_k} with draft.depth {self.depth} takes {self.beam_nodes} nodes in one forward "
                 f"of the draft head, which holds {_MAX_NODES}: lower one of them"
             )
+
+    def head_directory(self, checkpoint: Path) -> Path | None:
+        """Where the draft head of a checkpoint is looked for; None: nowhere."""
+        if self.head == NO_HEAD:
+            return None
+        return Path(self.head).expanduser() if self.head else checkpoint / DRAFT_FOLDER
 
     @property
     def beam_nodes(self) -> int:

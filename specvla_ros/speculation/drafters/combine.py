@@ -11,7 +11,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.target import Target
 from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, DraftInput, DraftWork
 from specvla_ros.speculation.registry import DRAFTERS
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.settings import DRAFT_FOLDER, DraftSettings
 from specvla_ros.speculation.tree import Tree
 
 
@@ -42,7 +42,7 @@ class Drafters:
         self.by_name = {name: drafter for name, drafter in made.items() if drafter is not None}
         if not self.by_name:
             raise UserError(
-                f"decode.mode spec has nothing to draft with: {target.directory / 'draft'} is not there; set "
+                f"decode.mode spec has nothing to draft with: {target.directory / DRAFT_FOLDER} is not there; set "
                 "draft.head to a draft head's directory (specvla train-draft makes one), or draft.temporal to true; a "
                 "policy that writes text may also draft for itself (draft.self_tokens)"
             )

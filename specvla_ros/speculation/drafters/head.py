@@ -3,22 +3,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, drafter
-from specvla_ros.speculation.settings import NO_HEAD
 
 if TYPE_CHECKING:
     from specvla_ros.models.llama import LlamaDecoder
 
-DRAFT_FOLDER = "draft"
-
 
 @drafter("head", order=90)
 def _head(context: DraftContext) -> Drafter | None:
-    directory = _directory(context)
-    if directory is None:
+    directory = context.settings.head_directory(context.target.directory)
+    if directory is None or not (context.settings.head or directory.is_dir()):
         return None
     from specvla_ros.speculation.drafters.children import WindowMass
     from specvla_ros.speculation.drafters.eagle import EagleDrafter
@@ -40,13 +36,3 @@ def _head(context: DraftContext) -> Drafter | None:
         # The first forward after a prompt commits a token, and each of the others commits its own last one.
         captured_depth=codec.max_tokens - 2,
     )
-
-
-def _directory(context: DraftContext) -> Path | None:
-    head = context.settings.head
-    if head == NO_HEAD:
-        return None
-    if head:
-        return Path(head).expanduser()
-    beside = context.target.directory / DRAFT_FOLDER
-    return beside if beside.is_dir() else None
