@@ -29,7 +29,7 @@ _KINDS = {
     float: "a number with a decimal point",
     str: "a text",
 }
-_LISTS = {str: "a list of texts", int: "a list of whole numbers"}
+_LISTS = {str: "a list of texts", int: "a list of whole numbers", float: "a list of numbers with a decimal point"}
 _ABSTRACT: dict[type, type] = {int: Integral, float: Real}  # NumPy's numbers too
 
 
@@ -280,9 +280,14 @@ def hint(name: str, known: Mapping[str, object]) -> str:
 
 
 def _converted(value: Any, declared: Declared) -> Any:
-    if declared.is_list and not isinstance(value, tuple):
-        return tuple(value) if isinstance(value, list) else (value,)
-    return float(value) if declared.kind is float and type(value) is int else value
+    if declared.is_list:
+        elements = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+        return tuple(_as_number(element, declared.kind) for element in elements)
+    return _as_number(value, declared.kind)
+
+
+def _as_number(value: Any, kind: type) -> Any:
+    return float(value) if kind is float and type(value) is int else value
 
 
 def _replaced(settings: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:

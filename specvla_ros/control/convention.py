@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the numbers of an action mean: frame, rotation, gripper, and the period of the data that taught them."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Reference(str, Enum):
+    """What an action's pose is counted from."""
+
+    DELTA = "delta"  # from the tool's pose at the picture's stamp
+    ABSOLUTE = "absolute"  # from the origin of the base frame
+
+
+class ActionFrame(str, Enum):
+    """The frame in which a displacement is written."""
+
+    BASE = "base"
+    TOOL = "tool"
+
+
+class Rotation(str, Enum):
+    """How three numbers say a rotation, in radians."""
+
+    ROTATION_VECTOR = "rotation_vector"  # axis times angle
+    RPY = "rpy"  # roll, pitch, yaw about the fixed axes x, y, z, in this order: Rz(yaw) Ry(pitch) Rx(roll)
+
+
+class GripperSign(str, Enum):
+    """What the gripper's number says."""
+
+    OPEN_HIGH = "open_high"  # larger opens: 1 open, 0 closed in OpenVLA's data
+    CLOSE_HIGH = "close_high"  # larger closes
+    NONE = "none"  # there is no gripper
+
+
+@dataclass(frozen=True)
+class ActionConvention:
+    """How the values of an action are to be read.
+
+    Args:
+        dt_s: seconds over which a displacement is meant, and between two actions of a chunk: the data's period.
+        reference: what the pose is counted from.
+        frame: in which a displacement is written.
+        rotation: how its rotation is written.
+        gripper: what the last number says.
+        source: where this is written, for a reader; empty: the user said so.
+    """
+
+    dt_s: float
+    reference: Reference = Reference.DELTA
+    frame: ActionFrame = ActionFrame.BASE
+    rotation: Rotation = Rotation.ROTATION_VECTOR
+    gripper: GripperSign = GripperSign.OPEN_HIGH
+    source: str = ""

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits of a tool's motion: what the driver plans within, and what the guard holds it to."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from specvla_ros.control.pose import Pose
+from specvla_ros.errors import UserError
+from specvla_ros.settings.parameter import check, parameter
+
+_NO_CORNER = (0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the tool's motion in the base frame. None has a default: a bound that nobody chose protects nobody."""
+
+    ROS_PREFIX = "limits."
+
+    linear_speed: float = parameter(
+        0.0, "Largest speed of the tool; 0: not set.", unit="m/s", minimum=0.0, maximum=10.0
+    )
+    angular_speed: float = parameter(
+        0.0, "Largest speed of rotation of the tool; 0: not set.", unit="rad/s", minimum=0.0, maximum=30.0
+    )
+    linear_acceleration: float = parameter(
+        0.0, "Largest acceleration of the tool; 0: not set.", unit="m/s²", minimum=0.0, maximum=100.0
+    )
+    angular_acceleration: float = parameter(
+        0.0, "Largest acceleration of the tool's rotation; 0: not set.", unit="rad/s²", minimum=0.0, maximum=300.0
+    )
+    linear_jerk: float = parameter(
+        0.0, "Largest jerk of the tool; 0: not set.", unit="m/s³", minimum=0.0, maximum=10_000.0
+    )
+    angular_jerk: float = parameter(
+        0.0, "Largest jerk of the tool's rotation; 0: not set.", unit="rad/s³", minimum=0.0, maximum=30_000.0
+    )
+    workspace_min: tuple[float, ...] = parameter(
+        _NO_CORNER, "Smallest x y z of the tool in the base frame; both corners zero: not set.", unit="m"
+    )
+    workspace_max: tuple[float, ...] = parameter(_NO_CORNER, "Largest x y z of the tool in the base frame.", unit="m")
+
+    def __post_init__(self) -> None:
+        check(self)
+        for name in ("workspace_min", "workspace_max"):
+            if len(getattr(self, name)) != 3:
+                raise UserError(f"limits.{name} must have 3 numbers, x y z in metres, got {len(getattr(self, name))}")
+        if self._has_workspace and not (np.array(self.workspace_min) < np.array(self.workspace_max)).all():
+            raise UserError(
+                f"limits.workspace_min {list(self.workspace_min)} must be smaller than limits.workspace_max "
+                f"{list(self.workspace_max)} in x, y and z"
+            )
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Full names of the limits that are not set."""
+        numbers = (
+            "linear_speed",
+            "angular_speed",
+            "linear_acceleration",
+            "angular_acceleration",
+            "linear_jerk",
+            "angular_jerk",
+        )
+        unset = [f"limits.{name}" for name in numbers if getattr(self, name) == 0.0]
+        return (*unset, *(() if self._has_workspace else ("limits.workspace_min", "limits.workspace_max")))
+
+    @property
+    def stop_s(self) -> float:
+        """Longest time in seconds that a stop from full speed takes within these limits; translation or rotation."""
+        return max(
+            _stop_s(self.linear_speed, self.linear_acceleration, self.linear_jerk),
+            _stop_s(self.angular_speed, self.angular_acceleration, self.angular_jerk),
+        )
+
+    def require(self, what_for: str) -> None:
+        """Refuses limits that are not all set.
+
+        Args:
+            what_for: what needs them, such as "output: twist".
+
+        Raises:
+            UserError: with the names of those that are missing.
+        """
+        if self.missing:
+            raise UserError(f"{what_for} needs limits, which have no defaults; set {', '.join(self.missing)}")
+
+    def clamped(self, pose: Pose) -> Pose:
+        """The nearest pose within the workspace; the rotation stays."""
+        return Pose(np.clip(pose.position, self.workspace_min, self.workspace_max), pose.rotation)
+
+    def holds(self, position: np.ndarray, *, margin_m: float = 0.0) -> bool:
+        """Whether a position, float64 [3] in metres, is within the workspace, or out of it by the margin at most."""
+        low, high = np.array(self.workspace_min) - margin_m, np.array(self.workspace_max) + margin_m
+        return bool((position >= low).all() and (position <= high).all())
+
+    @property
+    def _has_workspace(self) -> bool:
+        return self.workspace_min != _NO_CORNER or self.workspace_max != _NO_CORNER
+
+
+def _stop_s(speed: float, acceleration: float, jerk: float) -> float:
+    """From full speed, in the middle of full acceleration, along one axis of a plan (see bounded_motion)."""
+    if not (speed and acceleration and jerk):
+        return 0.0
+    ramp_s = acceleration / jerk
+    # The acceleration is taken back first; then a trapezoid, or a triangle where the speed is too small for one.
+    braking_s = speed / acceleration + ramp_s if speed * jerk > acceleration**2 else 2 * (speed / jerk) ** 0.5
+    return ramp_s + braking_s
