@@ -100,6 +100,8 @@ class ActionFollower:
         gripper: takes the actions' gripper numbers.
         history: measured poses, which the caller adds.
         compensation: see `Compensation`.
+        sends_velocity: whether the robot is sent velocities: each way then begins where the tool was measured last, as
+            what was sent does not say where it is.
         max_age_s: an action whose picture is older than this is refused.
         max_future_s: how far a stamp may lie ahead of the clock.
         max_step_m: a translation of one action that is longer than this is refused.
@@ -113,6 +115,7 @@ class ActionFollower:
         history: PoseHistory,
         *,
         compensation: Compensation = Compensation.IMAGE_GOAL,
+        sends_velocity: bool = False,
         max_age_s: float = 1.0,
         max_future_s: float = 0.1,
         max_step_m: float = 0.3,
@@ -120,6 +123,7 @@ class ActionFollower:
     ) -> None:
         self._motion, self._gripper, self._history = motion, gripper, history
         self._compensation = compensation
+        self._sends_velocity = sends_velocity
         self._max_age_s, self._max_future_s = max_age_s, max_future_s
         self._max_step_m, self._max_step_rad = max_step_m, max_step_rad
         self._steps: deque[_Step] = deque()
@@ -224,7 +228,7 @@ class ActionFollower:
         """What is late is caught up with at the pace of the last actions: deciding late must not move it faster."""
         step = steps[0]
         onward = (steps[1].goal, steps[1].due_s - step.due_s) if len(steps) > 1 else None
-        present = self._motion.at(now_s).pose
+        present = self._present(now_s)
         left_s = max(0.0, step.due_s - now_s)
         way_m = float(np.linalg.norm(step.goal.position - present.position))
         turn_rad = float(np.linalg.norm(rotation_vector(step.goal.rotation @ present.rotation.T)))
@@ -236,10 +240,15 @@ class ActionFollower:
             turn_s=max(left_s, turn_rad / pace_rad),
             pace=(_HASTE * pace_m, _HASTE * pace_rad),
             onward=onward,
+            start=present if self._sends_velocity else None,
         )
         if aimed and step.gripper is not None and self._convention is not None:
             self._gripper.take(step.gripper, self._convention.gripper)
         return aimed
+
+    def _present(self, now_s: float) -> Pose:
+        newest = self._history.newest if self._sends_velocity else None
+        return self._motion.at(now_s).pose if newest is None else newest[1]
 
 
 def _steps(action: StampedAction, begin: Pose, begin_s: float) -> list[_Step]:

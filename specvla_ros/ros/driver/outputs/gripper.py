@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gripper's command: an array, a trajectory, or a goal of the `control_msgs` action where that is installed."""
+
+from collections.abc import Callable
+
+from builtin_interfaces.msg import Duration
+from rclpy.lifecycle import LifecycleNode
+from std_msgs.msg import Float64MultiArray
+from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
+
+from specvla_ros.errors import UserError
+from specvla_ros.ros.qos import COMMAND
+
+GRIPPER_OUTPUTS = ("none", "array", "trajectory", "action")
+_TRAVEL = Duration(sec=0, nanosec=300_000_000)
+_REPEAT_S = 0.5
+
+
+class GripperOutput:
+    """Sends a gripper's position when it changes, and again twice a second: a lost command must not stay lost.
+
+    Args:
+        node: whose publishers it makes.
+        kind: one of GRIPPER_OUTPUTS.
+        joint: name of the gripper's joint, for a trajectory.
+
+    Raises:
+        UserError: the action is not installed, or the joint is not named.
+    """
+
+    def __init__(self, node: LifecycleNode, kind: str, joint: str) -> None:
+        self._send: Callable[[float], None] = {
+            "none": lambda node, joint: lambda position: None,
+            "array": _array,
+            "trajectory": _trajectory,
+            "action": _action,
+        }[kind](node, joint)
+        self._repeats = kind in ("array", "trajectory")
+        self._sent: float | None = None
+        self._sent_s = 0.0
+
+    def command(self, position: float | None, now_s: float) -> None:
+        """Sends a position in the robot's unit; None: nothing yet. `now_s` is of a steady clock."""
+        if position is None:
+            return
+        if position == self._sent and not (self._repeats and now_s - self._sent_s >= _REPEAT_S):
+            return
+        self._sent, self._sent_s = position, now_s
+        self._send(position)
+
+    def forget(self) -> None:
+        """The next command is sent, whatever it is."""
+        self._sent = None
+
+
+def _array(node: LifecycleNode, joint: str) -> Callable[[float], None]:
+    publisher = node.create_lifecycle_publisher(Float64MultiArray, "~/gripper", COMMAND)
+    return lambda position: publisher.publish(Float64MultiArray(data=[position]))
+
+
+def _trajectory(node: LifecycleNode, joint: str) -> Callable[[float], None]:
+    if not joint:
+        raise UserError("gripper.output: trajectory needs the name of the gripper's joint; set gripper.joint")
+    publisher = node.create_lifecycle_publisher(JointTrajectory, "~/gripper_trajectory", COMMAND)
+
+    def send(position: float) -> None:
+        point = JointTrajectoryPoint(positions=[position], time_from_start=_TRAVEL)
+        publisher.publish(JointTrajectory(joint_names=[joint], points=[point]))
+
+    return send
+
+
+def _action(node: LifecycleNode, joint: str) -> Callable[[float], None]:
+    try:
+        from control_msgs.action import GripperCommand
+    except ImportError:
+        raise UserError(
+            "gripper.output: action needs the package control_msgs, which is not installed; "
+            "apt install ros-$ROS_DISTRO-control-msgs, or set gripper.output to array or trajectory"
+        ) from None
+    from rclpy.action import ActionClient
+
+    client = ActionClient(node, GripperCommand, "~/gripper_command")
+
+    def send(position: float) -> None:
+        goal = GripperCommand.Goal()
+        goal.command.position = position
+        client.send_goal_async(goal)
+
+    return send
