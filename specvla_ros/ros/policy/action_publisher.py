@@ -10,9 +10,9 @@ from rclpy.lifecycle import LifecycleNode
 from rclpy.time import Time
 from std_msgs.msg import Header
 
-from specvla_ros.bags.action_message import decode_stats_fields, vla_action_fields
+from specvla_msgs.msg import DecodeStats, VlaAction
+from specvla_ros.bags.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
 from specvla_ros.engine.outcome import Action, DropReason
-from specvla_ros.msg import DecodeStats, VlaAction
 from specvla_ros.ros.qos import ACTION
 
 _NS = 1e-9
@@ -39,12 +39,12 @@ class ActionPublisher:
 
     Args:
         node: the node of the topics and of the clock.
-        action_dt: seconds over which the displacements are meant, read at each action.
+        meaning: of the actions' numbers, asked for at each action.
     """
 
-    def __init__(self, node: LifecycleNode, action_dt: Callable[[], float]) -> None:
+    def __init__(self, node: LifecycleNode, meaning: Callable[[], ActionMeaning]) -> None:
         self._clock = node.get_clock()
-        self._action_dt = action_dt
+        self._meaning = meaning
         self._actions = node.create_lifecycle_publisher(VlaAction, "~/action", ACTION)
         self._stats = node.create_lifecycle_publisher(DecodeStats, "~/decode_stats", ACTION)
         self._lock = threading.Lock()
@@ -90,14 +90,12 @@ class ActionPublisher:
             # In this order, so that the stages never sum to more than the latency.
             publish_s = (time.monotonic_ns() - action.finished_ns) * _NS
             latency_s = (self._clock.now().nanoseconds - observation.stamp_ns) * _NS
-            header = Header(stamp=Time(nanoseconds=observation.stamp_ns).to_msg(), frame_id=observation.frame_id)
-            seq = self._next_seq
-            fields = vla_action_fields(
-                action, seq=seq, action_dt=self._action_dt(), publish_s=publish_s, latency_s=latency_s
-            )
-            self._actions.publish(VlaAction(header=header, **fields))
+            stamp = Time(nanoseconds=observation.stamp_ns).to_msg()
+            seq, meaning = self._next_seq, self._meaning()
+            fields = vla_action_fields(action, meaning, seq=seq, publish_s=publish_s, latency_s=latency_s)
+            self._actions.publish(VlaAction(header=Header(stamp=stamp, frame_id=meaning.base_frame), **fields))
             self._next_seq += 1
             self._last_stamp_ns = observation.stamp_ns
             stats = decode_stats_fields(action, seq=seq, drop_counts=drop_counts)
-            self._stats.publish(DecodeStats(header=header, **stats))
+            self._stats.publish(DecodeStats(header=Header(stamp=stamp, frame_id=observation.frame_id), **stats))
         return Published(seq, latency_s)
