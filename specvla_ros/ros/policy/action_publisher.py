@@ -10,9 +10,9 @@ from rclpy.lifecycle import LifecycleNode
 from rclpy.time import Time
 from std_msgs.msg import Header
 
-from specvla_ros.bags.action_message import decode_stats_fields, vla_action_fields
+from specvla_msgs.msg import DecodeStats, VlaAction
+from specvla_ros.bags.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
 from specvla_ros.engine.outcome import Action, Drop, DropReason
-from specvla_ros.msg import DecodeStats, VlaAction
 from specvla_ros.ros.qos import ACTION
 
 _NS = 1e-9
@@ -41,15 +41,15 @@ class ActionPublisher:
 
     Args:
         node: the node of the topics and of the clock.
-        action_dt: seconds over which the displacements are meant, read at each action.
+        meaning: of the actions' numbers, asked for at each action.
         max_image_age_s: limit of the image's age at publication, read at each action; 0: none.
     """
 
     def __init__(
-        self, node: LifecycleNode, action_dt: Callable[[], float], max_image_age_s: Callable[[], float]
+        self, node: LifecycleNode, meaning: Callable[[], ActionMeaning], max_image_age_s: Callable[[], float]
     ) -> None:
         self._clock = node.get_clock()
-        self._action_dt = action_dt
+        self._meaning = meaning
         self._max_image_age_s = max_image_age_s
         self._actions = node.create_lifecycle_publisher(VlaAction, "~/action", ACTION)
         self._stats = node.create_lifecycle_publisher(DecodeStats, "~/decode_stats", ACTION)
@@ -102,12 +102,12 @@ class ActionPublisher:
             if max_age_s and latency_s > max_age_s:
                 age = f"{latency_s:.3f} s old, the limit is {max_age_s:g} s"
                 return Drop(observation, DropReason.TOO_OLD, age)
-            header = Header(stamp=Time(nanoseconds=observation.stamp_ns).to_msg(), frame_id=observation.frame_id)
-            seq, action_dt = self._next_seq, self._action_dt()
-            fields = vla_action_fields(action, seq=seq, action_dt=action_dt, publish_s=publish_s, latency_s=latency_s)
-            self._actions.publish(VlaAction(header=header, **fields))
+            stamp = Time(nanoseconds=observation.stamp_ns).to_msg()
+            seq, meaning = self._next_seq, self._meaning()
+            fields = vla_action_fields(action, meaning, seq=seq, publish_s=publish_s, latency_s=latency_s)
+            self._actions.publish(VlaAction(header=Header(stamp=stamp, frame_id=meaning.base_frame), **fields))
             self._next_seq += 1
             self._last_stamp_ns = observation.stamp_ns
             stats = decode_stats_fields(action, seq=seq, drop_counts=drop_counts)
-            self._stats.publish(DecodeStats(header=header, **stats))
-        return Published(seq, latency_s, action_dt)
+            self._stats.publish(DecodeStats(header=Header(stamp=stamp, frame_id=observation.frame_id), **stats))
+        return Published(seq, latency_s, fields["action_dt"])
