@@ -76,7 +76,7 @@ class PolicyNode(LifecycleNode):
         for name, hint in unknown_parameters(self).items():
             self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
         self.add_on_set_parameters_callback(self._on_set_parameters)
-        self._publisher = ActionPublisher(self, self._meaning)
+        self._publisher = ActionPublisher(self, self._meaning, partial(self._value, "max_image_age_s"))
         self._jump_handle = self.get_clock().create_jump_callback(
             JumpThreshold(min_forward=None, min_backward=Duration(nanoseconds=-1), on_clock_change=True),
             post_callback=self._on_clock_jump,
@@ -269,9 +269,9 @@ class PolicyNode(LifecycleNode):
             return
         published = self._publisher.publish(outcome, self._drops.since_activation())
         if isinstance(published, Published):
-            self._inference_health.add_action(published.latency_s)
+            self._inference_health.add_action(published.latency_s, published.action_dt)
         else:
-            self._drop(published)
+            self._drop(published.reason, published.detail)
 
     def _on_fault(self, trace: str) -> None:
         self._inference_health.set_fault(trace.strip().splitlines()[-1])
