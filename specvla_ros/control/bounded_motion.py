@@ -20,7 +20,8 @@ from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
 
 _AXIS_SHARE = 3**-0.5
-_TOLERANCE_M = 1e-6
+_TOLERANCE_M = 1e-4
+_SAMPLE_S, _MAX_SAMPLES = 0.01, 200
 _LEAST_SHARE = 0.2
 _DUST = 1e-9
 _NO_PACE = (math.inf, math.inf)
@@ -211,11 +212,15 @@ class BoundedMotion:
 
     def brake(self, now_s: float) -> None:
         """Comes to rest as soon as the limits allow."""
-        start = self._way.at(now_s)
-        legs = self._way.brake(start)
-        if legs and self._stays(legs, start.position):
+        present = self._way.at(now_s)
+        legs = self._way.brake(present)
+        if legs:
             self._way.follow(now_s, legs)
-        self._rotate(None, now_s, _Way(), None)
+        else:
+            self._way.rest_at(present.position)
+        if not self._rotate(None, now_s, _Way(), None):
+            self._turned_from = self.at(now_s).pose.rotation
+            self._turn.rest_at(np.zeros(3))
 
     def _move(self, goal: Pose, now_s: float, way: _Way, origin: np.ndarray | None) -> bool:
         present, wanted = self._way.at(now_s), self._limits.clamped(goal).position
@@ -253,12 +258,16 @@ class BoundedMotion:
 
     def _stays(self, legs: _Legs, start: np.ndarray) -> bool:
         """Whether a way stays in the workspace, or, where it starts outside, goes no further out."""
-        bounds = [bound for leg in legs for bound in leg.position_extrema]
-        low = np.array([bound.min for bound in bounds]).reshape(-1, 3).min(axis=0)
-        high = np.array([bound.max for bound in bounds]).reshape(-1, 3).max(axis=0)
+        # Sampled: ruckig's own extrema leave out the part in which a way that starts too fast slows down.
+        places = np.array([leg.at_time(time_s)[0] for leg in legs for time_s in _samples(leg.duration)])
+        low, high = places.min(axis=0), places.max(axis=0)
         allowed_low = np.minimum(self._limits.workspace_min, start) - _TOLERANCE_M
         allowed_high = np.maximum(self._limits.workspace_max, start) + _TOLERANCE_M
         return bool((low >= allowed_low).all() and (high <= allowed_high).all())
+
+
+def _samples(duration: float) -> np.ndarray:
+    return np.linspace(0.0, duration, min(_MAX_SAMPLES, 2 + math.ceil(duration / _SAMPLE_S)))
 
 
 def _angular_velocity(vector: np.ndarray, rate: np.ndarray) -> np.ndarray:

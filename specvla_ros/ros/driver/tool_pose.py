@@ -21,6 +21,7 @@ _NS = 1e-9
 
 OnPose = Callable[[float, Pose], None]
 OnBad = Callable[[str], None]
+OnJoints = Callable[[float, Mapping[str, float]], None]
 
 
 class JointInput:
@@ -32,9 +33,13 @@ class JointInput:
         on_bad: called with what is wrong with a message.
     """
 
-    def __init__(self, node: Node, on_joints: Callable[[float, Mapping[str, float]], None], on_bad: OnBad) -> None:
-        self._on_joints, self._on_bad = on_joints, on_bad
+    def __init__(self, node: Node, on_joints: OnJoints, on_bad: OnBad) -> None:
+        self._node, self._on_joints, self._on_bad = node, on_joints, on_bad
         self._subscription = node.create_subscription(JointState, "joint_states", self._on_message, STATE)
+
+    def destroy(self) -> None:
+        """Listens no more."""
+        self._node.destroy_subscription(self._subscription)
 
     def _on_message(self, message: JointState) -> None:
         if len(message.name) != len(message.position):
@@ -52,16 +57,22 @@ class PoseSource(Protocol):
     def look(self) -> None:
         """Called at the control rate: a source that has to ask does it then."""
 
+    def destroy(self) -> None:
+        """Listens no more."""
+
 
 class PoseTopic:
     """`tool_pose`, PoseStamped in the base frame."""
 
     def __init__(self, node: Node, base_frame: str, on_pose: OnPose, on_bad: OnBad) -> None:
-        self._base_frame, self._on_pose, self._on_bad = base_frame, on_pose, on_bad
+        self._node, self._base_frame, self._on_pose, self._on_bad = node, base_frame, on_pose, on_bad
         self._subscription = node.create_subscription(PoseStamped, "tool_pose", self._on_message, STATE)
 
     def look(self) -> None:
         pass
+
+    def destroy(self) -> None:
+        self._node.destroy_subscription(self._subscription)
 
     def _on_message(self, message: PoseStamped) -> None:
         if message.header.frame_id != self._base_frame:
@@ -99,6 +110,9 @@ class PoseFromTf:
         self._buffer: Any = tf2_ros.Buffer()
         self._listener = tf2_ros.TransformListener(self._buffer, node)
 
+    def destroy(self) -> None:
+        self._listener.unregister()
+
     def look(self) -> None:
         try:
             found = self._buffer.lookup_transform(self._base_frame, self._tool_frame, Time())
@@ -111,7 +125,9 @@ class PoseFromTf:
         self._on_pose(stamp_s, Pose(np.array([place.x, place.y, place.z]), rotation))
 
 
-def forward_kinematics(solver: JointSolver, on_pose: OnPose, on_bad: OnBad) -> Callable[[float, Mapping[str, float]], None]:
+def forward_kinematics(
+    solver: JointSolver, on_pose: OnPose, on_bad: OnBad
+) -> Callable[[float, Mapping[str, float]], None]:
     """What turns measured joints into tool poses; see `JointInput`."""
 
     def on_joints(stamp_s: float, positions: Mapping[str, float]) -> None:

@@ -2,14 +2,14 @@
 """The gripper's command: an array, a trajectory, or a goal of the `control_msgs` action where that is installed."""
 
 from collections.abc import Callable
+from typing import Any
 
 from builtin_interfaces.msg import Duration
-from rclpy.lifecycle import LifecycleNode
 from std_msgs.msg import Float64MultiArray
 from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
 from specvla_ros.errors import UserError
-from specvla_ros.ros.qos import COMMAND
+from specvla_ros.ros.driver.outputs.robot_output import OutputContext
 
 GRIPPER_OUTPUTS = ("none", "array", "trajectory", "action")
 _TRAVEL = Duration(sec=0, nanosec=300_000_000)
@@ -20,7 +20,7 @@ class GripperOutput:
     """Sends a gripper's position when it changes, and again twice a second: a lost command must not stay lost.
 
     Args:
-        node: whose publishers it makes.
+        context: makes its publishers.
         kind: one of GRIPPER_OUTPUTS.
         joint: name of the gripper's joint, for a trajectory.
 
@@ -28,13 +28,13 @@ class GripperOutput:
         UserError: the action is not installed, or the joint is not named.
     """
 
-    def __init__(self, node: LifecycleNode, kind: str, joint: str) -> None:
+    def __init__(self, context: OutputContext, kind: str, joint: str) -> None:
         self._send: Callable[[float], None] = {
-            "none": lambda node, joint: lambda position: None,
+            "none": lambda context, joint: lambda position: None,
             "array": _array,
             "trajectory": _trajectory,
             "action": _action,
-        }[kind](node, joint)
+        }[kind](context, joint)
         self._repeats = kind in ("array", "trajectory")
         self._sent: float | None = None
         self._sent_s = 0.0
@@ -53,15 +53,15 @@ class GripperOutput:
         self._sent = None
 
 
-def _array(node: LifecycleNode, joint: str) -> Callable[[float], None]:
-    publisher = node.create_lifecycle_publisher(Float64MultiArray, "~/gripper", COMMAND)
+def _array(context: OutputContext, joint: str) -> Callable[[float], None]:
+    publisher = context.create_publisher(Float64MultiArray, "~/gripper")
     return lambda position: publisher.publish(Float64MultiArray(data=[position]))
 
 
-def _trajectory(node: LifecycleNode, joint: str) -> Callable[[float], None]:
+def _trajectory(context: OutputContext, joint: str) -> Callable[[float], None]:
     if not joint:
         raise UserError("gripper.output: trajectory needs the name of the gripper's joint; set gripper.joint")
-    publisher = node.create_lifecycle_publisher(JointTrajectory, "~/gripper_trajectory", COMMAND)
+    publisher = context.create_publisher(JointTrajectory, "~/gripper_trajectory")
 
     def send(position: float) -> None:
         point = JointTrajectoryPoint(positions=[position], time_from_start=_TRAVEL)
@@ -70,7 +70,7 @@ def _trajectory(node: LifecycleNode, joint: str) -> Callable[[float], None]:
     return send
 
 
-def _action(node: LifecycleNode, joint: str) -> Callable[[float], None]:
+def _action(context: OutputContext, joint: str) -> Callable[[float], None]:
     try:
         from control_msgs.action import GripperCommand
     except ImportError:
@@ -80,7 +80,7 @@ def _action(node: LifecycleNode, joint: str) -> Callable[[float], None]:
         ) from None
     from rclpy.action import ActionClient
 
-    client = ActionClient(node, GripperCommand, "~/gripper_command")
+    client: Any = ActionClient(context.node, GripperCommand, "~/gripper_command")
 
     def send(position: float) -> None:
         goal = GripperCommand.Goal()

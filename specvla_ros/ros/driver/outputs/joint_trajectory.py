@@ -14,7 +14,6 @@ from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
 from specvla_ros.control.bounded_motion import Target
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext
-from specvla_ros.ros.qos import COMMAND
 
 _PERIODS_AHEAD = 2
 
@@ -29,7 +28,7 @@ class JointTrajectoryOutput:
         self._joints = list(context.joints)
         ahead_ns = round(_PERIODS_AHEAD * context.period_s * 1e9)
         self._ahead = Duration(sec=ahead_ns // 10**9, nanosec=ahead_ns % 10**9)
-        self._publisher = context.node.create_lifecycle_publisher(JointTrajectory, "~/joint_trajectory", COMMAND)
+        self._publisher = context.create_publisher(JointTrajectory, "~/joint_trajectory")
 
     def start(self, joint_positions: Mapping[str, float]) -> None:
         self._solver.start(joint_positions)

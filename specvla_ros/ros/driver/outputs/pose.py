@@ -9,7 +9,6 @@ from rclpy.time import Time
 from specvla_ros.control.bounded_motion import Target
 from specvla_ros.control.pose import quaternion
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext
-from specvla_ros.ros.qos import COMMAND
 
 
 class PoseOutput:
@@ -19,7 +18,7 @@ class PoseOutput:
 
     def __init__(self, context: OutputContext) -> None:
         self._frame = context.base_frame
-        self._publisher = context.node.create_lifecycle_publisher(PoseStamped, "~/pose", COMMAND)
+        self._publisher = context.create_publisher(PoseStamped, "~/pose")
 
     def start(self, joint_positions: Mapping[str, float]) -> None:
         pass

@@ -8,7 +8,6 @@ from std_msgs.msg import Float64MultiArray
 
 from specvla_ros.control.bounded_motion import Target
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext
-from specvla_ros.ros.qos import COMMAND
 
 
 class PositionArrayOutput:
@@ -18,7 +17,7 @@ class PositionArrayOutput:
 
     def __init__(self, context: OutputContext) -> None:
         self._solver = context.require_solver("position_array")
-        self._publisher = context.node.create_lifecycle_publisher(Float64MultiArray, "~/joint_positions", COMMAND)
+        self._publisher = context.create_publisher(Float64MultiArray, "~/joint_positions")
 
     def start(self, joint_positions: Mapping[str, float]) -> None:
         self._solver.start(joint_positions)

@@ -5,8 +5,8 @@ Another package adds one by an entry point of the group `specvla_ros.robot_outpu
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from rclpy.lifecycle import LifecycleNode
 from rclpy.time import Time
@@ -14,6 +14,7 @@ from rclpy.time import Time
 from specvla_ros.control.bounded_motion import Target
 from specvla_ros.control.inverse_kinematics import JointSolver
 from specvla_ros.errors import UserError
+from specvla_ros.ros.qos import COMMAND
 from specvla_ros.settings.registry import Registry
 
 ROBOT_OUTPUTS = Registry(
@@ -30,11 +31,12 @@ class OutputContext:
     """What an output is made with.
 
     Args:
-        node: whose managed publishers it makes: they are silent while the driver is not active.
+        node: of the publishers.
         base_frame: frame of the targets.
         period_s: of the control loop.
         joints: names of the arm's joints, in the order of the commands; empty: none are named.
         solver: inverse kinematics; None: no model of the robot is given.
+        publishers: that were made.
     """
 
     node: LifecycleNode
@@ -42,6 +44,17 @@ class OutputContext:
     period_s: float
     joints: tuple[str, ...] = ()
     solver: JointSolver | None = None
+    publishers: list[Any] = field(default_factory=list)
+
+    def create_publisher(self, kind: type, topic: str) -> Any:
+        """A publisher that is silent while the driver is not active."""
+        self.publishers.append(self.node.create_lifecycle_publisher(kind, topic, COMMAND))
+        return self.publishers[-1]
+
+    def close(self) -> None:
+        """Destroys every publisher that was made."""
+        while self.publishers:
+            self.node.destroy_lifecycle_publisher(self.publishers.pop())
 
     def require_solver(self, output: str) -> JointSolver:
         """The inverse kinematics.

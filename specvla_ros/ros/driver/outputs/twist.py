@@ -12,7 +12,6 @@ from rclpy.time import Time
 
 from specvla_ros.control.bounded_motion import Target
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext
-from specvla_ros.ros.qos import COMMAND
 
 
 class TwistOutput:
@@ -22,7 +21,7 @@ class TwistOutput:
 
     def __init__(self, context: OutputContext) -> None:
         self._frame = context.base_frame
-        self._publisher = context.node.create_lifecycle_publisher(TwistStamped, "~/twist", COMMAND)
+        self._publisher = context.create_publisher(TwistStamped, "~/twist")
 
     def start(self, joint_positions: Mapping[str, float]) -> None:
         pass
