@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from specvla_ros.models.target import Target
 
 World = Annotated[str, typer.Option(help="table, or a LIBERO suite such as libero_spatial.")]
+_ROBOTS = "table, our own; panda or ur5e: pip install --no-deps -r requirements/robots.txt"
+Robot = Annotated[str, typer.Option(help=f"The arm at the table: {_ROBOTS}.")]
+Robots = Annotated[
+    list[str] | None, typer.Option("--robot", help=f"An arm; again for more. {_ROBOTS}. Default: table.")
+]
 Episodes = Annotated[int, typer.Option(help="Per task.", min=1)]
 Seed = Annotated[int, typer.Option(help="Of the first episode's start; the others follow.", min=0)]
 Emulate = Annotated[
