@@ -112,7 +112,7 @@ class Arm:
         """Spins until the driver has nothing to move any more, for ten control steps."""
         still, seen = 0, None
         while still < 10:
-            self.until(lambda seen=seen: self.driver._last_step != seen)
+            self._until_step_after(seen)
             seen = self.driver._last_step
             still = 0 if self.driver._target.moving else still + 1
         self.spin(5)
@@ -121,7 +121,10 @@ class Arm:
         """Spins for so many control steps."""
         for _ in range(steps):
             seen = self.driver._last_step
-            self.until(lambda seen=seen: self.driver._last_step != seen)
+            self._until_step_after(seen)
+
+    def _until_step_after(self, seen: tuple[float, float] | None) -> None:
+        self.until(lambda: self.driver._last_step != seen)
 
     def refused(self) -> dict[str, int]:
         return dict(self.driver._refusals)

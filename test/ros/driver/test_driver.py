@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver over real topics: every output arrives where the action meant, and nothing that is wrong moves the robot."""
+"""The driver over real topics: every output arrives where the action meant, and what is wrong moves nothing."""
 
 import math
 from pathlib import Path
@@ -7,6 +7,7 @@ from pathlib import Path
 import mujoco
 import numpy as np
 import pytest
+from rclpy.client import Client
 from std_srvs.srv import SetBool
 from support.driving import LIMITS, MOVE, NAMES, START, arm
 
@@ -171,7 +172,7 @@ def test_without_a_measured_pose_the_tool_comes_to_rest_and_follows_nothing():
 def test_hold_brings_the_tool_to_rest_until_it_is_told_to_go_on():
     with arm(output="pose") as robot:
         robot.start()
-        client = robot.node.create_client(SetBool, "/driver/hold")
+        client: Client = robot.node.create_client(SetBool, "/driver/hold")
         robot.until(client.service_is_ready)
         robot.act((0.2, 0, 0, 0, 0, 0, 0), action_dt=2.0)
         answer = client.call_async(SetBool.Request(data=True))
