@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 _TINY = 1e-15
+_UNIT_TOLERANCE = 0.01
 
-_Quaternion = tuple[float, float, float, float]  # w, x, y, z
+Quaternion = tuple[float, float, float, float]  # w, x, y, z
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,12 @@ class Pose:
         """
         return Pose(self.position + displacement[:3], rotation_matrix(displacement[3:6]) @ self.rotation)
 
+    def toward(self, other: "Pose", share: float) -> "Pose":
+        """The pose on the straight way, and the shortest turn, to another; share 0 is this one, 1 the other."""
+        turn = rotation_vector(other.rotation @ self.rotation.T)
+        way = np.concatenate([other.position - self.position, turn])
+        return self.displaced(share * way)
+
 
 def rotation_matrix(vector: np.ndarray) -> np.ndarray:
     """Rotation vector [3] in radians to a matrix [3, 3]."""
@@ -47,9 +54,30 @@ def rotation_matrix(vector: np.ndarray) -> np.ndarray:
     )
 
 
+def rpy_matrix(rpy: np.ndarray) -> np.ndarray:
+    """Roll, pitch and yaw [3] in radians about the fixed axes x, y, z, in this order, to a matrix [3, 3]."""
+    roll, pitch, yaw = (float(angle) for angle in rpy)
+    axes = np.eye(3)
+    return rotation_matrix(yaw * axes[2]) @ rotation_matrix(pitch * axes[1]) @ rotation_matrix(roll * axes[0])
+
+
+def quaternion_matrix(w: float, x: float, y: float, z: float) -> np.ndarray:
+    """A quaternion to a rotation matrix [3, 3].
+
+    Raises:
+        ValueError: it is not of unit length, by more than 1 %, or not finite.
+    """
+    size = math.sqrt(w * w + x * x + y * y + z * z)
+    if not abs(size - 1) <= _UNIT_TOLERANCE:
+        raise ValueError(f"the quaternion w x y z {w:g} {x:g} {y:g} {z:g} is not of unit length")
+    axis = np.array([x, y, z])
+    length = float(np.linalg.norm(axis))
+    return rotation_matrix(axis * (2 * math.atan2(length, w) / length)) if length > 0 else np.eye(3)
+
+
 def rotation_vector(matrix: np.ndarray) -> np.ndarray:
     """Rotation matrix [3, 3] to a rotation vector [3] in radians, no longer than pi."""
-    w, x, y, z = _quaternion(matrix)
+    w, x, y, z = quaternion(matrix)
     sine = math.sqrt(x * x + y * y + z * z)
     if sine < _TINY:
         return np.zeros(3)
@@ -58,8 +86,11 @@ def rotation_vector(matrix: np.ndarray) -> np.ndarray:
     return np.array([x, y, z]) * (1 / sine) * angle
 
 
-def _quaternion(matrix: np.ndarray) -> _Quaternion:
-    """Divides by the largest of the four components, as Shepperd (1978) does: near pi the others lose digits."""
+def quaternion(matrix: np.ndarray) -> Quaternion:
+    """Rotation matrix [3, 3] to the unit quaternion w x y z.
+
+    Divides by the largest of the four components, as Shepperd (1978) does: near pi the others lose digits.
+    """
     (m00, m01, m02), (m10, m11, m12), (m20, m21, m22) = matrix.tolist()
     if m00 + m11 + m22 > 0:
         w = 0.5 * math.sqrt(1 + m00 + m11 + m22)
