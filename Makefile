@@ -50,10 +50,13 @@ benchmark: build $(TESTING)  ## Time the plain decoder beside transformers' gene
 
 # Messages are generated in about 5 seconds; afterwards this is under a second. Modules are linked, not copied.
 build: $(RUNTIME)
-	@$(RUN) cmake -S . -B build -DCMAKE_PREFIX_PATH="$(PREFIX)" -DCMAKE_INSTALL_PREFIX="$(PREFIX)" \
-	    -DPython3_EXECUTABLE="$(PREFIX)/bin/python" -DAMENT_CMAKE_SYMLINK_INSTALL=ON > build.log 2>&1 \
-	    && $(RUN) cmake --build build --target install >> build.log 2>&1 \
-	    || { tail -n 30 build.log; echo "make: building the messages failed; the whole log is in build.log" >&2; exit 1; }
+	@mkdir -p build && touch build/COLCON_IGNORE && : > build.log
+	@for package in specvla_msgs specvla_ros; do \
+	    $(RUN) cmake -S $$package -B build/$$package -DCMAKE_PREFIX_PATH="$(PREFIX)" -DCMAKE_INSTALL_PREFIX="$(PREFIX)" \
+	        -DPython3_EXECUTABLE="$(PREFIX)/bin/python" -DAMENT_CMAKE_SYMLINK_INSTALL=ON >> build.log 2>&1 \
+	    && $(RUN) cmake --build build/$$package --target install >> build.log 2>&1 \
+	    || { tail -n 30 build.log; echo "make: building $$package failed; the whole log is in build.log" >&2; exit 1; }; \
+	done
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info[:2] <= (3, 13); sys.exit(0 if ok else \

@@ -221,7 +221,7 @@ def _run_node() -> None:
     from sensor_msgs.msg import Image
     from std_msgs.msg import String
 
-    from specvla_ros.msg import VlaAction
+    from specvla_msgs.msg import VlaAction
 
     package = Path(sys.modules[PACKAGE].__path__[0])
     older = (package / "nodes").is_dir()  # asked of the files: an installed package may stand behind this one

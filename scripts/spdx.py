@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LINE = "# SPDX-License-Identifier: Apache-2.0\n"
-PLACES = ("specvla_ros", "kernels", "benchmarks", "test", "launch", "scripts", "setup.py")
+PLACES = ("specvla_ros", "kernels", "benchmarks", "test", "launch", "scripts")
 
 
 def python_files(places: Iterable[Path]) -> Iterator[Path]:

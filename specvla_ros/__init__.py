@@ -6,7 +6,6 @@ imported when it is first used.
 """
 
 from importlib import import_module
-from pkgutil import extend_path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,10 +16,6 @@ if TYPE_CHECKING:
     from specvla_ros.errors import UserError as UserError
     from specvla_ros.models.observation import Observation as Observation
     from specvla_ros.policy import Policy as Policy
-
-# The generated messages (specvla_ros.msg) are installed, while a developer imports this source tree: one package, two
-# places. Without this line the source tree would hide the messages.
-__path__ = extend_path(__path__, __name__)
 
 __version__ = "0.1.0"
 

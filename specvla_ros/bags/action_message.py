@@ -2,31 +2,56 @@
 """The fields of VlaAction and DecodeStats for an action: one mapping for the node and for recordings. Needs no ROS."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from specvla_ros.control.convention import ActionConvention
 from specvla_ros.engine.outcome import Action
 
 
-def vla_action_fields(
-    action: Action, *, seq: int, action_dt: float, publish_s: float, latency_s: float
-) -> dict[str, Any]:
-    """The fields of VlaAction.msg but its header, whose stamp and frame_id are the observation's.
+@dataclass(frozen=True)
+class ActionMeaning:
+    """What the numbers of a policy's actions mean: the part of its messages that is the same in all of them.
 
     Args:
+        convention: how they are to be read.
+        unnorm_key: dataset whose statistics scaled them; empty: the policy has no choice.
+        base_frame: name of the robot's base frame, the header's frame_id.
+    """
+
+    convention: ActionConvention
+    unnorm_key: str
+    base_frame: str
+
+
+def vla_action_fields(
+    action: Action, meaning: ActionMeaning, *, seq: int, publish_s: float, latency_s: float
+) -> dict[str, Any]:
+    """The fields of VlaAction.msg but its header: the stamp is the observation's, the frame_id the base frame.
+
+    Args:
+        action: the engine's answer.
+        meaning: what its numbers mean.
         seq: the action's number since activation.
-        action_dt: duration of the displacements, seconds.
         publish_s: from the last token to publication, seconds.
         latency_s: from the image's stamp to publication, seconds.
     """
+    convention = meaning.convention
     return {
         "seq": seq,
         "epoch": action.observation.epoch,
         "instruction": action.observation.instruction,
+        "mode": action.record.mode,
         "names": list(action.names),
-        "values": action.values.tolist(),
-        "action_dt": action_dt,
+        "values": action.actions.ravel().tolist(),
+        "horizon": len(action.actions),
+        "action_dt": convention.dt_s,
         "tokens": list(action.tokens),
+        "reference": convention.reference.value,
+        "action_frame": convention.frame.value,
+        "rotation": convention.rotation.value,
+        "gripper": convention.gripper.value,
+        "unnorm_key": meaning.unnorm_key,
         "receive_s": action.observation.receive_s,
         **asdict(action.timings),
         "publish_s": publish_s,
@@ -35,7 +60,13 @@ def vla_action_fields(
 
 
 def decode_stats_fields(action: Action, *, seq: int, drop_counts: Mapping[str, int]) -> dict[str, Any]:
-    """The fields of DecodeStats.msg but its header, which is that of the VlaAction; drops count since activation."""
+    """The fields of DecodeStats.msg but its header, whose stamp and frame_id are the observation's.
+
+    Args:
+        action: the engine's answer.
+        seq: the action's number since activation.
+        drop_counts: frames dropped since activation, by reason.
+    """
     record = action.record
     return {
         "seq": seq,

@@ -9,11 +9,10 @@ import numpy as np
 from rosbags.interfaces import MessageDefinition, MessageDefinitionFormat, Nodetype
 from rosbags.typesys import Stores, get_types_from_idl, get_types_from_msg, get_typestore
 
-import specvla_ros
 from specvla_ros.errors import UserError
 
-VLA_ACTION = "specvla_ros/msg/VlaAction"
-DECODE_STATS = "specvla_ros/msg/DecodeStats"
+VLA_ACTION = "specvla_msgs/msg/VlaAction"
+DECODE_STATS = "specvla_msgs/msg/DecodeStats"
 
 _SEPARATOR = "=" * 80
 
@@ -23,7 +22,7 @@ class MessageTypes:
 
     def __init__(self) -> None:
         self._store = get_typestore(Stores.ROS2_JAZZY)
-        self._own = {name: _definition_file(name).read_text() for name in (VLA_ACTION, DECODE_STATS)}
+        self._own = {name: _definition(name) for name in (VLA_ACTION, DECODE_STATS)}
         for name, text in self._own.items():
             self._store.register(get_types_from_msg(text, name))
         self._learned: dict[str, MessageDefinition] = {}
@@ -86,9 +85,5 @@ class MessageTypes:
         return list(value) if element == "string" else np.asarray(value, dtype=element)
 
 
-def _definition_file(msgtype: str) -> Path:
-    """Installed, the definitions lie in the package; in the source tree beside it."""
-    package = Path(specvla_ros.__file__).parent
-    name = f"{msgtype.rpartition('/')[2]}.msg"
-    installed = package / "definitions" / name
-    return installed if installed.exists() else package.parent / "msg" / name
+def _definition(msgtype: str) -> str:
+    return (Path(__file__).parent / "definitions" / f"{msgtype.rpartition('/')[2]}.msg").read_text()

@@ -10,7 +10,7 @@ import yaml
 from mcap.writer import CompressionType, Writer
 
 from specvla_ros import __version__
-from specvla_ros.bags.action_message import decode_stats_fields, vla_action_fields
+from specvla_ros.bags.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
 from specvla_ros.bags.message_types import DECODE_STATS, VLA_ACTION, MessageTypes
 from specvla_ros.engine.outcome import Action
 from specvla_ros.errors import UserError
@@ -48,10 +48,12 @@ class BagRecorder:
     Args:
         directory: the bag's directory, made here; it must not exist.
         metadata: the bag's origin; stored in the file.
+        meaning: of the actions' numbers.
     """
 
-    def __init__(self, directory: Path, metadata: Mapping[str, str]) -> None:
+    def __init__(self, directory: Path, metadata: Mapping[str, str], meaning: ActionMeaning) -> None:
         self._directory = directory
+        self._meaning = meaning
         self._file_path = directory / f"{directory.name}_0.mcap"
         try:
             directory.mkdir(parents=True)
@@ -75,7 +77,6 @@ class BagRecorder:
         *,
         seq: int,
         time_ns: int,
-        action_dt: float,
         publish_s: float,
         latency_s: float,
         drop_counts: Mapping[str, int],
@@ -84,15 +85,15 @@ class BagRecorder:
 
         Args:
             time_ns: bag time, never before that of the action before.
-            action_dt: duration of the displacements, seconds.
             publish_s: from the last token to publication, seconds.
             latency_s: observation-to-action latency, seconds.
             drop_counts: frames dropped so far, by reason.
         """
-        fields = vla_action_fields(action, seq=seq, action_dt=action_dt, publish_s=publish_s, latency_s=latency_s)
-        self._write(ACTION_TOPIC, fields, action, time_ns)
+        stamp_ns, frame_id = action.observation.stamp_ns, action.observation.frame_id
+        fields = vla_action_fields(action, self._meaning, seq=seq, publish_s=publish_s, latency_s=latency_s)
+        self._write(ACTION_TOPIC, fields, time_ns, stamp_ns, self._meaning.base_frame)
         fields = decode_stats_fields(action, seq=seq, drop_counts=drop_counts)
-        self._write(DECODE_STATS_TOPIC, fields, action, time_ns)
+        self._write(DECODE_STATS_TOPIC, fields, time_ns, stamp_ns, frame_id)
         self._file.flush()
 
     def close(self) -> None:
@@ -114,9 +115,8 @@ class BagRecorder:
         metadata = {"offered_qos_profiles": _QOS, "topic_type_hash": self._types.type_hash(msgtype)}
         return self._writer.register_channel(topic, "cdr", schema, metadata)
 
-    def _write(self, topic: str, fields: Mapping[str, Any], action: Action, time_ns: int) -> None:
-        observation = action.observation
-        raw = self._types.serialise(_TYPES[topic], fields, stamp_ns=observation.stamp_ns, frame_id=observation.frame_id)
+    def _write(self, topic: str, fields: Mapping[str, Any], time_ns: int, stamp_ns: int, frame_id: str) -> None:
+        raw = self._types.serialise(_TYPES[topic], fields, stamp_ns=stamp_ns, frame_id=frame_id)
         self._writer.add_message(
             self._channels[topic], log_time=time_ns, data=raw, publish_time=time_ns, sequence=self._counts[topic]
         )

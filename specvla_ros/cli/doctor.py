@@ -128,8 +128,8 @@ def _ros() -> list[Check]:
         return Check("RMW", "ok", implementation)
 
     def messages() -> Check:
-        importlib.import_module("specvla_ros.msg")
-        return Check("messages", "ok", "specvla_ros/msg/VlaAction, DecodeStats")
+        importlib.import_module("specvla_msgs.msg._vla_action")  # the sources' folder is named as the package is
+        return Check("messages", "ok", "specvla_msgs: VlaAction, DecodeStats, SimEpisode, RunTask")
 
     def tools() -> Check:
         path = shutil.which("ros2")

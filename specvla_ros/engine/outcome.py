@@ -17,7 +17,8 @@ class DropReason(str, Enum):
     OUT_OF_ORDER = "out_of_order"  # not newer than the last frame taken
     NO_INSTRUCTION = "no_instruction"  # nothing asked for yet
     BAD_INSTRUCTION = "bad_instruction"  # empty, or longer than a slot holds
-    STALE = "stale"  # older than the staleness limit
+    STALE = "stale"  # older than the staleness limit before it was begun
+    TOO_OLD = "too_old"  # older than that limit when its action was ready
     SUPERSEDED = "superseded"  # a newer frame came before this one was admitted
     OVERTAKEN = "overtaken"  # a newer request finished first, or is as far
     EPOCH_CHANGED = "epoch_changed"  # new instruction, reset, deactivation or clock jump

@@ -64,12 +64,18 @@ class Mailbox:
         """The observation that waits, dropped if it is older than a limit; 0: no limit."""
         with self._lock:
             observation, self._waiting = self._waiting, None
-        if observation is None or not max_age_s or self.now_ns is None:
-            return observation
+        if observation is None:
+            return None
+        return self.dropped_for_age(observation, max_age_s, DropReason.STALE) or observation
+
+    def dropped_for_age(self, observation: Observation, max_age_s: float, reason: DropReason) -> Drop | None:
+        """The drop of an observation that is older than a limit by now; 0: no limit."""
+        if not max_age_s or self.now_ns is None:
+            return None
         age_s = (self.now_ns() - observation.stamp_ns) * 1e-9
-        if age_s > max_age_s:
-            return Drop(observation, DropReason.STALE, f"{age_s:.3f} s old, the limit is {max_age_s:g} s")
-        return observation
+        if age_s <= max_age_s:
+            return None
+        return Drop(observation, reason, f"{age_s:.3f} s old, the limit is {max_age_s:g} s")
 
     def drop(self, reason: DropReason, before_epoch: float = math.inf) -> list[Drop]:
         """Drops the observation that waits, if it is of an earlier epoch."""
@@ -214,13 +220,21 @@ class Scheduler:
                 share.request.book_time(batch.elapsed_s, batch.vision_s, prefill=share.prompt_rows > 0)
 
     def release(self) -> list[Outcome]:
-        """What may leave now: drops, then actions, oldest first."""
+        """What may leave now: drops, then actions, oldest first.
+
+        The age is looked at again: a stopped process, a slow policy or a clock that jumped ages what is in flight.
+        """
         oldest = min((request.observation.stamp_ns for request in self.requests), default=math.inf)
         self._held.sort(key=lambda action: action.observation.stamp_ns)
         ready = [action for action in self._held if action.observation.stamp_ns < oldest]
         del self._held[: len(ready)]
         drops, self._drops = self._drops, []
-        return [*drops, *ready]
+        ended: list[Outcome] = [*drops]
+        for action in ready:
+            max_age_s = self.settings.max_image_age_s
+            too_old = self._mailbox.dropped_for_age(action.observation, max_age_s, DropReason.TOO_OLD)
+            ended.append(too_old or action)
+        return ended
 
     def flush(self, reason: DropReason, before_epoch: float = math.inf) -> list[Drop]:
         """Drops everything of earlier epochs in flight, actions that wait for older ones included."""

@@ -69,7 +69,8 @@ class EngineSettings:
     )
     max_image_age_s: float = parameter(
         0.0,
-        "An image older than this gets no action; 0 switches the check off, as for recorded images.",
+        "An image older than this gets no action, and an action whose image has grown older is not published; "
+        "0 switches the check off, as for recorded images.",
         unit="s",
         minimum=0.0,
         maximum=3600.0,

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from specvla_ros.bags.action_message import ActionMeaning
 from specvla_ros.bags.frames import BagFrame, ReplayTopics, TopicChoice, bag_frames, choose_topics
 from specvla_ros.bags.image_message import rgb_from_message, stamp_ns
 from specvla_ros.bags.reader import Bag, open_bag
 from specvla_ros.bags.recorder import BagRecorder
+from specvla_ros.control.convention import ActionConvention
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DecodeRecord, DropReason, StageTimings
 from specvla_ros.engine.settings import EngineSettings
@@ -60,14 +62,15 @@ class ReplayRun:
     ) -> None:
         self._engine = engine
         self._directory = directory
-        self._action_dt = action_dt
         self._columns = ReplayColumns(engine.target.codec.names, start_ns)
         self._pictures = Pictures(frames_in_bag, start_ns)
         self._kept = directory.resume_lines(FRAMES_FILE, lambda line: FrameRecord(**line))
         self._newest: list[Observation] = []  # of the kept frames: that of the newest action, and the newest of all
         bag = directory.path / BAG_DIRECTORY
         shutil.rmtree(bag, ignore_errors=True)
-        self._recorder = BagRecorder(bag, {key: str(value) for key, value in engine.target.describe().items()})
+        described = {key: str(value) for key, value in engine.target.describe().items()}
+        meaning = ActionMeaning(ActionConvention(action_dt), engine.target.unnorm_key, base_frame="base_link")
+        self._recorder = BagRecorder(bag, described, meaning)
         self._lines = directory.append_to(FRAMES_FILE)
 
     def play(self, frame: BagFrame) -> bool:
@@ -143,7 +146,6 @@ class ReplayRun:
                 action,
                 seq=record.seq,
                 time_ns=record.time_ns,
-                action_dt=self._action_dt,
                 publish_s=record.publish_s,
                 latency_s=record.total_s + record.publish_s,
                 drop_counts=self._columns.drops.by_name(),

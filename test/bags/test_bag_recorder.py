@@ -6,18 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from mcap.exceptions import EndOfFile
 from mcap.reader import make_reader
 from mcap.records import Message
 from mcap.stream_reader import StreamReader
+from mcap.writer import Writer
 from rosbags.rosbag2 import Reader
 from rosbags.typesys import Stores, get_types_from_msg, get_typestore
-from support.actions import NAMES, action
+from support.actions import MEANING, NAMES, action
 
 from specvla_ros.bags.reader import open_bag
 from specvla_ros.bags.recorder import ACTION_TOPIC, DECODE_STATS_TOPIC, BagRecorder
@@ -31,24 +34,23 @@ SOURCES = os.pathsep.join(str(path) for path in (Path(__file__).parents[2], Path
 ENDLESS_RECORDER = f"""
 import sys
 from pathlib import Path
-from support.actions import action
+from support.actions import MEANING, action
 from specvla_ros.bags.recorder import BagRecorder
-recorder = BagRecorder(Path(sys.argv[1]), {{}})
+recorder = BagRecorder(Path(sys.argv[1]), {{}}, MEANING)
 for index in range(10**9):
-    recorder.record(action(index), seq=index, time_ns={START_NS} + index * {PERIOD_NS}, action_dt=0.2,
-                    publish_s=0.0, latency_s=0.1, drop_counts={{}})
+    recorder.record(action(index), seq=index, time_ns={START_NS} + index * {PERIOD_NS}, publish_s=0.0,
+                    latency_s=0.1, drop_counts={{}})
     print(index, flush=True)
 """
 
 
 def record(directory: Path, count: int = 3) -> Path:
-    with BagRecorder(directory, {"checkpoint": "somewhere"}) as recorder:
+    with BagRecorder(directory, {"checkpoint": "somewhere"}, MEANING) as recorder:
         for index in range(count):
             recorder.record(
                 action(index),
                 seq=index,
                 time_ns=START_NS + index * PERIOD_NS,
-                action_dt=0.2,
                 publish_s=0.05,
                 latency_s=0.15,
                 drop_counts=DropCounter().by_name(),
@@ -67,15 +69,16 @@ def test_actions_come_back_with_the_stamps_of_their_images(tmp_path: Path) -> No
     for index, (_, message) in enumerate(messages):
         observation = action(index).observation
         assert message.header.stamp.sec * 10**9 + message.header.stamp.nanosec == observation.stamp_ns
-        assert message.header.frame_id == "camera_optical_frame"
+        assert message.header.frame_id == "arm_base"
         assert (message.seq, message.epoch, message.names) == (index, 3, list(NAMES))
         assert message.values.tolist() == action(index).values.tolist()
         assert message.tokens.tolist() == list(action(index).tokens)
-        assert (message.action_dt, message.publish_s, message.latency_s) == (0.2, 0.05, 0.15)
+        assert (message.action_dt, message.publish_s, message.latency_s) == (0.05, 0.05, 0.15)
 
 
 def test_decode_stats_come_back(tmp_path: Path) -> None:
     (_, message), *_ = read(record(tmp_path / "actions"), DECODE_STATS_TOPIC)
+    assert message.header.frame_id == "camera_optical_frame"
     assert (message.mode, message.forwards, message.tau) == ("ar", 7, 1.0)
     assert message.tokens_per_forward.tolist() == [1] * 7
     assert dict(zip(message.drop_reasons, message.drop_counts.tolist(), strict=True)) == DropCounter().by_name()
@@ -86,7 +89,7 @@ def test_the_schemas_are_complete_for_tools_that_know_none_of_our_types(tmp_path
     with next(path.glob("*.mcap")).open("rb") as file:
         found = list(make_reader(file).iter_messages())
     names = {schema and schema.name for schema, _, _ in found}
-    assert names == {"specvla_ros/msg/VlaAction", "specvla_ros/msg/DecodeStats"}
+    assert names == {"specvla_msgs/msg/VlaAction", "specvla_msgs/msg/DecodeStats"}
     schema, channel, message = next(each for each in found if each[1].topic == ACTION_TOPIC)
     assert schema is not None
     assert (schema.encoding, channel.message_encoding) == ("ros2msg", "cdr")
@@ -109,7 +112,8 @@ def test_rosbag2_metadata_describes_the_bag(tmp_path: Path) -> None:
 
 def test_ros_itself_reads_the_messages(tmp_path: Path) -> None:
     serialization = pytest.importorskip("rclpy.serialization", reason="there is no ROS 2 here")
-    messages = pytest.importorskip("specvla_ros.msg", reason="the messages are not built: make build")
+    pytest.importorskip("specvla_msgs.msg._vla_action", reason="the messages are not built: make build")
+    messages = import_module("specvla_msgs.msg")
     with open_bag(record(tmp_path / "actions")) as bag:
         raw = {message.topic: message.raw for message in bag.messages()}
     vla_action = serialization.deserialize_message(raw[ACTION_TOPIC], messages.VlaAction)
@@ -122,7 +126,7 @@ def test_ros_itself_reads_the_messages(tmp_path: Path) -> None:
 
 def test_the_type_hashes_are_those_of_the_message_generator(tmp_path: Path) -> None:
     prefixes = os.environ.get("AMENT_PREFIX_PATH", sys.prefix).split(os.pathsep)
-    generated = [path for prefix in prefixes for path in Path(prefix).glob("share/specvla_ros/msg/*.json")]
+    generated = [path for prefix in prefixes for path in Path(prefix).glob("share/specvla_msgs/msg/*.json")]
     if not generated:
         pytest.skip("no type descriptions here: the messages are not built, or ROS 2 is older than Iron")
     wanted = {
@@ -134,6 +138,23 @@ def test_the_type_hashes_are_those_of_the_message_generator(tmp_path: Path) -> N
     for topic in information["rosbag2_bagfile_information"]["topics_with_message_count"]:
         metadata = topic["topic_metadata"]
         assert metadata["type_description_hash"] == wanted[metadata["type"]]
+
+
+def test_recordings_under_the_type_name_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    name, definition = "specvla_ros/msg/VlaAction", "uint64 seq\nfloat64[] values\nfloat64 action_dt\n"
+    store = get_typestore(Stores.EMPTY)
+    store.register(get_types_from_msg(definition, name))
+    values = np.array([0.25, -0.5])
+    raw = bytes(store.serialize_cdr(store.types[name](seq=7, values=values, action_dt=0.2), name))
+    with (tmp_path / "old.mcap").open("wb") as file:
+        writer = Writer(file)
+        writer.start(profile="ros2")
+        schema = writer.register_schema(name, "ros2msg", definition.encode())
+        channel = writer.register_channel(ACTION_TOPIC, "cdr", schema)
+        writer.add_message(channel, log_time=START_NS, data=raw, publish_time=START_NS)
+        writer.finish()
+    ((_, message),) = read(tmp_path / "old.mcap")
+    assert (message.seq, message.values.tolist(), message.action_dt) == (7, values.tolist(), 0.2)
 
 
 def test_a_killed_recorder_leaves_all_that_it_wrote(tmp_path: Path) -> None:
@@ -173,5 +194,5 @@ def test_a_recording_is_not_overwritten(tmp_path: Path) -> None:
     path = record(tmp_path / "actions")
     before = next(path.glob("*.mcap")).read_bytes()
     with pytest.raises(UserError, match="cannot be recorded: File exists; choose a directory that is new"):
-        BagRecorder(path, {})
+        BagRecorder(path, {}, MEANING)
     assert next(path.glob("*.mcap")).read_bytes() == before

@@ -81,7 +81,8 @@ def test_the_shown_robot_output_goes_where_the_action_says_and_no_faster(run_pag
         node = module.VlaOutput()
         sent = []
         node._twists.publish = lambda twist: sent.append(twist.twist.linear.x)
-        message = module.VlaAction(values=[0.02, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0], action_dt=0.2)
+        names = ["x", "y", "z", "roll", "pitch", "yaw", "gripper"]
+        message = module.VlaAction(names=names, values=[0.02, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0], action_dt=0.2)
         message.header.stamp = node.get_clock().now().to_msg()
         node.on_action(message)
         node.on_action(message)  # the same stamp again is no news

@@ -3,13 +3,23 @@
 
 import numpy as np
 
+from specvla_ros.bags.action_message import ActionMeaning
+from specvla_ros.control.convention import ActionConvention, ActionFrame, GripperSign, Reference, Rotation
 from specvla_ros.engine.outcome import Action, DecodeRecord, StageTimings
 from specvla_ros.models.observation import Observation
 
 NAMES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
 
+# None of it is a default.
+MEANING = ActionMeaning(
+    ActionConvention(0.05, Reference.ABSOLUTE, ActionFrame.TOOL, Rotation.RPY, GripperSign.CLOSE_HIGH),
+    unnorm_key="some_dataset",
+    base_frame="arm_base",
+)
 
-def action(index: int = 0, *, stamp_ns: int = 1_700_000_000_123_456_789) -> Action:
+
+def action(index: int = 0, *, stamp_ns: int = 1_700_000_000_123_456_789, horizon: int = 1) -> Action:
+    actions = np.linspace(-0.5, 0.5, 7) + index + 10 * np.arange(horizon)[:, None]
     observation = Observation(
         np.zeros((2, 2, 3), np.uint8),
         "put carrot on plate",
@@ -21,8 +31,8 @@ def action(index: int = 0, *, stamp_ns: int = 1_700_000_000_123_456_789) -> Acti
     return Action(
         observation=observation,
         names=NAMES,
-        actions=np.linspace(-0.5, 0.5, 7)[None] + index,
-        tokens=tuple(range(31744, 31751)),
+        actions=actions,
+        tokens=tuple(range(31744, 31744 + 7 * horizon)),
         timings=StageTimings(wait_s=0.01, vision_s=0.02, prefill_s=0.03, decode_s=0.04),
         record=DecodeRecord(
             "ar",

@@ -14,7 +14,7 @@ from specvla_ros.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunD
 from specvla_ros.evaluation.simulate_summary import SimulateSummary, summarise_episodes
 from specvla_ros.models.codecs.bins import select_statistics
 from specvla_ros.models.openvla.config import read_config
-from specvla_ros.msg import SimEpisode, VlaAction
+from specvla_msgs.msg import SimEpisode, VlaAction
 from specvla_ros.simulation.rollout import EpisodeResult
 
 _RECENT = 20  # actions whose latency and rate are shown

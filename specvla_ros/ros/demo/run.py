@@ -29,7 +29,7 @@ from specvla_ros.evaluation.simulate_summary import SimulateSummary
 from specvla_ros.evaluation.statistics import Rate
 from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.openvla.prompt import normalise_instruction
-from specvla_ros.msg import SimEpisode, VlaAction
+from specvla_msgs.msg import SimEpisode, VlaAction
 from specvla_ros.ros.demo.processes import LifecycleClient, NodeProcess, start_node, stop_node
 from specvla_ros.ros.demo.record import DemoRecord
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION, NEWEST_IMAGE

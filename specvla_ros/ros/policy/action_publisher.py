@@ -10,9 +10,9 @@ from rclpy.lifecycle import LifecycleNode
 from rclpy.time import Time
 from std_msgs.msg import Header
 
-from specvla_ros.bags.action_message import decode_stats_fields, vla_action_fields
-from specvla_ros.engine.outcome import Action, DropReason
-from specvla_ros.msg import DecodeStats, VlaAction
+from specvla_msgs.msg import DecodeStats, VlaAction
+from specvla_ros.bags.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
+from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.ros.qos import ACTION
 
 _NS = 1e-9
@@ -25,10 +25,12 @@ class Published:
     Args:
         seq: number since activation.
         latency_s: image's stamp to publication, on the node's clock.
+        action_dt: seconds over which the displacements are meant.
     """
 
     seq: int
     latency_s: float
+    action_dt: float
 
 
 class ActionPublisher:
@@ -39,12 +41,16 @@ class ActionPublisher:
 
     Args:
         node: the node of the topics and of the clock.
-        action_dt: seconds over which the displacements are meant, read at each action.
+        meaning: of the actions' numbers, asked for at each action.
+        max_image_age_s: limit of the image's age at publication, read at each action; 0: none.
     """
 
-    def __init__(self, node: LifecycleNode, action_dt: Callable[[], float]) -> None:
+    def __init__(
+        self, node: LifecycleNode, meaning: Callable[[], ActionMeaning], max_image_age_s: Callable[[], float]
+    ) -> None:
         self._clock = node.get_clock()
-        self._action_dt = action_dt
+        self._meaning = meaning
+        self._max_image_age_s = max_image_age_s
         self._actions = node.create_lifecycle_publisher(VlaAction, "~/action", ACTION)
         self._stats = node.create_lifecycle_publisher(DecodeStats, "~/decode_stats", ACTION)
         self._lock = threading.Lock()
@@ -74,8 +80,10 @@ class ActionPublisher:
                 self._last_stamp_ns = 0
             return self._epoch
 
-    def publish(self, action: Action, drop_counts: Mapping[str, int]) -> Published | DropReason:
+    def publish(self, action: Action, drop_counts: Mapping[str, int]) -> Published | Drop:
         """Publishes an action, or says why it must not go out.
+
+        The node's clock decides on the age once more, after everything that can hold a process up.
 
         Args:
             action: the engine's answer.
@@ -84,20 +92,22 @@ class ActionPublisher:
         observation = action.observation
         with self._lock:
             if not self._actions.is_activated or observation.epoch != self._epoch:
-                return DropReason.EPOCH_CHANGED
+                return Drop(observation, DropReason.EPOCH_CHANGED)
             if observation.stamp_ns <= self._last_stamp_ns:
-                return DropReason.OVERTAKEN
+                return Drop(observation, DropReason.OVERTAKEN)
             # In this order, so that the stages never sum to more than the latency.
             publish_s = (time.monotonic_ns() - action.finished_ns) * _NS
             latency_s = (self._clock.now().nanoseconds - observation.stamp_ns) * _NS
-            header = Header(stamp=Time(nanoseconds=observation.stamp_ns).to_msg(), frame_id=observation.frame_id)
-            seq = self._next_seq
-            fields = vla_action_fields(
-                action, seq=seq, action_dt=self._action_dt(), publish_s=publish_s, latency_s=latency_s
-            )
-            self._actions.publish(VlaAction(header=header, **fields))
+            max_age_s = self._max_image_age_s()
+            if max_age_s and latency_s > max_age_s:
+                age = f"{latency_s:.3f} s old, the limit is {max_age_s:g} s"
+                return Drop(observation, DropReason.TOO_OLD, age)
+            stamp = Time(nanoseconds=observation.stamp_ns).to_msg()
+            seq, meaning = self._next_seq, self._meaning()
+            fields = vla_action_fields(action, meaning, seq=seq, publish_s=publish_s, latency_s=latency_s)
+            self._actions.publish(VlaAction(header=Header(stamp=stamp, frame_id=meaning.base_frame), **fields))
             self._next_seq += 1
             self._last_stamp_ns = observation.stamp_ns
             stats = decode_stats_fields(action, seq=seq, drop_counts=drop_counts)
-            self._stats.publish(DecodeStats(header=header, **stats))
-        return Published(seq, latency_s)
+            self._stats.publish(DecodeStats(header=Header(stamp=stamp, frame_id=observation.frame_id), **stats))
+        return Published(seq, latency_s, fields["action_dt"])

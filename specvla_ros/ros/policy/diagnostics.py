@@ -27,7 +27,12 @@ _INPUT_FAULTS = (
     DropReason.OUT_OF_ORDER,
     DropReason.STALE,
 )
-_INFERENCE_FAULTS = (DropReason.ENGINE_FAULT, DropReason.NOT_FINITE, DropReason.NOT_AN_ACTION)
+_INFERENCE_FAULTS = (
+    DropReason.ENGINE_FAULT,
+    DropReason.NOT_FINITE,
+    DropReason.NOT_AN_ACTION,
+    DropReason.TOO_OLD,
+)
 
 _LOG_PERIOD_S = 5.0  # min time between two log messages of one reason
 _LATENCIES = 500  # of the newest actions, for the percentiles
@@ -212,14 +217,16 @@ class InferenceHealth:
         self._lock = threading.Lock()
         self._actions = 0
         self._latencies_s: deque[float] = deque(maxlen=_LATENCIES)
+        self._action_dt = math.inf
         self._fault = ""
         self._period_began_s = time.monotonic()
 
-    def add_action(self, latency_s: float) -> None:
+    def add_action(self, latency_s: float, action_dt: float) -> None:
         """Counts a published action."""
         with self._lock:
             self._actions += 1
             self._latencies_s.append(latency_s)
+            self._action_dt = action_dt
 
     def set_fault(self, what: str) -> None:
         """Notes an exception; it is reported once."""
@@ -240,7 +247,7 @@ class InferenceHealth:
             elapsed_s, self._period_began_s = max(now_s - self._period_began_s, 1e-3), now_s
             actions, self._actions = self._actions, 0
             fault, self._fault = self._fault, ""
-            latencies_s = np.array(self._latencies_s)
+            latencies_s, action_dt = np.array(self._latencies_s), self._action_dt
         values: dict[str, object] = {"action_hz": f"{actions / elapsed_s:.2f}"}
         if len(latencies_s):
             for percent, value in zip((50, 95, 99), np.percentile(latencies_s, (50, 95, 99)), strict=True):
@@ -254,5 +261,15 @@ class InferenceHealth:
             return make_status(DiagnosticStatus.ERROR, worst, values)
         if not active:
             return make_status(DiagnosticStatus.OK, "not active", values)
-        message = "actions are published" if actions else "no action in this period"
-        return make_status(DiagnosticStatus.OK, message, values)
+        if not actions:
+            return make_status(DiagnosticStatus.OK, "no action in this period", values)
+        median_s = float(np.median(latencies_s))
+        if median_s > action_dt:
+            return make_status(
+                DiagnosticStatus.WARN,
+                f"the median latency, {median_s:.3f} s, is longer than action_dt, {action_dt:g} s: the time for which "
+                "an action is meant is over when it comes; choose a faster decode.mode or a smaller policy, or let the "
+                "follower take off what the arm has gone meanwhile",
+                values,
+            )
+        return make_status(DiagnosticStatus.OK, "actions are published", values)

@@ -14,6 +14,8 @@ from rclpy.duration import Duration
 from rclpy.lifecycle import LifecycleNode, LifecycleNodeMixin, LifecycleState, TransitionCallbackReturn
 from rclpy.node import Node
 
+from specvla_ros.bags.action_message import ActionMeaning
+from specvla_ros.control.convention import ActionConvention
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
@@ -65,6 +67,7 @@ class PolicyNode(LifecycleNode):
         self._model_status = not_loaded_status()
         self._input_health, self._inference_health = InputHealth(), InferenceHealth()
         self._chosen = PolicyParameters()  # read when the node is configured
+        self._unnorm_key = ""
         try:
             declare_parameters(self, PolicyParameters)
         except UserError:
@@ -73,7 +76,7 @@ class PolicyNode(LifecycleNode):
         for name, hint in unknown_parameters(self).items():
             self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
         self.add_on_set_parameters_callback(self._on_set_parameters)
-        self._publisher = ActionPublisher(self, partial(self._value, "action_dt"))
+        self._publisher = ActionPublisher(self, self._meaning, partial(self._value, "max_image_age_s"))
         self._jump_handle = self.get_clock().create_jump_callback(
             JumpThreshold(min_forward=None, min_backward=Duration(nanoseconds=-1), on_clock_change=True),
             post_callback=self._on_clock_jump,
@@ -99,6 +102,7 @@ class PolicyNode(LifecycleNode):
             self._model_status = make_status(DiagnosticStatus.ERROR, str(error).splitlines()[0])
             self.get_logger().error(f"not configured: {error}")
             return TransitionCallbackReturn.FAILURE
+        self._unnorm_key = description.get("unnorm_key", "")
         self._model_status = loaded_status(description)
         self.get_logger().info("policy loaded: " + ", ".join(f"{key} {value}" for key, value in description.items()))
         self._instruction = InstructionInput(self, self._chosen.instruction, self._on_new_instruction)
@@ -265,9 +269,9 @@ class PolicyNode(LifecycleNode):
             return
         published = self._publisher.publish(outcome, self._drops.since_activation())
         if isinstance(published, Published):
-            self._inference_health.add_action(published.latency_s)
+            self._inference_health.add_action(published.latency_s, published.action_dt)
         else:
-            self._drop(published)
+            self._drop(published.reason, published.detail)
 
     def _on_fault(self, trace: str) -> None:
         self._inference_health.set_fault(trace.strip().splitlines()[-1])
@@ -291,6 +295,9 @@ class PolicyNode(LifecycleNode):
             "inputs": self._input_health.status(self._active, instruction, drops),
             "inference": self._inference_health.status(self._active, drops),
         }
+
+    def _meaning(self) -> ActionMeaning:
+        return ActionMeaning(ActionConvention(self._value("action_dt")), self._unnorm_key, self._chosen.base_frame)
 
     def _now_ns(self) -> int:
         now_ns: int = self.get_clock().now().nanoseconds

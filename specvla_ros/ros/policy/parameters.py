@@ -31,6 +31,9 @@ class PolicyParameters:
         maximum=10.0,
         writable=True,
     )
+    base_frame: str = parameter(
+        "base_link", "Name of the robot's base frame, the frame_id of the actions: their displacements are in it."
+    )
     max_future_s: float = parameter(
         0.1,
         "How far an image's stamp may lie ahead of this node's clock.",

@@ -10,10 +10,10 @@ import numpy as np
 from rclpy.node import Node
 from std_msgs.msg import String
 
+from specvla_msgs.msg import VlaAction
 from specvla_ros.bags.image_message import stamp_ns
 from specvla_ros.errors import UserError
 from specvla_ros.models.openvla.prompt import normalise_instruction
-from specvla_ros.msg import VlaAction
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION
 from specvla_ros.simulation.robot import SimulatedRobot
 
@@ -154,7 +154,7 @@ class ActionInput:
             stamp = _stamp(message)
             check_relevance(stamp, message.instruction, expected)
             values = robot_values(
-                message.values,
+                message.values[: len(message.values) // max(1, message.horizon)],  # of a chunk the first action
                 message.action_dt,
                 robot_dt=self._robot.action_dt,
                 largest_translation=self._robot.largest_translation,

@@ -15,7 +15,7 @@ from rosgraph_msgs.msg import Clock
 from sensor_msgs.msg import CompressedImage, Image, JointState
 from std_msgs.msg import Header
 
-from specvla_ros.msg import SimEpisode
+from specvla_msgs.msg import SimEpisode
 from specvla_ros.ros.qos import CLOCK
 from specvla_ros.ros.sim_robot.episodes import Episode, Tally
 from specvla_ros.simulation.robot import TableRobot

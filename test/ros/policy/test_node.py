@@ -38,7 +38,7 @@ def in_process(checkpoint: Path, image: np.ndarray, instruction: str) -> Action:
 
 
 def test_each_frame_is_answered_once_with_its_own_stamp(checkpoint: Path) -> None:
-    with robot(checkpoint, instruction=INSTRUCTION, action_dt=0.25) as r:
+    with robot(checkpoint, instruction=INSTRUCTION, action_dt=0.25, base_frame="panda_link0") as r:
         r.start()
         images = []
         for seed in range(4):
@@ -54,7 +54,8 @@ def test_each_frame_is_answered_once_with_its_own_stamp(checkpoint: Path) -> Non
             assert tuple(action.tokens) == expected.tokens
             np.testing.assert_array_equal(action.values, expected.values)
             assert list(action.names) == list(expected.names)
-            assert (action.header.frame_id, action.instruction, action.action_dt) == ("camera", INSTRUCTION, 0.25)
+            assert (action.instruction, action.horizon, action.action_dt) == (INSTRUCTION, 1, 0.25)
+            assert (action.header.frame_id, stats.header.frame_id) == ("panda_link0", "camera")
             parts = action.receive_s + action.wait_s + action.vision_s + action.prefill_s + action.decode_s
             assert 0 < parts + action.publish_s <= action.latency_s + 1e-3
             assert (stats.mode, stats.forwards, stats.tau) == ("ar", 7, 1.0)

@@ -22,9 +22,9 @@ from std_msgs.msg import String
 from support.gl import needs_gl
 from support.patience import wait_until
 
+from specvla_msgs.msg import SimEpisode, VlaAction
 from specvla_ros.bags.image_message import rgb_from_compressed, rgb_from_image, stamp_ns
 from specvla_ros.errors import UserError
-from specvla_ros.msg import SimEpisode, VlaAction
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION, NEWEST_IMAGE
 from specvla_ros.ros.sim_robot.episodes import episode_starts, task_of
 from specvla_ros.ros.sim_robot.node import Phase, SimRobot

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follows stamped actions with bounded motion: from where the tool was in the picture, at the training data's rate.
+
+The goal of an action is where the tool was at its picture's stamp, and its displacement from there (the image goal),
+to be reached `dt` after the stamp. However late, often or repeatedly actions come, the same way never counts twice.
+docs/explanation/late-actions.md has the reasons.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from specvla_ros.control.bounded_motion import BoundedMotion, Target
+from specvla_ros.control.convention import ActionConvention, ActionFrame, Reference, Rotation
+from specvla_ros.control.gripper import Gripper
+from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector, rpy_matrix
+from specvla_ros.control.pose_history import PoseHistory, PoseUnknownError
+
+# The fastest actions of this long are the pace at which a late goal is caught up with.
+_PACE_S = 2.0
+# And what it takes to be there in time in spite of accelerating and braking.
+_HASTE = 1.5
+_POSE_VALUES = 6
+
+
+class Compensation(str, Enum):
+    """What is done about the motion between an action's picture and its arrival."""
+
+    IMAGE_GOAL = "image_goal"  # the goal counts from the measured pose at the picture's stamp
+    NONE = "none"  # the goal counts from where the tool is being sent when the action arrives
+
+
+class Refusal(str, Enum):
+    """Why an action is not followed."""
+
+    NOT_FINITE = "not_finite"
+    WRONG_SHAPE = "wrong_shape"
+    TOO_OLD = "too_old"
+    FROM_THE_FUTURE = "from_the_future"
+    NOT_NEWER = "not_newer"  # than the last one that was taken: out of order, or a repetition
+    NO_POSE = "no_pose"
+    TOO_LARGE = "too_large"
+    BLOCKED = "blocked"  # no way to the goal stays in the workspace
+
+
+class ActionRefusedError(ValueError):
+    """An action that is not followed.
+
+    Args:
+        refusal: the kind, for counting.
+        detail: in words.
+    """
+
+    def __init__(self, refusal: Refusal, detail: str) -> None:
+        super().__init__(detail)
+        self.refusal = refusal
+
+
+@dataclass(frozen=True)
+class StampedAction:
+    """An action, or a chunk of them, as it arrives.
+
+    Args:
+        stamp_s: of the picture, seconds on the robot's clock.
+        values: float64 [horizon, 6 or 7]: translation in metres, rotation in radians, gripper.
+        convention: how to read them.
+    """
+
+    stamp_s: float
+    values: np.ndarray
+    convention: ActionConvention
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One goal of what is followed.
+
+    Args:
+        goal: in the base frame.
+        due_s: when to be there.
+        gripper: the action's number; None: it has none.
+    """
+
+    goal: Pose
+    due_s: float
+    gripper: float | None
+
+
+class ActionFollower:
+    """Moves a tool as actions say; without one that is new it comes to rest at the last goal.
+
+    All times are seconds on the robot's clock. `step` is called at the control rate.
+
+    Args:
+        motion: what moves within the limits.
+        gripper: takes the actions' gripper numbers.
+        history: measured poses, which the caller adds.
+        compensation: see `Compensation`.
+        max_age_s: an action whose picture is older than this is refused.
+        max_future_s: how far a stamp may lie ahead of the clock.
+        max_step_m: a translation of one action that is longer than this is refused.
+        max_step_rad: likewise a rotation.
+    """
+
+    def __init__(
+        self,
+        motion: BoundedMotion,
+        gripper: Gripper,
+        history: PoseHistory,
+        *,
+        compensation: Compensation = Compensation.IMAGE_GOAL,
+        max_age_s: float = 1.0,
+        max_future_s: float = 0.1,
+        max_step_m: float = 0.3,
+        max_step_rad: float = math.pi,
+    ) -> None:
+        self._motion, self._gripper, self._history = motion, gripper, history
+        self._compensation = compensation
+        self._max_age_s, self._max_future_s = max_age_s, max_future_s
+        self._max_step_m, self._max_step_rad = max_step_m, max_step_rad
+        self._steps: deque[_Step] = deque()
+        self._convention: ActionConvention | None = None
+        self._last_stamp_s = -math.inf
+        self._pace: deque[tuple[float, float, float]] = deque()  # time, m/s, rad/s
+
+    def rest_at(self, pose: Pose) -> None:
+        """Drops what is followed; the tool is here, and stays."""
+        self._steps.clear()
+        self._motion.rest_at(pose)
+
+    def forget(self) -> None:
+        """A new epoch: what was taken before is void, and stamps may begin anew."""
+        self._last_stamp_s = -math.inf
+        self._pace.clear()
+
+    def hold(self, now_s: float) -> None:
+        """Drops what is followed, and comes to rest as soon as the limits allow."""
+        self._steps.clear()
+        self._motion.brake(now_s)
+
+    def take(self, action: StampedAction, now_s: float) -> None:
+        """Starts to follow an action; it replaces the one before.
+
+        Raises:
+            ActionRefusedError: it is not followed; the one before goes on.
+        """
+        self._check(action, now_s)
+        try:
+            begin = self._begin(action, now_s)
+        except PoseUnknownError as error:
+            raise ActionRefusedError(Refusal.NO_POSE, str(error)) from None
+        begin_s = now_s if self._compensation is Compensation.NONE else action.stamp_s
+        steps = _steps(action, begin, begin_s)
+        self._note_pace(action, now_s)
+        self._last_stamp_s = action.stamp_s
+        self._convention = action.convention
+        passed = sum(step.due_s <= now_s for step in steps)
+        remaining = deque(steps[min(passed, len(steps) - 1) :])
+        if not self._aim(remaining, now_s):
+            raise ActionRefusedError(Refusal.BLOCKED, "no way to its goal stays within the workspace")
+        self._steps = remaining
+
+    def step(self, now_s: float) -> Target:
+        """Where the tool is to be now."""
+        while len(self._steps) > 1 and self._steps[0].due_s <= now_s:
+            self._steps.popleft()
+            self._aim(self._steps, now_s)
+        return self._motion.at(now_s)
+
+    def _check(self, action: StampedAction, now_s: float) -> None:
+        values = action.values
+        if values.ndim != 2 or not len(values) or values.shape[1] not in (_POSE_VALUES, _POSE_VALUES + 1):
+            raise ActionRefusedError(
+                Refusal.WRONG_SHAPE, f"it has values of shape {values.shape}, but [horizon, 6 or 7] can be followed"
+            )
+        if not (np.isfinite(values).all() and math.isfinite(action.stamp_s)):
+            raise ActionRefusedError(Refusal.NOT_FINITE, "its values are not all finite")
+        if not (math.isfinite(action.convention.dt_s) and action.convention.dt_s > 0):
+            raise ActionRefusedError(Refusal.NOT_FINITE, f"its action_dt is {action.convention.dt_s} s")
+        age_s = now_s - action.stamp_s
+        if age_s > self._max_age_s:
+            raise ActionRefusedError(
+                Refusal.TOO_OLD, f"its picture is {age_s:.3f} s old, and the limit is {self._max_age_s:g} s"
+            )
+        if age_s < -self._max_future_s:
+            raise ActionRefusedError(Refusal.FROM_THE_FUTURE, f"its stamp lies {-age_s:.3f} s ahead of the clock")
+        if action.stamp_s <= self._last_stamp_s:
+            raise ActionRefusedError(Refusal.NOT_NEWER, "its picture is no newer than that of the last action")
+        if action.convention.reference is Reference.DELTA:
+            self._check_size(values)
+
+    def _check_size(self, values: np.ndarray) -> None:
+        way = float(np.linalg.norm(values[:, :3], axis=1).max())
+        turn = float(np.linalg.norm(values[:, 3:6], axis=1).max())
+        if way > self._max_step_m:
+            raise ActionRefusedError(
+                Refusal.TOO_LARGE, f"it moves the tool by {way:.3f} m, and the limit is {self._max_step_m:g} m"
+            )
+        if turn > self._max_step_rad:
+            raise ActionRefusedError(
+                Refusal.TOO_LARGE, f"it turns the tool by {turn:.3f} rad, and the limit is {self._max_step_rad:g} rad"
+            )
+
+    def _begin(self, action: StampedAction, now_s: float) -> Pose:
+        if self._compensation is Compensation.NONE:
+            return self._motion.at(now_s).pose
+        if action.convention.reference is Reference.ABSOLUTE:
+            return Pose(np.zeros(3), np.eye(3))
+        return self._history.at(min(action.stamp_s, now_s))
+
+    def _note_pace(self, action: StampedAction, now_s: float) -> None:
+        dt_s = action.convention.dt_s
+        if action.convention.reference is Reference.DELTA:
+            speeds = [np.linalg.norm(action.values[:, part], axis=1).max() / dt_s for part in (slice(3), slice(3, 6))]
+            self._pace.append((now_s, float(speeds[0]), float(speeds[1])))
+        while self._pace and now_s - self._pace[0][0] > _PACE_S:
+            self._pace.popleft()
+
+    def _aim(self, steps: Sequence[_Step], now_s: float) -> bool:
+        """What is late is caught up with at the pace of the last actions: deciding late must not move it faster."""
+        step = steps[0]
+        onward = (steps[1].goal, steps[1].due_s - step.due_s) if len(steps) > 1 else None
+        present = self._motion.at(now_s).pose
+        left_s = max(0.0, step.due_s - now_s)
+        way_m = float(np.linalg.norm(step.goal.position - present.position))
+        turn_rad = float(np.linalg.norm(rotation_vector(step.goal.rotation @ present.rotation.T)))
+        pace_m, pace_rad = (max((each[axis] for each in self._pace), default=0.0) or math.inf for axis in (1, 2))
+        aimed = self._motion.aim(
+            step.goal,
+            now_s,
+            move_s=max(left_s, way_m / pace_m),
+            turn_s=max(left_s, turn_rad / pace_rad),
+            pace=(_HASTE * pace_m, _HASTE * pace_rad),
+            onward=onward,
+        )
+        if aimed and step.gripper is not None and self._convention is not None:
+            self._gripper.take(step.gripper, self._convention.gripper)
+        return aimed
+
+
+def _steps(action: StampedAction, begin: Pose, begin_s: float) -> list[_Step]:
+    """The goals of a chunk, one after the other."""
+    convention, pose = action.convention, begin
+    steps = []
+    for index, row in enumerate(action.values):
+        pose = _goal(row, pose, convention)
+        gripper = float(row[_POSE_VALUES]) if len(row) > _POSE_VALUES else None
+        steps.append(_Step(pose, begin_s + (index + 1) * convention.dt_s, gripper))
+    return steps
+
+
+def _goal(row: np.ndarray, start: Pose, convention: ActionConvention) -> Pose:
+    matrix = rpy_matrix if convention.rotation is Rotation.RPY else rotation_matrix
+    position, rotation = row[:3], matrix(row[3:6])
+    if convention.reference is Reference.ABSOLUTE:
+        return Pose(position.copy(), rotation)
+    if convention.frame is ActionFrame.TOOL:
+        return Pose(start.position + start.rotation @ position, start.rotation @ rotation)
+    return Pose(start.position + position, rotation @ start.rotation)

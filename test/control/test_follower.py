@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Actions are followed once, from their picture, at their pace, however they come."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specvla_ros.control.bounded_motion import BoundedMotion
+from specvla_ros.control.convention import ActionConvention, ActionFrame, GripperSign, Reference, Rotation
+from specvla_ros.control.follower import ActionFollower, ActionRefusedError, Compensation, Refusal, StampedAction
+from specvla_ros.control.gripper import Gripper, GripperSettings
+from specvla_ros.control.limits import Limits
+from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector, rpy_matrix
+from specvla_ros.control.pose_history import PoseHistory
+
+LIMITS = Limits(
+    linear_speed=1.5,
+    angular_speed=6.0,
+    linear_acceleration=30.0,
+    angular_acceleration=100.0,
+    linear_jerk=3000.0,
+    angular_jerk=10_000.0,
+    workspace_min=(-1.0, -1.0, -1.0),
+    workspace_max=(1.0, 1.0, 1.0),
+)
+DT_S = 0.2
+CONTROL_S = 0.01
+BASE = ActionConvention(DT_S)
+START = Pose(np.array([0.1, 0.0, 0.2]), rotation_matrix(np.array([2.0, 0.5, 0.0])))
+MOVE = np.array([0.05, -0.02, 0.01, 0.1, 0.0, -0.2, 1.0])
+
+
+class Arm:
+    """A tool that is exactly where it is sent, on a clock that the test moves."""
+
+    def __init__(self, compensation=Compensation.IMAGE_GOAL):
+        self.history, self.now_s = PoseHistory(), 100.0
+        motion = BoundedMotion(LIMITS)
+        self.gripper = Gripper(GripperSettings(open_value=0.08, closed_value=0.0))
+        self.follower = ActionFollower(motion, self.gripper, self.history, compensation=compensation)
+        self.follower.rest_at(START)
+        self.poses = {}
+        self.run(0.1)
+
+    def run(self, seconds):
+        for _ in range(round(seconds / CONTROL_S)):
+            self.target = self.follower.step(self.now_s)
+            self.history.add(self.now_s, self.target.pose)
+            self.poses[round(self.now_s, 4)] = self.target.pose
+            self.now_s = round(self.now_s + CONTROL_S, 4)
+
+    def take(self, values=MOVE, *, age_s=0.0, convention=BASE):
+        stamp_s = self.now_s - age_s
+        self.follower.take(StampedAction(stamp_s, np.atleast_2d(values), convention), self.now_s)
+        return stamp_s
+
+    def refused(self, values=MOVE, **how):
+        with pytest.raises(ActionRefusedError) as why:
+            self.take(values, **how)
+        return why.value.refusal
+
+
+def assert_at(pose, goal, tolerance=1e-4):
+    np.testing.assert_allclose(pose.position, goal.position, atol=tolerance)
+    assert np.linalg.norm(rotation_vector(pose.rotation @ goal.rotation.T)) < tolerance
+
+
+ages = st.integers(0, 30).map(lambda steps: steps * CONTROL_S)
+moves = st.lists(st.floats(-0.05, 0.05), min_size=6, max_size=6).map(lambda parts: np.array([*parts, 1.0]))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(moves, ages, st.integers(1, 25)), min_size=1, max_size=8))
+def test_the_tool_ends_where_the_newest_picture_meant(actions):
+    arm = Arm()
+    goal, newest_s = START, -math.inf
+    for move, age_s, steps in actions:
+        stamp_s = arm.now_s - age_s
+        if stamp_s <= newest_s or stamp_s < min(arm.poses):
+            assert arm.refused(move, age_s=age_s) in (Refusal.NOT_NEWER, Refusal.NO_POSE)
+        else:
+            arm.take(move, age_s=age_s)
+            newest_s, goal = stamp_s, arm.history.at(stamp_s).displaced(move[:6])
+        arm.run(steps * CONTROL_S)
+    arm.run(8.0)
+    assert_at(arm.target.pose, goal)
+
+
+def test_an_action_in_time_is_done_at_the_end_of_its_period():
+    arm = Arm()
+    arm.take()
+    arm.run(DT_S)
+    assert arm.target.moving
+    arm.run(2 * CONTROL_S)
+    assert not arm.target.moving
+    assert_at(arm.target.pose, START.displaced(MOVE[:6]))
+
+
+@pytest.mark.parametrize("age_s", [0.0, 0.05, 0.15, 0.2, 0.6])
+@pytest.mark.parametrize("period_s", [0.03, 0.1, 0.2])
+def test_speed_is_the_training_datas_however_often_and_late_actions_come(period_s, age_s):
+    """A policy that wants to go on for ever, 5 cm in 0.2 s: 0.25 m/s, and never faster than half as much again."""
+    arm = Arm()
+    arm.run(1.0)
+    move = np.array([0.05, 0, 0, 0, 0, 0, 1.0])
+    begun_s, begun = arm.now_s, arm.target.pose.position[0]
+    fastest = 0.0
+    for _ in range(round(1.2 / period_s)):
+        arm.take(move, age_s=age_s)
+        for _ in range(round(period_s / CONTROL_S)):
+            arm.run(CONTROL_S)
+            fastest = max(fastest, float(np.linalg.norm(arm.target.velocity[:3])))
+    speed = (arm.target.pose.position[0] - begun) / (arm.now_s - begun_s)
+    wanted = move[0] / DT_S
+    assert speed <= 1.1 * wanted
+    assert fastest <= 1.5 * wanted + 1e-9
+    if age_s + period_s <= DT_S:
+        assert speed >= 0.75 * wanted
+
+
+def test_without_compensation_the_same_way_counts_again():
+    distances = {}
+    for compensation in Compensation:
+        arm = Arm(compensation)
+        for _ in range(3):
+            arm.take(age_s=0.08)
+            arm.run(0.02)
+        arm.run(2.0)
+        distances[compensation] = np.linalg.norm(arm.target.pose.position - START.position)
+    assert distances[Compensation.IMAGE_GOAL] == pytest.approx(np.linalg.norm(MOVE[:3]), rel=0.15)
+    assert distances[Compensation.NONE] > 1.1 * distances[Compensation.IMAGE_GOAL]
+
+
+def test_a_chunk_is_followed_row_by_row_without_a_stop_between():
+    arm = Arm()
+    chunk = np.tile([0.01, 0, 0, 0, 0, 0.0], (8, 1))
+    arm.take(chunk, convention=ActionConvention(0.05))
+    arm.run(0.1)
+    speeds = []
+    for _ in range(25):
+        arm.run(CONTROL_S)
+        speeds.append(arm.target.velocity[0])
+    assert min(speeds) > 0.15 and max(speeds) < 0.3
+    arm.run(0.3)
+    assert_at(arm.target.pose, START.displaced(np.array([0.08, 0, 0, 0, 0, 0])))
+
+
+def test_rows_of_a_late_chunk_that_have_passed_are_skipped_and_their_way_counts():
+    arm = Arm()
+    arm.run(0.2)
+    chunk = np.tile([0.01, 0, 0, 0, 0, 0.0], (4, 1))
+    arm.take(chunk, age_s=0.12, convention=ActionConvention(0.05))
+    assert len(arm.follower._steps) == 2
+    arm.run(1.0)
+    assert_at(arm.target.pose, START.displaced(np.array([0.04, 0, 0, 0, 0, 0])))
+
+
+def test_a_newer_chunk_replaces_what_is_left_of_the_one_before():
+    arm = Arm()
+    arm.take(np.tile([0.01, 0, 0, 0, 0, 0.0], (8, 1)), convention=ActionConvention(0.05))
+    arm.run(0.1)
+    here = arm.history.at(arm.now_s)
+    arm.take(np.tile([0.0, 0.01, 0, 0, 0, 0.0], (4, 1)), convention=ActionConvention(0.05))
+    arm.run(1.0)
+    assert_at(arm.target.pose, here.displaced(np.array([0, 0.04, 0, 0, 0, 0])))
+
+
+@pytest.mark.parametrize(
+    ("convention", "goal"),
+    [
+        (BASE, Pose(START.position + MOVE[:3], rotation_matrix(MOVE[3:6]) @ START.rotation)),
+        (
+            ActionConvention(DT_S, rotation=Rotation.RPY),
+            Pose(START.position + MOVE[:3], rpy_matrix(MOVE[3:6]) @ START.rotation),
+        ),
+        (
+            ActionConvention(DT_S, frame=ActionFrame.TOOL),
+            Pose(START.position + START.rotation @ MOVE[:3], START.rotation @ rotation_matrix(MOVE[3:6])),
+        ),
+        (ActionConvention(DT_S, reference=Reference.ABSOLUTE), Pose(MOVE[:3], rotation_matrix(MOVE[3:6]))),
+    ],
+)
+def test_each_convention_means_what_it_says(convention, goal):
+    arm = Arm()
+    arm.take(convention=convention)
+    arm.run(8.0)
+    assert_at(arm.target.pose, goal)
+
+
+def test_rpy_turns_about_the_fixed_axes_x_then_y_then_z():
+    quarter = math.pi / 2
+    np.testing.assert_allclose(rpy_matrix(np.array([quarter, 0, quarter])) @ [0, 0, 1.0], [1, 0, 0], atol=1e-12)
+    np.testing.assert_allclose(rpy_matrix(np.array([quarter, quarter, 0])) @ [0, 1.0, 0], [1, 0, 0], atol=1e-12)
+
+
+def test_the_gripper_opens_and_closes_at_the_edges_only():
+    arm = Arm()
+    assert arm.gripper.position is None
+    positions = []
+    for number in (0.9, 0.55, 0.45, 0.41, 0.3, 0.55, 0.61):
+        arm.take(np.array([0, 0, 0, 0, 0, 0, number]))
+        arm.run(0.05)
+        positions.append(arm.gripper.position)
+    assert positions == [0.08, 0.08, 0.08, 0.08, 0.0, 0.0, 0.08]
+    arm.take(np.array([0, 0, 0, 0, 0, 0, 1.0]), convention=ActionConvention(DT_S, gripper=GripperSign.CLOSE_HIGH))
+    assert arm.gripper.position == 0.0
+    arm.run(0.05)
+    arm.take(np.array([0, 0, 0, 0, 0, 0, 0.0]), convention=ActionConvention(DT_S, gripper=GripperSign.NONE))
+    assert arm.gripper.position == 0.0
+
+
+@pytest.mark.parametrize(
+    ("values", "how", "refusal"),
+    [
+        (np.array([math.nan, *MOVE[1:]]), {}, Refusal.NOT_FINITE),
+        (np.array([*MOVE[:6], math.inf]), {}, Refusal.NOT_FINITE),
+        (MOVE[:5], {}, Refusal.WRONG_SHAPE),
+        (np.zeros((0, 7)), {}, Refusal.WRONG_SHAPE),
+        (MOVE, {"age_s": 1.01}, Refusal.TOO_OLD),
+        (MOVE, {"age_s": -0.11}, Refusal.FROM_THE_FUTURE),
+        (MOVE, {"age_s": 0.5}, Refusal.NO_POSE),
+        (10 * MOVE, {}, Refusal.TOO_LARGE),
+        (np.array([0, 0, 0, 4.0, 0, 0, 0]), {}, Refusal.TOO_LARGE),
+        (MOVE, {"convention": ActionConvention(0.0)}, Refusal.NOT_FINITE),
+        (MOVE, {"convention": ActionConvention(math.nan)}, Refusal.NOT_FINITE),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_and_moves_nothing(values, how, refusal):
+    arm = Arm()
+    assert arm.refused(values, **how) is refusal
+    arm.run(0.3)
+    assert_at(arm.target.pose, START, 1e-12)
+
+
+def test_repeated_and_overtaken_actions_are_refused_until_a_new_epoch():
+    arm = Arm()
+    arm.run(0.2)
+    arm.take(age_s=0.1)
+    assert arm.refused(age_s=0.1) is Refusal.NOT_NEWER
+    assert arm.refused(age_s=0.15) is Refusal.NOT_NEWER
+    arm.follower.forget()
+    arm.take(age_s=0.15)
+
+
+def test_hold_drops_what_is_followed():
+    arm = Arm()
+    arm.take(np.tile([0.01, 0, 0, 0, 0, 0.0], (20, 1)), convention=ActionConvention(0.05))
+    arm.run(0.2)
+    arm.follower.hold(arm.now_s)
+    stopped_after = LIMITS.stop_s + CONTROL_S
+    arm.run(stopped_after)
+    assert not arm.target.moving
+    here = arm.target.pose
+    arm.run(2.0)
+    assert_at(arm.target.pose, here, 1e-12)
+
+
+def test_poses_around_a_gap_say_nothing_of_it():
+    history = PoseHistory(kept_s=2.0, gap_s=0.25)
+    with pytest.raises(LookupError):
+        history.at(0.0)
+    for stamp_s in (0.0, 0.1, 0.5):
+        assert history.add(stamp_s, Pose(np.full(3, stamp_s), np.eye(3)))
+    assert not history.add(0.5, START)
+    np.testing.assert_allclose(history.at(0.05).position, 0.05)
+    np.testing.assert_allclose(history.at(0.7).position, 0.5)
+    for unknown_s in (-0.1, 0.3, 0.8):
+        with pytest.raises(LookupError):
+            history.at(unknown_s)
+    history.add(3.0, START)
+    with pytest.raises(LookupError):
+        history.at(0.05)
