@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,10 +40,10 @@ JOINTS = JointLimits(
     names=("shoulder", "elbow"),
     position_min=(-2.0, -1.0),
     position_max=(2.0, 1.5),
-    velocity=(1.0, 2.0),
-    acceleration=(8.0, 16.0),
+    max_speed=(1.0, 2.0),
+    max_acceleration=(8.0, 16.0),
 )
-GRIPPER = GripperLimits(output="array", names=("finger",), position_min=0.0, position_max=0.04)
+GRIPPER = GripperLimits(output="array", joint="finger", open_value=0.04, closed_value=0.0)
 HOME = np.array([0.5, 0.0, 0.3])
 UPRIGHT = (1.0, 0.0, 0.0, 0.0)
 START_NS = 1_000 * 10**9
@@ -87,7 +88,7 @@ class Rig:
         if self.output == "twist":
             return TwistCommand(self.stamp, np.array([0.0, 0.12 * np.cos(0.6 * self.phase_s), 0.0, 0.0, 0.0, 0.1]))
         if self.output == "pose":
-            return ToolPose(self.stamp, HOME + [0.0, swing, 0.0], UPRIGHT)
+            return ToolPose(self.stamp, HOME + np.array([0.0, swing, 0.0]), UPRIGHT)
         positions = np.array([[2 * swing, -swing]])
         if self.output == "position_array":
             return JointCommand(Stamp(None), None, positions, np.zeros(1))
@@ -161,7 +162,7 @@ def rig(output: str, **changes: Any) -> Rig:
 def velocities(sent: list[tuple[float, Sent | None]]) -> list[tuple[float, float, np.ndarray]]:
     """Of what went out: time, seconds since the one before, and float64 [blocks, dims] velocity."""
     found = []
-    for (before_s, before), (at_s, now) in zip(sent, sent[1:], strict=False):
+    for (before_s, before), (at_s, now) in pairwise(sent):
         dt_s = at_s - before_s
         if isinstance(now, SentTwist):
             found.append((at_s, dt_s, now.velocity.reshape(2, 3)))

@@ -20,6 +20,7 @@ _QUIET_S = 0.5
 _PERSISTS_S = 0.5
 # Silence of this process after which the robot has stopped by itself (Servo halts after 0.1 s).
 STALL_S = 0.1
+_ROUNDING = 1e-9
 
 
 class State(str, Enum):
@@ -32,11 +33,11 @@ class State(str, Enum):
 
 @dataclass(frozen=True)
 class GripperCommand:
-    """Positions of a gripper.
+    """A gripper's position, as it came.
 
     Args:
-        names: of its joints; None: in the order of the parameters.
-        positions: float64 [joints].
+        names: of joints; None: it names none.
+        positions: float64, one.
     """
 
     names: tuple[str, ...] | None
@@ -49,12 +50,12 @@ class Outcome:
 
     Args:
         sent: to the robot; None: nothing.
-        gripper: float64 [joints], if a new command of it goes through; else None.
+        gripper: position, if a new command of it goes through; else None.
         stopped: whether passing has just ended: a reason to keep what led to it.
     """
 
     sent: Sent | None
-    gripper: np.ndarray | None
+    gripper: float | None
     stopped: bool
 
 
@@ -82,7 +83,7 @@ class Guard:
         self._latch_seen_s = self._failed_s = -np.inf
         self._failed = False  # since motion began to pass
         self._ticked: Instant | None = None
-        self._gripper: np.ndarray | None = None
+        self._gripper: float | None = None
         self.stalls = 0
 
     # What arrives
@@ -108,11 +109,11 @@ class Guard:
         """Takes a command of the gripper; it goes out once, while motion is let through."""
         if not self._watch.hears(now):
             return
-        positions = _gripper_positions(command, self._settings)
-        if isinstance(positions, Refusal):
-            self.reject(positions, now)
+        refusal = _gripper_problem(command, self._settings)
+        if refusal is not None:
+            self.reject(refusal, now)
         else:
-            self._gripper = positions
+            self._gripper = float(command.positions[0])
 
     def tool(self, message: ToolPose, now: Instant) -> None:
         """Takes the measured pose."""
@@ -189,7 +190,9 @@ class Guard:
         if self.state is State.PASSING:
             return ""
         found = [*([self._latched] if self._latched else []), *self._failing]
-        return "; ".join(f"{each.cause.value}: {each.detail}" for each in found) or "everything is well: about to resume"
+        return (
+            "; ".join(f"{each.cause.value}: {each.detail}" for each in found) or "everything is well: about to resume"
+        )
 
     def _elapsed_s(self, now: Instant) -> float:
         """Since the last tick; a process that did not run begins anew."""
@@ -260,13 +263,14 @@ def _gate(settings: GuardSettings) -> Gate:
     return PoseGate(settings) if settings.kind is Output.POSE else JointGate(settings)
 
 
-def _gripper_positions(command: GripperCommand, settings: GuardSettings) -> np.ndarray | Refusal:
-    limits, positions, names = settings.gripper, command.positions, command.names
-    if positions.shape != (len(limits.names),) or (names is not None and sorted(names) != sorted(limits.names)):
-        return Refusal(Cause.BAD_FORM, f"a gripper command is not for gripper.names {', '.join(limits.names)}")
-    if not np.isfinite(positions).all():
+def _gripper_problem(command: GripperCommand, settings: GuardSettings) -> Refusal | None:
+    limits = settings.gripper
+    if len(command.positions) != 1 or command.names not in (None, (limits.joint,)):
+        return Refusal(Cause.BAD_FORM, "a gripper command is not of one position, for gripper.joint")
+    position = float(command.positions[0])
+    if not np.isfinite(position):
         return Refusal(Cause.NOT_FINITE, "a gripper command holds NaN or infinity")
-    if positions.min() < limits.position_min or positions.max() > limits.position_max:
-        detail = f"a gripper command of {positions} is out of {limits.position_min:g} to {limits.position_max:g}"
-        return Refusal(Cause.OUTSIDE, detail)
-    return positions if names is None else positions[[names.index(name) for name in limits.names]]
+    low, high = sorted((limits.open_value, limits.closed_value))
+    if not low - _ROUNDING <= position <= high + _ROUNDING:
+        return Refusal(Cause.OUTSIDE, f"a gripper command of {position:g} is out of {low:g} to {high:g}")
+    return None

@@ -57,7 +57,7 @@ class JointGate:
         joints = settings.joints
         self._names = joints.names
         self._low, self._high = np.array(joints.position_min), np.array(joints.position_max)
-        self._bounds = Bounds(np.array(joints.velocity), np.array(joints.acceleration))
+        self._bounds = Bounds(joints.speeds, joints.accelerations)
         self._lead = settings.max_lead_rad
         self._behind = self._bounds.speed * (_BEHIND_S + settings.command_timeout_s)
         self._path: _Path | None = None
@@ -81,7 +81,9 @@ class JointGate:
     def take(self, command: JointCommand, measured: Measured, now: Instant) -> Refusal | None:
         positions, sent_s = self._ordered(command), time_s(command.stamp, now)
         if not isinstance(positions, Refusal):
-            refusal = self._problem(positions, command.times_s, measured) or self._jump(positions, sent_s - self._sent_s)
+            refusal = self._problem(positions, command.times_s, measured) or self._jump(
+                positions, sent_s - self._sent_s
+            )
             positions = positions if refusal is None else refusal
         self._sent_s = sent_s
         if isinstance(positions, Refusal):
@@ -197,7 +199,7 @@ class JointGate:
         if (speed > self._bounds.speed * TOLERANCE).any():
             worst = int((speed / self._bounds.speed).max(axis=0).argmax())
             detail = f"the trajectory moves {self._names[worst]} at {speed[:, worst].max():.4g} per second"
-            return Refusal(Cause.OVER_SPEED, f"{detail}, and joints.velocity is {self._bounds.speed[worst]:g}")
+            return Refusal(Cause.OVER_SPEED, f"{detail}, and joints.max_speed is {self._bounds.speed[worst]:g}")
         if measured.joints is None:
             return None
         away = np.abs(positions[0] - measured.joints)
@@ -215,4 +217,4 @@ class JointGate:
             return None
         worst = int(over.argmax())
         detail = f"a step of {self._names[worst]} by {abs(step[worst]):.4g} within {elapsed_s:.3f} s"
-        return Refusal(Cause.OVER_SPEED, f"{detail} is faster than joints.velocity {self._bounds.speed[worst]:g}")
+        return Refusal(Cause.OVER_SPEED, f"{detail} is faster than joints.max_speed {self._bounds.speed[worst]:g}")

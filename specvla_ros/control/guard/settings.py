@@ -12,6 +12,7 @@ from specvla_ros.settings.parameter import check, parameter, section
 
 _NO_NAMES = ("",)
 _NO_NUMBERS = (0.0,)
+_PER_JOINT = {"position_min": False, "position_max": False, "max_speed": True, "max_acceleration": True}
 
 
 class Output(str, Enum):
@@ -43,16 +44,34 @@ class JointLimits:
 
     ROS_PREFIX = "joints."
 
-    names: tuple[str, ...] = parameter(_NO_NAMES, "Names of the joints, in the order of a position array.")
+    names: tuple[str, ...] = parameter(_NO_NAMES, "Names of the arm's joints, in the order of a position array.")
     position_min: tuple[float, ...] = parameter(_NO_NUMBERS, "Smallest position of each joint.", unit="rad or m")
     position_max: tuple[float, ...] = parameter(_NO_NUMBERS, "Largest position of each joint.", unit="rad or m")
-    velocity: tuple[float, ...] = parameter(_NO_NUMBERS, "Largest speed of each joint.", unit="rad/s or m/s")
-    acceleration: tuple[float, ...] = parameter(
-        _NO_NUMBERS, "Largest acceleration of each joint.", unit="rad/s² or m/s²"
+    max_speed: tuple[float, ...] = parameter(
+        _NO_NUMBERS,
+        "Largest speed of each joint, or one for all of them; 0: not set.",
+        unit="rad/s or m/s",
+        minimum=0.0,
+    )
+    max_acceleration: tuple[float, ...] = parameter(
+        _NO_NUMBERS,
+        "Largest acceleration of each joint, or one for all of them; 0: not set.",
+        unit="rad/s² or m/s²",
+        minimum=0.0,
     )
 
     def __post_init__(self) -> None:
         check(self)
+
+    @property
+    def speeds(self) -> np.ndarray:
+        """float64 [joints]."""
+        return np.broadcast_to(self.max_speed, len(self.names)).astype(float)
+
+    @property
+    def accelerations(self) -> np.ndarray:
+        """float64 [joints]."""
+        return np.broadcast_to(self.max_acceleration, len(self.names)).astype(float)
 
     def require(self, what_for: str) -> None:
         """Refuses limits that are not all set.
@@ -60,23 +79,23 @@ class JointLimits:
         Raises:
             UserError: with what is missing or does not fit.
         """
-        if not all(self.names) or len(set(self.names)) != len(self.names):
-            raise UserError(f"{what_for} needs joints.names: the joints' names, each once, as in /joint_states")
-        for name in ("position_min", "position_max", "velocity", "acceleration"):
-            if len(getattr(self, name)) != len(self.names):
-                raise UserError(
-                    f"{what_for} needs joints.{name}: {len(self.names)} numbers, one for each of joints.names, "
-                    f"got {len(getattr(self, name))}"
-                )
+        count = len(self.names)
+        if not all(self.names) or len(set(self.names)) != count:
+            raise UserError(f"{what_for} needs joints.names: the arm's joints, each once, as in joint_states")
+        for name, one_for_all in _PER_JOINT.items():
+            given = len(getattr(self, name))
+            if given != count and not (one_for_all and given == 1):
+                words = f"{count} numbers, one for each of joints.names" + (", or one for all" if one_for_all else "")
+                raise UserError(f"{what_for} needs joints.{name}: {words}; got {given}")
         if not (np.array(self.position_min) < np.array(self.position_max)).all():
             raise UserError("joints.position_min must be smaller than joints.position_max for every joint")
-        if min(self.velocity) <= 0 or min(self.acceleration) <= 0:
-            raise UserError("joints.velocity and joints.acceleration must be larger than 0 for every joint")
+        if min(self.max_speed) <= 0 or min(self.max_acceleration) <= 0:
+            raise UserError(f"{what_for} needs joints.max_speed and joints.max_acceleration, which have no defaults")
 
 
 @dataclass(frozen=True)
 class GripperLimits:
-    """What a gripper may be told."""
+    """What a gripper may be told; named as the driver's parameters are."""
 
     ROS_PREFIX = "gripper."
 
@@ -85,19 +104,25 @@ class GripperLimits:
         "How the gripper is commanded: as an array, as a trajectory, or not at all.",
         choices=tuple(each.value for each in GripperOutput),
     )
-    names: tuple[str, ...] = parameter(_NO_NAMES, "Names of the gripper's joints, in the order of an array.")
-    position_min: float = parameter(0.0, "Smallest position; both zero: not set.", unit="m or rad")
-    position_max: float = parameter(0.0, "Largest position.", unit="m or rad")
+    joint: str = parameter("", "Name of the gripper's joint, for a trajectory.")
+    open_value: float = parameter(0.0, "Position of an open gripper; as the closed one's: not set.", unit="m or rad")
+    closed_value: float = parameter(0.0, "Position of a closed gripper.", unit="m or rad")
 
     def __post_init__(self) -> None:
         check(self)
-        if self.output == GripperOutput.NONE.value:
-            return
-        if not all(self.names):
-            raise UserError(f"gripper.output {self.output} needs gripper.names: the names of the gripper's joints")
-        if not self.position_min < self.position_max:
+
+    def require(self) -> None:
+        """Refuses a gripper's command without limits.
+
+        Raises:
+            UserError: with what is missing.
+        """
+        if self.output == GripperOutput.TRAJECTORY.value and not self.joint:
+            raise UserError("gripper.output: trajectory needs gripper.joint: the name of the gripper's joint")
+        if self.output != GripperOutput.NONE.value and self.open_value == self.closed_value:
             raise UserError(
-                f"gripper.output {self.output} needs gripper.position_min and gripper.position_max: its range in m or rad"
+                f"gripper.output: {self.output} needs gripper.open_value and gripper.closed_value: the ends of the "
+                "gripper's range, in metres or radians"
             )
 
 
@@ -110,7 +135,7 @@ class GuardSettings:
         "The kind of command to guard; must be chosen, as the driver's.",
         choices=tuple(each.value for each in Output),
     )
-    base_frame: str = parameter("", "The frame of limits, commands and measured pose; required.")
+    base_frame: str = parameter("base_link", "The robot's base: frame of limits, commands and measured pose.")
     limits: Limits = section(Limits)
     joints: JointLimits = section(JointLimits)
     gripper: GripperLimits = section(GripperLimits)
@@ -152,7 +177,8 @@ class GuardSettings:
         0.1, "How far a command may lie from the measured tool.", unit="m", minimum=0.001, maximum=2.0
     )
     max_lead_rad: float = parameter(
-        0.5, "How far a command may be turned from the measured tool, or a joint's from its measured position.",
+        0.5,
+        "How far a command may be turned from the measured tool, or a joint's lie from where it is measured.",
         unit="rad or m",
         minimum=0.001,
         maximum=3.0,
@@ -170,8 +196,7 @@ class GuardSettings:
     def ramp_s(self) -> float:
         """Longest time that a stop within the limits takes, with a period before it and one that rounds it up."""
         if self.kind.of_joints:
-            ramps = np.array(self.joints.velocity) / np.array(self.joints.acceleration)
-            return float(ramps.max()) + 2 / self.rate_hz
+            return float((self.joints.speeds / self.joints.accelerations).max()) + 2 / self.rate_hz
         limits = self.limits
         linear = limits.linear_speed / limits.linear_acceleration
         return max(linear, limits.angular_speed / limits.angular_acceleration) + 2 / self.rate_hz
@@ -185,13 +210,13 @@ class GuardSettings:
         if self.kind is Output.NONE:
             kinds = ", ".join(each.value for each in Output if each is not Output.NONE)
             raise UserError(f"parameter 'output' is not set; set it to what the driver sends: {kinds}")
-        if not self.base_frame:
-            raise UserError("parameter 'base_frame' is empty; set it to the robot's base frame, for example base_link")
         self.limits.require(f"output: {self.output}")
         if self.kind.of_joints:
             self.joints.require(f"output: {self.output}")
+        self.gripper.require()
         if self.ramp_s > self.stop_time_s + 1e-9:
             raise UserError(
-                f"from full speed, a stop within the limits takes {self.ramp_s:.3f} s with two of the output's periods, but "
-                f"stop_time_s promises {self.stop_time_s:g} s; raise the acceleration or stop_time_s, or lower the speed"
+                f"a stop from full speed within the limits takes {self.ramp_s:.3f} s, two periods of the output "
+                f"included, but stop_time_s promises {self.stop_time_s:g} s; raise the acceleration or stop_time_s, or "
+                "lower the speed"
             )

@@ -18,7 +18,16 @@ from specvla_ros.control.guard.gate import (
     within,
 )
 from specvla_ros.control.guard.settings import GuardSettings
-from specvla_ros.control.guard.tracking import Bounds, Window, braked, lengths, shortened_to, slewed, stopping_way, toward
+from specvla_ros.control.guard.tracking import (
+    Bounds,
+    Window,
+    braked,
+    lengths,
+    shortened_to,
+    slewed,
+    stopping_way,
+    toward,
+)
 from specvla_ros.control.pose import Pose, quaternion_matrix, rotation_matrix, rotation_vector
 
 _UNITS = (("m/s", "limits.linear_speed"), ("rad/s", "limits.angular_speed"))
@@ -298,5 +307,7 @@ class PoseGate:
         step = lengths(difference(pose, self._command))
         for way, limit, (unit, name) in zip(step, self._bounds.speed, _UNITS, strict=True):
             if way > limit * (elapsed_s * TOLERANCE + SLACK_S):
-                return too_fast(f"a step of {way:.4g} within {elapsed_s:.3f} s", way / max(elapsed_s, 1e-3), limit, unit, name)
+                return too_fast(
+                    f"a step of {way:.4g} within {elapsed_s:.3f} s", way / max(elapsed_s, 1e-3), limit, unit, name
+                )
         return None

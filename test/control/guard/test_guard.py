@@ -11,9 +11,17 @@ from support.guarding import BASE, HOME, JOINTS, LIMITS, UPRIGHT, Rig, rig, velo
 from support.guarding import settings as guard_settings
 
 from specvla_ros.control.guard.cause import Cause
-from specvla_ros.control.guard.commands import JointCommand, JointPositions, SentJoints, SentPose, Stamp
-from specvla_ros.control.guard.commands import ToolPose, TwistCommand
+from specvla_ros.control.guard.commands import (
+    JointCommand,
+    JointPositions,
+    SentJoints,
+    SentPose,
+    Stamp,
+    ToolPose,
+    TwistCommand,
+)
 from specvla_ros.control.guard.guard import STALL_S, GripperCommand, Guard, State
+from specvla_ros.control.guard.settings import GripperLimits
 from specvla_ros.errors import UserError
 
 OUTPUTS = ("twist", "pose", "joint_trajectory", "position_array")
@@ -115,7 +123,9 @@ class Truth:
         self.reason_s: float | None = None
 
     def note(self, each: Rig, fault: str, without: set[str]) -> None:
-        judged = {"nan", "frame", "wild"} if each.output == "position_array" else {"nan", "frame", "wild", "old_command"}
+        judged = (
+            {"nan", "frame", "wild"} if each.output == "position_array" else {"nan", "frame", "wild", "old_command"}
+        )
         for name in self.heard_s:
             if name not in without and not (name == "command" and fault in judged):
                 self.heard_s[name] = each.steady_s
@@ -138,9 +148,9 @@ class Truth:
 def assert_within_limits(each: Rig) -> None:
     found = velocities(each.sent)
     of_joints = each.output not in ("twist", "pose")
-    speed = np.array(JOINTS.velocity) if of_joints else np.array([LIMITS.linear_speed, LIMITS.angular_speed])
+    speed = np.array(JOINTS.max_speed) if of_joints else np.array([LIMITS.linear_speed, LIMITS.angular_speed])
     acceleration = (
-        np.array(JOINTS.acceleration)
+        np.array(JOINTS.max_acceleration)
         if of_joints
         else np.array([LIMITS.linear_acceleration, LIMITS.angular_acceleration])
     )
@@ -181,7 +191,10 @@ def assert_inside(each: Rig) -> None:
                 )
                 assert (now.position >= low - 1e-6).all() and (now.position <= high + 1e-6).all()
         elif isinstance(now, SentJoints) and isinstance(before, SentJoints):
-            low, high = np.minimum(JOINTS.position_min, before.positions), np.maximum(JOINTS.position_max, before.positions)
+            low, high = (
+                np.minimum(JOINTS.position_min, before.positions),
+                np.maximum(JOINTS.position_max, before.positions),
+            )
             if np.abs(now.positions - before.positions).max() < 0.2:
                 assert (now.positions >= low - 1e-6).all() and (now.positions <= high + 1e-6).all()
 
@@ -322,7 +335,7 @@ def test_a_robot_that_was_moved_by_hand_is_not_held_where_it_was() -> None:
     each.run(0.2)
     each.run(1.0, without=["enable"])
     assert each.sent[-1][1] is not None
-    each.tool = HOME + [0.2, 0.2, 0.1]
+    each.tool = HOME + np.array([0.2, 0.2, 0.1])
     each.run(0.1, without=["enable", "command"])
     assert each.sent[-1][1] is None
 
@@ -381,7 +394,7 @@ def test_the_gripper_moves_only_while_motion_passes() -> None:
     each.guard.gripper(GripperCommand(None, np.array([0.04])), each.now)
     assert each.tick().gripper is None
     each.until_passing()
-    assert [outcome.gripper for outcome in each.outcomes if outcome.gripper is not None] == [np.array([0.04])]
+    assert [outcome.gripper for outcome in each.outcomes if outcome.gripper is not None] == [0.04]
     each.guard.gripper(GripperCommand(("finger",), np.array([0.05])), each.now)
     each.run(0.01)
     assert each.guard.state is State.HOLDING
@@ -410,7 +423,7 @@ def test_a_trajectory_of_several_points_is_followed_to_its_end() -> None:
     ("changes", "words"),
     [
         ({"output": "none"}, "'output' is not set"),
-        ({"base_frame": ""}, "base_frame"),
+        ({"gripper": GripperLimits(output="array")}, "gripper.open_value"),
         ({"limits": replace(LIMITS, linear_speed=0.0)}, "limits.linear_speed"),
         ({"stop_time_s": 0.05}, "stop_time_s promises 0.05 s"),
     ],
@@ -424,9 +437,9 @@ def test_settings_that_guard_nothing_are_refused(changes: dict, words: str) -> N
     ("changes", "words"),
     [
         ({"names": ("",)}, "joints.names"),
-        ({"velocity": (1.0,)}, "joints.velocity: 2 numbers"),
+        ({"max_speed": (1.0, 1.0, 1.0)}, "joints.max_speed: 2 numbers"),
         ({"position_min": (3.0, 0.0)}, "smaller"),
-        ({"acceleration": (0.0, 1.0)}, "larger than 0"),
+        ({"max_acceleration": (0.0,)}, "joints.max_acceleration"),
     ],
 )
 def test_joint_limits_that_are_missing_are_refused(changes: dict, words: str) -> None:
