@@ -65,7 +65,7 @@ def test_what_is_given_is_read_into_the_tree(context: Context) -> None:
         (dict(draft__nodes=65), "parameter 'draft.nodes' is 65, but it must be a whole number from 1 to 64"),
         (dict(acceptance__bins=[1, 300]), "a list of whole numbers from 0 to 254"),
         (dict(acceptance__rule="kind"), "one of: strict"),
-        (dict(action_dt=1), "a number with a decimal point from 0.001 to 10"),
+        ({"action.dt": 1}, "a number with a decimal point from 0 to 10"),
     ],
 )
 def test_a_wrong_value_stops_the_node(context: Context, given: dict, message: str) -> None:
