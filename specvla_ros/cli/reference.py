@@ -19,12 +19,14 @@ def reference() -> str:
     """The page, Markdown."""
     from specvla_ros.ros.bag_player import BagPlayerParameters
     from specvla_ros.ros.driver.parameters import DriverParameters
+    from specvla_ros.ros.guard.parameters import GuardParameters
     from specvla_ros.ros.policy.parameters import PolicyParameters
     from specvla_ros.ros.sim_robot.parameters import SimRobotParameters
 
     nodes = {
         "policy": PolicyParameters(),
         "driver": DriverParameters(),
+        "guard": GuardParameters(),
         "sim_robot": SimRobotParameters(),
         "bag_player": BagPlayerParameters(),
     }
