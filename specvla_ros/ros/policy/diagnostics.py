@@ -14,11 +14,12 @@ from rclpy.clock import Clock, ClockType
 from rclpy.node import Node
 
 from specvla_ros.engine.outcome import DropCounter, DropReason
+from specvla_ros.errors import shortened
 from specvla_ros.ros.policy.instruction import Instruction
 from specvla_ros.ros.qos import DIAGNOSTICS
 
-# These are how a queue of length one works, not faults.
-_NORMAL = frozenset({DropReason.SUPERSEDED, DropReason.OVERTAKEN, DropReason.EPOCH_CHANGED})
+# These are how a queue of length one works, or were asked for: no faults.
+_NORMAL = frozenset({DropReason.SUPERSEDED, DropReason.OVERTAKEN, DropReason.EPOCH_CHANGED, DropReason.MODE_CHANGED})
 _INPUT_FAULTS = (
     DropReason.BAD_INSTRUCTION,
     DropReason.NO_INSTRUCTION,
@@ -36,7 +37,6 @@ _INFERENCE_FAULTS = (
 
 _LOG_PERIOD_S = 5.0  # min time between two log messages of one reason
 _LATENCIES = 500  # of the newest actions, for the percentiles
-_SHOWN_CHARACTERS = 80
 
 
 def make_status(level: bytes, message: str, values: Mapping[str, object] | None = None) -> DiagnosticStatus:
@@ -49,11 +49,6 @@ def make_status(level: bytes, message: str, values: Mapping[str, object] | None 
     """
     pairs = [KeyValue(key=key, value=str(value)) for key, value in (values or {}).items()]
     return DiagnosticStatus(level=level, message=message, values=pairs)
-
-
-def shortened(text: str) -> str:
-    """An instruction, short enough for a log line or a status."""
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 
 class DiagnosticsPublisher:
