@@ -80,10 +80,11 @@ $(GL): | $(VENV)/bin/python
 	    echo "make: that failed (see gl.log); the simulator will say what it needs" >&2; }
 	@touch $@
 
-$(TESTING): requirements/test.txt requirements/train.txt $(RUNTIME)
+$(TESTING): requirements/test.txt requirements/train.txt requirements/robots.txt $(RUNTIME)
 	@echo "installing what the tests need"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 	    -r requirements/test.txt -r requirements/train.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/robots.txt
 	@touch $@
 
 clean:  ## Remove the environment and everything built

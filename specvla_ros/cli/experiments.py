@@ -16,6 +16,8 @@ from specvla_ros.cli.options import (
     Emulate,
     Episodes,
     PolicyOptions,
+    Robot,
+    Robots,
     Seed,
     Tasks,
     Workers,
@@ -56,6 +58,7 @@ def simulate(
     chosen: PolicyOptions,
     out: Annotated[Path, typer.Option(help="Directory of the results; one that was cut short goes on.")],
     world: World = "table",
+    robot: Robot = "table",
     task: Tasks = None,
     episodes: Episodes = 20,
     seed: Seed = 0,
@@ -79,6 +82,7 @@ def simulate(
     settings = SimulateSettings(
         policy=chosen.checkpoint,
         world=world,
+        robot=robot,
         clock=Clock(clock.value),
         emulate=emulate,
         engine=chosen.engine,
@@ -140,7 +144,8 @@ def compare(
 @app.command()
 def collect(
     out: Annotated[Path, typer.Option(help="Directory of the bags; those that are there are kept.")],
-    episodes: Annotated[int, typer.Option(help="Per task.", min=1)] = 100,
+    episodes: Annotated[int, typer.Option(help="Per task and robot.", min=1)] = 100,
+    robot: Robots = None,
     task: Tasks = None,
     noise: Annotated[float, typer.Option(help="Injected into what the expert does (DART); 0: none.", min=0.0)] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Of the first start; default: far from those of `simulate`.")] = None,
@@ -156,6 +161,7 @@ def collect(
             out,
             tasks=list(task or ()),
             episodes=episodes,
+            robots=robot or ["table"],
             noise=noise,
             first_seed=DEMONSTRATION_FIRST_SEED if seed is None else seed,
             workers=workers,

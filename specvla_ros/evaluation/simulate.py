@@ -21,6 +21,7 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.models.target import Target
+from specvla_ros.simulation.arms import TABLE_ARM, choose_arm
 from specvla_ros.simulation.episode_pool import run_episodes
 from specvla_ros.simulation.robot import SimulatedRobot
 from specvla_ros.simulation.rollout import Clock, EpisodeResult, Rollout, read_stage_times, tick_time
@@ -35,6 +36,7 @@ class SimulateSettings:
 
     policy: Path  # checkpoint directory
     world: str = TABLE  # `table`, or the name of a LIBERO suite
+    robot: str = TABLE_ARM.name  # the arm at the table
     clock: Clock = Clock.LOCKSTEP  # how the world's time passes during a decision
     emulate: str = ""  # the device whose stage times are taken in place of those measured; empty: none
     engine: EngineSettings = field(default_factory=EngineSettings)
@@ -76,7 +78,7 @@ def run_job(job: EpisodeJob) -> EpisodeResult:
 def _engine_and_robot(settings: SimulateSettings, process: int) -> tuple[Engine, SimulatedRobot]:
     """Those of a process: loading takes longer than an episode."""
     policy = policy_of(settings)
-    robot = make_robot(settings.world)
+    robot = make_robot(settings.world, settings.robot)
     _check_actions(policy, robot)
     engine = Engine(policy, settings.engine)
     engine.warm_up()
@@ -89,12 +91,12 @@ def policy_of(settings: SimulateSettings) -> Target:
     return load_target(settings.policy, **vars(settings.model) | {"unnorm_key": key})
 
 
-def make_robot(world: str) -> SimulatedRobot:
+def make_robot(world: str, robot: str = TABLE_ARM.name) -> SimulatedRobot:
     """The robot of a world."""
     if world == TABLE:
         from specvla_ros.simulation.robot import TableRobot
 
-        return TableRobot()
+        return TableRobot(arm=choose_arm(robot))
     from specvla_ros.simulation.libero import LiberoRobot
 
     return LiberoRobot()
@@ -141,6 +143,10 @@ def simulate(
     read_config(settings.policy)
     if settings.emulate:
         read_stage_times(settings.emulate)
+    if settings.world != TABLE and settings.robot != TABLE_ARM.name:
+        raise UserError(f"--robot {settings.robot} stands at the table; {settings.world} has a robot of its own")
+    if settings.world == TABLE:
+        choose_arm(settings.robot).model()  # a missing package is said here, and not by a worker
     tasks = tasks_of(settings.world, plan.tasks)
     directory = RunDirectory(out, "simulate")
     out = directory.path

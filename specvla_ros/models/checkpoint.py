@@ -15,7 +15,7 @@ import torch
 
 from specvla_ros.errors import UserError
 from specvla_ros.models import settings
-from specvla_ros.models.config import check_directory, read_json
+from specvla_ros.models.config import check_directory, read_checkpoint_json
 from specvla_ros.models.target import Target
 from specvla_ros.models.weights import Progress
 from specvla_ros.settings.registry import Registry
@@ -74,7 +74,7 @@ def _loader(directory: Path) -> Callable[..., Any]:
         UserError: it is no checkpoint, or of no family that is known.
     """
     check_directory(directory)
-    model_type = str(read_json(directory / "config.json").get("model_type"))
+    model_type = read_checkpoint_json(directory / "config.json").text("model_type")
     families = TARGETS.entries()
     if model_type not in families:
         # A family may have two names; the first is shown.

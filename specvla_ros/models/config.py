@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes of the parts that families share, and what every checkpoint directory is checked for."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from specvla_ros.errors import UserError
+from specvla_ros.settings.json_file import Fields, read_fields
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
-
+MAX_WIDTH = 1 << 17  # of a layer: more than any model has
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -85,7 +83,11 @@ def check_directory(directory: Path) -> None:
             "parallel forward and not from tokens, so decoding its tokens would give wrong actions; it is not supported"
         )
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.json")]):
-        with path.open("rb") as file:
+        try:
+            file = path.open("rb")
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}); download it again") from None
+        with file:
             if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
                 raise UserError(
                     f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` in {directory}, or download "
@@ -93,18 +95,11 @@ def check_directory(directory: Path) -> None:
                 )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+def read_checkpoint_json(path: Path) -> Fields:
+    """The object in a JSON file of a checkpoint.
 
     Raises:
         UserError: the file is missing or is no JSON object.
     """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: is {path.parent} a complete OpenVLA checkpoint directory?") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}); copy the file again") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds a JSON {type(value).__name__}, but an object is expected; copy the file again")
-    return value
+    missing = f"is {path.parent} a complete OpenVLA checkpoint directory?"
+    return read_fields(path, missing=missing, hint="; compare it with a released checkpoint's")

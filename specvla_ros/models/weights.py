@@ -1,23 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights between safetensors files and a model's tensors, shard by shard."""
 
-import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import read_json
+from specvla_ros.models.config import read_checkpoint_json
+from specvla_ros.settings.json_file import shown
 
 Progress = Callable[[str, float], None]
+
+_INDEX = "model.safetensors.index.json"
 
 # A shard is mapped into memory to be read. It is mapped anew after this many values, so that pages already copied are
 # given back: a single-file checkpoint would otherwise be in memory twice at the end of the load. 32 MiB in float32.
 _REMAP_VALUES = 8 << 20
+
+# What may be converted to the model's dtype. Integers, booleans and 8-bit floats are quantised weights: without the
+# scales, which lie in tensors of other names, their values mean nothing.
+_FLOATS = ("F64", "F32", "F16", "BF16")
+# How bitsandbytes, GPTQ, AWQ, compressed-tensors and fp8 checkpoints call what belongs to a quantised weight.
+_SCALES = re.compile(
+    r"\.(SCB|weight_format|absmax|quant_map|nested_\w+|quant_state\.\w+|qweight|qzeros|scales|g_idx"
+    r"|weight_packed|\w*_scale|\w*_scale_inv|\w*zero_point)\b"
+)
+_ORIGINAL = "give the original checkpoint, and set model.quantization to have its weights quantised here"
 
 
 def load_weights(directory: Path, tensors: Mapping[str, Tensor], progress: Progress | None = None) -> None:
@@ -29,7 +44,8 @@ def load_weights(directory: Path, tensors: Mapping[str, Tensor], progress: Progr
         progress: called with what is read and the fraction of the tensors done.
 
     Raises:
-        UserError: a file or tensor is missing, truncated or of another shape. The destinations are then half-filled.
+        UserError: a file or tensor is missing, truncated, or of another shape or number format. The destinations are
+            then half-filled.
     """
     done = 0
     for path, names in _files(directory, tensors).items():
@@ -40,13 +56,37 @@ def load_weights(directory: Path, tensors: Mapping[str, Tensor], progress: Progr
                 progress(f"reading {path.name}", done / len(tensors))
 
 
-def check_files(directory: Path, names: Iterable[str]) -> None:
-    """Whether the files that shall hold these tensors are there; reads none of them.
+def check_weights(directory: Path, tensors: Mapping[str, Tensor], *, unused: str = "") -> None:
+    """Whether the files hold just these tensors; reads their headers alone.
+
+    Args:
+        directory: holds model.safetensors, or shards with model.safetensors.index.json.
+        tensors: of the model by checkpoint name; they may be on the meta device.
+        unused: regular expression of names that the files may hold beside them.
 
     Raises:
-        UserError: one is missing, or the index does not list a tensor.
+        UserError: a file or tensor is missing, is damaged, is of another shape or number format, or there is a tensor
+            more than the model has: its config.json then describes another, for instance one with fewer layers.
     """
-    _files(directory, names)
+    may_be = re.compile(unused or r"(?!)")
+
+    def refuse_others(path: Path, names: Iterable[str]) -> None:
+        extra = sorted(name for name in names if name not in tensors and not may_be.fullmatch(name))
+        if any(map(_SCALES.search, extra)):
+            raise UserError(f"{path} holds {_some(extra)}: its weights are quantised and cannot be read; {_ORIGINAL}")
+        if extra:
+            raise UserError(
+                f"{path} holds {_some(extra)}, for which the model of config.json has no place: weights and "
+                "config.json belong to different checkpoints; copy both from the same one"
+            )
+
+    index = directory / _INDEX
+    files = _files(directory, tensors)
+    refuse_others(index, _weight_map(index) if index.exists() else ())
+    for path, names in files.items():
+        with _opened(path) as file:
+            refuse_others(path, file.keys())
+            _check_tensors(path, file, names, tensors)
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -58,17 +98,15 @@ def _files(directory: Path, names: Iterable[str]) -> dict[Path, list[str]]:
     """Which file holds each tensor."""
     names = list(names)
     single = directory / "model.safetensors"
-    index = directory / "model.safetensors.index.json"
+    index = directory / _INDEX
     if single.exists() and not index.exists():
         return {single: names}
     if not index.exists():
         hint = ""
         if list(directory.glob("*.bin")):
             hint = "; it has .bin weights, which are not supported: convert them to safetensors"
-        raise UserError(f"{directory} holds neither model.safetensors nor model.safetensors.index.json{hint}")
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise UserError(f"{index} has no weight_map; copy the file again")
+        raise UserError(f"{directory} holds neither model.safetensors nor {_INDEX}{hint}")
+    weight_map = _weight_map(index)
     missing = [name for name in names if name not in weight_map]
     if missing:
         raise UserError(f"{index} does not list {_some(missing)}: the checkpoint does not fit its config.json")
@@ -79,6 +117,20 @@ def _files(directory: Path, names: Iterable[str]) -> dict[Path, list[str]]:
     if absent:
         raise UserError(f"{directory} is incomplete: {_some(absent)} missing, of {len(files)} shards; download again")
     return dict(sorted(files.items()))
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The name of the file of each tensor."""
+    weight_map = read_checkpoint_json(index).inner("weight_map").raw
+    strange = [file for file in weight_map.values() if not isinstance(file, str) or not _is_file_name(file)]
+    if strange:
+        raise UserError(f"{index}: weight_map names {shown(strange[0])}, which is no file beside it; copy it again")
+    return weight_map
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether it is one, and not a path elsewhere or what no file system takes."""
+    return PurePath(name).name == name and len(name) < 256 and name.isprintable()
 
 
 def _chunks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
@@ -95,25 +147,40 @@ def _chunks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[st
 
 
 def _copy(path: Path, names: list[str], tensors: Mapping[str, Tensor]) -> None:
+    with _opened(path) as file:
+        _check_tensors(path, file, names, tensors)
+        for name in names:
+            tensors[name].copy_(file.get_tensor(name))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file; what the library makes of damage becomes a message."""
     try:
         with safe_open(path, framework="pt") as file:
-            present = set(file.keys())
-            missing = [name for name in names if name not in present]
-            if missing:
-                raise UserError(f"{path} lacks {_some(missing)}: the checkpoint is incomplete or of another model")
-            for name in names:
-                _check_shape(path, name, file.get_slice(name).get_shape(), tensors[name])
-                tensors[name].copy_(file.get_tensor(name))
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+            yield file
+    except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is damaged or cut off ({error}); download this file again") from None
 
 
-def _check_shape(path: Path, name: str, found: list[int], destination: Tensor) -> None:
-    if list(found) != list(destination.shape):
-        raise UserError(
-            f"{path}: tensor {name} has shape {list(found)}, but config.json implies {list(destination.shape)}; "
-            "weights and config.json belong to different checkpoints"
-        )
+def _check_tensors(path: Path, file: Any, names: list[str], tensors: Mapping[str, Tensor]) -> None:
+    present = set(file.keys())
+    missing = [name for name in names if name not in present]
+    if missing:
+        raise UserError(f"{path} lacks {_some(missing)}: the checkpoint is incomplete or of another model")
+    for name in names:
+        found = file.get_slice(name)
+        shape, dtype = list(found.get_shape()), str(found.get_dtype())
+        if dtype not in _FLOATS:
+            raise UserError(
+                f"{path}: tensor {name} holds values of format {dtype}, but {', '.join(_FLOATS)} can be read: the "
+                f"weights are quantised or no weights at all; {_ORIGINAL}"
+            )
+        if shape != list(tensors[name].shape):
+            raise UserError(
+                f"{path}: tensor {name} has shape {shape}, but config.json implies {list(tensors[name].shape)}; "
+                "weights and config.json belong to different checkpoints"
+            )
 
 
 def _some(names: list[str]) -> str:

@@ -13,9 +13,8 @@ the expert's correction.
 
 import errno
 import os
-import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +23,7 @@ import numpy as np
 
 from specvla_ros.bags.demonstrations import PARTIAL, DemonstrationRecord, Hindsight, write_demonstration
 from specvla_ros.errors import UserError
+from specvla_ros.simulation.arms import TABLE_ARM, choose_arm
 from specvla_ros.simulation.episode_pool import run_episodes
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.robot import TableRobot
@@ -36,13 +36,13 @@ _SHOVE_CHANCE = 0.04
 _SHOVE_M = 0.04
 _HASTY_SHARE = 0.5
 _AFTER_SUCCESS = 3  # frames, so that the policy also knows what to do when it is done
-_NAME = re.compile(r"(?P<task>\w+)-(?P<seed>\d+)")
 
 
 @dataclass(frozen=True)
 class Demonstration:
     """One episode to record."""
 
+    robot: str
     task: str
     seed: int
     directory: Path
@@ -64,17 +64,19 @@ def collect(
     *,
     tasks: list[str],
     episodes: int,
+    robots: Sequence[str] = (TABLE_ARM.name,),
     noise: float = 1.0,
     first_seed: int = DEMONSTRATION_FIRST_SEED,
     workers: int = 0,
     ray: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> CollectResult:
-    """Records demonstrations as bags `TASK-SEED`; those that are there already are kept.
+    """Records demonstrations as bags `TASK-SEED`, or `ROBOT-TASK-SEED`; those that are there already are kept.
 
     Args:
         tasks: names; none: all.
-        episodes: per task.
+        episodes: per task and robot.
+        robots: names of the arms.
         noise: 0 none, 1 as the shipped policy was trained with.
         first_seed: of the layouts.
         workers: processes; 0: this one.
@@ -82,8 +84,12 @@ def collect(
         on_progress: called with the episodes done and wanted.
     """
     chosen = choose_tasks(tasks)
+    for robot in robots:
+        choose_arm(robot).model()  # a missing package is said here, and not by a worker
+    # One robot after the other: a process keeps the one that it made last.
     wanted = [
-        Demonstration(task.name, first_seed + i, out / f"{task.name}-{first_seed + i:07d}", noise)
+        Demonstration(robot, task.name, first_seed + i, out / bag_name(robot, task.name, first_seed + i), noise)
+        for robot in robots
         for i in range(episodes)
         for task in chosen
     ]
@@ -106,7 +112,7 @@ def collect(
 
 def demonstrate_and_record(job: Demonstration) -> bool:
     """Records one demonstration; False, and nothing is kept, when the expert fails."""
-    robot = _robot(os.getpid())
+    robot = _robot(job.robot, os.getpid())
     rng = np.random.default_rng([job.seed, sum(map(ord, job.task))])
     level = job.noise * rng.choice(_NOISE_LEVELS)
     robot.reset(job.task, job.seed)
@@ -157,13 +163,12 @@ def demonstrate_and_record(job: Demonstration) -> bool:
     return True
 
 
-def episode_of(bag: Path) -> tuple[str, int] | None:
-    """Task and seed that a bag's name tells; None for a bag that was not collected here."""
-    match = _NAME.fullmatch(bag.name)
-    return (match["task"], int(match["seed"])) if match else None
+def bag_name(robot: str, task: str, seed: int) -> str:
+    """The name of a demonstration's bag; the table's own arm goes without saying."""
+    return ("" if robot == TABLE_ARM.name else f"{robot}-") + f"{task}-{seed:07d}"
 
 
 @lru_cache(maxsize=1)
-def _robot(process: int) -> TableRobot:
+def _robot(name: str, process: int) -> TableRobot:
     """One per process: making its OpenGL context takes longer than an episode."""
-    return TableRobot()
+    return TableRobot(arm=choose_arm(name))

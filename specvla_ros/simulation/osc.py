@@ -11,6 +11,7 @@ import mujoco
 import numpy as np
 
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
+from specvla_ros.simulation.arms import Arm
 
 POSITION_SCALE_M = 0.05
 ROTATION_SCALE_RAD = 0.5
@@ -21,31 +22,30 @@ _NULLSPACE_STIFFNESS = 20.0
 # The goal may lead the hand by this much: against an obstacle it must not run away and then leap.
 _LEAD_M = 0.06
 _LEAD_RAD = 0.4
-_OPEN_M = 0.05
 
 
 class OscPose:
     """Moves the hand's pinch site to a goal pose that each control step displaces.
 
     Args:
-        model: with joints joint1 … joint7, fingers left_finger and right_finger, and a site `pinch`.
-        low: float64 [3], the smallest goal position in metres, base frame: keeps the fingers above the table.
-        high: float64 [3], the largest.
+        model: the table with the arm.
+        arm: its joints, motors and gripper, and how far it reaches; the lowest goal keeps the fingers above the table.
 
     Attributes:
         goal: where the hand is being moved to.
     """
 
-    def __init__(self, model: mujoco.MjModel, low: np.ndarray, high: np.ndarray) -> None:
+    def __init__(self, model: mujoco.MjModel, arm: Arm) -> None:
         self._model = model
-        self._low, self._high = low, high
+        self._low, self._high = np.array(arm.low), np.array(arm.high)
         self._site = model.site("pinch").id
-        joints = [model.joint(f"joint{i}") for i in range(1, 8)]
+        joints = [model.joint(name) for name in arm.joints]
         self._dofs = np.array([joint.dofadr[0] for joint in joints])
         self._positions = np.array([joint.qposadr[0] for joint in joints])
-        self._limit = np.array([model.actuator(f"joint{i}").ctrlrange[1] for i in range(1, 8)])
-        self._arm_controls = np.array([model.actuator(f"joint{i}").id for i in range(1, 8)])
-        self._fingers = np.array([model.actuator(f"{side}_finger").id for side in ("left", "right")])
+        self._limit = np.array([model.actuator(name).ctrlrange[1] for name in arm.motors])
+        self._arm_controls = np.array([model.actuator(name).id for name in arm.motors])
+        self._fingers = np.array([model.actuator(name).id for name in arm.gripper.actuators])
+        self._open, self._closed = np.array(arm.gripper.open), np.array(arm.gripper.closed)
         self._jacobian = np.zeros((6, model.nv))
         self._inertia = np.zeros((model.nv, model.nv))
 
@@ -53,7 +53,7 @@ class OscPose:
         """Takes the present pose as the goal, and opens the gripper."""
         self.goal = Pose(data.site_xpos[self._site].copy(), data.site_xmat[self._site].reshape(3, 3).copy())
         self._rest = data.qpos[self._positions].copy()
-        data.ctrl[self._fingers] = _OPEN_M
+        data.ctrl[self._fingers] = self._open
 
     def displace(self, data: mujoco.MjData, action: np.ndarray) -> None:
         """Moves the goal by one control step's action, float [7], clipped to [-1, 1]."""
@@ -66,7 +66,7 @@ class OscPose:
         size = np.linalg.norm(turn)
         wanted = rotation_matrix(turn * (_LEAD_RAD / size)) @ rotation if size > _LEAD_RAD else goal.rotation
         self.goal = Pose(np.clip(lead, self._low, self._high), wanted)
-        data.ctrl[self._fingers] = 0.0 if action[6] > 0 else _OPEN_M
+        data.ctrl[self._fingers] = self._closed if action[6] > 0 else self._open
 
     def apply(self, data: mujoco.MjData) -> None:
         """Sets the arm's torques for the next physics step."""

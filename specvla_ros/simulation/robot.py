@@ -6,6 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from specvla_ros.control.displacement import DisplacementFollower, ImageGoal
+from specvla_ros.simulation.arms import TABLE_ARM, Arm
 from specvla_ros.simulation.osc import CONTROL_HZ, SCALE
 from specvla_ros.simulation.tasks import Task, WorldState, acted_on, choose_tasks, draw_layout
 from specvla_ros.simulation.world import Camera, World
@@ -78,8 +79,8 @@ class TableRobot:
     action_dt = ACTION_DT_S
     largest_translation = 0.05
 
-    def __init__(self, image_size: int = IMAGE_SIZE) -> None:
-        self.world = World()
+    def __init__(self, image_size: int = IMAGE_SIZE, arm: Arm = TABLE_ARM) -> None:
+        self.world = World(arm)
         self._camera = Camera(self.world, image_size, image_size)
         self._follower = DisplacementFollower(CONTROL_HZ, SCALE)
         self._goal = ImageGoal(CONTROL_HZ, SCALE)

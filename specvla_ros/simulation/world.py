@@ -3,13 +3,13 @@
 
 import logging
 import sys
-from pathlib import Path
 
 import mujoco
 import numpy as np
 
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
 from specvla_ros.errors import UserError
+from specvla_ros.simulation.arms import TABLE_ARM, Arm
 from specvla_ros.simulation.gl import require_gl
 from specvla_ros.simulation.osc import CONTROL_HZ, OscPose
 from specvla_ros.simulation.tasks import CUBES, DISTRACTORS, Layout, WorldState
@@ -18,13 +18,7 @@ _log = logging.getLogger(__name__)
 # Otherwise MuJoCo writes its warnings to a file in whatever directory the process runs in.
 mujoco.set_mju_user_warning(lambda message: _log.warning("MuJoCo: %s", message))
 
-JOINTS = (*(f"joint{i}" for i in range(1, 8)), "left_finger", "right_finger")
 CAMERA = "front"
-# The pinch site is 4 mm above the fingertips at the lowest.
-WORKSPACE_LOW_M = np.array([0.30, -0.30, 0.015])
-WORKSPACE_HIGH_M = np.array([0.78, 0.30, 0.30])
-_SCENE = Path(__file__).parent / "assets" / "table.xml"
-_HOME = (0.0, 0.15, 0.0, -2.2, 0.0, 2.35, 0.785)
 _OFF_TABLE_M = 5.0
 _MOVABLE = (*CUBES, "block", *DISTRACTORS)
 
@@ -34,17 +28,19 @@ class SimulationDiverged(RuntimeError):
 
 
 class World:
-    """One table. Not to be shared between threads."""
+    """One table with one arm. Not to be shared between threads.
 
-    def __init__(self) -> None:
-        try:
-            self.model = mujoco.MjModel.from_xml_path(str(_SCENE))
-        except ValueError as error:
-            raise UserError(f"{_SCENE} cannot be compiled by MuJoCo {mujoco.__version__} ({error})") from None
+    Raises:
+        UserError: the package with the arm's model is missing, or MuJoCo cannot compile it.
+    """
+
+    def __init__(self, arm: Arm = TABLE_ARM) -> None:
+        self.arm = arm
+        self.model = arm.model()
         # Otherwise a diverged world silently starts again from its first state.
         self.model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET
         self.data = mujoco.MjData(self.model)
-        self._osc = OscPose(self.model, WORKSPACE_LOW_M, WORKSPACE_HIGH_M)
+        self._osc = OscPose(self.model, arm)
         self._substeps = round(1.0 / CONTROL_HZ / self.model.opt.timestep)
         self._camera = self.model.camera(CAMERA)
         self._camera_position = self._camera.pos.copy()
@@ -59,7 +55,7 @@ class World:
 
     def reset(self, layout: Layout) -> None:
         mujoco.mj_resetData(self.model, self.data)
-        for name, value in zip(JOINTS, (*_HOME, 0.05, 0.05), strict=True):
+        for name, value in zip(self.arm.joint_names, (*self.arm.home, *self.arm.gripper.open), strict=True):
             self.data.joint(name).qpos = value
         for body in _MOVABLE:
             self._place(body, layout.poses.get(body, (_OFF_TABLE_M + len(body), 0.0, -0.4, 0.0)))
@@ -90,19 +86,23 @@ class World:
 
     def state(self) -> WorldState:
         site = self.data.site("pinch")
-        opening = float(self.data.joint("left_finger").qpos[0] + self.data.joint("right_finger").qpos[0])
         return WorldState(
             hand=site.xpos.copy(),
             rotation=site.xmat.reshape(3, 3).copy(),
-            opening=opening,
+            opening=self._opening(),
             positions={body: self.data.body(body).xpos.copy() for body in self._bodies},
             yaws={body: float(np.arctan2(*self.data.body(body).xmat[[3, 0]])) for body in self._bodies},
         )
 
     def joint_state(self) -> tuple[np.ndarray, np.ndarray]:
-        """Positions and velocities, float64 [9] each, in the order of JOINTS; radians, and metres for the fingers."""
-        joints = [self.data.joint(name) for name in JOINTS]
+        """Positions and velocities, float64 [joints] each, in the order of the arm's `joint_names`: rad, or metres."""
+        joints = [self.data.joint(name) for name in self.arm.joint_names]
         return np.array([j.qpos[0] for j in joints]), np.array([j.qvel[0] for j in joints])
+
+    def _opening(self) -> float:
+        left, right = self.arm.gripper.pads
+        apart = np.linalg.norm(self.data.geom(left).xpos - self.data.geom(right).xpos)
+        return float(apart - self.model.geom(left).size[1] - self.model.geom(right).size[1])
 
     def _place(self, body: str, pose: tuple[float, float, float, float]) -> None:
         x, y, z, yaw = pose

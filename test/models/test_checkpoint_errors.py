@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import copy_checkpoint, edit_json, load_openvla, shard, write_checkpoint
 from support.paths import ORACLES, needs
+from transformers import PreTrainedTokenizerFast
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import load_target
@@ -70,6 +71,63 @@ def test_a_missing_tensor(checkpoint: Path) -> None:
     refuse(checkpoint, rf"model\.safetensors lacks {name}")
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_weights_of_another_number_format_are_not_taken_for_values(checkpoint: Path, dtype: torch.dtype) -> None:
+    name = "language_model.model.layers.1.mlp.up_proj.weight"
+    edit_weights(checkpoint, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    refuse(checkpoint, rf"tensor {name} holds values of format .*set model\.quantization to have its weights quantised")
+
+
+@pytest.mark.parametrize("scale", ["weight_scale_inv", "SCB", "weight.absmax", "qzeros"])
+def test_scales_of_quantised_weights_are_not_left_out(checkpoint: Path, scale: str) -> None:
+    name = f"language_model.model.layers.1.mlp.up_proj.{scale}"
+    edit_weights(checkpoint, lambda tensors: tensors.update({name: torch.ones(192)}))
+    refuse(checkpoint, rf"holds {name}: its weights are quantised .*give the original checkpoint")
+
+
+@pytest.mark.parametrize("place", [None, "text_config"])
+def test_a_quantised_checkpoint_is_refused_by_its_config(checkpoint: Path, place: str | None) -> None:
+    method = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+    edit_json(checkpoint / "config.json", lambda c: (c[place] if place else c).update(method))
+    refuse(checkpoint, "quantization_config says that the weights are quantised .'bitsandbytes'.*model.quantization")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_config_with_fewer_layers_than_the_weights(checkpoint: Path, sharded: bool) -> None:
+    if sharded:
+        shard(checkpoint)
+    edit_json(checkpoint / "config.json", lambda config: config["text_config"].update(num_hidden_layers=1))
+    refuse(checkpoint, r"holds language_model\.model\.layers\.1\..* for which the model of config\.json has no place")
+    edit_json(checkpoint / "config.json", lambda config: config["text_config"].update(num_hidden_layers=3))
+    refuse(checkpoint, r"(lacks|does not list) language_model\.model\.layers\.2\.")
+
+
+def test_what_released_files_hold_beside_the_model_is_let_be(good: Path, checkpoint: Path) -> None:
+    extra = {
+        "vision_backbone.featurizer.blocks.2.mlp.fc1.weight": torch.zeros(2),  # the last of three is not computed
+        "vision_backbone.featurizer.norm.weight": torch.zeros(2),
+        "vision_backbone.fused_featurizer.attn_pool.latent": torch.zeros(2),
+        "language_model.model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2),
+    }
+    edit_weights(checkpoint, lambda tensors: tensors.update(extra))
+    whole, more = (load_openvla(path, device="cpu").model.checkpoint_tensors() for path in (good, checkpoint))
+    assert all(torch.equal(whole[name], more[name]) for name in whole)
+
+
+def test_numbers_beyond_any_model_are_refused_before_memory_is_asked_for(checkpoint: Path) -> None:
+    edit_json(checkpoint / "config.json", lambda config: config["text_config"].update(intermediate_size=100_000))
+    refuse(checkpoint, r"but config\.json implies \[100000, 64\]")
+    edit_json(checkpoint / "config.json", lambda config: config["text_config"].update(num_hidden_layers=10**6))
+    refuse(checkpoint, "text_config.num_hidden_layers is 1000000, but it must be a whole number from 1 to 256")
+
+
+def test_an_index_that_leads_out_of_the_directory(checkpoint: Path) -> None:
+    shard(checkpoint)
+    name = "language_model.lm_head.weight"
+    edit_json(checkpoint / "model.safetensors.index.json", lambda index: index["weight_map"].update({name: "../x"}))
+    refuse(checkpoint, r"weight_map names '\.\./x', which is no file beside it")
+
+
 def test_a_truncated_shard(checkpoint: Path) -> None:
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
@@ -112,8 +170,26 @@ def test_an_index_that_lists_too_little(checkpoint: Path) -> None:
         (dict(text_config={"rope_scaling": {"type": "linear", "factor": 2}}), "only plain RoPE"),
         (dict(text_config={"attention_bias": True}), "attention_bias is not supported"),
         (dict(text_config={"hidden_act": "gelu"}), "only 'silu' is"),
-        (dict(text_config={"hidden_size": "wide"}), r"config\.json: ValueError"),
+        (
+            dict(text_config={"hidden_size": "wide"}),
+            r"config\.json: text_config\.hidden_size is 'wide', but it",
+        ),
         (dict(image_sizes=[224, 448]), "cannot be joined"),
+        (
+            dict(text_config={"tie_word_embeddings": "false"}),
+            "tie_word_embeddings is 'false', but it must be true or",
+        ),
+        (dict(text_config={"rms_norm_eps": 0}), "rms_norm_eps is 0, but it must be a finite number above 0"),
+        (
+            dict(text_config={"num_attention_heads": 0}),
+            "num_attention_heads is 0, but it must be a whole number",
+        ),
+        (dict(text_config={"num_key_value_heads": 3}), "num_key_value_heads is 3, but it must be a divisor"),
+        (dict(text_config={"vocab_size": 200}), "leaves no token for text"),
+        (dict(use_fused_vision_backbone="true"), "use_fused_vision_backbone is 'true', but"),
+        (dict(image_sizes=[0, 0]), "image_sizes is .* sizes from 1 to"),
+        (dict(norm_stats=[]), "norm_stats is .*, but it must be an object"),
+        (dict(instructions="lift"), "instructions is 'lift', but it must be a list of texts"),
     ],
 )
 def test_a_config_of_something_else(checkpoint: Path, change: dict, message: str) -> None:
@@ -126,10 +202,14 @@ def test_a_config_of_something_else(checkpoint: Path, change: dict, message: str
     [
         (
             dict(image_resize_strategy="squash"),
-            "'squash' is unknown; it must be one of resize-naive, letterbox, resize-crop",
+            "image_resize_strategy is 'squash', but it must be one of: resize-naive, letterbox, resize-crop",
         ),
         (dict(means=[[0.5] * 3]), "each tower needs"),
         (dict(means=[[0.5], [0.5]]), "three values per tower"),
+        (dict(stds=[[0.5, 0.5, 0.0], [0.5] * 3]), "standard deviations above"),
+        (dict(stds=[[0.5] * 3, [0.5, 0.5, float("nan")]]), "standard deviations above"),
+        (dict(interpolations=["bicubic", "x"]), "interpolations is .*bilinear"),
+        (dict(tvf_letterbox_fill=[0, 0, 256]), "tvf_letterbox_fill is .*three whole numbers"),
         (dict(input_sizes=[[3, 384, 384]] * 2), r"does not give the towers' image sizes \[224, 224\]"),
     ],
 )
@@ -149,6 +229,26 @@ def test_a_tokenizer_of_another_model(checkpoint: Path) -> None:
     refuse(checkpoint, r"tokenizer\.json cannot be read")
 
 
+def test_a_tokenizer_that_truncates_and_pads_leaves_prompts_whole_as_transformers_does(checkpoint: Path) -> None:
+    truncation = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    padding = dict(strategy={"Fixed": 90}, direction="Right", pad_to_multiple_of=None, pad_id=0, pad_type_id=0)
+    usual = load_openvla(checkpoint, device="cpu").prompt_ids("lift the red cube")
+    edit_json(
+        checkpoint / "tokenizer.json",
+        lambda tokenizer: tokenizer.update(truncation=truncation, padding=padding | {"pad_token": "<unk>"}),
+    )
+    policy = load_openvla(checkpoint, device="cpu")
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / "tokenizer.json"))
+    assert policy.prompt_ids("lift the red cube") == usual
+    assert policy.prompt_ids("lift the blue cube") != usual
+    assert policy.prompt.complete(theirs(policy.prompt.text("lift the red cube")).input_ids) == usual
+
+
+def test_a_tokenizer_that_contradicts_itself(checkpoint: Path) -> None:
+    edit_json(checkpoint / "tokenizer.json", lambda tokenizer: tokenizer["post_processor"].update(special_tokens={}))
+    refuse(checkpoint, r"tokenizer\.json cannot encode a prompt .*; copy the file again")
+
+
 def test_no_tokenizer_refuses_words_and_takes_ids(checkpoint: Path) -> None:
     (checkpoint / "tokenizer.json").unlink()
     policy = load_openvla(checkpoint, device="cpu")
@@ -160,12 +260,12 @@ def test_no_tokenizer_refuses_words_and_takes_ids(checkpoint: Path) -> None:
 
 
 def test_unnorm_keys(checkpoint: Path) -> None:
-    refuse(checkpoint, "'moon_dust' is not in this checkpoint; it has: demo_bridge", unnorm_key="moon_dust")
+    refuse(checkpoint, "'moon_dust' is not in this checkpoint; it has: bridge_orig", unnorm_key="moon_dust")
     edit_json(
         checkpoint / "config.json",
-        lambda c: c["norm_stats"].update(libero_goal_no_noops=c["norm_stats"]["demo_bridge"]),
+        lambda c: c["norm_stats"].update(libero_goal_no_noops=c["norm_stats"]["bridge_orig"]),
     )
-    refuse(checkpoint, "statistics of 2 datasets; set unnorm_key to one of: demo_bridge, libero_goal_no_noops")
+    refuse(checkpoint, "statistics of 2 datasets; set unnorm_key to one of: bridge_orig, libero_goal_no_noops")
     assert load_target(checkpoint, device="cpu", unnorm_key="libero_goal").unnorm_key == "libero_goal_no_noops"
     edit_json(checkpoint / "config.json", lambda c: c.update(norm_stats={}))
     refuse(checkpoint, "statistics of 0 datasets")
@@ -173,7 +273,15 @@ def test_unnorm_keys(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(
     "action",
-    [{}, dict(q01=[0.0], q99=[1.0, 2.0]), dict(q01=[0.0], q99=[float("nan")]), dict(q01=[2.0], q99=[1.0])],
+    [
+        {},
+        dict(q01=[0.0], q99=[1.0, 2.0]),
+        dict(q01=[0.0], q99=[float("nan")]),
+        dict(q01=[2.0], q99=[1.0]),
+        dict(q01=[0.0], q99=[1e300]),
+        dict(q01=["0.0"], q99=["1.0"]),
+        dict(q01=[0.0], q99=[1.0], mask=["false"]),
+    ],
 )
 def test_malformed_statistics(checkpoint: Path, action: dict) -> None:
     edit_json(checkpoint / "config.json", lambda c: c.update(norm_stats={"x": {"action": action}}))

@@ -90,19 +90,19 @@ def test_a_value_of_an_unknown_type_is_answered(context: Context, service: type,
     executor.add_node(made)
 
     def answer_to(*values: ParameterValue) -> list[SetParametersResult]:
-        sent = [ParameterMessage(name="action_dt", value=value) for value in values]
+        sent = [ParameterMessage(name="max_future_s", value=value) for value in values]
         future = client.call_async(service.Request(parameters=sent))  # type: ignore[attr-defined]
         wait_until(future.done, meanwhile=lambda: executor.spin_once(timeout_sec=0.05))
         answer: Any = future.result()
         return list(answer.results) if service is SetParameters else [answer.result]
 
-    good = ParameterValue(type=ParameterType.PARAMETER_DOUBLE, double_value=0.1)
+    good = ParameterValue(type=ParameterType.PARAMETER_DOUBLE, double_value=0.3)
     wait_until(client.service_is_ready)
     for result in answer_to(good, ParameterValue(type=kind)):
-        assert not result.successful and f"'action_dt' has type {kind}" in result.reason
-    assert made.get_parameter("action_dt").value == PolicyParameters().action_dt
+        assert not result.successful and fXX in result.reason
+    assert made.get_parameter("max_future_s").value == PolicyParameters().max_future_s
     assert all(result.successful for result in answer_to(good))
-    assert made.get_parameter("action_dt").value == 0.1
+    assert made.get_parameter("max_future_s").value == 0.3
     executor.shutdown()
     made.destroy_node()
 
@@ -128,7 +128,7 @@ def test_what_is_given_is_read_into_the_tree(context: Context) -> None:
         (dict(draft__nodes=65), "parameter 'draft.nodes' is 65, but it must be a whole number from 1 to 64"),
         (dict(acceptance__bins=[1, 300]), "a list of whole numbers from 0 to 254"),
         (dict(acceptance__rule="kind"), "one of: strict"),
-        (dict(action_dt=1), "a number with a decimal point from 0.001 to 10"),
+        ({"action.dt": 1}, "a number with a decimal point from 0 to 10"),
     ],
 )
 def test_a_wrong_value_stops_the_node(context: Context, given: dict, message: str) -> None:

@@ -117,8 +117,8 @@ def test_a_looping_bag_begins_a_new_epoch_each_time(checkpoint: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("parameters", "text"),
     [
-        (dict(action_dt="-1.0"), "parameter 'action_dt' is -1.0, but it must be a number"),
-        (dict(action_dt="fast"), "parameter 'action_dt' is 'fast', but it must be a number"),
+        ({"action.dt": "-1.0"}, "parameter 'action.dt' is -1.0, but it must be a number"),
+        ({"action.dt": "fast"}, "parameter 'action.dt' is 'fast', but it must be a number"),
         (dict(image_transport="carrier_pigeon"), "must be one of: auto, raw, compressed"),
         ({"decode.mode": "psychic"}, "parameter 'decode.mode' is 'psychic', but it must be one of: ar"),
         ({"decode.max_text_tokens": 0}, "'decode.max_text_tokens' is 0"),

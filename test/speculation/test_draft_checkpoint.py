@@ -113,7 +113,6 @@ def test_a_missing_file_is_named(head: Path) -> None:
     "wrong",
     [
         dict(num_attention_heads="many"),
-        dict(num_attention_heads=None),
         dict(num_attention_heads=0, head_dim=None),
         dict(num_attention_heads=-4),
         dict(num_key_value_heads=-2),

@@ -10,6 +10,7 @@ import numpy as np
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import CODECS, ActionIds, CodecContext
+from specvla_ros.settings.json_file import is_number, shown
 
 
 class ActionTokenizer:
@@ -47,6 +48,7 @@ class ActionTokenizer:
         return self.centers[index]
 
 
+_MAX_VALUE = 1e6  # no robot's action is larger in any unit
 DEFAULT_NAMES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
 
 
@@ -103,17 +105,28 @@ def select_statistics(norm_stats: Mapping[str, Any], unnorm_key: str) -> ActionS
         unnorm_key = f"{unnorm_key}_no_noops"
     if unnorm_key not in norm_stats:
         raise UserError(f"unnorm_key '{unnorm_key}' is not in this checkpoint; it has: {known}")
-    try:
-        action = norm_stats[unnorm_key]["action"]
-        low, high = (np.asarray(action[name], dtype=np.float64) for name in ("q01", "q99"))
-        mask = np.asarray(action.get("mask", np.ones(len(low))), dtype=bool)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"norm_stats['{unnorm_key}']['action'] needs the lists q01 and q99 ({error!r})") from None
-    if not low.ndim == high.ndim == 1 or not len(low) == len(high) == len(mask) > 0:
-        raise UserError(f"norm_stats['{unnorm_key}']['action']: q01, q99 and mask must be lists of the same length")
-    if not (np.isfinite(low).all() and np.isfinite(high).all() and (low <= high).all()):
-        raise UserError(f"norm_stats['{unnorm_key}']['action']: q01 and q99 must be finite, with q01 <= q99")
-    return ActionStatistics(unnorm_key, low, high, mask)
+    where = f"norm_stats[{shown(unnorm_key)}]['action']"
+    statistics = norm_stats[unnorm_key]
+    action = statistics.get("action") if isinstance(statistics, Mapping) else None
+    if not isinstance(action, Mapping) or not {"q01", "q99"} <= action.keys():
+        raise UserError(f"{where} needs the lists q01 and q99")
+    low, high = (_numbers(action[name], f"{where}['{name}']") for name in ("q01", "q99"))
+    mask = action.get("mask", [True] * len(low))
+    if not isinstance(mask, list) or not all(type(each) is bool for each in mask):
+        raise UserError(f"{where}['mask'] is {shown(mask)}, but it must be a list of true and false")
+    if not len(low) == len(high) == len(mask) > 0:
+        raise UserError(f"{where}: q01, q99 and mask must be lists of the same length")
+    if not (low <= high).all():
+        raise UserError(f"{where}: q01 and q99 must be finite, with q01 <= q99")
+    return ActionStatistics(unnorm_key, low, high, np.asarray(mask, dtype=bool))
+
+
+def _numbers(value: Any, where: str) -> np.ndarray:
+    if not isinstance(value, list) or not all(is_number(each) and abs(each) <= _MAX_VALUE for each in value):
+        raise UserError(
+            f"{where} is {shown(value)}, but it must be a list of numbers, finite and at most {_MAX_VALUE:g}"
+        )
+    return np.asarray(value, dtype=np.float64)
 
 
 _METRES = ("x", "y", "z")
@@ -223,7 +236,11 @@ class BinsCodec:
 @CODECS.register("bins")
 def _bins(context: CodecContext) -> BinsCodec:
     tokenizer = ActionTokenizer(context.vocab_size, context.bins)
-    return BinsCodec(tokenizer, select_statistics(context.norm_stats, context.unnorm_key))
+    try:
+        statistics = select_statistics(context.norm_stats, context.unnorm_key)
+    except UserError as error:
+        raise UserError(f"{context.directory}: {error}") from None
+    return BinsCodec(tokenizer, statistics)
 
 
 def tolerance_in_bins(

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import LlamaConfig, VisionTowerConfig, check_directory, read_json
+from specvla_ros.models.config import MAX_WIDTH, LlamaConfig, VisionTowerConfig, check_directory, read_checkpoint_json
+from specvla_ros.settings.json_file import Fields, shown
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,10 @@ _SIGLIP = {
 }
 
 
+# More than any model has: what is beyond them is a slip or an attack, and would only show as a lack of memory.
+_MAX_LAYERS, _MAX_IDS, _MAX_POSITIONS, _MAX_PIXELS = 256, 1 << 22, 1 << 20, 4096
+
+
 def read_config(directory: Path) -> OpenVLAConfig:
     """Reads config.json, and dataset_statistics.json of a fine-tuned checkpoint in place of its norm_stats.
 
@@ -68,67 +73,88 @@ def read_config(directory: Path) -> OpenVLAConfig:
         UserError: the directory or a file is missing, or names something this package does not know.
     """
     check_directory(directory)
-    path = directory / "config.json"
-    raw = read_json(path)
-    if raw.get("model_type") not in OPENVLA_TYPES:
-        raise UserError(f"{path}: model_type is {raw.get('model_type')!r}, which is no OpenVLA checkpoint's")
-    try:
-        towers = _towers(raw, path)
-        llama = _llama(raw.get("text_config") or {}, path)
-        statistics = directory / "dataset_statistics.json"
-        return OpenVLAConfig(
-            towers=towers,
-            llama=llama,
-            pad_to_multiple_of=int(raw.get("pad_to_multiple_of", 64)),
-            action_bins=int(raw.get("n_action_bins", 256)),
-            norm_stats=read_json(statistics) if statistics.exists() else raw.get("norm_stats") or {},
-            chat_prompt="vicuna" in str(raw.get("llm_backbone_id", "")),
-            instructions=tuple(str(each) for each in raw.get("instructions") or ()),
-            action_codec=str(raw.get("action_codec", "bins")),
+    raw = read_checkpoint_json(directory / "config.json")
+    raw.text("model_type", choices=OPENVLA_TYPES)
+    _check_not_quantised(raw)
+    statistics = directory / "dataset_statistics.json"
+    fine_tuned = read_checkpoint_json(statistics).raw if statistics.exists() else None
+    config = OpenVLAConfig(
+        towers=_towers(raw),
+        llama=_llama(raw.inner("text_config", {})),
+        pad_to_multiple_of=raw.whole("pad_to_multiple_of", 64, maximum=_MAX_IDS),
+        action_bins=raw.whole("n_action_bins", 256, minimum=2, maximum=1 << 16),
+        norm_stats=raw.inner("norm_stats", {}).raw if fine_tuned is None else fine_tuned,
+        chat_prompt="vicuna" in raw.text("llm_backbone_id", ""),
+        instructions=tuple(raw.list_of("instructions", str, "a list of texts", ())),
+        action_codec=raw.text("action_codec", "bins"),
+    )
+    if config.token_vocab_size <= config.action_bins:
+        raise UserError(
+            f"{raw.path}: text_config.vocab_size {config.llama.vocab_size} leaves no token for text beside "
+            f"{config.pad_to_multiple_of} rows of padding and {config.action_bins} action tokens{raw.hint}"
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: {type(error).__name__}: {error}; compare it with a released checkpoint's") from None
+    return config
 
 
-def _towers(raw: dict[str, Any], path: Path) -> tuple[VisionTowerConfig, ...]:
-    ids = raw["timm_model_ids"]
-    sizes = raw["image_sizes"]
-    tiny = raw.get("tiny_timm_model_kwargs")
-    expected = 2 if raw.get("use_fused_vision_backbone", len(ids) == 2) else 1
+def _check_not_quantised(raw: Fields) -> None:
+    for name in ("quantization_config", "compression_config"):
+        if raw.raw.get(name) is not None:
+            method = raw.inner(name).text("quant_method", "unknown")
+            raise UserError(
+                f"{raw.path}: {name} says that the weights are quantised ({shown(method)}), which cannot be read: give "
+                "the original checkpoint, and set model.quantization to have its weights quantised here"
+            )
+
+
+def _towers(raw: Fields) -> tuple[VisionTowerConfig, ...]:
+    ids = raw.list_of("timm_model_ids", str, "a list of names of vision towers")
+    sizes = raw.list_of("image_sizes", int, "a list of sizes in pixels")
+    tiny = raw.list_of("tiny_timm_model_kwargs", dict, "a list of objects", None)
+    expected = 2 if raw.flag("use_fused_vision_backbone", len(ids) == 2) else 1
     if not len(ids) == len(sizes) == expected or (tiny is not None and len(tiny) != expected):
         raise UserError(
-            f"{path}: timm_model_ids, image_sizes and use_fused_vision_backbone disagree on the number of vision towers"
+            f"{raw.path}: timm_model_ids, image_sizes and use_fused_vision_backbone disagree on the number of vision "
+            "towers"
         )
-    overrides = raw.get("timm_override_act_layers") or [None] * expected
-    if any(overrides):
-        raise UserError(f"{path}: timm_override_act_layers {overrides} is not supported, only exact GELU is")
-    towers = tuple(
-        _tower(model_id, int(size), tiny[i] if tiny else None, path)
-        for i, (model_id, size) in enumerate(zip(ids, sizes, strict=True))
-    )
-    if len({tower.patches for tower in towers}) != 1:
-        raise UserError(f"{path}: the vision towers give {[t.patches for t in towers]} patches, which cannot be joined")
-    return towers
+    overrides = raw.list_of("timm_override_act_layers", object, "a list", ())
+    if any(each is not None for each in overrides):
+        raise UserError(f"{raw.path}: timm_override_act_layers {shown(overrides)} is not supported, only exact GELU is")
+    towers = []
+    for i, (model_id, size) in enumerate(zip(ids, sizes, strict=True)):
+        if not 1 <= size <= _MAX_PIXELS:
+            raise raw.wrong("image_sizes", f"a list of sizes from 1 to {_MAX_PIXELS} pixels")
+        kwargs = None if tiny is None else Fields(tiny[i], raw.path, f"tiny_timm_model_kwargs[{i}].", raw.hint)
+        towers.append(_tower(model_id, size, kwargs, raw.path))
+    if len({tower.patches for tower in towers}) != 1 or not towers[0].patches:
+        raise UserError(
+            f"{raw.path}: the vision towers give {[t.patches for t in towers]} patches, which cannot be joined"
+        )
+    return tuple(towers)
 
 
-def _tower(model_id: str, image_size: int, kwargs: dict[str, Any] | None, path: Path) -> VisionTowerConfig:
+def _tower(model_id: str, image_size: int, kwargs: Fields | None, path: Path) -> VisionTowerConfig:
     name = model_id.split(".")[0]
     known = _DINOV2 | _SIGLIP
     if kwargs is not None:
-        embed_dim = int(kwargs["embed_dim"])
+        embed_dim = kwargs.whole("embed_dim", minimum=1, maximum=MAX_WIDTH)
+        heads = kwargs.whole("num_heads", minimum=1, maximum=embed_dim)
+        if embed_dim % heads:
+            raise kwargs.wrong("num_heads", f"a divisor of embed_dim, {embed_dim}")
         return VisionTowerConfig(
             embed_dim=embed_dim,
-            depth=int(kwargs["depth"]),
-            heads=int(kwargs["num_heads"]),
-            mlp_dim=int(embed_dim * float(kwargs.get("mlp_ratio", 4.0))),
-            patch_size=int(kwargs["patch_size"]),
-            class_token=bool(kwargs.get("class_token", True)),
-            register_tokens=int(kwargs.get("reg_tokens", 0)),
-            layer_scale=kwargs.get("init_values") is not None,
+            depth=kwargs.whole("depth", minimum=2, maximum=_MAX_LAYERS),
+            heads=heads,
+            mlp_dim=int(embed_dim * kwargs.number("mlp_ratio", 4.0, above=0.0, maximum=64.0)),
+            patch_size=kwargs.whole("patch_size", minimum=1, maximum=image_size),
+            class_token=kwargs.flag("class_token", True),
+            register_tokens=kwargs.whole("reg_tokens", 0, maximum=_MAX_LAYERS),
+            layer_scale=kwargs.number("init_values", None) is not None,
             image_size=image_size,
         )
     if name not in known:
-        raise UserError(f"{path}: vision tower '{model_id}' is not supported; known ones: {', '.join(sorted(known))}")
+        raise UserError(
+            f"{path}: vision tower {shown(model_id)} is not supported; known ones: {', '.join(sorted(known))}"
+        )
     embed_dim, depth, heads, mlp_dim, patch_size = known[name]
     dino = name in _DINOV2
     return VisionTowerConfig(
@@ -136,30 +162,41 @@ def _tower(model_id: str, image_size: int, kwargs: dict[str, Any] | None, path: 
     )
 
 
-def _llama(text: dict[str, Any], path: Path) -> LlamaConfig:
-    if text.get("model_type", "llama") != "llama":
-        raise UserError(f"{path}: language model '{text['model_type']}' is not supported, only 'llama' is")
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise UserError(f"{path}: rope scaling {rope} is not supported, only plain RoPE is")
+def _llama(text: Fields) -> LlamaConfig:
+    path = text.path
+    if text.text("model_type", "llama") != "llama":
+        raise UserError(f"{path}: language model {shown(text.raw['model_type'])} is not supported, only 'llama' is")
+    rope = text.inner("rope_scaling" if text.raw.get("rope_parameters") is None else "rope_parameters", {})
+    if rope.text("rope_type", rope.text("type", "default")) != "default":
+        raise UserError(f"{path}: rope scaling {shown(rope.raw)} is not supported, only plain RoPE is")
     for flag in ("attention_bias", "mlp_bias"):
-        if text.get(flag):
+        if text.flag(flag, False):
             raise UserError(f"{path}: text_config.{flag} is not supported")
-    if text.get("hidden_act", "silu") != "silu":
-        raise UserError(f"{path}: activation '{text['hidden_act']}' is not supported, only 'silu' is")
+    if text.text("hidden_act", "silu") != "silu":
+        raise UserError(f"{path}: activation {shown(text.raw['hidden_act'])} is not supported, only 'silu' is")
+    _check_not_quantised(text)
     default = LlamaConfig()
-    heads = int(text.get("num_attention_heads", default.num_attention_heads))
-    hidden = int(text.get("hidden_size", default.hidden_size))
+    heads = text.whole("num_attention_heads", default.num_attention_heads, minimum=1, maximum=MAX_WIDTH)
+    hidden = text.whole("hidden_size", default.hidden_size, minimum=1, maximum=MAX_WIDTH)
+    kv_heads = text.whole("num_key_value_heads", heads, minimum=1, maximum=heads)
+    if heads % kv_heads:
+        raise text.wrong("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
+    head_dim = text.whole("head_dim", hidden // heads, minimum=2, maximum=MAX_WIDTH)
+    if head_dim < 2 or head_dim % 2:
+        raise UserError(f"{path}: text_config gives heads of {head_dim} channels, but RoPE turns pairs{text.hint}")
+    theta = text.number("rope_theta", None, above=0.0) or rope.number("rope_theta", default.rope_theta, above=0.0)
     return LlamaConfig(
         hidden_size=hidden,
-        intermediate_size=int(text.get("intermediate_size", default.intermediate_size)),
-        num_hidden_layers=int(text.get("num_hidden_layers", default.num_hidden_layers)),
+        intermediate_size=text.whole("intermediate_size", default.intermediate_size, minimum=1, maximum=MAX_WIDTH),
+        num_hidden_layers=text.whole("num_hidden_layers", default.num_hidden_layers, minimum=1, maximum=_MAX_LAYERS),
         num_attention_heads=heads,
-        num_key_value_heads=int(text.get("num_key_value_heads") or heads),
-        head_dim=int(text.get("head_dim") or hidden // heads),
-        vocab_size=int(text.get("vocab_size", default.vocab_size)),
-        rms_norm_eps=float(text.get("rms_norm_eps", default.rms_norm_eps)),
-        rope_theta=float(text.get("rope_theta") or rope.get("rope_theta") or default.rope_theta),
-        max_position_embeddings=int(text.get("max_position_embeddings", default.max_position_embeddings)),
-        tie_word_embeddings=bool(text.get("tie_word_embeddings", False)),
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=text.whole("vocab_size", default.vocab_size, minimum=1, maximum=_MAX_IDS),
+        rms_norm_eps=text.number("rms_norm_eps", default.rms_norm_eps, above=0.0, maximum=1.0),
+        rope_theta=theta,
+        max_position_embeddings=text.whole(
+            "max_position_embeddings", default.max_position_embeddings, minimum=1, maximum=_MAX_POSITIONS
+        ),
+        tie_word_embeddings=text.flag("tie_word_embeddings", False),
     )

@@ -10,7 +10,8 @@ from PIL import Image
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import read_json
+from specvla_ros.models.config import read_checkpoint_json
+from specvla_ros.settings.json_file import Fields, is_number
 
 STRATEGIES = ("resize-naive", "letterbox", "resize-crop")
 CENTER_CROP_AREA = 0.9  # of the image, what OpenVLA's fine-tuned checkpoints saw on average under augmentation
@@ -20,6 +21,11 @@ _RESAMPLING = {
     "lanczos": Image.Resampling.LANCZOS,
     "nearest": Image.Resampling.NEAREST,
 }
+_MAX_PIXELS = 4096
+_SIZES = f"a list of sizes such as [3, 224, 224], at most {_MAX_PIXELS} pixels, one for each vision tower"
+_MAX_COLOUR = 1e4
+_COLOURS = f"a list with three values per tower, up to {_MAX_COLOUR:g}, standard deviations above {1 / _MAX_COLOUR:g}"
+_FILL = "three whole numbers from 0 to 255"
 
 
 @dataclass(frozen=True)
@@ -72,26 +78,39 @@ def read_image_processor(directory: Path, *, center_crop: bool) -> ImageProcesso
     Raises:
         UserError: the file is missing, incomplete or names an unknown strategy.
     """
-    path = directory / "preprocessor_config.json"
-    raw = read_json(path)
-    strategy = raw.get("image_resize_strategy")
-    if strategy not in STRATEGIES:
-        raise UserError(
-            f"{path}: image_resize_strategy '{strategy}' is unknown; it must be one of {', '.join(STRATEGIES)}"
-        )
-    try:
-        towers = tuple(
-            _TowerInput(int(size[-1]), _RESAMPLING[name], np.float32(mean), np.float32(std))
-            for size, name, mean, std in zip(
-                raw["input_sizes"], raw["interpolations"], raw["means"], raw["stds"], strict=True
-            )
-        )
-        fill = raw.get("tvf_letterbox_fill") or [int(value * 255) for value in raw["means"][-1]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: {error!r}; each tower needs input_sizes, interpolations, means and stds") from None
-    if not towers or any(tower.mean.shape != (3,) or tower.std.shape != (3,) for tower in towers):
-        raise UserError(f"{path}: means and stds need three values per tower")
+    raw = read_checkpoint_json(directory / "preprocessor_config.json")
+    strategy = raw.text("image_resize_strategy", choices=STRATEGIES)
+    towers = _towers(raw)
+    fill = raw.list_of("tvf_letterbox_fill", int, _FILL, None, length=3)
+    if fill is None:
+        fill = [min(255, max(0, int(each * 255))) for each in raw.raw["means"][-1]]
+    if not all(0 <= each <= 255 for each in fill):
+        raise raw.wrong("tvf_letterbox_fill", _FILL)
     return ImageProcessor(strategy, towers, tuple(fill), center_crop)
+
+
+def _towers(raw: Fields) -> tuple[_TowerInput, ...]:
+    sizes = raw.list_of("input_sizes", list, _SIZES)
+    names = raw.list_of("interpolations", str, f"a list with one of {', '.join(_RESAMPLING)} for each vision tower")
+    means, stds = (raw.list_of(name, list, _COLOURS) for name in ("means", "stds"))
+    if not len(sizes) == len(names) == len(means) == len(stds) > 0:
+        raise UserError(f"{raw.path}: each tower needs input_sizes, interpolations, means and stds{raw.hint}")
+    towers = []
+    for size, name, mean, std in zip(sizes, names, means, stds, strict=True):
+        if (
+            len(size) != 3
+            or type(size[2]) is not int
+            or size != [3, size[2], size[2]]
+            or not 0 < size[2] <= _MAX_PIXELS
+        ):
+            raise raw.wrong("input_sizes", _SIZES)
+        if name not in _RESAMPLING:
+            raise raw.wrong("interpolations", f"a list with one of {', '.join(_RESAMPLING)} for each vision tower")
+        for each, values, least in (("means", mean, -_MAX_COLOUR), ("stds", std, 1 / _MAX_COLOUR)):
+            if len(values) != 3 or not all(is_number(value) and least <= value <= _MAX_COLOUR for value in values):
+                raise raw.wrong(each, _COLOURS)
+        towers.append(_TowerInput(size[-1], _RESAMPLING[name], np.float32(mean), np.float32(std)))
+    return tuple(towers)
 
 
 def center_crop(image: np.ndarray, size: int) -> np.ndarray:

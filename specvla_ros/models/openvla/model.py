@@ -9,6 +9,8 @@ from specvla_ros.models.llama import LlamaDecoder, llama_tensors
 from specvla_ros.models.openvla.config import OpenVLAConfig
 from specvla_ros.models.vision_tower import VisionTower
 
+_TOWERS = ("featurizer", "fused_featurizer")
+
 
 class Projector(nn.Module):
     """The MLP of the checkpoint: two layers after one vision tower, three after two (exact GELU between them).
@@ -78,10 +80,19 @@ class OpenVLA(nn.Module):
         Writing into a value writes into the model: loading and saving are this one map.
         """
         tensors: dict[str, Tensor] = {}
-        for prefix, tower in zip(("featurizer", "fused_featurizer"), self.towers, strict=False):
+        for prefix, tower in zip(_TOWERS, self.towers, strict=False):
             tensors |= _named(f"vision_backbone.{prefix}", tower)
         tensors |= _named("projector", self.projector)
         return tensors | llama_tensors(self.decoder, "language_model.")
+
+    @property
+    def unused_tensors(self) -> str:
+        """Regular expression of the names that released files hold beside those of `checkpoint_tensors`."""
+        blocks = "|".join(
+            rf"vision_backbone\.{prefix}\.blocks\.{tower.depth - 1}"
+            for prefix, tower in zip(_TOWERS, self.config.towers, strict=False)
+        )
+        return rf"({blocks}|vision_backbone\.(fused_)?featurizer\.(norm|fc_norm|attn_pool|head))\..+|.+\.inv_freq"
 
 
 def _named(prefix: str, module: nn.Module) -> dict[str, Tensor]:

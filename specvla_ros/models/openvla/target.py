@@ -24,7 +24,8 @@ from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.openvla.prompt import PromptTokenizer, read_prompt_tokenizer
 from specvla_ros.models.quantization import BYTES_PER_WEIGHT, MATRICES, check_quantization, quantize_layer
 from specvla_ros.models.target import ImageEmbeddings, PromptLayout, Target
-from specvla_ros.models.weights import Progress, check_files, load_weights
+from specvla_ros.models.tokenizer import settle_tokenizer
+from specvla_ros.models.weights import Progress, check_weights, load_weights
 
 
 def load_model(
@@ -51,6 +52,7 @@ def load_model(
     """
     with torch.device("meta"):
         model = OpenVLA(config)
+    check_weights(directory, model.checkpoint_tensors(), unused=model.unused_tensors)
     model.to(dtype)
     model.decoder.lm_head.to(head_dtype(dtype, device))
     _check_memory(model, device, quantization)
@@ -68,7 +70,6 @@ def _load_quantized(
 ) -> None:
     """Allocates, reads and quantises one layer after the other, for a device that could not hold them unquantised."""
     decoder = model.decoder
-    check_files(directory, model.checkpoint_tensors())
     for part in (*model.towers, model.projector, decoder.embed_tokens, decoder.norm, decoder.lm_head):
         part.to_empty(device=device)
     _tie(model)
@@ -302,6 +303,8 @@ def load_openvla(
         vocab_size=config.llama.vocab_size,
         taught=config.instructions,
     )
+    if prompt.tokenizer is not None:
+        settle_tokenizer(prompt.tokenizer, directory / "tokenizer.json")
     check_quantization(quantization, device, dtype)
     model = load_model(directory, config, device, dtype, quantization=quantization, progress=progress)
     if action_head:

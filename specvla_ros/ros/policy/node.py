@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lifecycle node `policy`: camera images and an instruction in, stamped actions out."""
 
+from __future__ import annotations
+
 import math
 import sys
 import time
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diagnostic_msgs.msg import DiagnosticStatus
 from rcl_interfaces.msg import SetParametersResult
@@ -16,11 +18,11 @@ from rclpy.lifecycle import LifecycleNode, LifecycleNodeMixin, LifecycleState, T
 from rclpy.node import Node
 
 from specvla_ros.bags.action_message import ActionMeaning
-from specvla_ros.control.convention import ActionConvention
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError, shortened
 from specvla_ros.models.observation import Observation
+from specvla_ros.ros.diagnostics import DiagnosticsPublisher, make_status
 from specvla_ros.ros.parameters import (
     check_values,
     declare_parameters,
@@ -30,20 +32,21 @@ from specvla_ros.ros.parameters import (
 )
 from specvla_ros.ros.policy.action_publisher import ActionPublisher, Published
 from specvla_ros.ros.policy.diagnostics import (
-    DiagnosticsPublisher,
     DropLedger,
     InferenceHealth,
     InputHealth,
     loaded_status,
-    make_status,
     not_loaded_status,
 )
 from specvla_ros.ros.policy.image_input import Frame, ImageInput, declared_overrides, stamp_problem
-from specvla_ros.ros.policy.inference_thread import InferenceThread, load_engine
+from specvla_ros.ros.policy.inference_thread import InferenceThread, Progress, load_engine
 from specvla_ros.ros.policy.instruction import Instruction, InstructionInput
 from specvla_ros.ros.policy.parameters import READ_IN_ACTIVATE, PolicyParameters
 from specvla_ros.ros.spinning import run_node
 from specvla_ros.speculation.settings import AcceptanceSettings
+
+if TYPE_CHECKING:  # it imports torch, which comes when the policy is loaded
+    from specvla_ros.engine.engine import Engine
 
 _NS = 1e-9
 _LOAD_POLL_S = 0.1
@@ -76,7 +79,7 @@ class PolicyNode(LifecycleNode):
         self._model_status = not_loaded_status()
         self._input_health, self._inference_health = InputHealth(), InferenceHealth()
         self._chosen = PolicyParameters()  # read when the node is configured
-        self._unnorm_key = ""
+        self._meaning: ActionMeaning | None = None  # of the actions of the policy that is loaded
         try:
             declare_parameters(self, PolicyParameters, lifecycle=True)
         except UserError:
@@ -85,7 +88,7 @@ class PolicyNode(LifecycleNode):
         for name, hint in unknown_parameters(self, declared_overrides(self)).items():
             self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
         self.add_on_set_parameters_callback(self._on_set_parameters)
-        self._publisher = ActionPublisher(self, self._meaning, partial(self._value, "max_image_age_s"))
+        self._publisher = ActionPublisher(self, lambda: self._meaning, partial(self._value, "max_image_age_s"))
         self._jump_handle = self.get_clock().create_jump_callback(
             JumpThreshold(min_forward=None, min_backward=Duration(nanoseconds=-1), on_clock_change=True),
             post_callback=self._on_clock_jump,
@@ -104,7 +107,7 @@ class PolicyNode(LifecycleNode):
             self._chosen.check()
             self._diagnostics.set_period(self._chosen.diagnostics_period_s)
             self._thread = InferenceThread(
-                partial(load_engine, self._chosen, self._now_ns),
+                self._load,
                 on_progress=self._on_progress,
                 on_outcome=self._on_outcome,
                 on_fault=self._on_fault,
@@ -115,11 +118,18 @@ class PolicyNode(LifecycleNode):
             self._model_status = make_status(DiagnosticStatus.ERROR, str(error).splitlines()[0])
             self.get_logger().error(f"not configured: {error}")
             return TransitionCallbackReturn.FAILURE
-        self._unnorm_key = description.get("unnorm_key", "")
         self._model_status = loaded_status(description)
         self.get_logger().info("policy loaded: " + ", ".join(f"{key} {value}" for key, value in description.items()))
         self._instruction = InstructionInput(self, self._chosen.instruction, self._on_new_instruction)
         return TransitionCallbackReturn.SUCCESS
+
+    def _load(self, progress: Progress) -> Engine:
+        chosen = self._chosen
+        engine = load_engine(chosen, self._now_ns, progress)
+        target = engine.target
+        convention = chosen.action.convention(target.unnorm_key, target.codec.dt_s)
+        self._meaning = ActionMeaning(convention, target.unnorm_key, chosen.base_frame)
+        return engine
 
     def _wait_loaded(self, thread: InferenceThread) -> dict[str, str]:
         """Serves everything else meanwhile: the lifecycle wants configure's answer from within its callback.
@@ -332,9 +342,6 @@ class PolicyNode(LifecycleNode):
             "inputs": self._input_health.status(self._active, instruction, drops),
             "inference": self._inference_health.status(self._active, drops),
         }
-
-    def _meaning(self) -> ActionMeaning:
-        return ActionMeaning(ActionConvention(self._value("action_dt")), self._unnorm_key, self._chosen.base_frame)
 
     def _now_ns(self) -> int:
         now_ns: int = self.get_clock().now().nanoseconds

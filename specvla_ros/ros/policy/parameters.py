@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+from specvla_ros.control.convention_settings import ConventionSettings
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.models.settings import ModelSettings
@@ -32,14 +33,7 @@ class PolicyParameters:
         choices=RELIABILITIES,
     )
     instruction: str = parameter("", "What the robot shall do until the topic `instruction` says otherwise.")
-    action_dt: float = parameter(
-        0.2,
-        "Time over which an action's displacements are meant: the period of the training data.",
-        unit="s",
-        minimum=0.001,
-        maximum=10.0,
-        writable=True,
-    )
+    action: ConventionSettings = section(ConventionSettings)
     base_frame: str = parameter(
         "base_link", "Name of the robot's base frame, the frame_id of the actions: their displacements are in it."
     )

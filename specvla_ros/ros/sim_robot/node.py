@@ -17,6 +17,7 @@ from specvla_ros.ros.sim_robot.inputs import ActionInput, Expected, InstructionT
 from specvla_ros.ros.sim_robot.outputs import Pace, SimOutputs, policy_listens
 from specvla_ros.ros.sim_robot.parameters import SimRobotParameters
 from specvla_ros.ros.spinning import run_node
+from specvla_ros.simulation.arms import choose_arm
 from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.world import SimulationDiverged
 
@@ -56,7 +57,7 @@ class SimRobot(Node):
             declare_parameters(self, SimRobotParameters)
             self._chosen = read_parameters(self, SimRobotParameters)
             self._starts = episode_starts(self._chosen.chosen_tasks(), self._chosen.episodes, self._chosen.seed)
-            self.robot = TableRobot(self._chosen.image_size)
+            self.robot = TableRobot(self._chosen.image_size, choose_arm(self._chosen.robot))
         except UserError:
             self.destroy_node()
             raise

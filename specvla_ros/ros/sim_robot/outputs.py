@@ -19,7 +19,6 @@ from specvla_msgs.msg import SimEpisode
 from specvla_ros.ros.qos import CLOCK
 from specvla_ros.ros.sim_robot.episodes import Episode, Tally
 from specvla_ros.simulation.robot import TableRobot
-from specvla_ros.simulation.world import JOINTS as JOINT_NAMES
 
 _WINDOW_S = 5.0
 
@@ -105,7 +104,7 @@ class SimOutputs:
         self._joints.publish(
             JointState(
                 header=Header(stamp=_stamp(now_ns)),
-                name=list(JOINT_NAMES),
+                name=list(self._robot.world.arm.joint_names),
                 position=positions.tolist(),
                 velocity=velocities.tolist(),
             )

@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 from specvla_ros.settings.parameter import parameter
+from specvla_ros.simulation.arms import ARMS, TABLE_ARM
 from specvla_ros.simulation.robot import IMAGE_SIZE
 from specvla_ros.simulation.rollout import Clock
 from specvla_ros.simulation.tasks import Task, choose_tasks
@@ -15,6 +16,11 @@ ALL_TASKS = ("all",)
 class SimRobotParameters:
     """Every parameter of the simulated robot."""
 
+    robot: str = parameter(
+        TABLE_ARM.name,
+        "The arm at the table; panda and ur5e need the models in requirements/robots.txt.",
+        choices=tuple(arm.name for arm in ARMS),
+    )
     tasks: tuple[str, ...] = parameter(ALL_TASKS, "Names of the tasks, in their order in each round; [all]: every one.")
     episodes: int = parameter(3, "Episodes of each task; 0: without an end.", minimum=0, maximum=1_000_000)
     seed: int = parameter(0, "Of the first round's starts; each round's is one higher.", minimum=0, maximum=2**31 - 1)

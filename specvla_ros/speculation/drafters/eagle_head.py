@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from specvla_kernels.layout import PackedLayout
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import LlamaConfig, read_json
+from specvla_ros.models.config import MAX_WIDTH, LlamaConfig, read_checkpoint_json
 from specvla_ros.models.llama import LlamaDecoder, LlamaLayer
 from specvla_ros.models.weights import load_weights, save_weights
 
@@ -131,27 +131,24 @@ def _config(directory: Path, target: LlamaConfig) -> LlamaConfig:
         raise UserError(
             f"draft.head: {path} is missing; SpecVLA's training does not put it beside the weights: copy it there"
         )
-    raw = read_json(path)
-    layers = raw.get("num_hidden_layers", 1)
+    raw = read_checkpoint_json(path)
+    layers = raw.whole("num_hidden_layers", 1)
     if layers != 1:
         raise UserError(f"{path}: a draft head has one layer, this is a model of {layers}")
-    try:
-        heads = int(raw.get("num_attention_heads", target.num_attention_heads))
-        hidden = int(raw["hidden_size"])
-        config = LlamaConfig(
-            hidden_size=hidden,
-            intermediate_size=int(raw["intermediate_size"]),
-            num_hidden_layers=1,
-            num_attention_heads=heads,
-            num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or hidden // heads),
-            vocab_size=target.vocab_size,
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(raw.get("rope_theta", target.rope_theta)),
-            max_position_embeddings=target.max_position_embeddings,
-        )
-    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: {type(error).__name__}: {error}; is this a draft head's config.json?") from None
+    hidden = raw.whole("hidden_size", minimum=1)
+    heads = raw.whole("num_attention_heads", target.num_attention_heads, minimum=1)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=raw.whole("intermediate_size", minimum=1, maximum=MAX_WIDTH),
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=raw.whole("num_key_value_heads", heads, minimum=1),
+        head_dim=raw.whole("head_dim", hidden // heads),
+        vocab_size=target.vocab_size,
+        rms_norm_eps=raw.number("rms_norm_eps", 1e-6, above=0.0, maximum=1.0),
+        rope_theta=raw.number("rope_theta", target.rope_theta, above=0.0),
+        max_position_embeddings=target.max_position_embeddings,
+    )
     groups = (config.num_attention_heads, config.num_key_value_heads)
     if min(*groups, config.hidden_size, config.intermediate_size, config.head_dim) < 1 or groups[0] % groups[1]:
         raise UserError(

@@ -2,10 +2,13 @@
 """Images and instructions in over DDS, actions out."""
 
 import io
+import json
+import shutil
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +41,24 @@ from specvla_ros.ros.qos import DIAGNOSTICS
 from specvla_ros.settings.parameter import values_of
 
 INSTRUCTION = "put carrot on plate"
+OWN_DATASET: dict[str, Any] = {
+    "action.dt": 0.1,
+    "action.reference": "delta",
+    "action.frame": "tool",
+    "action.rotation": "rotation_vector",
+    "action.gripper": "none",
+    "action.translation_unit": 1.0,
+    "action.rotation_unit": 1.0,
+}
+
+
+def renamed(checkpoint: Path, directory: Path, dataset: str) -> Path:
+    """The same checkpoint with its action statistics under another dataset's name."""
+    shutil.copytree(checkpoint, directory)
+    config = json.loads((directory / "config.json").read_text())
+    ((_, statistics),) = config["norm_stats"].items()
+    (directory / "config.json").write_text(json.dumps(config | {"norm_stats": {dataset: statistics}}))
+    return directory
 
 
 def in_process(checkpoint: Path, image: np.ndarray, instruction: str) -> Action:
@@ -47,7 +68,8 @@ def in_process(checkpoint: Path, image: np.ndarray, instruction: str) -> Action:
 
 
 def test_each_frame_is_answered_once_with_its_own_stamp(checkpoint: Path) -> None:
-    with robot(checkpoint, instruction=INSTRUCTION, action_dt=0.25, base_frame="panda_link0") as r:
+    chosen: dict[str, Any] = {"action.dt": 0.25, "base_frame": "panda_link0"}
+    with robot(checkpoint, instruction=INSTRUCTION, **chosen) as r:
         r.start()
         images = []
         for seed in range(4):
@@ -212,11 +234,46 @@ def test_dynamic_parameters_change_within_bounds_and_others_not_at_all(checkpoin
         r.images.publish(rgb_image(r.now_ns() - 700_000_000))
         r.until(lambda: r.drops() == {"stale": 1})
         assert set_parameter("max_image_age_s", 60.0)
-        assert set_parameter("action_dt", 0.1)
-        assert r.act(rgb_image(r.now_ns() - 700_000_000)).action_dt == 0.1
-        assert not set_parameter("action_dt", 0.0)
-        assert not set_parameter("action_dt", "fast")
+        assert not set_parameter("action.dt", 0.1)
+        assert not set_parameter("action.frame", "tool")
+        assert r.act(rgb_image(r.now_ns() - 700_000_000)).action_dt == 0.2
         assert not set_parameter("max_image_age_s", -1.0)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "chosen", "expected"),
+    [
+        ("bridge_orig", {}, (0.2, "delta", "base", "rpy", "open_high")),
+        ("libero_goal_no_noops", {}, (0.05, "delta", "base", "rotation_vector", "open_high")),
+        (
+            "libero_goal_no_noops",
+            {"action.gripper": "close_high"},
+            (0.05, "delta", "base", "rotation_vector", "close_high"),
+        ),
+        ("my_robot", OWN_DATASET, (0.1, "delta", "tool", "rotation_vector", "none")),
+    ],
+)
+def test_actions_say_what_the_training_data_meant(
+    checkpoint: Path, tmp_path: Path, dataset: str, chosen: dict[str, Any], expected: tuple[object, ...]
+) -> None:
+    with robot(renamed(checkpoint, tmp_path / "policy", dataset), instruction=INSTRUCTION, **chosen) as r:
+        r.start()
+        action = r.act(rgb_image(r.now_ns()))
+        said = (action.action_dt, action.reference, action.action_frame, action.rotation, action.gripper)
+        assert (*said, action.unnorm_key, action.header.frame_id) == (*expected, dataset, "base_link")
+        assert (action.mode, action.horizon, len(action.values)) == ("ar", 1, len(action.names))
+
+
+def test_what_a_dataset_means_is_asked_for_where_nobody_knows_it(
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    policy = renamed(checkpoint, tmp_path / "policy", "my_robot")
+    given = {name: value for name, value in OWN_DATASET.items() if name not in ("action.frame", "action.rotation")}
+    with robot(policy, instruction=INSTRUCTION, **given) as r:
+        assert r.policy.trigger_configure().name == "FAILURE"
+    said = capfd.readouterr().err
+    assert "dataset 'my_robot'" in said and "set action.frame (base or tool), action.rotation (" in said
+    assert "action.dt" not in said
 
 
 def described(r: Robot, name: str) -> str:

@@ -106,7 +106,7 @@ def test_the_publisher_looks_at_the_nodes_clock_itself(checkpoint: Path, monkeyp
 
 
 def test_a_latency_longer_than_the_actions_time_is_a_warning(checkpoint: Path) -> None:
-    with robot(checkpoint, instruction=INSTRUCTION, diagnostics_period_s=0.1, action_dt=0.2) as r:
+    with robot(checkpoint, instruction=INSTRUCTION, diagnostics_period_s=0.1) as r:  # BridgeData's 5 Hz
         r.start()
         r.act(rgb_image(r.now_ns() - 700_000_000))
         r.until(

@@ -28,9 +28,10 @@ from specvla_ros.errors import UserError
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION, NEWEST_IMAGE
 from specvla_ros.ros.sim_robot.episodes import episode_starts, task_of
 from specvla_ros.ros.sim_robot.node import Phase, SimRobot
+from specvla_ros.simulation.arms import TABLE_ARM
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.tasks import TASKS
-from specvla_ros.simulation.world import JOINTS, SimulationDiverged
+from specvla_ros.simulation.world import SimulationDiverged
 
 pytestmark = needs_gl
 
@@ -162,7 +163,7 @@ def test_lockstep_episodes_succeed_and_the_world_waits_for_each_action() -> None
         assert len(other) <= 1, "only between the episodes may two images lie otherwise"
         assert s.pictures[0].shape == (64, 64, 3)
         assert rgb_from_compressed(compressed[-1]).shape == (64, 64, 3)
-        assert s.joints[-1].name == list(JOINTS)
+        assert s.joints[-1].name == list(TABLE_ARM.joint_names)
         late: list[String] = []
         s.user.create_subscription(String, "/instruction", late.append, LATCHED_INSTRUCTION)
         s.until(lambda: late)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON files that a user gives: read within limits, every field by its type. Needs no torch.
+
+Python's `int`, `bool` and `float` would make something of nearly everything (`bool("false")` is true), and what they
+refuse they refuse without a name. Here each field says what it must be, and a wrong one is named with its file.
+"""
+
+import json
+import math
+import reprlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specvla_ros.errors import UserError
+
+MAX_BYTES = 64 << 20  # the largest tokenizer.json in use has about 35 MB
+MAX_DEPTH = 48  # of nested lists and objects; a tokenizer.json has about ten
+_MAX_DIGITS = 20  # of a whole number; a longer one is taken as a number with a decimal point, often infinite
+_REQUIRED: Any = object()
+
+
+def load_json(path: Path) -> Any:
+    """The value that a JSON file holds.
+
+    NaN and infinity are let pass: a file may hold them where nobody looks. `Fields` refuses them.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UserError: it cannot be read, is no JSON, or is larger or deeper than any such file should be.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise UserError(f"{path} has {size} bytes, but {MAX_BYTES} are the limit for a JSON file; is it another?")
+        value = json.loads(path.read_text(encoding="utf-8"), parse_int=_whole)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}); copy the file again") from None
+    except RecursionError:
+        raise UserError(_too_deep(path)) from None
+    _check_depth(value, path)
+    return value
+
+
+def _whole(digits: str) -> int | float:
+    return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
+
+
+def _check_depth(value: Any, path: Path) -> None:
+    at_depth = [value]
+    for _ in range(MAX_DEPTH + 1):
+        at_depth = [
+            inner
+            for each in at_depth
+            if isinstance(each, (dict, list))
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+    if at_depth:
+        raise UserError(_too_deep(path))
+
+
+def _too_deep(path: Path) -> str:
+    return f"{path} nests its values more than {MAX_DEPTH} deep, which no such file does; copy the file again"
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: short, on one line, and of characters that any terminal takes."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+
+
+_MAX_SHOWN = 120
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+_SHORT.maxlevel = 3
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A JSON object, whose fields are asked for by name and type. A field that is null counts as missing.
+
+    Every method raises UserError with the file's and the field's name where the value is of another type or out of
+    range, or where it is missing and has no default.
+
+    Args:
+        raw: the object.
+        path: its file.
+        prefix: what stands before a field's name in messages, such as `text_config.`.
+        hint: what to do about a wrong or missing field; begins with "; ".
+    """
+
+    raw: dict[str, Any]
+    path: Path
+    prefix: str = ""
+    hint: str = ""
+
+    def whole(self, name: str, default: Any = _REQUIRED, *, minimum: int = 0, maximum: int = 2**31 - 1) -> int:
+        """A whole number; one with a decimal point is none."""
+        words = f"a whole number from {minimum} to {maximum}"
+        value = self._value(name, default, words)
+        if value is not default and (type(value) is not int or not minimum <= value <= maximum):
+            raise self.wrong(name, words)
+        return value
+
+    def number(
+        self, name: str, default: Any = _REQUIRED, *, above: float = -math.inf, maximum: float = math.inf
+    ) -> float:
+        """A finite number above a limit and at most another."""
+        words = "a finite number"
+        words += f" above {above:g}" if math.isfinite(above) else ""
+        words += f", at most {maximum:g}" if math.isfinite(maximum) else ""
+        value = self._value(name, default, words)
+        if value is default:
+            return value
+        if not is_number(value) or not above < value <= maximum:
+            raise self.wrong(name, words)
+        return float(value)
+
+    def flag(self, name: str, default: Any = _REQUIRED) -> bool:
+        """True or false; neither a text nor a number."""
+        value = self._value(name, default, "true or false")
+        if value is not default and type(value) is not bool:
+            raise self.wrong(name, "true or false, without quotes")
+        return value
+
+    def text(self, name: str, default: Any = _REQUIRED, *, choices: Sequence[str] = ()) -> str:
+        """A text, one of some if there are choices."""
+        words = f"one of: {', '.join(choices)}" if choices else "a text"
+        value = self._value(name, default, words)
+        if value is not default and (not isinstance(value, str) or (choices and value not in choices)):
+            raise self.wrong(name, words)
+        return value
+
+    def list_of(self, name: str, kind: type, words: str, default: Any = _REQUIRED, *, length: int | None = None) -> Any:
+        """A list whose elements are all of one type.
+
+        Args:
+            kind: bool, float (finite numbers, whole ones too), int, str, list or dict; object: anything.
+            words: what the list must be, for the message.
+            length: of the list; None: any.
+        """
+        value = self._value(name, default, words)
+        if value is default:
+            return value
+        if not isinstance(value, list) or (length is not None and len(value) != length):
+            raise self.wrong(name, words)
+        if not all(_is(each, kind) for each in value):
+            raise self.wrong(name, words)
+        return value
+
+    def inner(self, name: str, default: Any = _REQUIRED) -> "Fields":
+        """An object in this one; `default` is the object that stands for a missing one."""
+        value = self._value(name, default, "an object")
+        if not isinstance(value, dict):
+            raise self.wrong(name, "an object")
+        return Fields(value, self.path, f"{self.prefix}{name}.", self.hint)
+
+    def wrong(self, name: str, words: str) -> UserError:
+        """The error that says what a field must be."""
+        where = f"{self.path}: {self.prefix}{name}"
+        return UserError(f"{where} is {shown(self.raw.get(name))}, but it must be {words}{self.hint}")
+
+    def _value(self, name: str, default: Any, words: str) -> Any:
+        value = self.raw.get(name)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            raise UserError(f"{self.path}: {self.prefix}{name} is missing, it must be {words}{self.hint}")
+        return default
+
+
+def is_number(value: object) -> bool:
+    """Whether a JSON value is a finite number; true and false are none."""
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _is(value: object, kind: type) -> bool:
+    return kind is object or (is_number(value) if kind is float else type(value) is kind)
+
+
+def read_fields(path: Path, *, missing: str, hint: str = "") -> Fields:
+    """The object that a JSON file holds.
+
+    Args:
+        path: of the file.
+        missing: the message's end where there is no such file.
+        hint: see `Fields`.
+
+    Raises:
+        UserError: it is missing, or holds no JSON object.
+    """
+    try:
+        value = load_json(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: {missing}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a JSON {type(value).__name__}, but an object is expected; copy the file again")
+    return Fields(value, path, hint=hint)

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arms that can stand at the table: ours of primitives, and others' whose models another package brings.
+
+Every arm stands with its base at the world's origin, so its base frame is the world's, and carries a site `pinch`: the
+tool's frame, between the fingertips, z out of the fingers, which open along y.
+
+The Panda and the UR5e are robosuite's (Zhu et al. 2020, arXiv 2009.12293): masses, joint ranges, torque limits and
+grippers are theirs. Speed limits are the makers'. Nothing of robosuite is imported, and none of its files is copied.
+"""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import mujoco
+import numpy as np
+
+from specvla_ros.errors import UserError
+
+ROBOSUITE = "1.5.2"  # as in requirements/robots.txt
+_TABLE = Path(__file__).parent / "assets" / "table.xml"
+_HULL_GROUP = 3  # geoms that collide and are not drawn, as MuJoCo's viewers have it
+
+
+@dataclass(frozen=True)
+class Gripper:
+    """Two fingers that open and close.
+
+    Args:
+        joints: names of the joints that are driven.
+        actuators: their position actuators, in the same order.
+        open: joint positions when it is open, metres or radians.
+        closed: when it is closed.
+        pads: geoms that touch what is held; y is their thin side.
+    """
+
+    joints: tuple[str, ...]
+    actuators: tuple[str, ...]
+    open: tuple[float, ...]
+    closed: tuple[float, ...]
+    pads: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """An arm with its gripper.
+
+    Args:
+        name: for the command line, parameters and files.
+        scene: makes the table with this arm.
+        joints: names, from the base.
+        motors: their torque actuators, in the same order; how strong they are is the model's.
+        speed: largest joint speeds, rad/s.
+        home: joint positions with the tool above the table's middle, pointing down, radians.
+        low: smallest goal of the tool that can be reached, x y z in metres.
+        high: largest.
+        gripper: its fingers.
+    """
+
+    name: str
+    scene: Callable[[], mujoco.MjModel]
+    joints: tuple[str, ...]
+    motors: tuple[str, ...]
+    speed: tuple[float, ...]
+    home: tuple[float, ...]
+    low: tuple[float, float, float]
+    high: tuple[float, float, float]
+    gripper: Gripper
+
+    @property
+    def joint_names(self) -> tuple[str, ...]:
+        """All that its joint states name: the arm's, then the fingers'."""
+        return (*self.joints, *self.gripper.joints)
+
+    def model(self) -> mujoco.MjModel:
+        """The table with this arm, compiled.
+
+        Raises:
+            UserError: MuJoCo cannot compile it, or the package with the arm's model is missing.
+        """
+        try:
+            return self.scene()
+        except (ValueError, KeyError) as error:
+            raise UserError(
+                f"the scene of the robot '{self.name}' cannot be compiled by MuJoCo {mujoco.__version__} ({error})"
+            ) from None
+
+
+def choose_arm(name: str) -> Arm:
+    """The arm of this name."""
+    known = {arm.name: arm for arm in ARMS}
+    if name not in known:
+        raise UserError(f"there is no robot '{name}'; the robots are: {', '.join(known)}")
+    return known[name]
+
+
+@dataclass(frozen=True)
+class _Linkage:
+    """What moves a gripper's fingers where its file has loose links.
+
+    Args:
+        driven: the joint with the motor.
+        followers: per joint that a linkage moves with it, the factor.
+        overlapping: bodies that the linkage pins together, whose hulls overlap.
+        torque: of the motor, N m.
+        inertia: of motor and gears at each joint, kg m².
+        damping: N m s/rad.
+    """
+
+    driven: str
+    followers: dict[str, float]
+    overlapping: tuple[tuple[str, str], ...]
+    torque: float
+    inertia: float
+    damping: float
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """An arm that is put together of robosuite's files.
+
+    Args:
+        robot: its MJCF, under robosuite's assets.
+        gripper: the gripper's.
+        tool_m: from the flange `right_hand` to between the fingertips, along z.
+        detailed: bodies that the camera looks at. The others are drawn as the hulls that collide: with all of its
+            149 000 triangles a picture of the Panda takes six times as long as one of our arm.
+        colour: of those hulls.
+        linkage: of the gripper; None: its file says how its joints move.
+    """
+
+    robot: str
+    gripper: str
+    tool_m: float
+    detailed: tuple[str, ...]
+    colour: tuple[float, float, float, float]
+    linkage: _Linkage | None = None
+
+
+def _robosuite(parts: _Parts) -> mujoco.MjModel:
+    assets = _robosuite_assets()
+    arm, gripper = _read(assets / parts.robot), _read(assets / parts.gripper)
+    if parts.linkage is not None:
+        _link(gripper, parts.linkage)
+    flange = arm.body("right_hand")
+    arm.attach(gripper, frame=flange.add_frame(), prefix="")
+    flange.add_site(name="pinch", pos=[0.0, 0.0, parts.tool_m], size=[0.005] * 3, rgba=[0.0] * 4)
+    for body in arm.bodies:
+        _choose_what_is_drawn(body, body.name in parts.detailed, parts.colour)
+    for extra in [*arm.cameras, *arm.sensors, *(site for site in arm.sites if site.name != "pinch")]:
+        arm.delete(extra)
+    scene = mujoco.MjSpec.from_file(str(_TABLE))
+    scene.delete(scene.body("link0"))
+    scene.option.timestep = 0.002  # the grippers' links are too light for our arm's 5 ms
+    scene.attach(arm, frame=scene.worldbody.add_frame(), prefix="")
+    return scene.compile()
+
+
+def _link(gripper: mujoco.MjSpec, linkage: _Linkage) -> None:
+    for joint in gripper.joints:
+        joint.damping, joint.armature = linkage.damping, linkage.inertia
+    for replaced in [*gripper.tendons, *(each for each in gripper.actuators if each.target != linkage.driven)]:
+        gripper.delete(replaced)
+    (motor,) = gripper.actuators
+    motor.forcelimited, motor.forcerange = True, [-linkage.torque, linkage.torque]
+    for joint, factor in linkage.followers.items():
+        gripper.add_equality(
+            type=mujoco.mjtEq.mjEQ_JOINT,
+            name1=joint,
+            name2=linkage.driven,
+            data=[0.0, factor, *[0.0] * 9],
+            solref=[0.005, 1.0],
+        )
+    for first, second in linkage.overlapping:
+        gripper.add_exclude(bodyname1=first, bodyname2=second)
+
+
+def _robosuite_assets() -> Path:
+    # Found without importing it, which would want its other requirements.
+    found = importlib.util.find_spec("robosuite")
+    how = f"pip install --no-deps robosuite=={ROBOSUITE} (157 MB; what it requires otherwise is not needed)"
+    if found is None or not found.submodule_search_locations:
+        raise UserError(f"the models of the Panda and the UR5e come with robosuite, which is not installed: {how}")
+    version = importlib.metadata.version("robosuite")
+    if version != ROBOSUITE:
+        raise UserError(f"robosuite {version} is installed, whose models were not tried here: {how}")
+    return Path(found.submodule_search_locations[0]) / "models" / "assets"
+
+
+def _read(path: Path) -> mujoco.MjSpec:
+    spec = mujoco.MjSpec.from_file(str(path))
+    spec.compiler.degree = False  # the grippers' files do not say so; robosuite takes the arm's word for both
+    meshes: set[str] = set()
+    for mesh in list(spec.meshes):
+        if mesh.name in meshes:  # the Robotiq's file names one twice; robosuite takes the first
+            spec.delete(mesh)
+        meshes.add(mesh.name)
+    for mesh in spec.meshes:
+        mesh.file = str(path.parent / mesh.file)
+    return spec
+
+
+def _choose_what_is_drawn(body: mujoco.MjsBody, detailed: bool, colour: tuple[float, float, float, float]) -> None:
+    hulls = [geom for geom in body.geoms if geom.group == 0]
+    pictures = [geom for geom in body.geoms if geom.group == 1]
+    if detailed:
+        for geom in hulls:
+            geom.group = _HULL_GROUP
+    else:
+        for geom in pictures:
+            geom.group = _HULL_GROUP
+        for geom in hulls:
+            geom.rgba = colour
+
+
+def _table() -> mujoco.MjModel:
+    return mujoco.MjModel.from_xml_path(str(_TABLE))
+
+
+_LOW, _HIGH = (0.30, -0.30, 0.015), (0.78, 0.30, 0.30)
+_SEVEN = tuple(f"joint{i}" for i in range(1, 8))
+# https://frankaemika.github.io/docs/control_parameters.html, "Limits for Panda"
+_PANDA_SPEED = (2.175, 2.175, 2.175, 2.175, 2.61, 2.61, 2.61)
+
+TABLE_ARM = Arm(
+    name="table",
+    scene=_table,
+    joints=_SEVEN,
+    motors=_SEVEN,
+    speed=_PANDA_SPEED,  # its links are the Panda's
+    home=(0.0, 0.15, 0.0, -2.2, 0.0, 2.35, 0.785),
+    low=_LOW,  # the pinch site is 4 mm above the fingertips at the lowest
+    high=_HIGH,
+    gripper=Gripper(
+        joints=("left_finger", "right_finger"),
+        actuators=("left_finger", "right_finger"),
+        open=(0.05, 0.05),
+        closed=(0.0, 0.0),
+        pads=("left_pad", "right_pad"),
+    ),
+)
+
+PANDA = Arm(
+    name="panda",
+    scene=lambda: _robosuite(
+        _Parts(
+            robot="robots/panda/robot.xml",
+            gripper="grippers/panda_gripper.xml",
+            tool_m=0.097,  # robosuite's grip_site
+            detailed=("link7", "right_gripper", "leftfinger", "rightfinger"),
+            colour=(0.90, 0.92, 0.93, 1.0),
+        )
+    ),
+    joints=_SEVEN,
+    motors=tuple(f"torq_j{i}" for i in range(1, 8)),
+    speed=_PANDA_SPEED,
+    home=(0.0, 0.15, 0.0, -2.2, 0.0, 2.35, 0.785),
+    low=_LOW,
+    high=_HIGH,
+    gripper=Gripper(
+        joints=("finger_joint1", "finger_joint2"),
+        actuators=("gripper_finger_joint1", "gripper_finger_joint2"),
+        open=(0.04, -0.04),
+        closed=(0.0, 0.0),
+        pads=("finger1_pad_collision", "finger2_pad_collision"),
+    ),
+)
+
+# Robotiq's 2F-85 has one motor and two four-bar linkages, which its URDF writes as mimic joints with these factors.
+# robosuite's file has springs in their place, under which the fingers fold in on themselves. 5 N m are about 25 N per
+# finger, near the lowest force that the real one can be set to; inertia and damping are MuJoCo Menagerie's.
+_TWO_FINGERS_85 = _Linkage(
+    driven="finger_joint",
+    followers={
+        "left_inner_knuckle_joint": 1.0,
+        "left_inner_finger_joint": -1.0,
+        "right_outer_knuckle_joint": 1.0,
+        "right_inner_knuckle_joint": 1.0,
+        "right_inner_finger_joint": -1.0,
+    },
+    overlapping=tuple(
+        (f"{side}_{link}", f"{side}_inner_knuckle")
+        for side in ("left", "right")
+        for link in ("inner_finger", "outer_knuckle")
+    ),
+    torque=5.0,
+    inertia=0.005,
+    damping=0.1,
+)
+
+UR5E = Arm(
+    name="ur5e",
+    scene=lambda: _robosuite(
+        _Parts(
+            robot="robots/ur5e/robot.xml",
+            gripper="grippers/robotiq_gripper_85.xml",
+            tool_m=0.155,  # 1 cm beyond robosuite's grip_site: closed, the fingers are longer
+            detailed=("wrist_3_link", "robotiq_85_adapter_link"),
+            colour=(0.75, 0.77, 0.80, 1.0),
+            linkage=_TWO_FINGERS_85,
+        )
+    ),
+    joints=(
+        "shoulder_pan_joint",
+        "shoulder_lift_joint",
+        "elbow_joint",
+        "wrist_1_joint",
+        "wrist_2_joint",
+        "wrist_3_joint",
+    ),
+    motors=tuple(f"torq_j{i}" for i in range(1, 7)),
+    speed=(np.pi,) * 6,  # UR5e's data sheet: 180 degrees/s at each joint
+    home=(-0.2829, -1.5583, 1.9926, -2.0052, -1.5708, -1.8537),
+    low=_LOW,
+    high=(0.72, 0.30, 0.30),  # farther out its elbow is straight
+    gripper=Gripper(
+        joints=("finger_joint",),
+        actuators=("finger_1",),
+        open=(0.0,),
+        closed=(0.8,),
+        pads=("left_fingerpad_collision", "right_fingerpad_collision"),
+    ),
+)
+
+ARMS = (TABLE_ARM, PANDA, UR5E)

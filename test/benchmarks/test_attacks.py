@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attacks at a small size: nothing raises but a UserError, nothing acts otherwise in silence, nothing takes long."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from attack_bags import attack_bytes, attack_descriptions, layouts
+from attack_checkpoints import attack_files, attack_json
+from attack_tally import Silent, Tally
+from support.checkpoints import shard, write_checkpoint
+
+from specvla_ros.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "small")
+    shard(directory)
+    return directory
+
+
+def unharmed(tally: Tally, tried: int) -> None:
+    assert tally.tried == tried
+    assert not tally.failures, "\n".join(tally.failures)
+    assert tally.outcomes["refused"] + tally.outcomes["damage told"] > tried / 4
+
+
+@pytest.mark.parametrize("attack", [attack_json, attack_files])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_checkpoints(checkpoint: Path, tmp_path: Path, attack: Callable[..., Tally], seed: int) -> None:
+    unharmed(attack(checkpoint, tmp_path, limit=120, seed=seed), 120)
+
+
+@pytest.fixture(scope="module")
+def bags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return layouts(tmp_path_factory.mktemp("bags"))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_bytes_of_bags(bags: dict[str, Path], tmp_path: Path, seed: int) -> None:
+    unharmed(attack_bytes(bags, tmp_path, limit=150, seed=seed), 150)
+
+
+def test_descriptions_of_bags(bags: dict[str, Path], tmp_path: Path) -> None:
+    tally = attack_descriptions(bags, tmp_path, limit=150, seed=1)
+    assert tally.tried == 150
+    assert not tally.failures, "\n".join(tally.failures)
+
+
+def test_a_tally_tells_what_failed() -> None:
+    def fail(error: BaseException) -> Callable[[], str]:
+        def attack() -> str:
+            raise error
+
+        return attack
+
+    tally = Tally()
+    tally.judge("good", lambda: "same")
+    tally.judge("refused", fail(UserError("no")))
+    tally.judge("crash", fail(ZeroDivisionError("zero")))
+    tally.judge("panic", fail(SystemExit(3)))
+    tally.judge("silent", fail(Silent("other")))
+    tally.judge("bomb", lambda: str(len(bytearray(600 << 20)))[:0] or "same")
+    assert dict(tally.outcomes) == {"same": 1, "refused": 1, "traceback": 2, "silent": 1, "memory": 1}
+    assert (tally.tried, tally.failed) == (6, 4)
+    assert "crash: traceback" in tally.failures[0]
