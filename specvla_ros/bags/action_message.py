@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from specvla_ros.control.convention import ActionConvention
 from specvla_ros.engine.outcome import Action
 
@@ -14,7 +16,7 @@ class ActionMeaning:
     """What the numbers of a policy's actions mean: the part of its messages that is the same in all of them.
 
     Args:
-        convention: how they are to be read.
+        convention: how they are to be read; its units scale what is published to metres and radians.
         unnorm_key: dataset whose statistics scaled them; empty: the policy has no choice.
         base_frame: name of the robot's base frame, the header's frame_id.
     """
@@ -22,6 +24,13 @@ class ActionMeaning:
     convention: ActionConvention
     unnorm_key: str
     base_frame: str
+
+    def metric(self, action: Action) -> np.ndarray:
+        """float64 [horizon, dims]: translations in metres, rotations in radians, everything else as it is."""
+        unit = dict.fromkeys(("x", "y", "z"), self.convention.translation_unit_m)
+        unit |= dict.fromkeys(("roll", "pitch", "yaw"), self.convention.rotation_unit_rad)
+        scaled: np.ndarray = action.actions * np.array([unit.get(name, 1.0) for name in action.names])
+        return scaled
 
 
 def vla_action_fields(
@@ -43,7 +52,7 @@ def vla_action_fields(
         "instruction": action.observation.instruction,
         "mode": action.record.mode,
         "names": list(action.names),
-        "values": action.actions.ravel().tolist(),
+        "values": meaning.metric(action).ravel().tolist(),
         "horizon": len(action.actions),
         "action_dt": convention.dt_s,
         "tokens": list(action.tokens),

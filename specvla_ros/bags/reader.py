@@ -2,6 +2,7 @@
 """Reads ROS 2 bags, MCAP or sqlite3, without ROS."""
 
 import heapq
+import logging
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -13,10 +14,14 @@ import yaml
 from rosbags.interfaces import Connection, ConnectionExtRosbag2, Qos, QosDurability, QosReliability
 
 from specvla_ros.bags.message_types import MessageTypes
-from specvla_ros.bags.storage import IndexedStorage, Storage, open_storage
+from specvla_ros.bags.storage import Storage, open_storage
 from specvla_ros.errors import UserError
+from specvla_ros.settings.json_file import shown
+
+_log = logging.getLogger(__name__)
 
 _SUFFIXES = (".mcap", ".db3")
+_MAX_METADATA_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,11 @@ class Bag:
         """
         return "; ".join(storage.damage for storage in self._storages if storage.damage)
 
+    def warn_of_damage(self) -> None:
+        """Logs the damage, if any; for readers that go on with what there is."""
+        if self.damage:
+            _log.warning("bag %s: %s", self.path, self.damage)
+
     def topic(self, name: str) -> Topic:
         for topic in self.topics:
             if topic.name == name:
@@ -126,16 +136,13 @@ def open_bag(path: str | Path) -> Bag:
     path = Path(path).expanduser()
     if not path.exists():
         raise UserError(f"bag {path} does not exist; give a bag's directory, or an .mcap or .db3 file")
-    files, compressed = _directory_files(path) if path.is_dir() else (_single_file(path), False)
+    files, compression = _directory_files(path) if path.is_dir() else (_single_file(path), "")
     scratch = TemporaryDirectory(prefix="specvla_bag_")
     storages: list[Storage] = []
     try:
-        if compressed:
-            storages.append(_compressed_directory(path))
-        else:
-            for file in files:
-                storages.append(open_storage(file, scratch))
-    except UserError:
+        for file in files:
+            storages.append(open_storage(file, Path(scratch.name), compression))
+    except BaseException:
         for storage in storages:
             storage.close()
         scratch.cleanup()
@@ -153,11 +160,16 @@ def _single_file(path: Path) -> tuple[Path, ...]:
     return (path,)
 
 
-def _directory_files(directory: Path) -> tuple[tuple[Path, ...], bool]:
-    """The data files in the order of recording, and whether they are compressed as rosbag2 does it."""
+def _directory_files(directory: Path) -> tuple[tuple[Path, ...], str]:
+    """The data files in the order of recording, and whether rosbag2 compressed `file` or `message`; empty: neither."""
     information = _information(directory)
-    listed = [directory / PurePath(name).name for name in information.get("relative_file_paths") or []]
-    mode = str(information.get("compression_mode") or "none").lower()
+    names = information.get("relative_file_paths") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) and _is_file_name(name) for name in names):
+        raise UserError(
+            f"{directory / 'metadata.yaml'}: relative_file_paths is {shown(names)}, but it must be a list of names of "
+            "files; mend it, or remove metadata.yaml"
+        )
+    listed = [directory / PurePath(name).name for name in names]
     files = listed or sorted((file for file in directory.iterdir() if file.suffix in _SUFFIXES), key=_natural)
     missing = [file.name for file in files if not file.is_file()]
     if missing:
@@ -169,26 +181,36 @@ def _directory_files(directory: Path) -> tuple[tuple[Path, ...], bool]:
         bags = [child.name for child in sorted(directory.iterdir()) if (child / "metadata.yaml").exists()]
         hint = f"; it holds the bags {', '.join(bags)}: give one of them" if bags else ""
         raise UserError(f"directory {directory} is no ROS 2 bag: no .mcap or .db3 file in it{hint}")
-    return tuple(files), mode in ("file", "message")
+    return tuple(files), _compression(directory, information)
+
+
+def _is_file_name(name: str) -> bool:
+    return 0 < len(PurePath(name).name.encode("utf-8", "replace")) < 256 and name.isprintable()
+
+
+def _compression(directory: Path, information: dict[str, Any]) -> str:
+    mode = str(information.get("compression_mode") or "none").lower()
+    if mode not in ("file", "message"):
+        return ""
+    form = information.get("compression_format")
+    if form != "zstd":
+        raise UserError(
+            f"{directory / 'metadata.yaml'}: compression_format is {shown(form)}, but only zstd can be read; "
+            "decompress the bag first"
+        )
+    return mode
 
 
 def _information(directory: Path) -> dict[str, Any]:
     """What metadata.yaml says; nothing when it is missing or cannot be read."""
+    path = directory / "metadata.yaml"
     try:
-        text = (directory / "metadata.yaml").read_text()
-        information = yaml.safe_load(text)["rosbag2_bagfile_information"]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
+        if path.stat().st_size > _MAX_METADATA_BYTES:
+            return {}
+        information = yaml.safe_load(path.read_text(encoding="utf-8"))["rosbag2_bagfile_information"]
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):
         return {}
     return information if isinstance(information, dict) else {}
-
-
-def _compressed_directory(path: Path) -> Storage:
-    try:
-        return IndexedStorage(path)
-    except Exception as error:  # zstd, yaml and database errors alike
-        raise UserError(
-            f"the compressed bag {path} cannot be read ({error}); decompress its files with: zstd -d FILE.zstd"
-        ) from error
 
 
 def _topics(storages: list[Storage]) -> tuple[Topic, ...]:
@@ -210,7 +232,7 @@ def _offered_qos(connections: list[Connection]) -> OfferedQos:
         if isinstance(connection.ext, ConnectionExtRosbag2)
         for profile in connection.ext.offered_qos_profiles
     ]
-    if not profiles:
+    if not profiles or not all(isinstance(profile.depth, int) for profile in profiles):
         return OfferedQos()
     return OfferedQos(
         reliable=all(profile.reliability is not QosReliability.BEST_EFFORT for profile in profiles),

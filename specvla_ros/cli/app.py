@@ -13,8 +13,7 @@ from specvla_ros.cli import experiments
 from specvla_ros.cli import plan as cli_plan
 from specvla_ros.cli.options import PolicyOptions, Tasks, takes_policy
 from specvla_ros.errors import UserError, missing_package
-from specvla_ros.ros.policy.parameters import PolicyParameters
-from specvla_ros.settings.parameter import values_of, walk
+from specvla_ros.settings.parameter import values_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,8 +29,6 @@ app = typer.Typer(
 )
 app.add_typer(experiments.app)
 app.add_typer(cli_plan.app)
-
-(_ACTION_DT,) = (declared for declared in walk(PolicyParameters()) if declared.name == "action_dt")
 
 
 def main() -> None:
@@ -136,7 +133,7 @@ def _parse_ids(text: str) -> tuple[int, ...]:
 
 
 @app.command()
-@takes_policy()
+@takes_policy(publishes=True)
 def replay(
     chosen: PolicyOptions,
     bag: Annotated[Path, typer.Argument(help="ROS 2 bag: a directory, or an .mcap or .db3 file.", show_default=False)],
@@ -150,14 +147,6 @@ def replay(
     action_topic: Annotated[
         str, typer.Option(help="Recorded actions; empty: /ground_truth/action if it is there.")
     ] = "",
-    action_dt: Annotated[
-        float,
-        typer.Option(
-            help=_ACTION_DT.parameter.description + " In seconds.",
-            min=_ACTION_DT.parameter.minimum,
-            max=_ACTION_DT.parameter.maximum,
-        ),
-    ] = _ACTION_DT.value,
     max_p95_latency_s: Annotated[float | None, typer.Option(help="Limit: 95 % of the frames answer in time.")] = None,
     max_drop_fraction: Annotated[float | None, typer.Option(help="Limit: frames without an action, 0 to 1.")] = None,
     max_bin_distance: Annotated[
@@ -194,13 +183,14 @@ def replay(
         bag,
         out,
         topics=topics,
-        action_dt=action_dt,
+        action=chosen.action,
         thresholds=thresholds,
         progress=progress,
     )
     total = summary.latency_s.get("total", {})
     latency = f", p95 {total['p95'] * 1e3:.1f} ms, {summary.action_rate_hz:.1f} actions/s" if total else ""
-    typer.echo(f"{summary.actions} of {summary.frames} frames answered{latency}; see {out / 'report.html'}")
+    frames = max(summary.frames, summary.frames_in_bag)
+    typer.echo(f"{summary.actions} of {frames} frames answered{latency}; see {out / 'report.html'}")
     for failure in summary.failures:
         typer.secho(f"specvla: {failure}", fg=typer.colors.RED, err=True)
     if summary.failures:
@@ -208,7 +198,7 @@ def replay(
 
 
 @app.command()
-@takes_policy()
+@takes_policy(publishes=True)
 def demo(
     chosen: PolicyOptions,
     out: Annotated[Path, typer.Option(help="Directory for films and report; remade each time.")] = Path("demo"),
@@ -224,7 +214,7 @@ def demo(
             f"the demo needs ROS 2 and this package's messages ({error}). A pip wheel brings neither: build from the "
             "repository with `make build` or colcon; `specvla doctor` says what is there"
         ) from None
-    parameters = values_of(chosen.model) | values_of(chosen.engine)
+    parameters = values_of(chosen.model) | values_of(chosen.engine) | values_of(chosen.action)
     del parameters["max_image_age_s"]  # the node's own default differs from that of recorded images
     if chosen.model.device == "auto":
         parameters["device"] = "cpu"  # enough for the nano policy, and a GPU may be busy

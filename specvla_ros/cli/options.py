@@ -2,7 +2,7 @@
 """Options that several commands share: declared once, handed on as one object."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import wraps
@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specvla_ros.control.convention_settings import ConventionSettings
 from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.planning.device import known_devices
-from specvla_ros.settings.parameter import Declared, walk
+from specvla_ros.settings.parameter import Declared, walk, with_values
+from specvla_ros.settings.profiles import merge_parameters, read_assignments
 
 if TYPE_CHECKING:
     from specvla_ros.models.target import Target
@@ -43,6 +45,7 @@ class PolicyOptions:
     checkpoint: Path
     model: ModelSettings
     engine: EngineSettings
+    action: ConventionSettings
 
     def load(self) -> "Target":
         """Loads the checkpoint, and leaves a core to other processes."""
@@ -52,12 +55,15 @@ class PolicyOptions:
         return load_target(self.checkpoint, **vars(self.model))
 
 
-def takes_policy(*, mode: str = "", decodes: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes_policy(
+    *, mode: str = "", decodes: bool = True, publishes: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command the options of a policy; it gets them as its argument `chosen`, a `PolicyOptions`.
 
     Args:
         mode: that of a command which compares settings itself, and so has neither --mode nor --tolerance.
         decodes: whether it decodes as the options say; otherwise it has those of loading alone.
+        publishes: whether its actions go out as messages, so that action.* may be set.
     """
     options = [_checkpoint() if decodes else _checkpoint("--target"), *map(_model_option, walk(ModelSettings()))]
     if decodes:
@@ -69,7 +75,7 @@ def takes_policy(*, mode: str = "", decodes: bool = True) -> Callable[[Callable[
         @wraps(command)
         def run(**given: Any) -> None:
             shared = {option.name: given.pop(option.name) for option in options}
-            command(chosen=_policy_options({"mode": mode, **shared}), **given)
+            command(chosen=_policy_options({"mode": mode, **shared}, publishes=publishes), **given)
 
         run.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
         return run
@@ -77,20 +83,29 @@ def takes_policy(*, mode: str = "", decodes: bool = True) -> Callable[[Callable[
     return decorate
 
 
-def _policy_options(given: Mapping[str, Any]) -> PolicyOptions:
+def _policy_options(given: Mapping[str, Any], *, publishes: bool) -> PolicyOptions:
     from specvla_ros.policies.bundled import nano_policy
 
     plain = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
+    assignments, file = plain.get("param") or (), plain.get("params_file")
+    of_actions = [each for each in assignments if publishes and each.startswith(ConventionSettings.ROS_PREFIX)]
     return PolicyOptions(
         plain["checkpoint"] or nano_policy(),
         ModelSettings(**{declared.path[0]: plain[declared.path[0]] for declared in walk(ModelSettings())}),
         engine_settings_from(
             mode=plain["mode"] or "",
             tolerance=plain.get("tolerance", ""),
-            assignments=plain.get("param") or (),
-            params_file=plain.get("params_file"),
+            assignments=[each for each in assignments if each not in of_actions],
+            params_file=file,
         ),
+        _convention_settings(of_actions, file if publishes else None),
     )
+
+
+def _convention_settings(assignments: Sequence[str], file: Path | None) -> ConventionSettings:
+    in_file = merge_parameters([file], {}, node="policy") if file is not None else {}
+    values = {name: value for name, value in in_file.items() if name.startswith(ConventionSettings.ROS_PREFIX)}
+    return with_values(ConventionSettings(), values | read_assignments(assignments))
 
 
 def _option(name: str, kind: Any, default: object, panel: str, *flags: str, **given: Any) -> inspect.Parameter:
@@ -142,7 +157,8 @@ _DECODING = [
         "Decoding",
         "-p",
         "--param",
-        help="name:=value, as the policy node takes it: decode.*, draft.*, acceptance.*; again for more.",
+        help="name:=value, as the policy node takes it: decode.*, draft.*, acceptance.*, and action.* where actions "
+        "are published; again for more.",
     ),
     _option(
         "params_file",

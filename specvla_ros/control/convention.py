@@ -44,6 +44,8 @@ class ActionConvention:
         frame: in which a displacement is written.
         rotation: how its rotation is written.
         gripper: what the last number says.
+        translation_unit_m: metres that 1 of x, y, z stands for; what is published is in metres.
+        rotation_unit_rad: radians that 1 of roll, pitch, yaw stands for; what is published is in radians.
         source: where this is written, for a reader; empty: the user said so.
     """
 
@@ -52,4 +54,6 @@ class ActionConvention:
     frame: ActionFrame = ActionFrame.BASE
     rotation: Rotation = Rotation.ROTATION_VECTOR
     gripper: GripperSign = GripperSign.OPEN_HIGH
+    translation_unit_m: float = 1.0
+    rotation_unit_rad: float = 1.0
     source: str = ""

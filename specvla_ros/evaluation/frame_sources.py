@@ -46,6 +46,7 @@ def bag_source(bags: Sequence[Path], seed: int) -> Iterator[Frame]:
             for frame in bag_frames(bag, topics):
                 if frame.instruction:
                     yield rgb_from_message(frame.image.message()), frame.instruction
+            bag.warn_of_damage()
 
 
 def simulation_source(

@@ -18,6 +18,7 @@ from specvla_ros.bags.image_message import rgb_from_message, stamp_ns
 from specvla_ros.bags.reader import Bag, open_bag
 from specvla_ros.bags.recorder import BagRecorder
 from specvla_ros.control.convention import ActionConvention
+from specvla_ros.control.convention_settings import ConventionSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DecodeRecord, DropReason, StageTimings
 from specvla_ros.engine.settings import EngineSettings
@@ -40,6 +41,8 @@ from specvla_ros.models.target import Target
 FRAMES_FILE, BAG_DIRECTORY = "frames.jsonl", "actions_bag"
 _NS = 1e-9
 _DEFAULT_TOPICS = TopicChoice()
+_KNOWN_DATASET = ConventionSettings()
+_BASE_FRAME = "base_link"  # a bag does not name it
 _HINT = "; the frames so far are kept, and the same command goes on"
 
 
@@ -54,11 +57,11 @@ class ReplayRun:
         engine: warm, and used by nobody else meanwhile.
         directory: of the results; begun.
         start_ns: bag time that counts as 0 s.
-        action_dt: seconds over which an action's displacements are meant.
+        meaning: of the actions' numbers.
     """
 
     def __init__(
-        self, engine: Engine, directory: RunDirectory, *, frames_in_bag: int, start_ns: int, action_dt: float
+        self, engine: Engine, directory: RunDirectory, *, frames_in_bag: int, start_ns: int, meaning: ActionMeaning
     ) -> None:
         self._engine = engine
         self._directory = directory
@@ -69,7 +72,6 @@ class ReplayRun:
         bag = directory.path / BAG_DIRECTORY
         shutil.rmtree(bag, ignore_errors=True)
         described = {key: str(value) for key, value in engine.target.describe().items()}
-        meaning = ActionMeaning(ActionConvention(action_dt), engine.target.unnorm_key, base_frame="base_link")
         self._recorder = BagRecorder(bag, described, meaning)
         self._lines = directory.append_to(FRAMES_FILE)
 
@@ -208,7 +210,7 @@ def replay(
     out_dir: str | Path,
     *,
     topics: TopicChoice = _DEFAULT_TOPICS,
-    action_dt: float = 0.2,
+    action: ConventionSettings = _KNOWN_DATASET,
     thresholds: Thresholds | None = None,
     progress: bool = True,
 ) -> ReplaySummary:
@@ -223,7 +225,7 @@ def replay(
         bag_path: the bag's directory or file.
         out_dir: directory of the results; made if missing, refused if it holds a whole replay or other results.
         topics: which of the bag's to read.
-        action_dt: seconds over which an action's displacements are meant.
+        action: how the actions are meant, where the dataset is not known.
     """
     directory = _open_output(out_dir)
     with open_bag(bag_path) as bag:
@@ -231,16 +233,18 @@ def replay(
         if chosen.note:
             Console(stderr=True).print(chosen.note, markup=False, highlight=False, soft_wrap=True)
         instruction = topics.instruction
+        convention = action.convention(policy.unnorm_key, policy.codec.dt_s)
+        meaning = ActionMeaning(convention, policy.unnorm_key, _BASE_FRAME)
         engine = Engine(policy, settings)
         if instruction is not None:
             engine.check_instruction(instruction)
         engine.warm_up()
-        context = _context(bag, chosen, engine, instruction=instruction, action_dt=action_dt)
+        context = _context(bag, chosen, engine, instruction=instruction, convention=convention)
         content = {name: value for name, value in context["bag"].items() if name != "path"}  # it may have been moved
         deciding = {"bag": content, "settings": context["settings"], "policy": context["policy"]}
         directory.begin(deciding | checkpoint_hashes(policy.directory, settings))
         ending: dict[str, Any] = dict(thresholds=thresholds or Thresholds(), context=context)
-        run = ReplayRun(engine, directory, frames_in_bag=chosen.image.count, start_ns=bag.start_ns, action_dt=action_dt)
+        run = ReplayRun(engine, directory, frames_in_bag=chosen.image.count, start_ns=bag.start_ns, meaning=meaning)
         try:
             incomplete = _play_all(run, bag, chosen, instruction, progress=progress)
         except BaseException as error:
@@ -292,7 +296,7 @@ def _open_output(out_dir: str | Path) -> RunDirectory:
 
 
 def _context(
-    bag: Bag, topics: ReplayTopics, engine: Engine, *, instruction: str | None, action_dt: float
+    bag: Bag, topics: ReplayTopics, engine: Engine, *, instruction: str | None, convention: ActionConvention
 ) -> dict[str, Any]:
     return {
         "bag": {
@@ -303,7 +307,7 @@ def _context(
             "instruction_topic": topics.instruction.name if topics.instruction else None,
             "action_topic": topics.action.name if topics.action else None,
         },
-        "settings": {**asdict(engine.settings), "instruction": instruction, "action_dt": action_dt},
+        "settings": {**asdict(engine.settings), "instruction": instruction, "action": asdict(convention)},
         "policy": engine.target.describe(),
         **head(),
     }

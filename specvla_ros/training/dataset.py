@@ -156,6 +156,7 @@ def _read_bag(bag: Path, size: int) -> _Steps:
             images.append(np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)))
             actions.append(np.array(answers))
             texts.append((normalise_instruction(frame.instruction), *hindsight))
+        reader.warn_of_damage()
     return _Steps(np.array(images, dtype=np.uint8), np.array(actions), tuple(texts))
 
 

@@ -6,21 +6,27 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import tracemalloc
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import lz4.frame
 import numpy as np
 import pytest
 import yaml
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mcap.data_stream import RecordBuilder
 from mcap.reader import make_reader
+from mcap.records import Chunk
 from mcap.writer import CompressionType
 from rosbags.rosbag2.enums import CompressionMode
 from support import bags
 from support.paths import BAGS, needs
 
+from specvla_ros.bags import mcap_storage, storage
 from specvla_ros.bags.image_message import stamp_ns
 from specvla_ros.bags.reader import BagMessage, open_bag
 from specvla_ros.errors import UserError
@@ -349,6 +355,81 @@ def test_a_file_padded_with_zeros_is_read_up_to_them(tmp_path: Path, mcap_files:
     assert 0 < len(found) < 17
     assert found == expected(bags.episode(8))[: len(found)]
     assert damage
+
+
+@pytest.mark.parametrize("name", ["qos", "metadata"])
+@pytest.mark.parametrize("nonsense", ["[1", "7", "2001-99-99", "[" * 5000, "- depth: x", "9" * 5000])
+def test_nonsense_in_descriptions_costs_no_message(tmp_path: Path, name: str, nonsense: str) -> None:
+    bag = bags.write_bag(tmp_path / "bag", bags.episode(3))
+    if name == "metadata":
+        (bag / "metadata.yaml").write_text(f"rosbag2_bagfile_information: {nonsense}")
+    else:
+        (path,) = bag.glob("*.mcap")
+        bags.write_mcap(path, bags.episode(3), metadata={"offered_qos_profiles": nonsense})
+    found, damage = read(bag)
+    assert sorted(found) == sorted(expected(bags.episode(3)))
+    assert name == "metadata" or "offered_qos_profiles" in damage or nonsense.startswith("- ")
+
+
+@pytest.mark.parametrize("names", ["x", 7, [7], [None], [["x"]], ["x" * 300], ["a\0b"], [""]])
+def test_file_names_that_are_none_are_refused(tmp_path: Path, names: Any) -> None:
+    bag = bags.write_bag(tmp_path / "bag", bags.episode(1))
+    (bag / "metadata.yaml").write_text(yaml.safe_dump({"rosbag2_bagfile_information": {"relative_file_paths": names}}))
+    with pytest.raises(UserError, match=r"metadata\.yaml: relative_file_paths is .*, but it must be a list of names"):
+        open_bag(bag)
+
+
+@pytest.mark.parametrize("change", ["data = 'text'", "data = 7", "timestamp = 'soon'"])
+def test_a_database_with_values_of_other_types_is_told(tmp_path: Path, change: str) -> None:
+    bag = bags.write_bag(tmp_path / "bag", bags.episode(3), sqlite=True)
+    with sqlite3.connect(next(bag.glob("*.db3"))) as connection:
+        connection.execute(f"UPDATE messages SET {change} WHERE id = 4")
+    connection.close()
+    try:
+        found, damage = read(bag)
+    except UserError as error:
+        assert "times that are none" in str(error)
+    else:
+        assert len(found) < 7
+        assert "is no bytes, or at no time" in damage
+
+
+@pytest.mark.parametrize("compression", ["zstd", "lz4"])
+@pytest.mark.parametrize("claim", [10, 10**6, 2**40])
+def test_a_chunk_never_takes_more_memory_than_it_claims_or_any_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str, claim: int
+) -> None:
+    monkeypatch.setattr(mcap_storage, "MAX_BLOCK_BYTES", 2 << 20)
+    packed = {"zstd": zstandard.ZstdCompressor().compress, "lz4": lz4.frame.compress}[compression](bytes(64 << 20))
+    path = tmp_path / "bomb.mcap"
+    builder = RecordBuilder()
+    builder.write(mcap_storage.MCAP_MAGIC)
+    Chunk(compression, packed, 0, 1, 0, claim).write(builder)
+    path.write_bytes(builder.end())
+    tracemalloc.start()
+    with pytest.raises(UserError, match=r"is damaged at byte 8 .*(bytes it claims|hold more than|a chunk that claims)"):
+        open_bag(path)
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("mode", [CompressionMode.FILE, CompressionMode.MESSAGE])
+def test_compressed_bags_are_no_bombs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: CompressionMode) -> None:
+    monkeypatch.setattr(storage, "MAX_BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(mcap_storage.decompress_zstd, "__defaults__", (1 << 20,))
+    bag = bags.write_bag(tmp_path / "bag", bags.episode(2), sqlite=True, compression=mode)
+    bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))
+    if mode is CompressionMode.FILE:
+        next(bag.glob("*.zstd")).write_bytes(bomb)
+        with pytest.raises(UserError, match=r"cannot be read .it holds more than .* decompress it: zstd -d"):
+            open_bag(bag)
+        return
+    with sqlite3.connect(next(bag.glob("*.db3"))) as connection:
+        connection.execute("UPDATE messages SET data = ? WHERE id = 3", (bomb,))
+    connection.close()
+    found, damage = read(bag)
+    assert len(found) < 5
+    assert "hold more than 1048576 when decompressed" in damage
 
 
 def test_reading_needs_neither_torch_nor_ros() -> None:

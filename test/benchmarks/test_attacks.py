@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from attack_bags import attack_bytes, attack_descriptions, layouts
 from attack_checkpoints import attack_files, attack_json
 from attack_tally import Silent, Tally
 from support.checkpoints import shard, write_checkpoint
@@ -22,13 +23,29 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def unharmed(tally: Tally, tried: int) -> None:
     assert tally.tried == tried
     assert not tally.failures, "\n".join(tally.failures)
-    assert tally.outcomes["refused"] > tried / 4
+    assert tally.outcomes["refused"] + tally.outcomes["damage told"] > tried / 4
 
 
 @pytest.mark.parametrize("attack", [attack_json, attack_files])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_checkpoints(checkpoint: Path, tmp_path: Path, attack: Callable[..., Tally], seed: int) -> None:
     unharmed(attack(checkpoint, tmp_path, limit=120, seed=seed), 120)
+
+
+@pytest.fixture(scope="module")
+def bags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return layouts(tmp_path_factory.mktemp("bags"))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_bytes_of_bags(bags: dict[str, Path], tmp_path: Path, seed: int) -> None:
+    unharmed(attack_bytes(bags, tmp_path, limit=150, seed=seed), 150)
+
+
+def test_descriptions_of_bags(bags: dict[str, Path], tmp_path: Path) -> None:
+    tally = attack_descriptions(bags, tmp_path, limit=150, seed=1)
+    assert tally.tried == 150
+    assert not tally.failures, "\n".join(tally.failures)
 
 
 def test_a_tally_tells_what_failed() -> None:

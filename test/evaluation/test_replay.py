@@ -17,6 +17,7 @@ from support.replays import Run, drops_of
 from specvla_ros.bags.frames import TopicChoice
 from specvla_ros.bags.reader import open_bag
 from specvla_ros.bags.recorder import ACTION_TOPIC, DECODE_STATS_TOPIC
+from specvla_ros.control.convention_settings import ConventionSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
@@ -82,7 +83,7 @@ def test_raw_and_compressed_images_in_either_storage_give_the_same_actions(run: 
 
 
 def test_what_is_written_says_what_was_run(run: Run, policy: OpenVLATarget) -> None:
-    summary, frames, out = run(bags.episode(4), action_dt=0.1)
+    summary, frames, out = run(bags.episode(4), action=ConventionSettings(dt=0.1))
     written = json.loads((out / "summary.json").read_text())
     assert written == json.loads(json.dumps(summary.as_json()))
     assert set(written["latency_s"]) == {"total", "wait", "vision", "prefill", "decode"}

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,34 @@ def test_a_cut_off_bag_keeps_its_results_and_fails(run: Run, tmp_path: Path) -> 
     assert "is cut off at byte" in summary.failures[0]
     assert json.loads((out / "summary.json").read_text())["incomplete"] == summary.incomplete
     assert "is cut off at byte" in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize("storage", ["rosbags", "chunked", "unchunked"])
+def test_a_hole_in_a_recording_is_told(run: Run, tmp_path: Path, storage: str) -> None:
+    if storage == "rosbags":  # one chunk without a checksum
+        path = next(bags.write_bag(tmp_path / "bag", bags.episode(10)).glob("*.mcap"))
+    else:
+        path = bags.write_mcap(tmp_path / "bag.mcap", bags.episode(10), chunked=storage == "chunked")
+    damaged = bytearray(path.read_bytes())
+    begin = damaged.index(bytes(bags.pixels(1))) - 2000
+    damaged[begin : begin + 4096] = bytes(4096)
+    path.write_bytes(damaged)
+    summary, frames, out = run(path)
+    assert len(frames) < 10
+    assert summary.frames_in_bag == (len(frames) if storage == "unchunked" else 10)
+    assert re.search(r"is damaged at byte \d+.*: (a record of no kind|half a record|checksum)", summary.failures[0])
+    assert json.loads((out / "summary.json").read_text())["failures"] == list(summary.failures)
+
+
+def test_messages_that_the_statistics_count_and_nobody_finds_are_told(run: Run, tmp_path: Path) -> None:
+    path = bags.write_mcap(tmp_path / "bag.mcap", bags.episode(10), chunked=False)
+    whole = path.read_bytes()
+    length = struct.pack("<Q", 22 + len(bags.STORE.serialize_cdr(bags.image(0), bags.IMAGE)))
+    begin = whole.rindex(b"\x05" + length, 0, whole.index(bytes(bags.pixels(4))))
+    path.write_bytes(whole[:begin] + b"\x81" + whole[begin + 1 :])  # a record of somebody else's kind
+    summary, frames, _ = run(path)
+    assert len(frames) == 9
+    assert "it holds 9 of 10 messages of /camera/image_raw that its own statistics count" in summary.incomplete
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -18,6 +18,7 @@ from support.replays import Meddling, drops_of, read_frames
 from specvla_ros.bags.frames import TopicChoice
 from specvla_ros.bags.reader import open_bag
 from specvla_ros.bags.recorder import ACTION_TOPIC, DECODE_STATS_TOPIC
+from specvla_ros.control.convention_settings import ConventionSettings
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.replay import check_replay, replay
@@ -141,7 +142,7 @@ def test_another_question_is_not_answered_into_the_same_directory(
         replay(policy, EngineSettings(), path, out, progress=False)
     before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
     for bag, options, named in (
-        (path, {"action_dt": 0.1}, r"settings\.action_dt"),
+        (path, {"action": ConventionSettings(dt=0.1)}, r"settings\.action\.dt_s"),
         (path, {"topics": TopicChoice(instruction="flip pot")}, r"bag\.instruction_topic, settings\.instruction"),
         (other, {}, r"bag\.duration_s, bag\.sha256.*"),
     ):

@@ -260,12 +260,12 @@ def test_no_tokenizer_refuses_words_and_takes_ids(checkpoint: Path) -> None:
 
 
 def test_unnorm_keys(checkpoint: Path) -> None:
-    refuse(checkpoint, "'moon_dust' is not in this checkpoint; it has: demo_bridge", unnorm_key="moon_dust")
+    refuse(checkpoint, "'moon_dust' is not in this checkpoint; it has: bridge_orig", unnorm_key="moon_dust")
     edit_json(
         checkpoint / "config.json",
-        lambda c: c["norm_stats"].update(libero_goal_no_noops=c["norm_stats"]["demo_bridge"]),
+        lambda c: c["norm_stats"].update(libero_goal_no_noops=c["norm_stats"]["bridge_orig"]),
     )
-    refuse(checkpoint, "statistics of 2 datasets; set unnorm_key to one of: demo_bridge, libero_goal_no_noops")
+    refuse(checkpoint, "statistics of 2 datasets; set unnorm_key to one of: bridge_orig, libero_goal_no_noops")
     assert load_target(checkpoint, device="cpu", unnorm_key="libero_goal").unnorm_key == "libero_goal_no_noops"
     edit_json(checkpoint / "config.json", lambda c: c.update(norm_stats={}))
     refuse(checkpoint, "statistics of 0 datasets")

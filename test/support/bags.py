@@ -2,7 +2,7 @@
 """Bags that tests write themselves."""
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,7 @@ def write_mcap(
     chunked: bool = True,
     chunk_size: int = 20_000,
     encoding: str = "cdr",
+    metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """One MCAP file, laid out as asked."""
     with path.open("wb") as file:
@@ -129,7 +130,7 @@ def write_mcap(
             if topic not in channels:
                 definition, _ = STORE.generate_msgdef(msgtype, ros_version=2)
                 schema = writer.register_schema(msgtype, "ros2msg", definition.encode())
-                channels[topic] = writer.register_channel(topic, encoding, schema)
+                channels[topic] = writer.register_channel(topic, encoding, schema, dict(metadata or {}))
             raw = bytes(STORE.serialize_cdr(message, msgtype))
             writer.add_message(channels[topic], log_time=time_ns, data=raw, publish_time=time_ns)
         writer.finish()

@@ -77,7 +77,7 @@ def _config(vocab: int, hidden_size: int, layers: int, dims: int) -> dict[str, o
             "vocab_size": vocab + _PAD_ROWS,
         },
         "norm_stats": {
-            "demo_bridge": {
+            "bridge_orig": {
                 "action": {
                     "q01": [*(-b for b in bounds), 0.0][-dims:],
                     "q99": [*bounds, 1.0][-dims:],

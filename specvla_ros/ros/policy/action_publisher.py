@@ -41,12 +41,12 @@ class ActionPublisher:
 
     Args:
         node: the node of the topics and of the clock.
-        meaning: of the actions' numbers, asked for at each action.
+        meaning: of the actions' numbers, asked for at each action; None before a policy is loaded.
         max_image_age_s: limit of the image's age at publication, read at each action; 0: none.
     """
 
     def __init__(
-        self, node: LifecycleNode, meaning: Callable[[], ActionMeaning], max_image_age_s: Callable[[], float]
+        self, node: LifecycleNode, meaning: Callable[[], ActionMeaning | None], max_image_age_s: Callable[[], float]
     ) -> None:
         self._clock = node.get_clock()
         self._meaning = meaning
@@ -91,7 +91,8 @@ class ActionPublisher:
         """
         observation = action.observation
         with self._lock:
-            if not self._actions.is_activated or observation.epoch != self._epoch:
+            meaning = self._meaning()
+            if meaning is None or not self._actions.is_activated or observation.epoch != self._epoch:
                 return Drop(observation, DropReason.EPOCH_CHANGED)
             if observation.stamp_ns <= self._last_stamp_ns:
                 return Drop(observation, DropReason.OVERTAKEN)
@@ -103,7 +104,7 @@ class ActionPublisher:
                 age = f"{latency_s:.3f} s old, the limit is {max_age_s:g} s"
                 return Drop(observation, DropReason.TOO_OLD, age)
             stamp = Time(nanoseconds=observation.stamp_ns).to_msg()
-            seq, meaning = self._next_seq, self._meaning()
+            seq = self._next_seq
             fields = vla_action_fields(action, meaning, seq=seq, publish_s=publish_s, latency_s=latency_s)
             self._actions.publish(VlaAction(header=Header(stamp=stamp, frame_id=meaning.base_frame), **fields))
             self._next_seq += 1

@@ -3,12 +3,16 @@
 
 from dataclasses import dataclass
 
+from specvla_ros.control.convention_settings import ConventionSettings
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.settings.parameter import parameter, section
 
 TRANSPORTS = ("auto", "raw", "compressed")
+RELIABILITIES = ("auto", "best_effort", "reliable")
+# The others that are not writable are read in configure.
+READ_IN_ACTIVATE = ("image_transport", "image_reliability")
 
 
 @dataclass(frozen=True)
@@ -22,15 +26,14 @@ class PolicyParameters:
         "Which image topics to subscribe to: image (raw), image/compressed, or both (auto). One spares bandwidth.",
         choices=TRANSPORTS,
     )
-    instruction: str = parameter("", "What the robot shall do until the topic `instruction` says otherwise.")
-    action_dt: float = parameter(
-        0.2,
-        "Time over which an action's displacements are meant: the period of the training data.",
-        unit="s",
-        minimum=0.001,
-        maximum=10.0,
-        writable=True,
+    image_reliability: str = parameter(
+        "auto",
+        "QoS of the image subscriptions. auto: reliable where every publisher of the topic offers that, so that large "
+        "images are not lost for one packet; it follows publishers that come later.",
+        choices=RELIABILITIES,
     )
+    instruction: str = parameter("", "What the robot shall do until the topic `instruction` says otherwise.")
+    action: ConventionSettings = section(ConventionSettings)
     base_frame: str = parameter(
         "base_link", "Name of the robot's base frame, the frame_id of the actions: their displacements are in it."
     )

@@ -100,7 +100,7 @@ def robot_values(
     if not np.isfinite(taken).all():
         raise ActionRefusedError(f"its values are not all finite: {taken.tolist()}")
     if not (math.isfinite(action_dt) and action_dt > 0):
-        raise ActionRefusedError(f"its action_dt is {action_dt} s; set the policy's parameter action_dt")
+        raise ActionRefusedError(f"its action_dt is {action_dt} s; set the policy's parameter action.dt")
     taken[:6] *= robot_dt / action_dt
     distance, turn = (float(np.linalg.norm(part)) for part in (taken[:3], taken[3:6]))
     if not distance <= _TOO_FAR * largest_translation:

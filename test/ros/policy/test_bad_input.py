@@ -142,7 +142,7 @@ def test_a_clock_that_jumps_back_begins_a_new_epoch(checkpoint: Path) -> None:
     [
         (dict(checkpoint=""), "parameter 'checkpoint' is empty"),
         (dict(checkpoint="/nowhere/at/all"), "/nowhere/at/all does not exist"),
-        (dict(unnorm_key="moon_dust"), "'moon_dust' is not in this checkpoint; it has: demo_bridge"),
+        (dict(unnorm_key="moon_dust"), "'moon_dust' is not in this checkpoint; it has: bridge_orig"),
         (dict(device="cuda:77"), "device 'cuda:77'"),
         ({"decode.max_text_tokens": 4096}, "lower decode.max_text_tokens"),
         ({"model.quantization": "fp8", "device": "cpu"}, "on a CPU choose w8a8"),

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MCAP files, read by their index where it is sound, else record by record; what is missing or damaged is told."""
+
+import heapq
+import os
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import lz4.frame
+import zstandard
+from mcap.data_stream import ReadDataStream
+from mcap.exceptions import McapError
+from mcap.opcode import Opcode
+from mcap.records import Channel, ChunkIndex, Footer, Schema, Statistics
+from rosbags.interfaces import Connection, ConnectionExtRosbag2, MessageDefinition, MessageDefinitionFormat, Qos
+from rosbags.rosbag2.metadata import parse_qos
+
+from specvla_ros.errors import UserError
+
+MCAP_MAGIC = b"\x89MCAP0\r\n"
+
+_HEAD = struct.Struct("<BQ")  # of a record: opcode, length
+_MESSAGE = struct.Struct("<HIQQ")  # of a message: channel, sequence, log time, publish time; then its data
+_CHUNK = struct.Struct("<QQQII")  # of a chunk: start, end, size and checksum before compression, length of its name
+_FOOTER_BYTES = _HEAD.size + 20 + len(MCAP_MAGIC)
+_FORMATS = {"ros2msg": MessageDefinitionFormat.MSG, "ros2idl": MessageDefinitionFormat.IDL}
+
+# Of a chunk or a message, decompressed. A chunk of rosbag2 has 0.8 MB, others a few; a message larger than that makes a
+# chunk of its own. What a file of some kB may ask for otherwise is all of a robot's memory.
+MAX_BLOCK_BYTES = 256 << 20
+_MAX_PENDING = 256 << 20  # of messages that wait for their time while chunks overlap
+
+StoredMessage = tuple[Connection, int, bytes]  # whose, bag time [ns], CDR
+
+
+class _Damage(Exception):
+    """Why a part of the file cannot be read."""
+
+
+class _Record(NamedTuple):
+    channel: int
+    time_ns: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A chunk, or a message by itself."""
+
+    start_ns: int  # the earliest log time in it
+    offset: int  # of its record
+    channels: frozenset[int] = frozenset()  # those with messages in it; empty: not known
+
+
+class McapStorage:
+    """An MCAP file.
+
+    A sound summary says where the chunks are and how many messages they hold. Without one, as a killed recorder leaves
+    a file, it is scanned once; of a cut-off chunk the messages that are there are read. Reading ends at the first
+    damage.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        UserError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._schemas: dict[int, Schema] = {}
+        self._channels: dict[int, Connection] = {}
+        self._counts: Counter[int] = Counter()
+        self._blocks: list[_Block] = []
+        self.start_ns, self.end_ns = 2**63 - 1, 0  # bag time of the first and last message; of an empty file anything
+        self.damage = ""  # why not all of it could be read, once that is known
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise UserError(f"bag file {path} cannot be read: {error.strerror}") from error
+        self._size = os.fstat(self._file.fileno()).st_size
+        statistics = self._read_summary()
+        if not self._blocks:
+            self._scan()
+            if statistics is not None and not self.damage:
+                self._compare(self._counts, statistics.channel_message_counts, frozenset(self._counts))
+        self._blocks.sort(key=lambda block: (block.start_ns, block.offset))
+
+    @property
+    def connections(self) -> list[Connection]:
+        """Its topics, each with the number of its messages."""
+        return [channel._replace(msgcount=self._counts[key]) for key, channel in self._channels.items()]
+
+    def messages(self, topics: frozenset[str]) -> Iterator[StoredMessage]:
+        """The messages of some topics, in time order; equal times in the order of the file."""
+        wanted = frozenset(key for key, channel in self._channels.items() if channel.topic in topics)
+        read: list[tuple[int, int, int, bytes]] = []  # log time, order in the file, channel, data
+        order, pending = count(), 0
+        found: Counter[int] = Counter()
+        damage = ""
+        blocks = [block for block in self._blocks if not block.channels or block.channels & wanted]
+        for block in [*blocks, _Block(2**64, 0)]:
+            while read and (damage or read[0][0] < block.start_ns):
+                time_ns, _, key, data = heapq.heappop(read)
+                pending -= len(data)
+                yield self._channels[key], time_ns, data
+            if damage or not block.offset:
+                break
+            try:
+                for record in self._messages_at(block.offset):
+                    if record.time_ns < block.start_ns:
+                        raise _Damage("a message from before the beginning of its chunk")
+                    if record.channel in wanted:
+                        found[record.channel] += 1
+                        pending += len(record.data)
+                        heapq.heappush(read, (record.time_ns, next(order), record.channel, record.data))
+                if pending > _MAX_PENDING:
+                    raise _Damage(f"chunks with more than {_MAX_PENDING} bytes of messages overlap in time")
+            except _Damage as error:
+                damage = f"{self._path} is damaged at byte {block.offset}: {error}; the rest of it cannot be read"
+        while read:
+            time_ns, _, key, data = heapq.heappop(read)
+            yield self._channels[key], time_ns, data
+        if damage:
+            self.damage = self.damage or damage
+        else:
+            self._compare(found, self._counts, wanted)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _compare(self, found: Mapping[int, int], promised: Mapping[int, int], channels: frozenset[int]) -> None:
+        """Tells which messages are missing of those that the file's statistics count."""
+        differing = [key for key in channels if found.get(key, 0) != promised.get(key, 0)]
+        if differing and not self.damage:
+            parts = [
+                f"{found.get(key, 0)} of {promised.get(key, 0)} messages of {self._channels[key].topic}"
+                for key in differing
+            ]
+            self.damage = f"{self._path} is damaged: it holds {', '.join(parts)} that its own statistics count"
+
+    # The summary
+
+    def _read_summary(self) -> Statistics | None:
+        """Takes topics, counts and chunks from the end of the file; nothing, where they do not fit the file."""
+        try:
+            return self._checked_summary()
+        except (_Damage, McapError, OSError, ValueError, struct.error, KeyError):
+            self._schemas.clear()
+            self._channels.clear()
+            self._counts.clear()
+            self._blocks.clear()
+            return None
+
+    def _checked_summary(self) -> Statistics:
+        end = self._read(max(0, self._size - _FOOTER_BYTES), _FOOTER_BYTES)
+        if len(end) < _FOOTER_BYTES or end[-len(MCAP_MAGIC) :] != MCAP_MAGIC or end[0] != Opcode.FOOTER:
+            raise _Damage("no footer")
+        footer = Footer.read(ReadDataStream(BytesIO(end[_HEAD.size :])))
+        begin, stop = footer.summary_start, self._size - _FOOTER_BYTES
+        if not len(MCAP_MAGIC) < begin < stop:
+            raise _Damage("no summary")
+        summary = self._read(begin, stop - begin)
+        if footer.summary_crc and zlib.crc32(summary + end[: _HEAD.size + 16]) != footer.summary_crc:
+            raise _Damage("checksum of the summary")
+        statistics: Statistics | None = None
+        chunks: list[ChunkIndex] = []
+        for opcode, body in _records(memoryview(summary)):
+            stream = ReadDataStream(BytesIO(body))
+            if opcode == Opcode.STATISTICS:
+                statistics = Statistics.read(stream)
+            elif opcode == Opcode.CHUNK_INDEX:
+                chunks.append(ChunkIndex.read(stream))
+            else:
+                self._learn(opcode, stream)
+        if statistics is None:
+            raise _Damage("no statistics")
+        if chunks:
+            self._take_summary(statistics, chunks)
+        return statistics
+
+    def _take_summary(self, statistics: Statistics, chunks: list[ChunkIndex]) -> None:
+        if len(chunks) != statistics.chunk_count:
+            raise _Damage("chunks that are not listed")
+        self._counts.update(statistics.channel_message_counts)
+        if not self._counts.keys() <= self._channels.keys() or not all(c.msgtype for c in self._channels.values()):
+            raise _Damage("topics that are not listed, or without a type")
+        for chunk in chunks:
+            opcode, length = _HEAD.unpack(self._read(chunk.chunk_start_offset, _HEAD.size))
+            if opcode != Opcode.CHUNK or _HEAD.size + length != chunk.chunk_length:
+                raise _Damage("no chunk where one is listed")
+            channels = frozenset(chunk.message_index_offsets)
+            self._blocks.append(_Block(chunk.message_start_time, chunk.chunk_start_offset, channels))
+        self.start_ns, self.end_ns = statistics.message_start_time, statistics.message_end_time
+
+    # The scan
+
+    def _scan(self) -> None:
+        """Walks over the records up to the end of the data, or of what there is."""
+        offset = len(MCAP_MAGIC)
+        while offset + _HEAD.size <= self._size:
+            opcode, length = _HEAD.unpack(self._read(offset, _HEAD.size))
+            if opcode in (Opcode.DATA_END, Opcode.FOOTER):
+                return
+            try:
+                self._take(opcode, offset)
+            except _Damage as error:
+                self.damage = f"{self._path} is damaged at byte {offset} of {self._size}: {error}. {self._saved()}"
+                return
+            offset += _HEAD.size + length
+        self.damage = (
+            f"{self._path} is cut off at byte {self._size}: the recorder was killed, or the file was not copied in "
+            f"full. {self._saved()}"
+        )
+
+    def _saved(self) -> str:
+        seconds = max(self.end_ns - self.start_ns, 0) * 1e-9
+        return f"What is readable was read: {self._counts.total()} messages over {seconds:.1f} s"
+
+    def _take(self, opcode: int, offset: int) -> None:
+        if not opcode:
+            raise _Damage("a record of no kind")
+        times: list[int] = []
+        try:
+            for record in self._messages_at(offset, scanning=True):
+                self._counts[record.channel] += 1
+                times.append(record.time_ns)
+        finally:  # what comes before the damage in a chunk is there
+            if times:
+                self._blocks.append(_Block(min(times), offset))
+                self.start_ns, self.end_ns = min(self.start_ns, *times), max(self.end_ns, *times)
+
+    # Records
+
+    def _messages_at(self, offset: int, *, scanning: bool = False) -> Iterator[_Record]:
+        """The messages of the record at an offset; while scanning without their data, and topics are learnt."""
+        opcode, length = _HEAD.unpack(self._read(offset, _HEAD.size))
+        body = offset + _HEAD.size
+        whole = body + length <= self._size
+        if opcode == Opcode.CHUNK:
+            for inner, view in _chunk_records(self._read(body, length), whole=whole):
+                if inner == Opcode.MESSAGE:
+                    yield self._message(bytes(view[: _MESSAGE.size] if scanning else view))
+                elif scanning:
+                    self._learn(inner, ReadDataStream(BytesIO(view)))
+        elif whole and opcode == Opcode.MESSAGE:
+            yield self._message(self._read(body, min(length, _MESSAGE.size) if scanning else length))
+        elif whole and scanning and opcode in (Opcode.SCHEMA, Opcode.CHANNEL):
+            self._learn(opcode, ReadDataStream(BytesIO(self._read(body, length))))
+
+    def _message(self, raw: bytes) -> _Record:
+        if len(raw) < _MESSAGE.size:
+            raise _Damage("a message without its head")
+        channel, _, time_ns, _ = _MESSAGE.unpack_from(raw)
+        if channel not in self._channels:
+            raise _Damage("a message of a topic that is not described")
+        return _Record(channel, time_ns, raw[_MESSAGE.size :])
+
+    def _learn(self, opcode: int, stream: ReadDataStream) -> None:
+        """Takes a type or a topic."""
+        try:
+            if opcode == Opcode.SCHEMA:
+                schema = Schema.read(stream)
+                self._schemas[schema.id] = schema
+            elif opcode == Opcode.CHANNEL:
+                channel = Channel.read(stream)
+                self._channels[channel.id] = self._connection(channel)
+        except (McapError, ValueError, struct.error) as error:
+            raise _Damage(f"a description of a topic ({error})") from None
+
+    def _connection(self, channel: Channel) -> Connection:
+        schema = self._schemas.get(channel.schema_id)
+        definition = MessageDefinition(MessageDefinitionFormat.NONE, "")
+        if schema is not None and schema.encoding in _FORMATS:
+            definition = MessageDefinition(_FORMATS[schema.encoding], schema.data.decode("utf-8", "replace"))
+        return Connection(
+            channel.id,
+            channel.topic,
+            schema.name if schema else "",
+            definition,
+            "",
+            0,
+            ConnectionExtRosbag2(channel.message_encoding, self._profiles(channel)),
+            self,
+        )
+
+    def _profiles(self, channel: Channel) -> list[Qos]:
+        """What its publishers offered; where that cannot be read nothing, which counts as the usual."""
+        try:
+            return parse_qos(channel.metadata.get("offered_qos_profiles", ""))
+        except Exception:  # whatever a YAML reader makes of damaged text, RecursionError included
+            self.damage = f"{self._path}: offered_qos_profiles of {channel.topic} cannot be read, the usual are taken"
+            return []
+
+    def _read(self, offset: int, length: int) -> bytes:
+        if not 0 <= offset <= self._size:
+            raise _Damage("it leads out of the file")
+        self._file.seek(offset)
+        return self._file.read(min(length, self._size - offset))
+
+
+def _records(data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Opcode and body of each record."""
+    offset = 0
+    while offset < len(data):
+        if offset + _HEAD.size > len(data):
+            raise _Damage("half a record")
+        opcode, length = _HEAD.unpack_from(data, offset)
+        offset += _HEAD.size
+        if not opcode:
+            raise _Damage("a record of no kind")
+        if length > len(data) - offset:
+            raise _Damage("half a record")
+        yield opcode, data[offset : offset + length]
+        offset += length
+
+
+def _chunk_records(chunk: bytes, *, whole: bool) -> Iterator[tuple[int, memoryview]]:
+    """The records in a chunk; of one that is cut off those that are there."""
+    try:
+        _, _, size, checksum, name_bytes = _CHUNK.unpack_from(chunk)
+        name = chunk[_CHUNK.size : _CHUNK.size + name_bytes].decode()
+        begin = _CHUNK.size + name_bytes + 8
+        (compressed,) = struct.unpack_from("<Q", chunk, begin - 8)
+    except (struct.error, UnicodeDecodeError):
+        if whole:
+            raise _Damage("a chunk without its head") from None
+        return
+    if whole and compressed > len(chunk) - begin:
+        raise _Damage("a chunk that claims more than it has")
+    data = _decompressed(chunk[begin : begin + compressed], name, size)
+    if not whole:
+        with suppress(_Damage):
+            yield from _records(memoryview(data))
+        return
+    if len(data) != size:
+        raise _Damage(f"a chunk of {len(data)} bytes that claims {size}")
+    if checksum and zlib.crc32(data) != checksum:
+        raise _Damage("checksum of a chunk")
+    yield from _records(memoryview(data))
+
+
+def _decompressed(data: bytes, compression: str, size: int) -> bytes:
+    """What is there of a chunk's records, and never more than the chunk claims or any chunk may have."""
+    if size > MAX_BLOCK_BYTES:
+        raise _Damage(f"a chunk that claims {size} bytes, more than the {MAX_BLOCK_BYTES} that are read at once")
+    try:
+        if compression == "zstd":
+            return decompress_zstd(data, size)
+        if compression == "lz4":
+            data = lz4.frame.LZ4FrameDecompressor().decompress(data, max_length=size + 1)
+    except (zstandard.ZstdError, RuntimeError, EOFError, ValueError) as error:
+        raise _Damage(str(error)) from None
+    if compression not in ("", "lz4"):
+        raise _Damage(f"compression {compression!r} is not known")
+    if len(data) > size:
+        raise _Damage(f"a chunk that holds more than the {size} bytes it claims")
+    return data
+
+
+def decompress_zstd(data: bytes, limit: int = MAX_BLOCK_BYTES) -> bytes:
+    """Zstandard frames, or what is there of them.
+
+    Raises:
+        ValueError: it is more than the limit, which is found before it takes the memory.
+        zstandard.ZstdError: they are damaged.
+    """
+    with zstandard.ZstdDecompressor().stream_reader(BytesIO(data), read_across_frames=True) as stream:
+        found: bytes = stream.read(limit + 1)
+    if len(found) > limit:
+        raise ValueError(f"{len(data)} bytes hold more than {limit} when decompressed")
+    return found
