@@ -18,10 +18,16 @@ node runs.
 def reference() -> str:
     """The page, Markdown."""
     from specvla_ros.ros.bag_player import BagPlayerParameters
+    from specvla_ros.ros.driver.parameters import DriverParameters
     from specvla_ros.ros.policy.parameters import PolicyParameters
     from specvla_ros.ros.sim_robot.parameters import SimRobotParameters
 
-    nodes = {"policy": PolicyParameters(), "sim_robot": SimRobotParameters(), "bag_player": BagPlayerParameters()}
+    nodes = {
+        "policy": PolicyParameters(),
+        "driver": DriverParameters(),
+        "sim_robot": SimRobotParameters(),
+        "bag_player": BagPlayerParameters(),
+    }
     return "\n".join([_HEAD, *(_table(name, settings) for name, settings in nodes.items())])
 
 

@@ -11,17 +11,19 @@ acceleration is the vector's up to half the square of its speed, which is left o
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from ruckig import ControlInterface, InputParameter, Result, Ruckig, Trajectory
+from ruckig import ControlInterface, InputParameter, Result, Ruckig, RuckigError, Trajectory
 
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
 
 _AXIS_SHARE = 3**-0.5
-_TOLERANCE_M = 1e-6
+_TOLERANCE_M = 1e-4
+_SAMPLE_S, _MAX_SAMPLES = 0.01, 200
 _LEAST_SHARE = 0.2
+_DUST = 1e-9
 _NO_PACE = (math.inf, math.inf)
 
 
@@ -50,6 +52,15 @@ class _State:
     position: np.ndarray
     velocity: np.ndarray
     acceleration: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What a way to a goal is asked to be; see `BoundedMotion.aim`."""
+
+    seconds: float = 0.0
+    pace: float = math.inf
+    onward: tuple[Pose, float] | None = None
 
 
 _Legs = tuple[Trajectory, ...]  # one after the other; the last one ends at rest
@@ -113,14 +124,24 @@ class _ThreeAxes:
     def _given(self, start: _State, interface: ControlInterface) -> InputParameter:
         given = self._input
         given.control_interface = interface
-        given.current_position, given.current_velocity = start.position.tolist(), start.velocity.tolist()
-        given.current_acceleration = start.acceleration.tolist()
+        given.current_position = start.position.tolist()
+        given.current_velocity = _without_dust(start.velocity)
+        given.current_acceleration = _without_dust(start.acceleration)
         return given
 
     def _calculated(self) -> _Legs:
         trajectory = Trajectory(3)
-        result = self._ruckig.calculate(self._input, trajectory)
+        try:
+            result = self._ruckig.calculate(self._input, trajectory)
+        except RuckigError:  # its solver finds nothing, for the rounding of a number
+            return ()
         return (trajectory,) if result in (Result.Working, Result.Finished) else ()
+
+
+def _without_dust(values: np.ndarray) -> list[float]:
+    """Rounding errors as starting velocities make ruckig fail."""
+    dusted: list[float] = np.where(np.abs(values) < _DUST, 0.0, values).tolist()
+    return dusted
 
 
 def _end(leg: Trajectory) -> _State:
@@ -167,6 +188,7 @@ class BoundedMotion:
         turn_s: float,
         pace: tuple[float, float] = _NO_PACE,
         onward: tuple[Pose, float] | None = None,
+        start: Pose | None = None,
     ) -> bool:
         """Sets out for a goal.
 
@@ -178,38 +200,46 @@ class BoundedMotion:
             pace: m/s and rad/s that are not to be exceeded on this way, beside the limits.
             onward: the goal after this one and the seconds from this one to it: this one is then passed at that speed,
                 and the tool comes to rest behind it should nobody aim again. Without it the tool comes to rest there.
+            start: where the tool really is, for a robot that is sent velocities; None: where it was sent.
 
         Returns:
             False when a way there would leave the workspace: the motion goes on as it was, within it.
         """
-        return self._move(goal, now_s, move_s, pace[0], onward) and self._rotate(goal, now_s, turn_s, pace[1], onward)
+        moved = self._move(goal, now_s, _Way(move_s, pace[0], onward), None if start is None else start.position)
+        return moved and self._rotate(
+            goal, now_s, _Way(turn_s, pace[1], onward), None if start is None else start.rotation
+        )
 
     def brake(self, now_s: float) -> None:
         """Comes to rest as soon as the limits allow."""
-        legs = self._way.brake(self._way.at(now_s))
-        if legs and self._stays(legs):
+        present = self._way.at(now_s)
+        legs = self._way.brake(present)
+        if legs:
             self._way.follow(now_s, legs)
-        self._rotate(None, now_s, 0.0, math.inf, None)
+        else:
+            self._way.rest_at(present.position)
+        if not self._rotate(None, now_s, _Way(), None):
+            self._turned_from = self.at(now_s).pose.rotation
+            self._turn.rest_at(np.zeros(3))
 
-    def _move(self, goal: Pose, now_s: float, seconds: float, pace: float, onward: tuple[Pose, float] | None) -> bool:
-        start, wanted = self._way.at(now_s), self._limits.clamped(goal).position
-        velocity = (
-            (self._limits.clamped(onward[0]).position - wanted) / onward[1] if onward is not None else np.zeros(3)
-        )
+    def _move(self, goal: Pose, now_s: float, way: _Way, origin: np.ndarray | None) -> bool:
+        present, wanted = self._way.at(now_s), self._limits.clamped(goal).position
+        start = present if origin is None else replace(present, position=origin)
+        velocity = np.zeros(3)
+        if way.onward is not None:
+            velocity = (self._limits.clamped(way.onward[0]).position - wanted) / way.onward[1]
         # A slow way may swing out further than the fastest one, which brakes at once.
-        for attempt in ((seconds, velocity), (seconds, np.zeros(3)), (0.0, np.zeros(3))):
-            legs = self._way.to(wanted, start, *attempt, pace)
-            if legs and self._stays(legs):
+        for attempt in ((way.seconds, velocity), (way.seconds, np.zeros(3)), (0.0, np.zeros(3))):
+            legs = self._way.to(wanted, start, *attempt, way.pace)
+            if legs and self._stays(legs, start.position):
                 self._way.follow(now_s, legs)
                 return True
         return False
 
-    def _rotate(
-        self, goal: Pose | None, now_s: float, seconds: float, pace: float, onward: tuple[Pose, float] | None
-    ) -> bool:
+    def _rotate(self, goal: Pose | None, now_s: float, way: _Way, origin: np.ndarray | None) -> bool:
         """Counts rotation from the present one: there a rotation vector's rates are the tool's own."""
         present = self._turn.at(now_s)
-        turned_from = rotation_matrix(present.position) @ self._turned_from
+        turned_from = rotation_matrix(present.position) @ self._turned_from if origin is None else origin
         velocity = _angular_velocity(present.position, present.velocity)
         start = _State(np.zeros(3), velocity, present.acceleration)
         if goal is None:
@@ -217,21 +247,27 @@ class BoundedMotion:
         else:
             wanted = rotation_vector(goal.rotation @ turned_from.T)
             rate = np.zeros(3)
-            if onward is not None:
-                rate = rotation_vector(onward[0].rotation @ goal.rotation.T) / onward[1]
-            legs = self._turn.to(wanted, start, seconds, rate, pace)
+            if way.onward is not None:
+                rate = rotation_vector(way.onward[0].rotation @ goal.rotation.T) / way.onward[1]
+            legs = self._turn.to(wanted, start, way.seconds, rate, way.pace)
         if not legs:
             return False
         self._turned_from = turned_from
         self._turn.follow(now_s, legs)
         return True
 
-    def _stays(self, legs: _Legs) -> bool:
-        bounds = [bound for leg in legs for bound in leg.position_extrema]
-        low = np.array([bound.min for bound in bounds]).reshape(-1, 3)
-        high = np.array([bound.max for bound in bounds]).reshape(-1, 3)
-        margin = _TOLERANCE_M
-        return all(self._limits.holds(corner, margin_m=margin) for corner in (*low, *high))
+    def _stays(self, legs: _Legs, start: np.ndarray) -> bool:
+        """Whether a way stays in the workspace, or, where it starts outside, goes no further out."""
+        # Sampled: ruckig's own extrema leave out the part in which a way that starts too fast slows down.
+        places = np.array([leg.at_time(time_s)[0] for leg in legs for time_s in _samples(leg.duration)])
+        low, high = places.min(axis=0), places.max(axis=0)
+        allowed_low = np.minimum(self._limits.workspace_min, start) - _TOLERANCE_M
+        allowed_high = np.maximum(self._limits.workspace_max, start) + _TOLERANCE_M
+        return bool((low >= allowed_low).all() and (high <= allowed_high).all())
+
+
+def _samples(duration: float) -> np.ndarray:
+    return np.linspace(0.0, duration, min(_MAX_SAMPLES, 2 + math.ceil(duration / _SAMPLE_S)))
 
 
 def _angular_velocity(vector: np.ndarray, rate: np.ndarray) -> np.ndarray:

@@ -3,7 +3,11 @@
 
 The goal of an action is where the tool was at its picture's stamp, and its displacement from there (the image goal),
 to be reached `dt` after the stamp. However late, often or repeatedly actions come, the same way never counts twice.
-docs/explanation/late-actions.md has the reasons.
+
+Where the tool was is where it had been sent, while the robot follows that closely: a position controller lags, and
+counting from the measured pose would take that lag off every displacement, and let a tool that sags under its load
+sink a little with every action. A robot that was not where it was sent (pushed, blocked, or sent velocities) counts
+from its measured pose. docs/explanation/late-actions.md has the figures.
 """
 
 import math
@@ -17,7 +21,7 @@ import numpy as np
 from specvla_ros.control.bounded_motion import BoundedMotion, Target
 from specvla_ros.control.convention import ActionConvention, ActionFrame, Reference, Rotation
 from specvla_ros.control.gripper import Gripper
-from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector, rpy_matrix
+from specvla_ros.control.pose import Pose, rotation_matrix, rpy_matrix
 from specvla_ros.control.pose_history import PoseHistory, PoseUnknownError
 
 # The fastest actions of this long are the pace at which a late goal is caught up with.
@@ -99,7 +103,11 @@ class ActionFollower:
         motion: what moves within the limits.
         gripper: takes the actions' gripper numbers.
         history: measured poses, which the caller adds.
+        following_error_m: a tool that is further than this from where it was sent counts from where it was measured.
+        following_error_rad: likewise its rotation.
         compensation: see `Compensation`.
+        sends_velocity: whether the robot is sent velocities: each way then begins where the tool was measured last, as
+            what was sent does not say where it is.
         max_age_s: an action whose picture is older than this is refused.
         max_future_s: how far a stamp may lie ahead of the clock.
         max_step_m: a translation of one action that is longer than this is refused.
@@ -113,6 +121,9 @@ class ActionFollower:
         history: PoseHistory,
         *,
         compensation: Compensation = Compensation.IMAGE_GOAL,
+        sends_velocity: bool = False,
+        following_error_m: float = 0.03,
+        following_error_rad: float = 0.2,
         max_age_s: float = 1.0,
         max_future_s: float = 0.1,
         max_step_m: float = 0.3,
@@ -120,8 +131,11 @@ class ActionFollower:
     ) -> None:
         self._motion, self._gripper, self._history = motion, gripper, history
         self._compensation = compensation
+        self._sends_velocity = sends_velocity
         self._max_age_s, self._max_future_s = max_age_s, max_future_s
         self._max_step_m, self._max_step_rad = max_step_m, max_step_rad
+        self._following_error_m, self._following_error_rad = following_error_m, following_error_rad
+        self._sent = PoseHistory()
         self._steps: deque[_Step] = deque()
         self._convention: ActionConvention | None = None
         self._last_stamp_s = -math.inf
@@ -130,6 +144,7 @@ class ActionFollower:
     def rest_at(self, pose: Pose) -> None:
         """Drops what is followed; the tool is here, and stays."""
         self._steps.clear()
+        self._sent.clear()
         self._motion.rest_at(pose)
 
     def forget(self) -> None:
@@ -169,7 +184,9 @@ class ActionFollower:
         while len(self._steps) > 1 and self._steps[0].due_s <= now_s:
             self._steps.popleft()
             self._aim(self._steps, now_s)
-        return self._motion.at(now_s)
+        target = self._motion.at(now_s)
+        self._sent.add(now_s, target.pose)
+        return target
 
     def _check(self, action: StampedAction, now_s: float) -> None:
         values = action.values
@@ -210,7 +227,17 @@ class ActionFollower:
             return self._motion.at(now_s).pose
         if action.convention.reference is Reference.ABSOLUTE:
             return Pose(np.zeros(3), np.eye(3))
-        return self._history.at(min(action.stamp_s, now_s))
+        stamp_s = min(action.stamp_s, now_s)
+        measured = self._history.at(stamp_s)
+        if self._sends_velocity:
+            return measured
+        try:
+            sent = self._sent.at(stamp_s)
+        except PoseUnknownError:  # just begun
+            return measured
+        error_m, error_rad = sent.distance(measured)
+        follows = error_m <= self._following_error_m and error_rad <= self._following_error_rad
+        return sent if follows else measured
 
     def _note_pace(self, action: StampedAction, now_s: float) -> None:
         dt_s = action.convention.dt_s
@@ -224,10 +251,9 @@ class ActionFollower:
         """What is late is caught up with at the pace of the last actions: deciding late must not move it faster."""
         step = steps[0]
         onward = (steps[1].goal, steps[1].due_s - step.due_s) if len(steps) > 1 else None
-        present = self._motion.at(now_s).pose
+        present = self._present(now_s)
         left_s = max(0.0, step.due_s - now_s)
-        way_m = float(np.linalg.norm(step.goal.position - present.position))
-        turn_rad = float(np.linalg.norm(rotation_vector(step.goal.rotation @ present.rotation.T)))
+        way_m, turn_rad = present.distance(step.goal)
         pace_m, pace_rad = (max((each[axis] for each in self._pace), default=0.0) or math.inf for axis in (1, 2))
         aimed = self._motion.aim(
             step.goal,
@@ -236,10 +262,15 @@ class ActionFollower:
             turn_s=max(left_s, turn_rad / pace_rad),
             pace=(_HASTE * pace_m, _HASTE * pace_rad),
             onward=onward,
+            start=present if self._sends_velocity else None,
         )
         if aimed and step.gripper is not None and self._convention is not None:
             self._gripper.take(step.gripper, self._convention.gripper)
         return aimed
+
+    def _present(self, now_s: float) -> Pose:
+        newest = self._history.newest if self._sends_velocity else None
+        return self._motion.at(now_s).pose if newest is None else newest[1]
 
 
 def _steps(action: StampedAction, begin: Pose, begin_s: float) -> list[_Step]:

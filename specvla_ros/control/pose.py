@@ -32,6 +32,11 @@ class Pose:
         """
         return Pose(self.position + displacement[:3], rotation_matrix(displacement[3:6]) @ self.rotation)
 
+    def distance(self, other: "Pose") -> tuple[float, float]:
+        """Metres and radians between two poses."""
+        turn = rotation_vector(other.rotation @ self.rotation.T)
+        return float(np.linalg.norm(other.position - self.position)), float(np.linalg.norm(turn))
+
     def toward(self, other: "Pose", share: float) -> "Pose":
         """The pose on the straight way, and the shortest turn, to another; share 0 is this one, 1 the other."""
         turn = rotation_vector(other.rotation @ self.rotation.T)

@@ -19,3 +19,7 @@ ACTION = _profile(ReliabilityPolicy.RELIABLE, DurabilityPolicy.VOLATILE, depth=1
 LATCHED_STATE = _profile(ReliabilityPolicy.RELIABLE, DurabilityPolicy.TRANSIENT_LOCAL, depth=1)
 DIAGNOSTICS = _profile(ReliabilityPolicy.RELIABLE, DurabilityPolicy.VOLATILE, depth=10)
 CLOCK = _profile(ReliabilityPolicy.BEST_EFFORT, DurabilityPolicy.VOLATILE, depth=1)
+# Motion commands: an old one is worth nothing.
+COMMAND = _profile(ReliabilityPolicy.RELIABLE, DurabilityPolicy.VOLATILE, depth=1)
+# A robot's measured state, as broadcasters and sensors offer it: reliable or not.
+STATE = _profile(ReliabilityPolicy.BEST_EFFORT, DurabilityPolicy.VOLATILE, depth=10)

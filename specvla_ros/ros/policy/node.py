@@ -23,15 +23,14 @@ from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.models.observation import Observation
+from specvla_ros.ros.diagnostics import DiagnosticsPublisher, make_status
 from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
 from specvla_ros.ros.policy.action_publisher import ActionPublisher, Published
 from specvla_ros.ros.policy.diagnostics import (
-    DiagnosticsPublisher,
     DropLedger,
     InferenceHealth,
     InputHealth,
     loaded_status,
-    make_status,
     not_loaded_status,
     shortened,
 )

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joint positions that take a tool to a pose, within the joints' ranges and speeds, by `mink` on the robot's model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mink
+import mujoco
+import numpy as np
+
+from specvla_ros.control.pose import Pose
+from specvla_ros.errors import UserError
+
+_SOLVER = "daqp"
+_POSTURE_COST = 1e-3  # against 1 for the tool: what the pose leaves free stays near the posture at the start
+_DAMPING = 1e-3
+_MAX_LAG_M = 0.02
+_MAX_LAG_RAD = 0.1
+
+
+@dataclass(frozen=True)
+class JointModel:
+    """A robot's kinematics.
+
+    Args:
+        model: compiled MJCF or URDF.
+        joints: names of the arm's joints, in the order of the commands.
+        tool: name of the tool's site, or body where no site has that name.
+        max_speed: float64 [n], rad/s or m/s of each joint.
+    """
+
+    model: mujoco.MjModel
+    joints: tuple[str, ...]
+    tool: str
+    max_speed: np.ndarray
+
+    @property
+    def tool_kind(self) -> str:
+        """What `tool` names: site or body."""
+        return "site" if mujoco.mj_name2id(self.model, mujoco.mjtObj.mjOBJ_SITE, self.tool) >= 0 else "body"
+
+
+def load_joint_model(path: Path, joints: Sequence[str], tool: str, max_speed: Sequence[float]) -> JointModel:
+    """Reads a robot's MJCF or URDF.
+
+    Args:
+        path: of the file.
+        joints: names of the arm's joints, in the order of the commands.
+        tool: name of a site or body.
+        max_speed: of each joint, in its unit per second; one for all of them may stand alone.
+
+    Raises:
+        UserError: the file cannot be read, or has no such joint or tool; with those that it has.
+    """
+    try:
+        model = mujoco.MjModel.from_xml_path(str(path))
+    except ValueError as error:
+        raise UserError(f"robot model {path} cannot be read by MuJoCo {mujoco.__version__}: {error}") from None
+    speeds = np.array(max_speed if len(max_speed) != 1 else [*max_speed] * len(joints), dtype=np.float64)
+    if len(speeds) != len(joints):
+        raise UserError(f"joints.max_speed has {len(speeds)} numbers for {len(joints)} joints; give one for each")
+    if not (speeds > 0).all():
+        raise UserError("joints.max_speed must be set, larger than 0: a joint's limit has no default")
+    known = [model.joint(index).name for index in range(model.njnt)]
+    for joint in joints:
+        if joint not in known:
+            raise UserError(f"{path} has no joint '{joint}'; it has: {', '.join(known)}")
+        if model.joint(joint).type[0] not in (mujoco.mjtJoint.mjJNT_HINGE, mujoco.mjtJoint.mjJNT_SLIDE):
+            raise UserError(f"joint '{joint}' of {path} neither turns nor slides: it cannot be commanded as one number")
+    made = JointModel(model, tuple(joints), tool, speeds)
+    if mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_BODY, tool) < 0 and made.tool_kind == "body":
+        sites = [model.site(index).name for index in range(model.nsite)]
+        bodies = [model.body(index).name for index in range(model.nbody)]
+        raise UserError(
+            f"{path} has no site or body '{tool}'; sites: {', '.join(sites) or 'none'}; bodies: {', '.join(bodies)}"
+        )
+    return made
+
+
+class JointSolver:
+    """Follows tool poses with joint positions, one control step at a time.
+
+    Args:
+        robot: the kinematics.
+        period_s: of the control loop.
+    """
+
+    def __init__(self, robot: JointModel, period_s: float) -> None:
+        self._robot, self._period_s = robot, period_s
+        model = robot.model
+        self._configuration = mink.Configuration(model)
+        self._measured = mink.Configuration(model)
+        self._positions = np.array([model.joint(name).qposadr[0] for name in robot.joints])
+        self._dofs = np.array([model.joint(name).dofadr[0] for name in robot.joints])
+        self._tool = mink.FrameTask(robot.tool, robot.tool_kind, 1.0, 1.0, lm_damping=_DAMPING)
+        self._posture = mink.PostureTask(model, _POSTURE_COST)
+        # What is no joint of the arm stands still: mink's limits take a speed of zero as an equality.
+        free = [dof for dof in range(model.nv) if dof not in set(self._dofs.tolist())]
+        self._still = mink.DofFreezingTask(model, free) if free else None
+        speeds = {name: np.array([speed]) for name, speed in zip(robot.joints, robot.max_speed, strict=True)}
+        self._limits = [mink.ConfigurationLimit(model), mink.VelocityLimit(model, speeds)]
+
+    @property
+    def ranges(self) -> np.ndarray:
+        """float64 [n, 2], the joints' smallest and largest positions; infinite where the model has none."""
+        joints = [self._robot.model.joint(name) for name in self._robot.joints]
+        return np.array([joint.range if joint.limited[0] else (-np.inf, np.inf) for joint in joints])
+
+    def start(self, positions: Mapping[str, float]) -> None:
+        """Begins at measured joint positions.
+
+        Raises:
+            UserError: one is missing, or out of the joint's range.
+        """
+        q = self._configured(positions)
+        self._configuration.update(q)
+        self._posture.set_target(q)
+
+    def pose_of(self, positions: Mapping[str, float]) -> Pose:
+        """The tool's pose at joint positions, in the model's world frame: forward kinematics.
+
+        Raises:
+            UserError: one is missing, or out of the joint's range.
+        """
+        self._measured.update(self._configured(positions))
+        transform = self._measured.get_transform_frame_to_world(self._robot.tool, self._robot.tool_kind)
+        return Pose(transform.translation().copy(), transform.rotation().as_matrix().copy())
+
+    def _configured(self, positions: Mapping[str, float]) -> np.ndarray:
+        q: np.ndarray = self._configuration.q.copy()
+        for name, address, (low, high) in zip(self._robot.joints, self._positions, self.ranges, strict=True):
+            if name not in positions:
+                raise UserError(f"joint_states has no '{name}'; it has: {', '.join(positions)}")
+            value = positions[name]
+            if not low - 1e-3 <= value <= high + 1e-3:
+                raise UserError(f"joint '{name}' is at {value:g}, out of its range {low:g} to {high:g}")
+            q[address] = min(max(value, low), high)
+        return q
+
+    def follow(self, pose: Pose) -> np.ndarray:
+        """One control step towards a pose in the model's world frame.
+
+        Returns:
+            float64 [n], the joints' positions.
+
+        Raises:
+            UnreachableError: the joints cannot follow: it is out of reach, or faster than they may go.
+        """
+        rotation = mink.SO3.from_matrix(pose.rotation)
+        self._tool.set_target(mink.SE3.from_rotation_and_translation(rotation, pose.position))
+        try:
+            velocity = mink.solve_ik(
+                self._configuration,
+                [self._tool, self._posture],
+                self._period_s,
+                _SOLVER,
+                limits=self._limits,
+                constraints=None if self._still is None else [self._still],
+            )
+        except mink.MinkError as error:
+            raise UnreachableError(f"inverse kinematics has no solution: {error}") from None
+        self._configuration.integrate_inplace(velocity, self._period_s)
+        lag = self._tool.compute_error(self._configuration)
+        lag_m, lag_rad = float(np.linalg.norm(lag[:3])), float(np.linalg.norm(lag[3:]))
+        if lag_m > _MAX_LAG_M or lag_rad > _MAX_LAG_RAD:
+            raise UnreachableError(
+                f"the joints are {lag_m:.3f} m and {lag_rad:.2f} rad behind the tool's target: it is out of their "
+                "reach, or faster than joints.max_speed allows"
+            )
+        positions: np.ndarray = self._configuration.q[self._positions].copy()
+        return positions
+
+
+class UnreachableError(RuntimeError):
+    """The joints cannot follow the tool's target."""

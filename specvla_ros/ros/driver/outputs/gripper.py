@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gripper's command: an array, a trajectory, or a goal of the `control_msgs` action where that is installed."""
+
+from collections.abc import Callable
+from typing import Any
+
+from builtin_interfaces.msg import Duration
+from std_msgs.msg import Float64MultiArray
+from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
+
+from specvla_ros.errors import UserError
+from specvla_ros.ros.driver.outputs.robot_output import OutputContext
+
+GRIPPER_OUTPUTS = ("none", "array", "trajectory", "action")
+_TRAVEL = Duration(sec=0, nanosec=300_000_000)
+_REPEAT_S = 0.5
+
+
+class GripperOutput:
+    """Sends a gripper's position when it changes, and again twice a second: a lost command must not stay lost.
+
+    Args:
+        context: makes its publishers.
+        kind: one of GRIPPER_OUTPUTS.
+        joint: name of the gripper's joint, for a trajectory.
+
+    Raises:
+        UserError: the action is not installed, or the joint is not named.
+    """
+
+    def __init__(self, context: OutputContext, kind: str, joint: str) -> None:
+        self._send: Callable[[float], None] = {
+            "none": lambda context, joint: lambda position: None,
+            "array": _array,
+            "trajectory": _trajectory,
+            "action": _action,
+        }[kind](context, joint)
+        self._repeats = kind in ("array", "trajectory")
+        self._sent: float | None = None
+        self._sent_s = 0.0
+
+    def command(self, position: float | None, now_s: float) -> None:
+        """Sends a position in the robot's unit; None: nothing yet. `now_s` is of a steady clock."""
+        if position is None:
+            return
+        if position == self._sent and not (self._repeats and now_s - self._sent_s >= _REPEAT_S):
+            return
+        self._sent, self._sent_s = position, now_s
+        self._send(position)
+
+    def forget(self) -> None:
+        """The next command is sent, whatever it is."""
+        self._sent = None
+
+
+def _array(context: OutputContext, joint: str) -> Callable[[float], None]:
+    publisher = context.create_publisher(Float64MultiArray, "~/gripper")
+    return lambda position: publisher.publish(Float64MultiArray(data=[position]))
+
+
+def _trajectory(context: OutputContext, joint: str) -> Callable[[float], None]:
+    if not joint:
+        raise UserError("gripper.output: trajectory needs the name of the gripper's joint; set gripper.joint")
+    publisher = context.create_publisher(JointTrajectory, "~/gripper_trajectory")
+
+    def send(position: float) -> None:
+        point = JointTrajectoryPoint(positions=[position], time_from_start=_TRAVEL)
+        publisher.publish(JointTrajectory(joint_names=[joint], points=[point]))
+
+    return send
+
+
+def _action(context: OutputContext, joint: str) -> Callable[[float], None]:
+    try:
+        from control_msgs.action import GripperCommand
+    except ImportError:
+        raise UserError(
+            "gripper.output: action needs the package control_msgs, which is not installed; "
+            "apt install ros-$ROS_DISTRO-control-msgs, or set gripper.output to array or trajectory"
+        ) from None
+    from rclpy.action import ActionClient
+
+    client: Any = ActionClient(context.node, GripperCommand, "~/gripper_command")
+
+    def send(position: float) -> None:
+        goal = GripperCommand.Goal()
+        goal.command.position = position
+        client.send_goal_async(goal)
+
+    return send

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`joint_trajectory`: JointTrajectory on `~/joint_trajectory`, for ros2_control's joint_trajectory_controller.
+
+A trajectory of one point, a few control periods ahead, replaced at each control step: the controller interpolates to
+it from where it is, and holds it when no other comes. Its header stamp is zero, which the controller reads as "now".
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from builtin_interfaces.msg import Duration
+from rclpy.time import Time
+from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
+
+from specvla_ros.control.bounded_motion import Target
+from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext
+
+_PERIODS_AHEAD = 2
+
+
+class JointTrajectoryOutput:
+    """The joints' positions, to be reached a few periods from now."""
+
+    follows_velocity = False
+
+    def __init__(self, context: OutputContext) -> None:
+        self._solver = context.require_solver("joint_trajectory")
+        self._joints = list(context.joints)
+        ahead_ns = round(_PERIODS_AHEAD * context.period_s * 1e9)
+        self._ahead = Duration(sec=ahead_ns // 10**9, nanosec=ahead_ns % 10**9)
+        self._publisher = context.create_publisher(JointTrajectory, "~/joint_trajectory")
+
+    def start(self, joint_positions: Mapping[str, float]) -> None:
+        self._solver.start(joint_positions)
+
+    def send(self, target: Target, now: Time) -> None:
+        positions: np.ndarray = self._solver.follow(target.pose)
+        point = JointTrajectoryPoint(positions=positions.tolist(), time_from_start=self._ahead)
+        self._publisher.publish(JointTrajectory(joint_names=self._joints, points=[point]))
+
+
+@ROBOT_OUTPUTS.register("joint_trajectory", order=30)
+def make_joint_trajectory(context: OutputContext) -> JointTrajectoryOutput:
+    """See the module."""
+    return JointTrajectoryOutput(context)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam of robot outputs: motion commands of a robot's interface from bounded targets.
+
+Another package adds one by an entry point of the group `specvla_ros.robot_outputs`; docs/how-to/add-a-robot-output.md.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rclpy.lifecycle import LifecycleNode
+from rclpy.time import Time
+
+from specvla_ros.control.bounded_motion import Target
+from specvla_ros.control.inverse_kinematics import JointSolver
+from specvla_ros.errors import UserError
+from specvla_ros.ros.qos import COMMAND
+from specvla_ros.settings.registry import Registry
+
+ROBOT_OUTPUTS = Registry(
+    "specvla_ros.robot_outputs",
+    [
+        f"specvla_ros.ros.driver.outputs.{name}"
+        for name in ("none", "pose", "twist", "joint_trajectory", "position_array")
+    ],
+)
+
+
+@dataclass(frozen=True)
+class OutputContext:
+    """What an output is made with.
+
+    Args:
+        node: of the publishers.
+        base_frame: frame of the targets.
+        period_s: of the control loop.
+        joints: names of the arm's joints, in the order of the commands; empty: none are named.
+        solver: inverse kinematics; None: no model of the robot is given.
+        publishers: that were made.
+    """
+
+    node: LifecycleNode
+    base_frame: str
+    period_s: float
+    joints: tuple[str, ...] = ()
+    solver: JointSolver | None = None
+    publishers: list[Any] = field(default_factory=list)
+
+    def create_publisher(self, kind: type, topic: str) -> Any:
+        """A publisher that is silent while the driver is not active."""
+        self.publishers.append(self.node.create_lifecycle_publisher(kind, topic, COMMAND))
+        return self.publishers[-1]
+
+    def close(self) -> None:
+        """Destroys every publisher that was made."""
+        while self.publishers:
+            self.node.destroy_lifecycle_publisher(self.publishers.pop())
+
+    def require_solver(self, output: str) -> JointSolver:
+        """The inverse kinematics.
+
+        Raises:
+            UserError: there is no model to compute it with.
+        """
+        if self.solver is None:
+            raise UserError(
+                f"output: {output} needs the robot's kinematics; set joints.model to its MJCF or URDF, joints.names, "
+                "joints.tool and joints.max_speed"
+            )
+        return self.solver
+
+
+class RobotOutput(Protocol):
+    """Commands of one interface.
+
+    Attributes:
+        follows_velocity: whether the robot is sent velocities, so that where it is must be measured again and again;
+            otherwise it is sent to positions.
+    """
+
+    follows_velocity: bool
+
+    def start(self, joint_positions: Mapping[str, float]) -> None:
+        """Begins at the robot's present joint positions, where any are known; nothing is sent yet.
+
+        Raises:
+            UserError: what it needs to know is missing.
+        """
+
+    def send(self, target: Target, now: Time) -> None:
+        """Sends the command of one control step.
+
+        Raises:
+            UnreachableError: the robot cannot follow; nothing is sent.
+        """

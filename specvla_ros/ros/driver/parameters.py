@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters of the driver."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specvla_ros.control.follower import Compensation
+from specvla_ros.control.gripper import GripperSettings
+from specvla_ros.control.inverse_kinematics import JointModel, load_joint_model
+from specvla_ros.control.limits import Limits
+from specvla_ros.errors import UserError
+from specvla_ros.ros.driver.outputs.gripper import GRIPPER_OUTPUTS
+from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS
+from specvla_ros.ros.driver.tool_pose import POSE_SOURCES
+from specvla_ros.settings.parameter import check, parameter, section
+
+DRY_RUN = "none"
+_UNNAMED = ("",)
+
+
+@dataclass(frozen=True)
+class JointParameters:
+    """The robot's joints, for outputs that command them."""
+
+    ROS_PREFIX = "joints."
+
+    model: str = parameter("", "The robot's MJCF or URDF file, whose world frame is base_frame; for joint outputs.")
+    names: tuple[str, ...] = parameter(_UNNAMED, "Names of the arm's joints, in the order of the commands.")
+    tool: str = parameter("", "Name of the tool's site or body in the model.")
+    max_speed: tuple[float, ...] = parameter(
+        (0.0,), "Largest speed of each joint, or one for all of them; 0: not set.", unit="rad/s or m/s", minimum=0.0
+    )
+
+    def load(self) -> JointModel | None:
+        """The robot's kinematics; None: no model is named.
+
+        Raises:
+            UserError: the model cannot be read, or has no such joints or tool.
+        """
+        if not self.model:
+            return None
+        if self.names == _UNNAMED:
+            raise UserError("joints.model needs joints.names: the arm's joints, in the order of the commands")
+        return load_joint_model(Path(self.model).expanduser(), self.names, self.tool, self.max_speed)
+
+
+@dataclass(frozen=True)
+class DriverParameters:
+    """Every parameter of the driver."""
+
+    output: str = parameter(
+        DRY_RUN, "What the robot is sent; none is a dry run, which sends nothing.", choices=ROBOT_OUTPUTS.names
+    )
+    rate_hz: float = parameter(100.0, "Control steps per second.", unit="Hz", minimum=50.0, maximum=200.0)
+    base_frame: str = parameter("base_link", "The robot's base: frame of poses, twists and limits.")
+    tool_frame: str = parameter("tool0", "The tool's frame, for tool_pose_source: tf.")
+    tool_pose_source: str = parameter(
+        "topic",
+        "Where the tool's measured pose comes from: the topic tool_pose, tf, or joint_states by forward kinematics.",
+        choices=POSE_SOURCES,
+    )
+    tool_pose_timeout_s: float = parameter(
+        0.25, "Without a measured pose for this long the tool comes to rest.", unit="s", minimum=0.02, maximum=2.0
+    )
+    compensate: str = parameter(
+        Compensation.IMAGE_GOAL.value,
+        "What an action counts from: where the tool was measured at the picture's stamp (image_goal), or where it is "
+        "being sent on arrival (none), which is refused for actions of pipeline and specpipe.",
+        choices=tuple(each.value for each in Compensation),
+    )
+    max_action_age_s: float = parameter(
+        1.0, "Actions whose picture is older are refused.", unit="s", minimum=0.01, maximum=60.0, writable=True
+    )
+    max_future_s: float = parameter(
+        0.1, "How far an action's stamp may lie ahead of the clock.", unit="s", minimum=0.0, maximum=10.0, writable=True
+    )
+    max_step_m: float = parameter(
+        0.3, "A longer translation of one action is refused.", unit="m", minimum=0.001, maximum=2.0
+    )
+    max_step_rad: float = parameter(
+        1.5, "A larger rotation of one action is refused.", unit="rad", minimum=0.001, maximum=3.1416
+    )
+    limits: Limits = section(Limits)
+    joints: JointParameters = section(JointParameters)
+    gripper: GripperSettings = section(GripperSettings)
+    gripper_output: str = parameter(
+        "none", "How the gripper is commanded.", choices=GRIPPER_OUTPUTS, name="gripper.output"
+    )
+    gripper_joint: str = parameter("", "Name of the gripper's joint, for a trajectory.", name="gripper.joint")
+    diagnostics_period_s: float = parameter(1.0, "Time between two diagnostics.", unit="s", minimum=0.05, maximum=60.0)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def dry_run(self) -> bool:
+        """Whether nothing is sent to a robot."""
+        return self.output == DRY_RUN
+
+    def check_complete(self) -> None:
+        """What has to be set before a robot moves.
+
+        Raises:
+            UserError: a limit is missing.
+        """
+        if not self.dry_run:
+            self.limits.require(f"output: {self.output}")

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the driver gets the tool's measured pose from: a topic, tf, or the joints by forward kinematics."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from geometry_msgs.msg import PoseStamped
+from rclpy.node import Node
+from rclpy.time import Time
+from sensor_msgs.msg import JointState
+
+from specvla_ros.control.inverse_kinematics import JointSolver
+from specvla_ros.control.pose import Pose, quaternion_matrix
+from specvla_ros.errors import UserError
+from specvla_ros.ros.qos import STATE
+
+POSE_SOURCES = ("topic", "tf", "joint_states")
+_NS = 1e-9
+
+OnPose = Callable[[float, Pose], None]
+OnBad = Callable[[str], None]
+OnJoints = Callable[[float, Mapping[str, float]], None]
+
+
+class JointInput:
+    """The joints' newest measured positions, from `joint_states`.
+
+    Args:
+        node: the node that subscribes.
+        on_joints: called with the stamp in seconds and the positions by name.
+        on_bad: called with what is wrong with a message.
+    """
+
+    def __init__(self, node: Node, on_joints: OnJoints, on_bad: OnBad) -> None:
+        self._node, self._on_joints, self._on_bad = node, on_joints, on_bad
+        self._subscription = node.create_subscription(JointState, "joint_states", self._on_message, STATE)
+
+    def destroy(self) -> None:
+        """Listens no more."""
+        self._node.destroy_subscription(self._subscription)
+
+    def _on_message(self, message: JointState) -> None:
+        if len(message.name) != len(message.position):
+            self._on_bad(f"joint_states names {len(message.name)} joints and has {len(message.position)} positions")
+        elif not all(map(math.isfinite, message.position)):
+            self._on_bad("joint_states has a position that is not finite")
+        else:
+            positions = dict(zip(message.name, message.position, strict=True))
+            self._on_joints(Time.from_msg(message.header.stamp).nanoseconds * _NS, positions)
+
+
+class PoseSource(Protocol):
+    """Tells measured poses, by calling what it was made with."""
+
+    def look(self) -> None:
+        """Called at the control rate: a source that has to ask does it then."""
+
+    def destroy(self) -> None:
+        """Listens no more."""
+
+
+class PoseTopic:
+    """`tool_pose`, PoseStamped in the base frame."""
+
+    def __init__(self, node: Node, base_frame: str, on_pose: OnPose, on_bad: OnBad) -> None:
+        self._node, self._base_frame, self._on_pose, self._on_bad = node, base_frame, on_pose, on_bad
+        self._subscription = node.create_subscription(PoseStamped, "tool_pose", self._on_message, STATE)
+
+    def look(self) -> None:
+        pass
+
+    def destroy(self) -> None:
+        self._node.destroy_subscription(self._subscription)
+
+    def _on_message(self, message: PoseStamped) -> None:
+        if message.header.frame_id != self._base_frame:
+            self._on_bad(
+                f"tool_pose is in the frame '{message.header.frame_id}', not in base_frame '{self._base_frame}'"
+            )
+            return
+        place, turn = message.pose.position, message.pose.orientation
+        position = np.array([place.x, place.y, place.z])
+        try:
+            rotation = quaternion_matrix(turn.w, turn.x, turn.y, turn.z)
+        except ValueError as error:
+            self._on_bad(f"tool_pose: {error}")
+            return
+        if not np.isfinite(position).all():
+            self._on_bad(f"tool_pose has a position that is not finite: {position.tolist()}")
+            return
+        self._on_pose(Time.from_msg(message.header.stamp).nanoseconds * _NS, Pose(position, rotation))
+
+
+class PoseFromTf:
+    """The newest transform from the base frame to the tool's, looked up at the control rate."""
+
+    def __init__(self, node: Node, base_frame: str, tool_frame: str, on_pose: OnPose, on_bad: OnBad) -> None:
+        try:
+            import tf2_ros
+        except ImportError:
+            raise UserError(
+                "tool_pose_source: tf needs the package tf2_ros, which is not installed; "
+                "apt install ros-$ROS_DISTRO-tf2-ros-py, or set tool_pose_source to topic or joint_states"
+            ) from None
+        self._base_frame, self._tool_frame = base_frame, tool_frame
+        self._on_pose, self._on_bad = on_pose, on_bad
+        self._error: type[Exception] = tf2_ros.TransformException
+        self._buffer: Any = tf2_ros.Buffer()
+        self._listener = tf2_ros.TransformListener(self._buffer, node)
+
+    def destroy(self) -> None:
+        self._listener.unregister()
+
+    def look(self) -> None:
+        try:
+            found = self._buffer.lookup_transform(self._base_frame, self._tool_frame, Time())
+            place, turn = found.transform.translation, found.transform.rotation
+            rotation = quaternion_matrix(turn.w, turn.x, turn.y, turn.z)
+        except (self._error, ValueError) as error:
+            self._on_bad(f"no transform from '{self._base_frame}' to '{self._tool_frame}': {error}")
+            return
+        stamp_s = Time.from_msg(found.header.stamp).nanoseconds * _NS
+        self._on_pose(stamp_s, Pose(np.array([place.x, place.y, place.z]), rotation))
+
+
+def forward_kinematics(
+    solver: JointSolver, on_pose: OnPose, on_bad: OnBad
+) -> Callable[[float, Mapping[str, float]], None]:
+    """What turns measured joints into tool poses; see `JointInput`."""
+
+    def on_joints(stamp_s: float, positions: Mapping[str, float]) -> None:
+        try:
+            pose = solver.pose_of(positions)
+        except UserError as error:
+            on_bad(str(error))
+        else:
+            on_pose(stamp_s, pose)
+
+    return on_joints

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver over real topics: every output arrives where the action meant, and what is wrong moves nothing."""
+
+import math
+from pathlib import Path
+
+import mujoco
+import numpy as np
+import pytest
+from rclpy.client import Client
+from std_srvs.srv import SetBool
+from support.driving import LIMITS, MOVE, NAMES, START, arm
+
+import specvla_ros.simulation
+from specvla_ros.control.pose import Pose
+
+TABLE = Path(specvla_ros.simulation.__file__).parent / "assets" / "table.xml"
+JOINTS = [f"joint{i}" for i in range(1, 8)]
+HOME = dict(zip(JOINTS, (0.0, 0.15, 0.0, -2.2, 0.0, 2.35, 0.785), strict=True))
+GOAL = START.displaced(np.array(MOVE[:6]))
+JOINT_OUTPUT = {
+    "joints__model": str(TABLE),
+    "joints__names": JOINTS,
+    "joints__tool": "pinch",
+    "joints__max_speed": [2.0],
+    "tool_pose_source": "joint_states",
+}
+
+
+def assert_at(pose, goal, tolerance=1e-4):
+    metres, radians = pose.distance(goal)
+    assert metres < tolerance and radians < 10 * tolerance, (metres, radians)
+
+
+def test_poses_take_the_tool_to_where_the_action_meant():
+    with arm(output="pose", gripper__output="array", gripper__open_value=0.08) as robot:
+        robot.start()
+        robot.act()
+        robot.rest()
+        assert_at(robot.pose, GOAL)
+        assert {message.header.frame_id for message in robot.poses} == {"base_link"}
+        assert robot.grippers[-1].data.tolist() == [0.0]
+        robot.act((0.0, 0, 0, 0, 0, 0, 1.0))
+        robot.until(lambda: robot.grippers[-1].data.tolist() == [0.08])
+
+
+def test_twists_take_the_tool_there_and_are_zero_and_fresh_at_rest():
+    with arm(output="twist") as robot:
+        robot.start()
+        robot.act()
+        robot.rest()
+        assert_at(robot.pose, GOAL, 0.012)  # velocities on a clock that jitters
+        robot.twists.clear()
+        robot.until(lambda: len(robot.twists) > 5)
+        for message in robot.twists:
+            assert message.twist.linear.x == message.twist.angular.z == 0.0
+            age_s = robot.driver.get_clock().now().nanoseconds - (
+                message.header.stamp.sec * 10**9 + message.header.stamp.nanosec
+            )
+            assert 0 <= age_s < 10**10
+            assert message.header.frame_id == "base_link"
+
+
+def tool_of(positions):
+    model = mujoco.MjModel.from_xml_path(str(TABLE))
+    data = mujoco.MjData(model)
+    for name, value in zip(JOINTS, positions, strict=True):
+        data.joint(name).qpos[0] = value
+    mujoco.mj_forward(model, data)
+    site = data.site("pinch")
+    return Pose(site.xpos.copy(), site.xmat.reshape(3, 3).copy())
+
+
+@pytest.mark.parametrize("output", ["joint_trajectory", "position_array"])
+def test_joints_take_the_tool_there(output):
+    with arm(output=output, **JOINT_OUTPUT) as robot:
+        robot.joints = HOME
+        robot.start()
+        start = tool_of([*HOME.values()])
+        robot.act()
+        robot.rest()
+        positions = robot.arrays[-1].data if output == "position_array" else robot.trajectories[-1].points[-1].positions
+        assert_at(tool_of(positions), start.displaced(np.array(MOVE[:6])), 2e-3)
+        if output == "joint_trajectory":
+            assert all(message.joint_names == JOINTS for message in robot.trajectories)
+            assert all(message.points[0].time_from_start.nanosec > 0 for message in robot.trajectories)
+
+
+def test_a_dry_run_sends_nothing_and_needs_no_limits():
+    with arm(**{name.replace(".", "__"): None for name in LIMITS}) as robot:
+        assert robot.driver.trigger_configure().name == "SUCCESS"
+        assert robot.driver.trigger_activate().name == "SUCCESS"
+        robot.until(lambda: robot.actions.get_subscription_count())
+        robot.act()
+        assert robot.driver._taken == 1
+        assert not (robot.poses or robot.twists or robot.arrays or robot.trajectories)
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "kind"),
+    [
+        ((math.nan, *MOVE[1:]), {}, "not_finite"),
+        ((*MOVE[:6], math.inf), {}, "not_finite"),
+        ((3.0, *MOVE[1:]), {}, "too_large"),
+        (MOVE, {"age_s": 1.5}, "too_old"),
+        (MOVE, {"age_s": -0.5}, "from_the_future"),
+        (MOVE, {"age_s": 0.9}, "no_pose"),
+        (MOVE, {"action_dt": 0.0}, "unreadable"),
+        (MOVE, {"rotation": "euler"}, "unreadable"),
+        (MOVE, {"reference": ""}, "unreadable"),
+        (MOVE, {"horizon": 0}, "unreadable"),
+        (MOVE, {"horizon": 4_000_000_000}, "unreadable"),
+        (MOVE, {"names": []}, "unreadable"),
+        (MOVE[:5], {"names": NAMES[:5]}, "wrong_shape"),
+    ],
+)
+def test_what_is_wrong_is_refused_and_moves_nothing(values, changes, kind):
+    with arm(output="pose") as robot:
+        robot.start()
+        robot.act(values, **changes)
+        assert robot.refused() == {kind: 1}
+        robot.spin(30)
+        assert_at(robot.pose, START, 1e-9)
+        robot.act()
+        robot.rest()
+        assert_at(robot.pose, GOAL)
+
+
+def test_an_action_in_another_frame_is_refused():
+    with arm(output="pose") as robot:
+        robot.start()
+        message = robot.action()
+        message.header.frame_id = "camera_optical"
+        robot.actions.publish(message)
+        robot.until(robot.refused)
+        assert "base_link" in robot.driver._last_refusal
+
+
+def test_a_change_of_convention_while_active_is_refused():
+    with arm(output="pose") as robot:
+        robot.start()
+        robot.act()
+        robot.act(action_dt=0.1)
+        assert robot.refused() == {"unreadable": 1}
+        assert "deactivate" in robot.driver._last_refusal
+
+
+def test_several_frames_in_flight_are_refused_where_nothing_compensates():
+    with arm(output="pose", compensate="none") as robot:
+        robot.start()
+        robot.act(mode="specpipe")
+        assert robot.refused() == {"unreadable": 1}
+        robot.act(mode="spec")
+        robot.rest()
+        assert_at(robot.pose, GOAL)
+
+
+def test_without_a_measured_pose_the_tool_comes_to_rest_and_follows_nothing():
+    with arm(output="pose") as robot:
+        robot.start()
+        robot.act((0.2, 0, 0, 0, 0, 0, 0), action_dt=2.0)
+        robot.measured = False
+        robot.until(lambda: "old" in robot.driver._problem)
+        robot.rest()
+        assert robot.pose.distance(START)[0] < 0.15
+        robot.act(action_dt=2.0)
+        assert robot.refused() == {"not_following": 1}
+        robot.measured = True
+        robot.until(lambda: not robot.driver._problem)
+
+
+def test_hold_brings_the_tool_to_rest_until_it_is_told_to_go_on():
+    with arm(output="pose") as robot:
+        robot.start()
+        client: Client = robot.node.create_client(SetBool, "/driver/hold")
+        robot.until(client.service_is_ready)
+        robot.act((0.2, 0, 0, 0, 0, 0, 0), action_dt=2.0)
+        answer = client.call_async(SetBool.Request(data=True))
+        robot.until(answer.done)
+        robot.rest()
+        here = robot.pose
+        robot.act(action_dt=2.0)
+        assert robot.refused() == {"not_following": 1}
+        robot.spin(20)
+        assert_at(robot.pose, here, 1e-9)
+        answer = client.call_async(SetBool.Request(data=False))
+        robot.until(answer.done)
+        robot.act(action_dt=2.0)
+        robot.rest()
+        assert_at(robot.pose, here.displaced(np.array(MOVE[:6])))
+
+
+def test_a_tool_outside_the_workspace_is_not_moved():
+    with arm(output="pose") as robot:
+        robot.pose = Pose(np.array([1.5, 0.0, 0.3]), START.rotation)
+        assert robot.driver.trigger_configure().name == "SUCCESS"
+        assert robot.driver.trigger_activate().name == "SUCCESS"
+        robot.until(lambda: "outside the workspace" in robot.driver._problem)
+        assert not robot.poses
+
+
+def test_two_publishers_of_actions_stop_the_robot():
+    with arm(output="pose") as robot:
+        robot.start()
+        second = robot.node.create_publisher(type(robot.action()), "action", 10)
+        robot.until(lambda: "only one may" in robot.driver._problem)
+        robot.act()
+        assert robot.refused() == {"not_following": 1}
+        robot.node.destroy_publisher(second)
+        robot.until(lambda: not robot.driver._problem)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"output": "pose", "limits__linear_jerk": None}, "limits.linear_jerk"),
+        ({"output": "twist", "limits__workspace_min": None, "limits__workspace_max": None}, "limits.workspace_min"),
+        ({"output": "position_array"}, "joints.model"),
+        ({"output": "position_array", **JOINT_OUTPUT, "joints__tool": "hand_of_god"}, "no site or body"),
+        ({"output": "position_array", **JOINT_OUTPUT, "joints__names": ["elbow"]}, "no joint 'elbow'"),
+        ({"output": "position_array", **JOINT_OUTPUT, "joints__max_speed": None}, "joints.max_speed"),
+        ({"output": "position_array", **JOINT_OUTPUT, "joints__model": "/nowhere.xml"}, "/nowhere.xml"),
+        ({"output": "pose", "gripper__output": "trajectory"}, "gripper.joint"),
+        ({"output": "pose", "tool_pose_source": "joint_states"}, "joints.model"),
+    ],
+)
+def test_what_is_missing_is_refused_before_motion(parameters, words, capfd):
+    with arm(**parameters) as robot:
+        assert robot.driver.trigger_configure().name == "FAILURE"
+        assert words in capfd.readouterr().err
+
+
+def test_it_can_be_configured_again():
+    with arm(output="pose") as robot:
+        for _ in range(2):
+            robot.start()
+            assert robot.driver.trigger_deactivate().name == "SUCCESS"
+            assert robot.driver.trigger_cleanup().name == "SUCCESS"
+        robot.until(lambda: robot.node.count_publishers("/driver/pose") == 0)
