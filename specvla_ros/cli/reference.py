@@ -21,10 +21,12 @@ def reference() -> str:
     from specvla_ros.ros.driver.parameters import DriverParameters
     from specvla_ros.ros.policy.parameters import PolicyParameters
     from specvla_ros.ros.sim_robot.parameters import SimRobotParameters
+    from specvla_ros.ros.task.parameters import TaskParameters
 
     nodes = {
         "policy": PolicyParameters(),
         "driver": DriverParameters(),
+        "task": TaskParameters(),
         "sim_robot": SimRobotParameters(),
         "bag_player": BagPlayerParameters(),
     }
