@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that a user can mend."""
 
+_SHOWN_CHARACTERS = 80
+
 
 class UserError(Exception):
     """Something the user gave is wrong: a checkpoint, a bag, an image, a parameter.
@@ -16,3 +18,8 @@ def missing_package(error: ModuleNotFoundError) -> UserError:
         f"the Python package '{error.name}' is missing; install it with `pip install -r requirements/runtime.txt` "
         "(on a Jetson take torch from NVIDIA's wheels); `specvla doctor` lists everything that is missing"
     )
+
+
+def shortened(text: str) -> str:
+    """What a user gave, short enough for a message."""
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."

@@ -28,6 +28,7 @@ from specvla_ros.control.pose_history import PoseHistory, PoseUnknownError
 _PACE_S = 2.0
 # And what it takes to be there in time in spite of accelerating and braking.
 _HASTE = 1.5
+_MAX_ADVANCE_S = 0.05  # of the motion, in one control step
 _POSE_VALUES = 6
 
 
@@ -140,6 +141,7 @@ class ActionFollower:
         self._convention: ActionConvention | None = None
         self._last_stamp_s = -math.inf
         self._pace: deque[tuple[float, float, float]] = deque()  # time, m/s, rad/s
+        self._stepped_s, self._motion_s = -math.inf, 0.0  # the last control step: its time, and the motion's own
 
     def rest_at(self, pose: Pose) -> None:
         """Drops what is followed; the tool is here, and stays."""
@@ -155,7 +157,7 @@ class ActionFollower:
     def hold(self, now_s: float) -> None:
         """Drops what is followed, and comes to rest as soon as the limits allow."""
         self._steps.clear()
-        self._motion.brake(now_s)
+        self._motion.brake(self._motion_time(now_s))
 
     def take(self, action: StampedAction, now_s: float) -> None:
         """Starts to follow an action; it replaces the one before.
@@ -184,9 +186,19 @@ class ActionFollower:
         while len(self._steps) > 1 and self._steps[0].due_s <= now_s:
             self._steps.popleft()
             self._aim(self._steps, now_s)
-        target = self._motion.at(now_s)
+        self._motion_s, self._stepped_s = self._motion_time(now_s), now_s
+        target = self._motion.at(self._motion_s)
         self._sent.add(now_s, target.pose)
         return target
+
+    def _motion_time(self, now_s: float) -> float:
+        """The motion's own time: a control loop that comes late must not make up for it by a leap."""
+        return self._motion_s + min(max(0.0, now_s - self._stepped_s), _MAX_ADVANCE_S)
+
+    def follows(self, sent: Pose, measured: Pose) -> bool:
+        """Whether a tool that was sent to one pose and measured at another counts as following."""
+        error_m, error_rad = sent.distance(measured)
+        return error_m <= self._following_error_m and error_rad <= self._following_error_rad
 
     def _check(self, action: StampedAction, now_s: float) -> None:
         values = action.values
@@ -224,7 +236,7 @@ class ActionFollower:
 
     def _begin(self, action: StampedAction, now_s: float) -> Pose:
         if self._compensation is Compensation.NONE:
-            return self._motion.at(now_s).pose
+            return self._motion.at(self._motion_time(now_s)).pose
         if action.convention.reference is Reference.ABSOLUTE:
             return Pose(np.zeros(3), np.eye(3))
         stamp_s = min(action.stamp_s, now_s)
@@ -235,9 +247,7 @@ class ActionFollower:
             sent = self._sent.at(stamp_s)
         except PoseUnknownError:  # just begun
             return measured
-        error_m, error_rad = sent.distance(measured)
-        follows = error_m <= self._following_error_m and error_rad <= self._following_error_rad
-        return sent if follows else measured
+        return sent if self.follows(sent, measured) else measured
 
     def _note_pace(self, action: StampedAction, now_s: float) -> None:
         dt_s = action.convention.dt_s
@@ -257,7 +267,7 @@ class ActionFollower:
         pace_m, pace_rad = (max((each[axis] for each in self._pace), default=0.0) or math.inf for axis in (1, 2))
         aimed = self._motion.aim(
             step.goal,
-            now_s,
+            self._motion_time(now_s),
             move_s=max(left_s, way_m / pace_m),
             turn_s=max(left_s, turn_rad / pace_rad),
             pace=(_HASTE * pace_m, _HASTE * pace_rad),
@@ -270,7 +280,7 @@ class ActionFollower:
 
     def _present(self, now_s: float) -> Pose:
         newest = self._history.newest if self._sends_velocity else None
-        return self._motion.at(now_s).pose if newest is None else newest[1]
+        return self._motion.at(self._motion_time(now_s)).pose if newest is None else newest[1]
 
 
 def _steps(action: StampedAction, begin: Pose, begin_s: float) -> list[_Step]:

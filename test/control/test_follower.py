@@ -199,7 +199,7 @@ def test_rpy_turns_about_the_fixed_axes_x_then_y_then_z():
 def test_the_gripper_opens_and_closes_at_the_edges_only():
     arm = Arm()
     assert arm.gripper.position is None
-    positions = []
+    positions: list[float | None] = []
     for number in (0.9, 0.55, 0.45, 0.41, 0.3, 0.55, 0.61):
         arm.take(np.array([0, 0, 0, 0, 0, 0, number]))
         arm.run(0.05)
@@ -256,6 +256,18 @@ def test_hold_drops_what_is_followed():
     here = arm.target.pose
     arm.run(2.0)
     assert_at(arm.target.pose, here, 1e-12)
+
+
+def test_a_control_loop_that_comes_late_does_not_leap():
+    arm = Arm()
+    arm.take(np.array([0.1, 0, 0, 0, 0, 0, 1.0]), convention=ActionConvention(1.0))
+    arm.run(0.3)
+    before = arm.target.pose.position[0]
+    arm.now_s = round(arm.now_s + 0.5, 4)  # nothing runs meanwhile
+    arm.run(CONTROL_S)
+    assert 0 < arm.target.pose.position[0] - before < 0.05 * 0.15 + 1e-9
+    arm.run(2.0)
+    assert_at(arm.target.pose, START.displaced(np.array([0.1, 0, 0, 0, 0, 0])))
 
 
 def test_poses_around_a_gap_say_nothing_of_it():

@@ -37,8 +37,7 @@ from specvla_ros.ros.spinning import run_node
 _NS = 1e-9
 # A clock that runs this much ahead of the steady one, or back, between two control steps has jumped.
 _JUMP_S = 0.25
-# A control loop that stood still for longer has left the robot without commands.
-_STALL_S = 0.1
+_STALL_S = 0.5
 _OUTSIDE_M = 0.005
 _WATCH_S = 0.2
 _SEVERAL_IN_FLIGHT = ("pipeline", "specpipe")
@@ -82,7 +81,7 @@ class DriverNode(LifecycleNode):
         self._convention: ActionConvention | None = None
         self._refusals: Counter[str] = Counter()
         self._taken = 0
-        self._action_publishers = 0
+        self._action_publishers = self._stalls = self._clock_jumps = 0
         self._problem = ""
         self._last_refusal = ""
         self._last_step: tuple[float, float] | None = None  # node's clock, steady clock
@@ -314,12 +313,24 @@ class DriverNode(LifecycleNode):
             self.get_logger().error(f"coming to rest: {problem}")
         self._problem = problem
         self._target = follower.step(now_s)
+        self._begin_anew_where_stopped(now_s)
         try:
             self._output.send(self._target, self.get_clock().now())
         except UnreachableError as error:
             follower.hold(now_s)
             self._refuse("unreachable", str(error))
         self._gripper_output.command(self._gripper.position, time.monotonic())
+
+    def _begin_anew_where_stopped(self, now_s: float) -> None:
+        """A robot that was held elsewhere, by the guard or by a hand, is not pulled to where it was sent before."""
+        newest = self._history.newest
+        if newest is None or self._target.moving or self._follower is None or self._output.follows_velocity:
+            return
+        if self._follower.follows(self._target.pose, newest[1]):
+            return
+        self._follower.rest_at(newest[1])
+        self._target = self._follower.step(now_s)
+        self._problem = self._start_output()
 
     def _anchor(self, now_s: float) -> bool:
         """Begins where the tool is measured, once it is."""
@@ -367,22 +378,22 @@ class DriverNode(LifecycleNode):
             self._action_publishers = self.count_publishers(self._actions.topic_name)
 
     def _watch_clock(self, now_s: float) -> None:
-        """A loop that stood still must not catch up by a leap, and stamps around a jump of the clock do not compare."""
+        """After a standstill what was followed is out of date; stamps around a jump of the clock do not compare."""
         steady_s = time.monotonic()
         last, self._last_step = self._last_step, (now_s, steady_s)
         if last is None or self._follower is None:
             return
         passed_s, real_s = now_s - last[0], steady_s - last[1]
         if real_s > _STALL_S and self._anchored:
-            self._refusals["stalled"] += 1
+            self._stalls += 1
             self.get_logger().warning(
-                f"the control loop stood still for {real_s:.3f} s: at rest where it was", throttle_duration_sec=5.0
+                f"the control loop stood still for {real_s:.3f} s: coming to rest", throttle_duration_sec=_LOG_PERIOD_S
             )
-            self._follower.rest_at(self._target.pose)
+            self._follower.hold(now_s)
         if 0 <= passed_s <= real_s + _JUMP_S:
             return
         self.get_logger().warning(f"the clock jumped by {passed_s:.3f} s: coming to rest, and beginning anew")
-        self._refusals["clock_jump"] += 1
+        self._clock_jumps += 1
         self._history.clear()
         if self._anchored:
             self._follower.rest_at(self._target.pose)
@@ -396,6 +407,8 @@ class DriverNode(LifecycleNode):
             "output": self._chosen.output,
             "actions taken": self._taken,
             "actions refused": sum(self._refusals.values()),
+            "control loop stood still": self._stalls,
+            "clock jumps": self._clock_jumps,
             **{f"refused: {kind}": count for kind, count in sorted(self._refusals.items())},
         }
         if self._last_refusal:

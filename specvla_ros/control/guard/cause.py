@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why motion is refused, and which reasons latch."""
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Cause(str, Enum):
+    """Every reason for which the guard lets no motion through."""
+
+    STOP = "stop"  # somebody pressed stop
+    NOT_FINITE = "not_finite"  # NaN or infinity in a command
+    BAD_FORM = "bad_form"  # a command with another frame, other names or lengths, or that is no message at all
+    OVER_SPEED = "over_speed"  # a command, or two in a row, that ask for more than the limits
+    OVER_ACCELERATION = "over_acceleration"  # commands that change faster than the limits let anything follow
+    OUTSIDE = "outside"  # of the workspace or of a joint's range: the robot, a command, or where it leads
+    FAR = "far"  # a command too far from where the robot is measured
+    NOT_FOLLOWING = "not_following"  # the robot does not go where it was sent
+    DRIVER_SILENT = "driver_silent"  # no command that is new enough
+    POLICY_SILENT = "policy_silent"  # no action that is new enough, and the driver asks for motion
+    STATE_MISSING = "state_missing"  # measured pose or joints: none, frozen, NaN, or of another frame
+    CLOCK = "clock"  # the node's clock stands still, or jumped
+    STALLED = "stalled"  # this process itself did not run for a while
+    NOT_ENABLED = "not_enabled"  # the dead-man's heartbeat is false or silent
+    NOT_CONFIRMED = "not_confirmed"  # the instruction in force was not confirmed
+    TWO_SOURCES = "two_sources"  # two publishers of one topic, or two nodes of one name
+    NOT_NEAR = "not_near"  # after a hold: the driver's command is not near the robot
+
+    @property
+    def latches(self) -> bool:
+        """Whether motion needs `clear_stop` afterwards.
+
+        A stop that somebody pressed does; what a right driver never sends, as the same driver would go on with it; and
+        a robot that does not follow, which has met something. Everything else ends by itself, from rest: who is late,
+        out of reach or alone is not broken, and a hand on the dead-man's switch is a decision to go on already.
+        """
+        return self in _LATCHING
+
+
+_LATCHING = frozenset(
+    {
+        Cause.STOP,
+        Cause.NOT_FINITE,
+        Cause.BAD_FORM,
+        Cause.OVER_SPEED,
+        Cause.OVER_ACCELERATION,
+        Cause.NOT_FOLLOWING,
+    }
+)
+_KEPT = 100  # refusals between two looks of the log
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A cause, and what it is in words.
+
+    Args:
+        cause: the kind, for counting.
+        detail: one sentence with figures.
+    """
+
+    cause: Cause
+    detail: str
+
+
+class Tally:
+    """Counts refusals: each rejected command, and each time that a condition begins to fail."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[Cause] = Counter()
+        self.last: Refusal | None = None
+        self._failing: frozenset[Cause] = frozenset()
+        self._new: list[Refusal] = []
+
+    def add(self, refusal: Refusal) -> None:
+        """Counts one."""
+        self.counts[refusal.cause] += 1
+        self.last = refusal
+        if len(self._new) < _KEPT:
+            self._new.append(refusal)
+
+    def failing(self, refusals: list[Refusal]) -> None:
+        """Notes the conditions that fail now; those that did not fail before count."""
+        for refusal in refusals:
+            if refusal.cause not in self._failing:
+                self.add(refusal)
+        self._failing = frozenset(refusal.cause for refusal in refusals)
+
+    def take_new(self) -> list[Refusal]:
+        """Those since the last call, for the log."""
+        new, self._new = self._new, []
+        return new

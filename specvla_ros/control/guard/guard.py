@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guard: commands in, bounded motion out while everything holds, and a stop when something does not."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from specvla_ros.control.guard.cause import Cause, Refusal, Tally
+from specvla_ros.control.guard.commands import Command, Instant, JointPositions, Sent, Stamp, ToolPose
+from specvla_ros.control.guard.gate import Gate
+from specvla_ros.control.guard.joint_gate import JointGate
+from specvla_ros.control.guard.settings import GuardSettings, Output
+from specvla_ros.control.guard.tool_gates import PoseGate, TwistGate
+from specvla_ros.control.guard.watch import Watch
+
+# How long everything must be well before motion resumes: what fails and heals by turns must not make a robot stutter.
+_QUIET_S = 0.5
+# A cause that latched counts as persisting for so long after it was last seen.
+_PERSISTS_S = 0.5
+# Silence of this process after which the robot has stopped by itself (Servo halts after 0.1 s).
+STALL_S = 0.1
+_ROUNDING = 1e-9
+
+
+class State(str, Enum):
+    """What the guard does."""
+
+    PASSING = "passing"  # commands go through
+    HOLDING = "holding"  # a condition fails: zero, or hold; goes on by itself
+    STOPPED = "stopped"  # latched: needs clear_stop
+
+
+@dataclass(frozen=True)
+class GripperCommand:
+    """A gripper's position, as it came.
+
+    Args:
+        names: of joints; None: it names none.
+        positions: float64, one.
+    """
+
+    names: tuple[str, ...] | None
+    positions: np.ndarray
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What goes out now.
+
+    Args:
+        sent: to the robot; None: nothing.
+        gripper: position, if a new command of it goes through; else None.
+        stopped: whether passing has just ended: a reason to keep what led to it.
+    """
+
+    sent: Sent | None
+    gripper: float | None
+    stopped: bool
+
+
+class Guard:
+    """Deny by default: nothing goes through unless every condition holds.
+
+    Not thread-safe. `tick` is called at the rate of the settings by a steady clock, and everything else as it arrives.
+
+    Args:
+        settings: what it is held to.
+
+    Raises:
+        UserError: settings with which nothing would be guarded.
+    """
+
+    def __init__(self, settings: GuardSettings) -> None:
+        settings.require()
+        self._settings = settings
+        self._gate = _gate(settings)
+        self._watch = Watch(settings)
+        self.tally = Tally()
+        self.state = State.HOLDING
+        self._failing: list[Refusal] = []
+        self._latched: Refusal | None = None
+        self._latch_seen_s = self._failed_s = -np.inf
+        self._failed = False  # since motion began to pass
+        self._ticked: Instant | None = None
+        self._gripper: float | None = None
+        self.stalls = 0
+
+    # What arrives
+
+    def command(self, command: Command, now: Instant) -> None:
+        """Takes a command of the driver; one that is not let through costs a stop."""
+        if not self._watch.hears(now) or not self._watch.command(command.stamp, now):
+            return
+        if self.state is not State.PASSING:
+            self._gate.forget()  # a driver may begin anew meanwhile: nothing follows its commands
+        refusal = self._gate.take(command, self._watch.measured(now), now)
+        if refusal is not None:
+            self.reject(refusal, now)
+
+    def reject(self, refusal: Refusal, now: Instant) -> None:
+        """A command is not let through."""
+        self.tally.add(refusal)
+        self._gate.forget()
+        self._watch.refuse_command()
+        self._fail(refusal, now)
+
+    def gripper(self, command: GripperCommand, now: Instant) -> None:
+        """Takes a command of the gripper; it goes out once, while motion is let through."""
+        if not self._watch.hears(now):
+            return
+        refusal = _gripper_problem(command, self._settings)
+        if refusal is not None:
+            self.reject(refusal, now)
+        else:
+            self._gripper = float(command.positions[0])
+
+    def tool(self, message: ToolPose, now: Instant) -> None:
+        """Takes the measured pose."""
+        pose = self._watch.tool(message, now) if self._watch.hears(now) else None
+        if pose is not None and isinstance(self._gate, TwistGate):
+            self._gate.watch(pose)
+
+    def joints(self, message: JointPositions, now: Instant) -> None:
+        """Takes measured joints."""
+        if self._settings.kind.of_joints and self._watch.hears(now):
+            self._watch.joints(message, now)
+
+    def action(self, stamp: Stamp, instruction: str, now: Instant) -> None:
+        """Takes the policy's sign of life."""
+        if self._watch.hears(now):
+            self._watch.action(stamp, instruction, now)
+
+    def enable(self, held: bool, now: Instant) -> None:
+        """Takes the dead-man's heartbeat."""
+        if not held or self._watch.hears(now):
+            self._watch.enable(held, now)
+
+    def instruction(self, text: str) -> None:
+        """Somebody asks for something else."""
+        self._watch.confirmation.ask(text)
+
+    def confirm(self, text: str) -> None:
+        """Somebody agrees to an instruction."""
+        self._watch.confirmation.confirm(text)
+
+    def sources(self, problem: str) -> None:
+        """Who publishes what: what is wrong with it, in words; empty: nothing."""
+        self._watch.sources_problem = problem
+
+    def press_stop(self, who: str, now: Instant) -> None:
+        """Stops, until it is cleared."""
+        refusal = Refusal(Cause.STOP, f"stop was pressed ({who})")
+        self.tally.add(refusal)
+        self._fail(refusal, now)
+
+    def clear_stop(self, now: Instant) -> str:
+        """Ends a latched stop; returns why not, in words, if its cause persists."""
+        if self._latched is None:
+            return ""
+        if now.steady_s - self._latch_seen_s < _PERSISTS_S:
+            return f"the cause persists: {self._latched.cause.value}, {self._latched.detail}"
+        if not self._gate.at_rest:
+            return "the robot is still being stopped"
+        self._latched = self._gripper = None
+        self._failed_s = now.steady_s  # who clears a stop has a moment to step back
+        return ""
+
+    # What goes out
+
+    def tick(self, now: Instant) -> Outcome:
+        """What goes out now; to be called at the rate of the settings."""
+        dt_s = self._elapsed_s(now)
+        self._notice_failures(now)
+        measured = self._watch.measured(now)
+        before, self.state = self.state, self._next_state(now)
+        if self.state is not State.PASSING:
+            sent = self._gate.stop(measured, dt_s)
+            if self._latched is not None:
+                self._gripper = None
+            return Outcome(sent, None, stopped=before is State.PASSING or self._just_latched(before))
+        if before is not State.PASSING:
+            self._gate.begin(measured)
+        gripper, self._gripper = self._gripper, None
+        return Outcome(self._gate.go(now, dt_s), gripper, stopped=False)
+
+    @property
+    def reason(self) -> str:
+        """Why nothing goes through, in words; empty: it does."""
+        if self.state is State.PASSING:
+            return ""
+        found = [*([self._latched] if self._latched else []), *self._failing]
+        return (
+            "; ".join(f"{each.cause.value}: {each.detail}" for each in found) or "everything is well: about to resume"
+        )
+
+    def _elapsed_s(self, now: Instant) -> float:
+        """Since the last tick; a process that did not run begins anew."""
+        last, self._ticked = self._ticked, now
+        elapsed_s = now.steady_s - last.steady_s if last is not None else 0.0
+        jump = self._watch.clock.look(now)
+        if elapsed_s > STALL_S:
+            self.stalls += 1
+            self._void(Refusal(Cause.STALLED, f"the guard itself did not run for {elapsed_s:.3f} s"), now)
+            self._gate.halt()
+            elapsed_s = 0.0
+        if jump:
+            self._void(Refusal(Cause.CLOCK, jump), now)
+        return max(elapsed_s, 1e-6)
+
+    def _void(self, refusal: Refusal, now: Instant) -> None:
+        self.tally.add(refusal)
+        self._watch.forget(now)
+        self._gate.forget()
+        self._fail(refusal, now)
+
+    def _notice_failures(self, now: Instant) -> None:
+        watch, measured = self._watch, self._watch.measured(now)
+        failing = watch.problems(now)
+        silent = watch.command_silent(now)
+        if silent is not None:
+            self._gate.forget()
+            failing.append(silent)
+        dead = watch.action_silent(now)
+        if dead is not None and (self._gate.wants_motion or self.state is not State.PASSING):
+            failing.append(dead)
+        failing += self._gate.conditions(measured)
+        if self.state is State.PASSING:
+            failing += self._lag(now)
+        elif not failing and (far := self._gate.not_near(measured)) is not None:
+            failing.append(far)
+        self._failing = failing
+        self.tally.failing(failing)
+        for refusal in failing:
+            self._fail(refusal, now)
+
+    def _lag(self, now: Instant) -> list[Refusal]:
+        gate = self._gate
+        lag = gate.lag() if isinstance(gate, PoseGate) else gate.lag(now) if isinstance(gate, JointGate) else None
+        return [lag] if lag is not None else []
+
+    def _fail(self, refusal: Refusal, now: Instant) -> None:
+        self._failed_s, self._failed = now.steady_s, True
+        if refusal.cause.latches:
+            self._latched = self._latched or refusal
+            self._latch_seen_s = now.steady_s
+
+    def _next_state(self, now: Instant) -> State:
+        if self._latched is not None:
+            return State.STOPPED
+        if self._failed and (not self._gate.at_rest or now.steady_s - self._failed_s < _QUIET_S):
+            return State.HOLDING
+        self._failed = False
+        return State.PASSING
+
+    def _just_latched(self, before: State) -> bool:
+        return self.state is State.STOPPED and before is not State.STOPPED
+
+
+def _gate(settings: GuardSettings) -> Gate:
+    if settings.kind is Output.TWIST:
+        return TwistGate(settings)
+    return PoseGate(settings) if settings.kind is Output.POSE else JointGate(settings)
+
+
+def _gripper_problem(command: GripperCommand, settings: GuardSettings) -> Refusal | None:
+    limits = settings.gripper
+    if len(command.positions) != 1 or command.names not in (None, (limits.joint,)):
+        return Refusal(Cause.BAD_FORM, "a gripper command is not of one position, for gripper.joint")
+    position = float(command.positions[0])
+    if not np.isfinite(position):
+        return Refusal(Cause.NOT_FINITE, "a gripper command holds NaN or infinity")
+    low, high = sorted((limits.open_value, limits.closed_value))
+    if not low - _ROUNDING <= position <= high + _ROUNDING:
+        return Refusal(Cause.OUTSIDE, f"a gripper command of {position:g} is out of {low:g} to {high:g}")
+    return None

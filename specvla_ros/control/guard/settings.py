@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the guard is held to, declared once."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from specvla_ros.control.limits import Limits
+from specvla_ros.errors import UserError
+from specvla_ros.settings.parameter import check, parameter, section
+
+_NO_NAMES = ("",)
+_NO_NUMBERS = (0.0,)
+_PER_JOINT = {"position_min": False, "position_max": False, "max_speed": True, "max_acceleration": True}
+
+
+class Output(str, Enum):
+    """The kind of command that is guarded."""
+
+    NONE = "none"  # nothing was chosen: refused
+    POSE = "pose"
+    TWIST = "twist"
+    JOINT_TRAJECTORY = "joint_trajectory"
+    POSITION_ARRAY = "position_array"
+
+    @property
+    def of_joints(self) -> bool:
+        """Whether joints are commanded, not the tool."""
+        return self in (Output.JOINT_TRAJECTORY, Output.POSITION_ARRAY)
+
+
+class GripperOutput(str, Enum):
+    """How a gripper is commanded."""
+
+    NONE = "none"
+    ARRAY = "array"
+    TRAJECTORY = "trajectory"
+
+
+@dataclass(frozen=True)
+class JointLimits:
+    """Limits of each joint, in the order of the names; required where joints are commanded."""
+
+    ROS_PREFIX = "joints."
+
+    names: tuple[str, ...] = parameter(_NO_NAMES, "Names of the arm's joints, in the order of a position array.")
+    position_min: tuple[float, ...] = parameter(_NO_NUMBERS, "Smallest position of each joint.", unit="rad or m")
+    position_max: tuple[float, ...] = parameter(_NO_NUMBERS, "Largest position of each joint.", unit="rad or m")
+    max_speed: tuple[float, ...] = parameter(
+        _NO_NUMBERS,
+        "Largest speed of each joint, or one for all of them; 0: not set.",
+        unit="rad/s or m/s",
+        minimum=0.0,
+    )
+    max_acceleration: tuple[float, ...] = parameter(
+        _NO_NUMBERS,
+        "Largest acceleration of each joint, or one for all of them; 0: not set.",
+        unit="rad/s² or m/s²",
+        minimum=0.0,
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def speeds(self) -> np.ndarray:
+        """float64 [joints]."""
+        return np.broadcast_to(self.max_speed, len(self.names)).astype(float)
+
+    @property
+    def accelerations(self) -> np.ndarray:
+        """float64 [joints]."""
+        return np.broadcast_to(self.max_acceleration, len(self.names)).astype(float)
+
+    def require(self, what_for: str) -> None:
+        """Refuses limits that are not all set.
+
+        Raises:
+            UserError: with what is missing or does not fit.
+        """
+        count = len(self.names)
+        if not all(self.names) or len(set(self.names)) != count:
+            raise UserError(f"{what_for} needs joints.names: the arm's joints, each once, as in joint_states")
+        for name, one_for_all in _PER_JOINT.items():
+            given = len(getattr(self, name))
+            if given != count and not (one_for_all and given == 1):
+                words = f"{count} numbers, one for each of joints.names" + (", or one for all" if one_for_all else "")
+                raise UserError(f"{what_for} needs joints.{name}: {words}; got {given}")
+        if not (np.array(self.position_min) < np.array(self.position_max)).all():
+            raise UserError("joints.position_min must be smaller than joints.position_max for every joint")
+        if min(self.max_speed) <= 0 or min(self.max_acceleration) <= 0:
+            raise UserError(f"{what_for} needs joints.max_speed and joints.max_acceleration, which have no defaults")
+
+
+@dataclass(frozen=True)
+class GripperLimits:
+    """What a gripper may be told; named as the driver's parameters are."""
+
+    ROS_PREFIX = "gripper."
+
+    output: str = parameter(
+        GripperOutput.NONE.value,
+        "How the gripper is commanded: as an array, as a trajectory, or not at all.",
+        choices=tuple(each.value for each in GripperOutput),
+    )
+    joint: str = parameter("", "Name of the gripper's joint, for a trajectory.")
+    open_value: float = parameter(0.0, "Position of an open gripper; as the closed one's: not set.", unit="m or rad")
+    closed_value: float = parameter(0.0, "Position of a closed gripper.", unit="m or rad")
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def require(self) -> None:
+        """Refuses a gripper's command without limits.
+
+        Raises:
+            UserError: with what is missing.
+        """
+        if self.output == GripperOutput.TRAJECTORY.value and not self.joint:
+            raise UserError("gripper.output: trajectory needs gripper.joint: the name of the gripper's joint")
+        if self.output != GripperOutput.NONE.value and self.open_value == self.closed_value:
+            raise UserError(
+                f"gripper.output: {self.output} needs gripper.open_value and gripper.closed_value: the ends of the "
+                "gripper's range, in metres or radians"
+            )
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """What the guard lets through, and how soon it notices what fails."""
+
+    output: str = parameter(
+        Output.NONE.value,
+        "The kind of command to guard; must be chosen, as the driver's.",
+        choices=tuple(each.value for each in Output),
+    )
+    base_frame: str = parameter("base_link", "The robot's base: frame of limits, commands and measured pose.")
+    limits: Limits = section(Limits)
+    joints: JointLimits = section(JointLimits)
+    gripper: GripperLimits = section(GripperLimits)
+    rate_hz: float = parameter(
+        100.0, "How often a command goes out, on the steady clock.", unit="Hz", minimum=20.0, maximum=500.0
+    )
+    stop_time_s: float = parameter(
+        0.2,
+        "Longest time from the failing of a condition to zero velocity going out; limits that need longer are refused.",
+        unit="s",
+        minimum=0.02,
+        maximum=5.0,
+    )
+    command_timeout_s: float = parameter(
+        0.1, "Silence of the driver, and age of a command, that stop motion.", unit="s", minimum=0.01, maximum=2.0
+    )
+    action_timeout_s: float = parameter(
+        1.0,
+        "Silence of the policy that stops motion; longer than the time between two actions.",
+        unit="s",
+        minimum=0.05,
+        maximum=60.0,
+    )
+    max_action_age_s: float = parameter(
+        1.0, "Age of an action's picture above which it is no sign of life.", unit="s", minimum=0.05, maximum=60.0
+    )
+    state_timeout_s: float = parameter(
+        0.2, "Age of the measured pose and joints that stops motion.", unit="s", minimum=0.02, maximum=5.0
+    )
+    clock_timeout_s: float = parameter(
+        0.3, "How long the node's clock may stand still.", unit="s", minimum=0.02, maximum=5.0
+    )
+    require_enable: bool = parameter(True, "Let motion through only while ~/enable says true.")
+    enable_timeout_s: float = parameter(
+        0.5, "Silence of ~/enable that stops motion.", unit="s", minimum=0.02, maximum=10.0
+    )
+    require_confirm: bool = parameter(False, "Let motion through only for an instruction confirmed on ~/confirm.")
+    max_lead_m: float = parameter(
+        0.1, "How far a command may lie from the measured tool.", unit="m", minimum=0.001, maximum=2.0
+    )
+    max_lead_rad: float = parameter(
+        0.5,
+        "How far a command may be turned from the measured tool, or a joint's lie from where it is measured.",
+        unit="rad or m",
+        minimum=0.001,
+        maximum=3.0,
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def kind(self) -> Output:
+        """The kind of command."""
+        return Output(self.output)
+
+    @property
+    def ramp_s(self) -> float:
+        """Longest time that a stop within the limits takes, with a period before it and one that rounds it up."""
+        if self.kind.of_joints:
+            return float((self.joints.speeds / self.joints.accelerations).max()) + 2 / self.rate_hz
+        limits = self.limits
+        linear = limits.linear_speed / limits.linear_acceleration
+        return max(linear, limits.angular_speed / limits.angular_acceleration) + 2 / self.rate_hz
+
+    def require(self) -> None:
+        """Refuses settings with which nothing would be guarded.
+
+        Raises:
+            UserError: what is missing, or a stop that would take longer than promised.
+        """
+        if self.kind is Output.NONE:
+            kinds = ", ".join(each.value for each in Output if each is not Output.NONE)
+            raise UserError(f"parameter 'output' is not set; set it to what the driver sends: {kinds}")
+        self.limits.require(f"output: {self.output}")
+        if self.kind.of_joints:
+            self.joints.require(f"output: {self.output}")
+        self.gripper.require()
+        if self.ramp_s > self.stop_time_s + 1e-9:
+            raise UserError(
+                f"a stop from full speed within the limits takes {self.ramp_s:.3f} s, two periods of the output "
+                f"included, but stop_time_s promises {self.stop_time_s:g} s; raise the acceleration or stop_time_s, or "
+                "lower the speed"
+            )

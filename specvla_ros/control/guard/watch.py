@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether everybody is alive and has agreed: driver, policy, robot, clock, the hand on the switch."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from specvla_ros.control.guard.cause import Cause, Refusal
+from specvla_ros.control.guard.commands import Instant, JointPositions, Stamp, ToolPose
+from specvla_ros.control.guard.gate import RETURN_M, Measured, outside_m, text
+from specvla_ros.control.guard.settings import GuardSettings
+from specvla_ros.control.guard.tool_gates import pose_of
+from specvla_ros.control.pose import Pose
+
+MAX_FUTURE_S = 0.1  # how far a stamp may lie ahead of the node's clock
+_JUMP_S = 0.25  # how much more than the steady clock the node's may go at once
+# After this process did not run, or a clock jumped, what is still queued is old.
+_QUEUE_S = 0.05
+
+
+@dataclass
+class _Seen:
+    """The newest of one kind of message.
+
+    Args:
+        at_s: steady clock at its arrival; -inf: none yet.
+        stamp_ns: its own.
+        problem: why the last one does not count; empty: it counts.
+    """
+
+    at_s: float = -np.inf
+    stamp_ns: int = -(2**63)
+    problem: str = ""
+
+    def age_s(self, now: Instant) -> float:
+        """Since its arrival."""
+        return now.steady_s - self.at_s
+
+
+class ClockWatch:
+    """The node's clock against the steady one."""
+
+    def __init__(self) -> None:
+        self._advanced: Instant | None = None
+
+    def look(self, now: Instant) -> str:
+        """Looks at the clocks; returns how it jumped, in words, or nothing."""
+        last = self._advanced
+        if last is None or now.clock_ns != last.clock_ns:
+            self._advanced = now
+        if last is None:
+            return ""
+        went_s, real_s = (now.clock_ns - last.clock_ns) * 1e-9, now.steady_s - last.steady_s
+        if went_s < 0:
+            return f"the clock went back by {-went_s:.3f} s"
+        return f"the clock jumped ahead by {went_s - real_s:.3f} s" if went_s - real_s > _JUMP_S else ""
+
+    def still_s(self, now: Instant) -> float:
+        """How long the node's clock has stood still."""
+        return now.steady_s - self._advanced.steady_s if self._advanced is not None else 0.0
+
+
+class Confirmation:
+    """The instruction in force, and the one that somebody confirmed.
+
+    An instruction that differs from the confirmed one ends the confirmation: to come back to it needs another one.
+    """
+
+    def __init__(self) -> None:
+        self._confirmed = self._asked = self._followed = ""
+
+    def confirm(self, instruction: str) -> None:
+        """Somebody agrees to this instruction."""
+        self._confirmed = instruction
+
+    def ask(self, instruction: str) -> None:
+        """Somebody wants this done."""
+        self._asked = instruction
+        if instruction != self._confirmed:
+            self._confirmed = ""
+
+    def follow(self, instruction: str) -> None:
+        """The policy acts on this."""
+        if self._followed == self._confirmed != instruction:
+            self._confirmed = ""
+        self._followed = instruction
+
+    def problem(self) -> str:
+        """Why motion is not agreed to; empty: it is."""
+        if not self._confirmed:
+            return f"nobody confirmed '{(self._followed or self._asked)[:80]}' on ~/confirm"
+        if self._asked and self._asked != self._confirmed:
+            return f"'{self._confirmed[:80]}' is confirmed, but '{self._asked[:80]}' is asked for"
+        if self._followed != self._confirmed:
+            return f"'{self._confirmed[:80]}' is confirmed, but the policy follows '{self._followed[:80]}'"
+        return ""
+
+
+class Watch:
+    """Freshness of all that must be heard, by the steady clock, and of stamps, by the node's.
+
+    Args:
+        settings: the guard's.
+    """
+
+    def __init__(self, settings: GuardSettings) -> None:
+        self._settings = settings
+        self.clock, self.confirmation = ClockWatch(), Confirmation()
+        self._tool, self._joints, self._action, self._command = _Seen(), _Seen(), _Seen(), _Seen()
+        self._enabled_s = -np.inf
+        self._enable_said = ""
+        self._pose: Pose | None = None
+        self._positions: np.ndarray | None = None
+        self._deaf_until_s = -np.inf
+        self.sources_problem = ""
+
+    def forget(self, now: Instant) -> None:
+        """What was heard no longer counts: the clock jumped, or this process stood still."""
+        self._tool, self._joints, self._action, self._command = _Seen(), _Seen(), _Seen(), _Seen()
+        self._enabled_s = -np.inf
+        self._pose = self._positions = None
+        self._deaf_until_s = now.steady_s + _QUEUE_S
+
+    def hears(self, now: Instant) -> bool:
+        """Whether what comes in now can be new."""
+        return now.steady_s >= self._deaf_until_s
+
+    def tool(self, message: ToolPose, now: Instant) -> Pose | None:
+        """Takes the measured pose; returns it if it is one, and newer."""
+        pose = pose_of(message, self._settings.base_frame)
+        if isinstance(pose, Refusal):
+            self._tool.problem = pose.detail
+            return None
+        if not self._newer(self._tool, message.stamp, now):
+            return None
+        self._pose = pose
+        return pose
+
+    def joints(self, message: JointPositions, now: Instant) -> None:
+        """Takes measured joints; those that are not commanded do not matter."""
+        names = self._settings.joints.names
+        if not set(names) <= set(message.names):
+            return  # of another part of the robot
+        if len(message.positions) != len(message.names):
+            self._joints.problem = f"it has {len(message.names)} names and {len(message.positions)} positions"
+            return
+        positions = message.positions[[message.names.index(name) for name in names]]
+        if not np.isfinite(positions).all():
+            self._joints.problem = "it holds NaN or infinity"
+        elif self._newer(self._joints, message.stamp, now):
+            self._positions = positions
+
+    def action(self, stamp: Stamp, instruction: str, now: Instant) -> None:
+        """Takes a sign of life of the policy."""
+        age_s = (now.clock_ns - (stamp.ns or 0)) * 1e-9
+        if age_s > self._settings.max_action_age_s:
+            self._action.problem = f"the last one's picture was {age_s:.3f} s old"
+        elif self._newer(self._action, stamp, now):
+            self.confirmation.follow(instruction)
+
+    def command(self, stamp: Stamp, now: Instant) -> bool:
+        """Notes that a command came; whether it is new enough to be judged."""
+        if stamp.ns is None:
+            self._command.at_s, self._command.problem = now.steady_s, ""
+            return True
+        age_s = (now.clock_ns - stamp.ns) * 1e-9
+        if age_s > self._settings.command_timeout_s:
+            self._command.problem = f"the last one was {age_s:.3f} s old"
+            return False
+        return self._newer(self._command, stamp, now)
+
+    def refuse_command(self) -> None:
+        """The last command does not count."""
+        self._command.at_s = -np.inf
+
+    def enable(self, held: bool, now: Instant) -> None:
+        """Takes the dead-man's heartbeat."""
+        self._enabled_s = now.steady_s if held else -np.inf
+        self._enable_said = "" if held else "~/enable says false"
+
+    def measured(self, now: Instant) -> Measured:
+        """Where the robot is, as far as it is known now."""
+        limit_s = self._settings.state_timeout_s
+        tool = self._pose if self._tool.age_s(now) <= limit_s and not self._tool.problem else None
+        joints = self._positions if self._joints.age_s(now) <= limit_s and not self._joints.problem else None
+        return Measured(tool, joints)
+
+    def command_silent(self, now: Instant) -> Refusal | None:
+        """The driver says nothing."""
+        if self._command.age_s(now) <= self._settings.command_timeout_s:
+            return None
+        return Refusal(Cause.DRIVER_SILENT, _silence("command", self._command, now))
+
+    def action_silent(self, now: Instant) -> Refusal | None:
+        """The policy says nothing."""
+        if self._action.age_s(now) <= self._settings.action_timeout_s:
+            return None
+        return Refusal(Cause.POLICY_SILENT, _silence("action", self._action, now))
+
+    def problems(self, now: Instant) -> list[Refusal]:
+        """Everything that fails, beside the commands themselves."""
+        settings, found = self._settings, []
+        still_s = self.clock.still_s(now)
+        if still_s > settings.clock_timeout_s:
+            found.append(Refusal(Cause.CLOCK, f"the clock has stood still for {still_s:.2f} s"))
+        measured = self.measured(now)
+        if measured.tool is None:
+            found.append(Refusal(Cause.STATE_MISSING, _silence("tool_pose", self._tool, now)))
+        elif outside_m(settings.limits, measured.tool.position) > RETURN_M:
+            detail = f"the tool is at {text(measured.tool.position)} m, outside of the workspace: bring it back by hand"
+            found.append(Refusal(Cause.OUTSIDE, detail))
+        if settings.kind.of_joints and measured.joints is None:
+            found.append(Refusal(Cause.STATE_MISSING, _silence("joint_states", self._joints, now)))
+        if settings.require_enable and now.steady_s - self._enabled_s > settings.enable_timeout_s:
+            said = self._enable_said or "~/enable is silent: the dead-man's switch is not held"
+            found.append(Refusal(Cause.NOT_ENABLED, said))
+        if settings.require_confirm and self.confirmation.problem():
+            found.append(Refusal(Cause.NOT_CONFIRMED, self.confirmation.problem()))
+        if self.sources_problem:
+            found.append(Refusal(Cause.TWO_SOURCES, self.sources_problem))
+        return found
+
+    def _newer(self, seen: _Seen, stamp: Stamp, now: Instant) -> bool:
+        """Frozen, repeated and reordered messages do not count; nor do those from the future."""
+        stamp_ns = stamp.ns or 0
+        ahead_s = (stamp_ns - now.clock_ns) * 1e-9
+        if ahead_s > MAX_FUTURE_S:
+            seen.problem = f"its stamp lies {ahead_s:.3f} s ahead of the clock"
+            return False
+        if stamp_ns <= seen.stamp_ns:
+            return False
+        if -ahead_s > _oldest_s(seen is self._tool or seen is self._joints, self._settings):
+            seen.problem = f"the last one was {-ahead_s:.3f} s old"
+            return False
+        seen.at_s, seen.stamp_ns, seen.problem = now.steady_s, stamp_ns, ""
+        return True
+
+
+def _oldest_s(of_state: bool, settings: GuardSettings) -> float:
+    return settings.state_timeout_s if of_state else np.inf
+
+
+def _silence(topic: str, seen: _Seen, now: Instant) -> str:
+    if seen.problem:
+        return f"{topic}: {seen.problem}"
+    if seen.at_s == -np.inf:
+        return f"{topic}: none came yet"
+    return f"{topic}: nothing new for {seen.age_s(now):.3f} s"

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node `guard`: commands of the driver in, commands to the robot out, deny by default."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus
+from geometry_msgs.msg import PoseStamped, TwistStamped
+from rclpy.clock import Clock, ClockType
+from rclpy.node import Node
+from rclpy.publisher import Publisher
+from rclpy.qos import QoSProfile
+from rclpy.serialization import deserialize_message, serialize_message
+from sensor_msgs.msg import JointState
+from std_msgs.msg import Bool, Empty, Float64MultiArray, String
+from std_srvs.srv import Trigger
+from trajectory_msgs.msg import JointTrajectory
+
+from specvla_msgs.msg import VlaAction
+from specvla_ros.control.guard.cause import Cause, Refusal
+from specvla_ros.control.guard.commands import Instant
+from specvla_ros.control.guard.guard import Guard, Outcome, State
+from specvla_ros.control.guard.settings import GripperOutput, Output
+from specvla_ros.errors import UserError
+from specvla_ros.ros.diagnostics import DiagnosticsPublisher, make_status
+from specvla_ros.ros.guard.black_box import BlackBox
+from specvla_ros.ros.guard.loop import SteadyLoop
+from specvla_ros.ros.guard.messages import (
+    array_command,
+    gripper_array,
+    gripper_trajectory,
+    gripper_trajectory_message,
+    joint_positions,
+    robot_message,
+    stamp_of,
+    tool_pose,
+    trajectory_command,
+    twist_command,
+)
+from specvla_ros.ros.guard.parameters import GuardParameters
+from specvla_ros.ros.guard.sources import Senders, sources_problem
+from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
+from specvla_ros.ros.qos import ACTION, COMMAND, DIAGNOSTICS, INSTRUCTION, LATCHED_INSTRUCTION, STATE
+from specvla_ros.ros.spinning import run_node
+
+_STEADY = Clock(clock_type=ClockType.STEADY_TIME)
+_SOURCES_S = 0.5
+_LOG_S = 0.1
+_LOG_PERIOD_S = 5.0  # between two messages of one cause
+_LEVELS = {
+    State.PASSING: DiagnosticStatus.OK,
+    State.HOLDING: DiagnosticStatus.WARN,
+    State.STOPPED: DiagnosticStatus.ERROR,
+}
+_COMMANDS: dict[Output, tuple[str, type, Callable[..., Any]]] = {
+    Output.POSE: ("pose", PoseStamped, tool_pose),
+    Output.TWIST: ("twist", TwistStamped, twist_command),
+    Output.JOINT_TRAJECTORY: ("joint_trajectory", JointTrajectory, trajectory_command),
+    Output.POSITION_ARRAY: ("joint_positions", Float64MultiArray, array_command),
+}
+_GRIPPERS: dict[GripperOutput, tuple[str, type, Callable[..., Any]]] = {
+    GripperOutput.ARRAY: ("gripper", Float64MultiArray, gripper_array),
+    GripperOutput.TRAJECTORY: ("gripper_trajectory", JointTrajectory, gripper_trajectory),
+}
+
+
+class GuardNode(Node):
+    """Listens on the executor's thread, and sends on a loop of its own.
+
+    Every message is taken as bytes, for the black box, and read here: bytes that are no message are refused, too.
+
+    Args:
+        node_arguments: those of rclpy.node.Node.
+
+    Raises:
+        UserError: a parameter is wrong, or a limit is missing.
+    """
+
+    def __init__(self, **node_arguments: Any) -> None:
+        super().__init__("guard", **node_arguments)
+        try:
+            declare_parameters(self, GuardParameters)
+            self._chosen = read_parameters(self, GuardParameters)
+            self._settings = self._chosen.guard
+            self.guard = Guard(self._settings)
+        except UserError:
+            self.destroy_node()
+            raise
+        for name, hint in unknown_parameters(self).items():
+            self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
+        self._lock = threading.Lock()
+        self._senders = Senders()
+        self._logged_s: dict[Cause, float] = {}
+        self._seen = State.HOLDING
+        self._fault = ""
+        self.black_box = self._make_black_box()
+        self._inputs: list[str] = []
+        self._outputs: list[str] = []
+        self._subscribe()
+        self._robot, self._gripper = self._advertise()
+        self._loop = SteadyLoop(self._settings.rate_hz, self._tick, self._on_fault)
+        self.create_timer(_SOURCES_S, self._look_for_sources, clock=_STEADY)
+        self.create_timer(_LOG_S, self._log, clock=_STEADY)
+        self._diagnostics = DiagnosticsPublisher(self, self._chosen.diagnostics_period_s, self._statuses)
+        promise = f"a stop takes at most {self._settings.ramp_s:.3f} s from when its cause is noticed"
+        self.get_logger().info(f"guards {self._settings.output} in '{self._settings.base_frame}'; {promise}")
+        self._loop.start()
+
+    def close(self) -> bool:
+        """Ends the loop, and the black box with what it is writing; False when something hangs."""
+        ended = self._loop.stop()
+        return (self.black_box is None or self.black_box.close()) and ended
+
+    # What arrives
+
+    def _subscribe(self) -> None:
+        kind, gripper = self._settings.kind, GripperOutput(self._settings.gripper.output)
+        guard = self.guard
+        name, message_type, read = _COMMANDS[kind]
+        self._listen(message_type, f"command/{name}", COMMAND, self._on_command(read), alone=True)
+        if gripper is not GripperOutput.NONE:
+            name, message_type, read_gripper = _GRIPPERS[gripper]
+
+            def on_gripper(message: Any, sent_ns: int | None, now: Instant) -> None:
+                guard.gripper(read_gripper(message), now)
+
+            self._listen(message_type, f"command/{name}", COMMAND, on_gripper, alone=True)
+        self._listen(PoseStamped, "tool_pose", STATE, lambda m, s, now: guard.tool(tool_pose(m, s), now), alone=True)
+        if kind.of_joints:
+            self._listen(JointState, "joint_states", STATE, lambda m, s, now: guard.joints(joint_positions(m), now))
+        self._listen(
+            VlaAction,
+            "action",
+            ACTION,
+            lambda m, s, now: guard.action(stamp_of(m.header), m.instruction, now),
+            alone=True,
+        )
+        self._listen(Bool, "~/enable", INSTRUCTION, lambda m, s, now: guard.enable(m.data, now), alone=True)
+        self._listen(Empty, "~/stop", DIAGNOSTICS, lambda m, s, now: guard.press_stop("topic", now))
+        self._listen(String, "~/confirm", INSTRUCTION, lambda m, s, now: guard.confirm(m.data))
+        for qos in (INSTRUCTION, LATCHED_INSTRUCTION):
+            self._listen(String, "instruction", qos, lambda m, s, now: guard.instruction(m.data))
+        self._listen(DiagnosticArray, "/diagnostics", DIAGNOSTICS, lambda m, s, now: None)
+        self.create_service(Trigger, "~/stop", self._on_stop)
+        self.create_service(Trigger, "~/clear_stop", self._on_clear_stop)
+
+    def _on_command(self, read: Callable[..., Any]) -> Callable[[Any, int | None, Instant], None]:
+        return lambda message, sent_ns, now: self.guard.command(read(message, sent_ns), now)
+
+    def _listen(
+        self,
+        message_type: type,
+        topic: str,
+        qos: QoSProfile,
+        use: Callable[[Any, int | None, Instant], None],
+        *,
+        alone: bool = False,
+    ) -> None:
+        """Takes a topic's messages as bytes; `alone`: one publisher at most is right."""
+        name = self.resolve_topic_name(topic)
+        if alone:
+            self._inputs.append(name)
+        self._announce(name, message_type)
+        is_command = topic.startswith("command/")
+
+        def on_bytes(raw: bytes, info: Any) -> None:
+            self._record(name, raw)
+            try:
+                message: Any = deserialize_message(raw, message_type)
+            except Exception as error:  # rclpy's own kind, for bytes from anywhere
+                problem = f"{name}: {len(raw)} bytes are no {message_type.__name__} ({error})"
+                with self._lock:
+                    self.guard.reject(Refusal(Cause.BAD_FORM, problem.splitlines()[0]), self._now())
+                return
+            with self._lock:
+                now = self._now()
+                if alone and self._senders.another(name, info, now.steady_s):
+                    self.guard.reject(Refusal(Cause.TWO_SOURCES, f"two publishers take turns on {name}"), now)
+                elif is_command:
+                    use(message, _sent_ns(info, now), now)
+                else:
+                    use(message, None, now)
+
+        self.create_subscription(message_type, name, on_bytes, qos, raw=True)
+
+    def _on_stop(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
+        with self._lock:
+            self.guard.press_stop("service", self._now())
+        response.success, response.message = True, "stopped until ~/clear_stop"
+        return response
+
+    def _on_clear_stop(self, request: Trigger.Request, response: Trigger.Response) -> Trigger.Response:
+        with self._lock:
+            problem = self.guard.clear_stop(self._now())
+        response.success, response.message = not problem, problem or "cleared"
+        self.get_logger().warning(f"clear_stop refused: {problem}" if problem else "the stop was cleared")
+        return response
+
+    # What goes out
+
+    def _advertise(self) -> tuple[Any, Any]:
+        name, message_type, _ = _COMMANDS[self._settings.kind]
+        robot = self._publisher(message_type, f"~/{name}")
+        gripper = GripperOutput(self._settings.gripper.output)
+        if gripper is GripperOutput.NONE:
+            return robot, None
+        name, message_type, _ = _GRIPPERS[gripper]
+        return robot, self._publisher(message_type, f"~/{name}")
+
+    def _publisher(self, message_type: type, topic: str) -> Callable[[Any], None]:
+        publisher: Publisher = self.create_publisher(message_type, topic, COMMAND)
+        name = publisher.topic_name
+        self._outputs.append(name)
+        self._announce(name, message_type)
+
+        def send(message: Any) -> None:
+            raw = serialize_message(message)
+            publisher.publish(raw)
+            self._record(name, raw)
+
+        return send
+
+    def _tick(self) -> None:
+        with self._lock:
+            now = self._now()
+            outcome = self.guard.tick(now)
+            reason = self.guard.reason if outcome.stopped else ""
+            last = self.guard.tally.last
+        self._send(outcome, now.clock_ns)
+        if outcome.stopped and self.black_box is not None:
+            self.black_box.stop(last.cause.value if last is not None else "stop", reason)
+
+    def _send(self, outcome: Outcome, clock_ns: int) -> None:
+        settings = self._settings
+        if outcome.sent is not None:
+            message = robot_message(
+                outcome.sent,
+                clock_ns,
+                settings.base_frame,
+                settings.joints.names,
+                1 / settings.rate_hz,
+                as_array=settings.kind is Output.POSITION_ARRAY,
+            )
+            self._robot(message)
+        if outcome.gripper is not None:
+            if settings.gripper.output == GripperOutput.ARRAY.value:
+                self._gripper(Float64MultiArray(data=[outcome.gripper]))
+            else:
+                self._gripper(gripper_trajectory_message(outcome.gripper, settings.gripper.joint))
+
+    def _on_fault(self, trace: str) -> None:
+        """Zero is right for a twist whatever went wrong; positions are held by who got the last one."""
+        self._fault = trace.strip().splitlines()[-1]
+        self.get_logger().error(
+            f"the guard's loop went on after a fault:\n{trace}", throttle_duration_sec=_LOG_PERIOD_S
+        )
+        if self._settings.kind is Output.TWIST:
+            message = TwistStamped()
+            message.header.frame_id, message.header.stamp = self._settings.base_frame, self.get_clock().now().to_msg()
+            self._robot(message)
+
+    # Bookkeeping
+
+    def _make_black_box(self) -> BlackBox | None:
+        chosen = self._chosen
+        if chosen.black_box_s == 0:
+            return None
+        return BlackBox(Path(chosen.black_box_dir).expanduser(), chosen.black_box_s, chosen.black_box_files)
+
+    def _announce(self, topic: str, message_type: type) -> None:
+        if self.black_box is not None:
+            package = message_type.__module__.partition(".")[0]
+            self.black_box.add_topic(topic, f"{package}/msg/{message_type.__name__}")
+
+    def _record(self, topic: str, raw: bytes) -> None:
+        if self.black_box is not None:
+            self.black_box.record(topic, raw)
+
+    def _look_for_sources(self) -> None:
+        problem = sources_problem(self, self._inputs, self._outputs)
+        with self._lock:
+            self.guard.sources(problem)
+
+    def _log(self) -> None:
+        with self._lock:
+            new, state, reason = self.guard.tally.take_new(), self.guard.state, self.guard.reason
+        now_s = time.monotonic()
+        for refusal in new:
+            if now_s - self._logged_s.get(refusal.cause, -np.inf) >= _LOG_PERIOD_S:
+                self._logged_s[refusal.cause] = now_s
+                self.get_logger().warning(f"refused, {refusal.cause.value}: {refusal.detail}")
+        if state is not self._seen:
+            self._seen = state
+            self.get_logger().info(f"{state.value}: {reason}" if reason else state.value)
+
+    def _statuses(self) -> dict[str, DiagnosticStatus]:
+        with self._lock:
+            guard = self.guard
+            state, reason, stalls = guard.state, guard.reason, guard.stalls
+            counts, last = dict(guard.tally.counts), guard.tally.last
+        values = {f"refused_{cause.value}": counts.get(cause, 0) for cause in Cause}
+        said = f"{last.cause.value}: {last.detail}" if last is not None else "(none)"
+        gate = make_status(
+            _LEVELS[state], f"{state.value}: {reason}" if reason else state.value, {"last_cause": said, **values}
+        )
+        return {"gate": gate, "loop": self._loop_status(stalls), **self._black_box_status()}
+
+    def _loop_status(self, stalls: int) -> DiagnosticStatus:
+        figures, fault = self._loop.take_figures(), self._fault
+        self._fault = ""
+        values: dict[str, object] = {"ticks": figures.ticks, "stalls": stalls}
+        if figures.ticks:
+            for name, seconds in (("late", figures.late_s), ("took", figures.took_s)):
+                values[f"{name}_p50_ms"] = f"{np.median(seconds) * 1e3:.2f}"
+                values[f"{name}_p99_ms"] = f"{np.percentile(seconds, 99) * 1e3:.2f}"
+                values[f"{name}_max_ms"] = f"{seconds.max() * 1e3:.2f}"
+        if fault:
+            return make_status(DiagnosticStatus.ERROR, f"the loop went on after a fault: {fault}", values)
+        return make_status(DiagnosticStatus.OK, "the loop runs", values)
+
+    def _black_box_status(self) -> dict[str, DiagnosticStatus]:
+        box = self.black_box
+        if box is None:
+            return {}
+        box.look()
+        values = {"messages_lost": box.lost, "last_file": box.last_file or "(none)"}
+        if box.problem:
+            return {"black box": make_status(DiagnosticStatus.WARN, box.problem, values)}
+        return {"black box": make_status(DiagnosticStatus.OK, "recording", values)}
+
+    def _now(self) -> Instant:
+        return Instant(time.monotonic(), self.get_clock().now().nanoseconds)
+
+
+def _sent_ns(info: Any, now: Instant) -> int | None:
+    """When a message was sent, on the node's clock; for kinds without a stamp."""
+    source_ns = info.get("source_timestamp", 0) if isinstance(info, dict) else 0
+    return now.clock_ns - (time.time_ns() - source_ns) if source_ns else None
+
+
+def main() -> None:
+    """Runs the node; the exit code is 2 for a parameter that a user can mend."""
+    sys.exit(run_node("guard", GuardNode, close=GuardNode.close))

@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever comes in, what goes out stays within the limits, and stops within the stated time."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.guarding import BASE, HOME, JOINTS, LIMITS, UPRIGHT, Rig, rig, velocities
+from support.guarding import settings as guard_settings
+
+from specvla_ros.control.guard.cause import Cause
+from specvla_ros.control.guard.commands import (
+    JointCommand,
+    JointPositions,
+    SentJoints,
+    SentPose,
+    Stamp,
+    ToolPose,
+    TwistCommand,
+)
+from specvla_ros.control.guard.guard import STALL_S, GripperCommand, Guard, State
+from specvla_ros.control.guard.settings import GripperLimits
+from specvla_ros.errors import UserError
+
+OUTPUTS = ("twist", "pose", "joint_trajectory", "position_array")
+FAULTS = (
+    *("none", "none", "none", "no_command", "no_tool", "no_joints", "no_enable", "no_action", "wild", "nan", "frame"),
+    *("stop", "clear", "disable", "tool_nan", "tool_jump", "joints_jump", "clock_back", "clock_ahead", "clock_still"),
+    *("old_command", "gripper_nan", "sources"),
+)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Some ticks with one fault."""
+
+    fault: str
+    ticks: int
+    dt_s: float
+    seed: int
+
+
+stretches = st.builds(
+    Stretch,
+    st.sampled_from(FAULTS),
+    st.integers(1, 80),
+    st.sampled_from([0.001, 0.005, 0.01, 0.01, 0.01, 0.03, 0.09, 0.3]),
+    st.integers(0, 2**31),
+)
+
+
+def wild(output: str, each: Rig, random: np.random.Generator):
+    """A command of any size."""
+    scale = 10.0 ** random.uniform(-3, 3)
+    if output == "twist":
+        return TwistCommand(each.stamp, random.normal(size=6) * scale)
+    if output == "pose":
+        turn = random.normal(size=4)
+        return ToolPose(each.stamp, each.tool + random.normal(size=3) * scale, tuple(turn / np.linalg.norm(turn)))
+    points = int(random.integers(1, 5))
+    positions = each.joints + random.normal(size=(points, 2)) * scale
+    stamp = Stamp(None if output == "position_array" else each.clock_ns)
+    return JointCommand(stamp, None, positions, np.cumsum(random.uniform(0.001, 0.2, points)))
+
+
+def suffer(each: Rig, stretch: Stretch, truth: "Truth") -> None:
+    """One stretch, and what must then be true."""
+    random = np.random.default_rng(stretch.seed)
+    for _ in range(stretch.ticks):
+        fault, guard = stretch.fault, each.guard
+        clock_s = {"clock_back": -1.0, "clock_ahead": 5.0, "clock_still": 0.0}.get(fault, stretch.dt_s)
+        each.advance(stretch.dt_s, clock_s=clock_s)
+        without = {fault.removeprefix("no_")} if fault.startswith("no_") else set()
+        command = None
+        if fault == "wild":
+            command = wild(each.output, each, random)
+        elif fault in ("nan", "frame", "old_command"):
+            command = spoiled(each.command(), fault)
+        elif fault == "tool_nan":
+            without = {"tool"}
+            guard.tool(ToolPose(each.stamp, np.array([np.nan, 0, 0]), UPRIGHT), each.now)
+        elif fault == "tool_jump":
+            each.tool = random.uniform(-1, 1, 3)
+        elif fault == "joints_jump":
+            each.joints = random.uniform(-3, 3, 2)
+        elif fault == "stop":
+            guard.press_stop("test", each.now)
+        elif fault == "clear":
+            truth.stopped &= guard.clear_stop(each.now) != ""
+        elif fault == "disable":
+            without = {"enable"}
+            guard.enable(False, each.now)
+        elif fault == "gripper_nan":
+            guard.gripper(GripperCommand(None, np.array([np.nan])), each.now)
+        guard.sources("two" if fault == "sources" else "")
+        each.hear(without, command)
+        truth.note(each, fault, without)
+        each.tick()
+        truth.check(each)
+
+
+def spoiled(command, fault: str):
+    if fault == "old_command":
+        stamp = command.stamp
+        return replace(command, stamp=replace(stamp, ns=stamp.ns - 10**9 if stamp.ns is not None else None))
+    if fault == "frame" and not isinstance(command, JointCommand):
+        return replace(command, stamp=replace(command.stamp, frame_id="camera"))
+    if isinstance(command, TwistCommand):
+        return replace(command, velocity=command.velocity * np.nan)
+    if isinstance(command, ToolPose):
+        return replace(command, position=command.position * np.nan)
+    return replace(command, positions=command.positions * np.nan)
+
+
+class Truth:
+    """What must hold, told from the inputs alone: since when there is a reason to stop."""
+
+    def __init__(self, each: Rig) -> None:
+        self.heard_s = dict.fromkeys(("command", "tool", "enable"), each.steady_s)
+        self.stopped = False
+        self.reason_s: float | None = None
+
+    def note(self, each: Rig, fault: str, without: set[str]) -> None:
+        judged = (
+            {"nan", "frame", "wild"} if each.output == "position_array" else {"nan", "frame", "wild", "old_command"}
+        )
+        for name in self.heard_s:
+            if name not in without and not (name == "command" and fault in judged):
+                self.heard_s[name] = each.steady_s
+        if fault == "stop":
+            self.stopped = True
+        limits_s = {"command": 0.1, "tool": 0.2, "enable": 0.5}
+        silent = any(each.steady_s - self.heard_s[name] > limit for name, limit in limits_s.items())
+        if fault in ("nan", "disable", "sources", "tool_nan", "stop") or silent or self.stopped:
+            self.reason_s = each.steady_s if self.reason_s is None else self.reason_s
+        else:
+            self.reason_s = None
+
+    def check(self, each: Rig) -> None:
+        if self.reason_s is None or each.steady_s - self.reason_s < 0.2:
+            return
+        for at_s, _, velocity in velocities(each.sent[-2:]):
+            assert np.abs(velocity).max() < 1e-9, (at_s - self.reason_s, velocity, each.guard.reason)
+
+
+def assert_within_limits(each: Rig) -> None:
+    found = velocities(each.sent)
+    of_joints = each.output not in ("twist", "pose")
+    speed = np.array(JOINTS.max_speed) if of_joints else np.array([LIMITS.linear_speed, LIMITS.angular_speed])
+    acceleration = (
+        np.array(JOINTS.max_acceleration)
+        if of_joints
+        else np.array([LIMITS.linear_acceleration, LIMITS.angular_acceleration])
+    )
+    last_s, last = -np.inf, None
+    for at_s, dt_s, velocity in found:
+        length = np.linalg.norm(velocity, axis=1)
+        assert np.isfinite(length).all()
+        assert (length <= speed * (1 + 1e-6) + 1e-9).all(), (at_s, length)
+        if dt_s > STALL_S:
+            assert length.max() < 1e-9, "a process that did not run begins at rest"
+        elif last is not None and abs(at_s - dt_s - last_s) < 1e-9:
+            change = np.linalg.norm(velocity - last, axis=1)
+            assert (change <= acceleration * dt_s * (1 + 1e-6) + 1e-6).all(), (at_s, dt_s, change)
+        last_s, last = at_s, velocity
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@given(st.lists(stretches, min_size=1, max_size=25))
+@settings(max_examples=60)
+def test_whatever_comes_in_the_output_stays_within_limits_and_stops_in_time(output: str, plan: list[Stretch]) -> None:
+    each = rig(output)
+    each.until_passing()
+    truth = Truth(each)
+    for stretch in plan:
+        suffer(each, stretch, truth)
+    assert_within_limits(each)
+    assert_inside(each)
+
+
+def assert_inside(each: Rig) -> None:
+    """What goes out never leaves the workspace, nor gets further out of it than where the robot was found."""
+    for (_, before), (_, now) in zip(each.sent, each.sent[1:], strict=False):
+        if isinstance(now, SentPose) and isinstance(before, SentPose):
+            if np.abs(now.position - before.position).max() < 0.05:  # not anchored anew at another place
+                low, high = (
+                    np.minimum(LIMITS.workspace_min, before.position),
+                    np.maximum(LIMITS.workspace_max, before.position),
+                )
+                assert (now.position >= low - 1e-6).all() and (now.position <= high + 1e-6).all()
+        elif isinstance(now, SentJoints) and isinstance(before, SentJoints):
+            low, high = (
+                np.minimum(JOINTS.position_min, before.positions),
+                np.maximum(JOINTS.position_max, before.positions),
+            )
+            if np.abs(now.positions - before.positions).max() < 0.2:
+                assert (now.positions >= low - 1e-6).all() and (now.positions <= high + 1e-6).all()
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_right_driver_is_followed_closely(output: str) -> None:
+    each = rig(output)
+    each.until_passing()
+    each.run(1.0)
+    for _ in range(600):
+        each.run(0.01)
+        assert each.guard.state is State.PASSING, each.guard.reason
+        if output == "twist":
+            np.testing.assert_allclose(each.sent[-1][1].velocity, each.command().velocity, atol=1e-6)
+        elif output == "pose":
+            np.testing.assert_allclose(each.sent[-1][1].position, each.command().position, atol=0.002)
+        else:
+            wanted = 0.2 * np.sin(0.6 * each.phase_s) * np.array([2.0, -1.0])
+            np.testing.assert_allclose(each.sent[-1][1].positions, wanted, atol=0.004)
+    assert not each.guard.tally.counts.keys() & {cause for cause in Cause if cause.latches}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@given(st.data())
+@settings(max_examples=20)
+def test_a_jittery_machine_stops_nobody(output: str, data: st.DataObject) -> None:
+    each = rig(output)
+    each.until_passing()
+    random = np.random.default_rng(data.draw(st.integers(0, 2**31)))
+    for _ in range(300):
+        each.advance(float(random.choice([0.002, 0.01, 0.01, 0.03, 0.06])))
+        each.hear({"command"} if random.random() < 0.2 else ())
+        each.tick()
+        latched = [cause for cause in each.guard.tally.counts if cause.latches]
+        assert not latched, each.guard.tally.last
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_bad_command_latches_until_it_is_cleared(output: str) -> None:
+    each = rig(output)
+    each.until_passing()
+    each.run(0.3)
+    each.advance(0.01)
+    each.hear(command=spoiled(each.command(), "nan"))
+    assert each.tick().stopped
+    each.run(1.0)
+    assert each.guard.state is State.STOPPED
+    assert "NaN" in each.guard.reason
+    assert each.guard.clear_stop(each.now) == ""
+    each.until_passing()
+
+
+def test_clear_is_refused_while_the_cause_persists() -> None:
+    each = rig("twist")
+    each.until_passing()
+    for _ in range(100):
+        each.advance(0.01)
+        each.hear(command=spoiled(each.command(), "nan"))
+        each.tick()
+    assert "persists" in each.guard.clear_stop(each.now)
+    assert each.guard.state is State.STOPPED
+
+
+@pytest.mark.parametrize(
+    ("missing", "cause"),
+    [
+        ("command", Cause.DRIVER_SILENT),
+        ("action", Cause.POLICY_SILENT),
+        ("tool", Cause.STATE_MISSING),
+        ("enable", Cause.NOT_ENABLED),
+    ],
+)
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_silence_holds_and_ends_by_itself(output: str, missing: str, cause: Cause) -> None:
+    each = rig(output)
+    each.until_passing()
+    each.run(1.6, without=[missing])
+    assert each.guard.state is State.HOLDING
+    assert cause in each.guard.tally.counts
+    assert cause.value in each.guard.reason
+    each.until_passing()
+
+
+def test_a_silent_policy_does_not_end_a_standstill() -> None:
+    each = rig("twist")
+    each.until_passing()
+    still = TwistCommand(each.stamp, np.zeros(6))
+    for _ in range(200):
+        each.advance(0.01)
+        each.hear({"action"}, replace(still, stamp=each.stamp))
+        each.tick()
+    assert each.guard.state is State.PASSING
+
+
+@pytest.mark.parametrize("kind", ["older", "same", "ahead"])
+def test_measurements_that_are_no_news_count_as_missing(kind: str) -> None:
+    each = rig("twist")
+    each.until_passing()
+    frozen = each.clock_ns
+    for _ in range(50):
+        each.advance(0.01)
+        each.hear({"tool"})
+        stamp = {"older": each.clock_ns - 10**9, "same": frozen, "ahead": each.clock_ns + 10**9}[kind]
+        each.guard.tool(ToolPose(Stamp(stamp, BASE), each.tool, UPRIGHT), each.now)
+        each.tick()
+    assert Cause.STATE_MISSING in {refusal.cause for refusal in each.guard._failing}
+
+
+def test_actions_of_old_pictures_are_no_sign_of_life() -> None:
+    each = rig("twist")
+    each.until_passing()
+    for _ in range(200):
+        each.advance(0.01)
+        each.hear({"action"})
+        each.guard.action(Stamp(each.clock_ns - 5 * 10**9, BASE), "lift", each.now)
+        each.tick()
+    assert "5.000 s old" in each.guard.reason
+
+
+@pytest.mark.parametrize("output", ["pose", "joint_trajectory"])
+def test_motion_does_not_resume_with_a_command_from_afar(output: str) -> None:
+    each = rig(output, max_lead_m=0.05, max_lead_rad=0.1)
+    each.until_passing()
+    each.run(0.5)
+    held = each.sent[-1]
+    each.run(2.0, without=["enable"])
+    each.run(1.0)
+    assert each.guard.state is State.HOLDING
+    assert {Cause.FAR, Cause.NOT_NEAR} & each.guard.tally.counts.keys()
+    moved = max(np.abs(velocity).max() for _, _, velocity in velocities(each.sent[-100:]))
+    assert moved == 0
+    assert held is not each.sent[-1]
+
+
+def test_a_robot_that_was_moved_by_hand_is_not_held_where_it_was() -> None:
+    each = rig("pose")
+    each.until_passing()
+    each.run(0.2)
+    each.run(1.0, without=["enable"])
+    assert each.sent[-1][1] is not None
+    each.tool = HOME + np.array([0.2, 0.2, 0.1])
+    each.run(0.1, without=["enable", "command"])
+    assert each.sent[-1][1] is None
+
+
+def test_a_blocked_robot_latches() -> None:
+    each = rig("twist")
+    each.until_passing()
+    each._follow = lambda sent: None
+    each.run(3.0)
+    assert each.guard.tally.counts[Cause.NOT_FOLLOWING] == 1
+    assert each.guard.state is State.STOPPED
+
+
+def test_a_twist_out_of_the_workspace_stops_before_the_edge_and_one_back_in_goes() -> None:
+    each = rig("twist")
+    each.until_passing()
+
+    def drive(seconds: float, speed: float) -> None:
+        for _ in range(round(seconds * 100)):
+            each.advance(0.01)
+            each.hear(command=TwistCommand(each.stamp, np.array([0, speed, 0, 0, 0, 0])))
+            each.tick()
+
+    drive(6.0, 0.12)
+    assert LIMITS.workspace_max[1] - 0.02 < each.tool[1] <= LIMITS.workspace_max[1] + 0.01
+    assert Cause.OUTSIDE in each.guard.tally.counts
+    there = each.tool[1]
+    drive(2.0, -0.12)
+    assert each.tool[1] < there - 0.1
+
+
+def test_a_confirmation_is_of_one_instruction() -> None:
+    each = rig("twist", require_confirm=True)
+    each.run(1.0)
+    assert "nobody confirmed 'lift'" in each.guard.reason
+    each.guard.confirm("lift")
+    each.until_passing()
+    each.guard.instruction("drop")
+    each.run(0.1)
+    assert each.guard.state is State.HOLDING
+    each.guard.instruction("lift")
+    each.run(1.0)
+    assert each.guard.state is State.HOLDING, "an instruction that comes back needs another confirmation"
+
+
+def test_a_confirmation_may_come_before_the_policy_has_heard_of_it() -> None:
+    each = rig("twist", require_confirm=True)
+    each.guard.instruction("lift")
+    each.guard.confirm("lift")
+    each.guard.action(each.stamp, "the one before", each.now)
+    each.until_passing()
+
+
+def test_the_gripper_moves_only_while_motion_passes() -> None:
+    each = rig("twist")
+    each.guard.gripper(GripperCommand(None, np.array([0.04])), each.now)
+    assert each.tick().gripper is None
+    each.until_passing()
+    assert [outcome.gripper for outcome in each.outcomes if outcome.gripper is not None] == [0.04]
+    each.guard.gripper(GripperCommand(("finger",), np.array([0.05])), each.now)
+    each.run(0.01)
+    assert each.guard.state is State.HOLDING
+    assert each.outcomes[-1].gripper is None
+
+
+def test_joints_of_another_part_do_not_matter() -> None:
+    each = rig("joint_trajectory")
+    each.until_passing()
+    each.guard.joints(JointPositions(each.stamp, ("base_wheel",), np.array([np.nan])), each.now)
+    each.run(0.05)
+    assert each.guard.state is State.PASSING
+
+
+def test_a_trajectory_of_several_points_is_followed_to_its_end() -> None:
+    each = rig("joint_trajectory", command_timeout_s=1.0)
+    each.until_passing()
+    start = each.joints.copy()
+    path = start + np.outer([0.0, 0.1, 0.2], [1.0, 1.0])
+    each.guard.command(JointCommand(Stamp(each.clock_ns + 1), None, path, np.array([0.0, 0.4, 0.8])), each.now)
+    each.run(0.9, without=["command"])
+    np.testing.assert_allclose(each.sent[-1][1].positions, path[-1], atol=0.002)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"output": "none"}, "'output' is not set"),
+        ({"gripper": GripperLimits(output="array")}, "gripper.open_value"),
+        ({"limits": replace(LIMITS, linear_speed=0.0)}, "limits.linear_speed"),
+        ({"stop_time_s": 0.05}, "stop_time_s promises 0.05 s"),
+    ],
+)
+def test_settings_that_guard_nothing_are_refused(changes: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words.replace(".", r"\.")):
+        Guard(replace(guard_settings("twist"), **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"names": ("",)}, "joints.names"),
+        ({"max_speed": (1.0, 1.0, 1.0)}, "joints.max_speed: 2 numbers"),
+        ({"position_min": (3.0, 0.0)}, "smaller"),
+        ({"max_acceleration": (0.0,)}, "joints.max_acceleration"),
+    ],
+)
+def test_joint_limits_that_are_missing_are_refused(changes: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Guard(replace(guard_settings("position_array"), joints=replace(JOINTS, **changes)))
