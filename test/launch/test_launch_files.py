@@ -20,7 +20,7 @@ def description(name: str):
     return module.generate_launch_description()
 
 
-@pytest.mark.parametrize("name", ["bringup", "desktop", "orin", "replay", "simulation"])
+@pytest.mark.parametrize("name", ["bringup", "desktop", "orin", "replay", "robot", "simulation"])
 def test_every_argument_is_described(name: str) -> None:
     arguments = description(name).get_launch_arguments()
     assert {"checkpoint", "instruction", "params_file", "image_topic"} <= {argument.name for argument in arguments}
