@@ -43,7 +43,7 @@ def main(
     out: Out = None,
 ) -> None:
     """Runs the classes one after the other."""
-    result = result_head(context, **{name: metadata.version(name) for name in _LIBRARIES})
+    result = result_head(context, None, **{name: metadata.version(name) for name in _LIBRARIES})
     console = Console(stderr=True)
     torch.set_num_threads(1)
     classes: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def _checkpoint(directory: Path) -> Path:
     whole = directory / "model.safetensors"
     tensors = load_file(whole)
     whole.unlink()
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for part in range(2):
         names = sorted(tensors)[part::2]
         file = f"model-0000{part + 1}-of-00002.safetensors"
