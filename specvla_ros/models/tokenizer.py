@@ -29,8 +29,8 @@ def settle_tokenizer(tokenizer: Tokenizer, path: Path, vocab_size: int) -> None:
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", 0))
     if largest >= vocab_size:
         raise UserError(
-            f"{path} gives {shown(token)} the id {largest}, but the model has embeddings for {vocab_size}: it belongs to "
-            "another checkpoint, or is damaged; copy the file again"
+            f"{path} gives {shown(token)} the id {largest}, but the model has embeddings for {vocab_size}: it belongs "
+            "to another checkpoint, or is damaged; copy the file again"
         )
     tokenizer.no_truncation()
     tokenizer.no_padding()
