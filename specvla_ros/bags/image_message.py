@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image as PillowImage
 
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, shortened
 
 NANOSECONDS = 1_000_000_000
 
@@ -41,7 +41,6 @@ _LAYOUTS = {
     "rgb16": _Layout(6, "rgb8", word_bytes=2),
     "bgr16": _Layout(6, "bgr8", word_bytes=2),
     "mono16": _Layout(2, "mono8", word_bytes=2),
-    "16uc1": _Layout(2, "mono8", word_bytes=2),
     "yuv422": _Layout(2, "uyvy", even=("width",)),
     "uyvy": _Layout(2, "uyvy", even=("width",)),
     "yuv422_yuy2": _Layout(2, "yuyv", even=("width",)),
@@ -53,6 +52,12 @@ _LAYOUTS = {
     "bayer_gbrg8": _Layout(1, "bayer_gbrg8", even=_BOTH),
     "bayer_grbg8": _Layout(1, "bayer_grbg8", even=_BOTH),
 }
+
+# Distances, whose bytes would pass for brightness.
+_DEPTH = ("16uc1", "32fc1")
+# What image_transport writes, and WebP. Pillow knows some forty formats more, one of which starts an interpreter.
+_COMPRESSED = ("JPEG", "PNG", "WEBP")
+_MAX_PIXELS = 36_000_000  # 8K video; an image of a few hundred kB may claim gigabytes
 
 SUPPORTED_ENCODINGS = tuple(name.replace("uc", "UC") for name in _LAYOUTS)
 
@@ -95,6 +100,11 @@ def _checked(message: Any) -> tuple[_Layout, np.ndarray]:
     if height < 1 or width < 1:
         raise UserError(f"the image is empty: {width} x {height}; check the camera driver")
     layout = _LAYOUTS.get(message.encoding.lower())
+    if message.encoding.lower() in _DEPTH:
+        raise UserError(
+            f"the image encoding '{message.encoding}' is a depth image's; remap the topic `image` to the camera's "
+            "colour image. A driver that means grey by it must say mono16"
+        )
     if layout is None:
         raise UserError(
             f"the image encoding '{message.encoding}' is not supported; let the driver publish one of: "
@@ -197,23 +207,33 @@ def _demosaiced(mosaic: np.ndarray, encoding: str) -> np.ndarray:
 
 
 def rgb_from_compressed(message: Any) -> np.ndarray:
-    """The pixels of a sensor_msgs/CompressedImage (JPEG, PNG) as RGB uint8 [height, width, 3]."""
-    if "compresseddepth" in message.format.lower():
+    """The pixels of a sensor_msgs/CompressedImage (JPEG, PNG, WebP) as RGB uint8 [height, width, 3]."""
+    encoding = message.format.split(";")[0].strip().lower()  # as image_transport begins it
+    if "compresseddepth" in message.format.lower() or encoding in _DEPTH:
         raise UserError(
-            f"the compressed image has format '{message.format}', which is a depth image; "
-            "remap image/compressed to a colour camera"
+            f"the compressed image has format '{shortened(message.format)}', which is a depth image's; remap the topic "
+            "image/compressed to a colour camera"
         )
     data = bytes(message.data)
     if not data:
         raise UserError("the compressed image is empty (0 bytes); check the camera driver")
     try:
-        with PillowImage.open(io.BytesIO(data)) as picture:
+        with PillowImage.open(io.BytesIO(data), formats=_COMPRESSED) as picture:
+            _check_size(picture)
             return _rgb_from_picture(picture)
-    except (OSError, ValueError, SyntaxError, EOFError, PillowImage.DecompressionBombError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # decoders raise whatever they like, and each broken image must count as one
         raise UserError(
-            f"the compressed image (format '{message.format}', {len(data)} bytes) cannot be decoded: {error}; "
-            "it is cut off, or no JPEG or PNG"
+            f"the compressed image (format '{shortened(message.format)}', {len(data)} bytes) cannot be decoded: "
+            f"{shortened(str(error))}; it is cut off, or no JPEG, PNG or WebP"
         ) from error
+
+
+def is_grey(message: Any) -> bool:
+    """Whether an Image or CompressedImage says that it has no colours."""
+    encoding: str = message.format if hasattr(message, "format") else message.encoding
+    return "mono" in encoding.lower() or "8uc1" in encoding.lower()
 
 
 def stamp_ns(header: Any) -> int:
@@ -235,9 +255,19 @@ def stamp_ns(header: Any) -> int:
     return seconds * NANOSECONDS + nanoseconds
 
 
+def _check_size(picture: PillowImage.Image) -> None:
+    """Before anything is decoded."""
+    width, height = picture.size
+    if width * height > _MAX_PIXELS:
+        raise UserError(
+            f"the compressed image has {width} x {height} pixels, at most {_MAX_PIXELS // 10**6} million are decoded; "
+            "let the camera driver publish a smaller one"
+        )
+
+
 def _rgb_from_picture(picture: PillowImage.Image) -> np.ndarray:
     # Pillow clips 16-bit grey to 255 when it converts.
     if picture.mode.startswith("I"):
-        grey = np.clip(np.asarray(picture).astype(np.int64), 0, 65535)
+        grey = np.clip(np.asarray(picture).astype(np.int32), 0, 65535)
         return np.repeat(_to_8_bits(grey)[:, :, None], 3, axis=2)
     return np.asarray(picture.convert("RGB"))

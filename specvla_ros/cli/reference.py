@@ -11,7 +11,8 @@ same.
 Parameters are set in a ROS 2 parameter file (`params_file:=` of the launch files, `--params-file` of the commands), by
 `-p name:=value` (`ros2 run … --ros-args`; `decode.*`, `draft.*` and `acceptance.*` also at every command that runs a
 policy) and in Python by keywords with underscores for dots (`draft_nodes=16`). Those marked *live* may change while the
-node runs.
+node runs. The policy reads the others when it is configured (`image_transport` and `image_reliability` when it is
+activated): they change before, and are refused afterwards with the transitions that are needed.
 """
 
 
@@ -20,15 +21,19 @@ def reference() -> str:
     from specvla_ros.ros.bag_player import BagPlayerParameters
     from specvla_ros.ros.driver.parameters import DriverParameters
     from specvla_ros.ros.guard.parameters import GuardParameters
+    from specvla_ros.ros.live_view import LiveViewParameters
     from specvla_ros.ros.policy.parameters import PolicyParameters
     from specvla_ros.ros.sim_robot.parameters import SimRobotParameters
+    from specvla_ros.ros.task.parameters import TaskParameters
 
     nodes = {
         "policy": PolicyParameters(),
         "driver": DriverParameters(),
         "guard": GuardParameters(),
+        "task": TaskParameters(),
         "sim_robot": SimRobotParameters(),
         "bag_player": BagPlayerParameters(),
+        "live_view": LiveViewParameters(),
     }
     return "\n".join([_HEAD, *(_table(name, settings) for name, settings in nodes.items())])
 

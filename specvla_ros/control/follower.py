@@ -195,6 +195,11 @@ class ActionFollower:
         """The motion's own time: a control loop that comes late must not make up for it by a leap."""
         return self._motion_s + min(max(0.0, now_s - self._stepped_s), _MAX_ADVANCE_S)
 
+    def follows(self, sent: Pose, measured: Pose) -> bool:
+        """Whether a tool that was sent to one pose and measured at another counts as following."""
+        error_m, error_rad = sent.distance(measured)
+        return error_m <= self._following_error_m and error_rad <= self._following_error_rad
+
     def _check(self, action: StampedAction, now_s: float) -> None:
         values = action.values
         if values.ndim != 2 or not len(values) or values.shape[1] not in (_POSE_VALUES, _POSE_VALUES + 1):
@@ -242,9 +247,7 @@ class ActionFollower:
             sent = self._sent.at(stamp_s)
         except PoseUnknownError:  # just begun
             return measured
-        error_m, error_rad = sent.distance(measured)
-        follows = error_m <= self._following_error_m and error_rad <= self._following_error_rad
-        return sent if follows else measured
+        return sent if self.follows(sent, measured) else measured
 
     def _note_pace(self, action: StampedAction, now_s: float) -> None:
         dt_s = action.convention.dt_s

@@ -4,7 +4,7 @@
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from specvla_ros.control.convention_settings import ConventionSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DecodeRecord, DropReason, StageTimings
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, missing_package
 from specvla_ros.evaluation.provenance import checkpoint_hashes, file_hashes, head
 from specvla_ros.evaluation.replay_summary import (
     FrameRecord,
@@ -98,15 +98,18 @@ class ReplayRun:
         return True
 
     def finish(self, *, thresholds: Thresholds, incomplete: str, context: Mapping[str, Any]) -> ReplaySummary:
-        """Writes the summary, the report and the end of the bag."""
-        self._lines.close()
-        self._recorder.close()
+        """Writes the end of the bag, the report and, when all else is there, the summary."""
+        with closing(self._recorder):
+            self._lines.close()
         in_bag = self._pictures.frames
         summary = summarise(
             self._columns, frames_in_bag=in_bag, thresholds=thresholds, incomplete=incomplete, context=context
         )
+        try:
+            write_replay_report(self._directory.path / REPORT_FILE, summary, self._columns, self._pictures)
+        except ModuleNotFoundError as error:  # a robot has no Plotly
+            _tell(f"there is no {REPORT_FILE}: {missing_package(error)}")
         self._directory.write_json(SUMMARY_FILE, summary.as_json())
-        write_replay_report(self._directory.path / REPORT_FILE, summary, self._columns, self._pictures)
         return summary
 
     def _answered(self, frame: BagFrame, action: Action, received_ns: int) -> FrameRecord:
@@ -231,7 +234,7 @@ def replay(
     with open_bag(bag_path) as bag:
         chosen = choose_topics(bag, topics)
         if chosen.note:
-            Console(stderr=True).print(chosen.note, markup=False, highlight=False, soft_wrap=True)
+            _tell(chosen.note)
         instruction = topics.instruction
         convention = action.convention(policy.unnorm_key, policy.codec.dt_s)
         meaning = ActionMeaning(convention, policy.unnorm_key, _BASE_FRAME)
@@ -256,6 +259,10 @@ def replay(
             raise
         with directory.reporting_errors(_HINT):
             return run.finish(incomplete=incomplete, **ending)
+
+
+def _tell(text: str) -> None:
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def check_replay(bag_path: str | Path, out_dir: str | Path, topics: TopicChoice = _DEFAULT_TOPICS) -> None:

@@ -38,6 +38,10 @@ class DiagnosticsPublisher:
         self._publisher = node.create_publisher(DiagnosticArray, "/diagnostics", DIAGNOSTICS)
         self._timer = node.create_timer(period_s, self._publish, clock=Clock(clock_type=ClockType.STEADY_TIME))
 
+    def set_period(self, period_s: float) -> None:
+        """Publishes at another period from now on."""
+        self._timer.timer_period_ns = round(period_s * 1e9)
+
     def _publish(self) -> None:
         array = DiagnosticArray()
         array.header.stamp = self._clock.now().to_msg()

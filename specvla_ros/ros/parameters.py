@@ -2,12 +2,15 @@
 """ROS parameters from the tree of settings that declares them."""
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
-from rcl_interfaces.msg import FloatingPointRange, IntegerRange, ParameterDescriptor
+from rcl_interfaces.msg import FloatingPointRange, IntegerRange, ParameterDescriptor, SetParametersResult
+from rcl_interfaces.srv import SetParameters, SetParametersAtomically
 from rclpy.exceptions import ParameterException
 from rclpy.node import Node
+from rclpy.parameter import Parameter
 
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import Declared, hint, walk, with_values
@@ -15,21 +18,68 @@ from specvla_ros.settings.parameter import Declared, hint, walk, with_values
 Parameters = TypeVar("Parameters")
 
 
-def declare_parameters(node: Node, kind: type[Parameters]) -> None:
+def declare_parameters(node: Node, kind: type[Parameters], *, lifecycle: bool = False) -> None:
     """Declares every parameter of `kind` at the node.
+
+    Args:
+        node: that gets them.
+        kind: class that declares them.
+        lifecycle: whether those that are not writable are read anew whenever the node is configured: ROS does not know
+            them as read-only then, and the node refuses changes in between with `refuse_fixed`.
 
     Raises:
         UserError: a value of the wrong type, out of range or not among the choices.
     """
     for declared in walk(kind()):
         try:
-            value = node.declare_parameter(declared.name, declared.value, _descriptor(declared)).value
+            value = node.declare_parameter(declared.name, declared.value, _descriptor(declared, lifecycle)).value
         except ParameterException as error:
             given = _overrides(node).get(declared.name)
             raise UserError(declared.problem(given.value) if given else str(error)) from None
         problem = declared.problem(_hashable(value))
         if problem:
             raise UserError(problem)
+    _answer_unknown_types(node)
+
+
+def check_values(kind: type[Parameters], changed: Mapping[str, Any]) -> None:
+    """Looks at each new value by itself; ROS knows types and ranges, but no choices.
+
+    Raises:
+        UserError: one is not allowed.
+    """
+    for declared in walk(kind()):
+        problem = declared.problem(_hashable(changed[declared.name])) if declared.name in changed else ""
+        if problem:
+            raise UserError(problem)
+
+
+def refuse_fixed(
+    node: Node, kind: type[Parameters], changed: Mapping[str, Any], *, read_in_activate: Collection[str], active: bool
+) -> None:
+    """Refuses changes of what a lifecycle node has already read; for one that is configured.
+
+    Args:
+        node: whose values count: the same value again is no change.
+        kind: class that declares the parameters.
+        changed: new values by name.
+        read_in_activate: parameters that are not read before the node is activated.
+        active: whether it is.
+
+    Raises:
+        UserError: one was read, with the transitions after which it can change.
+    """
+    for declared in walk(kind()):
+        name = declared.name
+        if declared.parameter.writable or name not in changed or (name in read_in_activate and not active):
+            continue
+        if _hashable(changed[name]) == _hashable(node.get_parameter(name).value):
+            continue
+        command = f"`ros2 lifecycle set {node.get_fully_qualified_name()}"
+        if name in read_in_activate:
+            raise UserError(f"'{name}' is read when the node is activated: {command} deactivate` first, then set it")
+        before = f"{command} deactivate` and " if active else ""
+        raise UserError(f"'{name}' is read when the node is configured: {before}{command} cleanup` first, then set it")
 
 
 def read_parameters(node: Node, kind: type[Parameters], changed: Mapping[str, Any] | None = None) -> Parameters:
@@ -44,11 +94,16 @@ def read_parameters(node: Node, kind: type[Parameters], changed: Mapping[str, An
     return with_values(defaults, {name: _hashable(value) for name, value in values.items()})
 
 
-def unknown_parameters(node: Node) -> dict[str, str]:
-    """Parameters that were given but that the node does not have, each with a hint. ROS ignores them silently."""
-    declared = [*node.get_parameters_by_prefix(""), *filter(node.has_parameter, _overrides(node))]
+def unknown_parameters(node: Node, declared_later: Collection[str] = ()) -> dict[str, str]:
+    """Parameters that were given but that the node does not have, each with a hint. ROS ignores them silently.
+
+    Args:
+        node: that was given them.
+        declared_later: parameters that the node will have, as those of subscriptions that it has not made yet.
+    """
+    declared = [*node.get_parameters_by_prefix(""), *filter(node.has_parameter, _overrides(node)), *declared_later]
     known = dict.fromkeys(declared)
-    unknown = [name for name in _overrides(node) if name not in known and not name.startswith("qos_overrides")]
+    unknown = [name for name in _overrides(node) if name not in known]
     hints = {name: hint(name, known) for name in unknown}
     return {name: text if text.startswith("did you mean") else "it is ignored" for name, text in hints.items()}
 
@@ -57,9 +112,37 @@ def _hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, (list, array)) else value
 
 
-def _descriptor(declared: Declared) -> ParameterDescriptor:
+def is_given(node: Node, name: str) -> bool:
+    """Whether a parameter was set on the command line, in a file or by a launch file."""
+    return name in _overrides(node)
+
+
+def _answer_unknown_types(node: Node) -> None:
+    """Has a value whose type ROS does not know refused; rclpy raises for it, and whoever asked waits for ever."""
+    for service in node.services:
+        if service.srv_type in (SetParameters, SetParametersAtomically):
+            service.callback = partial(_refuse_unknown_types, service.callback)
+
+
+def _refuse_unknown_types(set_parameters: Callable[[Any, Any], Any], request: Any, response: Any) -> Any:
+    known = {kind.value for kind in Parameter.Type}
+    wrong = [f"'{each.name}' has type {each.value.type}" for each in request.parameters if each.value.type not in known]
+    if not wrong:
+        return set_parameters(request, response)
+    refused = SetParametersResult(
+        successful=False, reason=f"nothing was set: {', '.join(wrong)}, which is none of rcl_interfaces/ParameterType"
+    )
+    if hasattr(response, "results"):
+        response.results = [refused for _ in request.parameters]
+    else:
+        response.result = refused
+    return response
+
+
+def _descriptor(declared: Declared, lifecycle: bool) -> ParameterDescriptor:
     parameter = declared.parameter
-    descriptor = ParameterDescriptor(description=declared.description, read_only=not parameter.writable)
+    read_only = not parameter.writable and not lifecycle
+    descriptor = ParameterDescriptor(description=declared.description, read_only=read_only)
     if parameter.choices:
         descriptor.additional_constraints = "one of: " + ", ".join(parameter.allowed)
     if parameter.minimum is not None and parameter.maximum is not None:

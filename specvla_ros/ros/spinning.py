@@ -83,6 +83,8 @@ def _spin(node: Node, executor: Executor, finished: Callable[[], bool]) -> None:
         except (KeyboardInterrupt, ExternalShutdownException):
             raise
         except Exception:
+            if not rclpy.ok():  # a signal ended the context in the middle of it
+                return
             node.get_logger().error(f"a callback failed:\n{traceback.format_exc()}", throttle_duration_sec=5.0)
 
 

@@ -2,8 +2,10 @@
 """Every encoding against pixels computed another way; everything malformed refused."""
 
 import io
+import struct
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -11,12 +13,13 @@ from typing import Any, ClassVar
 import cv2
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 from support.image_oracle import expected_rgb
 
 from specvla_ros.bags import image_message
 from specvla_ros.bags.image_message import (
     SUPPORTED_ENCODINGS,
+    is_grey,
     rgb_from_compressed,
     rgb_from_image,
     rgb_from_message,
@@ -165,9 +168,7 @@ def test_eight_bit_encodings(encoding: str, padding: int) -> None:
 
 
 @pytest.mark.parametrize("big_endian", [0, 1])
-@pytest.mark.parametrize(
-    ("encoding", "order"), [("rgb16", (0, 1, 2)), ("bgr16", (2, 1, 0)), ("mono16", None), ("16UC1", None)]
-)
+@pytest.mark.parametrize(("encoding", "order"), [("rgb16", (0, 1, 2)), ("bgr16", (2, 1, 0)), ("mono16", None)])
 def test_sixteen_bit_encodings(encoding: str, order: tuple | None, big_endian: int) -> None:
     kind = ">u2" if big_endian else "<u2"
     source = RGB[..., 0] if order is None else RGB[..., order]
@@ -207,7 +208,7 @@ def test_bayer_encodings_of_one_colour(pattern: str) -> None:
 
 
 def test_each_supported_encoding_is_tested() -> None:
-    tested = {*EXACT, "rgb16", "bgr16", "mono16", "16UC1", "yuv422", "uyvy", "yuv422_yuy2", "yuyv", "nv12", "nv21"}
+    tested = {*EXACT, "rgb16", "bgr16", "mono16", "yuv422", "uyvy", "yuv422_yuy2", "yuyv", "nv12", "nv21"}
     assert tested | {f"bayer_{p}8" for p in ("rggb", "bggr", "gbrg", "grbg")} == set(SUPPORTED_ENCODINGS)
 
 
@@ -239,6 +240,24 @@ def test_unknown_encodings_and_odd_sizes() -> None:
         rgb_from_image(message(RGB[..., 0], "nv12", rows=4, width=3))
 
 
+@pytest.mark.parametrize("encoding", ["16UC1", "32FC1"])
+def test_a_depth_image_is_no_grey_picture(encoding: str) -> None:
+    depth = RGB[..., 0].astype(np.uint16 if encoding == "16UC1" else np.float32).view(np.uint8)
+    with pytest.raises(UserError, match=f"'{encoding}' is a depth image's; remap the topic `image`"):
+        rgb_from_image(message(depth, encoding))
+    with pytest.raises(UserError, match="depth image's; remap"):
+        rgb_from_compressed(SimpleNamespace(format=f"{encoding}; png compressed", data=b"x"))
+
+
+@pytest.mark.parametrize("grey", ["mono8", "mono16", "8UC1"])
+def test_grey_images_are_told_from_others(grey: str) -> None:
+    assert is_grey(SimpleNamespace(encoding=grey))
+    assert is_grey(SimpleNamespace(format=f"{grey}; jpeg compressed {grey}"))
+    for colour in ("rgb8", "8UC3", "bayer_rggb8", "yuyv"):
+        assert not is_grey(SimpleNamespace(encoding=colour))
+        assert not is_grey(SimpleNamespace(format=f"{colour}; jpeg compressed bgr8"))
+
+
 def test_compressed_images() -> None:
     png = SimpleNamespace(format="png", data=encoded("PNG", Image.fromarray(RGB)))
     np.testing.assert_array_equal(rgb_from_compressed(png), RGB)
@@ -246,9 +265,38 @@ def test_compressed_images() -> None:
     jpeg = SimpleNamespace(format="rgb8; jpeg compressed bgr8", data=encoded("JPEG", Image.new("RGB", (8, 8), GREY)))
     np.testing.assert_allclose(rgb_from_compressed(jpeg), np.full((8, 8, 3), 90), atol=2)
     deep = SimpleNamespace(
-        format="16UC1; png compressed", data=encoded("PNG", Image.fromarray(RGB[..., 0] * np.uint16(257)))
+        format="mono16; png compressed", data=encoded("PNG", Image.fromarray(RGB[..., 0] * np.uint16(257)))
     )
     np.testing.assert_array_equal(rgb_from_compressed(deep), RGB[..., :1].repeat(3, axis=2))
+    webp = SimpleNamespace(format="webp", data=encoded("WEBP", Image.new("RGB", (8, 8), GREY)))
+    np.testing.assert_allclose(rgb_from_compressed(webp), np.full((8, 8, 3), 90), atol=4)
+
+
+@pytest.mark.parametrize("kind", ["EPS", "GIF", "BMP", "TIFF", "PPM", "ICO"])
+def test_other_formats_are_not_even_opened(kind: str) -> None:
+    """An EPS starts `gs` from PATH when it is loaded."""
+    picture = SimpleNamespace(format="jpeg", data=encoded(kind, Image.fromarray(RGB)))
+    with pytest.raises(UserError, match="cannot be decoded"):
+        rgb_from_compressed(picture)
+
+
+def test_a_claim_of_too_many_pixels_is_refused_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = b"IHDR" + struct.pack(">IIBBBBB", 13_000, 13_000, 8, 2, 0, 0, 0)
+    whole = encoded("PNG", Image.fromarray(RGB))
+    bomb = whole[:12] + head + struct.pack(">I", zlib.crc32(head)) + whole[33:]
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("it was decoded"))
+    with pytest.raises(UserError, match="13000 x 13000 pixels, at most 36 million"):
+        rgb_from_compressed(SimpleNamespace(format="png", data=bomb))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, IndexError, struct.error])
+def test_whatever_a_decoder_raises_counts_as_a_bad_image(error: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise error("broken")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
+    with pytest.raises(UserError, match="cannot be decoded: broken"):
+        rgb_from_compressed(SimpleNamespace(format="png", data=encoded("PNG", Image.fromarray(RGB))))
 
 
 @pytest.mark.parametrize(

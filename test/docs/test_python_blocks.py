@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python that the documentation shows runs."""
 
+import contextlib
 import inspect
 import re
 import sys
@@ -29,6 +30,7 @@ PAGES = (
     f"{HOW_TO}/add-a-drafter.md",
     f"{HOW_TO}/add-a-model-family.md",
     f"{HOW_TO}/add-a-robot-output.md",
+    f"{HOW_TO}/run-a-task.md",
 )
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -42,7 +44,12 @@ def python_blocks(page: str) -> list[str]:
 @pytest.fixture
 def run_page(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a page's blocks in one module, and forgets what they registered."""
-    for registry in (RULES, DRAFTERS, TARGETS):
+    registries = [RULES, DRAFTERS, TARGETS]
+    with contextlib.suppress(ImportError):  # without ROS
+        from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS
+
+        registries.append(ROBOT_OUTPUTS)
+    for registry in registries:
         monkeypatch.setattr(registry, "_entries", dict(registry.entries()))
 
     def run(page: str) -> ModuleType:
@@ -73,26 +80,27 @@ def test_every_page_with_python_is_run() -> None:
     assert with_python == {*PAGES}
 
 
-def test_the_shown_robot_output_goes_where_the_action_says_and_no_faster(run_page: Any) -> None:
-    rclpy = pytest.importorskip("rclpy")
-    module = run_page(f"{HOW_TO}/add-a-robot-output.md")
-    rclpy.init()
-    try:
-        node = module.VlaOutput()
-        sent = []
-        node._twists.publish = lambda twist: sent.append(twist.twist.linear.x)
-        names = ["x", "y", "z", "roll", "pitch", "yaw", "gripper"]
-        message = module.VlaAction(names=names, values=[0.02, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0], action_dt=0.2)
-        message.header.stamp = node.get_clock().now().to_msg()
-        node.on_action(message)
-        node.on_action(message)  # the same stamp again is no news
-        for _ in range(20):
-            node.step()
-        assert sum(sent) / module.RATE_HZ == pytest.approx(0.02)
-        assert max(sent) == pytest.approx(0.02 / 0.2) and sent[-1] == 0
-        node.destroy_node()
-    finally:
-        rclpy.try_shutdown()
+def test_the_shown_robot_output_takes_the_tool_where_the_action_says(run_page: Any) -> None:
+    pytest.importorskip("rclpy")
+    from std_msgs.msg import Float64MultiArray
+    from support.driving import arm
+
+    run_page(f"{HOW_TO}/add-a-robot-output.md")
+    with arm(output="speeds") as robot:
+        sent: list[np.ndarray] = []
+
+        def move(message: Float64MultiArray) -> None:
+            sent.append(np.array(message.data))
+            robot.pose = robot.pose.displaced(sent[-1] * 0.01)
+
+        robot.node.create_subscription(Float64MultiArray, "/driver/speeds", move, 10)
+        robot.start()
+        robot.until(lambda: sent)
+        start = robot.pose
+        robot.act()
+        robot.rest()
+        assert robot.pose.distance(start)[0] == pytest.approx(0.055, abs=0.02)
+        assert not sent[-1].any()
 
 
 def test_the_shown_model_family_has_all_that_a_target_must_give(run_page: Any) -> None:

@@ -2,17 +2,30 @@
 """ROS parameters come from the settings that declare them, with their meaning, unit, range and choices."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 rclpy = pytest.importorskip("rclpy")
 
+from rcl_interfaces.msg import Parameter as ParameterMessage  # noqa: E402
+from rcl_interfaces.msg import ParameterType, ParameterValue, SetParametersResult  # noqa: E402
+from rcl_interfaces.srv import SetParameters, SetParametersAtomically  # noqa: E402
+from rclpy.client import Client  # noqa: E402
 from rclpy.context import Context  # noqa: E402
+from rclpy.executors import SingleThreadedExecutor  # noqa: E402
 from rclpy.node import Node  # noqa: E402
 from rclpy.parameter import Parameter  # noqa: E402
+from support.patience import wait_until  # noqa: E402
 
 from specvla_ros.errors import UserError  # noqa: E402
-from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters  # noqa: E402
+from specvla_ros.ros.parameters import (  # noqa: E402
+    check_values,
+    declare_parameters,
+    read_parameters,
+    refuse_fixed,
+    unknown_parameters,
+)
 from specvla_ros.ros.policy.parameters import PolicyParameters  # noqa: E402
 
 
@@ -41,6 +54,56 @@ def test_descriptors_say_what_the_declarations_say(context: Context) -> None:
     assert made.describe_parameter("decode.max_text_tokens").read_only
     rule = made.describe_parameter("acceptance.rule").additional_constraints
     assert rule.startswith("one of: strict, bin_distance")
+    made.destroy_node()
+
+
+def test_a_lifecycle_node_reads_anew_what_others_read_once(context: Context) -> None:
+    made = node(context)
+    declare_parameters(made, PolicyParameters, lifecycle=True)
+    assert not made.describe_parameter("checkpoint").read_only
+    for active, before in ((True, "deactivate` and `"), (False, "configured: `")):
+        with pytest.raises(UserError, match=f"'checkpoint' is read.*{before}ros2 lifecycle set /parameters cleanup`"):
+            refuse_fixed(made, PolicyParameters, {"checkpoint": "/a"}, read_in_activate=(), active=active)
+    fixed = {"image_transport": "raw"}
+    with pytest.raises(UserError, match="is read when the node is activated: `ros2 lifecycle set /parameters deactiv"):
+        refuse_fixed(made, PolicyParameters, fixed, read_in_activate=tuple(fixed), active=True)
+    refuse_fixed(made, PolicyParameters, fixed, read_in_activate=tuple(fixed), active=False)
+    unchanged = {"checkpoint": "", "draft.nodes": made.get_parameter("draft.nodes").value, "max_future_s": 3.0}
+    refuse_fixed(made, PolicyParameters, unchanged, read_in_activate=(), active=True)
+    made.destroy_node()
+
+
+def test_each_value_is_checked_by_itself() -> None:
+    check_values(PolicyParameters, {"acceptance.rule": "bin_distance", "elsewhere": 3})
+    with pytest.raises(UserError, match=r"'acceptance.rule' is 'kind', but it must be one of: strict"):
+        check_values(PolicyParameters, {"acceptance.rule": "kind"})
+
+
+@pytest.mark.parametrize("kind", [99, 200, 255])
+@pytest.mark.parametrize("service", [SetParameters, SetParametersAtomically])
+def test_a_value_of_an_unknown_type_is_answered(context: Context, service: type, kind: int) -> None:
+    made = node(context)
+    declare_parameters(made, PolicyParameters)
+    name = "set_parameters" if service is SetParameters else "set_parameters_atomically"
+    client: Client[Any, Any] = made.create_client(service, f"parameters/{name}")
+    executor = SingleThreadedExecutor(context=context)
+    executor.add_node(made)
+
+    def answer_to(*values: ParameterValue) -> list[SetParametersResult]:
+        sent = [ParameterMessage(name="max_future_s", value=value) for value in values]
+        future = client.call_async(service.Request(parameters=sent))  # type: ignore[attr-defined]
+        wait_until(future.done, meanwhile=lambda: executor.spin_once(timeout_sec=0.05))
+        answer: Any = future.result()
+        return list(answer.results) if service is SetParameters else [answer.result]
+
+    good = ParameterValue(type=ParameterType.PARAMETER_DOUBLE, double_value=0.3)
+    wait_until(client.service_is_ready)
+    for result in answer_to(good, ParameterValue(type=kind)):
+        assert not result.successful and f"'max_future_s' has type {kind}" in result.reason
+    assert made.get_parameter("max_future_s").value == PolicyParameters().max_future_s
+    assert all(result.successful for result in answer_to(good))
+    assert made.get_parameter("max_future_s").value == 0.3
+    executor.shutdown()
     made.destroy_node()
 
 
@@ -76,7 +139,11 @@ def test_a_wrong_value_stops_the_node(context: Context, given: dict, message: st
 
 
 def test_a_parameter_that_is_none_gets_a_hint(context: Context) -> None:
-    made = node(context, draft__node=8, elsewhere=1)
+    made = node(context, draft__node=8, elsewhere=1, **{"qos_overrides./imag.depth": 1, "later": 2})
     declare_parameters(made, PolicyParameters)
-    assert unknown_parameters(made) == {"draft.node": "did you mean 'draft.nodes'?", "elsewhere": "it is ignored"}
+    assert unknown_parameters(made, ["later", "qos_overrides./image.depth"]) == {
+        "draft.node": "did you mean 'draft.nodes'?",
+        "elsewhere": "it is ignored",
+        "qos_overrides./imag.depth": "did you mean 'qos_overrides./image.depth'?",
+    }
     made.destroy_node()

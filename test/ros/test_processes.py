@@ -7,11 +7,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import rclpy
 from diagnostic_msgs.msg import DiagnosticArray
+from lifecycle_msgs.msg import Transition
+from lifecycle_msgs.srv import ChangeState
+from rclpy.client import Client
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
 from support.bags import episode, write_bag, write_mcap
@@ -141,6 +145,24 @@ def test_a_signal_ends_the_policy_cleanly(sent: signal.Signals, checkpoint: Path
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
     assert "terminate called" not in errors
+
+
+def test_the_process_ends_after_shutdown(checkpoint: Path) -> None:
+    process = subprocess.Popen(command("policy", checkpoint=checkpoint), stderr=subprocess.PIPE, text=True)
+    with listening() as (client, spin):
+        change: Client[Any, Any] = client.create_client(ChangeState, "/policy/change_state")
+        request = ChangeState.Request(transition=Transition(id=Transition.TRANSITION_UNCONFIGURED_SHUTDOWN))
+
+        def ask() -> None:
+            if change.service_is_ready():
+                change.call_async(request)  # again and again: the first may come before both have found each other
+            for _ in range(20):
+                spin()
+
+        wait_until(lambda: process.poll() is not None, meanwhile=ask)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
 
 
 def cut_off(directory: Path) -> Path:

@@ -48,6 +48,7 @@ class Arm:
     executor: SingleThreadedExecutor
     pose: Pose = START
     joints: dict[str, float] = field(default_factory=dict)
+    held: bool = False  # whether it stays where it is, whatever it is sent
     measured: bool = True  # whether the tool's pose is published
     poses: list[PoseStamped] = field(default_factory=list)
     twists: list[TwistStamped] = field(default_factory=list)
@@ -60,8 +61,8 @@ class Arm:
         node = self.node
         node.create_subscription(PoseStamped, "/driver/pose", self._on_pose, COMMAND)
         node.create_subscription(TwistStamped, "/driver/twist", self._on_twist, COMMAND)
-        node.create_subscription(JointTrajectory, "/driver/joint_trajectory", self.trajectories.append, COMMAND)
-        node.create_subscription(Float64MultiArray, "/driver/joint_positions", self.arrays.append, COMMAND)
+        node.create_subscription(JointTrajectory, "/driver/joint_trajectory", self._on_trajectory, COMMAND)
+        node.create_subscription(Float64MultiArray, "/driver/joint_positions", self._on_array, COMMAND)
         node.create_subscription(Float64MultiArray, "/driver/gripper", self.grippers.append, COMMAND)
         node.create_subscription(DiagnosticArray, "/diagnostics", self.diagnostics.append, DIAGNOSTICS)
         self.actions = node.create_publisher(VlaAction, "action", ACTION)
@@ -148,8 +149,18 @@ class Arm:
 
     def _on_pose(self, message: PoseStamped) -> None:
         self.poses.append(message)
+        if self.held:
+            return
         place, turn = message.pose.position, message.pose.orientation
         self.pose = Pose(np.array([place.x, place.y, place.z]), quaternion_matrix(turn.w, turn.x, turn.y, turn.z))
+
+    def _on_trajectory(self, message: JointTrajectory) -> None:
+        self.trajectories.append(message)
+        self.joints = dict(zip(message.joint_names, message.points[-1].positions, strict=True))
+
+    def _on_array(self, message: Float64MultiArray) -> None:
+        self.arrays.append(message)
+        self.joints = dict(zip(self.joints, message.data, strict=True))
 
     def _on_twist(self, message: TwistStamped) -> None:
         if self.twists:

@@ -4,7 +4,7 @@
 import numpy as np
 
 CHANNELS = {"rgb": (0, 1, 2), "bgr": (2, 1, 0), "rgba": (0, 1, 2), "bgra": (2, 1, 0), "mono": (0, 0, 0)}
-NAMES = {"8UC1": "mono8", "8UC3": "bgr8", "8UC4": "bgra8", "16UC1": "mono16"}
+NAMES = {"8UC1": "mono8", "8UC3": "bgr8", "8UC4": "bgra8"}
 NAMES |= {"yuv422": "uyvy", "yuv422_yuy2": "yuyv"}
 
 

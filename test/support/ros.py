@@ -88,6 +88,11 @@ class Robot:
         publisher.publish(String(data=text))
         self.until(lambda: self.policy._instruction is not None and self.policy._instruction.current.text == text)
 
+    def set(self, name: str, value: object) -> tuple[bool, str]:
+        """Sets a parameter, as a client of the service does: whether it was taken, and why not."""
+        result = self.policy.set_parameters_atomically([Parameter(name, value=value)])
+        return result.successful, result.reason
+
     def now_ns(self) -> int:
         """The policy's clock."""
         return self.policy.get_clock().now().nanoseconds

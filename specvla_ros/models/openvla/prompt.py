@@ -7,10 +7,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, shortened
 
 # OpenVLA was trained with this token, a lone space, before the first action token; without it most tokens change.
 LLAMA_SPACE_ID = 29871
+MAX_INSTRUCTION = 1000  # characters; the longest in Open X-Embodiment have some 200
+_SHOWN_TAUGHT = 20
 _VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
@@ -39,28 +41,40 @@ class PromptTokenizer:
         """Prompt ids of an instruction, BOS first, the trailing token last.
 
         Raises:
-            UserError: the instruction is empty, was never taught, or the checkpoint has no tokenizer.
+            UserError: the instruction is no plain text of a usable length, holds one of the tokenizer's special tokens,
+                was never taught, or the checkpoint has no tokenizer.
         """
-        if not instruction.strip():
-            raise UserError("the instruction is empty; say what the robot shall do, for instance 'put carrot on plate'")
+        _check_text(instruction)
         if self.taught:
             instruction = normalise_instruction(instruction)
             if instruction not in self.taught:
+                more = len(self.taught) - _SHOWN_TAUGHT
                 raise UserError(
-                    f"the policy was never taught '{instruction}'; it knows: "
-                    + "; ".join(f"'{each}'" for each in self.taught)
+                    f"the policy was never taught '{shortened(instruction)}'; it knows: "
+                    + "; ".join(f"'{shortened(each)}'" for each in self.taught[:_SHOWN_TAUGHT])
+                    + (f"; and {more} more" if more > 0 else "")
                 )
         if self.tokenizer is None:
             raise UserError(
                 "the checkpoint has no tokenizer.json, so instructions cannot be read; copy it there from the released "
-                "checkpoint, or give the prompt as token ids (--prompt-ids)"
+                "checkpoint, or give the prompt as token ids"
             )
+        self._refuse_special(instruction, self.tokenizer)
         return self.complete(self.tokenizer.encode(self.text(instruction)).ids)
 
     def text(self, instruction: str) -> str:
         """The prompt as text."""
         question = f"What action should the robot take to {instruction.lower()}?"
         return f"{_VICUNA_SYSTEM} USER: {question} ASSISTANT:" if self.chat else f"In: {question}\nOut:"
+
+    def _refuse_special(self, instruction: str, tokenizer: Tokenizer) -> None:
+        """Special tokens end, begin or pad a prompt; an instruction that holds one would rewrite the prompt."""
+        asked = instruction.lower()
+        for token in tokenizer.get_added_tokens_decoder().values():
+            if token.special and token.content.strip() and token.content in asked:
+                raise UserError(
+                    f"the instruction holds '{token.content}', a special token of the policy; say it in plain words"
+                )
 
     def complete(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Appends the trailing token where it is missing.
@@ -76,6 +90,26 @@ class PromptTokenizer:
         if self.trailing_id is None or ids[-1] == self.trailing_id:
             return tuple(ids)
         return (*ids, self.trailing_id)
+
+
+def _check_text(instruction: str) -> None:
+    """Whether it is text that a prompt and a ROS string can hold.
+
+    Raises:
+        UserError: it is not.
+    """
+    if not instruction.strip():
+        raise UserError("the instruction is empty; say what the robot shall do, for instance 'put carrot on plate'")
+    if len(instruction) > MAX_INSTRUCTION:
+        raise UserError(
+            f"the instruction has {len(instruction)} characters, at most {MAX_INSTRUCTION} are taken; shorten it"
+        )
+    if "\0" in instruction:
+        raise UserError("the instruction holds a NUL character, which would cut it off; send plain text")
+    try:
+        instruction.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the instruction is no Unicode text ({error.reason}); send it as UTF-8") from None
 
 
 def normalise_instruction(instruction: str) -> str:
@@ -102,6 +136,8 @@ def read_prompt_tokenizer(
     if path.exists():
         try:
             tokenizer = Tokenizer.from_file(str(path))
+            tokenizer.no_truncation()  # a file may say to cut a prompt off, which makes two instructions the same
+            tokenizer.no_padding()
         except Exception as error:  # tokenizers raises bare Exception
             raise UserError(f"{path} cannot be read ({error}); copy the file again") from None
         if tokenizer.get_vocab_size() > vocab_size:

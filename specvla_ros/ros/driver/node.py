@@ -313,12 +313,24 @@ class DriverNode(LifecycleNode):
             self.get_logger().error(f"coming to rest: {problem}")
         self._problem = problem
         self._target = follower.step(now_s)
+        self._begin_anew_where_stopped(now_s)
         try:
             self._output.send(self._target, self.get_clock().now())
         except UnreachableError as error:
             follower.hold(now_s)
             self._refuse("unreachable", str(error))
         self._gripper_output.command(self._gripper.position, time.monotonic())
+
+    def _begin_anew_where_stopped(self, now_s: float) -> None:
+        """A robot that was held elsewhere, by the guard or by a hand, is not pulled to where it was sent before."""
+        newest = self._history.newest
+        if newest is None or self._target.moving or self._follower is None or self._output.follows_velocity:
+            return
+        if self._follower.follows(self._target.pose, newest[1]):
+            return
+        self._follower.rest_at(newest[1])
+        self._target = self._follower.step(now_s)
+        self._problem = self._start_output()
 
     def _anchor(self, now_s: float) -> bool:
         """Begins where the tool is measured, once it is."""

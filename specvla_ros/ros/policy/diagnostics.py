@@ -5,18 +5,27 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from diagnostic_msgs.msg import DiagnosticStatus
 
 from specvla_ros.engine.outcome import DropCounter, DropReason
+from specvla_ros.errors import shortened
 from specvla_ros.ros.diagnostics import make_status
 from specvla_ros.ros.policy.instruction import Instruction
 
-# These are how a queue of length one works, not faults.
-_NORMAL = frozenset({DropReason.SUPERSEDED, DropReason.OVERTAKEN, DropReason.EPOCH_CHANGED})
+# These are how a queue of length one works, or were asked for: no faults.
+_NORMAL = frozenset(
+    {
+        DropReason.SUPERSEDED,
+        DropReason.OVERTAKEN,
+        DropReason.EPOCH_CHANGED,
+        DropReason.MODE_CHANGED,
+        DropReason.PAUSED,
+    }
+)
 _INPUT_FAULTS = (
     DropReason.BAD_INSTRUCTION,
     DropReason.NO_INSTRUCTION,
@@ -33,13 +42,9 @@ _INFERENCE_FAULTS = (
 )
 
 _LOG_PERIOD_S = 5.0  # min time between two log messages of one reason
+_STAMPS = 51  # of the newest images, whose gaps show losses
+_FEWEST_GAPS = 10
 _LATENCIES = 500  # of the newest actions, for the percentiles
-_SHOWN_CHARACTERS = 80
-
-
-def shortened(text: str) -> str:
-    """An instruction, short enough for a log line or a status."""
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,8 @@ class RecentDrops:
         if not present:
             return ""
         worst = max(present, key=lambda reason: self.counts[reason])
-        return f"{self.counts[worst]} dropped as {worst.value}: {self.details[worst]}"
+        detail = self.details[worst]
+        return f"{self.counts[worst]} dropped as {worst.value}{': ' if detail else ''}{detail}"
 
 
 class DropLedger:
@@ -84,7 +90,7 @@ class DropLedger:
             self._logged_s[reason] = now_s
             not_logged, self._not_logged.counts[reason] = self._not_logged.counts[reason], 0
         more = f" ({not_logged} more since the last message)" if not_logged else ""
-        return f"frame dropped as {reason.value}: {detail}{more}"
+        return f"frame dropped as {reason.value}{': ' if detail else ''}{detail}{more}"
 
     def since_activation(self) -> dict[str, int]:
         """Counts by name, every reason included."""
@@ -116,12 +122,34 @@ def loaded_status(description: Mapping[str, str]) -> DiagnosticStatus:
     return make_status(DiagnosticStatus.OK, "policy loaded", description)
 
 
+def images_lost(stamps_ns: Sequence[int]) -> str:
+    """What to tell a user whose camera takes far more images than arrive, as the stamps show; empty when it does not.
+
+    Where images get lost the smallest gaps are still the camera's period, and the mean one is longer. The longest
+    tenth does not count, so that a camera may pause.
+    """
+    gaps_s = np.diff(np.array(stamps_ns, dtype=np.int64)) * 1e-9
+    gaps_s = np.sort(gaps_s[gaps_s > 0])
+    if len(gaps_s) < _FEWEST_GAPS:
+        return ""
+    tenth = len(gaps_s) // 10
+    period_s, mean_s = gaps_s[tenth], gaps_s[: len(gaps_s) - tenth].mean()
+    if mean_s < 2 * period_s:
+        return ""
+    return (
+        f"images arrive at {1 / mean_s:.1f} Hz, but by their stamps the camera takes {1 / period_s:.1f} Hz: the "
+        "others are lost on their way; let the camera publish reliably, smaller or compressed, or give this computer "
+        "less to do"
+    )
+
+
 class InputHealth:
     """Whether images and an instruction come in, and what is wrong with them."""
 
     def __init__(self) -> None:
         self._images = {"raw": 0, "compressed": 0}
         self._age_s = float("nan")
+        self._stamps_ns: deque[int] = deque(maxlen=_STAMPS)
         self._last_image_s: float | None = None
         self._period_began_s = time.monotonic()
 
@@ -130,13 +158,15 @@ class InputHealth:
         self._images[transport] += 1
         self._last_image_s = time.monotonic()
 
-    def set_age(self, age_s: float) -> None:
-        """Notes the age at which an image was received."""
+    def add_frame(self, stamp_ns: int, age_s: float) -> None:
+        """Notes an image that could be read, and its age at receipt."""
+        self._stamps_ns.append(stamp_ns)
         self._age_s = age_s
 
     def start_over(self) -> None:
         """Forgets all images, as on activation."""
         self._images = dict.fromkeys(self._images, 0)
+        self._stamps_ns.clear()
         self._age_s, self._last_image_s = float("nan"), None
 
     def status(self, active: bool, instruction: Instruction, drops: RecentDrops) -> DiagnosticStatus:
@@ -161,7 +191,8 @@ class InputHealth:
             lost_all = sum(drops.counts[reason] for reason in _INPUT_FAULTS) >= arrived
             return make_status(DiagnosticStatus.ERROR if lost_all else DiagnosticStatus.WARN, worst, values)
         if arrived:
-            return make_status(DiagnosticStatus.OK, "images arrive", values)
+            lost = images_lost(self._stamps_ns)
+            return make_status(DiagnosticStatus.WARN if lost else DiagnosticStatus.OK, lost or "images arrive", values)
         if self._last_image_s is None:
             message = "no image since activation: check the topic's name and the camera"
         else:
@@ -199,8 +230,13 @@ class InferenceHealth:
             self._latencies_s.clear()
             self._fault = ""
 
-    def status(self, active: bool, drops: RecentDrops) -> DiagnosticStatus:
-        """For /diagnostics; begins a new period for the rate."""
+    def status(self, idle: str, drops: RecentDrops) -> DiagnosticStatus:
+        """For /diagnostics; begins a new period for the rate.
+
+        Args:
+            idle: why no actions are wanted, such as "paused"; empty: they are.
+            drops: since the last call.
+        """
         with self._lock:
             now_s = time.monotonic()
             elapsed_s, self._period_began_s = max(now_s - self._period_began_s, 1e-3), now_s
@@ -218,8 +254,8 @@ class InferenceHealth:
         worst = drops.worst(_INFERENCE_FAULTS)
         if worst:
             return make_status(DiagnosticStatus.ERROR, worst, values)
-        if not active:
-            return make_status(DiagnosticStatus.OK, "not active", values)
+        if idle:
+            return make_status(DiagnosticStatus.OK, idle, values)
         if not actions:
             return make_status(DiagnosticStatus.OK, "no action in this period", values)
         median_s = float(np.median(latencies_s))

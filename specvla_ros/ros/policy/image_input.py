@@ -9,14 +9,18 @@ from typing import Any
 
 import numpy as np
 from builtin_interfaces.msg import Time
+from rclpy.exceptions import ParameterException
 from rclpy.node import Node
+from rclpy.qos import QoSPolicyKind, ReliabilityPolicy
+from rclpy.qos_overriding_options import QoSOverridingOptions
 from rclpy.subscription import Subscription
 from sensor_msgs.msg import CompressedImage, Image
 
-from specvla_ros.bags.image_message import rgb_from_compressed, rgb_from_image, stamp_ns
+from specvla_ros.bags.image_message import is_grey, rgb_from_compressed, rgb_from_image, stamp_ns
 from specvla_ros.engine.outcome import DropReason
 from specvla_ros.errors import UserError
-from specvla_ros.ros.qos import NEWEST_IMAGE
+from specvla_ros.ros.parameters import is_given
+from specvla_ros.ros.qos import IMAGE_OVERRIDES, newest_image, offered_reliability, override_name
 
 _NS = 1e-9
 _DAY_S = 86_400.0
@@ -100,15 +104,20 @@ class ImageInput:
     Args:
         node: the node that subscribes.
         transport: raw, compressed or auto (both).
+        reliability: best_effort, reliable or auto (what the publishers offer); `qos_overrides` of a topic win.
         on_message: called first, with the transport.
         on_frame: called with each image that could be read.
         on_bad: called with reason and detail for each one that could not.
+
+    Raises:
+        UserError: an override is none.
     """
 
     def __init__(
         self,
         node: Node,
         transport: str,
+        reliability: str,
         *,
         on_message: Callable[[str], None],
         on_frame: Callable[[Frame], None],
@@ -119,23 +128,54 @@ class ImageInput:
         self._on_message = on_message
         self._on_frame = on_frame
         self._on_bad = on_bad
+        self._reliability = reliability
+        self._told_grey = False
         transports = tuple(_TOPICS) if transport == "auto" else (transport,)
         self._taken: dict[str, deque[Time]] = {name: deque(maxlen=_REMEMBERED) for name in transports}
-        self._subscriptions = [self._subscribe(name) for name in transports]
+        self._subscriptions: dict[str, Subscription] = {}
+        for name in transports:
+            self._subscribe(name, self._wanted(name, ReliabilityPolicy.BEST_EFFORT))
 
     def destroy(self) -> None:
         """Stops listening."""
-        for subscription in self._subscriptions:
+        for subscription in self._subscriptions.values():
             self._node.destroy_subscription(subscription)
-        self._subscriptions = []
+        self._subscriptions = {}
 
-    def _subscribe(self, transport: str) -> Subscription:
+    def follow_publishers(self) -> None:
+        """Subscribes anew where publishers offer something else than those before; to be called now and then."""
+        for transport, subscription in list(self._subscriptions.items()):
+            current = subscription.qos_profile.reliability
+            wanted = self._wanted(transport, current)
+            if wanted != current and not is_given(self._node, self._override(transport)):
+                topic, offer = subscription.topic_name, wanted.name.lower()
+                self._node.get_logger().info(f"the publishers of '{topic}' offer {offer} images: asking for them")
+                self._node.destroy_subscription(subscription)
+                self._subscribe(transport, wanted)
+
+    def _wanted(self, transport: str, current: ReliabilityPolicy) -> ReliabilityPolicy:
+        if self._reliability != "auto":
+            return ReliabilityPolicy[self._reliability.upper()]
+        return offered_reliability(self._node, _TOPICS[transport][1]) or current
+
+    def _override(self, transport: str) -> str:
+        return override_name(self._node, _TOPICS[transport][1], QoSPolicyKind.RELIABILITY)
+
+    def _subscribe(self, transport: str, reliability: ReliabilityPolicy) -> None:
         kind, topic, to_rgb = _TOPICS[transport]
 
         def on_image(message: Any) -> None:
             self._receive(message, transport, to_rgb)
 
-        return self._node.create_subscription(kind, topic, on_image, NEWEST_IMAGE)
+        # Declared without need, the reliability of the first subscription would hold for all that follow.
+        given = is_given(self._node, self._override(transport))
+        kinds = [each for each in IMAGE_OVERRIDES if given or each is not QoSPolicyKind.RELIABILITY]
+        try:
+            self._subscriptions[transport] = self._node.create_subscription(
+                kind, topic, on_image, newest_image(reliability), qos_overriding_options=QoSOverridingOptions(kinds)
+            )
+        except (RuntimeError, ValueError, ParameterException) as error:
+            raise UserError(f"the QoS of '{self._node.resolve_topic_name(topic)}' cannot be had: {error}") from None
 
     def _receive(self, message: Any, transport: str, to_rgb: Callable[[Any], np.ndarray]) -> None:
         # At once and in this order: decoding the image belongs to the wait, and no stage may count it a second time.
@@ -145,9 +185,13 @@ class ImageInput:
         self._on_message(transport)
         try:
             rgb = to_rgb(message)
-        except UserError as error:
-            self._on_bad(DropReason.BAD_IMAGE, str(error))
+        except Exception as error:  # a decoder's bug costs one image, and is counted
+            known = isinstance(error, UserError)
+            self._on_bad(DropReason.BAD_IMAGE, str(error) if known else f"{type(error).__name__}: {error}")
             return
+        if not self._told_grey and is_grey(message):
+            self._told_grey = True
+            self._node.get_logger().warning("the images are grey, but policies are trained on colour: check the topic")
         try:
             stamp = stamp_ns(message.header)
         except UserError as error:
@@ -155,3 +199,8 @@ class ImageInput:
             return
         self._taken[transport].append(message.header.stamp)
         self._on_frame(Frame(rgb, stamp, message.header.frame_id, arrived_ns, received_ns))
+
+
+def declared_overrides(node: Node) -> list[str]:
+    """The `qos_overrides` that the image subscriptions of a node heed."""
+    return [override_name(node, topic, kind) for _, topic, _ in _TOPICS.values() for kind in IMAGE_OVERRIDES]

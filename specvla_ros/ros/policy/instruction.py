@@ -46,7 +46,7 @@ class InstructionInput:
         self._node = node
         self._on_new = on_new
         self._lock = threading.Lock()
-        self._current = Instruction()
+        self._current, self._heard = Instruction(), False
         # A volatile publisher only matches a volatile subscription, and only a latched one brings what was sent before.
         self._subscriptions = [
             self._subscribe(INSTRUCTION, SubscriptionEventCallbacks()),
@@ -63,9 +63,9 @@ class InstructionInput:
     def set(self, text: str) -> None:
         """Takes an instruction; the same again changes nothing."""
         with self._lock:
-            if self._current != Instruction() and text == self._current.text:
+            if self._heard and text == self._current.text:
                 return
-            self._current = Instruction(text)
+            self._current, self._heard = Instruction(text), True
         self._on_new(text)
 
     def refuse(self, text: str, problem: str) -> bool:

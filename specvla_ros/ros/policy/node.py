@@ -3,26 +3,35 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import rclpy
 from diagnostic_msgs.msg import DiagnosticStatus
 from rcl_interfaces.msg import SetParametersResult
 from rclpy.callback_groups import ReentrantCallbackGroup
-from rclpy.clock import JumpThreshold, TimeJump
+from rclpy.clock import Clock, ClockType, JumpThreshold, TimeJump
 from rclpy.duration import Duration
 from rclpy.lifecycle import LifecycleNode, LifecycleNodeMixin, LifecycleState, TransitionCallbackReturn
 from rclpy.node import Node
+from std_msgs.msg import Bool
+from std_srvs.srv import SetBool
 
 from specvla_ros.bags.action_message import ActionMeaning
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, shortened
 from specvla_ros.models.observation import Observation
 from specvla_ros.ros.diagnostics import DiagnosticsPublisher, make_status
-from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
+from specvla_ros.ros.parameters import (
+    check_values,
+    declare_parameters,
+    read_parameters,
+    refuse_fixed,
+    unknown_parameters,
+)
 from specvla_ros.ros.policy.action_publisher import ActionPublisher, Published
 from specvla_ros.ros.policy.diagnostics import (
     DropLedger,
@@ -30,12 +39,12 @@ from specvla_ros.ros.policy.diagnostics import (
     InputHealth,
     loaded_status,
     not_loaded_status,
-    shortened,
 )
-from specvla_ros.ros.policy.image_input import Frame, ImageInput, stamp_problem
+from specvla_ros.ros.policy.image_input import Frame, ImageInput, declared_overrides, stamp_problem
 from specvla_ros.ros.policy.inference_thread import InferenceThread, Progress, load_engine
 from specvla_ros.ros.policy.instruction import Instruction, InstructionInput
-from specvla_ros.ros.policy.parameters import PolicyParameters
+from specvla_ros.ros.policy.parameters import READ_IN_ACTIVATE, PolicyParameters
+from specvla_ros.ros.qos import LATCHED_STATE
 from specvla_ros.ros.spinning import run_node
 from specvla_ros.speculation.settings import AcceptanceSettings
 
@@ -44,6 +53,8 @@ if TYPE_CHECKING:  # it imports torch, which comes when the policy is loaded
 
 _NS = 1e-9
 _LOAD_POLL_S = 0.1
+_GRAPH_PERIOD_S = 1.0
+_LAST_WORDS_S = 1.0
 
 
 class PolicyNode(LifecycleNode):
@@ -65,6 +76,8 @@ class PolicyNode(LifecycleNode):
         self._instruction: InstructionInput | None = None
         self._images: ImageInput | None = None
         self._active = False
+        self._paused = False
+        self._shut_down_s = math.inf
         self._last_arrival_ns = 0
         self._drops = DropLedger()
         self._model_status = not_loaded_status()
@@ -72,19 +85,25 @@ class PolicyNode(LifecycleNode):
         self._chosen = PolicyParameters()  # read when the node is configured
         self._meaning: ActionMeaning | None = None  # of the actions of the policy that is loaded
         try:
-            declare_parameters(self, PolicyParameters)
+            declare_parameters(self, PolicyParameters, lifecycle=True)
         except UserError:
             self.destroy_node()
             raise
-        for name, hint in unknown_parameters(self).items():
+        for name, hint in unknown_parameters(self, declared_overrides(self)).items():
             self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
         self.add_on_set_parameters_callback(self._on_set_parameters)
         self._publisher = ActionPublisher(self, lambda: self._meaning, partial(self._value, "max_image_age_s"))
+        self._pause_service = self.create_service(SetBool, "~/pause", self._on_pause)
+        self._paused_state = self.create_publisher(Bool, "~/paused", LATCHED_STATE)
+        self._paused_state.publish(Bool(data=False))
         self._jump_handle = self.get_clock().create_jump_callback(
             JumpThreshold(min_forward=None, min_backward=Duration(nanoseconds=-1), on_clock_change=True),
             post_callback=self._on_clock_jump,
         )
         self._diagnostics = DiagnosticsPublisher(self, self._value("diagnostics_period_s"), self._statuses)
+        self._graph_timer = self.create_timer(
+            _GRAPH_PERIOD_S, self._follow_publishers, clock=Clock(clock_type=ClockType.STEADY_TIME)
+        )
 
     # Transitions
 
@@ -93,6 +112,7 @@ class PolicyNode(LifecycleNode):
         try:
             self._chosen = read_parameters(self, PolicyParameters)
             self._chosen.check()
+            self._diagnostics.set_period(self._chosen.diagnostics_period_s)
             self._thread = InferenceThread(
                 self._load,
                 on_progress=self._on_progress,
@@ -134,14 +154,20 @@ class PolicyNode(LifecycleNode):
         self._input_health.start_over()
         self._inference_health.start_over()
         self._publisher.start_over()
+        try:
+            chosen = read_parameters(self, PolicyParameters)
+            self._images = ImageInput(
+                self,
+                chosen.image_transport,
+                chosen.image_reliability,
+                on_message=self._input_health.add_image,
+                on_frame=self._on_frame,
+                on_bad=self._drop,
+            )
+        except UserError as error:
+            self.get_logger().error(f"not activated: {error}")
+            return TransitionCallbackReturn.FAILURE
         self._active = True
-        self._images = ImageInput(
-            self,
-            self._chosen.image_transport,
-            on_message=self._input_health.add_image,
-            on_frame=self._on_frame,
-            on_bad=self._drop,
-        )
         return super().on_activate(state)
 
     def on_deactivate(self, state: LifecycleState) -> TransitionCallbackReturn:
@@ -155,14 +181,20 @@ class PolicyNode(LifecycleNode):
         return TransitionCallbackReturn.SUCCESS
 
     def on_shutdown(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """As deactivate and cleanup; the node can then only end."""
+        """As deactivate and cleanup; the node can then only end, and its process with it."""
         self._release()
+        self._shut_down_s = time.monotonic()
         return super().on_deactivate(state)  # nothing else silences the managed publishers
 
     def on_error(self, state: LifecycleState) -> TransitionCallbackReturn:
         """Back to unconfigured, with nothing left running."""
         self._release()
         return super().on_deactivate(state)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it was shut down, and the answer has had time to leave."""
+        return time.monotonic() - self._shut_down_s > _LAST_WORDS_S
 
     def close(self) -> bool:
         """Stops everything that runs beside the executor; False when the inference thread hangs."""
@@ -190,7 +222,7 @@ class PolicyNode(LifecycleNode):
         if frame.arrived_ns < self._last_arrival_ns:  # rclpy tells of jumps of simulated time only
             self._start_over(f"the clock went back by {(self._last_arrival_ns - frame.arrived_ns) * _NS:.3f} s")
         self._last_arrival_ns = frame.arrived_ns
-        self._input_health.set_age(frame.age_s)
+        self._input_health.add_frame(frame.stamp_ns, frame.age_s)
         problem = stamp_problem(
             frame.stamp_ns,
             frame.arrived_ns,
@@ -205,6 +237,9 @@ class PolicyNode(LifecycleNode):
     def _submit(self, frame: Frame) -> None:
         thread, instruction = self._thread, self._instruction
         if thread is None or instruction is None:  # cleaned up while this callback was on its way
+            return
+        if self._paused:
+            self._drop(DropReason.PAUSED)
             return
         # The epoch first: an instruction that comes in between makes this frame void, never the old text valid.
         epoch, wanted = self._publisher.epoch, instruction.current
@@ -238,6 +273,16 @@ class PolicyNode(LifecycleNode):
         if problem and instruction is not None and instruction.refuse(text, problem):
             self.get_logger().error(f"instruction '{shortened(text)}' refused, nothing is published: {problem}")
 
+    def _on_pause(self, request: SetBool.Request, response: SetBool.Response) -> SetBool.Response:
+        """No action of before leaves once this has answered; it holds across the node's states, until it is undone."""
+        response.success, response.message = True, "paused" if request.data else "not paused"
+        if request.data is not self._paused:
+            self._paused = request.data
+            epoch = self._begin_epoch()
+            self._paused_state.publish(Bool(data=request.data))
+            self.get_logger().info(f"{response.message}: epoch {epoch} begins")
+        return response
+
     def _on_clock_jump(self, jump: TimeJump) -> None:
         self._last_arrival_ns = 0
         self._start_over(f"the clock jumped by {jump.delta.nanoseconds * _NS:.3f} s")
@@ -254,20 +299,29 @@ class PolicyNode(LifecycleNode):
         return epoch
 
     def _on_set_parameters(self, parameters: list[Any]) -> SetParametersResult:
-        if self._thread is None:  # they are read when the policy is loaded
-            return SetParametersResult(successful=True)
         changed = {parameter.name: parameter.value for parameter in parameters}
         try:
-            chosen = read_parameters(self, PolicyParameters, changed)
-            if any(name.startswith(EngineSettings.ROS_PREFIX) for name in changed):
-                self._model_status = loaded_status(self._thread.switch(chosen.engine))
-            elif any(name.startswith(AcceptanceSettings.ROS_PREFIX) for name in changed):
-                self._thread.set_acceptance(chosen.engine.acceptance)
+            check_values(PolicyParameters, changed)
+            if self._thread is not None:  # else they are read when the policy is loaded
+                self._change(self._thread, changed)
         except UserError as error:
             return SetParametersResult(successful=False, reason=str(error))
-        if "max_image_age_s" in changed:
-            self._thread.set_max_image_age(changed["max_image_age_s"])
         return SetParametersResult(successful=True)
+
+    def _change(self, thread: InferenceThread, changed: dict[str, Any]) -> None:
+        """Has the engine follow new values, or refuses all of them."""
+        refuse_fixed(self, PolicyParameters, changed, read_in_activate=READ_IN_ACTIVATE, active=self._active)
+        chosen = read_parameters(self, PolicyParameters, changed)
+        if any(name.startswith(EngineSettings.ROS_PREFIX) for name in changed):
+            self._model_status = loaded_status(thread.switch(chosen.engine))
+        elif any(name.startswith(AcceptanceSettings.ROS_PREFIX) for name in changed):
+            thread.set_acceptance(chosen.engine.acceptance)
+        if "max_image_age_s" in changed:
+            thread.set_max_image_age(changed["max_image_age_s"])
+
+    def _follow_publishers(self) -> None:
+        if self._images is not None:
+            self._images.follow_publishers()
 
     # Called from the inference thread
 
@@ -275,9 +329,12 @@ class PolicyNode(LifecycleNode):
         if isinstance(outcome, Drop):
             self._drop(outcome.reason, outcome.detail)
             return
-        if not rclpy.ok():  # a signal ended the context: nothing can be published any more
-            return
-        published = self._publisher.publish(outcome, self._drops.since_activation())
+        try:
+            published = self._publisher.publish(outcome, self._drops.since_activation())
+        except Exception:
+            if self.context.ok():
+                raise
+            return  # a signal ended the context: nothing can be published any more
         if isinstance(published, Published):
             self._inference_health.add_action(published.latency_s, published.action_dt)
         else:
@@ -300,10 +357,11 @@ class PolicyNode(LifecycleNode):
     def _statuses(self) -> dict[str, DiagnosticStatus]:
         drops = self._drops.take_recent()
         instruction = self._instruction.current if self._instruction is not None else Instruction()
+        idle = "paused" if self._paused else "" if self._active else "not active"
         return {
             "model": self._model_status,
             "inputs": self._input_health.status(self._active, instruction, drops),
-            "inference": self._inference_health.status(self._active, drops),
+            "inference": self._inference_health.status(idle, drops),
         }
 
     def _now_ns(self) -> int:
@@ -317,4 +375,4 @@ class PolicyNode(LifecycleNode):
 
 def main() -> None:
     """Runs the node; the exit code is 2 for a parameter that a user can mend."""
-    sys.exit(run_node("policy", PolicyNode, close=PolicyNode.close))
+    sys.exit(run_node("policy", PolicyNode, close=PolicyNode.close, finished=lambda node: node.finished))

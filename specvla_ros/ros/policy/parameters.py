@@ -10,6 +10,9 @@ from specvla_ros.models.settings import ModelSettings
 from specvla_ros.settings.parameter import parameter, section
 
 TRANSPORTS = ("auto", "raw", "compressed")
+RELIABILITIES = ("auto", "best_effort", "reliable")
+# The others that are not writable are read in configure.
+READ_IN_ACTIVATE = ("image_transport", "image_reliability")
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,12 @@ class PolicyParameters:
         "auto",
         "Which image topics to subscribe to: image (raw), image/compressed, or both (auto). One spares bandwidth.",
         choices=TRANSPORTS,
+    )
+    image_reliability: str = parameter(
+        "auto",
+        "QoS of the image subscriptions. auto: reliable where every publisher of the topic offers that, so that large "
+        "images are not lost for one packet; it follows publishers that come later.",
+        choices=RELIABILITIES,
     )
     instruction: str = parameter("", "What the robot shall do until the topic `instruction` says otherwise.")
     action: ConventionSettings = section(ConventionSettings)

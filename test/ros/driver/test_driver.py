@@ -190,6 +190,19 @@ def test_hold_brings_the_tool_to_rest_until_it_is_told_to_go_on():
         assert_at(robot.pose, here.displaced(np.array(MOVE[:6])))
 
 
+def test_a_robot_that_was_held_elsewhere_is_not_pulled_to_where_it_was_sent():
+    with arm(output="pose") as robot:
+        robot.start()
+        robot.held = True
+        robot.act((0.2, 0, 0, 0, 0, 0, 0))
+        robot.rest()
+        robot.until(lambda: robot.driver._target.pose.distance(START)[0] < 1e-9)
+        robot.held = False
+        robot.act()
+        robot.rest()
+        assert_at(robot.pose, GOAL)
+
+
 def test_a_tool_outside_the_workspace_is_not_moved():
     with arm(output="pose") as robot:
         robot.pose = Pose(np.array([1.5, 0.0, 0.3]), START.rotation)

@@ -4,7 +4,9 @@
 import io
 import json
 import shutil
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +15,30 @@ import pytest
 import rclpy
 from diagnostic_msgs.msg import DiagnosticArray
 from PIL import Image as PilImage
-from rclpy.executors import SingleThreadedExecutor
+from rclpy.executors import ExternalShutdownException, SingleThreadedExecutor
 from rclpy.parameter import Parameter
 from sensor_msgs.msg import CompressedImage, Image
 from std_msgs.msg import String
+from support.checkpoints import write_checkpoint
 from support.patience import wait_until
 from support.ros import LATCHED, Robot, rgb_image, robot, stamps
 
 from specvla_ros.bags.image_message import rgb_from_image
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action
+from specvla_ros.engine.outcome import Action, DropReason
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
+from specvla_ros.ros.parameters import read_parameters
 from specvla_ros.ros.policy import image_input
 from specvla_ros.ros.policy import node as node_module
+from specvla_ros.ros.policy.action_publisher import ActionPublisher
+from specvla_ros.ros.policy.diagnostics import DropLedger
+from specvla_ros.ros.policy.instruction import InstructionInput
 from specvla_ros.ros.policy.node import PolicyNode
+from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.ros.qos import DIAGNOSTICS
+from specvla_ros.settings.parameter import values_of
 
 INSTRUCTION = "put carrot on plate"
 OWN_DATASET: dict[str, Any] = {
@@ -229,7 +238,6 @@ def test_dynamic_parameters_change_within_bounds_and_others_not_at_all(checkpoin
         assert not set_parameter("action.frame", "tool")
         assert r.act(rgb_image(r.now_ns() - 700_000_000)).action_dt == 0.2
         assert not set_parameter("max_image_age_s", -1.0)
-        assert not set_parameter("checkpoint", "/elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -278,3 +286,119 @@ def test_every_parameter_is_described(checkpoint: Path) -> None:
         ours = [name for name in names if "qos_overrides" not in name and "type_description" not in name]
         assert len(ours) >= 13
         assert all(described(r, name) for name in ours), ours
+
+
+def test_what_is_read_in_configure_changes_in_between_and_is_refused_otherwise(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    other = write_checkpoint(tmp_path / "other", seed=12)
+    with robot(checkpoint, instruction=INSTRUCTION) as r:
+        r.start()
+        first = r.act(rgb_image(r.now_ns(), seed=3))
+        for name, value in (("checkpoint", str(other)), ("draft.nodes", 8), ("model.action_head", True)):
+            successful, reason = r.set(name, value)
+            assert not successful
+            assert "`ros2 lifecycle set /policy deactivate` and `ros2 lifecycle set /policy cleanup` first" in reason
+        assert r.set("checkpoint", str(checkpoint))[0], "the same again is no change"
+        assert r.policy.trigger_deactivate().name == "SUCCESS"
+        successful, reason = r.set("checkpoint", str(other))
+        assert not successful and ": `ros2 lifecycle set /policy cleanup` first" in reason
+        assert r.policy.trigger_cleanup().name == "SUCCESS"
+        assert r.set("checkpoint", str(tmp_path / "nowhere"))[0]
+        assert r.policy.trigger_configure().name == "FAILURE"
+        assert r.set("checkpoint", str(other))[0] and r.set("instruction", "flip pot")[0]
+        r.start()
+        second = r.act(rgb_image(r.now_ns(), seed=3))
+        assert second.instruction == "flip pot" and list(second.tokens) != list(first.tokens)
+
+
+# Another value of each parameter that may change while the node runs.
+OTHERS: dict[str, object] = {
+    "acceptance.rule": "bin_distance",
+    "acceptance.bins": [2],
+    "decode.mode": "pipeline",
+    "decode.max_in_flight": 3,
+    "decode.prefill_chunks": 2,
+    "decode.in_order": True,
+    "max_image_age_s": 33.0,
+    "max_future_s": 0.25,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_set_while_the_policy_loads_is_applied_or_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    load, answers = node_module.load_engine, []
+
+    with robot(checkpoint, instruction=INSTRUCTION) as r:
+
+        def load_meanwhile(parameters, now_ns, progress):
+            wait_until(lambda: r.policy._thread is not None)
+            answers.append(r.set(name, OTHERS[name]))
+            engine = load(parameters, now_ns, progress)
+            answers.append(r.set(name, OTHERS[name]))
+            return engine
+
+        monkeypatch.setattr(node_module, "load_engine", load_meanwhile)
+        r.start()
+        r.act(rgb_image(r.now_ns()))
+        chosen = read_parameters(r.policy, PolicyParameters)
+        thread = r.policy._thread
+        assert thread is not None and thread._engine is not None
+        assert thread._engine.settings == chosen.engine
+        for successful, reason in answers:
+            assert successful == (values_of(chosen)[name] != values_of(PolicyParameters())[name])
+            assert successful or "is still being loaded; set this parameter again" in reason
+        assert r.set(name, OTHERS[name])[0]
+
+
+def test_a_mode_that_was_asked_for_is_no_fault() -> None:
+    ledger = DropLedger()
+    assert ledger.add(DropReason.MODE_CHANGED) is None
+    assert ledger.add(DropReason.BAD_IMAGE, "") == "frame dropped as bad_image"
+    assert ledger.take_recent().worst((DropReason.BAD_IMAGE,)) == "1 dropped as bad_image"
+
+
+def test_an_empty_instruction_is_one_instruction(checkpoint: Path) -> None:
+    """A latched one comes by both subscriptions."""
+    with robot(checkpoint) as r:
+        heard: list[str] = []
+        inputs = InstructionInput(r.policy, "", heard.append)
+        for text in ("", "", "lift", "lift", ""):
+            inputs.set(text)
+        inputs.destroy()
+        assert heard == ["", "lift", ""]
+
+
+def test_a_huge_instruction_is_not_given_back(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with robot(checkpoint, diagnostics_period_s=0.1) as r:
+        r.start()
+        r.instruct("lift the cube " * 20_000)
+        r.until(lambda: r.diagnostics and "at most 1000 are taken" in r.diagnosis("inputs").message)
+        said = r.diagnosis("inputs")
+        assert len(said.message) + sum(len(pair.value) for pair in said.values) < 1000
+    assert len(capfd.readouterr().err) < 10_000
+
+
+def test_a_context_that_ends_in_the_middle_of_a_publication_is_no_fault(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with robot(checkpoint, instruction=INSTRUCTION) as r:
+        r.start()
+        tried = threading.Event()
+
+        def publish(*_: object) -> None:
+            rclpy.shutdown()
+            tried.set()
+            raise RuntimeError("publisher's context is invalid")
+
+        faults: list[str] = []
+        monkeypatch.setattr(ActionPublisher, "publish", publish)
+        assert r.policy._thread is not None
+        monkeypatch.setattr(r.policy._thread, "_on_fault", faults.append)
+        r.images.publish(rgb_image(r.now_ns()))
+        with suppress(ExternalShutdownException):
+            r.until(tried.is_set)
+        assert r.policy.close()
+        assert tried.is_set() and faults == []

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A robot: policy, driver, guard and tasks, a process each. The camera and the robot's controllers are yours."""
+
+from pathlib import Path
+
+from ament_index_python.packages import get_package_share_directory
+from launch.actions import (
+    DeclareLaunchArgument,
+    EmitEvent,
+    IncludeLaunchDescription,
+    OpaqueFunction,
+    RegisterEventHandler,
+)
+from launch.event_handlers import OnProcessStart
+from launch.events import matches_action
+from launch.launch_description_sources import PythonLaunchDescriptionSource
+from launch.substitutions import LaunchConfiguration
+from launch_ros.actions import LifecycleNode, Node
+from launch_ros.event_handlers import OnStateTransition
+from launch_ros.events.lifecycle import ChangeState
+from launch_ros.parameter_descriptions import ParameterValue
+from lifecycle_msgs.msg import Transition
+
+from launch import LaunchContext, LaunchDescription
+from specvla_ros.ros.driver.parameters import DriverParameters
+from specvla_ros.ros.guard.parameters import GuardParameters
+from specvla_ros.ros.task.parameters import TaskParameters
+from specvla_ros.settings.parameter import walk
+from specvla_ros.settings.profiles import as_bool, merge_parameters
+
+COMMANDS = ("pose", "twist", "joint_trajectory", "joint_positions", "gripper", "gripper_trajectory")
+NODES = {"driver": DriverParameters, "guard": GuardParameters, "task": TaskParameters}
+
+
+def generate_launch_description() -> LaunchDescription:
+    """Takes all arguments of bringup too; see `ros2 launch specvla_ros robot.launch.py --show-args`."""
+    bringup = Path(get_package_share_directory("specvla_ros"), "launch", "bringup.launch.py")
+    return LaunchDescription(
+        [
+            DeclareLaunchArgument(
+                "robot",
+                description="Parameter file of driver, guard, task: limits, output, frames; see config/robots.",
+            ),
+            DeclareLaunchArgument("tool_pose_topic", default_value="tool_pose", description="PoseStamped, measured."),
+            DeclareLaunchArgument("joint_states_topic", default_value="joint_states", description="JointState."),
+            *(
+                DeclareLaunchArgument(
+                    f"{name}_topic", default_value=f"guard/{name}", description=f"Where the guard sends {name} to."
+                )
+                for name in COMMANDS
+            ),
+            DeclareLaunchArgument(
+                "task",
+                default_value="false",
+                choices=["true", "false"],
+                description="Take tasks on the action run_task; the policy then acts during tasks alone.",
+            ),
+            OpaqueFunction(function=_share_base_frame),
+            IncludeLaunchDescription(PythonLaunchDescriptionSource(str(bringup))),
+            OpaqueFunction(function=_start),
+        ]
+    )
+
+
+def _share_base_frame(context: LaunchContext) -> list:
+    """The robot's file names the frame for the policy too, unless an argument does."""
+    parameters = _file_parameters("driver", context)
+    if "base_frame" in parameters:
+        context.launch_configurations.setdefault("base_frame", str(parameters["base_frame"]))
+    return []
+
+
+def _start(context: LaunchContext) -> list:
+    def argument(name: str) -> str:
+        return LaunchConfiguration(name).perform(context)
+
+    namespace = argument("namespace")
+    common = {
+        "package": "specvla_ros",
+        "namespace": namespace,
+        "output": "screen",
+    }
+    inputs = [
+        ("action", "policy/action"),
+        ("tool_pose", argument("tool_pose_topic")),
+        ("joint_states", argument("joint_states_topic")),
+    ]
+    guard = Node(
+        executable="guard",
+        name="guard",
+        parameters=[_parameters("guard", context)],
+        remappings=[
+            *inputs,
+            ("instruction", argument("instruction_topic")),
+            *((f"command/{name}", f"driver/{name}") for name in COMMANDS),
+            *((f"guard/{name}", argument(f"{name}_topic")) for name in COMMANDS),
+        ],
+        **common,
+    )
+    driver = LifecycleNode(
+        executable="driver", name="driver", parameters=[_parameters("driver", context)], remappings=inputs, **common
+    )
+    task = Node(
+        executable="task",
+        name="task",
+        parameters=[_parameters("task", context)],
+        remappings=[("instruction", argument("instruction_topic"))],
+        **common,
+    )
+    nodes = [guard, *([task] if as_bool("task", argument("task")) else [])]
+    if not as_bool("autostart", argument("autostart")):
+        return [*nodes, driver]
+    return [*nodes, *_autostart(driver), driver]
+
+
+def _parameters(node: str, context: LaunchContext) -> dict:
+    """What the robot's file says of a node; what stands for all nodes goes to those that have it."""
+    merged = _file_parameters(node, context)
+    known = {name: {declared.name for declared in walk(kind())} for name, kind in NODES.items()}
+    others = set().union(*(names for name, names in known.items() if name != node)) - known[node]
+    parameters = {
+        name: ParameterValue(value, value_type=str) if isinstance(value, str) else value
+        for name, value in merged.items()
+        if name not in others
+    }
+    use_sim_time = LaunchConfiguration("use_sim_time").perform(context)
+    return {**parameters, "use_sim_time": as_bool("use_sim_time", use_sim_time)}
+
+
+def _file_parameters(node: str, context: LaunchContext) -> dict:
+    robot = Path(LaunchConfiguration("robot").perform(context)).expanduser()
+    # The namespace is an argument of bringup, and so may not be there yet.
+    namespace = context.launch_configurations.get("namespace", "")
+    return merge_parameters([robot], {}, node=node, namespace=namespace)
+
+
+def _autostart(node: LifecycleNode) -> list:
+    """Configures and activates it once; what is done by hand later stays as it is."""
+
+    def change(transition: int) -> EmitEvent:
+        return EmitEvent(event=ChangeState(lifecycle_node_matcher=matches_action(node), transition_id=transition))
+
+    return [
+        RegisterEventHandler(
+            OnProcessStart(target_action=node, on_start=[change(Transition.TRANSITION_CONFIGURE)], handle_once=True)
+        ),
+        RegisterEventHandler(
+            OnStateTransition(
+                target_lifecycle_node=node,
+                start_state="configuring",
+                goal_state="inactive",
+                entities=[change(Transition.TRANSITION_ACTIVATE)],
+                handle_once=True,
+            )
+        ),
+    ]

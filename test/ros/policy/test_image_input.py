@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which images are asked for, and what is said where they get lost."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rclpy.qos import QoSProfile, ReliabilityPolicy
+from sensor_msgs.msg import Image
+from support.ros import Robot, rgb_image, robot
+
+from specvla_ros.ros.policy.diagnostics import images_lost
+
+INSTRUCTION = "put carrot on plate"
+
+
+def reliability(r: Robot, topic: str = "/image") -> ReliabilityPolicy:
+    """Of the policy's subscription, as others see it."""
+    [info] = r.user.get_subscriptions_info_by_topic(topic)
+    return info.qos_profile.reliability
+
+
+def camera(r: Robot, offered: ReliabilityPolicy, topic: str = "image") -> Any:
+    return r.user.create_publisher(Image, topic, QoSProfile(depth=1, reliability=offered))
+
+
+def test_auto_asks_for_what_every_publisher_offers_and_follows_them(checkpoint: Path) -> None:
+    with robot(checkpoint, instruction=INSTRUCTION) as r:
+        r.start()
+        r.until(lambda: reliability(r) == ReliabilityPolicy.RELIABLE)  # the user's own publisher
+        r.act(rgb_image(r.now_ns()))
+        second = camera(r, ReliabilityPolicy.BEST_EFFORT)
+        r.until(lambda: reliability(r) == ReliabilityPolicy.BEST_EFFORT)
+        r.act(rgb_image(r.now_ns()))
+        r.user.destroy_publisher(second)
+        r.until(lambda: reliability(r) == ReliabilityPolicy.RELIABLE)
+        r.act(rgb_image(r.now_ns()))
+
+
+@pytest.mark.parametrize("chosen", ["best_effort", "reliable"])
+def test_a_reliability_that_was_chosen_stays(checkpoint: Path, chosen: str) -> None:
+    other = {"best_effort": ReliabilityPolicy.RELIABLE, "reliable": ReliabilityPolicy.BEST_EFFORT}[chosen]
+    with robot(checkpoint, instruction=INSTRUCTION, image_reliability=chosen) as r:
+        publisher = camera(r, other)
+        r.start()
+        assert r.policy._images is not None
+        r.policy._images.follow_publishers()
+        assert reliability(r) == ReliabilityPolicy[chosen.upper()]
+        r.user.destroy_publisher(publisher)
+        assert r.policy.trigger_deactivate().name == "SUCCESS"
+        for name, value, successful in (
+            ("image_reliability", "auto", True),
+            ("image_reliability", "sometimes", False),
+            ("image_transport", "raw", True),
+        ):
+            assert r.set(name, value)[0] == successful
+        r.activate()
+        r.until(lambda: reliability(r) == ReliabilityPolicy.RELIABLE)
+        successful, reason = r.set("image_reliability", "reliable")
+        assert not successful and "`ros2 lifecycle set /policy deactivate` first" in reason
+
+
+def test_overrides_of_the_qos_are_heeded_and_others_told(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    overrides = {
+        "qos_overrides./camera/image_raw.subscription.reliability": "best_effort",
+        "qos_overrides./camera/image_raw.subscription.depth": 3,
+        "qos_overrides./image.subscription.reliability": "best_effort",  # before the remapping
+    }
+    with robot(checkpoint, instruction=INSTRUCTION, remaps=["image:=/camera/image_raw"], **overrides) as r:
+        publisher = camera(r, ReliabilityPolicy.RELIABLE, "/camera/image_raw")
+        assert r.policy.trigger_configure().name == "SUCCESS"
+        assert r.policy.trigger_activate().name == "SUCCESS"
+        r.until(lambda: publisher.get_subscription_count())
+        assert r.policy._images is not None
+        r.policy._images.follow_publishers()
+        assert reliability(r, "/camera/image_raw") == ReliabilityPolicy.BEST_EFFORT
+        assert r.policy._images._subscriptions["raw"].qos_profile.depth == 3
+    said = capfd.readouterr().err
+    assert "there is no parameter 'qos_overrides./image.subscription.reliability'; did you mean" in said
+    assert said.count("there is no parameter") == 1
+
+
+def test_an_override_that_is_none_refuses_the_transition(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with robot(checkpoint, **{"qos_overrides./image.subscription.reliability": "often"}) as r:
+        assert r.policy.trigger_configure().name == "SUCCESS"
+        assert r.policy.trigger_activate().name == "FAILURE"
+    said = capfd.readouterr().err
+    assert "not activated: the QoS of '/image' cannot be had" in said and "often" in said
+    assert "Traceback" not in said
+
+
+def test_a_grey_picture_is_answered_and_warned_of_once(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with robot(checkpoint, instruction=INSTRUCTION) as r:
+        r.start()
+        for seed in range(3):
+            grey = np.random.default_rng(seed).integers(0, 256, 48 * 64, dtype=np.uint8).tobytes()
+            r.act(rgb_image(r.now_ns(), encoding="mono8", step=64, data=grey))
+    assert capfd.readouterr().err.count("the images are grey") == 1
+
+
+def test_whatever_a_decoder_raises_costs_one_image(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specvla_ros.ros.policy import image_input
+
+    kind, topic, _ = image_input._TOPICS["raw"]
+
+    def fail(_: Image) -> np.ndarray:
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(image_input._TOPICS, "raw", (kind, topic, fail))
+        with robot(checkpoint, instruction=INSTRUCTION, diagnostics_period_s=0.1) as r:
+            r.start()
+            r.images.publish(rgb_image(r.now_ns()))
+            r.until(lambda: r.drops() == {"bad_image": 1})
+            r.until(lambda: any("RuntimeError: broken" in s.message for d in r.diagnostics for s in d.status))
+
+
+@given(
+    period_ms=st.integers(5, 500),
+    kept=st.floats(0.0, 1.0),
+    jitter=st.floats(0.0, 0.1),
+    pause_s=st.floats(0.0, 100.0),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_losses_are_told_by_the_stamps_alone(
+    period_ms: int, kept: float, jitter: float, pause_s: float, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    taken_s = np.arange(500) * period_ms * 1e-3
+    taken_s[250:] += pause_s
+    arrived = random.random(500) < kept
+    stamps = (taken_s + random.uniform(0, jitter, 500) * period_ms * 1e-3)[arrived][-51:]
+    told = images_lost((stamps * 1e9).astype(np.int64).tolist())
+    if kept > 0.9 or len(stamps) < 10:
+        assert told == ""
+    elif 0.15 < kept < 0.3 and len(stamps) == 51 and jitter < 0.05:
+        assert "the camera takes" in told
