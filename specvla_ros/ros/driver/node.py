@@ -17,7 +17,7 @@ from rclpy.time import Time
 from std_srvs.srv import SetBool
 
 from specvla_msgs.msg import VlaAction
-from specvla_ros.control.bounded_motion import BoundedMotion
+from specvla_ros.control.bounded_motion import BoundedMotion, Target, tracking_velocity
 from specvla_ros.control.convention import ActionConvention, ActionFrame, GripperSign, Reference, Rotation
 from specvla_ros.control.follower import ActionFollower, ActionRefusedError, Compensation, StampedAction
 from specvla_ros.control.gripper import Gripper
@@ -129,7 +129,6 @@ class DriverNode(LifecycleNode):
                 self._gripper,
                 self._history,
                 compensation=Compensation(chosen.compensate),
-                sends_velocity=self._output.follows_velocity,
                 max_age_s=chosen.max_action_age_s,
                 max_future_s=chosen.max_future_s,
                 max_step_m=chosen.max_step_m,
@@ -315,16 +314,23 @@ class DriverNode(LifecycleNode):
         self._target = follower.step(now_s)
         self._begin_anew_where_stopped(now_s)
         try:
-            self._output.send(self._target, self.get_clock().now())
+            self._output.send(self._command(self._target), self.get_clock().now())
         except UnreachableError as error:
             follower.hold(now_s)
             self._refuse("unreachable", str(error))
         self._gripper_output.command(self._gripper.position, time.monotonic())
 
+    def _command(self, target: Target) -> Target:
+        """What to send: velocities that also make up for what is missing, as long as it is known what is."""
+        newest = self._history.newest
+        if not self._output.follows_velocity or self._problem or newest is None:
+            return target
+        return Target(target.pose, tracking_velocity(target, newest[1], self._chosen.limits))
+
     def _begin_anew_where_stopped(self, now_s: float) -> None:
         """A robot that was held elsewhere, by the guard or by a hand, is not pulled to where it was sent before."""
         newest = self._history.newest
-        if newest is None or self._target.moving or self._follower is None or self._output.follows_velocity:
+        if newest is None or self._target.moving or self._follower is None:
             return
         if self._follower.follows(self._target.pose, newest[1]):
             return
