@@ -14,6 +14,7 @@ from specvla_ros.bags.action_message import ActionMeaning, decode_stats_fields, 
 from specvla_ros.bags.message_types import DECODE_STATS, VLA_ACTION, MessageTypes
 from specvla_ros.engine.outcome import Action
 from specvla_ros.errors import UserError
+from specvla_ros.settings.replace_file import replace_file
 
 ACTION_TOPIC = "/policy/action"
 DECODE_STATS_TOPIC = "/policy/decode_stats"
@@ -100,9 +101,9 @@ class BagRecorder:
         """Writes the summary and metadata.yaml."""
         if self._file.closed:
             return
-        self._writer.finish()
-        self._file.close()
-        (self._directory / "metadata.yaml").write_text(yaml.safe_dump(self._metadata(), sort_keys=False))
+        with self._file:
+            self._writer.finish()
+        replace_file(self._directory / "metadata.yaml", yaml.safe_dump(self._metadata(), sort_keys=False))
 
     def __enter__(self) -> "BagRecorder":
         return self

@@ -2,7 +2,7 @@
 """The command line `specvla`. Heavy libraries are imported when needed."""
 
 import json
-import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,8 +11,10 @@ import typer
 from specvla_ros import __version__
 from specvla_ros.cli import experiments
 from specvla_ros.cli import plan as cli_plan
+from specvla_ros.cli.ending import one_line_endings
 from specvla_ros.cli.options import PolicyOptions, Tasks, takes_policy
-from specvla_ros.errors import UserError, missing_package
+from specvla_ros.errors import UserError
+from specvla_ros.settings.json_file import shown
 from specvla_ros.settings.parameter import values_of
 
 if TYPE_CHECKING:
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 
     from specvla_ros.engine.outcome import Outcome
     from specvla_ros.models.target import Target
+
+# Pillow knows some forty more, one of which starts an interpreter; an image of a few kB may claim gigabytes.
+_IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
+_MAX_PIXELS = 36_000_000
 
 app = typer.Typer(
     help="Real-time vision-language-action policies on ROS 2.",
@@ -32,17 +38,9 @@ app.add_typer(cli_plan.app)
 
 
 def main() -> None:
-    """Runs the command; a user's error is one message and exit code 2, without a traceback."""
-    try:
+    """Runs the command; whatever goes wrong is one message and an exit code, without a traceback."""
+    with one_line_endings():
         app()
-    except UserError as error:
-        typer.secho(f"specvla: {error}", fg=typer.colors.RED, err=True)
-        sys.exit(2)
-    except ModuleNotFoundError as error:
-        if str(error.name).startswith("specvla"):
-            raise  # no package that a user could install
-        typer.secho(f"specvla: {missing_package(error)}", fg=typer.colors.RED, err=True)
-        sys.exit(2)
 
 
 def _show_version(asked: bool) -> None:
@@ -64,7 +62,9 @@ def _specvla(
 @takes_policy()
 def predict(
     chosen: PolicyOptions,
-    image: Annotated[Path, typer.Option(help="Camera image, any format Pillow reads.", show_default=False)],
+    image: Annotated[
+        Path, typer.Option(help="Camera image: PNG, JPEG, WebP, BMP, PPM, TIFF or GIF.", show_default=False)
+    ],
     instruction: Annotated[str, typer.Option(help="What the robot shall do.")] = "",
     prompt_ids: Annotated[
         str, typer.Option(help="The prompt as token ids, e.g. '1,512,29901', in place of --instruction.")
@@ -115,13 +115,22 @@ def _print_outcome(outcome: "Outcome", policy: "Target", *, as_json: bool) -> No
 
 def _read_image(path: Path) -> "np.ndarray":
     import numpy as np
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our limit is lower
     try:
-        return np.asarray(Image.open(path).convert("RGB"))
+        with Image.open(path, formats=_IMAGE_FORMATS) as picture:
+            if picture.width * picture.height > _MAX_PIXELS:
+                raise UserError(
+                    f"image {path} has {picture.width} x {picture.height} pixels, at most {_MAX_PIXELS // 10**6} "
+                    "million are read; scale it down"
+                )
+            return np.asarray(picture.convert("RGB"))
     except FileNotFoundError:
         raise UserError(f"image {path} does not exist") from None
-    except (UnidentifiedImageError, OSError, ValueError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # whatever a decoder makes of damaged bytes, or Pillow of a bomb
         raise UserError(f"image {path} cannot be read ({error}); give a PNG or JPEG file") from None
 
 
@@ -129,7 +138,7 @@ def _parse_ids(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.replace(",", " ").split())
     except ValueError:
-        raise UserError(f"--prompt-ids must be whole numbers separated by commas, got '{text}'") from None
+        raise UserError(f"--prompt-ids must be whole numbers separated by commas, got {shown(text)}") from None
 
 
 @app.command()

@@ -173,6 +173,24 @@ def collect(
         typer.echo(f"the expert failed in {result.failed}, which are not kept")
 
 
+@app.command("robot-model")
+def robot_model(
+    robot: Robot,
+    out: Annotated[Path, typer.Option(help="The MJCF file to write.")],
+) -> None:
+    """Write the kinematics of an arm that can stand at the table, for the driver's `joints.model`."""
+    from specvla_ros.simulation.arms import choose_arm
+
+    arm = choose_arm(robot)
+    try:
+        out.write_text(arm.kinematics())
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}") from None
+    typer.echo(
+        f"{out}: joints {' '.join(arm.joints)}; tool pinch; speeds {' '.join(f'{each:g}' for each in arm.speed)}"
+    )
+
+
 @app.command("train-policy")
 def train_policy(
     data: Annotated[list[Path], typer.Option(help="Bags, or directories of bags; again for more.")],

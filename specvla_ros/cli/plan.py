@@ -11,6 +11,7 @@ from rich.console import Console
 from specvla_ros.errors import UserError
 from specvla_ros.models.settings import WeightFormat
 from specvla_ros.planning.device import known_devices
+from specvla_ros.settings.replace_file import replace_file
 
 app = typer.Typer()
 
@@ -88,6 +89,6 @@ def bench(
 
 def _write(path: Path, value: dict[str, object]) -> None:
     try:
-        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        replace_file(path, json.dumps(value, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror})") from None

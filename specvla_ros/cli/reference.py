@@ -23,11 +23,13 @@ def reference() -> str:
     from specvla_ros.ros.guard.parameters import GuardParameters
     from specvla_ros.ros.policy.parameters import PolicyParameters
     from specvla_ros.ros.sim_robot.parameters import SimRobotParameters
+    from specvla_ros.ros.task.parameters import TaskParameters
 
     nodes = {
         "policy": PolicyParameters(),
         "driver": DriverParameters(),
         "guard": GuardParameters(),
+        "task": TaskParameters(),
         "sim_robot": SimRobotParameters(),
         "bag_player": BagPlayerParameters(),
     }

@@ -16,6 +16,7 @@ class DropReason(str, Enum):
     BAD_STAMP = "bad_stamp"  # stamp 0, negative, nanoseconds out of range, too far in the future
     OUT_OF_ORDER = "out_of_order"  # not newer than the last frame taken
     NO_INSTRUCTION = "no_instruction"  # nothing asked for yet
+    PAUSED = "paused"  # it came while the policy was told to pause
     BAD_INSTRUCTION = "bad_instruction"  # empty, or longer than a slot holds
     STALE = "stale"  # older than the staleness limit before it was begun
     TOO_OLD = "too_old"  # older than that limit when its action was ready

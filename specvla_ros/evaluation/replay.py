@@ -4,7 +4,7 @@
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -98,15 +98,15 @@ class ReplayRun:
         return True
 
     def finish(self, *, thresholds: Thresholds, incomplete: str, context: Mapping[str, Any]) -> ReplaySummary:
-        """Writes the summary, the report and the end of the bag."""
-        self._lines.close()
-        self._recorder.close()
+        """Writes the end of the bag, the report and, when all else is there, the summary."""
+        with closing(self._recorder):
+            self._lines.close()
         in_bag = self._pictures.frames
         summary = summarise(
             self._columns, frames_in_bag=in_bag, thresholds=thresholds, incomplete=incomplete, context=context
         )
-        self._directory.write_json(SUMMARY_FILE, summary.as_json())
         write_replay_report(self._directory.path / REPORT_FILE, summary, self._columns, self._pictures)
+        self._directory.write_json(SUMMARY_FILE, summary.as_json())
         return summary
 
     def _answered(self, frame: BagFrame, action: Action, received_ns: int) -> FrameRecord:

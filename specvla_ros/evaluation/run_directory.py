@@ -2,13 +2,14 @@
 """The directory of a command's results: refused when it holds other results, resumed, its files never half written."""
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from specvla_ros.errors import UserError
+from specvla_ros.settings.json_file import load_json
+from specvla_ros.settings.replace_file import replace_file
 
 T = TypeVar("T")
 
@@ -74,12 +75,12 @@ class RunDirectory:
     def read_json(self, name: str) -> Any:
         """The content of a JSON file; None: there is none."""
         path = self.path / name
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
+        if not path.exists():
             return None
-        except ValueError as error:
-            raise UserError(f"{path} is damaged ({error}); remove that directory") from None
+        try:
+            return load_json(path)
+        except UserError as error:
+            raise UserError(f"{error}; or remove that directory") from None
 
     def resume_lines(self, name: str, parse: Callable[[Any], T]) -> list[T]:
         """The complete lines of a JSON Lines file, from which a line that was cut off is removed."""
@@ -104,7 +105,9 @@ class RunDirectory:
 
     def _settings(self) -> dict[str, Any] | None:
         found = self.read_json(SETTINGS_FILE)
-        return None if found is None else dict(found)
+        if found is not None and not isinstance(found, dict):
+            raise UserError(f"{self.path / SETTINGS_FILE} holds no settings; remove that directory, or give another")
+        return found
 
 
 def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
@@ -117,19 +120,6 @@ def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]
         elif one != other:
             names.append(name)
     return names
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file so that a process that is killed leaves the old or the new one, never half of it."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def write_line(lines: TextIO, value: Any) -> None:
@@ -153,7 +143,7 @@ def read_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
             continue
         try:
             values.append(parse(json.loads(line)))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             if number == len(lines):
                 break
             raise UserError(f"{path}, line {number} is damaged ({error}); remove the line or the directory") from None

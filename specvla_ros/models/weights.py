@@ -90,8 +90,20 @@ def check_weights(directory: Path, tensors: Mapping[str, Tensor], *, unused: str
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes tensors to one safetensors file."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    """Writes tensors to one safetensors file, as a whole.
+
+    Raises:
+        UserError: the disk is full, or the file cannot be written; an older one stays as it was.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(whole, partial, metadata={"format": "pt"})
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be written ({error}); free some space, and give the command again") from None
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _files(directory: Path, names: Iterable[str]) -> dict[Path, list[str]]:

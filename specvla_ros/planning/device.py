@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A device from a file: bandwidth, matrix rates and memory, and the stage times to emulate it with."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specvla_ros.errors import UserError
+from specvla_ros.settings.json_file import load_json, shown
 
 if TYPE_CHECKING:  # the engine imports torch, which a plan does without
     from specvla_ros.engine.tally import TickWork
@@ -153,15 +153,12 @@ def read_device(device: str, option: str = "--device") -> Device:
     known = known_devices()
     path = _DEVICES / f"{device}.json" if device in known else Path(device)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        return _parse(load_json(path), path)
+    except FileNotFoundError:
         raise UserError(
-            f"{option} {device} is none of {', '.join(known)}, and no file that can be read ({error.strerror}); "
+            f"{option} {shown(device)} is none of {', '.join(known)}, and there is no such file; "
             "`specvla bench --measure --out FILE` writes one for the machine at hand"
         ) from None
-    except ValueError as error:
-        raise UserError(f"{path} is no JSON ({error}); compare it with one of `specvla bench --measure`") from None
-    return _parse(raw, path)
 
 
 def _parse(raw: Any, path: Path) -> Device:

@@ -31,10 +31,11 @@ def load_json(path: Path) -> Any:
         UserError: it cannot be read, is no JSON, or is larger or deeper than any such file should be.
     """
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise UserError(f"{path} has {size} bytes, but {MAX_BYTES} are the limit for a JSON file; is it another?")
-        value = json.loads(path.read_text(encoding="utf-8"), parse_int=_whole)
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise UserError(f"{path} has more than {MAX_BYTES} bytes, the limit for a JSON file; is it another?")
+        value = json.loads(content.decode("utf-8"), parse_int=_whole)
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -18,6 +18,7 @@ from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from specvla_ros.errors import UserError
+from specvla_ros.settings.json_file import shown
 
 Settings = TypeVar("Settings")
 Choices = tuple[str, ...] | Callable[[], tuple[str, ...]]
@@ -106,7 +107,7 @@ class Declared:
         """What is wrong with a value that a user gave, and what would be right; empty when nothing is."""
         if self._wrong(value, exact=True) is None:
             return ""
-        return f"parameter '{self.name}' is {value!r}, but it must be {self._words} (default: {self.value!r})"
+        return f"parameter '{self.name}' is {shown(value)}, but it must be {self._words} (default: {self.value!r})"
 
     def check(self) -> None:
         """Looks at the value.
@@ -118,7 +119,7 @@ class Declared:
         if wrong is None:
             return
         if self.parameter.choices:
-            raise UserError(f"{self.name} is '{wrong[0]}', but it must be {self._words}")
+            raise UserError(f"{self.name} is {shown(wrong[0])}, but it must be {self._words}")
         raise UserError(f"{self.name} must be {self.parameter.range or self._words}, got {wrong[0]!r}")
 
     @property

@@ -12,6 +12,10 @@ from typing import Any
 import yaml
 
 from specvla_ros.errors import UserError
+from specvla_ros.settings.json_file import shown
+from specvla_ros.settings.replace_file import replace_file
+
+_MAX_BYTES = 1 << 20
 
 Value = str | bool | int | float | list[Any]
 
@@ -51,9 +55,9 @@ def read_assignments(assignments: Sequence[str]) -> dict[str, Value]:
         if not separator:
             raise UserError(f"'{assignment}' is no parameter; write it as name:=value, for example decode.mode:=spec")
         try:
-            values[name] = yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise UserError(f"the value of '{assignment}' cannot be read as YAML; quote it") from None
+            values[name] = _parsed(text)
+        except ValueError as error:
+            raise UserError(f"the value of {shown(assignment)} cannot be read as YAML ({error}); quote it") from None
     return values
 
 
@@ -66,7 +70,7 @@ def write_parameters(path: Path, values: Mapping[str, Any], comments: Sequence[s
         comments: lines at its beginning.
     """
     head = "".join(f"# {line}\n" for line in comments)
-    path.write_text(head + format_parameters(values), encoding="utf-8")
+    replace_file(path, head + format_parameters(values))
 
 
 def format_parameters(values: Mapping[str, Any]) -> str:
@@ -94,12 +98,16 @@ def as_bool(name: str, text: str) -> bool:
 
 def _read(file: Path, node: str, namespace: str) -> dict[str, Value]:
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        with file.open("rb") as stream:
+            text = stream.read(_MAX_BYTES + 1)
+        if len(text) > _MAX_BYTES:
+            raise UserError(f"parameter file {file} has more than {_MAX_BYTES} bytes; is it another?")
+        content = _parsed(text.decode("utf-8"))
     except FileNotFoundError:
         raise UserError(
             f"parameter file {file} does not exist; give params_file:= a path from here or from /"
         ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"parameter file {file} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"parameter file {file} is empty or no mapping; it begins with '/**:' and 'ros__parameters:'")
@@ -115,6 +123,20 @@ def _read(file: Path, node: str, namespace: str) -> dict[str, Value]:
             raise UserError(f"parameter file {file}: '{key}' needs 'ros__parameters:' and the parameters under it")
         values |= _flatten(parameters)
     return values
+
+
+def _parsed(text: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        ValueError: it cannot be read, or holds what YAML takes for a date or number and is none.
+    """
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    except RecursionError:
+        raise ValueError("it nests its values too deep") from None
 
 
 def _flatten(parameters: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:

@@ -8,9 +8,10 @@ The Panda and the UR5e are robosuite's (Zhu et al. 2020, arXiv 2009.12293): mass
 grippers are theirs. Speed limits are the makers'. Nothing of robosuite is imported, and none of its files is copied.
 """
 
+import contextlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,10 +50,11 @@ class Arm:
 
     Args:
         name: for the command line, parameters and files.
-        scene: makes the table with this arm.
+        build: makes the arm alone, standing at the origin of its base frame.
         joints: names, from the base.
         motors: their torque actuators, in the same order; how strong they are is the model's.
         speed: largest joint speeds, rad/s.
+        acceleration: with which its own control accelerates joints at most, rad/s².
         home: joint positions with the tool above the table's middle, pointing down, radians.
         low: smallest goal of the tool that can be reached, x y z in metres.
         high: largest.
@@ -60,10 +62,11 @@ class Arm:
     """
 
     name: str
-    scene: Callable[[], mujoco.MjModel]
+    build: Callable[[], mujoco.MjSpec]
     joints: tuple[str, ...]
     motors: tuple[str, ...]
     speed: tuple[float, ...]
+    acceleration: tuple[float, ...]
     home: tuple[float, ...]
     low: tuple[float, float, float]
     high: tuple[float, float, float]
@@ -80,11 +83,39 @@ class Arm:
         Raises:
             UserError: MuJoCo cannot compile it, or the package with the arm's model is missing.
         """
+        with self._compiling():
+            if self.build is _table_arm:  # the file as it is: its arm stands there
+                return mujoco.MjModel.from_xml_path(str(_TABLE))
+            scene = mujoco.MjSpec.from_file(str(_TABLE))
+            scene.delete(scene.body("link0"))
+            scene.option.timestep = 0.002  # the grippers' links are too light for our arm's 5 ms
+            scene.attach(self.build(), frame=scene.worldbody.add_frame(), prefix="")
+            return scene.compile()
+
+    def kinematics(self) -> str:
+        """The arm alone as MJCF, without shapes: joints, masses and the site `pinch`, for who computes with them.
+
+        Raises:
+            UserError: as `model`.
+        """
+        with self._compiling():
+            spec = self.build()
+            for geom in list(spec.geoms):
+                # A body whose mass is its shape's keeps that.
+                if geom.parent.explicitinertial or geom.type == mujoco.mjtGeom.mjGEOM_MESH:
+                    spec.delete(geom)
+            for asset in [*spec.meshes, *spec.materials]:
+                spec.delete(asset)
+            spec.compile()
+            return str(spec.to_xml())
+
+    @contextlib.contextmanager
+    def _compiling(self) -> Iterator[None]:
         try:
-            return self.scene()
+            yield
         except (ValueError, KeyError) as error:
             raise UserError(
-                f"the scene of the robot '{self.name}' cannot be compiled by MuJoCo {mujoco.__version__} ({error})"
+                f"the model of the robot '{self.name}' cannot be compiled by MuJoCo {mujoco.__version__} ({error})"
             ) from None
 
 
@@ -139,11 +170,12 @@ class _Parts:
     linkage: _Linkage | None = None
 
 
-def _robosuite(parts: _Parts) -> mujoco.MjModel:
+def _robosuite(parts: _Parts) -> mujoco.MjSpec:
     assets = _robosuite_assets()
     arm, gripper = _read(assets / parts.robot), _read(assets / parts.gripper)
     if parts.linkage is not None:
         _link(gripper, parts.linkage)
+    gripper.default.name = "gripper"  # attached without a name it could not be written as XML
     flange = arm.body("right_hand")
     arm.attach(gripper, frame=flange.add_frame(), prefix="")
     flange.add_site(name="pinch", pos=[0.0, 0.0, parts.tool_m], size=[0.005] * 3, rgba=[0.0] * 4)
@@ -151,11 +183,7 @@ def _robosuite(parts: _Parts) -> mujoco.MjModel:
         _choose_what_is_drawn(body, body.name in parts.detailed, parts.colour)
     for extra in [*arm.cameras, *arm.sensors, *(site for site in arm.sites if site.name != "pinch")]:
         arm.delete(extra)
-    scene = mujoco.MjSpec.from_file(str(_TABLE))
-    scene.delete(scene.body("link0"))
-    scene.option.timestep = 0.002  # the grippers' links are too light for our arm's 5 ms
-    scene.attach(arm, frame=scene.worldbody.add_frame(), prefix="")
-    return scene.compile()
+    return arm
 
 
 def _link(gripper: mujoco.MjSpec, linkage: _Linkage) -> None:
@@ -215,21 +243,29 @@ def _choose_what_is_drawn(body: mujoco.MjsBody, detailed: bool, colour: tuple[fl
             geom.rgba = colour
 
 
-def _table() -> mujoco.MjModel:
-    return mujoco.MjModel.from_xml_path(str(_TABLE))
+def _table_arm() -> mujoco.MjSpec:
+    spec = mujoco.MjSpec.from_file(str(_TABLE))
+    for body in list(spec.worldbody.bodies):
+        if body.name != "link0":
+            spec.delete(body)
+    for extra in [*spec.worldbody.geoms, *spec.cameras, *spec.lights]:
+        spec.delete(extra)
+    return spec
 
 
 _LOW, _HIGH = (0.30, -0.30, 0.015), (0.78, 0.30, 0.30)
 _SEVEN = tuple(f"joint{i}" for i in range(1, 8))
 # https://frankaemika.github.io/docs/control_parameters.html, "Limits for Panda"
 _PANDA_SPEED = (2.175, 2.175, 2.175, 2.175, 2.61, 2.61, 2.61)
+_PANDA_ACCELERATION = (15.0, 7.5, 10.0, 12.5, 15.0, 20.0, 20.0)
 
 TABLE_ARM = Arm(
     name="table",
-    scene=_table,
+    build=_table_arm,
     joints=_SEVEN,
     motors=_SEVEN,
     speed=_PANDA_SPEED,  # its links are the Panda's
+    acceleration=_PANDA_ACCELERATION,
     home=(0.0, 0.15, 0.0, -2.2, 0.0, 2.35, 0.785),
     low=_LOW,  # the pinch site is 4 mm above the fingertips at the lowest
     high=_HIGH,
@@ -244,7 +280,7 @@ TABLE_ARM = Arm(
 
 PANDA = Arm(
     name="panda",
-    scene=lambda: _robosuite(
+    build=lambda: _robosuite(
         _Parts(
             robot="robots/panda/robot.xml",
             gripper="grippers/panda_gripper.xml",
@@ -256,6 +292,7 @@ PANDA = Arm(
     joints=_SEVEN,
     motors=tuple(f"torq_j{i}" for i in range(1, 8)),
     speed=_PANDA_SPEED,
+    acceleration=_PANDA_ACCELERATION,
     home=(0.0, 0.15, 0.0, -2.2, 0.0, 2.35, 0.785),
     low=_LOW,
     high=_HIGH,
@@ -292,7 +329,7 @@ _TWO_FINGERS_85 = _Linkage(
 
 UR5E = Arm(
     name="ur5e",
-    scene=lambda: _robosuite(
+    build=lambda: _robosuite(
         _Parts(
             robot="robots/ur5e/robot.xml",
             gripper="grippers/robotiq_gripper_85.xml",
@@ -312,6 +349,7 @@ UR5E = Arm(
     ),
     motors=tuple(f"torq_j{i}" for i in range(1, 7)),
     speed=(np.pi,) * 6,  # UR5e's data sheet: 180 degrees/s at each joint
+    acceleration=(10.0,) * 6,  # ours: what its torques allow with the arm stretched out
     home=(-0.2829, -1.5583, 1.9926, -2.0052, -1.5708, -1.8537),
     low=_LOW,
     high=(0.72, 0.30, 0.30),  # farther out its elbow is straight

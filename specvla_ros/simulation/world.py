@@ -3,6 +3,7 @@
 
 import logging
 import sys
+from collections.abc import Callable
 
 import mujoco
 import numpy as np
@@ -41,7 +42,6 @@ class World:
         self.model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET
         self.data = mujoco.MjData(self.model)
         self._osc = OscPose(self.model, arm)
-        self._substeps = round(1.0 / CONTROL_HZ / self.model.opt.timestep)
         self._camera = self.model.camera(CAMERA)
         self._camera_position = self._camera.pos.copy()
         self._camera_quaternion = self._camera.quat.copy()
@@ -74,8 +74,12 @@ class World:
         if not np.isfinite(action).all():
             raise SimulationDiverged("an action that is not finite was given to the arm")
         self._osc.displace(self.data, action)
-        for _ in range(self._substeps):
-            self._osc.apply(self.data)
+        self.advance(self._osc.apply, 1.0 / CONTROL_HZ)
+
+    def advance(self, apply: Callable[[mujoco.MjData], None], seconds: float) -> None:
+        """Lets time pass; `apply` sets the motors before each physics step."""
+        for _ in range(round(seconds / self.model.opt.timestep)):
+            apply(self.data)
             mujoco.mj_step(self.model, self.data)
         if not (np.isfinite(self.data.qpos).all() and np.isfinite(self.data.qvel).all()):
             raise SimulationDiverged(f"the physics diverged at {self.time_s:.2f} s")
@@ -84,12 +88,17 @@ class World:
     def goal(self) -> Pose:
         return self._osc.goal
 
+    def tool(self) -> Pose:
+        """The tool's pose in the base frame."""
+        site = self.data.site("pinch")
+        return Pose(site.xpos.copy(), site.xmat.reshape(3, 3).copy())
+
     def state(self) -> WorldState:
         site = self.data.site("pinch")
         return WorldState(
             hand=site.xpos.copy(),
             rotation=site.xmat.reshape(3, 3).copy(),
-            opening=self._opening(),
+            opening=self.opening(),
             positions={body: self.data.body(body).xpos.copy() for body in self._bodies},
             yaws={body: float(np.arctan2(*self.data.body(body).xmat[[3, 0]])) for body in self._bodies},
         )
@@ -99,7 +108,8 @@ class World:
         joints = [self.data.joint(name) for name in self.arm.joint_names]
         return np.array([j.qpos[0] for j in joints]), np.array([j.qvel[0] for j in joints])
 
-    def _opening(self) -> float:
+    def opening(self) -> float:
+        """The distance between the fingers, metres."""
         left, right = self.arm.gripper.pads
         apart = np.linalg.norm(self.data.geom(left).xpos - self.data.geom(right).xpos)
         return float(apart - self.model.geom(left).size[1] - self.model.geom(right).size[1])

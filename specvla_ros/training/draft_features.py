@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -140,7 +140,7 @@ class FeatureStore:
         partial = path.with_suffix(".partial")
         try:
             save_file(tensors, partial)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
             raise UserError(f"{path} cannot be written ({error}); the shards before it are kept") from None
         partial.replace(path)

@@ -164,8 +164,16 @@ class Trainer(Generic[V]):
             "seconds": self._seconds,
         }
         partial = self._state / "state.pt.partial"
-        torch.save(state, partial)
-        partial.replace(self._state / "state.pt")
+        try:
+            torch.save(state, partial)
+            partial.replace(self._state / "state.pt")
+        except (OSError, RuntimeError) as error:  # torch's writer makes a RuntimeError of a full disk
+            raise UserError(
+                f"{partial} cannot be written ({error}); the state before it is kept: free some space, and the same "
+                "command goes on from there"
+            ) from None
+        finally:
+            partial.unlink(missing_ok=True)
 
     def _resume(self) -> None:
         path = self._state / "state.pt"

@@ -2,9 +2,11 @@
 """The commands as a user types them: results on stdout, one clear message and an exit code when something is wrong."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,9 @@ from typer.core import TyperOption
 from typer.testing import CliRunner
 
 from specvla_ros import __version__
-from specvla_ros.cli.app import app
+from specvla_ros.cli.app import _read_image, app
+from specvla_ros.cli.ending import one_line_endings
+from specvla_ros.errors import UserError
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.settings.parameter import walk
 
@@ -251,3 +255,89 @@ def test_a_core_is_left_to_others(monkeypatch: pytest.MonkeyPatch, given: str, c
 def test_worker_processes_may_import_the_command() -> None:
     """As multiprocessing does where processes are not forked."""
     runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "specvla"), run_name="__mp_main__")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (UserError("no such bag \udcff"), 2, r"specvla: no such bag \\udcff$"),
+        (
+            OSError(28, "No space left on device", "/data/x"),
+            2,
+            r"/data/x: No space left .*what was written before is kept",
+        ),
+        (PermissionError(13, "Permission denied", "/data/x"), 2, "/data/x: Permission denied; check the path"),
+        (
+            ZeroDivisionError("division by zero"),
+            3,
+            r"this is a bug of specvla: ZeroDivisionError: .* the trace is in (\S+)",
+        ),
+        (
+            type("PanicException", (BaseException,), {})("rust"),
+            3,
+            r"this is a bug .*PanicException: rust; the trace is",
+        ),
+    ],
+)
+def test_whatever_ends_a_command_is_one_line(
+    error: BaseException,
+    code: int,
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(SystemExit) as ended, one_line_endings():
+        raise error
+    assert ended.value.code == code
+    said = capsys.readouterr().err.strip()
+    assert len(said.splitlines()) == 1
+    assert re.search(text, said)
+    traces = [path.read_text() for path in tmp_path.iterdir()]
+    assert len(traces) == (code == 3)
+    assert all("Traceback" in trace and "test_cli.py" in trace for trace in traces)
+
+
+def test_a_fault_on_a_full_disk_still_says_where(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
+    with pytest.raises(SystemExit), one_line_endings():
+        raise ZeroDivisionError
+    assert re.search(
+        r"bug of specvla: ZeroDivisionError; at .*test_cli\.py:\d+; the trace could not", capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("name", ["bomb.png", "picture.eps"])
+def test_an_image_that_is_a_bomb_or_a_program_is_not_opened(tmp_path: Path, name: str) -> None:
+    if name == "bomb.png":
+        Image.new("1", (13000, 13000)).save(tmp_path / name)
+    else:
+        (tmp_path / name).write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n")
+    with pytest.raises(UserError, match=r"13000 x 13000 pixels, at most|cannot be read"):
+        _read_image(tmp_path / name)
+
+
+def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
+    """Files may have some kB each, as on a disk that fills up."""
+    device = tmp_path / "device.json"
+    device.write_text("old")
+    bag = write_bag(tmp_path / "bag", episode(20))
+    plan = ("plan", "--device", "orin", "--json", device)
+    replay = ("replay", bag, "--instruction", "lift the red cube", "--device", "cpu", "--out", tmp_path / "out")
+    for command, limit in ((plan, 1024), (replay, 12_000)):
+        limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+        code = f"{limited}from specvla_ros.cli.app import main; main()"
+        arguments = [sys.executable, "-c", code, *map(str, command)]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+        refused(done, "File too large")
+    assert device.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bag", "device.json", "out"]
+    kept = (tmp_path / "out" / "frames.jsonl").read_text().splitlines()
+    assert 1 < len(kept) < 20
+    again = specvla(*replay)
+    assert again.returncode == 0, again.stderr
+    assert "20 of 20 frames answered" in again.stdout
+    assert (tmp_path / "out" / "frames.jsonl").read_text().splitlines()[: len(kept) - 1] == kept[:-1]

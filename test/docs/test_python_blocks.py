@@ -30,6 +30,7 @@ PAGES = (
     f"{HOW_TO}/add-a-drafter.md",
     f"{HOW_TO}/add-a-model-family.md",
     f"{HOW_TO}/add-a-robot-output.md",
+    f"{HOW_TO}/run-a-task.md",
 )
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

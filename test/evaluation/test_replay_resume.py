@@ -164,5 +164,5 @@ def test_results_of_something_else_are_refused(tmp_path: Path, name: str) -> Non
     with pytest.raises(UserError, match="holds results of `specvla simulate`"):
         check_replay(path, out)
     (out / "settings.json").write_text("{")
-    with pytest.raises(UserError, match=r"settings\.json is damaged"):
+    with pytest.raises(UserError, match=r"settings\.json cannot be read as JSON .*remove that directory"):
         check_replay(path, out)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.run_directory import RunDirectory, replace_file, write_line
+from specvla_ros.evaluation.run_directory import RunDirectory, write_line
+from specvla_ros.settings.replace_file import replace_file
 
 
 def test_the_same_settings_resume_and_others_are_refused(tmp_path: Path) -> None:

@@ -98,13 +98,13 @@ def test_files_that_are_no_devices_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none of a100, h200, l4, orin, .*, thor, .*specvla bench --measure"):
         read_device("toaster")
     (tmp_path / "text.json").write_text("no device")
-    with pytest.raises(UserError, match="no JSON"):
+    with pytest.raises(UserError, match="cannot be read as JSON"):
         read_device(str(tmp_path / "text.json"))
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(UserError, match="holds a JSON list"):
         read_device(str(tmp_path / "list.json"))
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="no JSON"):
+    with pytest.raises(UserError, match="cannot be read as JSON"):
         read_device(str(tmp_path / "binary.json"))
 
 

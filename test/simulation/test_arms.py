@@ -15,6 +15,7 @@ from specvla_ros.control.displacement import DisplacementFollower
 from specvla_ros.errors import UserError
 from specvla_ros.simulation.arms import ARMS, PANDA, ROBOSUITE, TABLE_ARM, choose_arm
 from specvla_ros.simulation.collect import bag_name
+from specvla_ros.simulation.controllers.controller import ArmKinematics
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.osc import CONTROL_HZ, SCALE
 from specvla_ros.simulation.robot import TableRobot
@@ -85,6 +86,24 @@ def test_expert_does_every_task_with_every_arm(world, task):
                 break
         else:
             pytest.fail(f"not done from seed {seed}")
+
+
+def test_kinematics_alone_are_those_of_the_arm_at_the_table(world):
+    import mujoco  # not before the simulation, which chooses its OpenGL
+
+    arm = world.arm
+    alone = mujoco.MjModel.from_xml_string(arm.kinematics())
+    data, rng = mujoco.MjData(alone), np.random.default_rng(0)
+    table = ArmKinematics(world.model, arm)
+    for _ in range(20):
+        positions = rng.uniform(table.low, table.high)
+        for name, position in zip(arm.joints, positions, strict=True):
+            data.joint(name).qpos = position
+        mujoco.mj_kinematics(alone, data)
+        np.testing.assert_allclose(data.site("pinch").xpos, table.tool(positions).position, atol=1e-9)
+    assert [alone.joint(name).range.tolist() for name in arm.joints] == [
+        world.model.joint(name).range.tolist() for name in arm.joints
+    ]
 
 
 def test_resting_arm_rests(world):

@@ -10,8 +10,8 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from specvla_ros.evaluation.run_directory import replace_file
 from specvla_ros.evaluation.statistics import Rate
+from specvla_ros.settings.replace_file import replace_file
 
 INK, GREY, BLUE, GREEN, AMBER, RED = "#1b1f24", "#9aa3ad", "#3c7fb1", "#58a371", "#e1a03c", "#c9512f"
 _NUMBER = re.compile(r"[-+]?[0-9.]+%?")

@@ -17,7 +17,15 @@ from specvla_ros.ros.diagnostics import make_status
 from specvla_ros.ros.policy.instruction import Instruction
 
 # These are how a queue of length one works, or were asked for: no faults.
-_NORMAL = frozenset({DropReason.SUPERSEDED, DropReason.OVERTAKEN, DropReason.EPOCH_CHANGED, DropReason.MODE_CHANGED})
+_NORMAL = frozenset(
+    {
+        DropReason.SUPERSEDED,
+        DropReason.OVERTAKEN,
+        DropReason.EPOCH_CHANGED,
+        DropReason.MODE_CHANGED,
+        DropReason.PAUSED,
+    }
+)
 _INPUT_FAULTS = (
     DropReason.BAD_INSTRUCTION,
     DropReason.NO_INSTRUCTION,
@@ -222,8 +230,13 @@ class InferenceHealth:
             self._latencies_s.clear()
             self._fault = ""
 
-    def status(self, active: bool, drops: RecentDrops) -> DiagnosticStatus:
-        """For /diagnostics; begins a new period for the rate."""
+    def status(self, idle: str, drops: RecentDrops) -> DiagnosticStatus:
+        """For /diagnostics; begins a new period for the rate.
+
+        Args:
+            idle: why no actions are wanted, such as "paused"; empty: they are.
+            drops: since the last call.
+        """
         with self._lock:
             now_s = time.monotonic()
             elapsed_s, self._period_began_s = max(now_s - self._period_began_s, 1e-3), now_s
@@ -241,8 +254,8 @@ class InferenceHealth:
         worst = drops.worst(_INFERENCE_FAULTS)
         if worst:
             return make_status(DiagnosticStatus.ERROR, worst, values)
-        if not active:
-            return make_status(DiagnosticStatus.OK, "not active", values)
+        if idle:
+            return make_status(DiagnosticStatus.OK, idle, values)
         if not actions:
             return make_status(DiagnosticStatus.OK, "no action in this period", values)
         median_s = float(np.median(latencies_s))

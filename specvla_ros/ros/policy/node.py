@@ -16,6 +16,8 @@ from rclpy.clock import Clock, ClockType, JumpThreshold, TimeJump
 from rclpy.duration import Duration
 from rclpy.lifecycle import LifecycleNode, LifecycleNodeMixin, LifecycleState, TransitionCallbackReturn
 from rclpy.node import Node
+from std_msgs.msg import Bool
+from std_srvs.srv import SetBool
 
 from specvla_ros.bags.action_message import ActionMeaning
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
@@ -42,6 +44,7 @@ from specvla_ros.ros.policy.image_input import Frame, ImageInput, declared_overr
 from specvla_ros.ros.policy.inference_thread import InferenceThread, Progress, load_engine
 from specvla_ros.ros.policy.instruction import Instruction, InstructionInput
 from specvla_ros.ros.policy.parameters import READ_IN_ACTIVATE, PolicyParameters
+from specvla_ros.ros.qos import LATCHED_STATE
 from specvla_ros.ros.spinning import run_node
 from specvla_ros.speculation.settings import AcceptanceSettings
 
@@ -73,6 +76,7 @@ class PolicyNode(LifecycleNode):
         self._instruction: InstructionInput | None = None
         self._images: ImageInput | None = None
         self._active = False
+        self._paused = False
         self._shut_down_s = math.inf
         self._last_arrival_ns = 0
         self._drops = DropLedger()
@@ -89,6 +93,9 @@ class PolicyNode(LifecycleNode):
             self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
         self.add_on_set_parameters_callback(self._on_set_parameters)
         self._publisher = ActionPublisher(self, lambda: self._meaning, partial(self._value, "max_image_age_s"))
+        self._pause_service = self.create_service(SetBool, "~/pause", self._on_pause)
+        self._paused_state = self.create_publisher(Bool, "~/paused", LATCHED_STATE)
+        self._paused_state.publish(Bool(data=False))
         self._jump_handle = self.get_clock().create_jump_callback(
             JumpThreshold(min_forward=None, min_backward=Duration(nanoseconds=-1), on_clock_change=True),
             post_callback=self._on_clock_jump,
@@ -231,6 +238,9 @@ class PolicyNode(LifecycleNode):
         thread, instruction = self._thread, self._instruction
         if thread is None or instruction is None:  # cleaned up while this callback was on its way
             return
+        if self._paused:
+            self._drop(DropReason.PAUSED)
+            return
         # The epoch first: an instruction that comes in between makes this frame void, never the old text valid.
         epoch, wanted = self._publisher.epoch, instruction.current
         if wanted.problem:
@@ -262,6 +272,16 @@ class PolicyNode(LifecycleNode):
         instruction = self._instruction
         if problem and instruction is not None and instruction.refuse(text, problem):
             self.get_logger().error(f"instruction '{shortened(text)}' refused, nothing is published: {problem}")
+
+    def _on_pause(self, request: SetBool.Request, response: SetBool.Response) -> SetBool.Response:
+        """No action of before leaves once this has answered; it holds across the node's states, until it is undone."""
+        response.success, response.message = True, "paused" if request.data else "not paused"
+        if request.data is not self._paused:
+            self._paused = request.data
+            epoch = self._begin_epoch()
+            self._paused_state.publish(Bool(data=request.data))
+            self.get_logger().info(f"{response.message}: epoch {epoch} begins")
+        return response
 
     def _on_clock_jump(self, jump: TimeJump) -> None:
         self._last_arrival_ns = 0
@@ -337,10 +357,11 @@ class PolicyNode(LifecycleNode):
     def _statuses(self) -> dict[str, DiagnosticStatus]:
         drops = self._drops.take_recent()
         instruction = self._instruction.current if self._instruction is not None else Instruction()
+        idle = "paused" if self._paused else "" if self._active else "not active"
         return {
             "model": self._model_status,
             "inputs": self._input_health.status(self._active, instruction, drops),
-            "inference": self._inference_health.status(self._active, drops),
+            "inference": self._inference_health.status(idle, drops),
         }
 
     def _now_ns(self) -> int:

@@ -4,6 +4,7 @@
 import sys
 import time
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,20 +13,26 @@ from rclpy.node import Node
 
 from specvla_ros.errors import UserError
 from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
+from specvla_ros.ros.sim_robot.commands import CommandInput
 from specvla_ros.ros.sim_robot.episodes import Episode, EpisodeState, Start, Tally, episode_starts, task_of
 from specvla_ros.ros.sim_robot.inputs import ActionInput, Expected, InstructionTopic
-from specvla_ros.ros.sim_robot.outputs import Pace, SimOutputs, policy_listens
+from specvla_ros.ros.sim_robot.outputs import Pace, SimOutputs, is_commanded, policy_listens
 from specvla_ros.ros.sim_robot.parameters import SimRobotParameters
 from specvla_ros.ros.spinning import run_node
 from specvla_ros.simulation.arms import choose_arm
+from specvla_ros.simulation.commanded_arm import CommandedArm
+from specvla_ros.simulation.motion_record import MotionRecorder
 from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.world import SimulationDiverged
 
 _EPOCH_NS = 1_000_000_000  # a stamp of 0 is no stamp
-_REPORT_STEPS = 5
+_REPORT_S = 0.25
 _LINGER_S = 0.5  # what was published last must reach its subscribers before this process ends
 _SETTLE_S = 0.5  # a policy that this node has found may need a moment more to find this node
 _SEEK_S = 1.0  # time between two images while the policy is lost
+# A commanded arm catches up with the clock, up to this much, when the executor was late, as after drawing an image.
+_CATCH_UP_S = 0.1
+_POLLS = 4  # of the timer per control step, so that commands are taken between two steps
 
 
 class Phase(Enum):
@@ -41,8 +48,9 @@ class Phase(Enum):
 class SimRobot(Node):
     """Runs episode after episode on one table.
 
-    An action is spread over `action_dt` and a newer one takes its place, so a faster policy does not make a faster arm.
-    Everything happens in the executor's thread: the OpenGL context belongs to the thread that made it.
+    Motion commands move the arm at 100 Hz, or actions at 20 Hz, as the parameter `command` says. An action is spread
+    over `action_dt` and a newer one takes its place, so a faster policy does not make a faster arm. Everything happens
+    in the executor's thread: the OpenGL context belongs to the thread that made it.
 
     Args:
         node_arguments: those of rclpy.node.Node.
@@ -58,6 +66,11 @@ class SimRobot(Node):
             self._chosen = read_parameters(self, SimRobotParameters)
             self._starts = episode_starts(self._chosen.chosen_tasks(), self._chosen.episodes, self._chosen.seed)
             self.robot = TableRobot(self._chosen.image_size, choose_arm(self._chosen.robot))
+            self._record = (
+                MotionRecorder(Path(self._chosen.record).expanduser(), self.robot.world)
+                if self._chosen.record
+                else None
+            )
         except UserError:
             self.destroy_node()
             raise
@@ -65,24 +78,45 @@ class SimRobot(Node):
             self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
         self.tally = Tally()
         self.failure = ""
-        self._step_ns = round(self.robot.control_dt * 1e9)
-        self._per_action = round(self.robot.action_dt / self.robot.control_dt)
-        self._per_image = max(1, round(1.0 / (self._chosen.camera_rate_hz * self.robot.control_dt)))
+        self._arm = CommandedArm(self.robot.world, self._chosen.command) if self._chosen.commanded else None
+        self._control_dt = self.robot.control_dt if self._arm is None else self._arm.control_dt
+        self._step_ns = round(self._control_dt * 1e9)
+        self._per_action = round(self.robot.action_dt / self._control_dt)
+        self._per_image = max(1, round(1.0 / (self._chosen.camera_rate_hz * self._control_dt)))
+        self._per_report = round(_REPORT_S / self._control_dt)
         self._now_ns = _EPOCH_NS
         self._newest_image_ns = self._last_taken_ns = 0
         self._outputs = SimOutputs(self, self.robot)
         self._instruction = InstructionTopic(self, self._on_other_instruction)
-        self._actions = ActionInput(
-            self, self.robot, expected=self._expected, on_action=self._on_action, on_ignored=self._on_ignored
-        )
+        self._input = self._listen()
         self._pace = Pace()
         self._first = next(self._starts)
         self.episode = self._reset(self._first)
         self.phase = Phase.WAITING
         self._due_s = 0.0  # wall time at which the phase's next step is due
         self._began_s = self._acted_s = time.monotonic()
-        period_s = self.robot.control_dt / (1.0 if self._chosen.lockstep else self._chosen.real_time_factor)
-        self._timer = self.create_timer(period_s, self._on_timer, clock=Clock(clock_type=ClockType.STEADY_TIME))
+        self._period_s = self._control_dt / (1.0 if self._chosen.lockstep else self._chosen.real_time_factor)
+        self._next_s = self._began_s
+        steady = Clock(clock_type=ClockType.STEADY_TIME)
+        if self._arm is None:
+            self._timer = self.create_timer(self._period_s, self._on_timer, clock=steady)
+        else:
+            self._timer = self.create_timer(self._period_s / _POLLS, self._poll, clock=steady)
+
+    def _listen(self) -> ActionInput | CommandInput:
+        if self._arm is None:
+            return ActionInput(
+                self, self.robot, expected=self._expected, on_action=self._on_action, on_ignored=self._on_ignored
+            )
+        return CommandInput(
+            self,
+            self._arm,
+            self._chosen.command,
+            now_s=lambda: self._now_ns * 1e-9,
+            obeys=lambda: self.phase in (Phase.RUNNING, Phase.LOST),
+            on_command=self._on_command,
+            on_refused=lambda: self._on_ignored(0),
+        )
 
     @property
     def finished(self) -> bool:
@@ -96,11 +130,19 @@ class SimRobot(Node):
         return self._now_ns
 
     def close(self) -> bool:
-        """Frees the OpenGL context."""
+        """Frees the OpenGL context, and writes the rest of the record."""
         self.robot.close()
+        if self._record is not None:
+            self._record.close()
         return True
 
     # Time
+
+    def _poll(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = max(self._next_s + self._period_s, now_s - _CATCH_UP_S)
+            self._on_timer()
 
     def _on_timer(self) -> None:
         if self.phase is Phase.WAITING:
@@ -114,14 +156,16 @@ class SimRobot(Node):
 
     def _wait(self) -> None:
         now_s = time.monotonic()
-        images, actions = self._outputs.image_topics, self._actions.topic
-        if policy_listens(self, images, actions):
+        images, topic = self._outputs.image_topics, self._input.topic
+        if policy_listens(self, images, topic) if self._arm is None else is_commanded(self, images, topic):
             self._due_s = self._due_s or now_s + _SETTLE_S
             if now_s >= self._due_s:
                 self._begin(self._first)
             return
         self._due_s = 0.0
-        what = f"policy that listens to {images[0]} and publishes {actions}"
+        what = f"policy that listens to {images[0]} and publishes {topic}"
+        if self._arm is not None:
+            what = f"publisher of {topic} and a listener of {images[0]}"
         self.get_logger().info(f"waiting for a {what}", throttle_duration_sec=5.0)
         patience_s = self._chosen.wait_for_policy_s
         if patience_s and now_s - self._began_s > patience_s:
@@ -169,7 +213,10 @@ class SimRobot(Node):
         """Lets one control step pass, and judges."""
         episode = self.episode
         try:
-            self.robot.advance()
+            if self._arm is None:
+                self.robot.advance()
+            else:
+                self._arm.advance(self._now_ns * 1e-9)
         except SimulationDiverged as error:
             self._end(EpisodeState.ABORTED, str(error))
             return
@@ -177,17 +224,27 @@ class SimRobot(Node):
         self._now_ns += self._step_ns
         self._outputs.clock(self._now_ns)
         self._outputs.joints(self._now_ns)
+        self._outputs.tool_pose(self._now_ns)
+        self._note_motion()
         if self.phase is not Phase.RUNNING:
             return
         if episode.task.succeeded(self.robot.state()):
             self._end(EpisodeState.SUCCEEDED)
         elif episode.out_of_time:
             self._end(EpisodeState.FAILED)
-        elif episode.steps % _REPORT_STEPS == 0:
+        elif episode.steps % self._per_report == 0:
             self._report()
 
+    def _note_motion(self) -> None:
+        if self._record is None:
+            return
+        try:
+            self._record.add(self._now_ns * 1e-9, self.episode.start.index, self.phase is Phase.RUNNING)
+        except UserError as error:
+            self.failure, self._record = str(error), None
+
     def _watch_pace(self) -> None:
-        factor = self._pace.step(time.monotonic(), self.robot.control_dt)
+        factor = self._pace.step(time.monotonic(), self._control_dt)
         if factor is not None and factor < 0.8 * self._chosen.real_time_factor:
             self.get_logger().warning(
                 f"this machine simulates {factor:.2f} times as fast as real time, not "
@@ -198,6 +255,8 @@ class SimRobot(Node):
 
     def _reset(self, start: Start) -> Episode:
         self.robot.reset(start.task.name, start.seed)
+        if self._arm is not None:
+            self._arm.reset()
         self._now_ns += self._step_ns  # time goes on across episodes
         self._newest_image_ns = self._last_taken_ns = 0
         return Episode(start, start.task, began_ns=self._now_ns, steps_per_action=self._per_action)
@@ -218,7 +277,7 @@ class SimRobot(Node):
         self.tally.add(state)
         self.phase, self._due_s = Phase.PAUSED, time.monotonic() + self._chosen.pause_between_s
         self.get_logger().info(
-            f"{episode.summary(self.robot.control_dt)}; {self.tally.succeeded} of {self.tally.finished} succeeded"
+            f"{episode.summary(self._control_dt)}; {self.tally.succeeded} of {self.tally.finished} succeeded"
         )
         self._report()
 
@@ -242,7 +301,7 @@ class SimRobot(Node):
         self._report()
 
     def _report(self) -> None:
-        self._outputs.episode(self._now_ns, self.episode, self._instruction.current, self.tally)
+        self._outputs.episode(self._now_ns, self.episode, self._instruction.current, self.tally, self._control_dt)
 
     # Inputs
 
@@ -275,6 +334,14 @@ class SimRobot(Node):
         self.episode.ignored += 1
         if self._chosen.lockstep and 0 < self._newest_image_ns == stamp:
             self._hold_and_look()  # no other answer to this image will come
+
+    def _on_command(self) -> None:
+        if self.phase is Phase.LOST:
+            self.get_logger().info("commands come again: the episode starts again")
+            self._begin(self.episode.start)
+            return
+        self.episode.actions += 1
+        self._acted_s = time.monotonic()
 
     def _on_action(self, values: np.ndarray, stamp: int) -> None:
         if self.phase is Phase.LOST:

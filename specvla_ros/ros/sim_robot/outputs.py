@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from builtin_interfaces.msg import Time as TimeMessage
+from geometry_msgs.msg import PoseStamped
 from PIL import Image as PillowImage
 from rclpy.node import Node
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
@@ -16,8 +17,10 @@ from sensor_msgs.msg import CompressedImage, Image, JointState
 from std_msgs.msg import Header
 
 from specvla_msgs.msg import SimEpisode
+from specvla_ros.control.pose import quaternion
 from specvla_ros.ros.qos import CLOCK
 from specvla_ros.ros.sim_robot.episodes import Episode, Tally
+from specvla_ros.simulation.controllers.controller import BASE_FRAME
 from specvla_ros.simulation.robot import TableRobot
 
 _WINDOW_S = 5.0
@@ -73,6 +76,7 @@ class SimOutputs:
         self._robot = robot
         self._raw = node.create_publisher(Image, IMAGE_TOPIC, _STREAM)
         self._compressed = node.create_publisher(CompressedImage, f"{IMAGE_TOPIC}/compressed", _STREAM)
+        self._tool = node.create_publisher(PoseStamped, "~/tool_pose", _STREAM)
         self._joints = node.create_publisher(JointState, "/joint_states", _STREAM)
         self._clock = node.create_publisher(Clock, "/clock", CLOCK)
         self._episodes = node.create_publisher(SimEpisode, "~/episode", _EPISODE)
@@ -98,6 +102,15 @@ class SimOutputs:
         """Publishes the time."""
         self._clock.publish(Clock(clock=_stamp(now_ns)))
 
+    def tool_pose(self, now_ns: int) -> None:
+        """Publishes where the tool is in the base frame."""
+        tool = self._robot.world.tool()
+        message = PoseStamped(header=Header(stamp=_stamp(now_ns), frame_id=BASE_FRAME))
+        place, turn = message.pose.position, message.pose.orientation
+        place.x, place.y, place.z = tool.position.tolist()
+        turn.w, turn.x, turn.y, turn.z = quaternion(tool.rotation)
+        self._tool.publish(message)
+
     def joints(self, now_ns: int) -> None:
         """Publishes the arm's and the fingers' state."""
         positions, velocities = self._robot.world.joint_state()
@@ -110,8 +123,8 @@ class SimOutputs:
             )
         )
 
-    def episode(self, now_ns: int, episode: Episode, instruction: str, tally: Tally) -> None:
-        """Publishes how the episode goes."""
+    def episode(self, now_ns: int, episode: Episode, instruction: str, tally: Tally, control_dt: float) -> None:
+        """Publishes how the episode goes, whose steps take `control_dt` seconds."""
         self._episodes.publish(
             SimEpisode(
                 header=Header(stamp=_stamp(now_ns)),
@@ -120,7 +133,7 @@ class SimOutputs:
                 instruction=instruction,
                 episode=episode.start.index,
                 state=int(episode.state),
-                time_s=episode.steps * self._robot.control_dt,
+                time_s=episode.steps * control_dt,
                 actions=episode.actions,
                 stale_actions=episode.ignored,
                 succeeded_so_far=tally.succeeded,
@@ -129,6 +142,12 @@ class SimOutputs:
                 detail=episode.detail,
             )
         )
+
+
+def is_commanded(node: Node, image_topics: Sequence[str], command_topic: str) -> bool:
+    """Whether somebody publishes commands, and somebody listens to the images that a policy needs."""
+    watched = any(node.count_subscribers(topic) for topic in image_topics)
+    return watched and node.count_publishers(command_topic) > 0
 
 
 def policy_listens(node: Node, image_topics: Sequence[str], action_topic: str) -> bool:

@@ -3,13 +3,16 @@
 
 from dataclasses import dataclass
 
+from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import parameter
 from specvla_ros.simulation.arms import ARMS, TABLE_ARM
+from specvla_ros.simulation.commanded_arm import COMMANDS
 from specvla_ros.simulation.robot import IMAGE_SIZE
 from specvla_ros.simulation.rollout import Clock
 from specvla_ros.simulation.tasks import Task, choose_tasks
 
 ALL_TASKS = ("all",)
+ACTIONS = "action"
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,13 @@ class SimRobotParameters:
         "The arm at the table; panda and ur5e need the models in requirements/robots.txt.",
         choices=tuple(arm.name for arm in ARMS),
     )
+    command: str = parameter(
+        ACTIONS,
+        "What moves the arm: actions, as the policy publishes them; or motion commands on ~/command/…, as arms take "
+        "them that are sold.",
+        choices=(ACTIONS, *COMMANDS),
+    )
+    record: str = parameter("", "File for what the arm really did, one row per control step; empty: none.")
     tasks: tuple[str, ...] = parameter(ALL_TASKS, "Names of the tasks, in their order in each round; [all]: every one.")
     episodes: int = parameter(3, "Episodes of each task; 0: without an end.", minimum=0, maximum=1_000_000)
     seed: int = parameter(0, "Of the first round's starts; each round's is one higher.", minimum=0, maximum=2**31 - 1)
@@ -34,7 +44,7 @@ class SimRobotParameters:
     )
     camera_rate_hz: float = parameter(
         20.0,
-        "Images per simulated second, in realtime; rounded to 20 Hz over a whole number.",
+        "Images per simulated second, in realtime; rounded to whole control steps.",
         unit="Hz",
         minimum=0.5,
         maximum=20.0,
@@ -67,6 +77,15 @@ class SimRobotParameters:
         maximum=86_400.0,
     )
     exit_when_done: bool = parameter(True, "End after the last episode; otherwise the world stands still.")
+
+    def __post_init__(self) -> None:
+        if self.commanded and self.lockstep:
+            raise UserError(f"clock: lockstep waits for actions, and command is {self.command}; set clock to realtime")
+
+    @property
+    def commanded(self) -> bool:
+        """Whether motion commands move the arm, and not actions."""
+        return self.command != ACTIONS
 
     @property
     def lockstep(self) -> bool:

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a command ends that cannot go on: one line and an exit code, whatever happened."""
+
+import errno
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from specvla_ros import __version__
+from specvla_ros.errors import UserError, missing_package
+
+USER_ERROR, BUG = 2, 3  # exit codes; 1 is a result that breaks a limit
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def one_line_endings() -> Iterator[None]:
+    """Turns exceptions into messages and exit codes; SystemExit and KeyboardInterrupt pass.
+
+    A user's error, a full disk or a file that cannot be read is 2. Anything else is a fault of this package: 3, and the
+    trace goes into a file, which a report of the fault needs.
+    """
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except UserError as error:
+        _end(str(error), USER_ERROR)
+    except ModuleNotFoundError as error:
+        own = str(error.name).startswith("specvla")  # no package that a user could install
+        _end(*((_bug(error), BUG) if own else (str(missing_package(error)), USER_ERROR)))
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        _end(_system_error(error), USER_ERROR)
+    except BaseException as error:  # a library in Rust panics with what is no Exception
+        _end(_bug(error), BUG)
+
+
+def _end(message: str, code: int) -> None:
+    text = message.encode("utf-8", "backslashreplace").decode()  # a lone surrogate cannot be printed
+    typer.secho(f"specvla: {text}", fg=typer.colors.RED, err=True)
+    sys.exit(code)
+
+
+def _system_error(error: OSError) -> str:
+    reason = error.strerror or str(error) or type(error).__name__
+    where = f"{str(error.filename)[:200]}: " if error.filename else ""
+    if error.errno in _FULL:
+        return (
+            f"{where}{reason}: what was written before is kept. Free some space, then give the same command again; "
+            "those that write into a directory go on where they were"
+        )
+    return f"{where}{reason}; check the path and its permissions"
+
+
+def _bug(error: BaseException) -> str:
+    what = traceback.format_exception_only(type(error), error)[-1].strip().splitlines()[0][:300]
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="specvla-bug-", suffix=".txt", delete=False, encoding="utf-8", errors="backslashreplace"
+        ) as file:
+            file.write(f"specvla {__version__}, Python {sys.version}\n{sys.argv}\n\n")
+            file.write("".join(traceback.format_exception(error)))
+        trace = f"the trace is in {file.name}: please report it with that file"
+    except OSError as full:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        trace = f"at {place.filename}:{place.lineno}; the trace could not be written ({full.strerror})"
+    return f"this is a bug of specvla: {what}; {trace}"

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node `task`: runs an instruction as the ROS action `run_task`, and stops the robot at its end."""
+
+import math
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from action_msgs.msg import GoalStatus
+from rclpy.action import ActionServer, CancelResponse
+from rclpy.clock import Clock, ClockType
+from rclpy.duration import Duration
+from rclpy.node import Node
+from rclpy.task import Future
+from std_msgs.msg import Bool, String
+
+from specvla_msgs.action import RunTask
+from specvla_msgs.msg import SimEpisode, VlaAction
+from specvla_ros.errors import UserError
+from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
+from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION, LATCHED_STATE
+from specvla_ros.ros.spinning import run_node
+from specvla_ros.ros.task.parameters import Judge, TaskParameters
+from specvla_ros.ros.task.progress import Progress
+from specvla_ros.ros.task.switch import Switch
+
+_TICK_S = 0.05
+_FEEDBACK_S = 0.5
+_SILENT_S = 1.0  # without an action, after which the feedback says so
+_START_S = 5.0  # for the policy to take the beginning of a task
+_STOP_S = 1.0  # for policy and driver to confirm its end
+_ACKNOWLEDGED = Duration(nanoseconds=200_000_000)
+
+Goal = Any  # ServerGoalHandle, generic in some versions of rclpy and not in others
+
+
+@dataclass
+class Run:
+    """The goal that is being run.
+
+    Args:
+        goal: its handle.
+        progress: how it goes.
+        ended: done once it is over; then there are `outcome` and `message`.
+        stopped: done once policy and driver have confirmed the stop, or have had their time to.
+        judged: the judge has begun to look at this task.
+        unconfirmed: nobody said that the robot stops.
+    """
+
+    goal: Goal
+    progress: Progress
+    ended: Future = field(default_factory=Future)
+    stopped: Future = field(default_factory=Future)
+    outcome: int = RunTask.Result.FAILED
+    message: str = ""
+    ended_s: float = 0.0
+    fed_back_s: float = -math.inf
+    judged: bool = False
+    unconfirmed: bool = False
+
+    @property
+    def instruction(self) -> str:
+        """What the robot shall do."""
+        return str(self.goal.request.instruction)
+
+
+class TaskNode(Node):
+    """One task at a time; a newer goal takes the older one's place, as nav2 and MoveIt have it.
+
+    While this node runs, the policy acts only during a task: it is paused before the first one and after each, and the
+    driver, where there is one, holds. Both are asked again when they have started anew.
+
+    Args:
+        node_arguments: those of rclpy.node.Node.
+
+    Raises:
+        UserError: a parameter has the wrong type or is out of range.
+    """
+
+    def __init__(self, **node_arguments: Any) -> None:
+        super().__init__("task", **node_arguments)
+        try:
+            declare_parameters(self, TaskParameters)
+            self._chosen = read_parameters(self, TaskParameters)
+        except UserError:
+            self.destroy_node()
+            raise
+        for name, hint in unknown_parameters(self).items():
+            self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
+        self._run: Run | None = None
+        self._stopping: list[Run] = []
+        self._pause, self._hold = Switch(self, "policy/pause"), Switch(self, "driver/hold")
+        self._instruction = self.create_publisher(String, "instruction", LATCHED_INSTRUCTION)
+        self.create_subscription(VlaAction, "policy/action", self._on_action, ACTION)
+        self.create_subscription(Bool, "policy/paused", self._on_paused, LATCHED_STATE)
+        if self._chosen.judge == Judge.TOPIC.value:
+            self.create_subscription(Bool, "~/succeeded", self._on_judged, ACTION)
+        if self._chosen.judge == Judge.SIM_EPISODE.value:
+            self.create_subscription(SimEpisode, "sim_robot/episode", self._on_episode, ACTION)
+        self._server = ActionServer(
+            self, RunTask, "run_task", execute_callback=self._execute, cancel_callback=self._on_cancel
+        )
+        # Steady: the end of a task must not wait for a simulated clock that stands still.
+        self._timer = self.create_timer(_TICK_S, self._on_tick, clock=Clock(clock_type=ClockType.STEADY_TIME))
+
+    def close(self) -> bool:
+        """Takes no goals any more."""
+        self._server.destroy()
+        return True
+
+    # A goal's life
+
+    async def _execute(self, goal: Goal) -> RunTask.Result:
+        limit_s = goal.request.time_limit_s or self._chosen.time_limit_s
+        run = Run(goal, Progress(limit_s, self._now_s(), time.monotonic()))
+        run.message = _problem(run.instruction, limit_s)
+        if run.message:  # a rejection could not say why
+            goal.abort()
+            return self._result(run)
+        self._begin(run)
+        await run.ended
+        await run.stopped
+        self._close(run)
+        self.get_logger().info(f"task '{run.instruction}': {run.message}")
+        return self._result(run)
+
+    def _begin(self, run: Run) -> None:
+        older, self._run = self._run, run
+        if older is not None:
+            self._end(older, RunTask.Result.PREEMPTED, "a newer goal took its place")
+        self.get_logger().info(f"task '{run.instruction}', {run.progress.time_limit_s:g} s")
+        # The policy has the new instruction before it may act, and the driver holds until it acts on it.
+        self._hold.want(True)
+        self._instruction.publish(String(data=run.instruction))
+        self._instruction.wait_for_all_acked(_ACKNOWLEDGED)
+        self._pause.want(False)
+
+    def _end(self, run: Run, outcome: int, message: str) -> None:
+        if run.ended.done():
+            return
+        run.outcome, run.message, run.ended_s = outcome, message, time.monotonic()
+        run.ended.set_result(None)
+        if self._run is not run:  # another one goes on
+            run.stopped.set_result(None)
+            return
+        self._run = None
+        self._pause.want(True)
+        self._hold.want(True)
+        self._stopping.append(run)
+
+    def _close(self, run: Run) -> None:
+        """Ends the goal in the state that fits; one that somebody cancels in its last moment is a canceled one."""
+        goal, done = run.goal, run.outcome == RunTask.Result.SUCCEEDED
+        # Without a judge the whole time is what was asked for.
+        done |= run.outcome == RunTask.Result.TIMED_OUT and self._chosen.judge == Judge.NONE.value
+        done &= not run.unconfirmed
+        if goal.status == GoalStatus.STATUS_CANCELING:
+            goal.canceled()
+        elif done:
+            goal.succeed()
+        else:
+            goal.abort()
+
+    def _result(self, run: Run) -> RunTask.Result:
+        return RunTask.Result(
+            outcome=run.outcome,
+            message=run.message,
+            actions=run.progress.actions,
+            duration_s=run.progress.elapsed_s(self._now_s()),
+        )
+
+    # What happens meanwhile
+
+    def _on_tick(self) -> None:
+        self._pause.keep()
+        self._hold.keep()
+        for ending in [*self._stopping]:
+            self._check_stopped(ending)
+        run = self._run
+        if run is None:
+            return
+        self._check_over(run)
+        if self._run is run and time.monotonic() - run.fed_back_s >= _FEEDBACK_S:
+            self._feed_back(run)
+
+    def _check_stopped(self, run: Run) -> None:
+        asked = [switch for switch in (self._pause, self._hold) if switch.present or switch is self._pause]
+        unsettled = [switch.name for switch in asked if not switch.settled]
+        replaced = self._run is not None  # a new task goes on: nothing is to be stopped any more
+        if unsettled and not replaced and time.monotonic() - run.ended_s < _STOP_S:
+            return
+        self._stopping.remove(run)
+        if unsettled and not replaced:
+            run.unconfirmed = True
+            run.message += f"; {' and '.join(unsettled)} did not answer: THE ROBOT MAY STILL MOVE"
+        run.stopped.set_result(None)
+
+    def _check_over(self, run: Run) -> None:
+        progress, steady_s = run.progress, time.monotonic()
+        silence_s, limit_s = progress.silence_s(steady_s), self._chosen.max_silence_s
+        over = progress.left_s(self._now_s()) <= 0
+        if not self._pause.settled and (over or steady_s - progress.steady_s > _START_S):
+            why = f"the policy does not answer on {self._pause.name}: is it running, under this name?"
+            self._end(run, RunTask.Result.FAILED, why)
+        elif over:
+            self._end(run, RunTask.Result.TIMED_OUT, f"the time limit of {progress.time_limit_s:g} s is over")
+        elif limit_s and silence_s > limit_s:
+            self._end(run, RunTask.Result.FAILED, f"no action for {limit_s:g} s; the policy's /diagnostics say why")
+
+    def _feed_back(self, run: Run) -> None:
+        progress, steady_s, now_s = run.progress, time.monotonic(), self._now_s()
+        run.fed_back_s = steady_s
+        silent = progress.silence_s(steady_s) > _SILENT_S
+        run.goal.publish_feedback(
+            RunTask.Feedback(
+                elapsed_s=progress.elapsed_s(now_s),
+                time_left_s=progress.left_s(now_s),
+                actions=progress.actions,
+                action_rate_hz=progress.rate_hz(steady_s),
+                latency_s=progress.latency_s,
+                activity="waiting" if not progress.actions else "silent" if silent else "acting",
+            )
+        )
+
+    def _on_action(self, message: VlaAction) -> None:
+        run = self._run
+        if run is None:
+            return
+        if message.instruction == run.instruction:
+            if not run.progress.actions:
+                self._hold.want(False)
+            run.progress.add_action(message.latency_s, time.monotonic())
+        elif run.progress.actions:  # before, it may have been on its way
+            other = f"the policy follows '{message.instruction}', which somebody else has published"
+            self._end(run, RunTask.Result.PREEMPTED, other)
+
+    def _on_paused(self, message: Bool) -> None:
+        self._pause.observe(message.data)
+
+    def _on_judged(self, message: Bool) -> None:
+        if self._run is not None:
+            self._judge(self._run, message.data, "the judge says so" if message.data else "the judge gave it up")
+
+    def _on_episode(self, episode: SimEpisode) -> None:
+        run = self._run
+        if run is None or episode.instruction != run.instruction:
+            return
+        if episode.state == SimEpisode.RUNNING:
+            run.judged = True
+        elif run.judged:  # else it is the end of an episode before this task
+            succeeded = episode.state == SimEpisode.SUCCEEDED
+            why = episode.detail or ("the task is done" if succeeded else "not done within the episode's steps")
+            self._judge(run, succeeded, why)
+
+    def _judge(self, run: Run, succeeded: bool, why: str) -> None:
+        self._end(run, RunTask.Result.SUCCEEDED if succeeded else RunTask.Result.FAILED, why)
+
+    def _on_cancel(self, goal: Goal) -> CancelResponse:
+        run = self._run
+        if run is not None and run.goal.goal_id == goal.goal_id:
+            self._end(run, RunTask.Result.CANCELED, "canceled")
+        return CancelResponse.ACCEPT
+
+    def _now_s(self) -> float:
+        return float(self.get_clock().now().nanoseconds * 1e-9)
+
+
+def _problem(instruction: str, time_limit_s: float) -> str:
+    if not instruction.strip():
+        return "the instruction is empty: say what the robot shall do"
+    if not (math.isfinite(time_limit_s) and time_limit_s > 0):
+        return f"time_limit_s is {time_limit_s}: give seconds above 0, or 0 for the node's own limit"
+    return ""
+
+
+def main() -> None:
+    """Runs the node; the exit code is 2 for a parameter that a user can mend."""
+    sys.exit(run_node("task", TaskNode, close=TaskNode.close))

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A driver without limits, delays or mistakes: actions to the motion commands of every interface."""
+
+from typing import Any
+
+import numpy as np
+
+from specvla_ros.control.pose import Pose, rotation_vector
+from specvla_ros.simulation.controllers.controller import BASE_FRAME, ArmKinematics
+from specvla_ros.simulation.controllers.joint_trajectory import JointTrajectory, Point
+from specvla_ros.simulation.controllers.servo import Twist
+from specvla_ros.simulation.world import World
+
+ACTION_DT_S = 0.2
+_AHEAD_S = 0.03
+_NOTHING = np.zeros(0)
+
+
+class IdealDriver:
+    """Spreads each action evenly over its time.
+
+    Args:
+        world: with the arm.
+        command: the interface.
+    """
+
+    def __init__(self, world: World, command: str) -> None:
+        self._world, self._command = world, command
+        self._kinematics = ArmKinematics(world.model, world.arm)
+
+    def reset(self) -> None:
+        """Begins where the arm is."""
+        self._goal = self._start = self._world.tool()
+        self._joints = self._world.joint_state()[0][: len(self._world.arm.joints)]
+        self._values, self._passed_s = np.zeros(7), ACTION_DT_S
+
+    def take(self, values: np.ndarray) -> None:
+        """Starts with an action, float64 [7]."""
+        self._values, self._start, self._passed_s = values, self._goal, 0.0
+
+    def gripper(self) -> float:
+        """The gripper's command."""
+        fingers = self._world.arm.gripper
+        return fingers.open[0] if self._values[6] > 0.5 else fingers.closed[0]
+
+    def command(self, now_s: float, step_s: float) -> Any:
+        """The motion command of the next `step_s`."""
+        moving = self._passed_s < ACTION_DT_S
+        self._passed_s += step_s
+        self._goal = self._start.displaced(self._values[:6] * min(1.0, self._passed_s / ACTION_DT_S))
+        if self._command == "pose":
+            return BASE_FRAME, self._goal
+        if self._command == "twist":
+            velocity = self._values[:6] / ACTION_DT_S * moving
+            return Twist(now_s, BASE_FRAME, velocity[:3], velocity[3:])
+        self._joints = self._solve(self._goal)
+        if self._command == "position_array":
+            return self._joints
+        point = Point(_AHEAD_S, self._joints, _NOTHING, _NOTHING)
+        return JointTrajectory(0.0, self._world.arm.joints, (point,))
+
+    def _solve(self, goal: Pose) -> np.ndarray:
+        joints = self._joints
+        for _ in range(4):
+            tool = self._kinematics.tool(joints)
+            error = [goal.position - tool.position, rotation_vector(goal.rotation @ tool.rotation.T)]
+            joints = joints + np.linalg.pinv(self._kinematics.jacobian(joints)) @ np.concatenate(error)
+        return joints
