@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy node on a desktop GPU: bringup with profile:=desktop, and all of its other arguments."""
-
-from pathlib import Path
-
-from ament_index_python.packages import get_package_share_directory
-from launch.actions import IncludeLaunchDescription
-from launch.launch_description_sources import PythonLaunchDescriptionSource
+"""The policy node on a desktop GPU: bringup with its profile, and all of its other arguments."""
 
 from launch import LaunchDescription
+from specvla_ros.ros.bringup import policy_launch
 
 
 def generate_launch_description() -> LaunchDescription:
-    """Arguments given to this file reach bringup."""
-    bringup = Path(get_package_share_directory("specvla_ros"), "launch", "bringup.launch.py")
-    source = PythonLaunchDescriptionSource(str(bringup))
-    return LaunchDescription([IncludeLaunchDescription(source, launch_arguments={"profile": "desktop"}.items())])
+    """See `ros2 launch specvla_ros desktop.launch.py --show-args`."""
+    return policy_launch("desktop")

@@ -35,6 +35,12 @@ def generate_launch_description() -> LaunchDescription:
         DeclareLaunchArgument(
             "profile", default_value="cpu", choices=["cpu", "desktop", "orin"], description="Parameters."
         ),
+        DeclareLaunchArgument(
+            "exit_on_failure",
+            default_value="true",
+            choices=["true", "false"],
+            description="End the launch when the policy cannot be started: nobody else is of use without it.",
+        ),
         DeclareLaunchArgument("image_topic", default_value="/camera/image_raw", description="The bag's image topic."),
         DeclareLaunchArgument(
             "instruction_topic", default_value="/instruction", description="The bag's std_msgs/String."
@@ -45,7 +51,9 @@ def generate_launch_description() -> LaunchDescription:
             description="Topic that the policy must listen to first; empty: the image topic.",
         ),
     ]
-    forwarded = {name: LaunchConfiguration(name) for name in ("profile", "image_topic", "instruction_topic")}
+    forwarded = {
+        name: LaunchConfiguration(name) for name in ("profile", "exit_on_failure", "image_topic", "instruction_topic")
+    }
     source = PythonLaunchDescriptionSource(str(bringup))
     policy = IncludeLaunchDescription(source, launch_arguments={**forwarded, **forced}.items())
     # The player first: a bag that cannot be opened must end the launch before a policy process has begun to start.

@@ -50,8 +50,14 @@ def generate_launch_description() -> LaunchDescription:
         DeclareLaunchArgument(
             "profile", default_value="cpu", choices=["cpu", "desktop", "orin"], description="Parameters."
         ),
+        DeclareLaunchArgument(
+            "exit_on_failure",
+            default_value="true",
+            choices=["true", "false"],
+            description="End the launch when the policy cannot be started: nobody else is of use without it.",
+        ),
     ]
-    forwarded = {name: LaunchConfiguration(name) for name in ("checkpoint", "profile")}
+    forwarded = {name: LaunchConfiguration(name) for name in ("checkpoint", "profile", "exit_on_failure")}
     source = PythonLaunchDescriptionSource(str(bringup))
     policy = IncludeLaunchDescription(source, launch_arguments={**forwarded, **forced}.items())
     # The robot first: a wrong task must end the launch before a policy process has begun to start.

@@ -113,9 +113,8 @@ class SimRobot(Node):
             self._arm,
             self._chosen.command,
             now_s=lambda: self._now_ns * 1e-9,
-            obeys=lambda: self.phase in (Phase.RUNNING, Phase.LOST),
             on_command=self._on_command,
-            on_refused=lambda: self._on_ignored(0),
+            on_refused=self._on_refused,
         )
 
     @property
@@ -151,6 +150,8 @@ class SimRobot(Node):
             self._go_on()
         elif self.phase in (Phase.RUNNING, Phase.LOST):
             self._run()
+        if self._arm is not None and self.phase not in (Phase.RUNNING, Phase.LOST):
+            self._rest()
         # Also while the world stands still: whoever starts now must learn the time.
         self._outputs.clock(self._now_ns)
 
@@ -182,6 +183,12 @@ class SimRobot(Node):
         silent_s = time.monotonic() - self._acted_s
         if self.phase is Phase.RUNNING and silent_s >= self._chosen.policy_lost_after_s:
             self._lose_policy(silent_s)
+
+    def _rest(self) -> None:
+        """Between episodes a commanded arm obeys on, and neither its clock nor its camera stands still."""
+        self._step()
+        if self.episode.steps % self._per_image == 0:
+            self._outputs.image(self._now_ns)
 
     def _look_once_due(self) -> None:
         """The first image of an episode, or the next one after one that nobody answered."""
@@ -218,7 +225,10 @@ class SimRobot(Node):
             else:
                 self._arm.advance(self._now_ns * 1e-9)
         except SimulationDiverged as error:
-            self._end(EpisodeState.ABORTED, str(error))
+            if self.phase in (Phase.RUNNING, Phase.LOST):
+                self._end(EpisodeState.ABORTED, str(error))
+            else:
+                self.episode = self._reset(episode.start)
             return
         episode.steps += 1
         self._now_ns += self._step_ns
@@ -340,8 +350,11 @@ class SimRobot(Node):
             self.get_logger().info("commands come again: the episode starts again")
             self._begin(self.episode.start)
             return
-        self.episode.actions += 1
+        self.episode.actions += self.phase is Phase.RUNNING
         self._acted_s = time.monotonic()
+
+    def _on_refused(self) -> None:
+        self.episode.ignored += self.phase is Phase.RUNNING
 
     def _on_action(self, values: np.ndarray, stamp: int) -> None:
         if self.phase is Phase.LOST:

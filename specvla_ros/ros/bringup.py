@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launch files of the policy node share: its arguments, its parameters, and how it is started."""
+
+from pathlib import Path
+from typing import Any
+
+from ament_index_python.packages import get_package_share_directory
+from launch.actions import (
+    DeclareLaunchArgument,
+    EmitEvent,
+    LogInfo,
+    OpaqueFunction,
+    RegisterEventHandler,
+    TimerAction,
+)
+from launch.event_handlers import OnProcessExit, OnProcessStart
+from launch.events import matches_action
+from launch.events.process import ProcessExited
+from launch.launch_context import LaunchContext
+from launch.launch_description import LaunchDescription
+from launch.substitutions import LaunchConfiguration
+from launch_ros.actions import LifecycleNode
+from launch_ros.event_handlers import OnStateTransition
+from launch_ros.events.lifecycle import ChangeState
+from launch_ros.parameter_descriptions import ParameterValue
+from lifecycle_msgs.msg import Transition
+
+from specvla_ros.ros.autostart import Autostart, Step
+from specvla_ros.ros.policy.parameters import PolicyParameters
+from specvla_ros.settings.parameter import walk
+from specvla_ros.settings.profiles import as_bool, merge_parameters
+
+_AGAIN_S = 5.0  # longer than a process takes to come up on most machines
+PROFILES = ["cpu", "desktop", "orin"]
+# Arguments that are parameters; an empty one leaves the value of the parameter files.
+PARAMETERS = {
+    declared.name: declared.description
+    for declared in walk(PolicyParameters())
+    if declared.name in ("checkpoint", "unnorm_key", "instruction", "device")
+}
+
+
+def policy_launch(profile: str = "") -> LaunchDescription:
+    """The policy node with a profile's parameters, configured and activated.
+
+    Args:
+        profile: the only one; empty: the argument `profile` chooses.
+    """
+    chosen = [
+        DeclareLaunchArgument("profile", default_value="desktop", choices=PROFILES, description="Parameters to use.")
+    ]
+    return LaunchDescription(
+        [
+            *(chosen if not profile else []),
+            DeclareLaunchArgument(
+                "params_file", default_value="", description="Parameter file, stronger than the profile."
+            ),
+            *(DeclareLaunchArgument(name, default_value="", description=text) for name, text in PARAMETERS.items()),
+            DeclareLaunchArgument(
+                "image_topic", default_value="image", description="Raw images; compressed ones below it."
+            ),
+            DeclareLaunchArgument("instruction_topic", default_value="instruction", description="std_msgs/String."),
+            DeclareLaunchArgument("namespace", default_value="", description="Namespace of the node and its topics."),
+            _switch("use_sim_time", "false", "Follow /clock."),
+            _switch("autostart", "true", "Configure and activate, once for each start of the process."),
+            _switch(
+                "exit_on_failure",
+                "false",
+                "End the whole launch when the policy cannot be started; otherwise the other nodes go on without it.",
+            ),
+            _switch("respawn", "false", "Start the process again when it has ended."),
+            DeclareLaunchArgument("respawn_delay", default_value="2.0", description="Seconds before it starts again."),
+            DeclareLaunchArgument(
+                "log_level",
+                default_value="info",
+                choices=["debug", "info", "warn", "error"],
+                description="Of the node.",
+            ),
+            OpaqueFunction(function=_start, args=[profile]),
+        ]
+    )
+
+
+def _switch(name: str, default: str, description: str) -> DeclareLaunchArgument:
+    return DeclareLaunchArgument(name, default_value=default, choices=["true", "false"], description=description)
+
+
+def _start(context: LaunchContext, profile: str) -> list[Any]:
+    def argument(name: str) -> str:
+        return str(LaunchConfiguration(name).perform(context))
+
+    config = Path(get_package_share_directory("specvla_ros"), "config")
+    files = [config / "common.yaml", config / f"{profile or argument('profile')}.yaml"]
+    if argument("params_file"):
+        files.append(Path(argument("params_file")).expanduser())
+    merged = merge_parameters(
+        files, {name: argument(name) for name in PARAMETERS}, node="policy", namespace=argument("namespace")
+    )
+    # Without a type, launch would read the instruction "5" as a number.
+    parameters = {
+        name: ParameterValue(value, value_type=str) if isinstance(value, str) else value
+        for name, value in merged.items()
+    }
+    parameters["use_sim_time"] = as_bool("use_sim_time", argument("use_sim_time"))
+    image_topic = argument("image_topic")
+    node = LifecycleNode(
+        package="specvla_ros",
+        executable="policy",
+        name="policy",
+        namespace=argument("namespace"),
+        parameters=[parameters],
+        remappings=[
+            ("image", image_topic),
+            ("image/compressed", f"{image_topic}/compressed"),
+            ("instruction", argument("instruction_topic")),
+        ],
+        ros_arguments=["--log-level", f"policy:={argument('log_level')}"],
+        output="screen",
+        respawn=as_bool("respawn", argument("respawn")),
+        respawn_delay=float(argument("respawn_delay")),
+    )
+    exit_on_failure = as_bool("exit_on_failure", argument("exit_on_failure"))
+    handlers = _Lifecycle(node, exit_on_failure).handlers() if as_bool("autostart", argument("autostart")) else []
+    return [*handlers, node]
+
+
+class _Lifecycle:
+    """Has a node configured and activated by the events of its process.
+
+    Args:
+        node: that is started.
+        exit_on_failure: whether the launch ends when that fails.
+    """
+
+    def __init__(self, node: LifecycleNode, exit_on_failure: bool) -> None:
+        self._node = node
+        self._exit_on_failure = exit_on_failure
+        self._autostart = Autostart()
+        self._killed = False
+
+    def handlers(self) -> list[RegisterEventHandler]:
+        """Of the events of its process and of its transitions."""
+        started, changed = OpaqueFunction(function=self._started), OpaqueFunction(function=self._changed)
+        return [
+            RegisterEventHandler(OnProcessStart(target_action=self._node, on_start=[started])),
+            RegisterEventHandler(OnStateTransition(target_lifecycle_node=self._node, entities=[changed])),
+            RegisterEventHandler(OnProcessExit(target_action=self._node, on_exit=self._ended)),
+        ]
+
+    def _started(self, context: LaunchContext) -> list[Any]:
+        if self._autostart.process_started() is Step.NOTHING:
+            return [LogInfo(msg="the policy was shut down by hand: it starts again, and stays unconfigured")]
+        return self._configure(context)
+
+    def _configure(self, context: LaunchContext) -> list[Any]:
+        """After a process was killed its services are still seen for a while, and swallow requests."""
+        if not self._autostart.waiting:
+            return []
+        again = TimerAction(
+            period=_AGAIN_S, actions=[OpaqueFunction(function=self._configure)], cancel_on_shutdown=True
+        )
+        return [self._change(Transition.TRANSITION_CONFIGURE), *([again] if self._killed else [])]
+
+    def _changed(self, context: LaunchContext) -> list[Any]:
+        event = context.locals.event
+        step = self._autostart.state_changed(event.start_state, event.goal_state)
+        if step is Step.ACTIVATE:
+            return [self._change(Transition.TRANSITION_ACTIVATE)]
+        return self._fail("the policy could not be configured") if step is Step.FAILED else []
+
+    def _ended(self, event: ProcessExited, context: LaunchContext) -> list[Any]:
+        self._killed = event.returncode != 0
+        failed = self._autostart.process_ended(event.returncode) is Step.FAILED and not context.is_shutdown
+        return self._fail(f"the policy ended with code {event.returncode}") if failed else []
+
+    def _fail(self, what: str) -> list[Any]:
+        what += ": its own message above says why"
+        if self._exit_on_failure:
+            # An exception is how a launch file ends `ros2 launch` with a code other than 0.
+            raise RuntimeError(what)
+        return [LogInfo(msg=f"{what}. The launch goes on without it; exit_on_failure:=true ends it instead")]
+
+    def _change(self, transition: int) -> EmitEvent:
+        matcher = matches_action(self._node)
+        return EmitEvent(event=ChangeState(lifecycle_node_matcher=matcher, transition_id=transition))
