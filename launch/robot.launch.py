@@ -81,7 +81,11 @@ def _start(context: LaunchContext) -> list:
         **common,
     )
     driver = LifecycleNode(
-        executable="driver", name="driver", parameters=[_parameters("driver", context)], remappings=inputs, **common
+        executable="driver",
+        name="driver",
+        parameters=[_parameters("driver", context)],
+        remappings=[*inputs, ("guard_passing", "guard/passing")],
+        **common,
     )
     if not as_bool("autostart", argument("autostart")):
         return [guard, driver]

@@ -155,6 +155,11 @@ class ActionFollower:
         self._steps.clear()
         self._motion.brake(self._motion_time(now_s))
 
+    def return_to(self, pose: Pose, now_s: float) -> None:
+        """Drops what is followed, and goes to where the tool really is, within the limits: for it that is no motion."""
+        self._steps.clear()
+        self._motion.aim(pose, self._motion_time(now_s), move_s=0.0, turn_s=0.0)
+
     def take(self, action: StampedAction, now_s: float) -> None:
         """Starts to follow an action; it replaces the one before.
 
