@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A robot: policy, driver and guard, each in a process of its own. The camera and the robot's controllers are yours."""
+"""A robot: policy, driver, guard and tasks, a process each. The camera and the robot's controllers are yours."""
 
 from pathlib import Path
 
@@ -24,11 +24,12 @@ from lifecycle_msgs.msg import Transition
 from launch import LaunchContext, LaunchDescription
 from specvla_ros.ros.driver.parameters import DriverParameters
 from specvla_ros.ros.guard.parameters import GuardParameters
+from specvla_ros.ros.task.parameters import TaskParameters
 from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.profiles import as_bool, merge_parameters
 
 COMMANDS = ("pose", "twist", "joint_trajectory", "joint_positions", "gripper", "gripper_trajectory")
-NODES = {"driver": DriverParameters, "guard": GuardParameters}
+NODES = {"driver": DriverParameters, "guard": GuardParameters, "task": TaskParameters}
 
 
 def generate_launch_description() -> LaunchDescription:
@@ -37,7 +38,8 @@ def generate_launch_description() -> LaunchDescription:
     return LaunchDescription(
         [
             DeclareLaunchArgument(
-                "robot", description="Parameter file of driver and guard: limits, output, frames; see config/robots."
+                "robot",
+                description="Parameter file of driver, guard, task: limits, output, frames; see config/robots.",
             ),
             DeclareLaunchArgument("tool_pose_topic", default_value="tool_pose", description="PoseStamped, measured."),
             DeclareLaunchArgument("joint_states_topic", default_value="joint_states", description="JointState."),
@@ -47,10 +49,25 @@ def generate_launch_description() -> LaunchDescription:
                 )
                 for name in COMMANDS
             ),
+            DeclareLaunchArgument(
+                "task",
+                default_value="false",
+                choices=["true", "false"],
+                description="Take tasks on the action run_task; the policy then acts during tasks alone.",
+            ),
+            OpaqueFunction(function=_share_base_frame),
             IncludeLaunchDescription(PythonLaunchDescriptionSource(str(bringup))),
             OpaqueFunction(function=_start),
         ]
     )
+
+
+def _share_base_frame(context: LaunchContext) -> list:
+    """The robot's file names the frame for the policy too, unless an argument does."""
+    parameters = _file_parameters("driver", context)
+    if "base_frame" in parameters:
+        context.launch_configurations.setdefault("base_frame", str(parameters["base_frame"]))
+    return []
 
 
 def _start(context: LaunchContext) -> list:
@@ -83,15 +100,22 @@ def _start(context: LaunchContext) -> list:
     driver = LifecycleNode(
         executable="driver", name="driver", parameters=[_parameters("driver", context)], remappings=inputs, **common
     )
+    task = Node(
+        executable="task",
+        name="task",
+        parameters=[_parameters("task", context)],
+        remappings=[("instruction", argument("instruction_topic"))],
+        **common,
+    )
+    nodes = [guard, *([task] if as_bool("task", argument("task")) else [])]
     if not as_bool("autostart", argument("autostart")):
-        return [guard, driver]
-    return [guard, *_autostart(driver), driver]
+        return [*nodes, driver]
+    return [*nodes, *_autostart(driver), driver]
 
 
 def _parameters(node: str, context: LaunchContext) -> dict:
     """What the robot's file says of a node; what stands for all nodes goes to those that have it."""
-    robot = Path(LaunchConfiguration("robot").perform(context)).expanduser()
-    merged = merge_parameters([robot], {}, node=node, namespace=LaunchConfiguration("namespace").perform(context))
+    merged = _file_parameters(node, context)
     known = {name: {declared.name for declared in walk(kind())} for name, kind in NODES.items()}
     others = set().union(*(names for name, names in known.items() if name != node)) - known[node]
     parameters = {
@@ -101,6 +125,13 @@ def _parameters(node: str, context: LaunchContext) -> dict:
     }
     use_sim_time = LaunchConfiguration("use_sim_time").perform(context)
     return {**parameters, "use_sim_time": as_bool("use_sim_time", use_sim_time)}
+
+
+def _file_parameters(node: str, context: LaunchContext) -> dict:
+    robot = Path(LaunchConfiguration("robot").perform(context)).expanduser()
+    # The namespace is an argument of bringup, and so may not be there yet.
+    namespace = context.launch_configurations.get("namespace", "")
+    return merge_parameters([robot], {}, node=node, namespace=namespace)
 
 
 def _autostart(node: LifecycleNode) -> list:

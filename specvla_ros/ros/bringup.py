@@ -36,7 +36,7 @@ PROFILES = ["cpu", "desktop", "orin"]
 PARAMETERS = {
     declared.name: declared.description
     for declared in walk(PolicyParameters())
-    if declared.name in ("checkpoint", "unnorm_key", "instruction", "device")
+    if declared.name in ("checkpoint", "unnorm_key", "instruction", "device", "base_frame")
 }
 
 

@@ -8,6 +8,9 @@ import pytest
 
 pytest.importorskip("launch_ros", reason="launch and launch_ros come with an apt ROS 2, not with wheels")
 
+from launch.actions import IncludeLaunchDescription, OpaqueFunction
+from launch.launch_context import LaunchContext
+
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 
 
@@ -40,3 +43,21 @@ def test_a_policy_that_fails_ends_only_launches_that_are_of_no_use_without_it(na
     arguments = description(name).get_launch_arguments()
     argument = next(each for each in arguments if each.name == "exit_on_failure")
     assert [part.text for part in argument.default_value] == [ends]
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "panda_link0"), ({"base_frame": "world"}, "world")])
+def test_the_robots_file_names_the_base_frame_for_the_policy_too(
+    tmp_path: Path, given: dict[str, str], expected: str
+) -> None:
+    robot = tmp_path / "robot.yaml"
+    robot.write_text("/**:\n  ros__parameters:\n    base_frame: panda_link0\n")
+    context = LaunchContext()
+    context.launch_configurations.update({"robot": str(robot), **given})
+    entities = description("robot").entities
+    names = [getattr(entity, "name", "") for entity in entities]
+    assert "robot" in names[: names.index("task") + 1], "the file is declared before it is read"
+    share = next(entity for entity in entities if isinstance(entity, OpaqueFunction))
+    include = next(entity for entity in entities if isinstance(entity, IncludeLaunchDescription))
+    assert entities.index(share) < entities.index(include), "what comes later is too late for the arguments' defaults"
+    share.execute(context)
+    assert context.launch_configurations["base_frame"] == expected
