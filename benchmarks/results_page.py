@@ -393,6 +393,17 @@ def _soak(result: Result) -> dict[str, Any]:
     }
 
 
+def _attacks(result: Result) -> dict[str, Any]:
+    classes = result["classes"]
+    cells = [["class", "tried", "what they did", "failed", "slowest, s", "most memory, MiB"]]
+    for name, found in classes.items():
+        did = ", ".join(f"{count} {outcome}" for outcome, count in found["outcomes"].items())
+        numbers = (found["failed"], found["slowest_s"], found["peak_mib"])
+        cells.append([name, str(found["tried"]), did, *map(str, numbers)])
+    tried, failed = (sum(found[key] for found in classes.values()) for key in ("tried", "failed"))
+    return {"tried": tried, "failed": failed, "table": table(cells)}
+
+
 VIEWS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "ar": _ar,
     "linear": _linear,
@@ -406,6 +417,7 @@ VIEWS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "kv_layouts": _kv_layouts,
     "kernels": _kernels,
     "soak": _soak,
+    "attacks": _attacks,
 }
 
 
