@@ -6,7 +6,6 @@ no checksum covers may differ: nobody can know.
 """
 
 import hashlib
-import json
 import random
 import shutil
 import sqlite3
@@ -369,21 +368,3 @@ def _chunk_file(data: bytes, compression: str, claim: int, *, repeated: int, ind
         Footer(summary_start=0, summary_offset_start=0, summary_crc=0).write(builder)
         builder.write(MCAP_MAGIC)
     return bytes(builder.end())
-
-
-def main() -> None:
-    """Shows what comes of it."""
-    import sys
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        bags = layouts(scratch / "bags")
-        limit = int(sys.argv[1]) if len(sys.argv) > 1 else None
-        for attack in (attack_bytes, attack_descriptions):
-            print(json.dumps(attack(bags, scratch, limit=limit).as_json(), indent=1))
-        print(json.dumps(attack_bombs(scratch).as_json(), indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -20,7 +20,7 @@ from attack_tally import Silent, Tally
 from safetensors.torch import load_file, save_file
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action
+from specvla_ros.engine.outcome import Action, DropReason
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
@@ -112,6 +112,8 @@ def _act(directory: Path) -> list[Any]:
         outcome = engine.act(Observation(image, instruction, stamp_ns=stamp))
         if isinstance(outcome, Action):
             answers.append([*outcome.tokens, *outcome.values.tolist(), *target.prompt_ids(instruction)])
+        elif outcome.reason is DropReason.ENGINE_FAULT:
+            raise RuntimeError(outcome.detail)
         else:
             answers.append([outcome.reason.value])
     return answers

@@ -72,7 +72,7 @@ def attack_commands(scratch: Path, *, limit: int | None = None, seed: int = 0) -
         cases = random.Random(seed).sample(cases, min(limit, len(cases)))
     for module, _ in _STUBS:
         importlib.import_module(module)
-    tally = Tally()
+    tally = Tally(slow_s=2 * _LONGEST_S)  # each begins by loading a policy
     for number, arguments in enumerate(cases):
         tally.judge(" ".join(f"{each:.60}" for each in arguments), partial(_run, arguments, scratch / str(number)))
     return tally

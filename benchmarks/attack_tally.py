@@ -15,7 +15,6 @@ from specvla_ros.errors import UserError
 
 # What none may do. Everything else that a case does has a name of its own, such as `refused`.
 FAILURES = ("traceback", "silent", "slow", "memory")
-_SLOW_S = 20.0
 _MUCH_BYTES = 512 << 20
 _SHOWN = 20  # failures that a result names
 
@@ -29,12 +28,14 @@ class Tally:
     """Counts of one class.
 
     Args:
+        slow_s: seconds that no case may take.
         outcomes: cases by what they did.
         failures: the first of those that failed: the case, and what it did.
         slowest_s: seconds of the slowest case.
         peak_bytes: the most memory that a case took beyond what was there before it.
     """
 
+    slow_s: float = 20.0
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
@@ -56,7 +57,7 @@ class Tally:
             outcome, detail = "traceback", traceback.format_exc(limit=-3)
         seconds, grown = time.perf_counter() - started, max(0, _peak() - before)
         self.slowest_s, self.peak_bytes = max(self.slowest_s, seconds), max(self.peak_bytes, grown)
-        if outcome not in FAILURES and seconds > _SLOW_S:
+        if outcome not in FAILURES and seconds > self.slow_s:
             outcome, detail = "slow", f"{seconds:.1f} s"
         if outcome not in FAILURES and grown > _MUCH_BYTES:
             outcome, detail = "memory", f"{grown >> 20} MiB"

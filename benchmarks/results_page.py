@@ -288,6 +288,17 @@ def _closed_cells(device: Result) -> Cells:
     return cells
 
 
+def _driving(result: Result) -> dict[str, Any]:
+    followers = list(dict.fromkeys(row["follower"] for row in result["rows"]))
+    cells = [["emulated", "mode", *followers]]
+    for device, mode in dict.fromkeys((row["name"], row["mode"]) for row in result["rows"]):
+        of = {row["follower"]: row for row in result["rows"] if (row["name"], row["mode"]) == (device, mode)}
+        shown = [_rate(of[name]["success"]) for name in followers]
+        against = ["", *(f", {_difference(of[name]['against'])}" for name in followers[1:])]
+        cells.append([device, mode, *(rate + difference for rate, difference in zip(shown, against, strict=True))])
+    return {"table": table(cells), "starts": result["rows"][0]["success"]["episodes"]}
+
+
 def _decode_modes(result: Result) -> dict[str, Any]:
     def view(name: str, size: Result) -> dict[str, Any]:
         quantized = size.get("quantized")
@@ -393,6 +404,17 @@ def _soak(result: Result) -> dict[str, Any]:
     }
 
 
+def _attacks(result: Result) -> dict[str, Any]:
+    classes = result["classes"]
+    cells = [["class", "tried", "what they did", "failed", "slowest, s", "most memory, MiB"]]
+    for name, found in classes.items():
+        did = ", ".join(f"{count} {outcome}" for outcome, count in found["outcomes"].items())
+        numbers = (found["failed"], found["slowest_s"], found["peak_mib"])
+        cells.append([name, str(found["tried"]), did, *map(str, numbers)])
+    tried, failed = (sum(found[key] for found in classes.values()) for key in ("tried", "failed"))
+    return {"tried": tried, "failed": failed, "table": table(cells)}
+
+
 VIEWS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "ar": _ar,
     "linear": _linear,
@@ -401,11 +423,13 @@ VIEWS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "acceptance_rules": _acceptance_rules,
     "tick_cost": _tick_cost,
     "pipelining": _pipelining,
+    "driving": _driving,
     "decode_modes": _decode_modes,
     "sensitivity": _sensitivity,
     "kv_layouts": _kv_layouts,
     "kernels": _kernels,
     "soak": _soak,
+    "attacks": _attacks,
 }
 
 

@@ -12,10 +12,10 @@ class UserError(Exception):
     """
 
 
-def missing_package(error: ModuleNotFoundError) -> UserError:
-    """What a user does about a Python package that is not installed."""
+def missing_package(error: ModuleNotFoundError, requirements: str = "requirements/runtime.txt") -> UserError:
+    """What a user does about a Python package that is not installed; `requirements` is the file that has it."""
     return UserError(
-        f"the Python package '{error.name}' is missing; install it with `pip install -r requirements/runtime.txt` "
+        f"the Python package '{error.name}' is missing; install it with `pip install -r {requirements}` "
         "(on a Jetson take torch from NVIDIA's wheels); `specvla doctor` lists everything that is missing"
     )
 

@@ -199,7 +199,8 @@ def replay(
     total = summary.latency_s.get("total", {})
     latency = f", p95 {total['p95'] * 1e3:.1f} ms, {summary.action_rate_hz:.1f} actions/s" if total else ""
     frames = max(summary.frames, summary.frames_in_bag)
-    typer.echo(f"{summary.actions} of {frames} frames answered{latency}; see {out / 'report.html'}")
+    results = next(path for path in (out / "report.html", out / "summary.json") if path.exists())
+    typer.echo(f"{summary.actions} of {frames} frames answered{latency}; see {results}")
     for failure in summary.failures:
         typer.secho(f"specvla: {failure}", fg=typer.colors.RED, err=True)
     if summary.failures:

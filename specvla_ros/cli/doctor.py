@@ -20,38 +20,32 @@ class Check:
     fix: str = ""  # what to do; empty when there is nothing to do
 
 
+# What everything needs: policy, driver, guard and replay; and what a robot does without, by the file that has it.
 _LIBRARIES = (
-    "numpy",
-    "pillow",
-    "safetensors",
-    "tokenizers",
-    "rosbags",
-    "rosbags-image",
-    "mcap",
-    "lz4",
-    "zstandard",
-    "pyyaml",
-    "plotly",
-    "typer",
-    "rich",
-    "mujoco",
-    "av",
+    *("numpy", "pillow", "safetensors", "tokenizers", "rosbags", "mcap", "lz4", "zstandard", "pyyaml", "typer", "rich"),
+    "ruckig",
 )
-_INSTALL = "pip install -r requirements/runtime.txt"
+_INSTALL = "pip install -r requirements/runtime.txt; on a robot with an apt ROS 2 -r requirements/robot.txt"
+_WITHOUT = {
+    "mujoco": "only the driver's joint outputs and the simulator need it: pip install -r requirements/robot-joints.txt",
+    "mink": "only the driver's joint outputs need it: pip install -r requirements/robot-joints.txt",
+    "plotly": "only reports need it: pip install -r requirements/runtime.txt",
+    "av": "only the simulator's films need it: pip install -r requirements/runtime.txt",
+    "accelerate": "only training needs it: pip install -r requirements/train.txt",
+    "torchao": "only model.quantization needs it: pip install torchao (0.18 goes with torch 2.13)",
+}
 
 
 def examine() -> list[Check]:
     """Looks at this machine. Never raises: a broken installation is a finding."""
-    train = "only training needs it: pip install -r requirements/train.txt"
-    quantise = "only model.quantization needs it: pip install torchao (0.18 goes with torch 2.13)"
     return [
         _python(),
         *_torch(),
         _triton(),
         *(_package(name, _INSTALL) for name in _LIBRARIES),
+        _image_converter(),
+        *(_package(name, fix, absent="note") for name, fix in _WITHOUT.items()),
         _opengl(),
-        _package("accelerate", train, absent="note"),
-        _package("torchao", quantise, absent="note"),
         *_ros(),
         _receive_buffer(),
     ]
@@ -68,6 +62,25 @@ def _package(name: str, fix: str, *, absent: str = "missing") -> Check:
         return Check(name, "ok", metadata.version(name))
     except metadata.PackageNotFoundError:
         return Check(name, absent, "not installed", fix)
+
+
+def _image_converter() -> Check:
+    """What turns raw images of all encodings into RGB: ROS' own, or that of the wheels."""
+
+    def ours() -> Check:
+        importlib.import_module("rosbags.image")
+        return Check("raw images", "ok", f"by rosbags-image {_version('rosbags-image')}, OpenCV {_cv2()}")
+
+    def of_ros() -> Check:
+        importlib.import_module("cv_bridge")
+        return Check("raw images", "ok", f"by cv_bridge, OpenCV {_cv2()}")
+
+    def _cv2() -> str:
+        return str(importlib.import_module("cv2").__version__)
+
+    fix = "apt install ros-<distro>-cv-bridge, or pip install rosbags-image opencv-python-headless"
+    found = _attempt("raw images", of_ros, fix)
+    return found if found.state == "ok" else _attempt("raw images", ours, fix)
 
 
 def _attempt(name: str, look: Callable[[], Check], fix: str, *, state: str = "missing") -> Check:

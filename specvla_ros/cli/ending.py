@@ -57,6 +57,8 @@ def _system_error(error: OSError) -> str:
             f"{where}{reason}: what was written before is kept. Free some space, then give the same command again; "
             "those that write into a directory go on where they were"
         )
+    if error.errno is None:  # as NumPy says that a file became shorter than it should be
+        return f"{where}{reason}; is the disk full?"
     return f"{where}{reason}; check the path and its permissions"
 
 

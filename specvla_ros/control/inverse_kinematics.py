@@ -4,19 +4,24 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import mink
-import mujoco
 import numpy as np
 
 from specvla_ros.control.pose import Pose
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, missing_package
 
+if TYPE_CHECKING:  # only joint outputs need them: a robot that takes poses or twists has neither
+    import mujoco
+
+# A joint_trajectory_controller begins each new trajectory at the measured joints: a point of the present would stay
+# behind for ever. So a point lies this far ahead, where the joints get at their present speeds.
+TRAJECTORY_AHEAD_S = 0.06
 _SOLVER = "daqp"
 _POSTURE_COST = 1e-3  # against 1 for the tool: what the pose leaves free stays near the posture at the start
 _DAMPING = 1e-3
-_MAX_LAG_M = 0.02
-_MAX_LAG_RAD = 0.1
+_MAX_LAG_M = 0.05
+_MAX_LAG_RAD = 0.3
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class JointModel:
         max_speed: float64 [n], rad/s or m/s of each joint.
     """
 
-    model: mujoco.MjModel
+    model: "mujoco.MjModel"
     joints: tuple[str, ...]
     tool: str
     max_speed: np.ndarray
@@ -38,6 +43,8 @@ class JointModel:
     @property
     def tool_kind(self) -> str:
         """What `tool` names: site or body."""
+        import mujoco
+
         return "site" if mujoco.mj_name2id(self.model, mujoco.mjtObj.mjOBJ_SITE, self.tool) >= 0 else "body"
 
 
@@ -53,6 +60,11 @@ def load_joint_model(path: Path, joints: Sequence[str], tool: str, max_speed: Se
     Raises:
         UserError: the file cannot be read, or has no such joint or tool; with those that it has.
     """
+    try:
+        import mink  # noqa: F401 (what follows the poses)
+        import mujoco
+    except ModuleNotFoundError as error:
+        raise missing_package(error, "requirements/robot-joints.txt") from None
     try:
         model = mujoco.MjModel.from_xml_path(str(path))
     except ValueError as error:
@@ -87,6 +99,8 @@ class JointSolver:
     """
 
     def __init__(self, robot: JointModel, period_s: float) -> None:
+        import mink
+
         self._robot, self._period_s = robot, period_s
         model = robot.model
         self._configuration = mink.Configuration(model)
@@ -138,15 +152,17 @@ class JointSolver:
             q[address] = min(max(value, low), high)
         return q
 
-    def follow(self, pose: Pose) -> np.ndarray:
+    def follow(self, pose: Pose) -> tuple[np.ndarray, np.ndarray]:
         """One control step towards a pose in the model's world frame.
 
         Returns:
-            float64 [n], the joints' positions.
+            float64 [n] each, the joints' positions and velocities.
 
         Raises:
             UnreachableError: the joints cannot follow: it is out of reach, or faster than they may go.
         """
+        import mink
+
         rotation = mink.SO3.from_matrix(pose.rotation)
         self._tool.set_target(mink.SE3.from_rotation_and_translation(rotation, pose.position))
         try:
@@ -168,8 +184,7 @@ class JointSolver:
                 f"the joints are {lag_m:.3f} m and {lag_rad:.2f} rad behind the tool's target: it is out of their "
                 "reach, or faster than joints.max_speed allows"
             )
-        positions: np.ndarray = self._configuration.q[self._positions].copy()
-        return positions
+        return self._configuration.q[self._positions].copy(), velocity[self._dofs]
 
 
 class UnreachableError(RuntimeError):

@@ -22,7 +22,7 @@ from specvla_ros.control.convention_settings import ConventionSettings
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DecodeRecord, DropReason, StageTimings
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, missing_package
 from specvla_ros.evaluation.provenance import checkpoint_hashes, file_hashes, head
 from specvla_ros.evaluation.replay_summary import (
     FrameRecord,
@@ -105,7 +105,10 @@ class ReplayRun:
         summary = summarise(
             self._columns, frames_in_bag=in_bag, thresholds=thresholds, incomplete=incomplete, context=context
         )
-        write_replay_report(self._directory.path / REPORT_FILE, summary, self._columns, self._pictures)
+        try:
+            write_replay_report(self._directory.path / REPORT_FILE, summary, self._columns, self._pictures)
+        except ModuleNotFoundError as error:  # a robot has no Plotly
+            _tell(f"there is no {REPORT_FILE}: {missing_package(error)}")
         self._directory.write_json(SUMMARY_FILE, summary.as_json())
         return summary
 
@@ -231,7 +234,7 @@ def replay(
     with open_bag(bag_path) as bag:
         chosen = choose_topics(bag, topics)
         if chosen.note:
-            Console(stderr=True).print(chosen.note, markup=False, highlight=False, soft_wrap=True)
+            _tell(chosen.note)
         instruction = topics.instruction
         convention = action.convention(policy.unnorm_key, policy.codec.dt_s)
         meaning = ActionMeaning(convention, policy.unnorm_key, _BASE_FRAME)
@@ -256,6 +259,10 @@ def replay(
             raise
         with directory.reporting_errors(_HINT):
             return run.finish(incomplete=incomplete, **ending)
+
+
+def _tell(text: str) -> None:
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def check_replay(bag_path: str | Path, out_dir: str | Path, topics: TopicChoice = _DEFAULT_TOPICS) -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from specvla_ros.errors import UserError
+from specvla_ros.settings.json_file import shown
 
 # What instructions are made of; a file that contradicts itself shows it with the first text, not when it is read.
 _SAMPLE = f"In: What action should the robot take to {string.printable}ä中🤖?\nOut:"
 
 
-def settle_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
+def settle_tokenizer(tokenizer: Tokenizer, path: Path, vocab_size: int) -> None:
     """Leaves out the truncation and padding that a file may hold, as transformers does, and tries the tokenizer.
 
     With truncation kept, two instructions that differ at their end would be the same prompt.
@@ -20,10 +21,17 @@ def settle_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
     Args:
         tokenizer: read from the file; changed in place.
         path: of the file, for the message.
+        vocab_size: ids the model has embeddings for.
 
     Raises:
-        UserError: it cannot encode a text.
+        UserError: it cannot encode a text, or gives an id the model does not have.
     """
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", 0))
+    if largest >= vocab_size:
+        raise UserError(
+            f"{path} gives {shown(token)} the id {largest}, but the model has embeddings for {vocab_size}: it belongs "
+            "to another checkpoint, or is damaged; copy the file again"
+        )
     tokenizer.no_truncation()
     tokenizer.no_padding()
     try:

@@ -13,7 +13,7 @@ def replace_file(path: Path, text: str) -> None:
     """
     unfinished = path.with_name(f".{path.name[:200]}.{os.getpid()}")
     try:
-        with unfinished.open("w", encoding="utf-8") as stream:
+        with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())

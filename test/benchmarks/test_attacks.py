@@ -5,8 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from attack_bags import attack_bytes, attack_descriptions, layouts
+from attack_bags import attack_bombs, attack_bytes, attack_descriptions, layouts
 from attack_checkpoints import attack_files, attack_json
+from attack_commands import attack_commands
+from attack_images import attack_images
 from attack_tally import Silent, Tally
 from support.checkpoints import shard, write_checkpoint
 
@@ -45,6 +47,24 @@ def test_bytes_of_bags(bags: dict[str, Path], tmp_path: Path, seed: int) -> None
 def test_descriptions_of_bags(bags: dict[str, Path], tmp_path: Path) -> None:
     tally = attack_descriptions(bags, tmp_path, limit=150, seed=1)
     assert tally.tried == 150
+    assert not tally.failures, "\n".join(tally.failures)
+
+
+def test_bombs(tmp_path: Path) -> None:
+    tally = attack_bombs(tmp_path)
+    assert tally.outcomes["refused"] + tally.outcomes["damage told"] == tally.tried > 30
+    assert tally.peak_bytes < 512 << 20
+
+
+def test_images() -> None:
+    tally = attack_images(limit=300, seed=1)
+    assert not tally.failures, "\n".join(tally.failures)
+    assert tally.outcomes["refused"] > 100 and tally.outcomes["decoded"] > 5
+
+
+def test_commands(tmp_path: Path) -> None:
+    tally = attack_commands(tmp_path, limit=12, seed=3)
+    assert tally.tried == 12
     assert not tally.failures, "\n".join(tally.failures)
 
 

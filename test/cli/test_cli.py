@@ -341,3 +341,47 @@ def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert "20 of 20 frames answered" in again.stdout
     assert (tmp_path / "out" / "frames.jsonl").read_text().splitlines()[: len(kept) - 1] == kept[:-1]
+
+
+LACKING = ("mujoco", "mink", "plotly", "av", "rosbags.image", "cv2", "scipy", "matplotlib")
+
+
+def without_simulator_and_plots(code: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    """Runs Python as on a robot with requirements/robot.txt."""
+    lacking = f"import sys; sys.modules.update(dict.fromkeys({LACKING})); "
+    return subprocess.run(
+        [sys.executable, "-c", lacking + code, *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("node", ["policy", "driver", "guard"])
+def test_a_robots_nodes_need_neither_simulator_nor_plots(node: str) -> None:
+    pytest.importorskip("rclpy")
+    done = without_simulator_and_plots(f"import specvla_ros.ros.{node}.node")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_robot_replays_without_plots(tmp_path: Path) -> None:
+    command = ("replay", write_bag(tmp_path / "bag", episode(3)), "--out", tmp_path / "out", "--device", "cpu")
+    main = "from specvla_ros.cli.app import main; main()"
+    done = without_simulator_and_plots(main, *command, "--instruction", "lift the red cube", "--no-progress")
+    assert done.returncode == 0, done.stderr
+    assert "there is no report.html: the Python package 'plotly" in done.stderr
+    assert "3 of 3 frames answered, p95" in done.stdout
+    assert "summary.json" in done.stdout
+    assert not (tmp_path / "out" / "report.html").exists()
+
+
+def test_doctor_says_what_a_missing_package_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specvla_ros.cli import doctor
+
+    def version(name: str) -> str:
+        if name in ("mink", "plotly", "ruckig"):
+            raise doctor.metadata.PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    checks = {check.name: check for check in doctor.examine()}
+    assert [checks[name].state for name in ("mink", "plotly", "ruckig")] == ["note", "note", "missing"]
+    assert "only the driver's joint outputs need it" in checks["mink"].fix
+    assert "only reports need it" in checks["plotly"].fix

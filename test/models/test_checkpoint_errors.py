@@ -249,6 +249,11 @@ def test_a_tokenizer_that_contradicts_itself(checkpoint: Path) -> None:
     refuse(checkpoint, r"tokenizer\.json cannot encode a prompt .*; copy the file again")
 
 
+def test_a_tokenizer_with_an_id_beyond_the_embeddings(checkpoint: Path) -> None:
+    edit_json(checkpoint / "tokenizer.json", lambda tokenizer: tokenizer["model"]["vocab"].update({"▁": 10**6}))
+    refuse(checkpoint, r"tokenizer\.json gives '▁' the id 1000000, but the model has embeddings for")
+
+
 def test_no_tokenizer_refuses_words_and_takes_ids(checkpoint: Path) -> None:
     (checkpoint / "tokenizer.json").unlink()
     policy = load_openvla(checkpoint, device="cpu")

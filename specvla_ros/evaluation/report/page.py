@@ -5,13 +5,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
-
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
+from typing import TYPE_CHECKING, Any
 
 from specvla_ros.evaluation.statistics import Rate
 from specvla_ros.settings.replace_file import replace_file
+
+if TYPE_CHECKING:  # a robot has no Plotly: what is not drawn does not need it
+    import plotly.graph_objects as go
 
 INK, GREY, BLUE, GREEN, AMBER, RED = "#1b1f24", "#9aa3ad", "#3c7fb1", "#58a371", "#e1a03c", "#c9512f"
 _NUMBER = re.compile(r"[-+]?[0-9.]+%?")
@@ -35,6 +35,8 @@ figure { display: inline-block; margin: 0 1rem 1rem 0; } figure video { max-widt
 
 def write_page(path: Path, title: str, parts: Sequence[str]) -> None:
     """Writes a page with a title in plain text, which is also its heading, and parts in HTML, one after the other."""
+    from plotly.offline import get_plotlyjs
+
     head = (
         "<meta charset=utf-8><meta name=viewport content='width=device-width, initial-scale=1'>"
         f"<title>{escape(title)}</title><style>{_STYLE}</style><script>{get_plotlyjs()}</script>"
@@ -61,7 +63,7 @@ def _row(tag: str, cells: Sequence[str], numbers: Sequence[bool]) -> str:
     return f"<tr>{''.join(html)}</tr>"
 
 
-def plot(drawn: go.Figure, height: int, *, name: str | None = None, **layout: Any) -> str:
+def plot(drawn: "go.Figure", height: int, *, name: str | None = None, **layout: Any) -> str:
     """A plot that can be zoomed; `height` in pixels, `name` the id of its element, for scripts."""
     common = dict(template="plotly_white", height=height, margin=dict(l=60, r=20, t=60, b=50))
     drawn.update_layout(**common | layout)
@@ -72,8 +74,17 @@ def plot(drawn: go.Figure, height: int, *, name: str | None = None, **layout: An
     return f"<div class=scroll><div class=plot>{html}</div></div>"
 
 
-def heatmap(x: Sequence[str], y: Sequence[str], shares: Sequence[Sequence[float]], text: Any) -> go.Figure:
+def subplots(*shape: int, **layout: Any) -> "go.Figure":
+    """A figure of several plots; arguments as of Plotly's make_subplots."""
+    from plotly.subplots import make_subplots
+
+    return make_subplots(*shape, **layout)
+
+
+def heatmap(x: Sequence[str], y: Sequence[str], shares: Sequence[Sequence[float]], text: Any) -> "go.Figure":
     """Shares from 0 to 1 as shades of one colour, with a text in each cell."""
+    import plotly.graph_objects as go
+
     return go.Figure(
         go.Heatmap(
             x=x,

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from plotly.subplots import make_subplots
 
 from specvla_ros.evaluation.replay_summary import (
     LATENCY_INTERVAL,
@@ -22,7 +21,19 @@ from specvla_ros.evaluation.replay_summary import (
     ReplayColumns,
     ReplaySummary,
 )
-from specvla_ros.evaluation.report.page import AMBER, BLUE, GREEN, GREY, INK, RED, plot, provenance, table, write_page
+from specvla_ros.evaluation.report.page import (
+    AMBER,
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    RED,
+    plot,
+    provenance,
+    subplots,
+    table,
+    write_page,
+)
 
 _UNITS = {"x": "m", "y": "m", "z": "m", "roll": "rad", "pitch": "rad", "yaw": "rad"}
 _STAGE_COLOURS = dict(zip(STAGES, (GREY, AMBER, BLUE, GREEN), strict=True))
@@ -197,7 +208,7 @@ def _actions(columns: ReplayColumns, pictures: Pictures) -> str:
 def _drop_plot(columns: ReplayColumns) -> str:
     """Dropped frames by reason, and where in the bag they were."""
     counts = Counter(reason.value for _, reason in columns.dropped)
-    drawn = make_subplots(cols=2, column_widths=[0.32, 0.68], subplot_titles=("dropped frames", "which"))
+    drawn = subplots(cols=2, column_widths=[0.32, 0.68], subplot_titles=("dropped frames", "which"))
     drawn.add_bar(x=list(counts.values()), y=list(counts), orientation="h", marker_color=RED, row=1, col=1)
     drawn.add_scatter(
         x=[frame for frame, _ in columns.dropped],
@@ -216,7 +227,7 @@ def _drop_plot(columns: ReplayColumns) -> str:
 def _latency_plot(columns: ReplayColumns) -> str:
     """The stages stacked over the frames, and the histogram of their sum."""
     total_ms, *stages_ms = np.array(columns.latency_s).T * 1e3
-    drawn = make_subplots(cols=2, column_widths=[0.68, 0.32], subplot_titles=("by frame", "distribution of the total"))
+    drawn = subplots(cols=2, column_widths=[0.68, 0.32], subplot_titles=("by frame", "distribution of the total"))
     for stage, milliseconds in zip(STAGES, stages_ms, strict=True):
         line = dict(width=0.5, color=_STAGE_COLOURS[stage])
         drawn.add_scatter(x=columns.frame, y=milliseconds, name=stage, stackgroup="stages", line=line, row=1, col=1)
@@ -236,7 +247,7 @@ def _action_plot(columns: ReplayColumns) -> str:
         series.append(("recorded", RED, np.array(columns.recorded)))
     rows = -(-len(columns.names) // _PLOT_COLUMNS)
     titles = [f"{name} [{_UNITS[name]}]" if name in _UNITS else name for name in columns.names]
-    drawn = make_subplots(rows, _PLOT_COLUMNS, subplot_titles=titles, shared_xaxes=True, vertical_spacing=0.07)
+    drawn = subplots(rows, _PLOT_COLUMNS, subplot_titles=titles, shared_xaxes=True, vertical_spacing=0.07)
     mode = "lines+markers" if len(columns.frame) < 200 else "lines"  # a single point is invisible as a line
     for dimension in range(len(columns.names)):
         row, col = divmod(dimension, _PLOT_COLUMNS)

@@ -304,7 +304,7 @@ def load_openvla(
         taught=config.instructions,
     )
     if prompt.tokenizer is not None:
-        settle_tokenizer(prompt.tokenizer, directory / "tokenizer.json")
+        settle_tokenizer(prompt.tokenizer, directory / "tokenizer.json", config.llama.vocab_size)
     check_quantization(quantization, device, dtype)
     model = load_model(directory, config, device, dtype, quantization=quantization, progress=progress)
     if action_head:

@@ -45,7 +45,7 @@ from specvla_ros.ros.guard.messages import (
 from specvla_ros.ros.guard.parameters import GuardParameters
 from specvla_ros.ros.guard.sources import Senders, sources_problem
 from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
-from specvla_ros.ros.qos import ACTION, COMMAND, DIAGNOSTICS, INSTRUCTION, LATCHED_INSTRUCTION, STATE
+from specvla_ros.ros.qos import ACTION, COMMAND, DIAGNOSTICS, INSTRUCTION, LATCHED_INSTRUCTION, LATCHED_STATE, STATE
 from specvla_ros.ros.spinning import run_node
 
 _STEADY = Clock(clock_type=ClockType.STEADY_TIME)
@@ -103,6 +103,7 @@ class GuardNode(Node):
         self._outputs: list[str] = []
         self._subscribe()
         self._robot, self._gripper = self._advertise()
+        self._passing = self.create_publisher(Bool, "~/passing", LATCHED_STATE)
         self._loop = SteadyLoop(self._settings.rate_hz, self._tick, self._on_fault)
         self.create_timer(_SOURCES_S, self._look_for_sources, clock=_STEADY)
         self.create_timer(_LOG_S, self._log, clock=_STEADY)
@@ -289,6 +290,7 @@ class GuardNode(Node):
     def _log(self) -> None:
         with self._lock:
             new, state, reason = self.guard.tally.take_new(), self.guard.state, self.guard.reason
+        self._passing.publish(Bool(data=state is State.PASSING))
         now_s = time.monotonic()
         for refusal in new:
             if now_s - self._logged_s.get(refusal.cause, -np.inf) >= _LOG_PERIOD_S:
