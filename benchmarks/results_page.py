@@ -404,6 +404,14 @@ def _soak(result: Result) -> dict[str, Any]:
     }
 
 
+def _guard_stop(result: Result) -> dict[str, Any]:
+    cells = [["output", "who falls silent", "rounds", "median, s", "largest, s", "promised, s"]]
+    for row in result["rows"]:
+        times = [f"{row[name]:.3f}" if row[name] is not None else "" for name in ("median_s", "max_s", "promised_s")]
+        cells.append([row["output"], row["silent"], str(row["rounds"]), *times])
+    return {"table": table(cells)}
+
+
 def _attacks(result: Result) -> dict[str, Any]:
     classes = result["classes"]
     cells = [["class", "tried", "what they did", "failed", "slowest, s", "most memory, MiB"]]
@@ -429,6 +437,7 @@ VIEWS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "kv_layouts": _kv_layouts,
     "kernels": _kernels,
     "soak": _soak,
+    "guard_stop": _guard_stop,
     "attacks": _attacks,
 }
 
