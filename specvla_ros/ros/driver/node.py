@@ -31,6 +31,7 @@ from specvla_ros.ros.driver.outputs.gripper import GripperOutput
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
 from specvla_ros.ros.driver.parameters import DriverParameters
 from specvla_ros.ros.driver.tool_pose import JointInput, PoseFromTf, PoseSource, PoseTopic, forward_kinematics
+from specvla_ros.ros.lifecycle import answer_impossible_transitions
 from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
 from specvla_ros.ros.qos import ACTION, LATCHED_STATE
 from specvla_ros.ros.spinning import run_node
@@ -58,6 +59,7 @@ class DriverNode(LifecycleNode):
 
     def __init__(self, **node_arguments: Any) -> None:
         super().__init__("driver", **node_arguments)
+        answer_impossible_transitions(self)
         try:
             declare_parameters(self, DriverParameters)
         except UserError:
