@@ -1,10 +1,14 @@
 # The way in without a ROS 2 on the machine. With one, use colcon: see docs/how-to/install.md.
 PYTHON ?= python3
-VENV ?= .venv
+# Which ROS 2: kilted or jazzy, each in an environment of its own.
+ROS ?= kilted
+OTHER_ROS := $(if $(filter-out kilted,$(ROS)),-$(ROS))
+VENV ?= .venv$(OTHER_ROS)
 # A CUDA machine gets PyPI's build. For the CPU-only build, add its index: make demo PIP_ARGS='--extra-index-url …'
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 
+ROS_REQUIREMENTS := requirements/ros$(OTHER_ROS).txt
 BIN := $(VENV)/bin
 PREFIX := $(abspath $(VENV))
 RUN := PATH="$(PREFIX)/bin:$$PATH" AMENT_PREFIX_PATH="$(PREFIX)"
@@ -52,9 +56,9 @@ benchmark: build $(TESTING)  ## Time the plain decoder beside transformers' gene
 build: $(RUNTIME)
 	@mkdir -p build && touch build/COLCON_IGNORE && : > build.log
 	@for package in specvla_msgs specvla_ros; do \
-	    $(RUN) cmake -S $$package -B build/$$package -DCMAKE_PREFIX_PATH="$(PREFIX)" -DCMAKE_INSTALL_PREFIX="$(PREFIX)" \
+	    $(RUN) cmake -S $$package -B build/$(ROS)/$$package -DCMAKE_PREFIX_PATH="$(PREFIX)" -DCMAKE_INSTALL_PREFIX="$(PREFIX)" \
 	        -DPython3_EXECUTABLE="$(PREFIX)/bin/python" -DAMENT_CMAKE_SYMLINK_INSTALL=ON >> build.log 2>&1 \
-	    && $(RUN) cmake --build build/$$package --target install >> build.log 2>&1 \
+	    && $(RUN) cmake --build build/$(ROS)/$$package --target install >> build.log 2>&1 \
 	    || { tail -n 30 build.log; echo "make: building $$package failed; the whole log is in build.log" >&2; exit 1; }; \
 	done
 
@@ -65,11 +69,11 @@ $(VENV)/bin/python:
 	@echo "making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(RUNTIME): requirements/runtime.txt requirements/ros.txt | $(VENV)/bin/python
-	@echo "installing torch, ROS 2 and the libraries into $(VENV) (a few minutes, once)"
+$(RUNTIME): requirements/runtime.txt $(ROS_REQUIREMENTS) | $(VENV)/bin/python
+	@echo "installing torch, ROS 2 $(ROS) and the libraries into $(VENV) (a few minutes, once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) "$(TORCH)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-	    -r requirements/runtime.txt -r requirements/ros.txt
+	    -r requirements/runtime.txt -r $(ROS_REQUIREMENTS)
 	@touch $@
 
 # Pictures without a screen need Mesa (or a GPU's EGL), which pip does not bring.

@@ -288,6 +288,17 @@ def _closed_cells(device: Result) -> Cells:
     return cells
 
 
+def _driving(result: Result) -> dict[str, Any]:
+    followers = list(dict.fromkeys(row["follower"] for row in result["rows"]))
+    cells = [["emulated", "mode", *followers]]
+    for device, mode in dict.fromkeys((row["name"], row["mode"]) for row in result["rows"]):
+        of = {row["follower"]: row for row in result["rows"] if (row["name"], row["mode"]) == (device, mode)}
+        shown = [_rate(of[name]["success"]) for name in followers]
+        against = ["", *(f", {_difference(of[name]['against'])}" for name in followers[1:])]
+        cells.append([device, mode, *(rate + difference for rate, difference in zip(shown, against, strict=True))])
+    return {"table": table(cells), "starts": result["rows"][0]["success"]["episodes"]}
+
+
 def _decode_modes(result: Result) -> dict[str, Any]:
     def view(name: str, size: Result) -> dict[str, Any]:
         quantized = size.get("quantized")
@@ -393,6 +404,14 @@ def _soak(result: Result) -> dict[str, Any]:
     }
 
 
+def _guard_stop(result: Result) -> dict[str, Any]:
+    cells = [["output", "who falls silent", "rounds", "median, s", "largest, s", "promised, s"]]
+    for row in result["rows"]:
+        times = [f"{row[name]:.3f}" if row[name] is not None else "" for name in ("median_s", "max_s", "promised_s")]
+        cells.append([row["output"], row["silent"], str(row["rounds"]), *times])
+    return {"table": table(cells)}
+
+
 def _attacks(result: Result) -> dict[str, Any]:
     classes = result["classes"]
     cells = [["class", "tried", "what they did", "failed", "slowest, s", "most memory, MiB"]]
@@ -412,11 +431,13 @@ VIEWS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "acceptance_rules": _acceptance_rules,
     "tick_cost": _tick_cost,
     "pipelining": _pipelining,
+    "driving": _driving,
     "decode_modes": _decode_modes,
     "sensitivity": _sensitivity,
     "kv_layouts": _kv_layouts,
     "kernels": _kernels,
     "soak": _soak,
+    "guard_stop": _guard_stop,
     "attacks": _attacks,
 }
 

@@ -98,7 +98,11 @@ def _start(context: LaunchContext) -> list:
         **common,
     )
     driver = LifecycleNode(
-        executable="driver", name="driver", parameters=[_parameters("driver", context)], remappings=inputs, **common
+        executable="driver",
+        name="driver",
+        parameters=[_parameters("driver", context)],
+        remappings=[*inputs, ("guard_passing", "guard/passing")],
+        **common,
     )
     task = Node(
         executable="task",

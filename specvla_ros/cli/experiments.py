@@ -42,6 +42,23 @@ def _progress(description: str) -> Iterator[Callable[[int, int, str], None]]:
         yield lambda done, wanted, what: bar.update(line, completed=done, total=wanted, description=what)
 
 
+class FollowOption(str, Enum):
+    """Who follows the policy's actions."""
+
+    SIMULATOR = "simulator"
+    DRIVER = "driver"
+    PLAIN = "plain"
+
+
+class CommandOption(str, Enum):
+    """How an arm is commanded."""
+
+    POSE = "pose"
+    TWIST = "twist"
+    JOINT_TRAJECTORY = "joint_trajectory"
+    POSITION_ARRAY = "position_array"
+
+
 class ClockOption(str, Enum):
     """How the world's time passes while the policy thinks."""
 
@@ -69,6 +86,13 @@ def simulate(
     time_limit: Annotated[
         float, typer.Option(help="An episode has failed after so many times its task's time.", min=0.1, max=100.0)
     ] = 1.0,
+    follow: Annotated[
+        FollowOption,
+        typer.Option(help="simulator: the arm's own follower. driver: the driver's control. plain: values over dt."),
+    ] = FollowOption.SIMULATOR,
+    command: Annotated[
+        CommandOption, typer.Option(help="How the arm is commanded by --follow driver and plain.")
+    ] = CommandOption.POSE,
     films: Annotated[int, typer.Option(help="Episodes per task that are filmed.", min=0)] = 1,
     workers: Workers = 0,
     ray: Ray = False,
@@ -83,6 +107,8 @@ def simulate(
         policy=chosen.checkpoint,
         world=world,
         robot=robot,
+        follow="" if follow is FollowOption.SIMULATOR else follow.value,
+        command=command.value,
         clock=Clock(clock.value),
         emulate=emulate,
         engine=chosen.engine,

@@ -21,6 +21,7 @@ def reference() -> str:
     from specvla_ros.ros.bag_player import BagPlayerParameters
     from specvla_ros.ros.driver.parameters import DriverParameters
     from specvla_ros.ros.guard.parameters import GuardParameters
+    from specvla_ros.ros.live_view import LiveViewParameters
     from specvla_ros.ros.policy.parameters import PolicyParameters
     from specvla_ros.ros.sim_robot.parameters import SimRobotParameters
     from specvla_ros.ros.task.parameters import TaskParameters
@@ -32,6 +33,7 @@ def reference() -> str:
         "task": TaskParameters(),
         "sim_robot": SimRobotParameters(),
         "bag_player": BagPlayerParameters(),
+        "live_view": LiveViewParameters(),
     }
     return "\n".join([_HEAD, *(_table(name, settings) for name, settings in nodes.items())])
 

@@ -11,7 +11,7 @@ acceleration is the vector's up to half the square of its speed, which is left o
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from ruckig import ControlInterface, InputParameter, Result, Ruckig, RuckigError, Trajectory
@@ -24,6 +24,8 @@ _TOLERANCE_M = 1e-4
 _SAMPLE_S, _MAX_SAMPLES = 0.01, 200
 _LEAST_SHARE = 0.2
 _DUST = 1e-9
+_TRACKING_GAIN = 6.0  # 1/s
+_REACHED = np.array([1e-3] * 3 + [1e-2] * 3)  # metres, radians
 _NO_PACE = (math.inf, math.inf)
 
 
@@ -188,7 +190,6 @@ class BoundedMotion:
         turn_s: float,
         pace: tuple[float, float] = _NO_PACE,
         onward: tuple[Pose, float] | None = None,
-        start: Pose | None = None,
     ) -> bool:
         """Sets out for a goal.
 
@@ -200,14 +201,12 @@ class BoundedMotion:
             pace: m/s and rad/s that are not to be exceeded on this way, beside the limits.
             onward: the goal after this one and the seconds from this one to it: this one is then passed at that speed,
                 and the tool comes to rest behind it should nobody aim again. Without it the tool comes to rest there.
-            start: where the tool really is, for a robot that is sent velocities; None: where it was sent.
 
         Returns:
             False when a way there would leave the workspace: the motion goes on as it was, within it.
         """
-        moved = self._move(goal, now_s, _Way(move_s, pace[0], onward), None if start is None else start.position)
-        return moved and self._rotate(
-            goal, now_s, _Way(turn_s, pace[1], onward), None if start is None else start.rotation
+        return self._move(goal, now_s, _Way(move_s, pace[0], onward)) and self._rotate(
+            goal, now_s, _Way(turn_s, pace[1], onward)
         )
 
     def brake(self, now_s: float) -> None:
@@ -218,13 +217,12 @@ class BoundedMotion:
             self._way.follow(now_s, legs)
         else:
             self._way.rest_at(present.position)
-        if not self._rotate(None, now_s, _Way(), None):
+        if not self._rotate(None, now_s, _Way()):
             self._turned_from = self.at(now_s).pose.rotation
             self._turn.rest_at(np.zeros(3))
 
-    def _move(self, goal: Pose, now_s: float, way: _Way, origin: np.ndarray | None) -> bool:
-        present, wanted = self._way.at(now_s), self._limits.clamped(goal).position
-        start = present if origin is None else replace(present, position=origin)
+    def _move(self, goal: Pose, now_s: float, way: _Way) -> bool:
+        start, wanted = self._way.at(now_s), self._limits.clamped(goal).position
         velocity = np.zeros(3)
         if way.onward is not None:
             velocity = (self._limits.clamped(way.onward[0]).position - wanted) / way.onward[1]
@@ -236,10 +234,10 @@ class BoundedMotion:
                 return True
         return False
 
-    def _rotate(self, goal: Pose | None, now_s: float, way: _Way, origin: np.ndarray | None) -> bool:
+    def _rotate(self, goal: Pose | None, now_s: float, way: _Way) -> bool:
         """Counts rotation from the present one: there a rotation vector's rates are the tool's own."""
         present = self._turn.at(now_s)
-        turned_from = rotation_matrix(present.position) @ self._turned_from if origin is None else origin
+        turned_from = rotation_matrix(present.position) @ self._turned_from
         velocity = _angular_velocity(present.position, present.velocity)
         start = _State(np.zeros(3), velocity, present.acceleration)
         if goal is None:
@@ -264,6 +262,30 @@ class BoundedMotion:
         allowed_low = np.minimum(self._limits.workspace_min, start) - _TOLERANCE_M
         allowed_high = np.maximum(self._limits.workspace_max, start) + _TOLERANCE_M
         return bool((low >= allowed_low).all() and (high <= allowed_high).all())
+
+
+def tracking_velocity(target: Target, measured: Pose, limits: Limits) -> np.ndarray:
+    """What to send to a robot that takes velocities, so that it is where its target is.
+
+    A velocity interface answers late and with an error of its own (MoveIt Servo's filter makes a tool 4/7 as fast as it
+    is told), so what is missing is added to the target's velocity, within the limits.
+
+    Args:
+        target: where the tool is to be.
+        measured: where it is.
+        limits: of speed.
+
+    Returns:
+        float64 [6], m/s and rad/s; zeros for a target at rest that is reached.
+    """
+    turn = rotation_vector(target.pose.rotation @ measured.rotation.T)
+    missing = np.concatenate([target.pose.position - measured.position, turn])
+    if not target.moving and (np.abs(missing) < _REACHED).all():
+        return np.zeros(6)
+    velocity = target.velocity + _TRACKING_GAIN * missing
+    for part, largest in ((slice(3), limits.linear_speed), (slice(3, 6), limits.angular_speed)):
+        velocity[part] *= min(1.0, largest / max(float(np.linalg.norm(velocity[part])), 1e-12))
+    return velocity
 
 
 def _samples(duration: float) -> np.ndarray:

@@ -6,7 +6,7 @@ to be reached `dt` after the stamp. However late, often or repeatedly actions co
 
 Where the tool was is where it had been sent, while the robot follows that closely: a position controller lags, and
 counting from the measured pose would take that lag off every displacement, and let a tool that sags under its load
-sink a little with every action. A robot that was not where it was sent (pushed, blocked, or sent velocities) counts
+sink a little with every action. A robot that was not where it was sent (pushed, blocked, held) counts
 from its measured pose. docs/explanation/late-actions.md has the figures.
 """
 
@@ -107,8 +107,6 @@ class ActionFollower:
         following_error_m: a tool that is further than this from where it was sent counts from where it was measured.
         following_error_rad: likewise its rotation.
         compensation: see `Compensation`.
-        sends_velocity: whether the robot is sent velocities: each way then begins where the tool was measured last, as
-            what was sent does not say where it is.
         max_age_s: an action whose picture is older than this is refused.
         max_future_s: how far a stamp may lie ahead of the clock.
         max_step_m: a translation of one action that is longer than this is refused.
@@ -122,7 +120,6 @@ class ActionFollower:
         history: PoseHistory,
         *,
         compensation: Compensation = Compensation.IMAGE_GOAL,
-        sends_velocity: bool = False,
         following_error_m: float = 0.03,
         following_error_rad: float = 0.2,
         max_age_s: float = 1.0,
@@ -132,7 +129,6 @@ class ActionFollower:
     ) -> None:
         self._motion, self._gripper, self._history = motion, gripper, history
         self._compensation = compensation
-        self._sends_velocity = sends_velocity
         self._max_age_s, self._max_future_s = max_age_s, max_future_s
         self._max_step_m, self._max_step_rad = max_step_m, max_step_rad
         self._following_error_m, self._following_error_rad = following_error_m, following_error_rad
@@ -158,6 +154,11 @@ class ActionFollower:
         """Drops what is followed, and comes to rest as soon as the limits allow."""
         self._steps.clear()
         self._motion.brake(self._motion_time(now_s))
+
+    def return_to(self, pose: Pose, now_s: float) -> None:
+        """Drops what is followed, and goes to where the tool really is, within the limits: for it that is no motion."""
+        self._steps.clear()
+        self._motion.aim(pose, self._motion_time(now_s), move_s=0.0, turn_s=0.0)
 
     def take(self, action: StampedAction, now_s: float) -> None:
         """Starts to follow an action; it replaces the one before.
@@ -241,8 +242,6 @@ class ActionFollower:
             return Pose(np.zeros(3), np.eye(3))
         stamp_s = min(action.stamp_s, now_s)
         measured = self._history.at(stamp_s)
-        if self._sends_velocity:
-            return measured
         try:
             sent = self._sent.at(stamp_s)
         except PoseUnknownError:  # just begun
@@ -261,7 +260,7 @@ class ActionFollower:
         """What is late is caught up with at the pace of the last actions: deciding late must not move it faster."""
         step = steps[0]
         onward = (steps[1].goal, steps[1].due_s - step.due_s) if len(steps) > 1 else None
-        present = self._present(now_s)
+        present = self._motion.at(self._motion_time(now_s)).pose
         left_s = max(0.0, step.due_s - now_s)
         way_m, turn_rad = present.distance(step.goal)
         pace_m, pace_rad = (max((each[axis] for each in self._pace), default=0.0) or math.inf for axis in (1, 2))
@@ -272,15 +271,10 @@ class ActionFollower:
             turn_s=max(left_s, turn_rad / pace_rad),
             pace=(_HASTE * pace_m, _HASTE * pace_rad),
             onward=onward,
-            start=present if self._sends_velocity else None,
         )
         if aimed and step.gripper is not None and self._convention is not None:
             self._gripper.take(step.gripper, self._convention.gripper)
         return aimed
-
-    def _present(self, now_s: float) -> Pose:
-        newest = self._history.newest if self._sends_velocity else None
-        return self._motion.at(self._motion_time(now_s)).pose if newest is None else newest[1]
 
 
 def _steps(action: StampedAction, begin: Pose, begin_s: float) -> list[_Step]:

@@ -14,11 +14,14 @@ from specvla_ros.errors import UserError, missing_package
 if TYPE_CHECKING:  # only joint outputs need them: a robot that takes poses or twists has neither
     import mujoco
 
+# A joint_trajectory_controller begins each new trajectory at the measured joints: a point of the present would stay
+# behind for ever. So a point lies this far ahead, where the joints get at their present speeds.
+TRAJECTORY_AHEAD_S = 0.06
 _SOLVER = "daqp"
 _POSTURE_COST = 1e-3  # against 1 for the tool: what the pose leaves free stays near the posture at the start
 _DAMPING = 1e-3
-_MAX_LAG_M = 0.02
-_MAX_LAG_RAD = 0.1
+_MAX_LAG_M = 0.05
+_MAX_LAG_RAD = 0.3
 
 
 @dataclass(frozen=True)
@@ -149,11 +152,11 @@ class JointSolver:
             q[address] = min(max(value, low), high)
         return q
 
-    def follow(self, pose: Pose) -> np.ndarray:
+    def follow(self, pose: Pose) -> tuple[np.ndarray, np.ndarray]:
         """One control step towards a pose in the model's world frame.
 
         Returns:
-            float64 [n], the joints' positions.
+            float64 [n] each, the joints' positions and velocities.
 
         Raises:
             UnreachableError: the joints cannot follow: it is out of reach, or faster than they may go.
@@ -181,8 +184,7 @@ class JointSolver:
                 f"the joints are {lag_m:.3f} m and {lag_rad:.2f} rad behind the tool's target: it is out of their "
                 "reach, or faster than joints.max_speed allows"
             )
-        positions: np.ndarray = self._configuration.q[self._positions].copy()
-        return positions
+        return self._configuration.q[self._positions].copy(), velocity[self._dofs]
 
 
 class UnreachableError(RuntimeError):

@@ -13,7 +13,7 @@ from specvla_ros.simulation.controllers.controller import CONTROL_DT_S, ArmKinem
 from specvla_ros.simulation.controllers.joint_trajectory import JointTrajectoryController
 from specvla_ros.simulation.controllers.position_array import PositionArray
 from specvla_ros.simulation.controllers.servo import TwistServo
-from specvla_ros.simulation.joint_servo import JointServo
+from specvla_ros.simulation.joint_servo import STEP_S, JointServo
 from specvla_ros.simulation.world import World
 
 _CONTROLLERS: dict[str, Callable[[World], Controller[Any]]] = {
@@ -72,7 +72,7 @@ class CommandedGripper:
 
 
 class CommandedArm:
-    """Moves a world's arm by one command interface.
+    """Moves a world's arm by one command interface; the world's physics step becomes that of the joint control.
 
     Args:
         world: with the arm.
@@ -87,6 +87,7 @@ class CommandedArm:
 
     def __init__(self, world: World, command: str) -> None:
         self._world = world
+        world.model.opt.timestep = STEP_S
         self.controller = _CONTROLLERS[command](world)
         self.gripper = CommandedGripper(world.model, world.arm.gripper)
         self._servo = JointServo(world.model, world.arm)

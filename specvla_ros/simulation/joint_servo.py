@@ -3,7 +3,7 @@
 
 Inverse dynamics with a PD term (computed torque; Siciliano et al., "Robotics: Modelling, Planning and Control", 8.5.2)
 within the motors' torques. References are kept within the joints' ranges, speeds and accelerations, as arms do that
-are sent positions: a leap becomes a motion at full speed.
+are sent positions: a leap becomes a motion at full speed. Against an obstacle the reference does not run away.
 """
 
 import mujoco
@@ -12,8 +12,12 @@ import numpy as np
 from specvla_ros.simulation.arms import Arm
 from specvla_ros.simulation.controllers.controller import CONTROL_DT_S, JointState
 
-_STIFFNESS = 2500.0  # [1/s²]; critically damped: the joints lag by 40 ms less what their velocity's reference gives
+# [1/s²]; critically damped at 150 rad/s: streams that begin at the measured state, as a joint_trajectory_controller has
+# them, swing on anything much slower.
+_STIFFNESS = 150.0**2
 _DAMPING = 2 * _STIFFNESS**0.5
+_LEAD_RAD = 0.1
+STEP_S = 0.002  # of physics, for which this is stiff enough
 
 
 class JointServo:
@@ -55,7 +59,9 @@ class JointServo:
         velocity = np.clip(reference.velocities + np.sign(left) * gaining, -self._speed, self._speed)
         change = self._acceleration * CONTROL_DT_S
         self._velocity = np.clip(velocity, self._velocity - change, self._velocity + change)
-        self._reference = self._reference + self._velocity * CONTROL_DT_S
+        measured = data.qpos[self._positions]
+        reached = self._reference + self._velocity * CONTROL_DT_S
+        self._reference = np.clip(reached, measured - _LEAD_RAD, measured + _LEAD_RAD)
         self._reached_s = float(data.time) + CONTROL_DT_S
 
     def apply(self, data: mujoco.MjData) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who changes a launched node's state: the launch file once for each start of its process, afterwards the user alone."""
+"""Who changes a launched node's state: the launch file once for each start of its process, then the user alone."""
 
 import pytest
 from hypothesis import given

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import rclpy
@@ -177,12 +178,17 @@ def _ns(message: Any) -> int:
 
 
 @contextmanager
-def arm(**parameters: Any) -> Iterator[Arm]:
-    """A driver with parameters, `limits` included, unconfigured, and its robot."""
+def arm(*, stall_s: float = 60.0, **parameters: Any) -> Iterator[Arm]:
+    """A driver with parameters, `limits` included, unconfigured, and its robot.
+
+    `stall_s`: a busy machine lets the driver's loop stand still for a while, which must not end a test's motion.
+    """
     values = {**LIMITS, **{name.replace("__", "."): value for name, value in parameters.items()}}
     overrides = [Parameter(name, value=value) for name, value in values.items() if value is not None]
     rclpy.init()
     executor = SingleThreadedExecutor()
+    stalls = patch("specvla_ros.ros.driver.node._STALL_S", stall_s)
+    stalls.start()
     driver = DriverNode(parameter_overrides=overrides)
     node = Node("arm")
     executor.add_node(driver)
@@ -195,3 +201,4 @@ def arm(**parameters: Any) -> Iterator[Arm]:
         driver.destroy_node()
         node.destroy_node()
         rclpy.try_shutdown()
+        stalls.stop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A driver without limits, delays or mistakes: actions to the motion commands of every interface."""
+"""A driver without delays, limits of speed or mistakes: actions to the motion commands of every interface."""
 
 from typing import Any
 
@@ -47,7 +47,8 @@ class IdealDriver:
         """The motion command of the next `step_s`."""
         moving = self._passed_s < ACTION_DT_S
         self._passed_s += step_s
-        self._goal = self._start.displaced(self._values[:6] * min(1.0, self._passed_s / ACTION_DT_S))
+        goal = self._start.displaced(self._values[:6] * min(1.0, self._passed_s / ACTION_DT_S))
+        self._goal = Pose(np.clip(goal.position, self._world.arm.low, self._world.arm.high), goal.rotation)
         if self._command == "pose":
             return BASE_FRAME, self._goal
         if self._command == "twist":

@@ -14,10 +14,11 @@ from rclpy.clock import Clock, ClockType
 from rclpy.lifecycle import LifecycleNode, LifecycleState, TransitionCallbackReturn
 from rclpy.subscription import Subscription
 from rclpy.time import Time
+from std_msgs.msg import Bool
 from std_srvs.srv import SetBool
 
 from specvla_msgs.msg import VlaAction
-from specvla_ros.control.bounded_motion import BoundedMotion
+from specvla_ros.control.bounded_motion import BoundedMotion, Target, tracking_velocity
 from specvla_ros.control.convention import ActionConvention, ActionFrame, GripperSign, Reference, Rotation
 from specvla_ros.control.follower import ActionFollower, ActionRefusedError, Compensation, StampedAction
 from specvla_ros.control.gripper import Gripper
@@ -30,8 +31,9 @@ from specvla_ros.ros.driver.outputs.gripper import GripperOutput
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
 from specvla_ros.ros.driver.parameters import DriverParameters
 from specvla_ros.ros.driver.tool_pose import JointInput, PoseFromTf, PoseSource, PoseTopic, forward_kinematics
+from specvla_ros.ros.lifecycle import answer_impossible_transitions
 from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
-from specvla_ros.ros.qos import ACTION
+from specvla_ros.ros.qos import ACTION, LATCHED_STATE
 from specvla_ros.ros.spinning import run_node
 
 _NS = 1e-9
@@ -39,6 +41,7 @@ _NS = 1e-9
 _JUMP_S = 0.25
 _STALL_S = 0.5
 _OUTSIDE_M = 0.005
+_NEAR_M = 0.003
 _WATCH_S = 0.2
 _SEVERAL_IN_FLIGHT = ("pipeline", "specpipe")
 _LOG_PERIOD_S = 5.0
@@ -56,6 +59,7 @@ class DriverNode(LifecycleNode):
 
     def __init__(self, **node_arguments: Any) -> None:
         super().__init__("driver", **node_arguments)
+        answer_impossible_transitions(self)
         try:
             declare_parameters(self, DriverParameters)
         except UserError:
@@ -66,7 +70,7 @@ class DriverNode(LifecycleNode):
         self._chosen = DriverParameters()
         self._output_context: OutputContext | None = None
         self._inputs: list[JointInput | PoseSource] = []
-        self._actions: Subscription | None = None
+        self._subscriptions_made: list[Subscription] = []
         self._follower: ActionFollower | None = None
         self._active = False
         self._holding = False
@@ -78,6 +82,7 @@ class DriverNode(LifecycleNode):
         self._history = PoseHistory()
         self._joints: Mapping[str, float] = {}
         self._anchored = False
+        self._guarded = False  # whether a guard said that it lets nothing through
         self._convention: ActionConvention | None = None
         self._refusals: Counter[str] = Counter()
         self._taken = 0
@@ -129,7 +134,6 @@ class DriverNode(LifecycleNode):
                 self._gripper,
                 self._history,
                 compensation=Compensation(chosen.compensate),
-                sends_velocity=self._output.follows_velocity,
                 max_age_s=chosen.max_action_age_s,
                 max_future_s=chosen.max_future_s,
                 max_step_m=chosen.max_step_m,
@@ -164,7 +168,10 @@ class DriverNode(LifecycleNode):
             self._kinematics = forward_kinematics(self._solver, self._on_pose, self._on_bad)
         if self._pose_source is not None:
             self._inputs.append(self._pose_source)
-        self._actions = self.create_subscription(VlaAction, "action", self._on_action, ACTION)
+        self._subscriptions_made = [
+            self.create_subscription(VlaAction, "action", self._on_action, ACTION),
+            self.create_subscription(Bool, "guard_passing", self._on_passing, LATCHED_STATE),
+        ]
 
     def on_deactivate(self, state: LifecycleState) -> TransitionCallbackReturn:
         """Sends nothing more: the robot's own controller, or the guard, brings it to rest."""
@@ -199,9 +206,9 @@ class DriverNode(LifecycleNode):
         for each in self._inputs:
             each.destroy()
         self._inputs = []
-        if self._actions is not None:
-            self.destroy_subscription(self._actions)
-            self._actions = None
+        for subscription in self._subscriptions_made:
+            self.destroy_subscription(subscription)
+        self._subscriptions_made = []
         self._follower = None
 
     def _release(self) -> None:
@@ -242,8 +249,7 @@ class DriverNode(LifecycleNode):
             if self._follower is None:
                 self._taken += 1
                 return
-            if self._holding or not self._anchored or self._problem:
-                raise _NotFollowing(self._problem or ("it holds" if self._holding else "no tool pose yet"))
+            self._check_following()
             self._follower.take(action, now_s)
         except ActionRefusedError as error:
             self._refuse(error.refusal.value, str(error))
@@ -253,6 +259,22 @@ class DriverNode(LifecycleNode):
             self._refuse("unreadable", str(error))
         else:
             self._taken += 1
+
+    def _on_passing(self, message: Bool) -> None:
+        """While the guard lets nothing through, the robot stays where it is, and so must its target."""
+        if not message.data and not self._guarded and self._follower is not None:
+            self._follower.hold(self._now_s())
+        self._guarded = not message.data
+
+    def _check_following(self) -> None:
+        if self._problem:
+            raise _NotFollowing(self._problem)
+        if self._holding:
+            raise _NotFollowing("it holds")
+        if self._guarded:
+            raise _NotFollowing("the guard lets nothing through")
+        if not self._anchored:
+            raise _NotFollowing("no tool pose yet")
 
     def _read(self, message: VlaAction) -> StampedAction:
         """The action that a message holds.
@@ -313,24 +335,33 @@ class DriverNode(LifecycleNode):
             self.get_logger().error(f"coming to rest: {problem}")
         self._problem = problem
         self._target = follower.step(now_s)
-        self._begin_anew_where_stopped(now_s)
+        self._return_where_held(now_s)
         try:
-            self._output.send(self._target, self.get_clock().now())
+            self._output.send(self._command(self._target), self.get_clock().now())
         except UnreachableError as error:
             follower.hold(now_s)
             self._refuse("unreachable", str(error))
         self._gripper_output.command(self._gripper.position, time.monotonic())
 
-    def _begin_anew_where_stopped(self, now_s: float) -> None:
-        """A robot that was held elsewhere, by the guard or by a hand, is not pulled to where it was sent before."""
+    def _command(self, target: Target) -> Target:
+        """What to send: velocities that also make up for what is missing, as long as it is known what is."""
         newest = self._history.newest
-        if newest is None or self._target.moving or self._follower is None or self._output.follows_velocity:
+        if not self._output.follows_velocity or self._problem or self._guarded or newest is None:
+            return target
+        return Target(target.pose, tracking_velocity(target, newest[1], self._chosen.limits))
+
+    def _return_where_held(self, now_s: float) -> None:
+        """A robot that is held elsewhere, by the guard or by a hand, is not pulled to where it was sent before."""
+        newest, follower = self._history.newest, self._follower
+        if newest is None or follower is None or self._target.moving:
             return
-        if self._follower.follows(self._target.pose, newest[1]):
+        near = self._target.pose.distance(newest[1])[0] < _NEAR_M
+        if near if self._guarded else follower.follows(self._target.pose, newest[1]):
             return
-        self._follower.rest_at(newest[1])
-        self._target = self._follower.step(now_s)
-        self._problem = self._start_output()
+        if self._output.follows_velocity:
+            follower.rest_at(newest[1])  # a robot that is sent velocities does not see where its target is
+        else:
+            follower.return_to(newest[1], now_s)
 
     def _anchor(self, now_s: float) -> bool:
         """Begins where the tool is measured, once it is."""
@@ -374,8 +405,7 @@ class DriverNode(LifecycleNode):
 
     def _watch_publishers(self) -> None:
         """Not at every control step: asking the graph takes as long as a step."""
-        if self._actions is not None:
-            self._action_publishers = self.count_publishers(self._actions.topic_name)
+        self._action_publishers = self.count_publishers(self._subscriptions_made[0].topic_name)
 
     def _watch_clock(self, now_s: float) -> None:
         """After a standstill what was followed is out of date; stamps around a jump of the clock do not compare."""
@@ -429,6 +459,8 @@ class DriverNode(LifecycleNode):
             return DiagnosticStatus.ERROR, self._problem
         if self._holding:
             return DiagnosticStatus.WARN, "holding, as ~/hold was told"
+        if self._guarded:
+            return DiagnosticStatus.WARN, "waiting: the guard lets nothing through"
         if not self._anchored:
             return DiagnosticStatus.WARN, "waiting for the tool's pose"
         return DiagnosticStatus.OK, "following actions" if self._taken else "waiting for actions"

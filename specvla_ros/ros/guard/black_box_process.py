@@ -5,6 +5,7 @@ It keeps what the guard hands it for some minutes, and writes an MCAP file some 
 guard is gone without a goodbye. Needs neither rclpy nor NumPy: messages are bytes, their definitions files of ROS.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -151,7 +152,8 @@ class Recorder:
         except ModuleNotFoundError as error:
             self._report({"problem": f"nothing can be written: the Python package {error.name} is missing"})
         except OSError as error:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink()
             self._report({"problem": f"{path} could not be written: {error.strerror}; the guard goes on without it"})
 
     def _make_room(self) -> None:

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop of its own thread on the steady clock, that nothing else in the process can hold up for long."""
+"""A loop on a thread of its own, on the steady clock, so that no callback holds up what goes out."""
 
 import gc
-import sys
+import os
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 _STOP_TIMEOUT_S = 2.0
-# How long another thread may keep the interpreter before this one gets it; Python's own default is 5 ms.
-_SWITCH_INTERVAL_S = 0.0005
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class SteadyLoop:
 
     def start(self) -> None:
         """Begins."""
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        # What lives now lives on; without it in the collector's way a collection takes microseconds, not 20 ms.
+        # What lives now lives on, and is out of the collector's way: on a busy machine the 99th percentile of lateness
+        # was 14 ms with this and 30 ms without. A shorter switch interval of the interpreter changed nothing.
         gc.collect()
         gc.freeze()
         self._thread.start()
@@ -82,3 +81,22 @@ class SteadyLoop:
                 self._took_s.append(ended_s - began_s)
             due_s += self._period_s * max(1, np.ceil((ended_s - due_s) / self._period_s))
             time.sleep(max(0.0, due_s - time.monotonic()))
+
+
+def raise_priority(priority: int) -> str:
+    """Lets every thread of this process run before ordinary ones; returns how they are scheduled, in words.
+
+    On a busy machine (load 9 on 2 cores) the 99th percentile of the loop's lateness was 1 ms with this, 15 ms without.
+    All threads, since the interpreter's lock may be with any of them.
+
+    Args:
+        priority: of SCHED_FIFO, 1 to 99; 0: as they are.
+    """
+    if priority == 0:
+        return "ordinary"
+    try:
+        for task in Path("/proc/self/task").iterdir():
+            os.sched_setscheduler(int(task.name), os.SCHED_FIFO, os.sched_param(priority))
+    except (OSError, AttributeError) as error:  # not allowed, or no Linux
+        return f"ordinary: SCHED_FIFO {priority} is not allowed here ({error})"
+    return f"SCHED_FIFO {priority}"

@@ -29,7 +29,7 @@ from specvla_ros.control.guard.settings import GripperOutput, Output
 from specvla_ros.errors import UserError
 from specvla_ros.ros.diagnostics import DiagnosticsPublisher, make_status
 from specvla_ros.ros.guard.black_box import BlackBox
-from specvla_ros.ros.guard.loop import SteadyLoop
+from specvla_ros.ros.guard.loop import SteadyLoop, raise_priority
 from specvla_ros.ros.guard.messages import (
     array_command,
     gripper_array,
@@ -45,7 +45,7 @@ from specvla_ros.ros.guard.messages import (
 from specvla_ros.ros.guard.parameters import GuardParameters
 from specvla_ros.ros.guard.sources import Senders, sources_problem
 from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
-from specvla_ros.ros.qos import ACTION, COMMAND, DIAGNOSTICS, INSTRUCTION, LATCHED_INSTRUCTION, STATE
+from specvla_ros.ros.qos import ACTION, COMMAND, DIAGNOSTICS, INSTRUCTION, LATCHED_INSTRUCTION, LATCHED_STATE, STATE
 from specvla_ros.ros.spinning import run_node
 
 _STEADY = Clock(clock_type=ClockType.STEADY_TIME)
@@ -97,12 +97,14 @@ class GuardNode(Node):
         self._senders = Senders()
         self._logged_s: dict[Cause, float] = {}
         self._seen = State.HOLDING
+        self._scheduling = ""
         self._fault = ""
         self.black_box = self._make_black_box()
         self._inputs: list[str] = []
         self._outputs: list[str] = []
         self._subscribe()
         self._robot, self._gripper = self._advertise()
+        self._passing = self.create_publisher(Bool, "~/passing", LATCHED_STATE)
         self._loop = SteadyLoop(self._settings.rate_hz, self._tick, self._on_fault)
         self.create_timer(_SOURCES_S, self._look_for_sources, clock=_STEADY)
         self.create_timer(_LOG_S, self._log, clock=_STEADY)
@@ -110,6 +112,7 @@ class GuardNode(Node):
         promise = f"a stop takes at most {self._settings.ramp_s:.3f} s from when its cause is noticed"
         self.get_logger().info(f"guards {self._settings.output} in '{self._settings.base_frame}'; {promise}")
         self._loop.start()
+        self._scheduling = raise_priority(self._chosen.realtime_priority)
 
     def close(self) -> bool:
         """Ends the loop, and the black box with what it is writing; False when something hangs."""
@@ -289,6 +292,7 @@ class GuardNode(Node):
     def _log(self) -> None:
         with self._lock:
             new, state, reason = self.guard.tally.take_new(), self.guard.state, self.guard.reason
+        self._passing.publish(Bool(data=state is State.PASSING))
         now_s = time.monotonic()
         for refusal in new:
             if now_s - self._logged_s.get(refusal.cause, -np.inf) >= _LOG_PERIOD_S:
@@ -313,7 +317,7 @@ class GuardNode(Node):
     def _loop_status(self, stalls: int) -> DiagnosticStatus:
         figures, fault = self._loop.take_figures(), self._fault
         self._fault = ""
-        values: dict[str, object] = {"ticks": figures.ticks, "stalls": stalls}
+        values: dict[str, object] = {"scheduling": self._scheduling, "ticks": figures.ticks, "stalls": stalls}
         if figures.ticks:
             for name, seconds in (("late", figures.late_s), ("took", figures.took_s)):
                 values[f"{name}_p50_ms"] = f"{np.median(seconds) * 1e3:.2f}"

@@ -12,6 +12,12 @@ class GuardParameters:
     """Every parameter of the guard; none changes while it runs."""
 
     guard: GuardSettings = section(GuardSettings)
+    realtime_priority: int = parameter(
+        10,
+        "Priority of the guard's threads under SCHED_FIFO, where the system allows it; 0: ordinary.",
+        minimum=0,
+        maximum=99,
+    )
     black_box_s: float = parameter(
         120.0, "How much of the past is written on a stop; 0: no black box.", unit="s", minimum=0.0, maximum=3600.0
     )

@@ -25,6 +25,7 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError, shortened
 from specvla_ros.models.observation import Observation
 from specvla_ros.ros.diagnostics import DiagnosticsPublisher, make_status
+from specvla_ros.ros.lifecycle import answer_impossible_transitions
 from specvla_ros.ros.parameters import (
     check_values,
     declare_parameters,
@@ -72,6 +73,7 @@ class PolicyNode(LifecycleNode):
         # `get_state`, parameters and diagnostics are served while configure waits for the policy.
         Node.__init__(self, "policy", **node_arguments)
         LifecycleNodeMixin.__init__(self, callback_group=ReentrantCallbackGroup())
+        answer_impossible_transitions(self)
         self._thread: InferenceThread | None = None
         self._instruction: InstructionInput | None = None
         self._images: ImageInput | None = None

@@ -234,7 +234,10 @@ class SimRobot(Node):
         self._now_ns += self._step_ns
         self._outputs.clock(self._now_ns)
         self._outputs.joints(self._now_ns)
-        self._outputs.tool_pose(self._now_ns)
+        # The next episode puts the arm somewhere else at once, which no robot does: it is out of sight before that, so
+        # that who watches it holds still, and begins anew.
+        if self.phase is not Phase.PAUSED:
+            self._outputs.tool_pose(self._now_ns)
         self._note_motion()
         if self.phase is not Phase.RUNNING:
             return

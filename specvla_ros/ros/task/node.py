@@ -7,11 +7,15 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import rclpy
 from action_msgs.msg import GoalStatus
 from rclpy.action import ActionServer, CancelResponse
 from rclpy.clock import Clock, ClockType
+from rclpy.context import Context
 from rclpy.duration import Duration
+from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
+from rclpy.signals import SignalHandlerOptions
 from rclpy.task import Future
 from std_msgs.msg import Bool, String
 
@@ -30,6 +34,7 @@ _FEEDBACK_S = 0.5
 _SILENT_S = 1.0  # without an action, after which the feedback says so
 _START_S = 5.0  # for the policy to take the beginning of a task
 _STOP_S = 1.0  # for policy and driver to confirm its end
+_LAST_CALL_S = 3.0  # to find them again, and to hear them confirm it, where this node ends during a task
 _ACKNOWLEDGED = Duration(nanoseconds=200_000_000)
 
 Goal = Any  # ServerGoalHandle, generic in some versions of rclpy and not in others
@@ -105,8 +110,13 @@ class TaskNode(Node):
         self._timer = self.create_timer(_TICK_S, self._on_tick, clock=Clock(clock_type=ClockType.STEADY_TIME))
 
     def close(self) -> bool:
-        """Takes no goals any more."""
+        """Takes no goals any more, and stops what a task has begun."""
+        running = self._run is not None or bool(self._stopping)
         self._server.destroy()
+        there = [switch.name for switch in (self._pause, self._hold) if switch.answered]
+        silent = _stop_at_last(there) if running else []
+        if silent:
+            print(f"task: {' and '.join(silent)} did not answer: THE ROBOT MAY STILL MOVE", file=sys.stderr, flush=True)
         return True
 
     # A goal's life
@@ -264,6 +274,25 @@ class TaskNode(Node):
 
     def _now_s(self) -> float:
         return float(self.get_clock().now().nanoseconds * 1e-9)
+
+
+def _stop_at_last(services: list[str]) -> list[str]:
+    """Switches them on, from a context of its own as a signal has ended the node's; those that did not answer."""
+    context = Context()
+    rclpy.init(context=context, signal_handler_options=SignalHandlerOptions.NO)
+    executor = SingleThreadedExecutor(context=context)
+    node = Node("task_end", context=context, use_global_arguments=False, enable_rosout=False)
+    executor.add_node(node)
+    switches = [Switch(node, service) for service in services]
+    deadline_s = time.monotonic() + _LAST_CALL_S
+    while not all(each.settled for each in switches) and time.monotonic() < deadline_s:
+        for each in switches:
+            each.keep()
+        executor.spin_once(timeout_sec=_TICK_S)
+    executor.shutdown()
+    node.destroy_node()
+    rclpy.shutdown(context=context)
+    return [each.name for each in switches if not each.settled]
 
 
 def _problem(instruction: str, time_limit_s: float) -> str:

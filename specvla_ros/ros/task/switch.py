@@ -26,6 +26,7 @@ class Switch:
         self._asked: Future | None = None
         self._asked_s = 0.0
         self.settled = False
+        self.answered = False  # once at least: somebody is there, or was
 
     @property
     def present(self) -> bool:
@@ -54,4 +55,5 @@ class Switch:
         if answered is not self._asked:  # of a value that is wanted no more
             return
         answer = answered.result()
+        self.answered = True
         self.settled, self._asked = bool(answer is not None and answer.success), None

@@ -24,6 +24,7 @@ from specvla_ros.control.guard.guard import STALL_S, GripperCommand, Guard, Stat
 from specvla_ros.control.guard.settings import GripperLimits
 from specvla_ros.errors import UserError
 
+RAMP_S = 0.125  # speed over acceleration, of every block of the limits
 OUTPUTS = ("twist", "pose", "joint_trajectory", "position_array")
 FAULTS = (
     *("none", "none", "none", "no_command", "no_tool", "no_joints", "no_enable", "no_action", "wild", "nan", "frame"),
@@ -121,6 +122,7 @@ class Truth:
         self.heard_s = dict.fromkeys(("command", "tool", "enable"), each.steady_s)
         self.stopped = False
         self.reason_s: float | None = None
+        self.longest_s, self.last_s = 0.0, each.steady_s
 
     def note(self, each: Rig, fault: str, without: set[str]) -> None:
         judged = (
@@ -135,11 +137,14 @@ class Truth:
         silent = any(each.steady_s - self.heard_s[name] > limit for name, limit in limits_s.items())
         if fault in ("nan", "disable", "sources", "tool_nan", "stop") or silent or self.stopped:
             self.reason_s = each.steady_s if self.reason_s is None else self.reason_s
+            self.longest_s = max(self.longest_s, each.steady_s - self.last_s)
         else:
-            self.reason_s = None
+            self.reason_s, self.longest_s = None, 0.0
+        self.last_s = each.steady_s
 
     def check(self, each: Rig) -> None:
-        if self.reason_s is None or each.steady_s - self.reason_s < 0.2:
+        """From full speed within the limits, and a tick before it and one that rounds it up, of whatever length."""
+        if self.reason_s is None or each.steady_s - self.reason_s <= RAMP_S + 2 * self.longest_s + 1e-6:
             return
         for at_s, _, velocity in velocities(each.sent[-2:]):
             assert np.abs(velocity).max() < 1e-9, (at_s - self.reason_s, velocity, each.guard.reason)

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A task as a ROS action, over DDS, with a real action client: it ends as it should, and the robot stops."""
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +32,7 @@ from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION, LATCHED_STATE
 from specvla_ros.ros.task.node import TaskNode
 
 LONG_S = 3600.0
+SOURCES = os.pathsep.join(str(Path(__file__).resolve().parents[3] / folder) for folder in ("", "kernels"))
 INSTRUCTION, OTHER = "put carrot on plate", "flip the pot"
 
 
@@ -316,6 +321,36 @@ def test_a_policy_that_starts_anew_between_tasks_is_paused_again() -> None:
         s.until(lambda: s.policy.paused and s.task._pause.settled)
         s.policy.say_paused(False)  # as one does that has just started
         s.until(lambda: s.policy.paused)
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_a_task_node_that_is_told_to_end_stops_the_robot_first(signal_number: int) -> None:
+    rclpy.init()
+    executor = SingleThreadedExecutor()
+    policy, driver, user = Policy(), Driver(), rclpy.create_node("user", enable_rosout=False)
+    for node in (policy.node, driver.node, user):
+        executor.add_node(node)
+    user.create_timer(0.02, policy.tick)
+    client: Any = ActionClient(user, RunTask, "run_task")
+    command = [sys.executable, "-c", "from specvla_ros.ros.task.node import main; main()"]
+
+    def until(condition: Callable[[], object]) -> None:
+        wait_until(condition, meanwhile=lambda: executor.spin_once(timeout_sec=0.02))
+
+    try:
+        with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": SOURCES}) as process:
+            until(client.server_is_ready)
+            client.send_goal_async(RunTask.Goal(instruction=INSTRUCTION, time_limit_s=LONG_S))
+            until(lambda: driver.holds and driver.holds[-1] is False)
+            process.send_signal(signal_number)
+            until(lambda: process.poll() is not None)
+        assert process.returncode == 0
+        assert policy.paused and driver.holds[-1] is True
+    finally:
+        executor.shutdown()
+        for node in (policy.node, driver.node, user):
+            node.destroy_node()
+        rclpy.try_shutdown()
 
 
 def test_feedback_says_how_it_goes() -> None:

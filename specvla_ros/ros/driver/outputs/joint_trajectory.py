@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """`joint_trajectory`: JointTrajectory on `~/joint_trajectory`, for ros2_control's joint_trajectory_controller.
 
-A trajectory of one point, a few control periods ahead, replaced at each control step: the controller interpolates to
-it from where it is, and holds it when no other comes. Its header stamp is zero, which the controller reads as "now".
+A trajectory of one point, a little ahead, replaced at each control step: the controller interpolates to it from where
+it is, and holds it when no other comes. Its header stamp is zero, which the controller reads as "now".
 """
 
 from collections.abc import Mapping
 
-import numpy as np
 from builtin_interfaces.msg import Duration
 from rclpy.time import Time
 from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
 from specvla_ros.control.bounded_motion import Target
+from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext
 
-_PERIODS_AHEAD = 2
+_AHEAD = Duration(sec=0, nanosec=round(TRAJECTORY_AHEAD_S * 1e9))
 
 
 class JointTrajectoryOutput:
@@ -26,16 +26,15 @@ class JointTrajectoryOutput:
     def __init__(self, context: OutputContext) -> None:
         self._solver = context.require_solver("joint_trajectory")
         self._joints = list(context.joints)
-        ahead_ns = round(_PERIODS_AHEAD * context.period_s * 1e9)
-        self._ahead = Duration(sec=ahead_ns // 10**9, nanosec=ahead_ns % 10**9)
         self._publisher = context.create_publisher(JointTrajectory, "~/joint_trajectory")
 
     def start(self, joint_positions: Mapping[str, float]) -> None:
         self._solver.start(joint_positions)
 
     def send(self, target: Target, now: Time) -> None:
-        positions: np.ndarray = self._solver.follow(target.pose)
-        point = JointTrajectoryPoint(positions=positions.tolist(), time_from_start=self._ahead)
+        positions, velocities = self._solver.follow(target.pose)
+        ahead = positions + TRAJECTORY_AHEAD_S * velocities
+        point = JointTrajectoryPoint(positions=ahead.tolist(), time_from_start=_AHEAD)
         self._publisher.publish(JointTrajectory(joint_names=self._joints, points=[point]))
 
 

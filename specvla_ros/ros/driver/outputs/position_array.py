@@ -23,7 +23,8 @@ class PositionArrayOutput:
         self._solver.start(joint_positions)
 
     def send(self, target: Target, now: Time) -> None:
-        self._publisher.publish(Float64MultiArray(data=self._solver.follow(target.pose).tolist()))
+        positions, _ = self._solver.follow(target.pose)
+        self._publisher.publish(Float64MultiArray(data=positions.tolist()))
 
 
 @ROBOT_OUTPUTS.register("position_array", order=40)

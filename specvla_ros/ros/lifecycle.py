@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rclpy's lifecycle nodes lack."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lifecycle_msgs.srv import ChangeState
+from rclpy.node import Node
+
+
+def answer_impossible_transitions(node: Node) -> None:
+    """Has a transition that the state does not allow refused.
+
+    Jazzy's rclpy raises for it, which leaves a traceback in the log and whoever asked without an answer.
+    """
+    for service in node.services:
+        if service.srv_type is ChangeState:
+            service.callback = partial(_change_state, node, service.callback)
+
+
+def _change_state(node: Node, change: Callable[[Any, Any], Any], request: Any, response: Any) -> Any:
+    try:
+        return change(request, response)
+    except Exception as error:  # rclpy catches what the transitions' own callbacks raise
+        reason = str(error).split(", at ")[0]  # without the positions in C files that rcl appends
+        node.get_logger().warning(f"transition {request.transition.id} is not possible in this state: {reason}")
+        response.success = False
+        return response

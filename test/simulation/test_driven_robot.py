@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver's control takes simulated arms through the tasks, whatever interface they have."""
+
+import pytest
+from support.expert_engine import ExpertEngine, as_engine
+from support.gl import needs_gl
+
+from specvla_ros.planning.device import StageTimes
+from specvla_ros.simulation.commanded_arm import COMMANDS
+from specvla_ros.simulation.driven_robot import DrivenRobot, Follow
+from specvla_ros.simulation.rollout import Clock, Rollout, tick_time
+
+SLOW = StageTimes("test", "invented", 0.02, 0.1, 0.03, 0.0, 0.0, 0.0, 0.0)
+
+
+def succeeded(robot, starts=3):
+    rollout = Rollout(as_engine(ExpertEngine(robot)), robot, Clock.REALTIME, tick_time(SLOW), time_limit=2.0)
+    return sum(rollout.run("lift_red", seed).succeeded for seed in range(starts))
+
+
+@needs_gl
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_driver_gets_there_with_late_actions_by_every_interface(command):
+    robot = DrivenRobot(command=command, image_size=32)
+    assert succeeded(robot) == 3
+    assert not robot.refused
+    robot.close()
+
+
+@needs_gl
+def test_a_plain_follower_does_not():
+    robot = DrivenRobot(follow=Follow.PLAIN, image_size=32)
+    assert succeeded(robot) < 3
+    robot.close()
