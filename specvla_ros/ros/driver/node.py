@@ -42,6 +42,7 @@ _JUMP_S = 0.25
 _STALL_S = 0.5
 _OUTSIDE_M = 0.005
 _NEAR_M = 0.003
+_AWAY_S = 0.5
 _WATCH_S = 0.2
 _SEVERAL_IN_FLIGHT = ("pipeline", "specpipe")
 _LOG_PERIOD_S = 5.0
@@ -82,6 +83,7 @@ class DriverNode(LifecycleNode):
         self._history = PoseHistory()
         self._joints: Mapping[str, float] = {}
         self._anchored = False
+        self._away_since_s = math.inf
         self._guarded = False  # whether a guard said that it lets nothing through
         self._convention: ActionConvention | None = None
         self._refusals: Counter[str] = Counter()
@@ -353,11 +355,18 @@ class DriverNode(LifecycleNode):
     def _return_where_held(self, now_s: float) -> None:
         """A robot that is held elsewhere, by the guard or by a hand, is not pulled to where it was sent before."""
         newest, follower = self._history.newest, self._follower
-        if newest is None or follower is None or self._target.moving:
+        if newest is None or follower is None:
             return
-        near = self._target.pose.distance(newest[1])[0] < _NEAR_M
-        if near if self._guarded else follower.follows(self._target.pose, newest[1]):
+        if self._guarded:
+            away = self._target.pose.distance(newest[1])[0] > _NEAR_M
+        else:
+            away = not follower.follows(self._target.pose, newest[1])
+        if self._target.moving or not away:
+            self._away_since_s = math.inf
             return
+        self._away_since_s = min(self._away_since_s, now_s)
+        if newest[0] < self._away_since_s + (0.0 if self._guarded else _AWAY_S):
+            return  # it may have been on its way when it was measured
         if self._output.follows_velocity:
             follower.rest_at(newest[1])  # a robot that is sent velocities does not see where its target is
         else:
