@@ -8,6 +8,7 @@ import mujoco
 import numpy as np
 import pytest
 from rclpy.client import Client
+from rclpy.parameter import Parameter
 from std_msgs.msg import Bool
 from std_srvs.srv import SetBool
 from support.driving import LIMITS, MOVE, NAMES, START, arm
@@ -266,6 +267,22 @@ def test_what_is_missing_is_refused_before_motion(parameters, words, capfd):
     with arm(**parameters) as robot:
         assert robot.driver.trigger_configure().name == "FAILURE"
         assert words in capfd.readouterr().err
+
+
+def test_what_may_change_while_it_moves_is_in_force_and_the_rest_is_refused():
+    with arm(output="pose") as robot:
+        robot.start()
+        changed = robot.driver.set_parameters([Parameter("max_action_age_s", value=0.05)])
+        assert changed[0].successful
+        robot.act(age_s=0.1)
+        assert robot.refused() == {"too_old": 1}
+        for name, value in (("output", "twist"), ("limits.linear_speed", 9.0), ("compensate", "none")):
+            (answer,) = robot.driver.set_parameters([Parameter(name, value=value)])
+            assert not answer.successful and "cleanup" in answer.reason
+        robot.driver.trigger_deactivate()
+        robot.driver.trigger_cleanup()
+        (answer,) = robot.driver.set_parameters([Parameter("output", value="twist")])
+        assert answer.successful
 
 
 def test_it_can_be_configured_again():
