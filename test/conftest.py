@@ -11,6 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models only wait for each
 import torch
 from hypothesis import HealthCheck, settings
 
+import specvla_ros.simulation  # noqa: F401  MuJoCo chooses its OpenGL when it is first imported, whoever does it
+
 # A busy machine makes examples slow, not wrong.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")

@@ -139,6 +139,10 @@ class ActionFollower:
         self._pace: deque[tuple[float, float, float]] = deque()  # time, m/s, rad/s
         self._stepped_s, self._motion_s = -math.inf, 0.0  # the last control step: its time, and the motion's own
 
+    def set_ages(self, max_age_s: float, max_future_s: float) -> None:
+        """Takes other limits of an action's age, from the next action on; see the class."""
+        self._max_age_s, self._max_future_s = max_age_s, max_future_s
+
     def rest_at(self, pose: Pose) -> None:
         """Drops what is followed; the tool is here, and stays."""
         self._steps.clear()

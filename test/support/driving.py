@@ -178,16 +178,16 @@ def _ns(message: Any) -> int:
 
 
 @contextmanager
-def arm(*, stall_s: float = 60.0, **parameters: Any) -> Iterator[Arm]:
+def arm(**parameters: Any) -> Iterator[Arm]:
     """A driver with parameters, `limits` included, unconfigured, and its robot.
 
-    `stall_s`: a busy machine lets the driver's loop stand still for a while, which must not end a test's motion.
+    A busy machine lets the driver's loop stand still for a while, which must not end a test's motion.
     """
     values = {**LIMITS, **{name.replace("__", "."): value for name, value in parameters.items()}}
     overrides = [Parameter(name, value=value) for name, value in values.items() if value is not None]
     rclpy.init()
     executor = SingleThreadedExecutor()
-    stalls = patch("specvla_ros.ros.driver.node._STALL_S", stall_s)
+    stalls = patch("specvla_ros.ros.driver.node._STALL_S", 60.0)
     stalls.start()
     driver = DriverNode(parameter_overrides=overrides)
     node = Node("arm")

@@ -81,8 +81,10 @@ class Scene:
             Float64MultiArray, "/guard/gripper", lambda message: self.gripper.append(message.data[0]), 10
         )
         self.user.create_subscription(DiagnosticArray, "/diagnostics", self.diagnostics.append, DIAGNOSTICS)
-        self.services = {name: self.user.create_client(Trigger, f"/guard/{name}") for name in ("stop", "clear_stop")}
-        self.clock_ns: Callable[[], int] = lambda: self.guard.get_clock().now().nanoseconds
+        self.services: dict[str, Any] = {
+            name: self.user.create_client(Trigger, f"/guard/{name}") for name in ("stop", "clear_stop")
+        }
+        self.clock_ns: Callable[[], Any] = lambda: self.guard.get_clock().now().nanoseconds
         self.command = self.right_command
         self.position = 0.0
         self._said_s = time.monotonic()

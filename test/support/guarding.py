@@ -71,7 +71,7 @@ class Rig:
     joints: np.ndarray = field(default_factory=lambda: np.zeros(2))
     phase_s: float = 0.0
     passed_phase_s: float = 0.0
-    sent: list[tuple[float, Sent | None]] = field(default_factory=list)
+    sent: list[tuple[float, Any]] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
 
     @property
@@ -82,7 +82,7 @@ class Rig:
     def stamp(self) -> Stamp:
         return Stamp(self.clock_ns, BASE)
 
-    def command(self) -> Command:
+    def command(self) -> Any:
         """What a right driver sends now."""
         swing = 0.2 * np.sin(0.6 * self.phase_s)  # at most 0.12 m/s, 0.072 m/s²
         if self.output == "twist":

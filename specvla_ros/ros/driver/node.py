@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from diagnostic_msgs.msg import DiagnosticStatus
+from rcl_interfaces.msg import SetParametersResult
 from rclpy.clock import Clock, ClockType
 from rclpy.lifecycle import LifecycleNode, LifecycleState, TransitionCallbackReturn
 from rclpy.subscription import Subscription
@@ -32,7 +33,13 @@ from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputCon
 from specvla_ros.ros.driver.parameters import DriverParameters
 from specvla_ros.ros.driver.tool_pose import JointInput, PoseFromTf, PoseSource, PoseTopic, forward_kinematics
 from specvla_ros.ros.lifecycle import answer_impossible_transitions
-from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
+from specvla_ros.ros.parameters import (
+    check_values,
+    declare_parameters,
+    read_parameters,
+    refuse_fixed,
+    unknown_parameters,
+)
 from specvla_ros.ros.qos import ACTION, LATCHED_STATE
 from specvla_ros.ros.spinning import run_node
 
@@ -42,6 +49,7 @@ _JUMP_S = 0.25
 _STALL_S = 0.5
 _OUTSIDE_M = 0.005
 _NEAR_M = 0.003
+_AWAY_S = 0.5
 _WATCH_S = 0.2
 _SEVERAL_IN_FLIGHT = ("pipeline", "specpipe")
 _LOG_PERIOD_S = 5.0
@@ -61,7 +69,7 @@ class DriverNode(LifecycleNode):
         super().__init__("driver", **node_arguments)
         answer_impossible_transitions(self)
         try:
-            declare_parameters(self, DriverParameters)
+            declare_parameters(self, DriverParameters, lifecycle=True)
         except UserError:
             self.destroy_node()
             raise
@@ -75,13 +83,15 @@ class DriverNode(LifecycleNode):
         self._active = False
         self._holding = False
         self._reset()
+        self.add_on_set_parameters_callback(self._on_set_parameters)
         self._hold_service = self.create_service(SetBool, "~/hold", self._on_hold)
-        self._diagnostics = DiagnosticsPublisher(self, 1.0, self._statuses)
+        self._diagnostics = DiagnosticsPublisher(self, self._chosen.diagnostics_period_s, self._statuses)
 
     def _reset(self) -> None:
         self._history = PoseHistory()
         self._joints: Mapping[str, float] = {}
         self._anchored = False
+        self._away_since_s = math.inf
         self._guarded = False  # whether a guard said that it lets nothing through
         self._convention: ActionConvention | None = None
         self._refusals: Counter[str] = Counter()
@@ -98,6 +108,7 @@ class DriverNode(LifecycleNode):
         try:
             self._chosen = read_parameters(self, DriverParameters)
             self._chosen.check_complete()
+            self._diagnostics.set_period(self._chosen.diagnostics_period_s)
             self._build()
         except UserError as error:
             self._release()
@@ -232,6 +243,19 @@ class DriverNode(LifecycleNode):
         self._last_refusal = what
         self.get_logger().error(what, throttle_duration_sec=_LOG_PERIOD_S)
 
+    def _on_set_parameters(self, parameters: list[Any]) -> SetParametersResult:
+        changed = {parameter.name: parameter.value for parameter in parameters}
+        try:
+            check_values(DriverParameters, changed)
+            if self._output_context is not None:  # else they are read when the node is configured
+                refuse_fixed(self, DriverParameters, changed, read_in_activate=(), active=self._active)
+                self._chosen = read_parameters(self, DriverParameters, changed)
+        except UserError as error:
+            return SetParametersResult(successful=False, reason=str(error))
+        if self._follower is not None:
+            self._follower.set_ages(self._chosen.max_action_age_s, self._chosen.max_future_s)
+        return SetParametersResult(successful=True)
+
     def _on_hold(self, request: SetBool.Request, response: SetBool.Response) -> SetBool.Response:
         """Comes to rest and follows nothing, until it is told to go on."""
         self._holding = request.data
@@ -353,11 +377,18 @@ class DriverNode(LifecycleNode):
     def _return_where_held(self, now_s: float) -> None:
         """A robot that is held elsewhere, by the guard or by a hand, is not pulled to where it was sent before."""
         newest, follower = self._history.newest, self._follower
-        if newest is None or follower is None or self._target.moving:
+        if newest is None or follower is None:
             return
-        near = self._target.pose.distance(newest[1])[0] < _NEAR_M
-        if near if self._guarded else follower.follows(self._target.pose, newest[1]):
+        if self._guarded:
+            away = self._target.pose.distance(newest[1])[0] > _NEAR_M
+        else:
+            away = not follower.follows(self._target.pose, newest[1])
+        if self._target.moving or not away:
+            self._away_since_s = math.inf
             return
+        self._away_since_s = min(self._away_since_s, now_s)
+        if newest[0] < self._away_since_s + (0.0 if self._guarded else _AWAY_S):
+            return  # it may have been on its way when it was measured
         if self._output.follows_velocity:
             follower.rest_at(newest[1])  # a robot that is sent velocities does not see where its target is
         else:

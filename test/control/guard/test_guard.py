@@ -348,7 +348,7 @@ def test_a_robot_that_was_moved_by_hand_is_not_held_where_it_was() -> None:
 def test_a_blocked_robot_latches() -> None:
     each = rig("twist")
     each.until_passing()
-    each._follow = lambda sent: None
+    each._follow = lambda sent: None  # type: ignore[method-assign]
     each.run(3.0)
     assert each.guard.tally.counts[Cause.NOT_FOLLOWING] == 1
     assert each.guard.state is State.STOPPED

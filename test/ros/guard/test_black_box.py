@@ -33,13 +33,18 @@ def written(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.mcap"))
 
 
+def looked(box: BlackBox) -> BlackBox:
+    box.look()
+    return box
+
+
 def test_a_stop_is_written_with_what_led_there(tmp_path: Path) -> None:
     with recording(tmp_path) as box:
         for _ in range(10):
             box.record("/words", RAW)
         box.stop("stop", "somebody pressed it")
         wait_until(lambda: written(tmp_path))
-        wait_until(lambda: box.look() or box.last_file)
+        wait_until(lambda: looked(box).last_file)
     (file,) = written(tmp_path)
     counts, last = read_black_box(file)
     assert counts["/words"] == 10
@@ -84,7 +89,7 @@ def test_what_cannot_be_written_is_said_and_harms_nobody(tmp_path: Path) -> None
     in_the_way.write_text("")
     with recording(in_the_way / "box") as box:
         box.stop("stop", "")
-        wait_until(lambda: box.look() or box.problem)
+        wait_until(lambda: looked(box).problem)
         assert "could not be written" in box.problem
         box.record("/words", RAW)
         assert box.lost == 0
@@ -101,7 +106,7 @@ def test_a_full_disk_leaves_no_half_file(tmp_path: Path) -> None:
             for _ in range(100):
                 box.record("/words", RAW + bytes(2000))
             box.stop("stop", "")
-            wait_until(lambda: box.look() or box.problem)
+            wait_until(lambda: looked(box).problem)
             assert "No space left" in box.problem
         assert not list(tmp_path.iterdir())
     finally:
@@ -112,7 +117,7 @@ def test_a_recorder_that_hangs_holds_up_nobody_and_what_is_lost_is_counted(tmp_p
     with recording(tmp_path) as box:
         os.kill(box._process.pid, signal.SIGSTOP)
         try:
-            wait_until(lambda: box.record("/words", bytes(10_000)) or box.lost, meanwhile=lambda: None)
+            wait_until(lambda: box.lost, meanwhile=lambda: box.record("/words", bytes(10_000)))
         finally:
             os.kill(box._process.pid, signal.SIGCONT)
 
@@ -120,7 +125,7 @@ def test_a_recorder_that_hangs_holds_up_nobody_and_what_is_lost_is_counted(tmp_p
 def test_a_recorder_that_died_is_said(tmp_path: Path) -> None:
     box = BlackBox(tmp_path, 60.0, 20)
     box._process.kill()
-    wait_until(lambda: box.look() or box.problem)
+    wait_until(lambda: looked(box).problem)
     assert "ended with code -9" in box.problem
     box.add_topic("/words", "std_msgs/msg/String")
     box.record("/words", RAW)

@@ -48,7 +48,7 @@ def test_silence_of_anybody_stops(missing: str, cause: str) -> None:
 def test_joint_states_that_fail_stop() -> None:
     with scene("joint_trajectory") as each:
         each.start()
-        each.joint_state = lambda: each.header(JointState(name=list(JOINTS.names), position=[float("nan"), 0.0]))
+        each.joint_state = lambda: each.header(JointState(name=list(JOINTS.names), position=[float("nan"), 0.0]))  # type: ignore[method-assign]
         each.until_stopped("state_missing")
 
 
@@ -196,7 +196,7 @@ def test_a_clock_that_stops_or_jumps_stops_motion() -> None:
             clocks.publish(Clock(clock=Time(nanoseconds=world["ns"]).to_msg()))
             say()
 
-        each.say = with_clock
+        each.say = with_clock  # type: ignore[method-assign]
         each.clock_ns = lambda: world["ns"]
         each.start()
         world["runs"] = False
