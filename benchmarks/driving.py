@@ -70,7 +70,7 @@ def main(
                     nano_policy(),
                     robot=robot,
                     follow=follow,
-                    command=command,
+                    interface=command,
                     clock=Clock.REALTIME,
                     emulate=device,
                     engine=engine,

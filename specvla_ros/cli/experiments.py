@@ -50,7 +50,7 @@ class FollowOption(str, Enum):
     PLAIN = "plain"
 
 
-class CommandOption(str, Enum):
+class InterfaceOption(str, Enum):
     """How an arm is commanded."""
 
     POSE = "pose"
@@ -90,9 +90,9 @@ def simulate(
         FollowOption,
         typer.Option(help="simulator: the arm's own follower. driver: the driver's control. plain: values over dt."),
     ] = FollowOption.SIMULATOR,
-    command: Annotated[
-        CommandOption, typer.Option(help="How the arm is commanded by --follow driver and plain.")
-    ] = CommandOption.POSE,
+    interface: Annotated[
+        InterfaceOption, typer.Option(help="By which --follow driver and plain command the arm.")
+    ] = InterfaceOption.POSE,
     films: Annotated[int, typer.Option(help="Episodes per task that are filmed.", min=0)] = 1,
     workers: Workers = 0,
     ray: Ray = False,
@@ -108,7 +108,7 @@ def simulate(
         world=world,
         robot=robot,
         follow="" if follow is FollowOption.SIMULATOR else follow.value,
-        command=command.value,
+        interface=interface.value,
         clock=Clock(clock.value),
         emulate=emulate,
         engine=chosen.engine,

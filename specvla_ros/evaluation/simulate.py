@@ -38,7 +38,7 @@ class SimulateSettings:
     world: str = TABLE  # `table`, or the name of a LIBERO suite
     robot: str = TABLE_ARM.name  # the arm at the table
     follow: str = ""  # who follows the actions: one of `driven_robot.Follow`; empty: the simulator's own follower
-    command: str = "pose"  # how the arm is commanded by who follows; one of `commanded_arm.COMMANDS`
+    interface: str = "pose"  # by which the arm is commanded by who follows; one of `commanded_arm.COMMANDS`
     clock: Clock = Clock.LOCKSTEP  # how the world's time passes during a decision
     emulate: str = ""  # the device whose stage times are taken in place of those measured; empty: none
     engine: EngineSettings = field(default_factory=EngineSettings)
@@ -80,7 +80,7 @@ def run_job(job: EpisodeJob) -> EpisodeResult:
 def _engine_and_robot(settings: SimulateSettings, process: int) -> tuple[Engine, SimulatedRobot]:
     """Those of a process: loading takes longer than an episode."""
     policy = policy_of(settings)
-    robot = make_robot(settings.world, settings.robot, settings.follow, settings.command)
+    robot = make_robot(settings.world, settings.robot, settings.follow, settings.interface)
     _check_actions(policy, robot)
     engine = Engine(policy, settings.engine)
     engine.warm_up()
@@ -93,14 +93,14 @@ def policy_of(settings: SimulateSettings) -> Target:
     return load_target(settings.policy, **vars(settings.model) | {"unnorm_key": key})
 
 
-def make_robot(world: str, robot: str = TABLE_ARM.name, follow: str = "", command: str = "pose") -> SimulatedRobot:
+def make_robot(world: str, robot: str = TABLE_ARM.name, follow: str = "", interface: str = "pose") -> SimulatedRobot:
     """The robot of a world; see `SimulateSettings`."""
     if world == TABLE:
         arm = choose_arm(robot)
         if follow:
             from specvla_ros.simulation.driven_robot import DrivenRobot, Follow
 
-            return DrivenRobot(arm, command, Follow(follow))
+            return DrivenRobot(arm, interface, Follow(follow))
         from specvla_ros.simulation.robot import TableRobot
 
         return TableRobot(arm=arm)

@@ -248,7 +248,7 @@ def test_bad_frames_are_dropped_with_their_reason_and_the_others_answered(run: R
         None,
         "bad_instruction",
     ]
-    assert "encoding '32FC1' is not supported" in frames[1]["drop"]["detail"]
+    assert "encoding '32FC1' is a depth image's" in frames[1]["drop"]["detail"]
     assert (summary.actions, summary.drops["bad_image"], summary.failures) == (2, 3, ())
     assert [frame["seq"] for frame in frames if frame["seq"] is not None] == [0, 1]
     with open_bag(out / "actions_bag") as bag:
