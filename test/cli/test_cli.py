@@ -328,8 +328,10 @@ def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
     plan = ("plan", "--device", "orin", "--json", device)
     replay = ("replay", bag, "--instruction", "lift the red cube", "--device", "cpu", "--out", tmp_path / "out")
     for command, limit in ((plan, 1024), (replay, 12_000)):
+        # Python would leave a cut module behind, for every process after this one.
+        no_bytecode = "import sys; sys.dont_write_bytecode = True; "
         limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
-        code = f"{limited}from specvla_ros.cli.app import main; main()"
+        code = f"{no_bytecode}{limited}from specvla_ros.cli.app import main; main()"
         arguments = [sys.executable, "-c", code, *map(str, command)]
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
         refused(done, "File too large")

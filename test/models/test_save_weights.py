@@ -12,6 +12,7 @@ from specvla_ros.models.weights import save_weights
 
 _LIMITED = """
 import resource, sys, torch
+sys.dont_write_bytecode = True
 from pathlib import Path
 from specvla_ros.errors import UserError
 from specvla_ros.models.weights import save_weights

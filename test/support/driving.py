@@ -4,6 +4,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from trajectory_msgs.msg import JointTrajectory
 
 from specvla_msgs.msg import VlaAction
 from specvla_ros.control.pose import Pose, quaternion, quaternion_matrix
+from specvla_ros.control.pose_history import PoseHistory
 from specvla_ros.ros.driver.node import DriverNode
 from specvla_ros.ros.qos import ACTION, COMMAND, DIAGNOSTICS
 
@@ -35,6 +37,7 @@ LIMITS = {
     "limits.workspace_min": [0.2, -0.5, 0.0],
     "limits.workspace_max": [0.8, 0.5, 0.6],
 }
+PATIENT = {"tool_pose_timeout_s": 2.0}  # a busy machine measures late
 NAMES = ["x", "y", "z", "roll", "pitch", "yaw", "gripper"]
 START = Pose(np.array([0.5, 0.0, 0.3]), np.diag([1.0, -1.0, -1.0]))
 MOVE = (0.05, 0.02, -0.01, 0.0, 0.0, 0.1, 0.0)
@@ -183,12 +186,14 @@ def arm(**parameters: Any) -> Iterator[Arm]:
 
     A busy machine lets the driver's loop stand still for a while, which must not end a test's motion.
     """
-    values = {**LIMITS, **{name.replace("__", "."): value for name, value in parameters.items()}}
+    values = {**LIMITS, **PATIENT, **{name.replace("__", "."): value for name, value in parameters.items()}}
     overrides = [Parameter(name, value=value) for name, value in values.items() if value is not None]
     rclpy.init()
     executor = SingleThreadedExecutor()
     stalls = patch("specvla_ros.ros.driver.node._STALL_S", 60.0)
+    gaps = patch("specvla_ros.ros.driver.node.PoseHistory", partial(PoseHistory, gap_s=60.0))
     stalls.start()
+    gaps.start()
     driver = DriverNode(parameter_overrides=overrides)
     node = Node("arm")
     executor.add_node(driver)
@@ -202,3 +207,4 @@ def arm(**parameters: Any) -> Iterator[Arm]:
         node.destroy_node()
         rclpy.try_shutdown()
         stalls.stop()
+        gaps.stop()

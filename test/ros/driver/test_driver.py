@@ -164,7 +164,7 @@ def test_several_frames_in_flight_are_refused_where_nothing_compensates():
 
 
 def test_without_a_measured_pose_the_tool_comes_to_rest_and_follows_nothing():
-    with arm(output="pose") as robot:
+    with arm(output="pose", tool_pose_timeout_s=0.3) as robot:
         robot.start()
         robot.act((0.2, 0, 0, 0, 0, 0, 0), action_dt=2.0)
         robot.measured = False
