@@ -109,11 +109,11 @@ class _ThreeAxes:
         given.target_position = goal.tolist()
         given.target_velocity = np.clip(velocity, -fastest, fastest).tolist()
         given.minimum_duration = seconds if seconds > 0 else None
-        way = self._calculated()
-        if not way or not velocity.any():
-            return way
-        brake = self.brake(_end(way[0]))
-        return (*way, *brake) if brake else ()
+        legs = self._calculated()
+        if not legs or not velocity.any():
+            return legs
+        brake = self.brake(_end(legs[0]))
+        return (*legs, *brake) if brake else ()
 
     def brake(self, start: _State) -> _Legs:
         """To rest as soon as possible; empty: there is no way."""

@@ -187,5 +187,11 @@ class JointSolver:
         return self._configuration.q[self._positions].copy(), velocity[self._dofs]
 
 
+def trajectory_point(positions: np.ndarray, velocities: np.ndarray) -> np.ndarray:
+    """Where joints get to within TRAJECTORY_AHEAD_S; float64 [n] each, the joints' present targets."""
+    ahead: np.ndarray = positions + TRAJECTORY_AHEAD_S * velocities
+    return ahead
+
+
 class UnreachableError(RuntimeError):
     """The joints cannot follow the tool's target."""

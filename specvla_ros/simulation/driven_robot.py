@@ -21,6 +21,7 @@ from specvla_ros.control.inverse_kinematics import (
     JointModel,
     JointSolver,
     UnreachableError,
+    trajectory_point,
 )
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose_history import PoseHistory
@@ -34,6 +35,7 @@ from specvla_ros.simulation.robot import ACTION_DT_S, IMAGE_SIZE, TableRobot
 
 _STEPS = round(1.0 / CONTROL_HZ / CONTROL_DT_S)
 _ONE_PER_STEP = np.ones(6)
+_CONVENTION = ActionConvention(ACTION_DT_S)
 
 
 class Follow(str, Enum):
@@ -105,7 +107,6 @@ class DrivenRobot(TableRobot):
             max_age_s=20.0,
         )
         self._plain, self._sent = DisplacementFollower(1 / CONTROL_DT_S, _ONE_PER_STEP), start
-        self._plain_fingers: float | None = None
         self._history.add(0.0, start)
         self._actions.rest_at(start)
         self._solver.start(self._joint_positions())
@@ -114,9 +115,9 @@ class DrivenRobot(TableRobot):
     def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
         if self._follow is Follow.PLAIN:
             self._plain.take(values, self.action_dt)
-            self._fingers.take(float(values[6]), ActionConvention(ACTION_DT_S).gripper)
+            self._fingers.take(float(values[6]), _CONVENTION.gripper)
             return
-        action = StampedAction(self._now_s - age_s, values.reshape(1, -1), ActionConvention(ACTION_DT_S))
+        action = StampedAction(self._now_s - age_s, values.reshape(1, -1), _CONVENTION)
         try:
             self._actions.take(action, self._now_s)
         except ActionRefusedError as error:
@@ -157,8 +158,7 @@ class DrivenRobot(TableRobot):
 
     def _trajectory(self, target: Target) -> JointTrajectory:
         nothing = np.zeros(0)
-        positions, velocities = self._solver.follow(target.pose)
-        point = Point(TRAJECTORY_AHEAD_S, positions + TRAJECTORY_AHEAD_S * velocities, nothing, nothing)
+        point = Point(TRAJECTORY_AHEAD_S, trajectory_point(*self._solver.follow(target.pose)), nothing, nothing)
         return JointTrajectory(0.0, self._arm.joints, (point,))
 
     def _joint_positions(self) -> dict[str, float]:

@@ -12,7 +12,7 @@ from rclpy.time import Time
 from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
 from specvla_ros.control.bounded_motion import Target
-from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S
+from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajectory_point
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext
 
 _AHEAD = Duration(sec=0, nanosec=round(TRAJECTORY_AHEAD_S * 1e9))
@@ -32,8 +32,7 @@ class JointTrajectoryOutput:
         self._solver.start(joint_positions)
 
     def send(self, target: Target, now: Time) -> None:
-        positions, velocities = self._solver.follow(target.pose)
-        ahead = positions + TRAJECTORY_AHEAD_S * velocities
+        ahead = trajectory_point(*self._solver.follow(target.pose))
         point = JointTrajectoryPoint(positions=ahead.tolist(), time_from_start=_AHEAD)
         self._publisher.publish(JointTrajectory(joint_names=self._joints, points=[point]))
 
