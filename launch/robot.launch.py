@@ -25,10 +25,10 @@ from launch import LaunchContext, LaunchDescription
 from specvla_ros.ros.driver.parameters import DriverParameters
 from specvla_ros.ros.guard.parameters import GuardParameters
 from specvla_ros.ros.task.parameters import TaskParameters
+from specvla_ros.ros.wiring import COMMANDS, RobotTopics
 from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.profiles import as_bool, merge_parameters
 
-COMMANDS = ("pose", "twist", "joint_trajectory", "joint_positions", "gripper", "gripper_trajectory")
 NODES = {"driver": DriverParameters, "guard": GuardParameters, "task": TaskParameters}
 
 
@@ -80,28 +80,24 @@ def _start(context: LaunchContext) -> list:
         "namespace": namespace,
         "output": "screen",
     }
-    inputs = [
-        ("action", "policy/action"),
-        ("tool_pose", argument("tool_pose_topic")),
-        ("joint_states", argument("joint_states_topic")),
-    ]
+    topics = RobotTopics(
+        argument("tool_pose_topic"),
+        argument("joint_states_topic"),
+        argument("instruction_topic"),
+        {name: argument(f"{name}_topic") for name in COMMANDS},
+    )
     guard = Node(
         executable="guard",
         name="guard",
         parameters=[_parameters("guard", context)],
-        remappings=[
-            *inputs,
-            ("instruction", argument("instruction_topic")),
-            *((f"command/{name}", f"driver/{name}") for name in COMMANDS),
-            *((f"guard/{name}", argument(f"{name}_topic")) for name in COMMANDS),
-        ],
+        remappings=topics.guard,
         **common,
     )
     driver = LifecycleNode(
         executable="driver",
         name="driver",
         parameters=[_parameters("driver", context)],
-        remappings=[*inputs, ("guard_passing", "guard/passing")],
+        remappings=topics.driver,
         **common,
     )
     task = Node(
