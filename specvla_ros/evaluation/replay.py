@@ -113,8 +113,8 @@ class ReplayRun:
         """Writes the end of the bag, the report and, when all else is there, the summary."""
         with closing(self._recorder):
             self._lines.close()
-        if self._shown is not None:
-            self._shown.close()
+        if self._shown is not None and (lost := self._shown.close()):
+            _tell(lost)
         in_bag = self._pictures.frames
         summary = summarise(
             self._columns, frames_in_bag=in_bag, thresholds=thresholds, incomplete=incomplete, context=context

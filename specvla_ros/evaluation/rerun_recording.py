@@ -26,6 +26,7 @@ _TIMELINE = "stamp"  # the image's, for it and for all that answers it; a comman
 _STAGES = ("receive_s", "wait_s", "vision_s", "prefill_s", "decode_s", "publish_s", "latency_s")
 _CURVES = ("action", "speed/linear", "speed/angular", "latency", "decoding", "dropped")
 _JPEG_QUALITY = 80
+_FLUSH_S = 5.0  # a viewer that hangs must not hold up who shows something
 _WINDOW_S, _SHORTEST_S = 0.1, 0.04
 _FIGURE = re.compile(r"[-+]?[0-9.]+")
 
@@ -85,7 +86,7 @@ class RerunRecording:
         self._stream: Any = rerun.RecordingStream("specvla_ros")
         try:
             if chosen.viewer == SPAWN:
-                rerun.spawn(connect=False)
+                rerun.spawn(connect=False, recording=self._stream)
             viewer = _VIEWER if chosen.viewer == SPAWN else chosen.viewer
             sinks: list[Any] = [rerun.FileSink(str(Path(chosen.out).expanduser()))] if chosen.out else []
             sinks += [rerun.GrpcSink(viewer)] if viewer else []
@@ -123,11 +124,15 @@ class RerunRecording:
             self._at(stamp_ns)
             self._stream.log(path, self._rerun.TextLog(text))
 
-    def close(self) -> bool:
-        """Writes out what is held back."""
-        self._stream.flush()
-        self._stream.disconnect()
-        return True
+    def close(self) -> str:
+        """Writes out what is held back; returns what of it got lost, in words, or nothing."""
+        try:
+            self._stream.flush(timeout_sec=_FLUSH_S)
+        except (OSError, RuntimeError) as error:  # a viewer that was closed, or never listened
+            return f"not all of the run is shown: {str(error).splitlines()[0]}"
+        finally:
+            self._stream.disconnect()
+        return ""
 
     def _is_new(self, path: str, text: str) -> bool:
         before, self._texts[path] = self._texts.get(path), text

@@ -71,7 +71,10 @@ class LiveView(Node):
 
     def close(self) -> bool:
         """Writes out what is held back."""
-        return self._recording.close()
+        lost = self._recording.close()
+        if lost:
+            self.get_logger().warning(lost)
+        return True
 
     def _listen(self, kind: Any, topic: str, qos: Any, show: Callable[[int, Any], None]) -> None:
         def on_message(message: Any) -> None:

@@ -113,7 +113,7 @@ def test_a_file_holds_what_was_added(tmp_path: Path) -> None:
         recording.add_image(stamp_ns, np.zeros((8, 8, 3), np.uint8))
         recording.add_action(stamp_ns, action())
         recording.add_state(stamp_ns, "state/guard", f"holding: nothing new for {stamp_ns * 1e-9:.2f} s")
-    assert recording.close()
+    assert recording.close() == ""
     rows: dict[str, int] = {}
     for chunk in chunks.RrdReader(str(out)).stream():
         rows[str(chunk.entity_path)] = rows.get(str(chunk.entity_path), 0) + chunk.num_rows

@@ -44,8 +44,8 @@ class Noted:
     def add_state(self, stamp_ns: int, path: str, text: str) -> None:
         self.states.append((path, text))
 
-    def close(self) -> bool:
-        return True
+    def close(self) -> str:
+        return ""
 
 
 def stamped(message: Any, ns: int) -> Any:
