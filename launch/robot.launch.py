@@ -55,6 +55,10 @@ def generate_launch_description() -> LaunchDescription:
                 choices=["true", "false"],
                 description="Take tasks on the action run_task; the policy then acts during tasks alone.",
             ),
+            DeclareLaunchArgument("rerun", default_value="", description="File for Rerun, such as run.rrd."),
+            DeclareLaunchArgument(
+                "viewer", default_value="", description="Rerun's viewer: spawn, or the address of one that listens."
+            ),
             OpaqueFunction(function=_share_base_frame),
             IncludeLaunchDescription(PythonLaunchDescriptionSource(str(bringup))),
             OpaqueFunction(function=_start),
@@ -107,10 +111,36 @@ def _start(context: LaunchContext) -> list:
         remappings=[("instruction", argument("instruction_topic"))],
         **common,
     )
-    nodes = [guard, *([task] if as_bool("task", argument("task")) else [])]
+    nodes = [guard, *([task] if as_bool("task", argument("task")) else []), *_live_view(context, topics)]
     if not as_bool("autostart", argument("autostart")):
         return [*nodes, driver]
     return [*nodes, *_autostart(driver), driver]
+
+
+def _live_view(context: LaunchContext, topics: RobotTopics) -> list:
+    """A process of its own that shows the run, if anybody asked for it."""
+
+    def argument(name: str) -> str:
+        return LaunchConfiguration(name).perform(context)
+
+    shown = {"out": argument("rerun"), "viewer": argument("viewer")}
+    if not any(shown.values()):
+        return []
+    limits = {name: value for name, value in _parameters("driver", context).items() if name.startswith("limits.")}
+    camera = argument("image_topic")
+    return [
+        Node(
+            package="specvla_ros",
+            executable="live_view",
+            name="live_view",
+            namespace=argument("namespace"),
+            parameters=[
+                {**limits, **{name: ParameterValue(value, value_type=str) for name, value in shown.items()}}
+            ],
+            remappings=[("image", camera), ("image/compressed", f"{camera}/compressed"), *topics.live_view],
+            output="screen",
+        )
+    ]
 
 
 def _parameters(node: str, context: LaunchContext) -> dict:

@@ -216,7 +216,6 @@ class DemoInterface(str, Enum):
 
     ACTION = "action"
     POSE = "pose"
-    TWIST = "twist"
 
 
 @app.command()
@@ -229,7 +228,7 @@ def demo(
         DemoInterface | None,
         typer.Option(
             help="What moves the arm: the policy's actions as they come (action), or what driver and guard make of "
-            "them (pose, twist). Default: action for the table's arm, pose for the others."
+            "them (pose). Default: action for the table's arm, pose for the others."
         ),
     ] = None,
     task: Tasks = None,

@@ -13,6 +13,7 @@ import numpy as np
 from diagnostic_msgs.msg import DiagnosticArray
 from geometry_msgs.msg import PoseStamped, TwistStamped
 from rclpy.node import Node
+from rclpy.time import Time
 from sensor_msgs.msg import CompressedImage, Image
 
 from specvla_msgs.msg import DecodeStats, VlaAction
@@ -67,7 +68,7 @@ class LiveView(Node):
         for who in _COMMANDERS:
             self._listen(PoseStamped, f"{who}/pose", STATE, self._on_pose(who))
             self._listen(TwistStamped, f"{who}/twist", STATE, self._on_twist(who))
-        self._listen(DiagnosticArray, "/diagnostics", DIAGNOSTICS, self._on_diagnostics)
+        self.create_subscription(DiagnosticArray, "/diagnostics", self._on_diagnostics, DIAGNOSTICS)
 
     def close(self) -> bool:
         """Writes out what is held back."""
@@ -114,10 +115,11 @@ class LiveView(Node):
 
         return show
 
-    def _on_diagnostics(self, stamp: int, message: DiagnosticArray) -> None:
+    def _on_diagnostics(self, message: DiagnosticArray) -> None:
+        stamp = Time.from_msg(message.header.stamp).nanoseconds
         for status in message.status:
             who = status.name.partition(":")[0].rpartition("/")[2]
-            if status.name.endswith((": gate", ": motion")):
+            if stamp and status.name.endswith((": gate", ": motion")):  # without: /clock is not heard yet
                 self._recording.add_state(stamp, f"state/{who}", status.message)
 
 
