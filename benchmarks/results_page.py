@@ -289,14 +289,23 @@ def _closed_cells(device: Result) -> Cells:
 
 
 def _driving(result: Result) -> dict[str, Any]:
-    followers = list(dict.fromkeys(row["follower"] for row in result["rows"]))
+    rows: list[Result] = result["rows"]
+    tables = [
+        f"### {robot}\n\n" + table(_driving_cells([row for row in rows if row["robot"] == robot]))
+        for robot in dict.fromkeys(row["robot"] for row in rows)
+    ]
+    return {"tables": "\n\n".join(tables), "starts": rows[0]["success"]["episodes"]}
+
+
+def _driving_cells(rows: list[Result]) -> Cells:
+    followers = list(dict.fromkeys(row["follower"] for row in rows))
     cells = [["emulated", "mode", *followers]]
-    for device, mode in dict.fromkeys((row["name"], row["mode"]) for row in result["rows"]):
-        of = {row["follower"]: row for row in result["rows"] if (row["name"], row["mode"]) == (device, mode)}
+    for device, mode in dict.fromkeys((row["name"], row["mode"]) for row in rows):
+        of = {row["follower"]: row for row in rows if (row["name"], row["mode"]) == (device, mode)}
         shown = [_rate(of[name]["success"]) for name in followers]
         against = ["", *(f", {_difference(of[name]['against'])}" for name in followers[1:])]
         cells.append([device, mode, *(rate + difference for rate, difference in zip(shown, against, strict=True))])
-    return {"table": table(cells), "starts": result["rows"][0]["success"]["episodes"]}
+    return cells
 
 
 def _decode_modes(result: Result) -> dict[str, Any]:
