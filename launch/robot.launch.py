@@ -134,9 +134,7 @@ def _live_view(context: LaunchContext, topics: RobotTopics) -> list:
             executable="live_view",
             name="live_view",
             namespace=argument("namespace"),
-            parameters=[
-                {**limits, **{name: ParameterValue(value, value_type=str) for name, value in shown.items()}}
-            ],
+            parameters=[{**limits, **{name: ParameterValue(value, value_type=str) for name, value in shown.items()}}],
             remappings=[("image", camera), ("image/compressed", f"{camera}/compressed"), *topics.live_view],
             output="screen",
         )

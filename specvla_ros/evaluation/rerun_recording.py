@@ -4,7 +4,6 @@
 Needs no ROS. The library, `rerun-sdk`, is optional and imported here alone.
 """
 
-import importlib.util
 import re
 from collections import deque
 from collections.abc import Mapping
@@ -62,8 +61,12 @@ def require_rerun() -> None:
     Raises:
         UserError: it is.
     """
-    if importlib.util.find_spec("rerun") is None:
-        raise UserError("the Python package 'rerun' is missing; `pip install -r requirements/rerun.txt` brings it")
+    try:
+        import rerun.blueprint  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"the Python package '{error.name}' is missing; `pip install -r requirements/rerun.txt` brings it"
+        ) from None
 
 
 class RerunRecording:

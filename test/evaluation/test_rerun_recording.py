@@ -43,8 +43,7 @@ def test_it_needs_somewhere_to_show_it(tmp_path: Path) -> None:
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "path", [])
-    monkeypatch.delitem(sys.modules, "rerun", raising=False)
+    monkeypatch.setitem(sys.modules, "rerun", None)
     with pytest.raises(UserError, match=r"pip install -r requirements/rerun.txt"):
         require_rerun()
     with pytest.raises(UserError, match=r"pip install -r requirements/rerun.txt"):
