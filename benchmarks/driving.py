@@ -84,7 +84,7 @@ def main(
             row = {"robot": robot} | _row(device, mode, name, summary)
             rows.append(row | {"against": compare_episodes(before, done).as_json()})
     finish(
-        result_head(context)
+        result_head(context, policy=nano_policy())
         | {"time_limit": time_limit, "first_seed": seed, "episodes_per_task": episodes, "rows": rows},
         out,
     )
