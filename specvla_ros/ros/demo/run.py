@@ -88,6 +88,10 @@ def run_demo(
             finished = _show(console, record, operator, nodes, robot, taught)
     except (KeyboardInterrupt, ExternalShutdownException):
         console.print("interrupted")
+    except Exception:
+        if rclpy.ok():
+            raise
+        console.print("interrupted")  # a signal ended the context in the middle of a callback
     finally:
         operator.destroy_node()
         rclpy.try_shutdown()
