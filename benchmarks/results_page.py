@@ -439,6 +439,7 @@ VIEWS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "soak": _soak,
     "guard_stop": _guard_stop,
     "attacks": _attacks,
+    "attack_nodes": _attacks,
 }
 
 
