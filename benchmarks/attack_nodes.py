@@ -72,7 +72,8 @@ def main(
                 shown = {key: classes[label][key] for key in ("tried", "failed", "outcomes", "failures")}
                 console.print(label, shown, f"{time.monotonic() - began_s:.0f} s")
         finally:  # what was interrupted shows what it has
-            finish(result | {"classes": classes}, out)
+            not_run = [label for label in _CLASSES if label not in classes]
+            finish(result | {"classes": classes, "not_run": not_run}, out)
 
 
 def _rclpy_version() -> str:
