@@ -441,7 +441,8 @@ def _attacks(result: Result) -> dict[str, Any]:
         numbers = (found["failed"], found["slowest_s"], found["peak_mib"])
         cells.append([name, str(found["tried"]), did, *map(str, numbers)])
     tried, failed = (sum(found[key] for found in classes.values()) for key in ("tried", "failed"))
-    return {"tried": tried, "failed": failed, "table": table(cells)}
+    not_run = ", ".join(result.get("not_run", ())) or "none"
+    return {"tried": tried, "failed": failed, "table": table(cells), "not_run": not_run}
 
 
 VIEWS: dict[str, Callable[[Result], dict[str, Any]]] = {
@@ -460,6 +461,7 @@ VIEWS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "soak": _soak,
     "guard_stop": _guard_stop,
     "attacks": _attacks,
+    "attack_nodes": _attacks,
 }
 
 
