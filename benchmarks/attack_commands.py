@@ -99,6 +99,7 @@ def _base(command: str, files: dict[str, Path], option: str) -> list[str]:
         "train-draft": ["--data", "sim", "--out", "out", "--frames", "300"],
         "sweep": ["--device", "cpu", "--out", "out", "--episodes", "1"],
         "calibrate": ["--device", "cpu", "--out", "out", "--data", "sim", "--frames", "1", "--world", "none"],
+        "robot-model": ["--robot", "panda", "--out", "panda.xml"],
         "plan": ["--device", "orin"],
         "bench": ["--measure"],
     }

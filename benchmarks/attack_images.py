@@ -27,7 +27,14 @@ def attack_images(*, limit: int | None = None, seed: int = 0) -> Tally:
         limit: number of cases, drawn at random; None: all.
         seed: of the damage.
     """
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+    tally = Tally()
+    for name, form, content in (*damaged_pictures(limit, seed), *bombs()):
+        tally.judge(name, partial(_decode, form, content))
+    return tally
+
+
+def damaged_pictures(limit: int | None, seed: int) -> Iterator[tuple[str, str, bytes]]:
+    """Name, format and bytes of each damaged picture, or of some drawn at random."""
     rng = random.Random(seed)
     cases = [
         (f"{form} {mode} {size}: {damage}", form, content, damage, rng.random())
@@ -37,12 +44,8 @@ def attack_images(*, limit: int | None = None, seed: int = 0) -> Tally:
     ]
     if limit is not None:
         cases = rng.sample(cases, min(limit, len(cases)))
-    tally = Tally()
     for name, form, content, damage, share in cases:
-        tally.judge(name, partial(_decode, form, _damaged(content, damage, share, rng)))
-    for name, form, content in _bombs():
-        tally.judge(name, partial(_decode, form, content))
-    return tally
+        yield name, form, _damaged(content, damage, share, rng)
 
 
 def _decode(form: str, content: bytes) -> str:
@@ -67,7 +70,9 @@ def _pictures() -> Iterator[tuple[str, str, tuple[int, int], bytes]]:
                 yield form, mode, size, stream.getvalue()
 
 
-def _bombs() -> Iterator[tuple[str, str, bytes]]:
+def bombs() -> Iterator[tuple[str, str, bytes]]:
+    """Name, format and some kB that are a huge picture."""
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     for form, mode, side in (("PNG", "1", 13000), ("PNG", "L", 12000), ("WEBP", "RGB", 9000), ("GIF", "P", 12000)):
         stream = io.BytesIO()
         Image.new(mode, (side, side)).save(stream, form)

@@ -29,6 +29,7 @@ class Tally:
 
     Args:
         slow_s: seconds that no case may take.
+        pid: of the process whose memory counts; self: this one.
         outcomes: cases by what they did.
         failures: the first of those that failed: the case, and what it did.
         slowest_s: seconds of the slowest case.
@@ -36,6 +37,7 @@ class Tally:
     """
 
     slow_s: float = 20.0
+    pid: str = "self"
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
@@ -43,7 +45,7 @@ class Tally:
 
     def judge(self, case: str, attack: Callable[[], str]) -> None:
         """Runs one case, which returns what it did; a UserError is `refused`, any other exception a traceback."""
-        before, started = _begin_peak(), time.perf_counter()
+        before, started = _begin_peak(self.pid), time.perf_counter()
         detail = ""
         try:
             outcome = attack()
@@ -55,7 +57,7 @@ class Tally:
             raise
         except BaseException:  # Rust's panics are no Exception
             outcome, detail = "traceback", traceback.format_exc(limit=-3)
-        seconds, grown = time.perf_counter() - started, max(0, _peak() - before)
+        seconds, grown = time.perf_counter() - started, max(0, _peak(self.pid) - before)
         self.slowest_s, self.peak_bytes = max(self.slowest_s, seconds), max(self.peak_bytes, grown)
         if outcome not in FAILURES and seconds > self.slow_s:
             outcome, detail = "slow", f"{seconds:.1f} s"
@@ -87,13 +89,22 @@ class Tally:
         }
 
 
-def _begin_peak() -> int:
+def _begin_peak(pid: str) -> int:
     """Sets the kernel's count of the peak back, where it lets us; the resident bytes now."""
     with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+    return resident_bytes(pid)
 
 
-def _peak() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+def resident_bytes(pid: str) -> int:
+    """Memory of a process; 0: it has ended."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _peak(pid: str) -> int:
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM")), 0)
+    return 0

@@ -10,6 +10,7 @@ sent. In the simulation's own time, at the stage times of devices that are emula
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read
 from specvla_ros.evaluation.simulate_summary import compare_episodes
 from specvla_ros.planning.device import read_device
 from specvla_ros.policies.bundled import nano_policy
+from specvla_ros.simulation.commanded_arm import COMMANDS
 from specvla_ros.simulation.rollout import Clock
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
@@ -53,8 +55,8 @@ def main(
     seed: Seed = 0,
     workers: Workers = 2,
     devices: Annotated[str, typer.Option(help="Comma-separated, emulated.")] = "orin,rtx5090",
-    commands: Annotated[str, typer.Option(help="Comma-separated, of the driver.")] = "pose,twist",
-    robot: Annotated[str, typer.Option(help="The arm: table, panda or ur5e.")] = "table",
+    commands: Annotated[str, typer.Option(help="Comma-separated, of the driver.")] = ",".join(COMMANDS),
+    robots: Annotated[str, typer.Option(help="Comma-separated arms: table, panda, ur5e.")] = "table,panda",
     time_limit: Annotated[float, typer.Option(help="Times a task's own time.")] = 1.0,
     work: Work = Path("driving-benchmark"),
     out: Out = RESULTS / "driving_nano.json",
@@ -62,28 +64,28 @@ def main(
     """Runs what is missing."""
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     rows = []
-    for device in devices.split(","):
-        for mode, engine in modes().items():
-            before = None
-            for name, follow, command in followers(commands):
-                settings = SimulateSettings(
-                    nano_policy(),
-                    robot=robot,
-                    follow=follow,
-                    interface=command,
-                    clock=Clock.REALTIME,
-                    emulate=device,
-                    engine=engine,
-                    time_limit=time_limit,
-                )
-                into = work / "-".join((device, mode, name.replace(", ", "-")))
-                summary = simulate(settings, plan, into, partial(show_progress, f"{device}, {mode}, {name}"))
-                done = read_episodes(into)
-                before = before or done
-                rows.append(_row(device, mode, name, summary) | {"against": compare_episodes(before, done).as_json()})
+    for robot, device, (mode, engine) in product(robots.split(","), devices.split(","), modes().items()):
+        before = None
+        for name, follow, command in followers(commands):
+            settings = SimulateSettings(
+                nano_policy(),
+                robot=robot,
+                follow=follow,
+                interface=command,
+                clock=Clock.REALTIME,
+                emulate=device,
+                engine=engine,
+                time_limit=time_limit,
+            )
+            into = work / "-".join((robot, device, mode, name.replace(", ", "-")))
+            summary = simulate(settings, plan, into, partial(show_progress, f"{robot}, {device}, {mode}, {name}"))
+            done = read_episodes(into)
+            before = before or done
+            row = {"robot": robot} | _row(device, mode, name, summary)
+            rows.append(row | {"against": compare_episodes(before, done).as_json()})
     finish(
-        result_head(context)
-        | {"robot": robot, "time_limit": time_limit, "first_seed": seed, "episodes_per_task": episodes, "rows": rows},
+        result_head(context, policy=nano_policy())
+        | {"time_limit": time_limit, "first_seed": seed, "episodes_per_task": episodes, "rows": rows},
         out,
     )
 

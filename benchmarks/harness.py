@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from random_policy import SIZES
-from results_page import ROOT, section
+from results_page import ROOT, section, weights_digest
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -43,12 +43,15 @@ def dtype_on(device: str, dtype: str) -> torch.dtype:
     return DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")]
 
 
-def result_head(context: typer.Context, dtype: torch.dtype | None = None, **versions: str) -> dict[str, Any]:
+def result_head(
+    context: typer.Context, dtype: torch.dtype | None = None, *, policy: Path | None = None, **versions: str
+) -> dict[str, Any]:
     """Which benchmark runs, how, when, at which revision and on what.
 
     Args:
         context: the running command.
         dtype: of weights and activations, where that is one of the options.
+        policy: checkpoint directory, where the figures are those of its weights.
         versions: of other libraries than torch that matter.
     """
     benchmark = Path(context.info_name or "").stem
@@ -61,6 +64,8 @@ def result_head(context: typer.Context, dtype: torch.dtype | None = None, **vers
         "hardware": hardware(options.get("device", "cpu")),
         "versions": {"torch": torch.__version__, **versions},
     }
+    if policy is not None:
+        head["policy_weights"] = weights_digest(policy)
     return head if dtype is None else head | {"dtype": str(dtype).removeprefix("torch.")}
 
 

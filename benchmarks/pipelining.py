@@ -87,7 +87,7 @@ def main(
         print(json.dumps(saturated, indent=1), file=sys.stderr, flush=True)
         closed = _closed_loop(name, plan, work / name) if episodes else {}
         devices[name] = {"name": device.name, "frame_always_waiting": saturated, "closed_loop": closed}
-    result = result_head(context) | {
+    result = result_head(context, policy=nano_policy()) | {
         "tolerance": {"mm": TOLERANCE.mm, "degrees": TOLERANCE.degrees},
         "frames": FRAMES,
         "time_limit": TIME_LIMIT,

@@ -8,6 +8,7 @@ The template's fields are Python's (`{tree_nodes}`, `{acceptance[name]}`). Text 
 the text is repeated for every entry of a list, and left out where a truth value is false.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results"
 SAFETY = ROOT / "docs" / "explanation" / "safety.md"
 _TRIED = re.compile(r"(?<=<!-- tried -->\n).*?(?=\n<!-- end of tried -->)", re.DOTALL)
+_NANO = ROOT / "specvla_ros" / "policies" / "nano"
+_OF_NANO = ("simulation", "speculation", "acceptance_rules", "pipelining", "driving")  # what its weights decide
 _TEMPLATE = Path(__file__).with_name("results.md.in")
 _TAG = re.compile(r"<!-- (?:for (?P<name>\w+)|end) -->")
 
@@ -60,7 +63,15 @@ def section(result: Result) -> str:
 def _scope(benchmark: str, result: Result, file: str) -> dict[str, Any]:
     """What the template may name of a result."""
     on_gpu = "cuda" in result["command"]
-    return {**result, "file": file, "on_gpu": on_gpu, "on_cpu": not on_gpu, **VIEWS[benchmark](result)}
+    own: dict[str, Any] = {"file": file, "on_gpu": on_gpu, "on_cpu": not on_gpu}
+    if benchmark in _OF_NANO:
+        own["other_weights"] = result.get("policy_weights") != weights_digest(_NANO)
+    return {**result, **own, **VIEWS[benchmark](result)}
+
+
+def weights_digest(checkpoint: Path) -> str:
+    """SHA-256 of a checkpoint's weights."""
+    return hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -180,9 +191,10 @@ def _simulation(result: Result) -> dict[str, Any]:
     cells.append(["**success**", *(f"**{_rate(found['success'])}**" for found in columns.values())])
     for task in lockstep["tasks"]:
         cells.append([task, *(_rate(found["tasks"][task]["success"]) for found in columns.values())])
+    waits = [found for name, found in columns.items() if name not in devices]
     rows: list[tuple[str, Callable[[Result], str]]] = [
         ("moved what the instruction names", lambda found: _rate(found["listened"])),
-        ("latency p50 / p95", lambda found: "" if found is lockstep else f"{_ms(found, 'p50', 'p95')} ms"),
+        ("latency p50 / p95", lambda found: "" if found in waits else f"{_ms(found, 'p50', 'p95')} ms"),
         ("actions per second", lambda found: f"{found['action_rate_hz']:.1f}"),
         ("median time to success", lambda found: f"{_median_time(found):.1f} s"),
         ("p against lockstep", lambda found: "" if found is lockstep else f"{found['against_lockstep']['p']:.2g}"),
@@ -298,14 +310,23 @@ def _closed_cells(device: Result) -> Cells:
 
 
 def _driving(result: Result) -> dict[str, Any]:
-    followers = list(dict.fromkeys(row["follower"] for row in result["rows"]))
+    rows: list[Result] = result["rows"]
+    tables = [
+        f"### {robot}\n\n" + table(_driving_cells([row for row in rows if row["robot"] == robot]))
+        for robot in dict.fromkeys(row["robot"] for row in rows)
+    ]
+    return {"tables": "\n\n".join(tables), "starts": rows[0]["success"]["episodes"]}
+
+
+def _driving_cells(rows: list[Result]) -> Cells:
+    followers = list(dict.fromkeys(row["follower"] for row in rows))
     cells = [["emulated", "mode", *followers]]
-    for device, mode in dict.fromkeys((row["name"], row["mode"]) for row in result["rows"]):
-        of = {row["follower"]: row for row in result["rows"] if (row["name"], row["mode"]) == (device, mode)}
+    for device, mode in dict.fromkeys((row["name"], row["mode"]) for row in rows):
+        of = {row["follower"]: row for row in rows if (row["name"], row["mode"]) == (device, mode)}
         shown = [_rate(of[name]["success"]) for name in followers]
         against = ["", *(f", {_difference(of[name]['against'])}" for name in followers[1:])]
         cells.append([device, mode, *(rate + difference for rate, difference in zip(shown, against, strict=True))])
-    return {"table": table(cells), "starts": result["rows"][0]["success"]["episodes"]}
+    return cells
 
 
 def _decode_modes(result: Result) -> dict[str, Any]:
@@ -429,7 +450,8 @@ def _attacks(result: Result) -> dict[str, Any]:
         numbers = (found["failed"], found["slowest_s"], found["peak_mib"])
         cells.append([name, str(found["tried"]), did, *map(str, numbers)])
     tried, failed = (sum(found[key] for found in classes.values()) for key in ("tried", "failed"))
-    return {"tried": tried, "failed": failed, "table": table(cells)}
+    not_run = ", ".join(result.get("not_run", ())) or "none"
+    return {"tried": tried, "failed": failed, "table": table(cells), "not_run": not_run}
 
 
 _KINDS = {
@@ -559,6 +581,7 @@ VIEWS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "guard_stop": _guard_stop,
     "faults": _faults,
     "attacks": _attacks,
+    "attack_nodes": _attacks,
 }
 
 

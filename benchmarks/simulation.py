@@ -22,6 +22,7 @@ from specvla_ros.simulation.rollout import Clock, read_stage_times
 
 DEVICES = ("h200", "rtx5090", "orin")
 LOCKSTEP = "lockstep"
+OTHER_ARM = "panda"  # that the policy was trained on
 
 
 def main(
@@ -37,7 +38,7 @@ def main(
     policy = policy or nano_policy()
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     lockstep = SimulateSettings(policy)
-    settings = {LOCKSTEP: lockstep} | {
+    settings = {LOCKSTEP: lockstep, f"{LOCKSTEP}, {OTHER_ARM}": replace(lockstep, robot=OTHER_ARM)} | {
         device: replace(lockstep, clock=Clock.REALTIME, emulate=device) for device in DEVICES
     }
     results: dict[str, Any] = {}
@@ -49,7 +50,7 @@ def main(
         del results[name]["context"]
         comparison = compare_episodes(read_episodes(work / LOCKSTEP), read_episodes(work / name))
         results[name]["against_lockstep"] = comparison.as_json()
-    result = result_head(context) | {
+    result = result_head(context, policy=policy) | {
         "policy": policy.name,
         "first_seed": seed,
         "episodes_per_task": episodes,

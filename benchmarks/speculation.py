@@ -66,7 +66,7 @@ def main(
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     rows = sweep(SimulateSettings(policy), settings(), plan, work, show_progress)
     loaded = load_target(policy, device="cpu")
-    result = result_head(context) | {
+    result = result_head(context, policy=policy) | {
         "policy": policy.name,
         "first_seed": seed,
         "episodes_per_task": episodes,

@@ -20,6 +20,7 @@ from launch_ros.actions import Node
 from launch_ros.parameter_descriptions import ParameterValue
 
 from launch import LaunchContext, LaunchDescription
+from specvla_ros.settings.profiles import as_number
 
 
 def generate_launch_description() -> LaunchDescription:
@@ -81,7 +82,7 @@ def _play(context: LaunchContext) -> list:
         parameters=[
             {
                 "bag": ParameterValue(bag, value_type=str),
-                "rate": float(argument("rate")),
+                "rate": as_number("rate", argument("rate")),
                 "loop": argument("loop") == "true",
                 "wait_for_subscriber": ParameterValue(wait_for, value_type=str),
             }

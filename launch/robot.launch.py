@@ -4,31 +4,21 @@
 from pathlib import Path
 
 from ament_index_python.packages import get_package_share_directory
-from launch.actions import (
-    DeclareLaunchArgument,
-    EmitEvent,
-    IncludeLaunchDescription,
-    OpaqueFunction,
-    RegisterEventHandler,
-)
-from launch.event_handlers import OnProcessStart
-from launch.events import matches_action
+from launch.actions import DeclareLaunchArgument, IncludeLaunchDescription, LogInfo, OpaqueFunction
 from launch.launch_description_sources import PythonLaunchDescriptionSource
 from launch.substitutions import LaunchConfiguration
 from launch_ros.actions import LifecycleNode, Node
-from launch_ros.event_handlers import OnStateTransition
-from launch_ros.events.lifecycle import ChangeState
 from launch_ros.parameter_descriptions import ParameterValue
-from lifecycle_msgs.msg import Transition
 
 from launch import LaunchContext, LaunchDescription
-from specvla_ros.ros.driver.parameters import DriverParameters
+from specvla_ros.ros.bringup import autostart, respawning
+from specvla_ros.ros.driver.parameters import DRY_RUN, DriverParameters
 from specvla_ros.ros.guard.parameters import GuardParameters
 from specvla_ros.ros.task.parameters import TaskParameters
+from specvla_ros.ros.wiring import COMMANDS, RobotTopics
 from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.profiles import as_bool, merge_parameters
 
-COMMANDS = ("pose", "twist", "joint_trajectory", "joint_positions", "gripper", "gripper_trajectory")
 NODES = {"driver": DriverParameters, "guard": GuardParameters, "task": TaskParameters}
 
 
@@ -55,18 +45,26 @@ def generate_launch_description() -> LaunchDescription:
                 choices=["true", "false"],
                 description="Take tasks on the action run_task; the policy then acts during tasks alone.",
             ),
-            OpaqueFunction(function=_share_base_frame),
+            DeclareLaunchArgument("rerun", default_value="", description="File for Rerun, such as run.rrd."),
+            DeclareLaunchArgument(
+                "viewer", default_value="", description="Rerun's viewer: spawn, or the address of one that listens."
+            ),
+            OpaqueFunction(function=_read_robot),
             IncludeLaunchDescription(PythonLaunchDescriptionSource(str(bringup))),
             OpaqueFunction(function=_start),
         ]
     )
 
 
-def _share_base_frame(context: LaunchContext) -> list:
-    """The robot's file names the frame for the policy too, unless an argument does."""
-    parameters = _file_parameters("driver", context)
-    if "base_frame" in parameters:
-        context.launch_configurations.setdefault("base_frame", str(parameters["base_frame"]))
+def _read_robot(context: LaunchContext) -> list:
+    """Reads the robot's file before any process begins to start: what is wrong with it must leave none behind.
+
+    It names the frame for the policy too, unless an argument does.
+    """
+    nodes = NODES if _with_task(context) else NODES.keys() - {"task"}
+    parameters = {node: _file_parameters(node, context) for node in nodes}
+    if "base_frame" in parameters["driver"]:
+        context.launch_configurations.setdefault("base_frame", str(parameters["driver"]["base_frame"]))
     return []
 
 
@@ -74,47 +72,77 @@ def _start(context: LaunchContext) -> list:
     def argument(name: str) -> str:
         return LaunchConfiguration(name).perform(context)
 
-    namespace = argument("namespace")
     common = {
         "package": "specvla_ros",
-        "namespace": namespace,
+        "namespace": argument("namespace"),
         "output": "screen",
     }
-    inputs = [
-        ("action", "policy/action"),
-        ("tool_pose", argument("tool_pose_topic")),
-        ("joint_states", argument("joint_states_topic")),
-    ]
-    guard = Node(
-        executable="guard",
-        name="guard",
-        parameters=[_parameters("guard", context)],
-        remappings=[
-            *inputs,
-            ("instruction", argument("instruction_topic")),
-            *((f"command/{name}", f"driver/{name}") for name in COMMANDS),
-            *((f"guard/{name}", argument(f"{name}_topic")) for name in COMMANDS),
-        ],
-        **common,
+    again = respawning(context)
+    topics = RobotTopics(
+        argument("tool_pose_topic"),
+        argument("joint_states_topic"),
+        argument("instruction_topic"),
+        {name: argument(f"{name}_topic") for name in COMMANDS},
     )
     driver = LifecycleNode(
         executable="driver",
         name="driver",
         parameters=[_parameters("driver", context)],
-        remappings=[*inputs, ("guard_passing", "guard/passing")],
+        remappings=topics.driver,
         **common,
+        **again,
     )
-    task = Node(
-        executable="task",
-        name="task",
-        parameters=[_parameters("task", context)],
-        remappings=[("instruction", argument("instruction_topic"))],
-        **common,
-    )
-    nodes = [guard, *([task] if as_bool("task", argument("task")) else [])]
-    if not as_bool("autostart", argument("autostart")):
-        return [*nodes, driver]
-    return [*nodes, *_autostart(driver), driver]
+    nodes = [*autostart(driver, "driver", context), driver, *_live_view(context, topics)]
+    if _file_parameters("driver", context).get("output", DRY_RUN) == DRY_RUN:
+        nodes.append(LogInfo(msg="output: none, a dry run: there is nothing to guard"))
+    else:
+        guard = Node(
+            executable="guard",
+            name="guard",
+            parameters=[_parameters("guard", context)],
+            remappings=topics.guard,
+            **common,  # never again: it would have forgotten that somebody pressed stop
+        )
+        nodes.append(guard)
+    if _with_task(context):
+        task = Node(
+            executable="task",
+            name="task",
+            parameters=[_parameters("task", context)],
+            remappings=[("instruction", argument("instruction_topic"))],
+            **common,
+            **again,
+        )
+        nodes.append(task)
+    return nodes
+
+
+def _with_task(context: LaunchContext) -> bool:
+    return as_bool("task", LaunchConfiguration("task").perform(context))
+
+
+def _live_view(context: LaunchContext, topics: RobotTopics) -> list:
+    """A process of its own that shows the run, if anybody asked for it."""
+
+    def argument(name: str) -> str:
+        return LaunchConfiguration(name).perform(context)
+
+    shown = {"out": argument("rerun"), "viewer": argument("viewer")}
+    if not any(shown.values()):
+        return []
+    limits = {name: value for name, value in _parameters("driver", context).items() if name.startswith("limits.")}
+    camera = argument("image_topic")
+    return [
+        Node(
+            package="specvla_ros",
+            executable="live_view",
+            name="live_view",
+            namespace=argument("namespace"),
+            parameters=[{**limits, **{name: ParameterValue(value, value_type=str) for name, value in shown.items()}}],
+            remappings=[("image", camera), ("image/compressed", f"{camera}/compressed"), *topics.live_view],
+            output="screen",
+        )
+    ]
 
 
 def _parameters(node: str, context: LaunchContext) -> dict:
@@ -136,25 +164,3 @@ def _file_parameters(node: str, context: LaunchContext) -> dict:
     # The namespace is an argument of bringup, and so may not be there yet.
     namespace = context.launch_configurations.get("namespace", "")
     return merge_parameters([robot], {}, node=node, namespace=namespace)
-
-
-def _autostart(node: LifecycleNode) -> list:
-    """Configures and activates it once; what is done by hand later stays as it is."""
-
-    def change(transition: int) -> EmitEvent:
-        return EmitEvent(event=ChangeState(lifecycle_node_matcher=matches_action(node), transition_id=transition))
-
-    return [
-        RegisterEventHandler(
-            OnProcessStart(target_action=node, on_start=[change(Transition.TRANSITION_CONFIGURE)], handle_once=True)
-        ),
-        RegisterEventHandler(
-            OnStateTransition(
-                target_lifecycle_node=node,
-                start_state="configuring",
-                goal_state="inactive",
-                entities=[change(Transition.TRANSITION_ACTIVATE)],
-                handle_once=True,
-            )
-        ),
-    ]

@@ -21,6 +21,7 @@ from launch_ros.parameter_descriptions import ParameterValue
 
 from launch import LaunchContext, LaunchDescription
 from specvla_ros.policies.bundled import nano_policy
+from specvla_ros.settings.profiles import as_number
 
 IMAGE_TOPIC = "/camera/image_raw"
 INSTRUCTION_TOPIC = "/instruction"
@@ -82,8 +83,8 @@ def _act(context: LaunchContext) -> list:
         parameters=[
             {
                 "tasks": tasks,
-                "episodes": int(argument("episodes")),
-                "seed": int(argument("seed")),
+                "episodes": int(as_number("episodes", argument("episodes"))),
+                "seed": int(as_number("seed", argument("seed"))),
                 "clock": ParameterValue(argument("clock"), value_type=str),
             }
         ],

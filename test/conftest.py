@@ -11,14 +11,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models only wait for each
 import torch
 from hypothesis import HealthCheck, settings
 
+if not torch.cuda.is_available():
+    # Read when Triton is imported: kernels then run on the CPU. Nothing else in the tests asks for it.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 import specvla_ros.simulation  # noqa: F401  MuJoCo chooses its OpenGL when it is first imported, whoever does it
 
 # A busy machine makes examples slow, not wrong.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
-
-if not torch.cuda.is_available():
-    # Read when a kernel's module is imported: kernels then run on the CPU. Nothing else in the tests asks for it.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 torch.set_num_threads(1)

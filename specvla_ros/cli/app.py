@@ -3,6 +3,7 @@
 
 import json
 import warnings
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,7 @@ from specvla_ros import __version__
 from specvla_ros.cli import experiments
 from specvla_ros.cli import plan as cli_plan
 from specvla_ros.cli.ending import one_line_endings
-from specvla_ros.cli.options import PolicyOptions, Tasks, takes_policy
+from specvla_ros.cli.options import PolicyOptions, Rerun, Robot, Tasks, Viewer, shown_in, takes_policy
 from specvla_ros.errors import UserError
 from specvla_ros.settings.json_file import shown
 from specvla_ros.settings.parameter import values_of
@@ -162,6 +163,8 @@ def replay(
         float | None, typer.Option(help="Limit: mean distance to the recorded action, in bins: 255 to a dimension.")
     ] = None,
     min_action_rate_hz: Annotated[float | None, typer.Option(help="Limit: actions per second of decoding.")] = None,
+    rerun: Rerun = False,
+    viewer: Viewer = "",
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
 ) -> None:
     """Decode an action for every image of a bag: frames.jsonl, summary.json, report.html and a bag of the actions.
@@ -194,6 +197,7 @@ def replay(
         topics=topics,
         action=chosen.action,
         thresholds=thresholds,
+        shown=shown_in(out, rerun, viewer),
         progress=progress,
     )
     total = summary.latency_s.get("total", {})
@@ -207,18 +211,41 @@ def replay(
         raise typer.Exit(1)
 
 
+class DemoInterface(str, Enum):
+    """What moves the demo's arm."""
+
+    ACTION = "action"
+    POSE = "pose"
+
+
 @app.command()
 @takes_policy(publishes=True)
 def demo(
     chosen: PolicyOptions,
     out: Annotated[Path, typer.Option(help="Directory for films and report; remade each time.")] = Path("demo"),
+    robot: Robot = "table",
+    interface: Annotated[
+        DemoInterface | None,
+        typer.Option(
+            help="What moves the arm: the policy's actions as they come (action), or what driver and guard make of "
+            "them (pose). Default: action for the table's arm, pose for the others."
+        ),
+    ] = None,
     task: Tasks = None,
     episodes: Annotated[int, typer.Option(help="Per task.", min=1)] = 3,
     seed: Annotated[int, typer.Option(help="Of the first episode's start.", min=0)] = 0,
+    rerun: Rerun = False,
+    viewer: Viewer = "",
 ) -> None:
-    """Watch a trained policy drive a simulated arm over ROS 2 topics; type another instruction while it runs."""
+    """Watch a trained policy drive a simulated arm over ROS 2 topics; type another instruction while it runs.
+
+    An arm that is commanded, as arms are that are sold, has a driver and a guard before it: Esc stops it, Ctrl-R clears
+    the stop.
+    """
     try:
+        from specvla_ros.ros.demo.robot import DemoRobot
         from specvla_ros.ros.demo.run import run_demo
+        from specvla_ros.simulation.arms import TABLE_ARM, choose_arm
     except ImportError as error:
         raise UserError(
             f"the demo needs ROS 2 and this package's messages ({error}). A pip wheel brings neither: build from the "
@@ -228,8 +255,17 @@ def demo(
     del parameters["max_image_age_s"]  # the node's own default differs from that of recorded images
     if chosen.model.device == "auto":
         parameters["device"] = "cpu"  # enough for the nano policy, and a GPU may be busy
+    arm = choose_arm(robot or TABLE_ARM.name)
+    interface = interface or (DemoInterface.ACTION if arm is TABLE_ARM else DemoInterface.POSE)
     exit_code = run_demo(
-        out, chosen.checkpoint, tasks=list(task or ()), episodes=episodes, seed=seed, parameters=parameters
+        out,
+        chosen.checkpoint,
+        robot=DemoRobot(arm, interface.value),
+        tasks=list(task or ()),
+        episodes=episodes,
+        seed=seed,
+        parameters=parameters,
+        shown=shown_in(out, rerun, viewer),
     )
     raise typer.Exit(exit_code)
 

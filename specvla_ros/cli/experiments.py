@@ -91,8 +91,8 @@ def simulate(
         typer.Option(help="simulator: the arm's own follower. driver: the driver's control. plain: values over dt."),
     ] = FollowOption.SIMULATOR,
     interface: Annotated[
-        InterfaceOption, typer.Option(help="By which --follow driver and plain command the arm.")
-    ] = InterfaceOption.POSE,
+        InterfaceOption | None, typer.Option(help="By which --follow driver and plain command the arm; else pose.")
+    ] = None,
     films: Annotated[int, typer.Option(help="Episodes per task that are filmed.", min=0)] = 1,
     workers: Workers = 0,
     ray: Ray = False,
@@ -103,12 +103,14 @@ def simulate(
     from specvla_ros.models.checkpoint import leave_a_core
     from specvla_ros.simulation.rollout import Clock, EpisodeResult
 
+    if interface is not None and follow is FollowOption.SIMULATOR:
+        raise UserError(f"--interface {interface.value} is of the arms of --follow driver and --follow plain: give one")
     settings = SimulateSettings(
         policy=chosen.checkpoint,
         world=world,
         robot=robot,
         follow="" if follow is FollowOption.SIMULATOR else follow.value,
-        interface=interface.value,
+        interface=(interface or InterfaceOption.POSE).value,
         clock=Clock(clock.value),
         emulate=emulate,
         engine=chosen.engine,

@@ -20,6 +20,7 @@ from specvla_ros.settings.parameter import Declared, walk, with_values
 from specvla_ros.settings.profiles import merge_parameters, read_assignments
 
 if TYPE_CHECKING:
+    from specvla_ros.evaluation.rerun_recording import RerunSettings
     from specvla_ros.models.target import Target
 
 World = Annotated[str, typer.Option(help="table, or a LIBERO suite such as libero_spatial.")]
@@ -35,6 +36,13 @@ Emulate = Annotated[
     typer.Option(help=f"Count stage times of a device: {', '.join(known_devices())} or a JSON file. An emulation."),
 ]
 Tasks = Annotated[list[str] | None, typer.Option("--task", help="A task's name; again for more. Default: all.")]
+Rerun = Annotated[
+    bool,
+    typer.Option("--rerun", help="Write run.rrd beside the report, for Rerun (requirements/rerun.txt)."),
+]
+Viewer = Annotated[
+    str, typer.Option(help="Show it in Rerun's viewer meanwhile: spawn opens one; or the address of one that listens.")
+]
 Workers = Annotated[int, typer.Option(help="Worker processes; 0: this one alone.", min=0)]
 
 
@@ -168,6 +176,25 @@ _DECODING = [
         help="ROS parameter file (a profile) with decode.*, draft.*, acceptance.*",
     ),
 ]
+
+
+def shown_in(out: Path, rerun: bool, viewer: str) -> "RerunSettings | None":
+    """Where Rerun shows what a command does; None: nowhere.
+
+    Args:
+        out: directory of the command's results.
+        rerun: whether a file is written there.
+        viewer: as the option says; empty: none.
+
+    Raises:
+        UserError: the library is missing.
+    """
+    if not rerun and not viewer:
+        return None
+    from specvla_ros.evaluation.rerun_recording import RECORDING_FILE, RerunSettings, require_rerun
+
+    require_rerun()
+    return RerunSettings(str(out / RECORDING_FILE) if rerun else "", viewer)
 
 
 def check_accelerate() -> None:

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from specvla_ros.bags.action_message import ActionMeaning
+from specvla_ros.bags.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
 from specvla_ros.bags.frames import BagFrame, ReplayTopics, TopicChoice, bag_frames, choose_topics
 from specvla_ros.bags.image_message import rgb_from_message, stamp_ns
 from specvla_ros.bags.reader import Bag, open_bag
@@ -33,6 +34,7 @@ from specvla_ros.evaluation.replay_summary import (
     summarise,
 )
 from specvla_ros.evaluation.report.replay import Pictures, write_replay_report
+from specvla_ros.evaluation.rerun_recording import RerunRecording, RerunSettings
 from specvla_ros.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, write_line
 from specvla_ros.evaluation.terminal import deferred_interruption, progress_bar
 from specvla_ros.models.observation import Observation
@@ -58,10 +60,18 @@ class ReplayRun:
         directory: of the results; begun.
         start_ns: bag time that counts as 0 s.
         meaning: of the actions' numbers.
+        shown: where Rerun shows it; None: nowhere.
     """
 
     def __init__(
-        self, engine: Engine, directory: RunDirectory, *, frames_in_bag: int, start_ns: int, meaning: ActionMeaning
+        self,
+        engine: Engine,
+        directory: RunDirectory,
+        *,
+        frames_in_bag: int,
+        start_ns: int,
+        meaning: ActionMeaning,
+        shown: RerunSettings | None,
     ) -> None:
         self._engine = engine
         self._directory = directory
@@ -74,6 +84,8 @@ class ReplayRun:
         described = {key: str(value) for key, value in engine.target.describe().items()}
         self._recorder = BagRecorder(bag, described, meaning)
         self._lines = directory.append_to(FRAMES_FILE)
+        self._meaning = meaning
+        self._shown = RerunRecording(shown) if shown is not None else None
 
     def play(self, frame: BagFrame) -> bool:
         """Answers one frame and writes the result at once; returns whether it was missing."""
@@ -101,6 +113,8 @@ class ReplayRun:
         """Writes the end of the bag, the report and, when all else is there, the summary."""
         with closing(self._recorder):
             self._lines.close()
+        if self._shown is not None and (lost := self._shown.close()):
+            _tell(lost)
         in_bag = self._pictures.frames
         summary = summarise(
             self._columns, frames_in_bag=in_bag, thresholds=thresholds, incomplete=incomplete, context=context
@@ -146,15 +160,27 @@ class ReplayRun:
     def _add(self, record: FrameRecord, observed: Observation | FrameRecord, action: Action | None) -> None:
         self._columns.add(record)
         self._pictures.add(record, observed.image if isinstance(observed, Observation) else None)
-        if action is not None and record.seq is not None and record.publish_s is not None:
-            self._recorder.record(
-                action,
-                seq=record.seq,
-                time_ns=record.time_ns,
-                publish_s=record.publish_s,
-                latency_s=record.total_s + record.publish_s,
-                drop_counts=self._columns.drops.by_name(),
+        if self._shown is not None and isinstance(observed, Observation):
+            self._shown.add_image(observed.stamp_ns, observed.image)
+        if action is None or record.seq is None or record.publish_s is None:
+            return
+        drop_counts = self._columns.drops.by_name()
+        latency_s = record.total_s + record.publish_s
+        self._recorder.record(
+            action,
+            seq=record.seq,
+            time_ns=record.time_ns,
+            publish_s=record.publish_s,
+            latency_s=latency_s,
+            drop_counts=drop_counts,
+        )
+        if self._shown is not None:
+            fields = vla_action_fields(
+                action, self._meaning, seq=record.seq, publish_s=record.publish_s, latency_s=latency_s
             )
+            self._shown.add_action(action.observation.stamp_ns, SimpleNamespace(**fields))
+            stats = decode_stats_fields(action, seq=record.seq, drop_counts=drop_counts)
+            self._shown.add_stats(action.observation.stamp_ns, SimpleNamespace(**stats))
 
 
 def _observe(frame: BagFrame, received_ns: int) -> Observation | FrameRecord:
@@ -215,6 +241,7 @@ def replay(
     topics: TopicChoice = _DEFAULT_TOPICS,
     action: ConventionSettings = _KNOWN_DATASET,
     thresholds: Thresholds | None = None,
+    shown: RerunSettings | None = None,
     progress: bool = True,
 ) -> ReplaySummary:
     """Decodes an action for every image of a bag and writes frames.jsonl, summary.json, report.html and actions_bag/.
@@ -229,6 +256,7 @@ def replay(
         out_dir: directory of the results; made if missing, refused if it holds a whole replay or other results.
         topics: which of the bag's to read.
         action: how the actions are meant, where the dataset is not known.
+        shown: where Rerun shows it, from the first frame on; None: nowhere.
     """
     directory = _open_output(out_dir)
     with open_bag(bag_path) as bag:
@@ -247,7 +275,16 @@ def replay(
         deciding = {"bag": content, "settings": context["settings"], "policy": context["policy"]}
         directory.begin(deciding | checkpoint_hashes(policy.directory, settings))
         ending: dict[str, Any] = dict(thresholds=thresholds or Thresholds(), context=context)
-        run = ReplayRun(engine, directory, frames_in_bag=chosen.image.count, start_ns=bag.start_ns, meaning=meaning)
+        if shown is not None and shown.out:
+            context["recording"] = Path(shown.out).name
+        run = ReplayRun(
+            engine,
+            directory,
+            frames_in_bag=chosen.image.count,
+            start_ns=bag.start_ns,
+            meaning=meaning,
+            shown=shown,
+        )
         try:
             incomplete = _play_all(run, bag, chosen, instruction, progress=progress)
         except BaseException as error:

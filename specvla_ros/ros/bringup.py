@@ -28,7 +28,7 @@ from lifecycle_msgs.msg import Transition
 from specvla_ros.ros.autostart import Autostart, Step
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.settings.parameter import walk
-from specvla_ros.settings.profiles import as_bool, merge_parameters
+from specvla_ros.settings.profiles import as_bool, as_number, merge_parameters
 
 _AGAIN_S = 5.0  # longer than a process takes to come up on most machines
 PROFILES = ["cpu", "desktop", "orin"]
@@ -66,9 +66,9 @@ def policy_launch(profile: str = "") -> LaunchDescription:
             _switch(
                 "exit_on_failure",
                 "false",
-                "End the whole launch when the policy cannot be started; otherwise the other nodes go on without it.",
+                "End the whole launch when policy or driver cannot be started; otherwise the others go on without it.",
             ),
-            _switch("respawn", "false", "Start the process again when it has ended."),
+            _switch("respawn", "false", "Start a process again when it has ended; the guard never."),
             DeclareLaunchArgument("respawn_delay", default_value="2.0", description="Seconds before it starts again."),
             DeclareLaunchArgument(
                 "log_level",
@@ -116,12 +116,30 @@ def _start(context: LaunchContext, profile: str) -> list[Any]:
         ],
         ros_arguments=["--log-level", f"policy:={argument('log_level')}"],
         output="screen",
-        respawn=as_bool("respawn", argument("respawn")),
-        respawn_delay=float(argument("respawn_delay")),
+        **respawning(context),
     )
-    exit_on_failure = as_bool("exit_on_failure", argument("exit_on_failure"))
-    handlers = _Lifecycle(node, exit_on_failure).handlers() if as_bool("autostart", argument("autostart")) else []
-    return [*handlers, node]
+    return [*autostart(node, "policy", context), node]
+
+
+def respawning(context: LaunchContext) -> dict[str, Any]:
+    """Whether and how soon a node's process starts again, by the launch arguments."""
+    again = as_bool("respawn", LaunchConfiguration("respawn").perform(context))
+    delay_s = as_number("respawn_delay", LaunchConfiguration("respawn_delay").perform(context))
+    return {"respawn": again, "respawn_delay": delay_s}
+
+
+def autostart(node: LifecycleNode, name: str, context: LaunchContext) -> list[RegisterEventHandler]:
+    """What configures and activates a node once for each start of its process, where the launch arguments say so.
+
+    Args:
+        node: that is started.
+        name: of the node, for messages.
+        context: with the launch arguments.
+    """
+    if not as_bool("autostart", LaunchConfiguration("autostart").perform(context)):
+        return []
+    ends = as_bool("exit_on_failure", LaunchConfiguration("exit_on_failure").perform(context))
+    return _Lifecycle(node, name, ends).handlers()
 
 
 class _Lifecycle:
@@ -129,11 +147,12 @@ class _Lifecycle:
 
     Args:
         node: that is started.
+        name: of the node, for messages.
         exit_on_failure: whether the launch ends when that fails.
     """
 
-    def __init__(self, node: LifecycleNode, exit_on_failure: bool) -> None:
-        self._node = node
+    def __init__(self, node: LifecycleNode, name: str, exit_on_failure: bool) -> None:
+        self._node, self._name = node, name
         self._exit_on_failure = exit_on_failure
         self._autostart = Autostart()
         self._killed = False
@@ -149,7 +168,7 @@ class _Lifecycle:
 
     def _started(self, context: LaunchContext) -> list[Any]:
         if self._autostart.process_started() is Step.NOTHING:
-            return [LogInfo(msg="the policy was shut down by hand: it starts again, and stays unconfigured")]
+            return [LogInfo(msg=f"the {self._name} was shut down by hand: it starts again, and stays unconfigured")]
         return self._configure(context)
 
     def _configure(self, context: LaunchContext) -> list[Any]:
@@ -166,12 +185,12 @@ class _Lifecycle:
         step = self._autostart.state_changed(event.start_state, event.goal_state)
         if step is Step.ACTIVATE:
             return [self._change(Transition.TRANSITION_ACTIVATE)]
-        return self._fail("the policy could not be configured") if step is Step.FAILED else []
+        return self._fail(f"the {self._name} could not be configured") if step is Step.FAILED else []
 
     def _ended(self, event: ProcessExited, context: LaunchContext) -> list[Any]:
         self._killed = event.returncode != 0
         failed = self._autostart.process_ended(event.returncode) is Step.FAILED and not context.is_shutdown
-        return self._fail(f"the policy ended with code {event.returncode}") if failed else []
+        return self._fail(f"the {self._name} ended with code {event.returncode}") if failed else []
 
     def _fail(self, what: str) -> list[Any]:
         what += ": its own message above says why"

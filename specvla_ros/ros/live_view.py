@@ -1,144 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """The node `live_view`: what the policy sees, is told, does and takes its time for, in Rerun's viewer or in a file.
 
-It only listens, in a process of its own: neither a viewer that is slow nor its end reaches the robot. The library,
-`rerun-sdk`, is optional and imported here alone.
+It only listens, in a process of its own: neither a viewer that is slow nor its end reaches the robot.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from diagnostic_msgs.msg import DiagnosticArray
+from geometry_msgs.msg import PoseStamped, TwistStamped
 from rclpy.node import Node
+from rclpy.time import Time
 from sensor_msgs.msg import CompressedImage, Image
-from std_msgs.msg import Header
 
 from specvla_msgs.msg import DecodeStats, VlaAction
 from specvla_ros.bags.image_message import rgb_from_message, stamp_ns
+from specvla_ros.control.limits import Limits
+from specvla_ros.control.pose import Pose, quaternion_matrix
 from specvla_ros.errors import UserError
+from specvla_ros.evaluation.rerun_recording import PoseSpeed, RerunRecording, RerunSettings, speed_curves
 from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
-from specvla_ros.ros.qos import ACTION, NEWEST_IMAGE
+from specvla_ros.ros.qos import ACTION, DIAGNOSTICS, NEWEST_IMAGE, STATE
 from specvla_ros.ros.spinning import run_node
-from specvla_ros.settings.parameter import parameter
+from specvla_ros.settings.parameter import section
 
-_TIMELINE = "image_stamp"  # everything is shown at the stamp of the image that it belongs to
-_STAGES = ("receive_s", "wait_s", "vision_s", "prefill_s", "decode_s", "publish_s", "latency_s")
-_JPEG_QUALITY = 80
+_COMMANDERS = ("driver", "guard")
 
 
 @dataclass(frozen=True)
 class LiveViewParameters:
-    """Every parameter of the live view."""
+    """Every parameter of the live view; the limits are the driver's and the guard's, from the robot's file."""
 
-    out: str = parameter("", "File to write, such as run.rrd, for `rerun run.rrd`; empty: none.")
-    viewer: str = parameter(
-        "", "A viewer that listens, such as rerun+http://127.0.0.1:9876/proxy (`rerun` starts one); empty: none."
-    )
-
-    def check(self) -> None:
-        """Whether there is anywhere to show it.
-
-        Raises:
-            UserError: there is not.
-        """
-        if not self.out and not self.viewer:
-            raise UserError(
-                "say where to show it: set 'out' to a file such as run.rrd, or 'viewer' to a viewer's address"
-            )
-        if self.out and not Path(self.out).expanduser().parent.is_dir():
-            raise UserError(f"the folder of 'out', {Path(self.out).expanduser().parent}, does not exist; make it first")
-
-
-class Recording:
-    """What is shown, from messages. Needs no node.
-
-    Args:
-        chosen: where it goes.
-
-    Raises:
-        UserError: the library is missing, or the file cannot be written.
-    """
-
-    def __init__(self, chosen: LiveViewParameters) -> None:
-        try:
-            import rerun
-            import rerun.blueprint as layout
-        except ModuleNotFoundError as error:
-            raise UserError(
-                f"the Python package '{error.name}' is missing; `pip install -r requirements/rerun.txt` brings it"
-            ) from None
-        self._rerun = rerun
-        self._stream: Any = rerun.RecordingStream("specvla_ros")
-        sinks: list[Any] = [rerun.FileSink(str(Path(chosen.out).expanduser()))] if chosen.out else []
-        sinks += [rerun.GrpcSink(chosen.viewer)] if chosen.viewer else []
-        try:
-            self._stream.set_sinks(*sinks, default_blueprint=_blueprint(layout))
-        except (OSError, RuntimeError, ValueError) as error:
-            raise UserError(f"the live view cannot be had: {error}; check 'out' and 'viewer'") from None
-        self._instruction = ""
-
-    def add_image(self, message: Any) -> None:
-        """Shows an Image or CompressedImage.
-
-        Raises:
-            UserError: it cannot be read.
-        """
-        rgb = np.ascontiguousarray(rgb_from_message(message))
-        self._at(message.header)
-        self._stream.log("camera", self._rerun.Image(rgb).compress(jpeg_quality=_JPEG_QUALITY))
-
-    def add_action(self, action: VlaAction) -> None:
-        """Shows an action's first values by their names, its instruction, and its latency by stage."""
-        self._at(action.header)
-        if action.instruction != self._instruction:
-            self._instruction = action.instruction
-            self._stream.log("instruction", self._rerun.TextDocument(action.instruction))
-        for name, value in zip(action.names, action.values, strict=False):
-            self._stream.log(f"action/{name}", self._rerun.Scalars(float(value)))
-        for stage in _STAGES:
-            self._stream.log(f"latency/{stage}", self._rerun.Scalars(float(getattr(action, stage))))
-
-    def add_stats(self, stats: DecodeStats) -> None:
-        """Shows how many tokens were drafted and accepted, and which frames were dropped."""
-        self._at(stats.header)
-        figures = {
-            "drafted": sum(stats.tree_nodes) - len(stats.tree_nodes),  # without the roots
-            "accepted": sum(stats.accept_lengths),
-            "tau": stats.tau,
-            "forwards": stats.forwards,
-            "in_flight": stats.in_flight,
-        }
-        for name, value in figures.items():
-            self._stream.log(f"decoding/{name}", self._rerun.Scalars(float(value)))
-        for reason, count in zip(stats.drop_reasons, stats.drop_counts, strict=True):
-            if count:
-                self._stream.log(f"dropped/{reason}", self._rerun.Scalars(float(count)))
-
-    def close(self) -> bool:
-        """Writes out what is held back."""
-        self._stream.flush()
-        self._stream.disconnect()
-        return True
-
-    def _at(self, header: Header) -> None:
-        self._stream.set_time(_TIMELINE, timestamp=np.datetime64(stamp_ns(header), "ns"))
-
-
-def _blueprint(layout: Any) -> Any:
-    """Camera and instruction beside the curves."""
-    curves = [layout.TimeSeriesView(origin=name, name=name) for name in ("action", "latency", "decoding", "dropped")]
-    seen = layout.Vertical(
-        layout.Spatial2DView(origin="camera", name="camera"),
-        layout.TextDocumentView(origin="instruction", name="instruction"),
-        row_shares=[4, 1],
-    )
-    return layout.Blueprint(layout.Horizontal(seen, layout.Vertical(*curves)))
+    shown: RerunSettings = section(RerunSettings)
+    limits: Limits = section(Limits)
 
 
 class LiveView(Node):
-    """Listens to a policy, and shows it.
+    """Listens to a policy, and to driver and guard where there are any, and shows them.
 
     Args:
         node_arguments: those of rclpy.node.Node.
@@ -152,27 +53,74 @@ class LiveView(Node):
         try:
             declare_parameters(self, LiveViewParameters)
             chosen = read_parameters(self, LiveViewParameters)
-            chosen.check()
-            self._recording = Recording(chosen)
+            self._recording = RerunRecording(chosen.shown)
         except UserError:
             self.destroy_node()
             raise
         for name, hint in unknown_parameters(self).items():
             self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
-        self.create_subscription(Image, "image", self._on_image, NEWEST_IMAGE)
-        self.create_subscription(CompressedImage, "image/compressed", self._on_image, NEWEST_IMAGE)
-        self.create_subscription(VlaAction, "policy/action", self._recording.add_action, ACTION)
-        self.create_subscription(DecodeStats, "policy/decode_stats", self._recording.add_stats, ACTION)
+        self._limits = chosen.limits
+        recording = self._recording
+        self._listen(Image, "image", NEWEST_IMAGE, self._on_image)
+        self._listen(CompressedImage, "image/compressed", NEWEST_IMAGE, self._on_image)
+        self._listen(VlaAction, "policy/action", ACTION, self._on_action)
+        self._listen(DecodeStats, "policy/decode_stats", ACTION, recording.add_stats)
+        for who in _COMMANDERS:
+            self._listen(PoseStamped, f"{who}/pose", STATE, self._on_pose(who))
+            self._listen(TwistStamped, f"{who}/twist", STATE, self._on_twist(who))
+        self.create_subscription(DiagnosticArray, "/diagnostics", self._on_diagnostics, DIAGNOSTICS)
 
     def close(self) -> bool:
         """Writes out what is held back."""
-        return self._recording.close()
+        lost = self._recording.close()
+        if lost:
+            self.get_logger().warning(lost)
+        return True
 
-    def _on_image(self, message: Any) -> None:
-        try:
-            self._recording.add_image(message)
-        except UserError as error:
-            self.get_logger().warning(f"an image is not shown: {error}", throttle_duration_sec=5.0)
+    def _listen(self, kind: Any, topic: str, qos: Any, show: Callable[[int, Any], None]) -> None:
+        def on_message(message: Any) -> None:
+            try:
+                show(stamp_ns(message.header), message)
+            except (UserError, ValueError) as error:
+                self.get_logger().warning(f"a message on {topic} is not shown: {error}", throttle_duration_sec=5.0)
+
+        self.create_subscription(kind, topic, on_message, qos)
+
+    def _on_image(self, stamp: int, message: Any) -> None:
+        self._recording.add_image(stamp, rgb_from_message(message))
+
+    def _on_action(self, stamp: int, action: VlaAction) -> None:
+        self._recording.add_action(stamp, action)
+        limits = self._limits
+        if not limits.missing:
+            self._recording.add_curves(stamp, speed_curves("limit", limits.linear_speed, limits.angular_speed))
+
+    def _on_pose(self, who: str) -> Callable[[int, PoseStamped], None]:
+        speed = PoseSpeed()
+
+        def show(stamp: int, message: PoseStamped) -> None:
+            position, turn = message.pose.position, message.pose.orientation
+            rotation = quaternion_matrix(turn.w, turn.x, turn.y, turn.z)
+            moved = speed.add(stamp, Pose(np.array([position.x, position.y, position.z]), rotation))
+            if moved is not None:
+                self._recording.add_curves(stamp, speed_curves(who, *moved))
+
+        return show
+
+    def _on_twist(self, who: str) -> Callable[[int, TwistStamped], None]:
+        def show(stamp: int, message: TwistStamped) -> None:
+            linear, angular = message.twist.linear, message.twist.angular
+            speeds = (np.linalg.norm([axes.x, axes.y, axes.z]) for axes in (linear, angular))
+            self._recording.add_curves(stamp, speed_curves(who, *map(float, speeds)))
+
+        return show
+
+    def _on_diagnostics(self, message: DiagnosticArray) -> None:
+        stamp = Time.from_msg(message.header.stamp).nanoseconds
+        for status in message.status:
+            who = status.name.partition(":")[0].rpartition("/")[2]
+            if stamp and status.name.endswith((": gate", ": motion")):  # without: /clock is not heard yet
+                self._recording.add_state(stamp, f"state/{who}", status.message)
 
 
 def main() -> None:

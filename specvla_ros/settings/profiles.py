@@ -5,6 +5,7 @@ Launch files merge them: common < profile < the user's file < launch arguments t
 here rather than by ROS, where a file that names the node beats one for all nodes (`/**`) whatever their order.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,21 @@ def as_bool(name: str, text: str) -> bool:
     return text.lower() == "true"
 
 
+def as_number(name: str, text: str) -> float:
+    """A launch argument that is a number of seconds, a factor or a count.
+
+    Raises:
+        UserError: it is none, or negative.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise UserError(f"launch argument {name}:={text} must be a number from 0 on")
+    return number
+
+
 def _read(file: Path, node: str, namespace: str) -> dict[str, Value]:
     try:
         with file.open("rb") as stream:
@@ -104,9 +120,7 @@ def _read(file: Path, node: str, namespace: str) -> dict[str, Value]:
             raise UserError(f"parameter file {file} has more than {_MAX_BYTES} bytes; is it another?")
         content = _parsed(text.decode("utf-8"))
     except FileNotFoundError:
-        raise UserError(
-            f"parameter file {file} does not exist; give params_file:= a path from here or from /"
-        ) from None
+        raise UserError(f"parameter file {file} does not exist; give its path from here or from /") from None
     except (OSError, ValueError) as error:
         raise UserError(f"parameter file {file} cannot be read: {error}") from None
     if not isinstance(content, dict):
@@ -122,6 +136,11 @@ def _read(file: Path, node: str, namespace: str) -> dict[str, Value]:
         if not isinstance(parameters, dict):
             raise UserError(f"parameter file {file}: '{key}' needs 'ros__parameters:' and the parameters under it")
         values |= _flatten(parameters)
+    for name, value in values.items():
+        parts = value if isinstance(value, list) else [value]
+        if not all(isinstance(part, (str, bool, int, float)) for part in parts):
+            allowed = "a text, a number, true, false, or a list of them"
+            raise UserError(f"parameter file {file}: '{name}' is {shown(value)}; write {allowed}")
     return values
 
 

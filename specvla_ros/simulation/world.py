@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulated table: physics, state and pictures."""
 
+import atexit
 import logging
-import sys
+import weakref
 from collections.abc import Callable
 
 import mujoco
@@ -166,7 +167,10 @@ class Camera:
                 "and install libosmesa6 or the GPU's driver"
             ) from None
         self._renderer.scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = False
-        self._closed = False
+        self._free = weakref.finalize(self, _free, self._renderer)
+        # Before the OpenGL library goes, whose own end was registered with MuJoCo's import: MuJoCo's attempt comes
+        # after it, and fails.
+        atexit.register(self._free)
 
     def render(self) -> np.ndarray:
         """The present picture, uint8 [height, width, 3], RGB."""
@@ -174,15 +178,11 @@ class Camera:
         return self._renderer.render().copy()
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        # A render makes this camera's context the current one. Freed under another one, what is deleted are the
-        # textures of that other camera, whose pictures are garbage from then on.
-        self._renderer.render()
-        self._renderer.close()
+        self._free()
 
-    def __del__(self) -> None:
-        # At the end of the process the OpenGL library may be gone before its contexts, and so may this module.
-        if hasattr(self, "_closed") and sys is not None and not sys.is_finalizing():
-            self.close()
+
+def _free(renderer: mujoco.Renderer) -> None:
+    # A render makes this camera's context the current one. Freed under another one, what is deleted are the textures of
+    # that other camera, whose pictures are garbage from then on.
+    renderer.render()
+    renderer.close()

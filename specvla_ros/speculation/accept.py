@@ -25,7 +25,7 @@ class AcceptReason(IntEnum):
     NEAR = 2  # within the bins of tolerance
     DEFERRED = 3  # the target was unsure, and what follows it agrees with
     IRRELEVANT = 4  # among the tokens that depend least on the image
-    SHIFTED = 5  # the target's own choice a few positions away
+    SHIFTED = 5  # the target's own choice is drafted in another place
     REJECTED = 6
 
 

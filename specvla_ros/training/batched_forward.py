@@ -102,8 +102,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def attend(layer: LlamaLayer, x: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """The layer's first half: rows with what they attend to added."""
-    attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=layer.heads != layer.kv_heads)
-    return x + layer.out(attended.transpose(1, 2).flatten(2))
+    dtype = q.dtype
+    if q.device.type == "cpu":  # where its backward takes half the time that it takes in bfloat16
+        q, keys, values = q.float(), keys.float(), values.float()
+    with torch.autocast("cpu", enabled=False):
+        attended = F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, enable_gqa=layer.heads != layer.kv_heads
+        )
+    return x + layer.out(attended.to(dtype).transpose(1, 2).flatten(2))
 
 
 def mlp(layer: LlamaLayer, x: Tensor) -> Tensor:

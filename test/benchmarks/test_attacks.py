@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attacks at a small size: nothing raises but a UserError, nothing acts otherwise in silence, nothing takes long."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from attack_bags import attack_bombs, attack_bytes, attack_descriptions, layouts
 from attack_checkpoints import attack_files, attack_json
 from attack_commands import attack_commands
 from attack_images import attack_images
+from attack_robot import attack_driver, attack_guard, attack_pairs
 from attack_tally import Silent, Tally
 from support.checkpoints import shard, write_checkpoint
 
@@ -65,6 +67,13 @@ def test_images() -> None:
 def test_commands(tmp_path: Path) -> None:
     tally = attack_commands(tmp_path, limit=12, seed=3)
     assert tally.tried == 12
+    assert not tally.failures, "\n".join(tally.failures)
+
+
+@pytest.mark.parametrize("attack", [attack_driver, attack_guard, attack_pairs])
+def test_nodes_of_a_robot(tmp_path: Path, attack: Callable[..., Tally]) -> None:
+    tally = attack(tmp_path, int(os.environ["ROS_DOMAIN_ID"]), limit=3, seed=1)
+    assert tally.tried >= 3
     assert not tally.failures, "\n".join(tally.failures)
 
 

@@ -141,6 +141,13 @@ def test_every_command_has_help(command: str) -> None:
     assert specvla(command, "-h").stdout == done.stdout
 
 
+def test_an_interface_that_nobody_uses_is_refused(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["simulate", "--out", str(tmp_path / "out"), "--interface", "twist"])
+    assert isinstance(done.exception, UserError)
+    assert "--interface twist is of the arms of --follow driver" in str(done.exception)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_version_is_shown() -> None:
     assert specvla("--version").stdout == f"specvla {__version__}\n"
 

@@ -23,6 +23,7 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.replay_summary import FrameRecord
 from specvla_ros.evaluation.report.replay import Pictures
+from specvla_ros.evaluation.rerun_recording import RerunSettings
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 
@@ -59,6 +60,24 @@ def test_two_replays_give_the_same_tokens_and_values(run: Run) -> None:
         (frame["tokens"], frame["values"]) for frame in second
     ]
     assert len({tuple(frame["tokens"]) for frame in first}) > 1, "a policy that ignores its images proves nothing"
+
+
+def test_a_replay_is_recorded_for_rerun_beside_its_report(run: Run, tmp_path: Path) -> None:
+    chunks = pytest.importorskip("rerun.chunk", reason="pip install -r requirements/rerun.txt")
+    out = tmp_path / "run.rrd"
+    _, frames, directory = run(bags.episode(3), shown=RerunSettings(out=str(out)))
+    rows: dict[str, int] = {}
+    for chunk in chunks.RrdReader(str(out)).stream():
+        rows[str(chunk.entity_path)] = rows.get(str(chunk.entity_path), 0) + chunk.num_rows
+    assert rows["/camera"] == rows["/action/x"] == rows["/decoding/tau"] == rows["/latency/latency_s"] == len(frames)
+    assert "<code>rerun run.rrd</code>" in (directory / "report.html").read_text()
+
+
+def test_a_viewer_that_is_not_there_costs_no_results(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rerun", reason="pip install -r requirements/rerun.txt")
+    summary, *_ = run(bags.episode(1), shown=RerunSettings(viewer="rerun+http://127.0.0.1:9/proxy"))
+    assert summary.actions == 1 and not summary.failures
+    assert "not all of the run is shown" in capsys.readouterr().err
 
 
 def test_a_replay_gives_what_the_engine_gives(policy: OpenVLATarget, run: Run) -> None:

@@ -10,6 +10,9 @@ pytest.importorskip("launch_ros", reason="launch and launch_ros come with an apt
 
 from launch.actions import IncludeLaunchDescription, OpaqueFunction
 from launch.launch_context import LaunchContext
+from launch_ros.actions import Node
+
+from specvla_ros.errors import UserError
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 
@@ -52,12 +55,51 @@ def test_the_robots_file_names_the_base_frame_for_the_policy_too(
     robot = tmp_path / "robot.yaml"
     robot.write_text("/**:\n  ros__parameters:\n    base_frame: panda_link0\n")
     context = LaunchContext()
-    context.launch_configurations.update({"robot": str(robot), **given})
+    context.launch_configurations.update({"robot": str(robot), "task": "false", **given})
     entities = description("robot").entities
     names = [getattr(entity, "name", "") for entity in entities]
     assert "robot" in names[: names.index("task") + 1], "the file is declared before it is read"
-    share = next(entity for entity in entities if isinstance(entity, OpaqueFunction))
-    include = next(entity for entity in entities if isinstance(entity, IncludeLaunchDescription))
-    assert entities.index(share) < entities.index(include), "what comes later is too late for the arguments' defaults"
-    share.execute(context)
+    read, include = of_kind(entities, OpaqueFunction), of_kind(entities, IncludeLaunchDescription)
+    assert entities.index(read) < entities.index(include), "what comes later is too late for the arguments' defaults"
+    read.execute(context)
     assert context.launch_configurations["base_frame"] == expected
+
+
+def test_a_wrong_robots_file_is_told_before_any_process_starts(tmp_path: Path) -> None:
+    robot = tmp_path / "robot.yaml"
+    robot.write_text("/**: {ros__parameters: {output: pose}}\nguard: {ros__parameters: {stop_time_s: }}\n")
+    context = LaunchContext()
+    context.launch_configurations.update({"robot": str(robot), "task": "false"})
+    with pytest.raises(UserError, match="'stop_time_s' is None"):
+        of_kind(description("robot").entities, OpaqueFunction).execute(context)
+
+
+def robot_nodes(tmp_path: Path, output: str, **arguments: str) -> dict[str, Node]:
+    """Nodes that robot.launch.py adds to bringup, by executable."""
+    robot = tmp_path / "robot.yaml"
+    robot.write_text(f"/**: {{ros__parameters: {{output: {output}}}}}\n")
+    context = LaunchContext()
+    for argument in description("robot").get_launch_arguments():
+        context.launch_configurations[argument.name] = "".join(part.text for part in argument.default_value or ())
+    context.launch_configurations.update({"robot": str(robot), "autostart": "false", **arguments})
+    *_, start = (entity for entity in description("robot").entities if isinstance(entity, OpaqueFunction))
+    return {entity.node_executable: entity for entity in start.execute(context) if isinstance(entity, Node)}
+
+
+def test_a_dry_run_starts_no_guard(tmp_path: Path) -> None:
+    assert set(robot_nodes(tmp_path, "none")) == {"driver"}
+    assert set(robot_nodes(tmp_path, "pose", task="true")) == {"driver", "guard", "task"}
+
+
+def test_a_guard_that_died_stays_dead(tmp_path: Path) -> None:
+    """One that was started again would not know that somebody had pressed stop."""
+    nodes = robot_nodes(tmp_path, "pose", task="true", respawn="true")
+    assert {name: node._ExecuteLocal__respawn for name, node in nodes.items()} == {
+        "driver": True,
+        "guard": False,
+        "task": True,
+    }
+
+
+def of_kind(entities, kind):
+    return next(entity for entity in entities if isinstance(entity, kind))

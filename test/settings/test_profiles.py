@@ -8,7 +8,7 @@ import pytest
 from specvla_ros.errors import UserError
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.settings.parameter import walk
-from specvla_ros.settings.profiles import as_bool, merge_parameters
+from specvla_ros.settings.profiles import as_bool, as_number, merge_parameters
 
 CONFIG = Path(__file__).resolve().parents[2] / "config"
 
@@ -46,6 +46,9 @@ def test_within_one_file_the_node_beats_all_nodes(tmp_path: Path) -> None:
         ("", "empty or no mapping"),
         ("a: 1", "nothing for the node 'policy'"),
         ("/**: {a: 1}", "needs 'ros__parameters:'"),
+        ("/**: {ros__parameters: {a: {b: }}}", "'a.b' is None; write a text, a number"),
+        ("/**: {ros__parameters: {a: 2001-01-01}}", "'a' is datetime.date"),
+        ("/**: {ros__parameters: {a: [[1]]}}", r"'a' is \[\[1\]\]; write"),
     ],
 )
 def test_a_file_that_is_no_parameter_file(tmp_path: Path, text: str, message: str) -> None:
@@ -62,6 +65,13 @@ def test_booleans() -> None:
     assert as_bool("x", "True") and not as_bool("x", "false")
     with pytest.raises(UserError, match="x:=1 must be true or false"):
         as_bool("x", "1")
+
+
+def test_numbers() -> None:
+    assert as_number("x", "2.5") == 2.5
+    for text in ("soon", "", "nan", "inf", "-1"):
+        with pytest.raises(UserError, match=f"x:={text} must be a number from 0 on"):
+            as_number("x", text)
 
 
 @pytest.mark.parametrize("profile", ["cpu", "desktop", "orin"])

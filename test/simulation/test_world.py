@@ -2,6 +2,8 @@
 """The table: physics, pictures, tasks and experts."""
 
 import gc
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -176,3 +178,14 @@ def test_camera_that_goes_leaves_the_pictures_of_others_alone():
     assert all((picture == pictures[0]).all() for picture in pictures)
     np.testing.assert_array_equal(robots[-1].look(), pictures[0])
     robots[-1].close()
+
+
+@needs_gl
+def test_process_with_an_open_camera_ends_without_a_word():
+    code = (
+        "import weakref; weakref.finalize(weakref, str)\n"  # as a temporary directory does, before OpenGL
+        "from specvla_ros.simulation.robot import TableRobot\n"
+        "robot = TableRobot(); robot.reset('lift_red', 0); robot.look()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

@@ -34,8 +34,8 @@ RULES: list[AcceptanceRule] = [
     Fly(0.005, 3, "code"),
     LVSpec(0.4, 3, 1),
     LVSpec(0.0, 2, 2),
+    LVSpec(0.7, 3),
     Composite(BinDistance((2,) * 7), Fly(0.2, 2), NUMBERS),
-    Composite(Strict(), LVSpec(0.5, 2, 1), NUMBERS),
 ]
 
 
@@ -157,18 +157,6 @@ def test_lvspec_without_the_image_is_refused() -> None:
     verification = verify_tree(make_tree([15, 16], [-1, 0]), one_hot([16, 16], VOCAB))
     with pytest.raises(ValueError, match="needs the last hidden states"):
         accept(LVSpec(), verification.verification())
-
-
-@pytest.mark.parametrize(("share", "nodes", "loose"), [(0.3, 50, 15), (0.28, 25, 7), (0.6, 45, 27), (0.3, 7, 3)])
-def test_the_loose_share_is_counted_exactly_and_rounded_up(share: float, nodes: int, loose: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    verification = verify_tree(
-        make_tree([4] * (nodes + 1), [-1] + [0] * nodes),
-        one_hot([5] * (nodes + 1), VOCAB),
-        hidden=torch.randn(nodes + 1, 6, generator=generator),
-        visual=torch.randn(5, 6, generator=generator),
-    )
-    assert int(LVSpec(share, 2, 0).accept(verification.verification()).mask[0, 0].sum()) == loose
 
 
 class _NoReadBack(TorchDispatchMode):

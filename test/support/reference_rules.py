@@ -4,6 +4,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,7 @@ def accept_by_loops(rule: AcceptanceRule, verification: TreeCase) -> Committed:
         path = _path_to(verification, end)
         if not all(bool(tree.valid[node]) for node in path[1:]):
             continue
-        reasons = [_reason(rule, verification, path, place) for place in range(1, len(path))]
+        reasons = _reasons(rule, verification, path)
         if not all(
             bool(tree.relaxable[path[place]]) or _is_exact(verification, path, place) for place in range(1, len(path))
         ):
@@ -116,6 +117,13 @@ def _bins_off(verification: TreeCase, path: list[int], place: int) -> int:
     return actions.bins if any(are) else int(token != wanted)
 
 
+def _reasons(rule: AcceptanceRule, verification: TreeCase, path: list[int]) -> list[AcceptReason]:
+    places = range(1, len(path))
+    if isinstance(rule, LVSpec):
+        return _loose(rule, verification, path)
+    return [_reason(rule, verification, path, place) for place in places]
+
+
 def _reason(rule: AcceptanceRule, verification: TreeCase, path: list[int], place: int) -> AcceptReason:
     """Why the token at a place of the path is kept, or REJECTED."""
     if isinstance(rule, Composite):
@@ -126,8 +134,6 @@ def _reason(rule: AcceptanceRule, verification: TreeCase, path: list[int], place
         return _near(rule, verification, path, place)
     if isinstance(rule, Fly):
         return _deferred(rule, verification, path, place)
-    if isinstance(rule, LVSpec):
-        return _loose(rule, verification, path, place)
     assert isinstance(rule, Strict)
     return AcceptReason.REJECTED
 
@@ -165,28 +171,48 @@ def _deepest_behind(verification: TreeCase, node: int) -> int:
     return max((len(path) - 1 for path in paths if node in path), default=0)
 
 
-def _loose(rule: LVSpec, verification: TreeCase, path: list[int], place: int) -> AcceptReason:
-    if path[place] in _irrelevant(rule, verification):
-        return AcceptReason.IRRELEVANT
-    near = range(max(1, place - rule.shift), min(len(path) - 1, place + rule.shift) + 1)
-    token = _token(verification, path, place)
-    return (
-        AcceptReason.SHIFTED
-        if any(token == _wanted(verification, path, each) for each in near)
-        else AcceptReason.REJECTED
-    )
+def _loose(rule: LVSpec, verification: TreeCase, path: list[int]) -> list[AcceptReason]:
+    """Of the branches through the path's end, the reasons of one that accepts the path; loose anywhere counts first."""
+    accepting, loose = [], set()
+    for branch in _branches(verification):
+        irrelevant = _irrelevant(rule, verification, branch)
+        loose |= irrelevant
+        if path == branch[: len(path)]:
+            places = range(1, len(path))
+            accepting.append(all(_is_loose(rule, verification, branch, place, irrelevant) for place in places))
+    if not any(accepting):
+        return [AcceptReason.REJECTED] * (len(path) - 1)
+    kinds = (AcceptReason.SHIFTED, AcceptReason.IRRELEVANT)
+    return [
+        AcceptReason.EXACT if _is_exact(verification, path, place) else kinds[path[place] in loose]
+        for place in range(1, len(path))
+    ]
 
 
-def _irrelevant(rule: LVSpec, verification: TreeCase) -> set[int]:
+def _branches(verification: TreeCase) -> list[list[int]]:
+    """Paths of valid drafts that no other one goes on from."""
+    paths = [_path_to(verification, end) for end in range(len(verification.tree))]
+    sound = [path for path in paths if all(bool(verification.tree.valid[node]) for node in path[1:])]
+    return [path for path in sound if not any(path == other[:-1] for other in sound)]
+
+
+def _is_loose(rule: LVSpec, verification: TreeCase, branch: list[int], place: int, irrelevant: set[int]) -> bool:
+    if _is_exact(verification, branch, place) or branch[place] in irrelevant:
+        return True
+    near = [k for k in range(1, len(branch)) if rule.shift and abs(k - place) <= rule.shift]
+    return _wanted(verification, branch, place) in [_token(verification, branch, k) for k in near]
+
+
+def _irrelevant(rule: LVSpec, verification: TreeCase, branch: list[int]) -> set[int]:
     assert verification.visual is not None
     relevance: dict[int, float] = {}
-    for node in range(1, len(verification.tree)):
+    for node in branch[1:]:
         similar = F.cosine_similarity(verification.hidden[node].float()[None], verification.visual.float())
         mean = float(similar.sort(descending=True).values[: rule.top_n].mean())
-        if verification.tree.valid[node] and math.isfinite(mean):
+        if math.isfinite(mean):
             relevance[node] = mean
     ordered = sorted(relevance, key=lambda node: (relevance[node], node))
-    return {node for rank, node in enumerate(ordered) if rank < rule.loose_share * len(ordered) - 1e-9}
+    return set(ordered[: math.floor(Fraction(str(rule.loose_share)) * (len(branch) - 1))])
 
 
 def _composite(rule: Composite, verification: TreeCase, path: list[int], place: int) -> AcceptReason:

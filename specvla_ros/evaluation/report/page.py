@@ -118,6 +118,14 @@ def emulation(device: Mapping[str, Any] | None) -> str:
     )
 
 
+def recording(name: str | None) -> str:
+    """The section that names the recording beside the page; empty without one."""
+    if not name:
+        return ""
+    what = "Camera, instruction, actions, latency by stage, drafted and accepted tokens over time"
+    return f"<h2>Recording</h2><p>{what}: <code>rerun {escape(name)}</code>, beside this page.</p>"
+
+
 def provenance(context: Mapping[str, Any]) -> str:
     """The section at a page's end: what the result was made of."""
     return f"<h2>Provenance</h2><div class=provenance>{table(('', ''), context_rows(context))}</div>"

@@ -30,6 +30,7 @@ from specvla_ros.evaluation.report.page import (
     RED,
     plot,
     provenance,
+    recording,
     subplots,
     table,
     write_page,
@@ -142,6 +143,7 @@ def write_replay_report(path: Path, summary: ReplaySummary, columns: ReplayColum
         "<h2>Actions</h2>",
         _comparison(summary),
         _actions(columns, pictures),
+        recording(summary.context.get("recording")),
         provenance(summary.context),
     ]
     write_page(path, f"Replay of {Path(summary.context['bag']['path']).name}", parts)

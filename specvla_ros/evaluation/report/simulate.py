@@ -2,7 +2,7 @@
 """The films of simulated episodes, and their page: success, latency, films, and how answers were decoded."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from html import escape
 from pathlib import Path
@@ -13,7 +13,17 @@ import plotly.graph_objects as go
 from PIL import Image, ImageDraw
 
 from specvla_ros.engine.tally import DecodeTally
-from specvla_ros.evaluation.report.page import BLUE, emulation, heatmap, plot, provenance, rate_trace, table, write_page
+from specvla_ros.evaluation.report.page import (
+    BLUE,
+    emulation,
+    heatmap,
+    plot,
+    provenance,
+    rate_trace,
+    recording,
+    table,
+    write_page,
+)
 from specvla_ros.evaluation.simulate_summary import SimulateSummary
 
 _CAPTION_HEIGHT = 22  # pixels
@@ -77,8 +87,10 @@ def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[
         _acted_on(summary),
         "<h2>Latency</h2>",
         _latency(summary),
+        _refused(summary.context.get("refused")),
         _decoding(summary.decode),
         _films(path, films),
+        recording(summary.context.get("recording")),
         provenance(summary.context),
     ]
     title = f"{settings['world']}: {Path(settings['policy']).name}, {settings['engine']['mode']}, {settings['clock']}"
@@ -133,6 +145,18 @@ def _latency(summary: SimulateSummary) -> str:
         + table(("p50 ms", "p95 ms", "p99 ms", "mean ms"), [row])
         + f"<p>{summary.action_rate_hz:.2f} actions per second of world time{drops}.</p>"
     )
+
+
+def _refused(refused: Mapping[str, Mapping[str, int]] | None) -> str:
+    """What driver and guard did not let through; empty where there were none."""
+    if refused is None:
+        return ""
+    rows = [(who, kind, str(times)) for who, counts in refused.items() for kind, times in counts.items()]
+    note = (
+        "Actions that the driver did not follow; commands that the guard did not let through, and conditions for which "
+        "it held the arm. After an episode the world is set back, the arm too: both wait, and begin anew where it is."
+    )
+    return f"<h2>Driver and guard</h2><p class=note>{note}</p>" + table(("who", "refused", "times"), rows)
 
 
 def _decoding(tally: DecodeTally) -> str:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,37 +29,67 @@ _NEXT = {
 }
 
 
-def start_node(
-    name: str, *parameters: str, params_file: Path | None = None, remaps: tuple[str, ...] = ()
-) -> NodeProcess:
-    """Starts a node of this package, which ends with this process.
+class NodeProcesses:
+    """Nodes of this package, each a process that ends with this one; a context manager that ends them."""
 
-    Args:
-        name: folder of the node under specvla_ros/ros.
-        parameters: as `name:=value`.
-        params_file: a ROS parameter file.
-        remaps: as `from:=to`.
-    """
-    arguments = [part for parameter in parameters for part in ("-p", parameter)]
-    arguments += ["--params-file", str(params_file)] if params_file is not None else []
-    arguments += [part for remap in remaps for part in ("-r", remap)]
-    # A demo that is killed must not leave a policy behind on the topics of the next one.
-    end_with = f"from specvla_ros.simulation.episode_pool import end_with_parent; end_with_parent({os.getpid()})"
-    code = f"{end_with}; from specvla_ros.ros.{name}.node import main; main()"
-    only_errors = ["--log-level", "error"]
-    return subprocess.Popen([sys.executable, "-c", code, "--ros-args", *arguments, *only_errors], stdin=subprocess.DEVNULL)
+    def __init__(self) -> None:
+        self._running: dict[str, NodeProcess] = {}
 
+    def start(
+        self,
+        module: str,
+        *parameters: str,
+        params_file: Path | None = None,
+        remaps: Iterable[tuple[str, str]] = (),
+        log: Path | None = None,
+    ) -> None:
+        """Starts a node.
 
-def stop_node(process: NodeProcess) -> None:
-    """Ends a node as Ctrl-C does, or kills it when it does not end."""
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(_STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        Args:
+            module: under specvla_ros.ros; its first part is the node's name.
+            parameters: as `name:=value`.
+            params_file: a ROS parameter file.
+            remaps: from and to.
+            log: file for what it says; None: its errors on the terminal.
+        """
+        arguments = [part for parameter in parameters for part in ("-p", parameter)]
+        arguments += ["--params-file", str(params_file)] if params_file is not None else []
+        arguments += [part for source, target in remaps for part in ("-r", f"{source}:={target}")]
+        # A demo that is killed must not leave a policy behind on the topics of the next one.
+        end_with = f"from specvla_ros.simulation.episode_pool import end_with_parent; end_with_parent({os.getpid()})"
+        code = f"{end_with}; from specvla_ros.ros.{module} import main; main()"
+        command = [sys.executable, "-c", code, "--ros-args", *arguments]
+        name = module.partition(".")[0]
+        if log is None:
+            self._running[name] = subprocess.Popen([*command, "--log-level", "error"], stdin=subprocess.DEVNULL)
+            return
+        with log.open("wb") as said:
+            self._running[name] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT
+            )
+
+    def exit_code(self, name: str) -> int | None:
+        """Of a node that ended; None: it runs."""
+        return self._running[name].poll()
+
+    def ended(self, names: Iterable[str]) -> str:
+        """The first of these that ended; empty: none."""
+        return next((name for name in names if self.exit_code(name) is not None), "")
+
+    def __enter__(self) -> "NodeProcesses":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends them as Ctrl-C does; those that do not end are killed."""
+        running = [process for process in self._running.values() if process.poll() is None]
+        for process in running:
+            process.send_signal(signal.SIGINT)
+        for process in running:
+            try:
+                process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 class LifecycleClient:
@@ -71,10 +101,12 @@ class LifecycleClient:
     Args:
         node: the client's own node; nobody else may spin it meanwhile.
         name: the lifecycle node's name, for example `/policy`.
+        explanation: where the user finds why it refused.
     """
 
-    def __init__(self, node: Node, name: str) -> None:
+    def __init__(self, node: Node, name: str, explanation: str = "its own message above says why") -> None:
         self._node = node
+        self._name, self._explanation = name.lstrip("/"), explanation
         self._get: Client = node.create_client(GetState, f"{name}/get_state")
         self._change: Client = node.create_client(ChangeState, f"{name}/change_state")
 
@@ -102,13 +134,13 @@ class LifecycleClient:
             if transition == requested and answer is not None:
                 result = answer.result() if answer.done() else None
                 if result is not None and not result.success:
-                    raise UserError("the policy node refused to start; its own message above says why")
+                    raise UserError(f"the node {self._name} refused to start; {self._explanation}")
                 if time.monotonic() - requested_s < _ANSWER_S:
                     rclpy.spin_once(self._node, timeout_sec=0.05)
                     continue
             answer = self._change.call_async(ChangeState.Request(transition=Transition(id=transition)))
             requested, requested_s = transition, time.monotonic()
-        raise UserError("the policy node did not come up; `specvla doctor` says what to fix")
+        raise UserError(f"the node {self._name} did not come up; `specvla doctor` says what to fix")
 
     def _state(self) -> int:
         """The node's state; 0, unknown, when it does not answer."""

@@ -3,18 +3,20 @@
 
 import shutil
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-
+from specvla_msgs.msg import SimEpisode, VlaAction
 from specvla_ros.evaluation.provenance import head
 from specvla_ros.evaluation.report.simulate import Film, write_simulate_report
+from specvla_ros.evaluation.rerun_recording import RECORDING_FILE
 from specvla_ros.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory
 from specvla_ros.evaluation.simulate_summary import SimulateSummary, summarise_episodes
 from specvla_ros.models.codecs.bins import select_statistics
 from specvla_ros.models.openvla.config import read_config
-from specvla_msgs.msg import SimEpisode, VlaAction
 from specvla_ros.simulation.rollout import EpisodeResult
 
 _RECENT = 20  # actions whose latency and rate are shown
@@ -35,14 +37,16 @@ class DemoRecord:
     Args:
         out: directory of the films and the report; those of an earlier demo are replaced.
         policy: checkpoint directory, for its action statistics.
+        commanded: whether the robot takes motion commands, and not the policy's actions.
     """
 
-    def __init__(self, out: Path, policy: Path) -> None:
+    def __init__(self, out: Path, policy: Path, commanded: bool) -> None:
         self._directory = RunDirectory(out, "demo")
         self._directory.begin()
         self._out = out = self._directory.path
         shutil.rmtree(out / "films", ignore_errors=True)
-        self._policy = policy
+        (out / RECORDING_FILE).unlink(missing_ok=True)
+        self._policy, self._commanded = policy, commanded
         self._statistics = select_statistics(read_config(policy).norm_stats, "")
         (out / "films").mkdir(parents=True, exist_ok=True)
         self.episodes: list[EpisodeResult] = []
@@ -85,7 +89,7 @@ class DemoRecord:
                 seed=episode.seed,
                 instruction=episode.instruction,
                 succeeded=episode.state == SimEpisode.SUCCEEDED,
-                steps=episode.actions,
+                steps=len(self._actions) if self._commanded else episode.actions,
                 time_s=episode.time_s,
                 latency_s=tuple(thinking_s(action) for action in self._actions),
                 roughness=self._roughness(),
@@ -101,13 +105,16 @@ class DemoRecord:
             return 0.0
         return (len(self.recent) - 1) / (self.recent[-1][0] - self.recent[0][0])
 
-    def finish(self, clock: str) -> SimulateSummary:
-        """Writes summary.json and report.html."""
+    def finish(self, context: Mapping[str, Any]) -> SimulateSummary:
+        """Writes summary.json and report.html.
+
+        Args:
+            context: what the demo was; its `settings` are completed here.
+        """
         self._end_film()
-        settings = {"world": "table", "policy": str(self._policy), "clock": clock, "engine": {"mode": "ar"}}
         context = {
-            "settings": settings,
-            "over": "ROS 2 topics, in three processes",
+            **context,
+            "settings": {"world": "table", "policy": str(self._policy), **context["settings"]},
             "latency": "from the image's arrival at the policy to the action's publication",
             **head(),
         }

@@ -147,7 +147,7 @@ class DriverNode(LifecycleNode):
                 pose_timeout_s=chosen.tool_pose_timeout_s,
                 pose_source=chosen.tool_pose_source,
                 start_output=lambda: self._output.start(self._joints),
-                say=self.get_logger().error,
+                say=self._say,
             )
             self._driver.holding = self._holding
         self._gripper.reset()
@@ -237,6 +237,9 @@ class DriverNode(LifecycleNode):
         self._joints = positions
         if self._chosen.tool_pose_source == "joint_states":
             self._kinematics(stamp_s, positions)
+
+    def _say(self, reason: str) -> None:
+        self.get_logger().error(reason)
 
     def _on_bad(self, what: str) -> None:
         self._refusals["bad_state"] += 1

@@ -115,8 +115,11 @@ class TaskNode(Node):
         self._server.destroy()
         there = [switch.name for switch in (self._pause, self._hold) if switch.answered]
         silent = _stop_at_last(there) if running else []
-        if silent:
-            print(f"task: {' and '.join(silent)} did not answer: THE ROBOT MAY STILL MOVE", file=sys.stderr, flush=True)
+        if silent:  # Ctrl-C at a launch file ends everybody at once
+            what = (
+                f"{' and '.join(silent)} did not answer: unless who offers them has ended too, THE ROBOT MAY STILL MOVE"
+            )
+            print(f"task: {what}", file=sys.stderr, flush=True)
         return True
 
     # A goal's life

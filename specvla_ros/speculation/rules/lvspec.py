@@ -15,42 +15,48 @@ if TYPE_CHECKING:
     from specvla_ros.speculation.accept import Acceptance, Verification
 
 
+_WHOLE_BRANCH = 63  # no branch is longer
+_ROUNDING = 1e-9  # 0.58 of 50 tokens is less than 29 in binary
+
+
 @dataclass(frozen=True)
 class LVSpec:
-    """Accepts drafts that depend least on the image, and drafts that the target says a few positions away.
+    """Accepts drafts that depend least on the image, and drafts whose place the target's token takes elsewhere.
 
-    The relevance of a drafted token is the mean of the `top_n` highest cosine similarities between the target's last
-    hidden state at it and those of the image's rows. The share `loose_share` of the drafted tokens with the lowest
-    relevance is taken whatever the target says; the others must be its own choice, or be its choice at most `shift`
-    positions before or after on the same path (position-shift tolerance). The share is one of the tree's nodes, rounded
-    up: with another size of the tree the rule is another.
+    Each branch of the tree, a path from the root to a leaf with K drafted tokens, is judged by itself (appendix E), and
+    the longest of all accepted ones is committed. On a branch a drafted token is accepted if it is the target's own
+    choice; or is among the floor(lambda K) tokens of lowest relevance (eq. 9); or if the target's choice in its place
+    is one of the branch's drafted tokens, before or after (position-shift tolerance, eq. 11). The relevance of a
+    drafted token is the mean of the N highest cosine similarities between the target's last hidden state at it and
+    those of the image's rows (eq. 6 to 8).
 
-    The paper's code is not public; this is a reading of its text. For text, not for actions: a loose action token has
-    no bound.
+    The defaults are the paper's. `shift` bounds how far away the target's choice may stand; the paper has no bound. For
+    text, not for actions: a loose action token has no bound. This is a reading of the text, without the published code.
     """
 
-    loose_share: float = parameter(  # lambda
-        0.3,
-        "LVSpec: share of the drafted tokens, those that depend least on the image, that are accepted as they are.",
+    loose_share: float = parameter(
+        0.7,
+        "LVSpec: share of a branch's drafted tokens, those that depend least on the image, that are accepted as they "
+        "are (lambda).",
         minimum=0.0,
         maximum=1.0,
         writable=True,
         name="lvspec_loose_share",
     )
     top_n: int = parameter(
-        8,
-        "LVSpec: image tokens whose similarity is averaged.",
+        10,
+        "LVSpec: image tokens whose similarity is averaged (N).",
         minimum=1,
         maximum=4096,
         writable=True,
         name="lvspec_top_n",
     )
     shift: int = parameter(
-        1,
-        "LVSpec: positions by which a drafted token may be off.",
+        _WHOLE_BRANCH,
+        "LVSpec: positions within which the target's token may be drafted elsewhere; 0: no position-shift tolerance.",
         unit="tokens",
         minimum=0,
-        maximum=16,
+        maximum=_WHOLE_BRANCH,
         writable=True,
         name="lvspec_shift",
     )
@@ -58,7 +64,7 @@ class LVSpec:
     needs_visual: ClassVar[bool] = True
 
     def accept(self, verification: Verification) -> Acceptance:
-        """Exact, irrelevant and shifted tokens.
+        """Paths all of whose tokens one branch accepts; a path is accepted as a whole or not at all.
 
         Raises:
             ValueError: the verification has no states of the image.
@@ -67,17 +73,21 @@ class LVSpec:
 
         from specvla_ros.speculation.accept import Acceptance, AcceptReason
 
-        trees, exact = verification.trees, verification.exact
-        loose = self._loose(verification)
-        same = trees.tokens[:, None] == verification.comparison.wanted[:, :, None]  # [requests, k, j]
-        later, here = trees.depths[:, :, None], trees.depths[:, None]
-        close = ((later - here).abs() <= self.shift) & (later > 0)
-        shifted = (verification.on_path.to(torch.float32) @ (same & close).to(torch.float32)) > 0  # [requests, e, j]
-        reasons = torch.where(loose, int(AcceptReason.IRRELEVANT), int(AcceptReason.SHIFTED))
-        return Acceptance((exact | loose)[:, None] | shifted, torch.where(exact, int(AcceptReason.EXACT), reasons))
+        trees, exact, on_path = verification.trees, verification.exact, verification.on_path
+        drafted = trees.valid & (trees.parents >= 0)
+        on_branch = _branches(on_path, drafted | (trees.parents < 0)) & drafted[:, None]  # [requests, branch, j]
+        loose = on_branch & self._loose(verification, on_branch)
+        stands = trees.tokens[:, :, None] == verification.comparison.wanted[:, None]  # [requests, k, j]
+        near = (trees.depths[:, :, None] - trees.depths[:, None]).abs() <= self.shift
+        shifted = _count(on_branch, stands & near) > 0 if self.shift else torch.zeros_like(loose)
+        refused = on_branch & ~(exact[:, None] | loose | shifted)
+        whole = on_branch & (_count(refused, on_path.mT) == 0)  # [requests, branch, e]: up to e all are accepted
+        reasons = torch.where(loose.any(dim=1), int(AcceptReason.IRRELEVANT), int(AcceptReason.SHIFTED))
+        mask = whole.any(dim=1)[:, :, None].expand_as(on_path)
+        return Acceptance(mask, torch.where(exact, int(AcceptReason.EXACT), reasons))
 
-    def _loose(self, verification: Verification) -> Tensor:
-        """Bool [requests, n]: among the least relevant; never where the states are not finite."""
+    def _loose(self, verification: Verification, on_branch: Tensor) -> Tensor:
+        """Bool [requests, branch, j]: among the branch's least relevant; never where the states are not finite."""
         import torch
         import torch.nn.functional as F
 
@@ -86,14 +96,30 @@ class LVSpec:
         states, visual = verification.hidden.float(), verification.visual.float()
         similarity = F.normalize(states, dim=-1) @ F.normalize(visual, dim=-1).mT
         relevance = similarity.topk(min(self.top_n, visual.shape[1]), dim=-1).values.mean(dim=-1)
-        trees = verification.trees
-        drafted = trees.valid & (trees.parents >= 0) & relevance.isfinite()
+        known = relevance.isfinite()
         nodes = torch.arange(relevance.shape[1], device=relevance.device)
-        this, other = relevance[:, :, None], relevance[:, None]
-        lower = (other < this) | ((other == this) & (nodes < nodes[:, None]))
-        rank = (lower & drafted[:, None]).sum(dim=2)
-        # In float32, 0.3 of 50 nodes is more than 15.
-        return drafted & (rank < self.loose_share * drafted.sum(dim=1, keepdim=True).to(torch.float64) - 1e-9)
+        other, this = relevance[:, :, None], relevance[:, None]
+        lower = (other < this) | ((other == this) & (nodes[:, None] < nodes))  # [requests, k, j]
+        rank = _count(on_branch, lower & known[:, :, None])
+        share = (self.loose_share * on_branch.sum(dim=2, keepdim=True).to(torch.float64) + _ROUNDING).floor()
+        return known[:, None] & (rank < share)
+
+
+def _branches(on_path: Tensor, sound: Tensor) -> Tensor:
+    """Bool [requests, branch, j]: the nodes of each branch, in the row of its leaf; all other rows are empty.
+
+    Args:
+        on_path: bool [requests, e, j].
+        sound: bool [requests, n], the root and the drafted nodes that may be accepted; a branch ends before another.
+    """
+    reached = _count(on_path, ~sound[:, :, None]).squeeze(2) == 0
+    below = _count(on_path.mT, reached[:, :, None]).squeeze(2)  # the node itself included
+    return on_path & (reached & (below == 1))[:, :, None]
+
+
+def _count(these: Tensor, those: Tensor) -> Tensor:
+    """How many k are in both: bool [requests, i, k] and [requests, k, j] to float32 [requests, i, j]."""
+    return these.float() @ those.float()
 
 
 @rule("lvspec", settings=LVSpec, order=30)

@@ -6,11 +6,14 @@ import json
 import os
 import pty
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import av
+import numpy as np
 import pytest
 from support.gl import needs_gl
 from support.patience import PATIENCE_S, wait_until
@@ -43,28 +46,97 @@ def test_arm_acts_over_topics_and_leaves_a_report_with_films(tmp_path):
 
 
 @needs_gl
-def test_typed_instruction_is_what_the_arm_is_judged_by(tmp_path):
-    command = [*COMMAND, "--out", str(tmp_path), "--task", "put_red", "--policy", str(_sluggish(tmp_path / "policy"))]
+def test_commanded_arm_moves_through_driver_and_guard(tmp_path):
+    run = subprocess.run(
+        [*COMMAND, "--out", str(tmp_path), "--interface", "pose", "--task", "lift_red"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert "guard: passing" in run.stdout and "the arm did" in run.stdout, run.stdout + run.stderr
+    assert "Traceback" not in run.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert run.returncode == (0 if summary["success"]["successes"] else 1)
+    context = summary["context"]
+    assert (context["settings"]["robot"], context["settings"]["interface"]) == ("table", "pose")
+    assert set(context["refused"]) == {"driver", "guard"}
+    assert context["refused"]["guard"]["not_enabled"] >= 1, "nothing goes through before the operator enables it"
+    assert "Driver and guard" in (tmp_path / "report.html").read_text()
+    (path,) = (tmp_path / "films").glob("*.mp4")
+    with av.open(str(path)) as film:
+        first, *_, last = (frame.to_ndarray(format="rgb24").astype(int) for frame in film.decode(video=0))
+    assert np.abs(last - first).max() > 50, "the arm is where it was"
+
+
+@needs_gl
+def test_a_key_stops_the_arm_and_another_clears_the_stop(tmp_path):
+    command = [*COMMAND, "--out", str(tmp_path), "--interface", "pose", "--episodes", "100"]
+    with _terminal(command) as (master, shown, process):
+        wait_until(lambda: "Esc: stop the arm" in shown() and "passing" in shown())
+        os.write(master, b"\x1b")
+        wait_until(lambda: "stopped: stop: " in shown())
+        cleared = len(shown())
+
+        def press_clear():
+            """Again and again, as who stands there does: the guard refuses it until the arm has come to rest."""
+            os.write(master, b"\x12")
+            time.sleep(0.5)
+
+        wait_until(lambda: "passing" in shown()[cleared:], meanwhile=press_clear)
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: "report with films" in shown() and process.poll() is not None)
+        assert "Traceback" not in shown()
+    assert json.loads((tmp_path / "summary.json").read_text())["context"]["refused"]["guard"]["stop"] == 1
+
+
+@contextlib.contextmanager
+def _terminal(command):
+    """A command on a terminal: where keys go, a function that gives all that was shown so far, and its process."""
     master, slave = pty.openpty()
     process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, close_fds=True)
     os.close(slave)
     os.set_blocking(master, False)
-    shown = ""
+    read = []
 
-    def shows(text):
-        nonlocal shown
+    def shown():
         with contextlib.suppress(OSError):
-            shown += os.read(master, 1 << 16).decode(errors="ignore")
-        return text in shown or process.poll() is not None
+            read.append(os.read(master, 1 << 16).decode(errors="ignore"))
+        return "".join(read)
 
-    wait_until(lambda: shows("then Enter: "))
-    os.write(master, b"push the green cube into the white zone")
-    wait_until(lambda: shows("then Enter: push the green cube into the white zone"))
-    wait_until(lambda: shows("actions/s"))
-    os.write(master, b"\n")
-    wait_until(lambda: shows("report with films") and process.poll() is not None)
-    assert process.returncode in (0, 1)
-    os.close(master)
+    try:
+        yield master, shown, process
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+
+
+@pytest.mark.parametrize(
+    ("package", "options", "how"),
+    [
+        ("robosuite", ["--robot", "panda"], "pip install --no-deps robosuite=="),
+        ("rerun", ["--rerun"], "pip install -r requirements/rerun.txt"),
+    ],
+)
+def test_what_is_not_installed_is_named_with_the_command_that_brings_it(tmp_path, package, options, how):
+    code = f"import sys; sys.modules[{package!r}] = None; from specvla_ros.cli.app import main; main()"
+    command = [sys.executable, "-c", code, "demo", "--out", str(tmp_path), *options]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert run.returncode == 2 and "Traceback" not in run.stderr
+    assert how in " ".join(run.stderr.split())
+
+
+@needs_gl
+def test_typed_instruction_is_what_the_arm_is_judged_by(tmp_path):
+    command = [*COMMAND, "--out", str(tmp_path), "--task", "put_red", "--policy", str(_sluggish(tmp_path / "policy"))]
+    with _terminal(command) as (master, shown, process):
+        wait_until(lambda: "then Enter: " in shown())
+        os.write(master, b"push the green cube into the white zone")
+        wait_until(lambda: "then Enter: push the green cube into the white zone" in shown())
+        wait_until(lambda: "actions/s" in shown())
+        os.write(master, b"\n")
+        wait_until(lambda: "report with films" in shown() and process.poll() is not None)
+        assert process.returncode in (0, 1)
     assert set(json.loads((tmp_path / "summary.json").read_text())["tasks"]) == {"push_green"}
 
 

@@ -86,8 +86,8 @@ def test_lost_answers_do_not_matter(watcher: Node, lost: int) -> None:
 def test_a_refusal_whose_answer_is_lost_is_asked_for_again(watcher: Node) -> None:
     served = Served(watcher.context, lost=1, refuses=True)
     try:
-        with pytest.raises(UserError, match="refused to start"):
-            LifecycleClient(watcher, "/served").activate(lambda: True, PATIENCE_S)
+        with pytest.raises(UserError, match="the node served refused to start; its log says why"):
+            LifecycleClient(watcher, "/served", "its log says why").activate(lambda: True, PATIENCE_S)
     finally:
         served.close()
     assert served.asked == [Transition.TRANSITION_CONFIGURE] * 2

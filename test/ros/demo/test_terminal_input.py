@@ -7,7 +7,7 @@ import termios
 
 import pytest
 
-from specvla_ros.ros.demo.run import TypedLine
+from specvla_ros.ros.demo.terminal import CLEAR_KEY, STOP_KEY, TypedLine
 
 
 @pytest.fixture
@@ -30,6 +30,15 @@ def test_keys_become_lines(terminal):
         os.write(master, b"\x15  \n")
         assert typed.poll() is None and typed.text == ""
     assert termios.tcgetattr(slave) == before
+
+
+def test_keys_that_stop_the_arm_are_no_text_and_none_gets_lost(terminal):
+    master, _ = terminal
+    with TypedLine() as typed:
+        os.write(master, b"lift\x1b the\x12 red cube\n\x1b")  # also those that come with, or after, an Enter
+        assert typed.poll() == "lift the red cube" and typed.text == ""
+        assert typed.take_pressed() == STOP_KEY + CLEAR_KEY + STOP_KEY
+        assert typed.take_pressed() == ""
 
 
 def test_terminal_is_given_back_after_an_error(terminal):

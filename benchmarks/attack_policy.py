@@ -1,0 +1,529 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A running policy under hostile images, instructions, clocks, and starvation, over real DDS.
+
+A case is right where the message is refused or answered as it says, and a good image is answered after it. An action
+of a picture that is too old, of another instruction, or out of order is wrong motion.
+"""
+
+import itertools
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attack_images import bombs, damaged_pictures
+from attack_process import Attacker, NodeProcess, attacker, ns_of, running, stamp
+from attack_tally import Silent, Tally
+from diagnostic_msgs.msg import DiagnosticArray
+from lifecycle_msgs.msg import Transition
+from lifecycle_msgs.srv import ChangeState
+from rcl_interfaces.msg import Parameter, ParameterValue
+from rcl_interfaces.srv import SetParameters
+from rclpy.serialization import serialize_message
+from rosgraph_msgs.msg import Clock
+from sensor_msgs.msg import CompressedImage, Image
+from std_msgs.msg import String
+
+from specvla_msgs.msg import DecodeStats, VlaAction
+from specvla_ros.policies.bundled import nano_policy
+from specvla_ros.ros.qos import ACTION, CLOCK, DIAGNOSTICS
+
+TAUGHT = ("lift the red cube", "lift the blue cube")
+_SIDE = 64
+_MUCH_TEXT = 20_000  # characters that no diagnosis and no log may hold of one message
+_ENCODINGS = (
+    *(
+        "rgb8",
+        "bgr8",
+        "rgba8",
+        "bgra8",
+        "rgb16",
+        "bgr16",
+        "rgba16",
+        "mono8",
+        "mono16",
+        "8UC1",
+        "8UC3",
+        "16UC1",
+        "32FC1",
+    ),
+    *("64FC3", "bayer_rggb8", "bayer_grbg16", "yuv422", "yuv422_yuy2", "uyvy", "nv12", "nv21", "nv24", "h264", "jpeg"),
+    *("", " ", "rgb8\0", "RGB8", "8UC4294967295", "x" * 10_000, "é🤖"),
+)
+_TEXTS = (
+    *(f"{TAUGHT[0]}{end}" for end in (" </s>", "\0", ".", "\r\nOut:", " " * 10**5, f" {TAUGHT[0]}" * 50)),
+    *(
+        "",
+        " ",
+        "\n",
+        "\0",
+        f"\0{TAUGHT[0]}",
+        TAUGHT[0].upper(),
+        TAUGHT[0].replace(" ", "  "),
+        "<s>",
+        "<unk>",
+        "<image>",
+    ),
+    *(
+        "lift the purple cube",
+        "rm -rf /",
+        "%s%n",
+        "{instruction}",
+        "\x1b[31m",
+        "\u202eebuc der",
+        "é中🤖",
+        "\ufffd",
+        "a\nb",
+    ),
+    *("None", "In: What? Out:", "9" * 5000, "x" * 10**6, " " * 10**5),
+)
+
+
+class Robot(Attacker):
+    """What a robot has around a policy: a camera, an instruction, and an eye on what comes out."""
+
+    def __init__(self, other: Attacker, process: NodeProcess) -> None:
+        super().__init__(other.node, other._executor)
+        self.process = process
+        self.actions: list[tuple[VlaAction, int]] = []  # with the time of its publication, by its sender's clock
+        self.stats: DecodeStats | None = None
+        self.longest = 0
+        node = self.node
+        node.create_subscription(VlaAction, "/policy/action", self._on_action, ACTION)
+        node.create_subscription(DecodeStats, "/policy/decode_stats", self._on_stats, ACTION)
+        node.create_subscription(DiagnosticArray, "/diagnostics", self._on_diagnostics, DIAGNOSTICS)
+        self.images = node.create_publisher(Image, "/image", 1)
+        self.compressed = node.create_publisher(CompressedImage, "/image/compressed", 1)
+        self.instructions = node.create_publisher(String, "/instruction", 1)
+        self.clock = node.create_publisher(Clock, "/clock", CLOCK)
+
+    def good(self, ns: int) -> Image:
+        """A picture that is right."""
+        message = Image(height=_SIDE, width=_SIDE, encoding="rgb8", step=3 * _SIDE, data=bytes(3 * _SIDE * _SIDE))
+        message.header.stamp = stamp(ns)
+        return message
+
+    def answered(self, ns: int) -> VlaAction | None:
+        """The action of a picture."""
+        return next((each for each, _ in reversed(self.actions) if ns_of(each.header.stamp) == ns), None)
+
+    def act(self, *, tries: int = 100, now_ns: Callable[[], int] = time.time_ns) -> VlaAction:
+        """The action of a good picture, one of some that are sent.
+
+        Raises:
+            RuntimeError: none comes.
+        """
+        first = now_ns()
+        for _ in range(tries):
+            self.images.publish(self.good(now_ns()))
+            if self.until(lambda: self.actions and ns_of(self.actions[-1][0].header.stamp) >= first, 0.3):
+                return self.actions[-1][0]
+        raise RuntimeError(f"no action any more: {self.process.new_output()[-400:]}")
+
+    @property
+    def drops(self) -> int:
+        """Frames dropped since activation, as of the newest action."""
+        return sum(self.stats.drop_counts) if self.stats is not None else 0
+
+    def instruct(self, text: str) -> None:
+        """Gives a taught instruction, and waits for an action of it."""
+
+        def follows() -> bool:
+            self.instructions.publish(String(data=text))
+            return self.act().instruction == text
+
+        if not self.until(follows):
+            raise RuntimeError(f"'{text}' is not followed")
+
+    def _on_action(self, message: VlaAction, info: Any) -> None:
+        self.actions.append((message, info["source_timestamp"]))
+
+    def _on_stats(self, message: DecodeStats) -> None:
+        self.stats = message
+
+    def _on_diagnostics(self, message: DiagnosticArray) -> None:
+        texts = [
+            text for status in message.status for text in (status.message, *(pair.value for pair in status.values))
+        ]
+        self.longest = max(self.longest, *(len(text) for text in texts), 0)
+
+
+@contextmanager
+def policy(scratch: Path, domain: int, *, active: bool = True, **parameters: object) -> Iterator[Robot]:
+    """The nano policy as a process, and the robot around it."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    fake = scratch / "bin"
+    fake.mkdir(exist_ok=True)
+    (fake / "gs").write_text(f"#!/bin/sh\ntouch {fake / 'started'}\n")  # whoever opens EPS starts it
+    (fake / "gs").chmod(0o755)
+    chosen = {
+        "checkpoint": nano_policy(),
+        "device": "cpu",
+        "instruction": TAUGHT[0],
+        "max_image_age_s": 5.0,
+        **parameters,
+    }
+    with attacker(domain) as user:
+        path = {"PATH": f"{fake}:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+        names = {key.replace("__", "."): value for key, value in chosen.items()}
+        process = NodeProcess("policy", scratch / "policy.log", names, environment=path)
+        with running(process):
+            robot = Robot(user, process)
+            if active:
+                robot.activate("policy")
+            yield robot
+
+
+def attack_live_images(scratch: Path, domain: int, *, limit: int | None = None, seed: int = 0) -> Tally:
+    """Images and compressed images of every wrong kind, and bytes that are none.
+
+    Args:
+        scratch: directory for files.
+        domain: of DDS.
+        limit: number of cases, drawn at random; None: all.
+        seed: of the drawing and the damage.
+    """
+    rng = random.Random(seed)
+    cases = [*_wrong_images(), *_encodings(), *_wrong_stamps(), *_pictures(seed), *_bytes_of_images(rng)]
+    if limit is not None:
+        cases = rng.sample(cases, min(limit, len(cases)))
+    with policy(scratch, domain) as robot:
+        robot.act()
+        tally = Tally(pid=str(robot.process.pid))
+        for name, topic, message, may in cases:
+            tally.judge(name, partial(_one_image, robot, scratch / "bin" / "started", topic, message, may))
+    return tally
+
+
+def _one_image(robot: Robot, started: Path, topic: str, message: Any, may_be_answered: bool) -> str:
+    publisher = robot.compressed if topic == "compressed" else robot.images
+    before, ns = robot.drops, None
+    if not isinstance(message, bytes):
+        if message.header.stamp == stamp(0) and message.header.frame_id != "stamp":
+            message.header.stamp = stamp(time.time_ns())
+        ns = message.header.stamp
+    publisher.publish(message)
+    robot.spin(0.1)
+    robot.act()
+    robot.process.check()
+    if started.exists():
+        raise Silent("a program of the PATH was started")
+    wrong = ns is not None and any(action.header.stamp == ns for action, _ in robot.actions[-20:])
+    del robot.actions[:-20]
+    if wrong and not may_be_answered:
+        raise Silent("it was answered")
+    return "answered" if wrong else "refused" if robot.drops > before else "passed over"
+
+
+def _wrong_images() -> Iterator[tuple[str, str, Any, bool]]:
+    full = 3 * _SIDE * _SIDE
+    sizes = (0, 1, _SIDE, 4000, 2**31, 2**32 - 1)
+    for height, width, step in itertools.product(sizes, sizes, (0, 1, 3 * _SIDE, 2**32 - 1)):
+        for data in (0, 1, full):
+            right = data >= full and height == width == _SIDE and step == 3 * _SIDE
+            fits = right or (width and height and 3 * width <= step and step * height == data)
+            image = Image(height=height, width=width, step=step, encoding="rgb8", data=bytes(data))
+            yield f"{height} x {width}, step {step}, {data} bytes", "raw", image, bool(fits)
+
+
+def _encodings() -> Iterator[tuple[str, str, Any, bool]]:
+    for encoding in _ENCODINGS:
+        for factor in (0.5, 1, 2, 3, 4, 6, 8, 12, 24):
+            step = int(_SIDE * factor)
+            image = Image(height=_SIDE, width=_SIDE, step=step, encoding=encoding, data=b"\x7f" * (step * _SIDE))
+            yield f"{encoding:.20} with {factor} bytes a pixel", "raw", image, True
+
+
+def _wrong_stamps() -> Iterator[tuple[str, str, Any, bool]]:
+    for sec, nanosec in itertools.product((-(2**31), -1, 0, 1, 1_600_000_000, 2**31 - 1), (0, 10**9, 2**32 - 1)):
+        image = Image(height=_SIDE, width=_SIDE, step=3 * _SIDE, encoding="rgb8", data=bytes(3 * _SIDE * _SIDE))
+        image.header.stamp.sec, image.header.stamp.nanosec, image.header.frame_id = sec, nanosec, "stamp"
+        yield f"stamp {sec} s {nanosec} ns", "raw", image, False
+    for offset_s in (-3600, -6, 0.5, 60, 10**6):
+        image = Image(height=_SIDE, width=_SIDE, step=3 * _SIDE, encoding="rgb8", data=bytes(3 * _SIDE * _SIDE))
+        image.header.stamp, image.header.frame_id = stamp(time.time_ns() + int(offset_s * 10**9)), "stamp"
+        yield f"stamp {offset_s} s from now", "raw", image, offset_s == 0.5
+
+
+def _pictures(seed: int) -> Iterator[tuple[str, str, Any, bool]]:
+    for name, form, content in (*damaged_pictures(120, seed), next(bombs())):
+        yield name, "compressed", CompressedImage(format=form.lower(), data=content), True
+    rng = np.random.default_rng(seed)
+    for form in ("", "jpeg", "png", "h264", "x" * 10_000, "rgb8; jpeg compressed bgr8"):
+        for size in (0, 1, 100, 100_000):
+            content = rng.integers(0, 256, size, np.uint8).tobytes()
+            yield f"{size} random bytes as {form:.20}", "compressed", CompressedImage(format=form, data=content), False
+
+
+def _bytes_of_images(rng: random.Random) -> Iterator[tuple[str, str, bytes, bool]]:
+    image = Image(height=8, width=8, step=24, encoding="rgb8", data=bytes(192))
+    whole = serialize_message(image)
+    yield from ((f"cut at {at}", "raw", whole[:at], True) for at in range(4, len(whole), 9))
+    for at in range(0, 44, 4):  # the head, and the lengths in it
+        for value in (b"\xff\xff\xff\xff", b"\0\0\0\x80", b"\xff\xff\xff\x7f", b"\0\0\0\0"):
+            yield f"{value.hex()} at {at}", "raw", whole[:at] + value + whole[at + 4 :], True
+    yield from ((f"{size} random bytes", "raw", b"\0\1\0\0" + rng.randbytes(size), True) for size in (1, 7, 40, 1000))
+
+
+def attack_instructions(scratch: Path, domain: int, *, limit: int | None = None, seed: int = 0) -> Tally:
+    """Instructions that nobody taught, that are none, or that come in floods; arguments as of `attack_live_images`."""
+    texts = [*_TEXTS] if limit is None else random.Random(seed).sample(_TEXTS, min(limit, len(_TEXTS)))
+    whole = serialize_message(String(data=TAUGHT[1]))
+    broken = [whole[:at] for at in (4, 6, 8, 12)] + [whole[:4] + size + whole[8:] for size in (b"\xff" * 4, b"\0" * 4)]
+    broken += [whole[:8] + bytes([255, 254, 128, 0]) + whole[12:]]
+    with policy(scratch, domain, diagnostics_period_s=0.2) as robot:
+        robot.act()
+        tally = Tally(pid=str(robot.process.pid))
+        for text in texts:
+            tally.judge(f"{text!r:.40}, {len(text)} characters", partial(_one_instruction, robot, text))
+        for raw in broken:
+            tally.judge(f"bytes {raw.hex():.40}", partial(_one_instruction, robot, raw))
+        for count in (200, 1000):
+            tally.judge(f"{count} changes", partial(_toggle, robot, count))
+    return tally
+
+
+def _one_instruction(robot: Robot, text: str | bytes) -> str:
+    robot.instruct(TAUGHT[0])
+    robot.longest = 0
+    robot.instructions.publish(text if isinstance(text, bytes) else String(data=text))
+    robot.spin(0.3)
+    ns, before = time.time_ns(), robot.drops
+    robot.images.publish(robot.good(ns))
+    robot.spin(0.5)
+    action = robot.answered(ns)
+    if action is not None and isinstance(text, str) and action.instruction != text:
+        raise Silent(f"it still follows '{action.instruction:.40}'")
+    robot.instruct(TAUGHT[1])
+    said = robot.process.check()
+    if len(said) > _MUCH_TEXT or robot.longest > _MUCH_TEXT:
+        raise Silent(f"{len(said)} characters of log, {robot.longest} of a diagnosis")
+    return "followed" if action is not None else "refused" if robot.drops > before else "passed over"
+
+
+def _toggle(robot: Robot, count: int) -> str:
+    """Each epoch has one instruction, and the last one stands."""
+    robot.actions.clear()
+    for number in range(count):
+        robot.instructions.publish(String(data=TAUGHT[number % 2]))
+        robot.images.publish(robot.good(time.time_ns()))
+        robot.spin(0.005)
+    last = TAUGHT[(count - 1) % 2]
+    if not robot.until(lambda: robot.act().instruction == last):
+        raise Silent(f"after {count} changes it does not follow the last one")
+    if robot.act().instruction != last:
+        raise Silent("it fell back to an earlier one")
+    robot.process.check()
+    _check_order([action for action, _ in robot.actions])
+    return "followed"
+
+
+def _check_order(actions: list[VlaAction]) -> None:
+    """One instruction for an epoch, epochs and numbers in order; stamps too within an epoch."""
+    meant: dict[int, str] = {}
+    for before, after in itertools.pairwise(actions):
+        if after.epoch < before.epoch or after.seq <= before.seq:
+            raise Silent(f"epoch {after.epoch}, number {after.seq} after {before.epoch}, {before.seq}")
+        if after.epoch == before.epoch and ns_of(after.header.stamp) <= ns_of(before.header.stamp):
+            raise Silent("a picture was answered after a newer one")
+    for action in actions:
+        if meant.setdefault(action.epoch, action.instruction) != action.instruction:
+            raise Silent(f"epoch {action.epoch} follows two instructions")
+
+
+def attack_clocks(scratch: Path, domain: int, *, limit: int | None = None, seed: int = 0) -> Tally:
+    """Simulated clocks that jump, stand still, crawl, run and wander; arguments as of `attack_live_images`."""
+    jumps_s = (5.0, 50.0, 1e6, -0.5, -1.0, -60.0, 1.5, 0.0)
+    limit_s = 1.0
+    rng = random.Random(seed)
+    with policy(scratch, domain, use_sim_time=True, max_image_age_s=limit_s, max_future_s=0.1) as robot:
+        world = _World(robot)
+        robot.until(lambda: world.step(0.02) or robot.actions, 30.0)
+        tally = Tally(pid=str(robot.process.pid))
+        for jump_s in [*jumps_s, *jumps_s][:limit]:
+            tally.judge(f"a jump by {jump_s:g} s", partial(_jump, world, jump_s, limit_s))
+        for factor in (0.1, 10.0):
+            tally.judge(f"{factor:g} times as fast", partial(_run_clock, world, partial(float, 0.02 * factor), limit_s))
+        for _ in range(3):
+            tally.judge("a clock that wanders", partial(_run_clock, world, lambda: rng.gauss(0.02, 0.5), limit_s))
+    return tally
+
+
+class _World:
+    """A simulated clock and a camera on it."""
+
+    def __init__(self, robot: Robot) -> None:
+        self.robot, self.now_ns = robot, 1_000 * 10**9
+        self.history: list[tuple[int, int]] = []  # real and simulated nanoseconds
+
+    def step(self, seconds: float, *, image: bool = True) -> None:
+        """The clock goes on, by what it likes."""
+        self.now_ns = max(0, self.now_ns + int(seconds * 1e9))
+        self.robot.clock.publish(Clock(clock=stamp(self.now_ns)))
+        self.history.append((time.time_ns(), self.now_ns))
+        if image:
+            self.robot.images.publish(self.robot.good(self.now_ns))
+        self.robot.spin(0.02)
+
+    def check(self, limit_s: float) -> None:
+        """No action was too old when it left, by its own word and by every clock that was set around that time."""
+        for action, sent_ns in self.robot.actions:
+            if not -0.2 <= action.latency_s <= limit_s:
+                raise Silent(f"an action {action.latency_s:.2f} s old")
+            clocks = [ns for real_ns, ns in self.history if sent_ns - 10**9 <= real_ns <= sent_ns]
+            age_s = min((ns - ns_of(action.header.stamp)) * 1e-9 for ns in clocks) if clocks else 0.0
+            if age_s > limit_s:
+                raise Silent(f"an action {age_s:.2f} s old by every clock of the second before it left")
+
+
+def _jump(world: _World, seconds: float, limit_s: float) -> str:
+    robot = world.robot
+    robot.actions.clear()
+    for _ in range(15):
+        world.step(0.02)
+    world.step(seconds)
+    robot.until(lambda: world.step(0.02) or len(robot.actions) > 20, 10.0)
+    world.check(limit_s)
+    robot.process.check()
+    if not any(ns_of(action.header.stamp) >= world.now_ns - 10**9 for action, _ in robot.actions):
+        raise Silent("no action after the jump")
+    return "goes on"
+
+
+def _run_clock(world: _World, step_s: Callable[[], float], limit_s: float) -> str:
+    robot = world.robot
+    robot.actions.clear()
+    end_s = time.monotonic() + 6.0
+    while time.monotonic() < end_s:
+        world.step(step_s())
+    world.check(limit_s)
+    robot.actions.clear()
+    if not robot.until(lambda: world.step(0.02) or robot.actions, 20.0):
+        raise RuntimeError("no action any more")
+    robot.process.check()
+    return "goes on"
+
+
+def attack_starved(scratch: Path, domain: int, *, limit: int | None = None, seed: int = 0) -> Tally:
+    """SIGSTOP and SIGCONT, and a process that gets a tenth of its time; arguments as of `attack_live_images`."""
+    limit_s, rng = 0.5, random.Random(seed)
+    tally = Tally(slow_s=40.0)
+    modes = ("ar", "spec", "pipeline", "specpipe")
+    for mode in modes:
+        rounds = 3 if limit is None else max(1, limit // len(modes))
+        with policy(scratch / mode, domain, decode__mode=mode, draft__temporal=True, max_image_age_s=limit_s) as robot:
+            robot.act()
+            tally.pid = str(robot.process.pid)
+            for _ in range(rounds):
+                tally.judge(f"{mode}: stopped for 1.5 s", partial(_stop, robot, rng.uniform(0.0, 0.3), limit_s))
+            tally.judge(f"{mode}: a tenth of the time", partial(_starve, robot, limit_s))
+        domain += 1
+    return tally
+
+
+def _stop(robot: Robot, after_s: float, limit_s: float) -> str:
+    robot.actions.clear()
+    _film(robot, 0.3 + after_s)
+    robot.process.send(signal.SIGSTOP)
+    _film(robot, 1.5)
+    robot.process.send(signal.SIGCONT)
+    _film(robot, 1.5)
+    return _check_ages(robot, limit_s)
+
+
+def _starve(robot: Robot, limit_s: float) -> str:
+    robot.actions.clear()
+    end_s = time.monotonic() + 6.0
+    while time.monotonic() < end_s:
+        robot.process.send(signal.SIGSTOP)
+        _film(robot, 0.27)
+        robot.process.send(signal.SIGCONT)
+        _film(robot, 0.03)
+    return _check_ages(robot, limit_s)
+
+
+def _film(robot: Robot, seconds: float) -> None:
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        robot.images.publish(robot.good(time.time_ns()))
+        robot.spin(0.03)
+
+
+def _check_ages(robot: Robot, limit_s: float) -> str:
+    """By the sender's own clock when it left, which neither its word nor this process's pace has a part in."""
+    robot.act()
+    ages_s = [(sent_ns - ns_of(action.header.stamp)) * 1e-9 for action, sent_ns in robot.actions]
+    if max(ages_s) > limit_s + 0.05:
+        raise Silent(f"an action {max(ages_s):.2f} s old, and the limit is {limit_s:g} s")
+    _check_order([action for action, _ in robot.actions])
+    robot.process.check()
+    return "nothing old"
+
+
+def attack_configuring(scratch: Path, domain: int, *, limit: int | None = None, seed: int = 0) -> Tally:
+    """Parameters that are set while configure loads: what was answered `successful` holds afterwards."""
+    changes: list[tuple[str, Any]] = [
+        ("acceptance.rule", "bin_distance"),
+        ("acceptance.rule", "fly"),
+        ("decode.mode", "spec"),
+        ("decode.mode", "pipeline"),
+        ("max_image_age_s", 0.001),
+        ("instruction", TAUGHT[1]),
+        ("device", "cuda:7"),
+        ("draft.nodes", 3),
+    ]
+    tally = Tally(slow_s=60.0)
+    wait_s = random.Random(seed)
+    with policy(scratch, domain, active=False, decode__mode="spec", draft__temporal=True) as robot:
+        tally.pid = str(robot.process.pid)
+        for name, value in changes[:limit]:
+            tally.judge(f"{name} = {value}", partial(_change_meanwhile, robot, name, value, wait_s.uniform(0.0, 1.5)))
+    return tally
+
+
+def _change_meanwhile(robot: Robot, name: str, value: Any, after_s: float) -> str:
+    request = ChangeState.Request()
+    request.transition.id = Transition.TRANSITION_CONFIGURE
+    configured = robot.ask(ChangeState, "/policy/change_state", request)
+    robot.spin(after_s)
+    taken = _set(robot, name, value)
+    if not robot.until(configured.done, 180.0) or not configured.result().success:
+        raise RuntimeError(f"not configured: {robot.process.new_output()[-300:]}")
+    robot.change("policy", Transition.TRANSITION_ACTIVATE)
+    in_force: dict[str, Callable[[], object]] = {
+        "acceptance.rule": lambda: robot.stats is not None and robot.stats.acceptance,
+        "decode.mode": lambda: robot.stats is not None and robot.stats.mode,
+        "instruction": lambda: robot.actions[-1][0].instruction,
+    }
+    if name == "max_image_age_s" and taken:
+        robot.images.publish(robot.good(time.time_ns() - 10**8))
+        robot.spin(1.0)
+        if robot.actions:
+            raise Silent("the limit that was taken does not hold")
+    else:
+        robot.act()
+        robot.until(lambda: robot.stats is not None and robot.stats.seq == robot.actions[-1][0].seq)
+        if name in in_force and taken and in_force[name]() != value:
+            raise Silent(f"it was taken, and {in_force[name]()} is in force")
+    robot.process.check()
+    back = {"acceptance.rule": "strict", "decode.mode": "spec", "max_image_age_s": 5.0}
+    robot.change("policy", Transition.TRANSITION_DEACTIVATE)
+    robot.change("policy", Transition.TRANSITION_CLEANUP)
+    if name in back:
+        _set(robot, name, back[name])
+    robot.actions.clear()
+    robot.stats = None
+    return "taken, and in force" if taken else "refused"
+
+
+def _set(robot: Robot, name: str, value: Any) -> bool:
+    fields = {int: ("integer_value", 2), float: ("double_value", 3), str: ("string_value", 4)}
+    field, kind = fields[type(value)]
+    parameter = Parameter(name=name, value=ParameterValue(type=kind, **{field: value}))
+    answer = robot.call(SetParameters, "/policy/set_parameters", SetParameters.Request(parameters=[parameter]))
+    return bool(answer.results[0].successful)
