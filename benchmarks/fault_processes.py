@@ -35,7 +35,7 @@ from trajectory_msgs.msg import JointTrajectory
 from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.errors import UserError
 from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.ros.demo.processes import LifecycleClient, NodeProcess, start_node, stop_node
+from specvla_ros.ros.demo.processes import LifecycleClient, NodeProcesses
 from specvla_ros.ros.qos import CLOCK, COMMAND, DIAGNOSTICS, LATCHED_STATE, STATE
 from specvla_ros.settings.parameter import values_of
 from specvla_ros.settings.profiles import write_parameters
@@ -187,21 +187,21 @@ def real_round(fault: str, output: str, seed: int) -> dict[str, Any]:
     settings, chosen = guard_settings(TABLE_ARM, output, SPEED), _ALL[fault]
     with TemporaryDirectory() as folder, _black_box_folder(Path(folder), chosen.how) as box:
         rclpy.init(args=[])
-        watch, processes = _Watch(output), dict[str, NodeProcess]()
+        watch = _Watch(output)
         try:
-            _start(processes, settings, seed, Path(folder), box)
-            for name in ("policy", "driver"):
-                LifecycleClient(watch.node, f"/{name}").activate(partial(_runs, processes[name]), _UP_S)
-            if not watch.until(watch.moves, _MOVES_S):
-                return head | {"problem": "the arm never moved"}
-            watch.spin(random.Random(seed).uniform(0.0, _WHILE_S))
-            watch.until(watch.moves, _MOVES_S)
-            began_s, ended_s, cleared = _do(chosen, watch, processes)
+            with NodeProcesses() as nodes, _operator() as operator:
+                _start(nodes, settings, seed, Path(folder), box)
+                for name in ("policy", "driver"):
+                    LifecycleClient(watch.node, f"/{name}").activate(partial(_runs, nodes, name), _UP_S)
+                if not watch.until(watch.moves, _MOVES_S):
+                    return head | {"problem": "the arm never moved"}
+                watch.spin(random.Random(seed).uniform(0.0, _WHILE_S))
+                watch.until(watch.moves, _MOVES_S)
+                signal_to = operator.send_signal if chosen.who == "operator" else partial(nodes.send, chosen.who)
+                began_s, ended_s, cleared = _do(chosen, watch, signal_to)
         except UserError as error:
             return head | {"problem": str(error)}
         finally:
-            for process in processes.values():
-                stop_node(process)
             watch.close()
             rclpy.try_shutdown()
         record = read_motion_record(Path(folder, "record"))
@@ -210,8 +210,20 @@ def real_round(fault: str, output: str, seed: int) -> dict[str, Any]:
     return head | found | {"cleared": cleared, "black_box": files}
 
 
-def _runs(process: NodeProcess) -> bool:
-    return process.poll() is None
+def _runs(nodes: NodeProcesses, name: str) -> bool:
+    return nodes.exit_code(name) is None
+
+
+@contextmanager
+def _operator() -> Iterator[subprocess.Popen[bytes]]:
+    """A hand on the dead-man's switch."""
+    hand = [sys.executable, str(Path(__file__).with_name("guard_stop.py")), "--play", "operator"]
+    process = subprocess.Popen(hand)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 @contextmanager
@@ -229,7 +241,7 @@ def _black_box_folder(folder: Path, how: str) -> Iterator[Path]:
         subprocess.run(["umount", str(box)], check=True)
 
 
-def _start(processes: dict[str, NodeProcess], settings: GuardSettings, seed: int, folder: Path, box: Path) -> None:
+def _start(nodes: NodeProcesses, settings: GuardSettings, seed: int, folder: Path, box: Path) -> None:
     output, (_, name) = settings.output, _KINDS[settings.output]
     clock, motion = {"use_sim_time": True}, values_of(settings)
     shared = {key: motion[key] for key in motion if key.startswith("limits.") or key in ("output", "base_frame")}
@@ -246,25 +258,23 @@ def _start(processes: dict[str, NodeProcess], settings: GuardSettings, seed: int
         "guard": clock | motion | {"black_box_dir": str(box)},
         "sim_robot": {"command": output, "episodes": 0, "seed": seed, "record": str(folder / "record")},
     }
-    inputs = ("action:=/policy/action", "tool_pose:=/sim_robot/tool_pose")
-    remaps: dict[str, tuple[str, ...]] = {
-        "policy": (f"image:={_CAMERA}", f"image/compressed:={_CAMERA}/compressed"),
-        "driver": (*inputs, "guard_passing:=/guard/passing"),
-        "guard": (*inputs, f"command/{name}:=/driver/{name}", "command/gripper:=/driver/gripper"),
-        "sim_robot": tuple(f"/sim_robot/command/{each}:=/guard/{each}" for each in (name, "gripper")),
+    inputs = [("action", "/policy/action"), ("tool_pose", "/sim_robot/tool_pose")]
+    remaps: dict[str, list[tuple[str, str]]] = {
+        "policy": [("image", _CAMERA), ("image/compressed", f"{_CAMERA}/compressed")],
+        "driver": [*inputs, ("guard_passing", "/guard/passing")],
+        "guard": [*inputs, *((f"command/{each}", f"/driver/{each}") for each in (name, "gripper"))],
+        "sim_robot": [(f"/sim_robot/command/{each}", f"/guard/{each}") for each in (name, "gripper")],
     }
     for node, values in parameters.items():
         write_parameters(folder / f"{node}.yaml", values)
-        processes[node] = start_node(node, params_file=folder / f"{node}.yaml", remaps=remaps[node])
-    hand = [sys.executable, str(Path(__file__).with_name("guard_stop.py")), "--play", "operator"]
-    processes["operator"] = subprocess.Popen(hand)
+        nodes.start(f"{node}.node", params_file=folder / f"{node}.yaml", remaps=remaps[node])
 
 
-def _do(fault: _RealFault, watch: _Watch, processes: dict[str, NodeProcess]) -> tuple[float, float, bool]:
+def _do(fault: _RealFault, watch: _Watch, signal_to: Callable[[signal.Signals], None]) -> tuple[float, float, bool]:
     """The fault; when on /clock it began and ended, and whether a stop had to be cleared."""
     began_s, end_twin = watch.now_s, lambda: None
     if fault.who:
-        processes[fault.who].send_signal(signal.Signals[fault.how])
+        signal_to(signal.Signals[fault.how])
     elif fault.how == "twin":
         end_twin = watch.repeat_commands()
     else:
@@ -272,7 +282,7 @@ def _do(fault: _RealFault, watch: _Watch, processes: dict[str, NodeProcess]) -> 
     watch.spin(_WHILE_S)
     end_twin()
     if fault.how == "SIGSTOP":
-        processes[fault.who].send_signal(signal.SIGCONT)
+        signal_to(signal.SIGCONT)
     ended_s, cleared = watch.now_s, False
     watch.spin(1.0)
     if fault.how in ("stop", "disk"):
