@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from harness import Out, Seed, Work, Workers, finish, result_head, show_progress
+from harness import Out, Seed, Work, Workers, finish, of_weights, result_head, show_progress
 from results_page import RESULTS
 
 from specvla_ros.engine.settings import EngineSettings
@@ -80,12 +80,16 @@ def main(
     nano = SimulateSettings(nano_policy())
     writer = SimulateSettings(text_policy, engine=EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
     text_plan = replace(plan, episodes=max(1, episodes // 3))
-    result = result_head(context, policy=nano_policy()) | {
-        "tolerance": {"metres": METRES, "radians": RADIANS},
-        "nano": _rows(sweep(nano, nano_settings(), plan, work / "nano", show_progress)),
-        "text_policy": {key: card[key] for key in ("command", "longest_answer", "held_out_token_accuracy")},
-        "text": _rows(sweep(writer, text_settings(), text_plan, work / "text", show_progress)),
-    }
+    result = (
+        result_head(context)
+        | of_weights(nano_policy())
+        | {
+            "tolerance": {"metres": METRES, "radians": RADIANS},
+            "nano": _rows(sweep(nano, nano_settings(), plan, work / "nano", show_progress)),
+            "text_policy": {key: card[key] for key in ("command", "longest_answer", "held_out_token_accuracy")},
+            "text": _rows(sweep(writer, text_settings(), text_plan, work / "text", show_progress)),
+        }
+    )
     finish(result, out)
 
 

@@ -343,7 +343,7 @@ def attack_clocks(scratch: Path, domain: int, *, limit: int | None = None, seed:
     rng = random.Random(seed)
     with policy(scratch, domain, use_sim_time=True, max_image_age_s=limit_s, max_future_s=0.1) as robot:
         world = _World(robot)
-        robot.until(lambda: world.step(0.02) or robot.actions, 30.0)
+        world.step_until(lambda: bool(robot.actions), 30.0)
         tally = Tally(pid=str(robot.process.pid))
         for jump_s in [*jumps_s, *jumps_s][:limit]:
             tally.judge(f"a jump by {jump_s:g} s", partial(_jump, world, jump_s, limit_s))
@@ -370,6 +370,13 @@ class _World:
             self.robot.images.publish(self.robot.good(self.now_ns))
         self.robot.spin(0.02)
 
+    def step_until(self, happened: Callable[[], bool], timeout_s: float) -> bool:
+        """The clock goes on at its own pace until something has happened; whether it has."""
+        end_s = time.monotonic() + timeout_s
+        while not happened() and time.monotonic() < end_s:
+            self.step(0.02)
+        return happened()
+
     def check(self, limit_s: float) -> None:
         """No action was too old when it left, by its own word and by every clock that was set around that time."""
         for action, sent_ns in self.robot.actions:
@@ -387,7 +394,7 @@ def _jump(world: _World, seconds: float, limit_s: float) -> str:
     for _ in range(15):
         world.step(0.02)
     world.step(seconds)
-    robot.until(lambda: world.step(0.02) or len(robot.actions) > 20, 10.0)
+    world.step_until(lambda: len(robot.actions) > 20, 10.0)
     world.check(limit_s)
     robot.process.check()
     if not any(ns_of(action.header.stamp) >= world.now_ns - 10**9 for action, _ in robot.actions):
@@ -403,7 +410,7 @@ def _run_clock(world: _World, step_s: Callable[[], float], limit_s: float) -> st
         world.step(step_s())
     world.check(limit_s)
     robot.actions.clear()
-    if not robot.until(lambda: world.step(0.02) or robot.actions, 20.0):
+    if not world.step_until(lambda: bool(robot.actions), 20.0):
         raise RuntimeError("no action any more")
     robot.process.check()
     return "goes on"

@@ -161,7 +161,7 @@ def _place(message: PoseStamped) -> tuple[float, float, float]:
 def _arm(name: str, scratch: Path, domain: int) -> Iterator[tuple[Arm, NodeProcess]]:
     """Driver or guard as a process, and everybody around it."""
     guard = name == "guard"
-    parameters: dict[str, object] = {"black_box_s": 0.0, **_PATIENT_GUARD} if guard else _PATIENT
+    parameters: dict[str, object] = {"black_box_s": 0.0, **_PATIENT_GUARD} if guard else {**_PATIENT}
     with attacker(domain) as user:
         process = NodeProcess(name, scratch / f"{name}.log", parameters, files=(robot_file(scratch),))
         with running(process):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from harness import Episodes, Out, Seed, Work, Workers, finish, result_head, show_progress
+from harness import Episodes, Out, Seed, Work, Workers, finish, of_weights, result_head, show_progress
 from results_page import RESULTS
 
 from specvla_ros.engine.settings import EngineSettings
@@ -84,7 +84,8 @@ def main(
             row = {"robot": robot} | _row(device, mode, name, summary)
             rows.append(row | {"against": compare_episodes(before, done).as_json()})
     finish(
-        result_head(context, policy=nano_policy())
+        result_head(context)
+        | of_weights(nano_policy())
         | {"time_limit": time_limit, "first_seed": seed, "episodes_per_task": episodes, "rows": rows},
         out,
     )

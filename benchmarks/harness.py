@@ -43,15 +43,12 @@ def dtype_on(device: str, dtype: str) -> torch.dtype:
     return DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")]
 
 
-def result_head(
-    context: typer.Context, dtype: torch.dtype | None = None, *, policy: Path | None = None, **versions: str
-) -> dict[str, Any]:
+def result_head(context: typer.Context, dtype: torch.dtype | None = None, **versions: str) -> dict[str, Any]:
     """Which benchmark runs, how, when, at which revision and on what.
 
     Args:
         context: the running command.
         dtype: of weights and activations, where that is one of the options.
-        policy: checkpoint directory, where the figures are those of its weights.
         versions: of other libraries than torch that matter.
     """
     benchmark = Path(context.info_name or "").stem
@@ -64,9 +61,16 @@ def result_head(
         "hardware": hardware(options.get("device", "cpu")),
         "versions": {"torch": torch.__version__, **versions},
     }
-    if policy is not None:
-        head["policy_weights"] = weights_digest(policy)
     return head if dtype is None else head | {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def of_weights(policy: Path) -> dict[str, str]:
+    """Whose figures they are.
+
+    Args:
+        policy: checkpoint directory.
+    """
+    return {"policy_weights": weights_digest(policy)}
 
 
 def command(benchmark: str, options: Mapping[str, object]) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from harness import Episodes, Out, Seed, Work, Workers, finish, result_head, show_progress
+from harness import Episodes, Out, Seed, Work, Workers, finish, of_weights, result_head, show_progress
 from results_page import RESULTS
 from saturated import Saturated, make_engine
 
@@ -87,14 +87,18 @@ def main(
         print(json.dumps(saturated, indent=1), file=sys.stderr, flush=True)
         closed = _closed_loop(name, plan, work / name) if episodes else {}
         devices[name] = {"name": device.name, "frame_always_waiting": saturated, "closed_loop": closed}
-    result = result_head(context, policy=nano_policy()) | {
-        "tolerance": {"mm": TOLERANCE.mm, "degrees": TOLERANCE.degrees},
-        "frames": FRAMES,
-        "time_limit": TIME_LIMIT,
-        "first_seed": seed,
-        "episodes_per_task": episodes,
-        "devices": devices,
-    }
+    result = (
+        result_head(context)
+        | of_weights(nano_policy())
+        | {
+            "tolerance": {"mm": TOLERANCE.mm, "degrees": TOLERANCE.degrees},
+            "frames": FRAMES,
+            "time_limit": TIME_LIMIT,
+            "first_seed": seed,
+            "episodes_per_task": episodes,
+            "devices": devices,
+        }
+    )
     finish(result, out)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from harness import Episodes, Out, Seed, Work, Workers, finish, result_head
+from harness import Episodes, Out, Seed, Work, Workers, finish, of_weights, result_head
 from results_page import RESULTS
 
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
@@ -50,13 +50,17 @@ def main(
         del results[name]["context"]
         comparison = compare_episodes(read_episodes(work / LOCKSTEP), read_episodes(work / name))
         results[name]["against_lockstep"] = comparison.as_json()
-    result = result_head(context, policy=policy) | {
-        "policy": policy.name,
-        "first_seed": seed,
-        "episodes_per_task": episodes,
-        "devices": {device: vars(read_stage_times(device)) for device in DEVICES},
-        "results": results,
-    }
+    result = (
+        result_head(context)
+        | of_weights(policy)
+        | {
+            "policy": policy.name,
+            "first_seed": seed,
+            "episodes_per_task": episodes,
+            "devices": {device: vars(read_stage_times(device)) for device in DEVICES},
+            "results": results,
+        }
+    )
     finish(result, out)
 
 

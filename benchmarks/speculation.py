@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from harness import Episodes, Out, Seed, Work, Workers, finish, result_head, show_progress
+from harness import Episodes, Out, Seed, Work, Workers, finish, of_weights, result_head, show_progress
 from results_page import RESULTS
 
 from specvla_ros.engine.settings import EngineSettings
@@ -66,16 +66,20 @@ def main(
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     rows = sweep(SimulateSettings(policy), settings(), plan, work, show_progress)
     loaded = load_target(policy, device="cpu")
-    result = result_head(context, policy=policy) | {
-        "policy": policy.name,
-        "first_seed": seed,
-        "episodes_per_task": episodes,
-        "tolerances": [
-            {"mm": bound.mm, "degrees": bound.degrees, "bins": bins_of(bound.acceptance, loaded)}
-            for bound in TOLERANCES
-        ],
-        "rows": [_row(row) for row in rows],
-    }
+    result = (
+        result_head(context)
+        | of_weights(policy)
+        | {
+            "policy": policy.name,
+            "first_seed": seed,
+            "episodes_per_task": episodes,
+            "tolerances": [
+                {"mm": bound.mm, "degrees": bound.degrees, "bins": bins_of(bound.acceptance, loaded)}
+                for bound in TOLERANCES
+            ],
+            "rows": [_row(row) for row in rows],
+        }
+    )
     finish(result, out)
 
 
