@@ -23,6 +23,8 @@ Cells = list[list[str]]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results"
+SAFETY = ROOT / "docs" / "explanation" / "safety.md"
+_TRIED = re.compile(r"(?<=<!-- tried -->\n).*?(?=\n<!-- end of tried -->)", re.DOTALL)
 _NANO = ROOT / "specvla_ros" / "policies" / "nano"
 _OF_NANO = ("simulation", "speculation", "acceptance_rules", "pipelining", "driving")  # what its weights decide
 _TEMPLATE = Path(__file__).with_name("results.md.in")
@@ -30,8 +32,9 @@ _TAG = re.compile(r"<!-- (?:for (?P<name>\w+)|end) -->")
 
 
 def main() -> None:
-    """Writes the page."""
+    """Writes the page, and the figures that another page takes from a result."""
     PAGE.write_text(page(), encoding="utf-8")
+    SAFETY.write_text(safety_page(), encoding="utf-8")
 
 
 def page() -> str:
@@ -42,6 +45,12 @@ def page() -> str:
         scope[name] = [_scope(name, json.loads(file.read_text(encoding="utf-8")), file.name) for file in files]
     scope["no_gpu"] = not any(result["on_gpu"] for results in scope.values() for result in results)
     return _text(_template(), scope)
+
+
+def safety_page() -> str:
+    """The page on safety, with the table of what was tried from the fault suite's result."""
+    result = json.loads((RESULTS / "faults_sim.json").read_text(encoding="utf-8"))
+    return _TRIED.sub(table(_faults_by_kind(result)), SAFETY.read_text(encoding="utf-8"))
 
 
 def section(result: Result) -> str:
@@ -445,6 +454,116 @@ def _attacks(result: Result) -> dict[str, Any]:
     return {"tried": tried, "failed": failed, "table": table(cells), "not_run": not_run}
 
 
+_KINDS = {
+    "kill": "a process killed (kill -9), started again",
+    "freeze": "a process stopped (SIGSTOP), gone on with",
+    "lose": "a topic lost by the network, and back",
+    "clock": "the nodes' clock still, jumping, slow, fast",
+    "frames": "frames late, doubled, out of order, with lying stamps",
+    "actions": "actions of NaN, infinity, too large, leaping",
+    "tool": "measured poses of NaN, still, jumping",
+    "commands": "a driver that sends NaN, leaps, runs away",
+    "twin": "two publishers of commands, of actions",
+    "press": "stop pressed",
+    "release": "the dead-man's switch released",
+    "flood": "a flood of instructions",
+}
+
+
+def _faults(result: Result) -> dict[str, Any]:
+    judge = result["judge"]
+    return {
+        "fault_table": table(_fault_cells(result["faults"])),
+        "mode_table": table(_mode_and_output_cells(result["modes_and_outputs"])),
+        "stop_table": table(_stop_cells(result["stops"])),
+        "extreme_table": table(_extreme_cells(result)),
+        "timing_table": table(_timing_cells(result["modes"])),
+        "real_ran": [{"real_table": table(_real_cells(result["real"]))}] if result["real"] else [],
+        "speed_percent": f"{100 * judge['speed_share'] - 100:.0f}",
+        "outside_mm": f"{1e3 * judge['outside_m']:g}",
+        "stands_mm_s": f"{1e3 * judge['stands_m_s']:g}",
+    }
+
+
+def _fault_cells(rows: list[Result]) -> Cells:
+    cells = [
+        ["fault", "runs", "beyond limits", "late", "stop, s", "way, mm", "goes on", "no guard: runs", "beyond", "late"]
+    ]
+    for row in rows:
+        bare = row["bare"]
+        without = [str(bare[name]) for name in ("runs", "beyond", "late")] if bare["runs"] else ["", "", ""]
+        cells.append([row["fault"], *_counted(row), *without])
+    return cells
+
+
+def _counted(row: Result) -> list[str]:
+    late = f"{row['late']} of {row['promised']}" if row["promised"] else ""
+    by_hand = f", {row['cleared']} by hand" if row["cleared"] else ""
+    return [str(row["runs"]), str(row["beyond"]), late, *_stop(row), f"{row['recovered']}{by_hand}"]
+
+
+def _stop(row: Result) -> list[str]:
+    """Median and largest time in seconds and way in millimetres."""
+    if not row["stopped"]:
+        return ["", ""]
+    time = f"{row['time_s_median']:.2f} / {row['time_s_max']:.2f}"
+    return [time, f"{1e3 * row['distance_m_median']:.0f} / {1e3 * row['distance_m_max']:.0f}"]
+
+
+def _faults_by_kind(result: Result) -> Cells:
+    cells = [["what was tried", "runs", "beyond limits", "moved after its time", "longest stop, s", "longest way, mm"]]
+    for kind, words in _KINDS.items():
+        rows = [row for row in result["faults"] if row["fault"].split()[0] == kind]
+        runs, beyond, late, promised = (
+            sum(row[name] for row in rows) for name in ("runs", "beyond", "late", "promised")
+        )
+        stopped = [row for row in rows if row["stopped"]]
+        longest = [max((row[name] for row in stopped), default=0.0) for name in ("time_s_max", "distance_m_max")]
+        stop = [f"{longest[0]:.2f}", f"{1e3 * longest[1]:.0f}"] if stopped else ["", ""]
+        cells.append([words, str(runs), str(beyond), f"{late} of {promised}" if promised else "", *stop])
+    return cells
+
+
+def _mode_and_output_cells(rows: list[Result]) -> Cells:
+    cells = [["mode", "output", "runs", "beyond limits", "late", "stop, s", "way, mm", "goes on"]]
+    return cells + [[row["mode"], row["output"], *_counted(row)] for row in rows]
+
+
+def _stop_cells(rows: list[Result]) -> Cells:
+    cells = [["robot", "output", "limit, m/s", "stops", "at most from, m/s", "stop, s", "way, mm"]]
+    for row in rows:
+        fastest = f"{row['speed_m_s_max']:.2f}" if row["stopped"] else ""
+        cells.append([row["robot"], row["output"], f"{row['speed']:g}", str(row["stopped"]), fastest, *_stop(row)])
+    return cells
+
+
+def _extreme_cells(result: Result) -> Cells:
+    names = {
+        "without_fault": "no fault, guard",
+        "with_faults": "faults, guard",
+        "without_guard_extremes": "faults, no guard",
+    }
+    cells = [["largest of all runs", "speed", "speed of the tool", "acceleration", "outside, mm"]]
+    for name, words in names.items():
+        found = result[name]
+        shares = [f"{100 * found[each]:.0f} %" for each in ("speed_share", "tool_share", "acceleration_share")]
+        cells.append([words, *shares, f"{1e3 * found['outside_m']:.1f}"])
+    return cells
+
+
+def _timing_cells(modes: Mapping[str, Result]) -> Cells:
+    cells = [["mode", "actions per second", "latency p50 / largest, ms", "in flight"]]
+    for mode, row in modes.items():
+        latency = f"{1e3 * row['latency_p50_s']:.0f} / {1e3 * row['latency_max_s']:.0f}"
+        cells.append([mode, f"{row['action_rate_hz']:.1f}", latency, str(row["in_flight"])])
+    return cells
+
+
+def _real_cells(rows: list[Result]) -> Cells:
+    cells = [["fault", "rounds", "ran", "beyond limits", "late", "stop, s", "way, mm", "goes on", "bytes lost"]]
+    return cells + [[row["fault"], str(row["rounds"]), *_counted(row), str(row["bytes_lost"])] for row in rows]
+
+
 VIEWS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "ar": _ar,
     "linear": _linear,
@@ -460,6 +579,7 @@ VIEWS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "kernels": _kernels,
     "soak": _soak,
     "guard_stop": _guard_stop,
+    "faults": _faults,
     "attacks": _attacks,
     "attack_nodes": _attacks,
 }

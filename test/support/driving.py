@@ -79,14 +79,14 @@ class Arm:
         wait_until(
             condition,
             meanwhile=lambda: self.executor.spin_once(timeout_sec=0.05),
-            failed=lambda: f"still waiting; refused {dict(self.driver._refusals)}, {self.driver._problem}",
+            failed=lambda: f"still waiting; refused {dict(self.driver._refusals)}, {self.driver._driver.problem}",
         )
 
     def start(self) -> None:
         """Configures, activates and waits until the driver follows actions."""
         assert self.driver.trigger_configure().name == "SUCCESS"
         assert self.driver.trigger_activate().name == "SUCCESS"
-        self.until(lambda: self.driver._anchored and self.actions.get_subscription_count())
+        self.until(lambda: self.driver._driver.anchored and self.actions.get_subscription_count())
 
     def act(self, values: Any = MOVE, *, age_s: float = 0.0, **changes: Any) -> None:
         """Publishes an action, and waits until the driver has judged it."""
@@ -118,18 +118,18 @@ class Arm:
         still, seen = 0, None
         while still < 10:
             self._until_step_after(seen)
-            seen = self.driver._last_step
-            still = 0 if self.driver._target.moving else still + 1
+            seen = self.driver._driver._last_step
+            still = 0 if self.driver._driver.target.moving else still + 1
         self.spin(5)
 
     def spin(self, steps: int) -> None:
         """Spins for so many control steps."""
         for _ in range(steps):
-            seen = self.driver._last_step
+            seen = self.driver._driver._last_step
             self._until_step_after(seen)
 
     def _until_step_after(self, seen: tuple[float, float] | None) -> None:
-        self.until(lambda: self.driver._last_step != seen)
+        self.until(lambda: self.driver._driver._last_step != seen)
 
     def refused(self) -> dict[str, int]:
         return dict(self.driver._refusals)
@@ -190,7 +190,7 @@ def arm(**parameters: Any) -> Iterator[Arm]:
     overrides = [Parameter(name, value=value) for name, value in values.items() if value is not None]
     rclpy.init()
     executor = SingleThreadedExecutor()
-    stalls = patch("specvla_ros.ros.driver.node._STALL_S", 60.0)
+    stalls = patch("specvla_ros.control.driver.STALL_S", 60.0)
     gaps = patch("specvla_ros.ros.driver.node.PoseHistory", partial(PoseHistory, gap_s=60.0))
     stalls.start()
     gaps.start()

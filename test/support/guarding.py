@@ -21,8 +21,9 @@ from specvla_ros.control.guard.commands import (
     ToolPose,
     TwistCommand,
 )
-from specvla_ros.control.guard.guard import Guard, Outcome, State
+from specvla_ros.control.guard.guard import STALL_S, Guard, Outcome, State
 from specvla_ros.control.guard.settings import GripperLimits, GuardSettings, JointLimits
+from specvla_ros.control.inverse_kinematics import trajectory_point
 from specvla_ros.control.limits import Limits
 
 BASE = "base"
@@ -159,8 +160,13 @@ def rig(output: str, **changes: Any) -> Rig:
     return Rig(Guard(settings(output, **changes)), output)
 
 
-def velocities(sent: list[tuple[float, Sent | None]]) -> list[tuple[float, float, np.ndarray]]:
-    """Of what went out: time, seconds since the one before, and float64 [blocks, dims] velocity."""
+def velocities(
+    sent: list[tuple[float, Sent | None]], *, of_trajectory: bool = False
+) -> list[tuple[float, float, np.ndarray]]:
+    """Of what went out: time, seconds since the one before, and float64 [blocks, dims] velocity.
+
+    A trajectory's point lies ahead: while the guard stands still the controller goes there.
+    """
     found = []
     for (before_s, before), (at_s, now) in pairwise(sent):
         dt_s = at_s - before_s
@@ -171,5 +177,7 @@ def velocities(sent: list[tuple[float, Sent | None]]) -> list[tuple[float, float
             vector = np.array([turn[2, 1] - turn[1, 2], turn[0, 2] - turn[2, 0], turn[1, 0] - turn[0, 1]]) / 2
             found.append((at_s, dt_s, np.stack([now.position - before.position, vector]) / dt_s))
         elif isinstance(now, SentJoints) and isinstance(before, SentJoints):
-            found.append((at_s, dt_s, ((now.positions - before.positions) / dt_s)[:, None]))
+            stood = of_trajectory and dt_s > STALL_S
+            reached = trajectory_point(before.positions, before.velocities) if stood else before.positions
+            found.append((at_s, dt_s, ((now.positions - reached) / dt_s)[:, None]))
     return found

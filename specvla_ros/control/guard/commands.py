@@ -109,9 +109,10 @@ class SentPose:
 
 @dataclass(frozen=True)
 class SentJoints:
-    """Goes out: float64 [joints], in the order of the parameters."""
+    """Goes out: float64 [joints] each, positions and velocities, in the order of the parameters."""
 
     positions: np.ndarray
+    velocities: np.ndarray
 
 
 Command = TwistCommand | ToolPose | JointCommand

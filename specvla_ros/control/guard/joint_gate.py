@@ -8,8 +8,9 @@ import numpy as np
 from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.commands import Instant, JointCommand, SentJoints
 from specvla_ros.control.guard.gate import NEAR, SLACK_S, TOLERANCE, Measured, time_s
-from specvla_ros.control.guard.settings import GuardSettings
+from specvla_ros.control.guard.settings import GuardSettings, Output
 from specvla_ros.control.guard.tracking import Bounds, Window, braked, shortened_to, stopping_way, toward
+from specvla_ros.control.inverse_kinematics import trajectory_point
 
 _REST = 1e-9
 _BEHIND_S = 0.1  # at full speed, what goes out may lag so far behind the commands, and by their timeout
@@ -25,6 +26,7 @@ class _Path:
         feed: float64 [joints], how fast successive commands of one point go.
         fed_s: for how long the feed holds.
         arrived_s: steady clock.
+        begun: float64 [joints], where a trajectory begins: what went out when it came; None: nothing had.
     """
 
     positions: np.ndarray
@@ -32,18 +34,25 @@ class _Path:
     feed: np.ndarray
     fed_s: float
     arrived_s: float
+    begun: np.ndarray | None
 
     def at(self, steady_s: float) -> tuple[np.ndarray, np.ndarray]:
         """Position and velocity, float64 [joints] each."""
-        age_s = steady_s - self.arrived_s
-        if len(self.times_s) == 1:
-            return self.positions[0] + self.feed * min(age_s, self.fed_s), self.feed
-        if age_s <= self.times_s[0] or age_s >= self.times_s[-1]:
-            return self.positions[0 if age_s <= self.times_s[0] else -1], np.zeros(self.positions.shape[1])
-        after = int(np.searchsorted(self.times_s, age_s, side="right"))
-        span_s = self.times_s[after] - self.times_s[after - 1]
-        velocity = (self.positions[after] - self.positions[after - 1]) / span_s
-        return self.positions[after - 1] + velocity * (age_s - self.times_s[after - 1]), velocity
+        age_s, positions, times_s = steady_s - self.arrived_s, self.positions, self.times_s
+        if times_s[-1] <= 0:
+            return positions[0] + self.feed * min(age_s, self.fed_s), self.feed
+        if self.begun is not None and times_s[0] > 0:  # as a joint_trajectory_controller: from here to its first point
+            positions, times_s = np.vstack([self.begun, positions]), np.append(0.0, times_s)
+        if age_s < times_s[0] or age_s >= times_s[-1]:
+            return positions[0 if age_s < times_s[0] else -1], np.zeros(positions.shape[1])
+        after = int(np.searchsorted(times_s, age_s, side="right"))
+        span_s = times_s[after] - times_s[after - 1]
+        velocity = (positions[after] - positions[after - 1]) / span_s
+        return positions[after - 1] + velocity * (age_s - times_s[after - 1]), velocity
+
+    def left_s(self, steady_s: float) -> float:
+        """Until its last point is due."""
+        return max(0.0, float(self.times_s[-1]) - (steady_s - self.arrived_s))
 
 
 class JointGate:
@@ -59,6 +68,7 @@ class JointGate:
         self._low, self._high = np.array(joints.position_min), np.array(joints.position_max)
         self._bounds = Bounds(joints.speeds, joints.accelerations)
         self._lead = settings.max_lead_rad
+        self._ahead = settings.kind is Output.JOINT_TRAJECTORY
         self._behind = self._bounds.speed * (_BEHIND_S + settings.command_timeout_s)
         self._path: _Path | None = None
         self._sent: np.ndarray | None = None
@@ -94,7 +104,7 @@ class JointGate:
         if earlier is not None:
             first, span_s, fed_s = earlier
             feed = shortened_to((positions[0] - first)[:, None] / span_s, self._bounds.speed)[:, 0]
-        self._path = _Path(positions, command.times_s, feed, fed_s, now.steady_s)
+        self._path = _Path(positions, command.times_s, feed, fed_s, now.steady_s, self._sent)
         return None
 
     def forget(self) -> None:
@@ -143,13 +153,17 @@ class JointGate:
         return None if self._held and self._left_behind(measured) else sent
 
     def halt(self) -> None:
+        if self._sent is not None and self._ahead:
+            self._sent = trajectory_point(self._sent, self._velocity[:, 0])  # there the controller went, and holds
         self._velocity = np.zeros((len(self._names), 1))
 
     def lag(self, now: Instant) -> Refusal | None:
         """Commands that change faster than the limits let anything follow."""
         if self._sent is None or self._path is None:
             return None
-        behind, allowed = np.abs(self._path.at(now.steady_s)[0] - self._sent), self._behind
+        left_s = self._path.left_s(now.steady_s)
+        there = self._path.positions[-1] if left_s else self._path.at(now.steady_s)[0]
+        behind, allowed = np.abs(there - self._sent), self._behind + self._bounds.speed * left_s
         self._joined |= bool((behind <= 0.5 * allowed).all())
         if not self._joined or (behind <= allowed).all():
             return None
@@ -161,7 +175,7 @@ class JointGate:
         assert self._sent is not None
         self._velocity = velocity
         self._sent = self._sent + velocity[:, 0] * dt_s
-        return SentJoints(self._sent)
+        return SentJoints(self._sent, velocity[:, 0])
 
     def _left_behind(self, measured: Measured) -> bool:
         if self._sent is None or measured.joints is None:

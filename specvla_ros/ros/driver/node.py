@@ -19,8 +19,9 @@ from std_msgs.msg import Bool
 from std_srvs.srv import SetBool
 
 from specvla_msgs.msg import VlaAction
-from specvla_ros.control.bounded_motion import BoundedMotion, Target, tracking_velocity
+from specvla_ros.control.bounded_motion import BoundedMotion
 from specvla_ros.control.convention import ActionConvention, ActionFrame, GripperSign, Reference, Rotation
+from specvla_ros.control.driver import Driver, NotFollowingError
 from specvla_ros.control.follower import ActionFollower, ActionRefusedError, Compensation, StampedAction
 from specvla_ros.control.gripper import Gripper
 from specvla_ros.control.inverse_kinematics import JointSolver, UnreachableError
@@ -44,12 +45,6 @@ from specvla_ros.ros.qos import ACTION, LATCHED_STATE
 from specvla_ros.ros.spinning import run_node
 
 _NS = 1e-9
-# A clock that runs this much ahead of the steady one, or back, between two control steps has jumped.
-_JUMP_S = 0.25
-_STALL_S = 0.5
-_OUTSIDE_M = 0.005
-_NEAR_M = 0.003
-_AWAY_S = 0.5
 _WATCH_S = 0.2
 _SEVERAL_IN_FLIGHT = ("pipeline", "specpipe")
 _LOG_PERIOD_S = 5.0
@@ -79,7 +74,7 @@ class DriverNode(LifecycleNode):
         self._output_context: OutputContext | None = None
         self._inputs: list[JointInput | PoseSource] = []
         self._subscriptions_made: list[Subscription] = []
-        self._follower: ActionFollower | None = None
+        self._driver: Driver | None = None
         self._active = False
         self._holding = False
         self._reset()
@@ -90,16 +85,10 @@ class DriverNode(LifecycleNode):
     def _reset(self) -> None:
         self._history = PoseHistory()
         self._joints: Mapping[str, float] = {}
-        self._anchored = False
-        self._away_since_s = math.inf
-        self._guarded = False  # whether a guard said that it lets nothing through
         self._convention: ActionConvention | None = None
         self._refusals: Counter[str] = Counter()
         self._taken = 0
-        self._action_publishers = self._stalls = self._clock_jumps = 0
-        self._problem = ""
         self._last_refusal = ""
-        self._last_step: tuple[float, float] | None = None  # node's clock, steady clock
 
     # Transitions
 
@@ -140,7 +129,7 @@ class DriverNode(LifecycleNode):
         self._reset()
         chosen = self._chosen
         if not chosen.limits.missing:
-            self._follower = ActionFollower(
+            follower = ActionFollower(
                 BoundedMotion(chosen.limits),
                 self._gripper,
                 self._history,
@@ -150,6 +139,17 @@ class DriverNode(LifecycleNode):
                 max_step_m=chosen.max_step_m,
                 max_step_rad=chosen.max_step_rad,
             )
+            self._driver = Driver(
+                follower,
+                self._history,
+                chosen.limits,
+                follows_velocity=self._output.follows_velocity,
+                pose_timeout_s=chosen.tool_pose_timeout_s,
+                pose_source=chosen.tool_pose_source,
+                start_output=lambda: self._output.start(self._joints),
+                say=self._say,
+            )
+            self._driver.holding = self._holding
         self._gripper.reset()
         self._gripper_output.forget()
         try:
@@ -220,7 +220,7 @@ class DriverNode(LifecycleNode):
         for subscription in self._subscriptions_made:
             self.destroy_subscription(subscription)
         self._subscriptions_made = []
-        self._follower = None
+        self._driver = None
 
     def _release(self) -> None:
         self._stop()
@@ -238,6 +238,9 @@ class DriverNode(LifecycleNode):
         if self._chosen.tool_pose_source == "joint_states":
             self._kinematics(stamp_s, positions)
 
+    def _say(self, reason: str) -> None:
+        self.get_logger().error(reason)
+
     def _on_bad(self, what: str) -> None:
         self._refusals["bad_state"] += 1
         self._last_refusal = what
@@ -252,15 +255,17 @@ class DriverNode(LifecycleNode):
                 self._chosen = read_parameters(self, DriverParameters, changed)
         except UserError as error:
             return SetParametersResult(successful=False, reason=str(error))
-        if self._follower is not None:
-            self._follower.set_ages(self._chosen.max_action_age_s, self._chosen.max_future_s)
+        if self._driver is not None:
+            self._driver.follower.set_ages(self._chosen.max_action_age_s, self._chosen.max_future_s)
         return SetParametersResult(successful=True)
 
     def _on_hold(self, request: SetBool.Request, response: SetBool.Response) -> SetBool.Response:
         """Comes to rest and follows nothing, until it is told to go on."""
         self._holding = request.data
-        if self._holding and self._follower is not None:
-            self._follower.hold(self._now_s())
+        if self._driver is not None:
+            self._driver.holding = self._holding
+            if self._holding:
+                self._driver.hold(self._now_s())
         response.success = True
         response.message = "the driver holds" if self._holding else "the driver follows actions"
         self.get_logger().info(response.message)
@@ -270,14 +275,11 @@ class DriverNode(LifecycleNode):
         now_s = self._now_s()
         try:
             action = self._read(message)
-            if self._follower is None:
-                self._taken += 1
-                return
-            self._check_following()
-            self._follower.take(action, now_s)
+            if self._driver is not None:
+                self._driver.take(action, now_s)
         except ActionRefusedError as error:
             self._refuse(error.refusal.value, str(error))
-        except _NotFollowing as error:
+        except NotFollowingError as error:
             self._refuse("not_following", str(error))
         except ValueError as error:
             self._refuse("unreadable", str(error))
@@ -285,20 +287,8 @@ class DriverNode(LifecycleNode):
             self._taken += 1
 
     def _on_passing(self, message: Bool) -> None:
-        """While the guard lets nothing through, the robot stays where it is, and so must its target."""
-        if not message.data and not self._guarded and self._follower is not None:
-            self._follower.hold(self._now_s())
-        self._guarded = not message.data
-
-    def _check_following(self) -> None:
-        if self._problem:
-            raise _NotFollowing(self._problem)
-        if self._holding:
-            raise _NotFollowing("it holds")
-        if self._guarded:
-            raise _NotFollowing("the guard lets nothing through")
-        if not self._anchored:
-            raise _NotFollowing("no tool pose yet")
+        if self._driver is not None:
+            self._driver.passing(message.data, self._now_s())
 
     def _read(self, message: VlaAction) -> StampedAction:
         """The action that a message holds.
@@ -344,155 +334,63 @@ class DriverNode(LifecycleNode):
     # The control loop
 
     def _step(self) -> None:
-        now_s = self._now_s()
+        now_s, driver = self._now_s(), self._driver
         if self._pose_source is not None:
             self._pose_source.look()
-        self._watch_clock(now_s)
-        follower = self._follower
-        if follower is None:
+        if driver is None:
             return
-        if not self._anchored and not self._anchor(now_s):
+        began = driver.anchored
+        target = driver.step(now_s, time.monotonic())
+        if driver.anchored and not began:
+            self.get_logger().info("the tool's pose is known: following actions")
+        if target is None:
             return
-        problem = self._input_problem(now_s)
-        if problem and not self._problem:
-            follower.hold(now_s)
-            self.get_logger().error(f"coming to rest: {problem}")
-        self._problem = problem
-        self._target = follower.step(now_s)
-        self._return_where_held(now_s)
         try:
-            self._output.send(self._command(self._target), self.get_clock().now())
+            self._output.send(target, self.get_clock().now())
         except UnreachableError as error:
-            follower.hold(now_s)
+            driver.hold(now_s)
             self._refuse("unreachable", str(error))
         self._gripper_output.command(self._gripper.position, time.monotonic())
 
-    def _command(self, target: Target) -> Target:
-        """What to send: velocities that also make up for what is missing, as long as it is known what is."""
-        newest = self._history.newest
-        if not self._output.follows_velocity or self._problem or self._guarded or newest is None:
-            return target
-        return Target(target.pose, tracking_velocity(target, newest[1], self._chosen.limits))
-
-    def _return_where_held(self, now_s: float) -> None:
-        """A robot that is held elsewhere, by the guard or by a hand, is not pulled to where it was sent before."""
-        newest, follower = self._history.newest, self._follower
-        if newest is None or follower is None:
-            return
-        if self._guarded:
-            away = self._target.pose.distance(newest[1])[0] > _NEAR_M
-        else:
-            away = not follower.follows(self._target.pose, newest[1])
-        if self._target.moving or not away:
-            self._away_since_s = math.inf
-            return
-        self._away_since_s = min(self._away_since_s, now_s)
-        if newest[0] < self._away_since_s + (0.0 if self._guarded else _AWAY_S):
-            return  # it may have been on its way when it was measured
-        if self._output.follows_velocity:
-            follower.rest_at(newest[1])  # a robot that is sent velocities does not see where its target is
-        else:
-            follower.return_to(newest[1], now_s)
-
-    def _anchor(self, now_s: float) -> bool:
-        """Begins where the tool is measured, once it is."""
-        newest = self._history.newest
-        problem = self._input_problem(now_s)
-        if newest is not None and not problem:
-            limits = self._chosen.limits
-            if limits.holds(newest[1].position, margin_m=_OUTSIDE_M):
-                problem = self._start_output()
-            else:
-                problem = (
-                    f"the tool is at {np.round(newest[1].position, 3).tolist()}, outside the workspace "
-                    f"{list(limits.workspace_min)} to {list(limits.workspace_max)}; bring it inside by other means"
-                )
-        self._problem = problem
-        if problem or newest is None or self._follower is None:
-            return False
-        self._follower.rest_at(newest[1])
-        self._target = self._follower.step(now_s)
-        self._anchored = True
-        self.get_logger().info("the tool's pose is known: following actions")
-        return True
-
-    def _start_output(self) -> str:
-        try:
-            self._output.start(self._joints)
-        except UserError as error:
-            return str(error)
-        return ""
-
-    def _input_problem(self, now_s: float) -> str:
-        newest = self._history.newest
-        if newest is None:
-            return f"no tool pose has come from {self._chosen.tool_pose_source} yet"
-        age_s = now_s - newest[0]
-        if age_s > self._chosen.tool_pose_timeout_s:
-            return f"the newest tool pose is {age_s:.2f} s old, and the limit is {self._chosen.tool_pose_timeout_s:g} s"
-        if self._action_publishers > 1:
-            return f"{self._action_publishers} nodes publish actions: only one may"
-        return ""
-
     def _watch_publishers(self) -> None:
         """Not at every control step: asking the graph takes as long as a step."""
-        self._action_publishers = self.count_publishers(self._subscriptions_made[0].topic_name)
-
-    def _watch_clock(self, now_s: float) -> None:
-        """After a standstill what was followed is out of date; stamps around a jump of the clock do not compare."""
-        steady_s = time.monotonic()
-        last, self._last_step = self._last_step, (now_s, steady_s)
-        if last is None or self._follower is None:
-            return
-        passed_s, real_s = now_s - last[0], steady_s - last[1]
-        if real_s > _STALL_S and self._anchored:
-            self._stalls += 1
-            self.get_logger().warning(
-                f"the control loop stood still for {real_s:.3f} s: coming to rest", throttle_duration_sec=_LOG_PERIOD_S
-            )
-            self._follower.hold(now_s)
-        if 0 <= passed_s <= real_s + _JUMP_S:
-            return
-        self.get_logger().warning(f"the clock jumped by {passed_s:.3f} s: coming to rest, and beginning anew")
-        self._clock_jumps += 1
-        self._history.clear()
-        if self._anchored:
-            self._follower.rest_at(self._target.pose)
-        self._follower.forget()
-        self._anchored = False
+        if self._driver is not None:
+            self._driver.action_publishers = self.count_publishers(self._subscriptions_made[0].topic_name)
 
     # Diagnostics
 
     def _statuses(self) -> dict[str, DiagnosticStatus]:
+        driver = self._driver
         values: dict[str, object] = {
             "output": self._chosen.output,
             "actions taken": self._taken,
             "actions refused": sum(self._refusals.values()),
-            "control loop stood still": self._stalls,
-            "clock jumps": self._clock_jumps,
+            "control loop stood still": driver.stalls if driver is not None else 0,
+            "clock jumps": driver.clock_jumps if driver is not None else 0,
             **{f"refused: {kind}": count for kind, count in sorted(self._refusals.items())},
         }
         if self._last_refusal:
             values["last refusal"] = self._last_refusal
-        if self._anchored:
-            values["speed m/s"] = f"{np.linalg.norm(self._target.velocity[:3]):.3f}"
+        if driver is not None and driver.anchored:
+            values["speed m/s"] = f"{np.linalg.norm(driver.target.velocity[:3]):.3f}"
             newest = self._history.newest
             if newest is not None:
-                values["from target m"] = f"{self._target.pose.distance(newest[1])[0]:.4f}"
+                values["from target m"] = f"{driver.target.pose.distance(newest[1])[0]:.4f}"
         return {"motion": make_status(*self._summary(), values)}
 
     def _summary(self) -> tuple[bytes, str]:
         if not self._active:
             return DiagnosticStatus.OK, "not active"
-        if self._follower is None:
+        driver = self._driver
+        if driver is None:
             return DiagnosticStatus.OK, self._introduction()
-        if self._problem:
-            return DiagnosticStatus.ERROR, self._problem
+        if driver.problem:
+            return DiagnosticStatus.ERROR, driver.problem
         if self._holding:
             return DiagnosticStatus.WARN, "holding, as ~/hold was told"
-        if self._guarded:
+        if driver.guarded:
             return DiagnosticStatus.WARN, "waiting: the guard lets nothing through"
-        if not self._anchored:
+        if not driver.anchored:
             return DiagnosticStatus.WARN, "waiting for the tool's pose"
         return DiagnosticStatus.OK, "following actions" if self._taken else "waiting for actions"
 
@@ -504,10 +402,6 @@ class DriverNode(LifecycleNode):
 def _words(convention: ActionConvention) -> str:
     parts = (convention.reference, convention.frame, convention.rotation, convention.gripper)
     return ", ".join([f"{convention.dt_s:g} s", *(part.value for part in parts)])
-
-
-class _NotFollowing(RuntimeError):
-    """Why no action is followed at present."""
 
 
 def main() -> None:

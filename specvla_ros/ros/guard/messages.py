@@ -21,11 +21,10 @@ from specvla_ros.control.guard.commands import (
     TwistCommand,
 )
 from specvla_ros.control.guard.guard import GripperCommand
+from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajectory_point
 from specvla_ros.control.pose import quaternion
 
 _NONE = np.zeros((0, 0))
-# A trajectory's point lies two periods ahead, so that the controller is never without one to go to.
-_PERIODS_AHEAD = 2
 _GRIPPER_S = 0.3
 
 
@@ -98,11 +97,13 @@ def pose_message(sent: SentPose, stamp_ns: int, frame_id: str) -> PoseStamped:
     return message
 
 
-def trajectory_message(sent: SentJoints, names: tuple[str, ...], period_s: float) -> JointTrajectory:
-    """What goes out: one point, to be reached at once."""
-    point = JointTrajectoryPoint(
-        positions=sent.positions.tolist(), time_from_start=_duration(_PERIODS_AHEAD * period_s)
-    )
+def trajectory_message(sent: SentJoints, names: tuple[str, ...]) -> JointTrajectory:
+    """What goes out: one point, as the driver sends it.
+
+    A nearer one makes an arm swing: the controller begins each trajectory at the joints as it measured them.
+    """
+    ahead = trajectory_point(sent.positions, sent.velocities)
+    point = JointTrajectoryPoint(positions=ahead.tolist(), time_from_start=_duration(TRAJECTORY_AHEAD_S))
     return JointTrajectory(joint_names=list(names), points=[point])
 
 
@@ -118,14 +119,14 @@ def gripper_trajectory_message(position: float, joint: str) -> JointTrajectory:
 
 
 def robot_message(
-    sent: Sent, stamp_ns: int, frame_id: str, names: tuple[str, ...], period_s: float, *, as_array: bool
+    sent: Sent, stamp_ns: int, frame_id: str, names: tuple[str, ...], *, as_array: bool
 ) -> TwistStamped | PoseStamped | JointTrajectory | Float64MultiArray:
     """What goes out, of any kind."""
     if isinstance(sent, SentTwist):
         return twist_message(sent, stamp_ns, frame_id)
     if isinstance(sent, SentPose):
         return pose_message(sent, stamp_ns, frame_id)
-    return array_message(sent) if as_array else trajectory_message(sent, names, period_s)
+    return array_message(sent) if as_array else trajectory_message(sent, names)
 
 
 def _header(stamp_ns: int, frame_id: str) -> Header:

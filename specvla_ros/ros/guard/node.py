@@ -246,7 +246,6 @@ class GuardNode(Node):
                 clock_ns,
                 settings.base_frame,
                 settings.joints.names,
-                1 / settings.rate_hz,
                 as_array=settings.kind is Output.POSITION_ARRAY,
             )
             self._robot(message)

@@ -22,6 +22,7 @@ from specvla_ros.control.guard.commands import (
 )
 from specvla_ros.control.guard.guard import STALL_S, GripperCommand, Guard, State
 from specvla_ros.control.guard.settings import GripperLimits
+from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajectory_point
 from specvla_ros.errors import UserError
 
 RAMP_S = 0.125  # speed over acceleration, of every block of the limits
@@ -146,12 +147,12 @@ class Truth:
         """From full speed within the limits, and a tick before it and one that rounds it up, of whatever length."""
         if self.reason_s is None or each.steady_s - self.reason_s <= RAMP_S + 2 * self.longest_s + 1e-6:
             return
-        for at_s, _, velocity in velocities(each.sent[-2:]):
+        for at_s, _, velocity in velocities(each.sent[-2:], of_trajectory=each.output == "joint_trajectory"):
             assert np.abs(velocity).max() < 1e-9, (at_s - self.reason_s, velocity, each.guard.reason)
 
 
 def assert_within_limits(each: Rig) -> None:
-    found = velocities(each.sent)
+    found = velocities(each.sent, of_trajectory=each.output == "joint_trajectory")
     of_joints = each.output not in ("twist", "pose")
     speed = np.array(JOINTS.max_speed) if of_joints else np.array([LIMITS.linear_speed, LIMITS.angular_speed])
     acceleration = (
@@ -422,6 +423,44 @@ def test_a_trajectory_of_several_points_is_followed_to_its_end() -> None:
     each.guard.command(JointCommand(Stamp(each.clock_ns + 1), None, path, np.array([0.0, 0.4, 0.8])), each.now)
     each.run(0.9, without=["command"])
     np.testing.assert_allclose(each.sent[-1][1].positions, path[-1], atol=0.002)
+
+
+def test_a_drivers_trajectory_is_followed_as_it_was_planned() -> None:
+    """Its points lie ahead, where the joints get at their present speeds: the plan is to be followed, not its lead."""
+    each = rig("joint_trajectory")
+    each.until_passing()
+    start, planned, followed = each.joints.copy(), [], []
+    for tick in range(100):
+        phase = 0.05 * tick
+        plan, rate = start + 0.1 * (1 - np.cos(phase)), np.full(2, 0.5 * np.sin(phase))  # at most 2.5 rad/s²
+        point = trajectory_point(plan, rate)
+        each.advance(0.01)
+        each.hear(command=JointCommand(each.stamp, None, point[None], np.array([TRAJECTORY_AHEAD_S])))
+        each.tick()
+        planned.append(plan)
+        followed.append(each.joints)
+    assert each.guard.state is State.PASSING
+    late_s = min(range(8), key=lambda ticks: off_by(planned, followed, ticks)) * 0.01
+    assert late_s <= 0.03
+    assert off_by(planned, followed, round(late_s / 0.01)) < 0.01
+
+
+def off_by(planned: list[np.ndarray], followed: list[np.ndarray], ticks: int) -> float:
+    """Largest distance in radians from a plan that is followed some ticks later."""
+    return float(np.abs(np.array(followed)[ticks:] - np.array(planned)[: len(planned) - ticks]).max())
+
+
+def test_a_guard_that_stood_still_holds_a_trajectory_where_its_last_point_led() -> None:
+    each = rig("joint_trajectory")
+    each.until_passing()
+    each.run(0.5)
+    last = each.outcomes[-1].sent
+    assert isinstance(last, SentJoints) and np.abs(last.velocities).max() > 0.05
+    each.advance(1.0)
+    held = each.tick().sent
+    assert isinstance(held, SentJoints)
+    np.testing.assert_allclose(held.positions, trajectory_point(last.positions, last.velocities))
+    assert not held.velocities.any()
 
 
 @pytest.mark.parametrize(

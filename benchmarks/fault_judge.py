@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges a run by what the arm really did: its speed, acceleration and place against the limits, and how it stopped."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from specvla_ros.control.guard.settings import GuardSettings
+from specvla_ros.simulation.motion_record import MotionRecord
+
+# What an arm may add to what it is told, by its own control and its inertia: a little more than runs without a
+# fault showed. Accelerations while the arm touches something are the contact's.
+SPEED_SHARE, ACCELERATION_SHARE, OUTSIDE_M = 1.25, 4.0, 0.01
+_TOUCHED_S = 0.2
+# Below these a tool stands: a millimetre in a tenth of a second.
+STANDS_M_S, STANDS_RAD_S = 0.01, 0.1
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """The largest of a run, as shares of their limits, and metres.
+
+    Args:
+        speed_share: of the tool, translation or rotation; of joints where they are commanded.
+        acceleration_share: likewise, while the arm touches nothing.
+        outside_m: how far out of the workspace the tool was.
+        tool_share: speed of the tool, also where joints are commanded.
+    """
+
+    speed_share: float
+    acceleration_share: float
+    outside_m: float
+    tool_share: float
+
+    @property
+    def beyond(self) -> list[str]:
+        """Which of them are beyond what an arm may add."""
+        over = {
+            "speed": self.speed_share > SPEED_SHARE,
+            "acceleration": self.acceleration_share > ACCELERATION_SHARE,
+            "workspace": self.outside_m > OUTSIDE_M,
+        }
+        return [name for name, found in over.items() if found]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """How the arm came to rest.
+
+    Args:
+        speed_m_s: of the tool when the stop began.
+        time_s: until it stood.
+        distance_m: that the tool went meanwhile.
+    """
+
+    speed_m_s: float
+    time_s: float
+    distance_m: float
+
+    def as_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+class Judge:
+    """Looks at one record.
+
+    Args:
+        record: of the arm.
+        settings: with the limits that were promised.
+    """
+
+    def __init__(self, record: MotionRecord, settings: GuardSettings) -> None:
+        self._record, self._settings, rows = record, settings, record.rows
+        self._times_s: np.ndarray = rows["time_s"]
+        self._speeds = _lengths(rows["velocity"])  # m/s and rad/s
+        self._moving = (self._speeds > (STANDS_M_S, STANDS_RAD_S)).any(axis=1)
+
+    def extremes(self) -> Extremes:
+        """Of the whole run."""
+        rows, limits, joints = self._record.rows, self._settings.limits, self._settings.joints
+        tool_speed = (self._speeds / (limits.linear_speed, limits.angular_speed)).max()
+        if self._settings.kind.of_joints:
+            speed = (np.abs(rows["joint_velocity"]) / joints.speeds).max()
+            changes = np.diff(rows["joint_velocity"], axis=0) / np.diff(self._times_s)[:, None]
+            accelerations = np.abs(changes) / joints.accelerations
+        else:
+            speed = tool_speed
+            bounds = (limits.linear_acceleration, limits.angular_acceleration)
+            accelerations = _lengths(self._record.acceleration()[1:]) / bounds
+        position = rows["position"]
+        outside = np.maximum(np.array(limits.workspace_min) - position, position - np.array(limits.workspace_max))
+        return Extremes(
+            float(speed),
+            float(accelerations.max(axis=1)[~self._touched()[1:]].max(initial=0.0)),
+            float(max(0.0, outside.max())),
+            float(tool_speed),
+        )
+
+    def moved_between(self, begin_s: float, end_s: float) -> bool:
+        """Whether the arm moved at any moment between."""
+        return bool(self._moving[(self._times_s > begin_s) & (self._times_s < end_s)].any())
+
+    def speed_at(self, time_s: float) -> float:
+        """Of the tool, m/s."""
+        return float(self._speeds[min(int(np.searchsorted(self._times_s, time_s)), len(self._speeds) - 1), 0])
+
+    def stop(self, begin_s: float, end_s: float) -> Stop | None:
+        """How it came to rest between two moments; None: it did not, or it stood already."""
+        inside = (self._times_s > begin_s) & (self._times_s < end_s)
+        moving = np.flatnonzero(self._moving & inside)
+        if not len(moving) or moving[-1] == np.flatnonzero(inside)[-1]:
+            return None
+        until = moving[-1] + 1
+        way = self._record.rows["position"][np.flatnonzero(inside)[0] : until + 1]
+        distance_m = float(np.linalg.norm(np.diff(way, axis=0), axis=1).sum())
+        return Stop(self.speed_at(begin_s), float(self._times_s[until] - begin_s), distance_m)
+
+    def _touched(self) -> np.ndarray:
+        """Whether the arm touches anything, or did a moment ago; bool [rows]."""
+        touching = (self._record.rows["contact_force"] > 0).astype(float)
+        width = round(_TOUCHED_S / 0.01)
+        return np.convolve(touching, np.ones(2 * width + 1), mode="same") > 0
+
+
+def _lengths(twists: np.ndarray) -> np.ndarray:
+    """Of translation and rotation, float64 [rows, 2]."""
+    return np.stack([np.linalg.norm(twists[:, :3], axis=1), np.linalg.norm(twists[:, 3:], axis=1)], axis=1)
+
+
+def describe() -> dict[str, Any]:
+    """The judge's own figures, for the result."""
+    return {
+        "speed_share": SPEED_SHARE,
+        "acceleration_share": ACCELERATION_SHARE,
+        "outside_m": OUTSIDE_M,
+        "stands_m_s": STANDS_M_S,
+        "stands_rad_s": STANDS_RAD_S,
+    }

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When actions are followed and when the tool rests: the driver's control step, whatever brings actions and poses.
+
+It begins where the tool is measured. It comes to rest when poses fail to come, when its own loop stood still, when the
+clock jumps, and while a guard lets nothing through; then it begins anew where the robot really is.
+"""
+
+import math
+from collections.abc import Callable
+
+from specvla_ros.control.bounded_motion import Target, tracking_velocity
+from specvla_ros.control.follower import ActionFollower, StampedAction
+from specvla_ros.control.limits import Limits
+from specvla_ros.control.pose_history import PoseHistory
+from specvla_ros.errors import UserError
+
+# A clock that runs this much ahead of the steady one, or back, between two control steps has jumped.
+_JUMP_S = 0.25
+STALL_S = 0.5
+_OUTSIDE_M = 0.005
+_NEAR_M = 0.003
+_AWAY_S = 0.5
+
+
+class NotFollowingError(RuntimeError):
+    """Why no action is followed at present."""
+
+
+class Driver:
+    """Follows actions while poses are fresh and the clock is sound, and tells what to send; else it comes to rest.
+
+    Times `now_s` are seconds on the robot's clock, on which actions and poses are stamped.
+
+    Args:
+        follower: moves within the limits.
+        history: measured poses, which the caller adds; the follower's own.
+        limits: of the motion.
+        follows_velocity: whether the robot is sent velocities, so that where it is must be measured again and again.
+        pose_timeout_s: age of the newest pose with which the tool comes to rest.
+        pose_source: where poses come from, in words.
+        start_output: called where the motion begins; raises UserError when that cannot be.
+        say: called with each reason to come to rest, in words.
+    """
+
+    def __init__(
+        self,
+        follower: ActionFollower,
+        history: PoseHistory,
+        limits: Limits,
+        *,
+        follows_velocity: bool,
+        pose_timeout_s: float,
+        pose_source: str,
+        start_output: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.follower, self._history, self._limits = follower, history, limits
+        self._follows_velocity = follows_velocity
+        self._pose_timeout_s, self._pose_source = pose_timeout_s, pose_source
+        self._start_output, self._say = start_output, say
+        self._away_since_s = math.inf
+        self._last_step: tuple[float, float] | None = None  # robot's clock, steady clock
+        self.target: Target
+        self.anchored = False  # whether motion began, at a measured pose
+        self.holding = False  # whether it was told to hold
+        self.guarded = False  # whether a guard said that it lets nothing through
+        self.action_publishers = 1
+        self.problem = ""  # why the tool rests, in words; empty: it does not
+        self.stalls = self.clock_jumps = 0
+
+    def take(self, action: StampedAction, now_s: float) -> None:
+        """Starts to follow an action.
+
+        Raises:
+            NotFollowingError: nothing is followed now.
+            ActionRefusedError: this action is not.
+        """
+        if self.problem:
+            raise NotFollowingError(self.problem)
+        if self.holding:
+            raise NotFollowingError("it holds")
+        if self.guarded:
+            raise NotFollowingError("the guard lets nothing through")
+        if not self.anchored:
+            raise NotFollowingError("no tool pose yet")
+        self.follower.take(action, now_s)
+
+    def hold(self, now_s: float) -> None:
+        """Comes to rest as soon as the limits allow, and drops what is followed."""
+        self.follower.hold(now_s)
+
+    def passing(self, passing: bool, now_s: float) -> None:
+        """Takes what the guard says: while it lets nothing through the robot stays, and so must its target."""
+        if not passing and not self.guarded:
+            self.follower.hold(now_s)
+        self.guarded = not passing
+
+    def step(self, now_s: float, steady_s: float) -> Target | None:
+        """One control step: what to send; None: nothing yet."""
+        self._watch_clock(now_s, steady_s)
+        if not self.anchored and not self._anchor(now_s):
+            return None
+        problem = self._input_problem(now_s)
+        if problem and not self.problem:
+            self.follower.hold(now_s)
+            self._say(f"coming to rest: {problem}")
+        self.problem = problem
+        self.target = self.follower.step(now_s)
+        self._return_where_held(now_s)
+        return self._sent()
+
+    def _sent(self) -> Target:
+        """Velocities also make up for what is missing, as long as it is known what is."""
+        newest = self._history.newest
+        if not self._follows_velocity or self.problem or self.guarded or newest is None:
+            return self.target
+        return Target(self.target.pose, tracking_velocity(self.target, newest[1], self._limits))
+
+    def _return_where_held(self, now_s: float) -> None:
+        """A robot that is held elsewhere, by the guard or by a hand, is not pulled to where it was sent before."""
+        newest, follower = self._history.newest, self.follower
+        if newest is None:
+            return
+        if self.guarded:
+            away = self.target.pose.distance(newest[1])[0] > _NEAR_M
+        else:
+            away = not follower.follows(self.target.pose, newest[1])
+        if self.target.moving or not away:
+            self._away_since_s = math.inf
+            return
+        self._away_since_s = min(self._away_since_s, now_s)
+        if newest[0] < self._away_since_s + (0.0 if self.guarded else _AWAY_S):
+            return  # it may have been on its way when it was measured
+        if self._follows_velocity:
+            follower.rest_at(newest[1])  # a robot that is sent velocities does not see where its target is
+        else:
+            follower.return_to(newest[1], now_s)
+
+    def _anchor(self, now_s: float) -> bool:
+        """Begins where the tool is measured, once it is."""
+        newest = self._history.newest
+        problem = self._input_problem(now_s)
+        if newest is not None and not problem:
+            limits = self._limits
+            if limits.holds(newest[1].position, margin_m=_OUTSIDE_M):
+                problem = self._start_problem()
+            else:
+                problem = (
+                    f"the tool is at {newest[1].position.round(3).tolist()}, outside the workspace "
+                    f"{list(limits.workspace_min)} to {list(limits.workspace_max)}; bring it inside by other means"
+                )
+        self.problem = problem
+        if problem or newest is None:
+            return False
+        self.follower.rest_at(newest[1])
+        self.target = self.follower.step(now_s)
+        self.anchored = True
+        return True
+
+    def _start_problem(self) -> str:
+        try:
+            self._start_output()
+        except UserError as error:
+            return str(error)
+        return ""
+
+    def _input_problem(self, now_s: float) -> str:
+        newest = self._history.newest
+        if newest is None:
+            return f"no tool pose has come from {self._pose_source} yet"
+        age_s = now_s - newest[0]
+        if age_s > self._pose_timeout_s:
+            return f"the newest tool pose is {age_s:.2f} s old, and the limit is {self._pose_timeout_s:g} s"
+        if self.action_publishers > 1:
+            return f"{self.action_publishers} nodes publish actions: only one may"
+        return ""
+
+    def _watch_clock(self, now_s: float, steady_s: float) -> None:
+        """After a standstill what was followed is out of date; stamps around a jump of the clock do not compare."""
+        last, self._last_step = self._last_step, (now_s, steady_s)
+        if last is None:
+            return
+        passed_s, real_s = now_s - last[0], steady_s - last[1]
+        if real_s > STALL_S and self.anchored:
+            self.stalls += 1
+            self._say(f"the control loop stood still for {real_s:.3f} s: coming to rest")
+            self.follower.hold(now_s)
+        if 0 <= passed_s <= real_s + _JUMP_S:
+            return
+        self._say(f"the clock jumped by {passed_s:.3f} s: coming to rest, and beginning anew")
+        self.clock_jumps += 1
+        self._history.clear()
+        if self.anchored:
+            self.follower.rest_at(self.target.pose)
+        self.follower.forget()
+        self.anchored = False
