@@ -8,8 +8,10 @@ clock jumps, and while a guard lets nothing through; then it begins anew where t
 import math
 from collections.abc import Callable
 
+import numpy as np
+
 from specvla_ros.control.bounded_motion import Target, tracking_velocity
-from specvla_ros.control.follower import ActionFollower, StampedAction
+from specvla_ros.control.follower import MAX_ADVANCE_S, ActionFollower, StampedAction
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose_history import PoseHistory
 from specvla_ros.errors import UserError
@@ -60,6 +62,7 @@ class Driver:
         self._start_output, self._say = start_output, say
         self._away_since_s = math.inf
         self._last_step: tuple[float, float] | None = None  # robot's clock, steady clock
+        self._velocity = np.zeros(6)  # that was sent last
         self.target: Target
         self.anchored = False  # whether motion began, at a measured pose
         self.holding = False  # whether it was told to hold
@@ -97,8 +100,9 @@ class Driver:
 
     def step(self, now_s: float, steady_s: float) -> Target | None:
         """One control step: what to send; None: nothing yet."""
-        self._watch_clock(now_s, steady_s)
+        passed_s = self._watch_clock(now_s, steady_s)
         if not self.anchored and not self._anchor(now_s):
+            self._velocity = np.zeros(6)
             return None
         problem = self._input_problem(now_s)
         if problem and not self.problem:
@@ -107,14 +111,20 @@ class Driver:
         self.problem = problem
         self.target = self.follower.step(now_s)
         self._return_where_held(now_s)
-        return self._sent()
-
-    def _sent(self) -> Target:
-        """Velocities also make up for what is missing, as long as it is known what is."""
-        newest = self._history.newest
-        if not self._follows_velocity or self.problem or self.guarded or newest is None:
+        if not self._follows_velocity:
             return self.target
-        return Target(self.target.pose, tracking_velocity(self.target, newest[1], self._limits))
+        self._velocity = self._velocity_to_send(min(passed_s, MAX_ADVANCE_S))
+        return Target(self.target.pose, self._velocity)
+
+    def _velocity_to_send(self, passed_s: float) -> np.ndarray:
+        """Velocities also make up for what is missing; once that is not known, no more, but without a jump."""
+        newest, limits = self._history.newest, self._limits
+        if not self.problem and not self.guarded and newest is not None:
+            return tracking_velocity(self.target, newest[1], limits)
+        change = self.target.velocity - self._velocity
+        for part, largest in ((slice(3), limits.linear_acceleration), (slice(3, 6), limits.angular_acceleration)):
+            change[part] *= min(1.0, largest * passed_s / max(float(np.linalg.norm(change[part])), 1e-12))
+        return self._velocity + change
 
     def _return_where_held(self, now_s: float) -> None:
         """A robot that is held elsewhere, by the guard or by a hand, is not pulled to where it was sent before."""
@@ -175,18 +185,21 @@ class Driver:
             return f"{self.action_publishers} nodes publish actions: only one may"
         return ""
 
-    def _watch_clock(self, now_s: float, steady_s: float) -> None:
-        """After a standstill what was followed is out of date; stamps around a jump of the clock do not compare."""
+    def _watch_clock(self, now_s: float, steady_s: float) -> float:
+        """Time that passed since the last step, steady.
+
+        After a standstill what was followed is out of date; stamps around a jump of the clock do not compare.
+        """
         last, self._last_step = self._last_step, (now_s, steady_s)
         if last is None:
-            return
+            return 0.0
         passed_s, real_s = now_s - last[0], steady_s - last[1]
         if real_s > STALL_S and self.anchored:
             self.stalls += 1
             self._say(f"the control loop stood still for {real_s:.3f} s: coming to rest")
             self.follower.hold(now_s)
         if 0 <= passed_s <= real_s + _JUMP_S:
-            return
+            return real_s
         self._say(f"the clock jumped by {passed_s:.3f} s: coming to rest, and beginning anew")
         self.clock_jumps += 1
         self._history.clear()
@@ -194,3 +207,4 @@ class Driver:
             self.follower.rest_at(self.target.pose)
         self.follower.forget()
         self.anchored = False
+        return real_s

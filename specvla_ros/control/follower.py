@@ -28,7 +28,7 @@ from specvla_ros.control.pose_history import PoseHistory, PoseUnknownError
 _PACE_S = 2.0
 # And what it takes to be there in time in spite of accelerating and braking.
 _HASTE = 1.5
-_MAX_ADVANCE_S = 0.05  # of the motion, in one control step
+MAX_ADVANCE_S = 0.05  # of the motion, in one control step
 _POSE_VALUES = 6
 
 
@@ -198,7 +198,7 @@ class ActionFollower:
 
     def _motion_time(self, now_s: float) -> float:
         """The motion's own time: a control loop that comes late must not make up for it by a leap."""
-        return self._motion_s + min(max(0.0, now_s - self._stepped_s), _MAX_ADVANCE_S)
+        return self._motion_s + min(max(0.0, now_s - self._stepped_s), MAX_ADVANCE_S)
 
     def follows(self, sent: Pose, measured: Pose) -> bool:
         """Whether a tool that was sent to one pose and measured at another counts as following."""
