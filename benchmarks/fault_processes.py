@@ -256,7 +256,13 @@ def _start(nodes: NodeProcesses, settings: GuardSettings, seed: int, folder: Pat
         "policy": clock | {"checkpoint": str(nano_policy()), "base_frame": settings.base_frame},
         "driver": driver,
         "guard": clock | motion | {"black_box_dir": str(box)},
-        "sim_robot": {"command": output, "episodes": 0, "seed": seed, "record": str(folder / "record")},
+        "sim_robot": {
+            "command": output,
+            "episodes": 0,
+            "seed": seed,
+            "record": str(folder / "record"),
+            "camera_rate_hz": 5.0,  # each picture is drawn on the thread that tells the tool's pose
+        },
     }
     inputs = [("action", "/policy/action"), ("tool_pose", "/sim_robot/tool_pose")]
     remaps: dict[str, list[tuple[str, str]]] = {
