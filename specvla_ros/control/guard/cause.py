@@ -17,6 +17,7 @@ class Cause(str, Enum):
     OUTSIDE = "outside"  # of the workspace or of a joint's range: the robot, a command, or where it leads
     FAR = "far"  # a command too far from where the robot is measured
     NOT_FOLLOWING = "not_following"  # the robot does not go where it was sent
+    POSE_LEAPS = "pose_leaps"  # the measured pose moves as no robot can within the limits: nobody knows where it is
     DRIVER_SILENT = "driver_silent"  # no command that is new enough
     POLICY_SILENT = "policy_silent"  # no action that is new enough, and the driver asks for motion
     STATE_MISSING = "state_missing"  # measured pose or joints: none, frozen, NaN, or of another frame
@@ -31,8 +32,9 @@ class Cause(str, Enum):
     def latches(self) -> bool:
         """Whether motion needs `clear_stop` afterwards.
 
-        A stop that somebody pressed does; what a right driver never sends, as the same driver would go on with it; and
-        a robot that does not follow, which has met something. Everything else ends by itself, from rest: who is late,
+        A stop that somebody pressed does; what a right driver never sends, as the same driver would go on with it; a
+        robot that does not follow, which has met something; and a measurement that leaps, as from where it leads to
+        motion would begin. Everything else ends by itself, from rest: who is late,
         out of reach or alone is not broken, and a hand on the dead-man's switch is a decision to go on already.
         """
         return self in _LATCHING
@@ -46,6 +48,7 @@ _LATCHING = frozenset(
         Cause.OVER_SPEED,
         Cause.OVER_ACCELERATION,
         Cause.NOT_FOLLOWING,
+        Cause.POSE_LEAPS,
     }
 )
 _KEPT = 100  # refusals between two looks of the log

@@ -118,6 +118,8 @@ class Guard:
     def tool(self, message: ToolPose, now: Instant) -> None:
         """Takes the measured pose."""
         pose = self._watch.tool(message, now) if self._watch.hears(now) else None
+        if leap := self._watch.take_leap():
+            self.reject(Refusal(Cause.POSE_LEAPS, leap), now)
         if pose is not None and isinstance(self._gate, TwistGate):
             self._gate.watch(pose)
 

@@ -16,6 +16,8 @@ MAX_FUTURE_S = 0.1  # how far a stamp may lie ahead of the node's clock
 _JUMP_S = 0.25  # how much more than the steady clock the node's may go at once
 # After this process did not run, or a clock jumped, what is still queued is old.
 _QUEUE_S = 0.05
+# What a measured pose may do between two messages: twice the limits' speed, for an arm that overshoots, and this.
+_LEAP_M, _LEAP_RAD = 0.02, 0.1
 
 
 @dataclass
@@ -110,6 +112,7 @@ class Watch:
         self._enabled_s = -np.inf
         self._enable_said = ""
         self._pose: Pose | None = None
+        self._leap = ""
         self._positions: np.ndarray | None = None
         self._deaf_until_s = -np.inf
         self.sources_problem = ""
@@ -131,10 +134,26 @@ class Watch:
         if isinstance(pose, Refusal):
             self._tool.problem = pose.detail
             return None
+        before, before_ns = self._pose, self._tool.stamp_ns
+        fresh = self._tool.age_s(now) <= self._settings.state_timeout_s
         if not self._newer(self._tool, message.stamp, now):
             return None
+        if before is not None and fresh:
+            self._leap = self._leap or self._leap_between(before, pose, (self._tool.stamp_ns - before_ns) * 1e-9)
         self._pose = pose
         return pose
+
+    def take_leap(self) -> str:
+        """A leap of the measured pose since the last call, in words; empty: none."""
+        leap, self._leap = self._leap, ""
+        return leap
+
+    def _leap_between(self, before: Pose, after: Pose, passed_s: float) -> str:
+        limits, (way_m, turn_rad) = self._settings.limits, before.distance(after)
+        most_m, most_rad = 2 * limits.linear_speed * passed_s + _LEAP_M, 2 * limits.angular_speed * passed_s + _LEAP_RAD
+        if way_m <= most_m and turn_rad <= most_rad:
+            return ""
+        return f"the measured pose went {way_m:.3f} m and {turn_rad:.2f} rad within {passed_s:.3f} s"
 
     def joints(self, message: JointPositions, now: Instant) -> None:
         """Takes measured joints; those that are not commanded do not matter."""

@@ -489,3 +489,26 @@ def test_settings_that_guard_nothing_are_refused(changes: dict, words: str) -> N
 def test_joint_limits_that_are_missing_are_refused(changes: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
         Guard(replace(guard_settings("position_array"), joints=replace(JOINTS, **changes)))
+
+
+@pytest.mark.parametrize("output", ["pose", "twist", "position_array"])
+def test_a_measured_pose_that_leaps_latches_until_somebody_looked(output: str) -> None:
+    each = rig(output)
+    each.until_passing()
+    each.run(0.5)
+    each.tool = each.tool + np.array([0.0, 0.0, 0.05])
+    each.run(0.01)
+    assert each.guard.state is State.STOPPED and "pose_leaps: the measured pose went 0.05" in each.guard.reason
+    each.run(3.0)
+    assert each.guard.state is State.STOPPED
+    assert each.guard.clear_stop(each.now) == ""
+
+
+def test_a_pose_that_moves_within_reach_or_was_not_seen_for_long_does_not_leap() -> None:
+    each = rig("twist", require_enable=False)
+    for way_m, unseen_s in ((0.018, 0.0), (0.3, 1.0), (-0.02, 0.0)):
+        each.run(0.3)
+        each.run(unseen_s, without=("tool",))
+        each.tool = each.tool + np.array([way_m, 0.0, 0.0])
+        each.run(0.3)
+        assert each.guard.tally.counts[Cause.POSE_LEAPS] == 0
