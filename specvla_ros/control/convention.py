@@ -4,6 +4,9 @@
 from dataclasses import dataclass
 from enum import Enum
 
+# The columns of an action's values, in this order; a robot without a gripper has the first six.
+ACTION_NAMES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
+
 
 class Reference(str, Enum):
     """What an action's pose is counted from."""

@@ -6,10 +6,11 @@ from typing import cast
 
 import numpy as np
 
+from specvla_ros.control.convention import ACTION_NAMES
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DecodeRecord, Outcome, StageTimings
 from specvla_ros.engine.tally import TickWork
-from specvla_ros.models.codecs.bins import DEFAULT_NAMES, ActionStatistics, ActionTokenizer, BinsCodec
+from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
 from specvla_ros.models.observation import Observation
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.robot import TableRobot
@@ -70,7 +71,7 @@ class ExpertEngine:
         return [
             Action(
                 observation=observation,
-                names=DEFAULT_NAMES,
+                names=ACTION_NAMES,
                 actions=values[None],
                 tokens=(0,) * 7,
                 timings=StageTimings(),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from specvla_ros.control.convention import ACTION_NAMES
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import CODECS, ActionIds, CodecContext
 from specvla_ros.settings.json_file import is_number, shown
@@ -49,7 +50,6 @@ class ActionTokenizer:
 
 
 _MAX_VALUE = 1e6  # no robot's action is larger in any unit
-DEFAULT_NAMES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ActionStatistics:
     def names(self) -> tuple[str, ...]:
         """One name per dimension: x y z roll pitch yaw gripper, or dim_0 … where the policy has not seven."""
         n = len(self.low)
-        return DEFAULT_NAMES if n == len(DEFAULT_NAMES) else tuple(f"dim_{i}" for i in range(n))
+        return ACTION_NAMES if n == len(ACTION_NAMES) else tuple(f"dim_{i}" for i in range(n))
 
     def unnormalise(self, values: np.ndarray) -> np.ndarray:
         """Normalised values [action_dim] in [-1, 1] to the robot's units, float64, not clipped."""
@@ -258,7 +258,7 @@ def tolerance_in_bins(
     Raises:
         UserError: a tolerance smaller than one bin of its dimension, or statistics whose units are not known.
     """
-    if statistics.names != DEFAULT_NAMES:
+    if statistics.names != ACTION_NAMES:
         raise UserError(
             "acceptance.tolerance_m and acceptance.tolerance_rad need actions named x y z roll pitch yaw gripper; this "
             f"checkpoint has {len(statistics.low)} dimensions without units: set acceptance.bins instead"

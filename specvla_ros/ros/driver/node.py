@@ -20,7 +20,14 @@ from std_srvs.srv import SetBool
 
 from specvla_msgs.msg import VlaAction
 from specvla_ros.control.bounded_motion import BoundedMotion
-from specvla_ros.control.convention import ActionConvention, ActionFrame, GripperSign, Reference, Rotation
+from specvla_ros.control.convention import (
+    ACTION_NAMES,
+    ActionConvention,
+    ActionFrame,
+    GripperSign,
+    Reference,
+    Rotation,
+)
 from specvla_ros.control.driver import Driver, NotFollowingError
 from specvla_ros.control.follower import ActionFollower, ActionRefusedError, Compensation, StampedAction
 from specvla_ros.control.gripper import Gripper
@@ -322,6 +329,8 @@ class DriverNode(LifecycleNode):
         horizon, columns = message.horizon, len(message.names)
         if not columns or horizon * columns != len(message.values):
             raise ValueError(f"it has {len(message.values)} values for {horizon} rows of {columns} names")
+        if tuple(message.names) != ACTION_NAMES[:columns]:
+            raise ValueError(f"its columns are {', '.join(message.names)[:80]}, not {', '.join(ACTION_NAMES)}")
         self._convention = convention
         stamp_s = Time.from_msg(message.header.stamp).nanoseconds * _NS
         return StampedAction(stamp_s, np.array(message.values).reshape(horizon, columns), convention)

@@ -121,6 +121,7 @@ def test_a_dry_run_sends_nothing_and_needs_no_limits():
         (MOVE, {"horizon": 0}, "unreadable"),
         (MOVE, {"horizon": 4_000_000_000}, "unreadable"),
         (MOVE, {"names": []}, "unreadable"),
+        (MOVE, {"names": [f"joint_{i}" for i in range(7)]}, "unreadable"),
         (MOVE[:5], {"names": NAMES[:5]}, "wrong_shape"),
     ],
 )
