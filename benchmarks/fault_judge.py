@@ -99,7 +99,7 @@ class Judge:
 
     def moved_between(self, begin_s: float, end_s: float) -> bool:
         """Whether the arm moved at any moment between."""
-        return bool(self._moving[(self._times_s > begin_s) & (self._times_s < end_s)].any())
+        return bool((self._moving & (self._times_s > begin_s) & (self._times_s < end_s)).any())
 
     def speed_at(self, time_s: float) -> float:
         """Of the tool, m/s."""

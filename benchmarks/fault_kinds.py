@@ -4,6 +4,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -85,8 +86,8 @@ def _processes() -> list[Fault]:
         found.append(
             Fault(
                 f"kill {who}",
-                lambda scene, who=who: scene.time.kill(who),
-                lambda scene, who=who: scene.time.start(who),
+                partial(_to_process, "kill", who),
+                partial(_to_process, "start", who),
                 _RESPAWN_S,
                 noticed,
                 needs_guard=only,
@@ -95,13 +96,25 @@ def _processes() -> list[Fault]:
         found.append(
             Fault(
                 f"freeze {who}",
-                lambda scene, who=who: scene.time.freeze(who),
-                lambda scene, who=who: scene.time.resume(who),
+                partial(_to_process, "freeze", who),
+                partial(_to_process, "resume", who),
                 noticed=noticed,
                 needs_guard=only,
             )
         )
     return found
+
+
+def _to_process(what: str, who: str, scene: Scene) -> None:
+    getattr(scene.time, what)(who)
+
+
+def _lose(topic: str, scene: Scene) -> None:
+    scene.time.silent.add(topic)
+
+
+def _find(topic: str, scene: Scene) -> None:
+    scene.time.silent.discard(topic)
 
 
 def _silences() -> list[Fault]:
@@ -111,8 +124,8 @@ def _silences() -> list[Fault]:
     return [
         Fault(
             f"lose {topic}",
-            lambda scene, topic=topic: scene.time.silent.add(topic),
-            lambda scene, topic=topic: scene.time.silent.discard(topic),
+            partial(_lose, topic),
+            partial(_find, topic),
             noticed=noticed,
             needs_guard=topic.startswith("guard") or topic == "enable",
             of_joints=topic == "joint_states",

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 _EPOCH_NS = 1_700_000_000 * 10**9
@@ -122,7 +123,7 @@ class VirtualTime:
         life = process.life
         self.at(self.clocks.steady_s + delay_s, lambda: self._do(process, life, act))
 
-    def subscribe(self, topic: str, process: Process, take: Callable[[Message], None]) -> None:
+    def subscribe(self, topic: str, process: Process, take: Callable[[Message], Any]) -> None:
         """A process takes a topic's messages."""
         self._listeners.setdefault(topic, []).append((process, take))
 
@@ -135,7 +136,7 @@ class VirtualTime:
         self._sent_s.setdefault(topic, []).append(now_s)
         for process, take in self._listeners.get(topic, []):
             late_s = delay_s + self.random.uniform(*_DELAY_S)
-            self.at(now_s + late_s, lambda process=process, take=take: self._deliver(process, take, message))
+            self.at(now_s + late_s, partial(self._deliver, process, take, message))
 
     def last_heard_s(self, topic: str, before_s: float) -> float:
         """Steady time at which the last message of a topic was sent before a moment; lost ones do not count."""

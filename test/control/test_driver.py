@@ -51,6 +51,7 @@ class Robot:
             if measured:
                 self.history.add(self.now_s, self.pose)
             target = self.driver.step(self.now_s, self.now_s)
+            assert target is not None
             self.sent.append(target.velocity.copy())
             self.pose = self.pose.displaced(SLOW * DT_S * target.velocity)
             self.now_s = round(self.now_s + DT_S, 4)

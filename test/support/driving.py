@@ -22,6 +22,7 @@ from support.patience import wait_until
 from trajectory_msgs.msg import JointTrajectory
 
 from specvla_msgs.msg import VlaAction
+from specvla_ros.control.driver import Driver
 from specvla_ros.control.pose import Pose, quaternion, quaternion_matrix
 from specvla_ros.control.pose_history import PoseHistory
 from specvla_ros.ros.driver.node import DriverNode
@@ -74,19 +75,25 @@ class Arm:
         self._joint_states = node.create_publisher(JointState, "joint_states", 10)
         node.create_timer(0.01, self._publish_state)
 
+    @property
+    def core(self) -> Driver:
+        """What the node has made when it is active."""
+        assert self.driver._driver is not None
+        return self.driver._driver
+
     def until(self, condition: Callable[[], object]) -> None:
         """Spins until the condition holds; fails after a while."""
         wait_until(
             condition,
             meanwhile=lambda: self.executor.spin_once(timeout_sec=0.05),
-            failed=lambda: f"still waiting; refused {dict(self.driver._refusals)}, {self.driver._driver.problem}",
+            failed=lambda: f"still waiting; refused {dict(self.driver._refusals)}, {self.core.problem}",
         )
 
     def start(self) -> None:
         """Configures, activates and waits until the driver follows actions."""
         assert self.driver.trigger_configure().name == "SUCCESS"
         assert self.driver.trigger_activate().name == "SUCCESS"
-        self.until(lambda: self.driver._driver.anchored and self.actions.get_subscription_count())
+        self.until(lambda: self.core.anchored and self.actions.get_subscription_count())
 
     def act(self, values: Any = MOVE, *, age_s: float = 0.0, **changes: Any) -> None:
         """Publishes an action, and waits until the driver has judged it."""
@@ -118,18 +125,18 @@ class Arm:
         still, seen = 0, None
         while still < 10:
             self._until_step_after(seen)
-            seen = self.driver._driver._last_step
-            still = 0 if self.driver._driver.target.moving else still + 1
+            seen = self.core._last_step
+            still = 0 if self.core.target.moving else still + 1
         self.spin(5)
 
     def spin(self, steps: int) -> None:
         """Spins for so many control steps."""
         for _ in range(steps):
-            seen = self.driver._driver._last_step
+            seen = self.core._last_step
             self._until_step_after(seen)
 
     def _until_step_after(self, seen: tuple[float, float] | None) -> None:
-        self.until(lambda: self.driver._driver._last_step != seen)
+        self.until(lambda: self.core._last_step != seen)
 
     def refused(self) -> dict[str, int]:
         return dict(self.driver._refusals)

@@ -169,13 +169,13 @@ def test_without_a_measured_pose_the_tool_comes_to_rest_and_follows_nothing():
         robot.start()
         robot.act((0.2, 0, 0, 0, 0, 0, 0), action_dt=2.0)
         robot.measured = False
-        robot.until(lambda: "old" in robot.driver._driver.problem)
+        robot.until(lambda: "old" in robot.core.problem)
         robot.rest()
         assert robot.pose.distance(START)[0] < 0.15
         robot.act(action_dt=2.0)
         assert robot.refused() == {"not_following": 1}
         robot.measured = True
-        robot.until(lambda: not robot.driver._driver.problem)
+        robot.until(lambda: not robot.core.problem)
 
 
 def test_hold_brings_the_tool_to_rest_until_it_is_told_to_go_on():
@@ -204,7 +204,7 @@ def test_a_robot_that_was_held_elsewhere_is_not_pulled_to_where_it_was_sent():
         robot.held = True
         robot.act((0.2, 0, 0, 0, 0, 0, 0))
         robot.rest()
-        robot.until(lambda: robot.driver._driver.target.pose.distance(START)[0] < 1e-6)
+        robot.until(lambda: robot.core.target.pose.distance(START)[0] < 1e-6)
         robot.rest()
         robot.held = False
         robot.act()
@@ -219,13 +219,13 @@ def test_while_the_guard_lets_nothing_through_the_target_stays_at_the_robot():
         robot.spin(10)
         robot.held = True
         passing.publish(Bool(data=False))
-        robot.until(lambda: robot.driver._driver.guarded)
-        robot.until(lambda: robot.driver._driver.target.pose.distance(robot.pose)[0] < 0.003)
+        robot.until(lambda: robot.core.guarded)
+        robot.until(lambda: robot.core.target.pose.distance(robot.pose)[0] < 0.003)
         robot.act(action_dt=1.0)
         assert robot.refused() == {"not_following": 1}
         here, robot.held = robot.pose, False
         passing.publish(Bool(data=True))
-        robot.until(lambda: not robot.driver._driver.guarded)
+        robot.until(lambda: not robot.core.guarded)
         robot.act(action_dt=1.0)
         reaches(robot, here.displaced(np.array(MOVE[:6])), 0.004)
 
@@ -235,7 +235,7 @@ def test_a_tool_outside_the_workspace_is_not_moved():
         robot.pose = Pose(np.array([1.5, 0.0, 0.3]), START.rotation)
         assert robot.driver.trigger_configure().name == "SUCCESS"
         assert robot.driver.trigger_activate().name == "SUCCESS"
-        robot.until(lambda: "outside the workspace" in robot.driver._driver.problem)
+        robot.until(lambda: "outside the workspace" in robot.core.problem)
         assert not robot.poses
 
 
@@ -243,11 +243,11 @@ def test_two_publishers_of_actions_stop_the_robot():
     with arm(output="pose") as robot:
         robot.start()
         second = robot.node.create_publisher(type(robot.action()), "action", 10)
-        robot.until(lambda: "only one may" in robot.driver._driver.problem)
+        robot.until(lambda: "only one may" in robot.core.problem)
         robot.act()
         assert robot.refused() == {"not_following": 1}
         robot.node.destroy_publisher(second)
-        robot.until(lambda: not robot.driver._driver.problem)
+        robot.until(lambda: not robot.core.problem)
 
 
 @pytest.mark.parametrize(
