@@ -37,6 +37,8 @@ _EDGE_M = 0.01  # a driver that brakes to the workspace's very edge is right
 _AHEAD_S = 0.03  # commands on their way to the robot
 _BEHIND_S = 0.1  # at full speed, what goes out may lag so far behind the commands, and by their timeout
 _MOVED_M, _MOVED_RAD = 0.001, 0.005  # more than a sensor's noise
+_ANSWERS_S = 0.2  # at full speed, a robot that is sent on and does not move at all is not reached
+_APART = np.array([0.01, 0.05])  # metres and radians that an arm at rest may stand from where it was sent
 
 
 def tool_bounds(settings: GuardSettings) -> Bounds:
@@ -134,11 +136,8 @@ class TwistGate:
 
     def watch(self, tool: Pose) -> None:
         """Takes each measured pose: a robot that is told to go must move."""
-        if self._unmoved_from is not None:
-            moved = lengths(difference(tool, self._unmoved_from))
-            if moved[0] < _MOVED_M and moved[1] < _MOVED_RAD:
-                return
-        self._unmoved_from, self._unmoved = tool, np.zeros(2)
+        if self._unmoved_from is None or _moves(self._unmoved_from, tool):
+            self._unmoved_from, self._unmoved = tool, np.zeros(2)
 
     def _problem(self, command: TwistCommand, velocity: np.ndarray) -> Refusal | None:
         if not np.isfinite(velocity).all():
@@ -169,6 +168,12 @@ class TwistGate:
         return [Refusal(Cause.NOT_FOLLOWING, detail)]
 
 
+def _moves(before: Pose, after: Pose) -> bool:
+    """Whether a measured tool has moved."""
+    way, turn = lengths(difference(after, before))
+    return bool(way >= _MOVED_M or turn >= _MOVED_RAD)
+
+
 class PoseGate:
     """Poses of the tool. What goes out follows the command within the limits, and brakes to hold.
 
@@ -187,6 +192,9 @@ class PoseGate:
         self._joined = False
         self._held = True  # at rest by stop, not by command
         self._window: Window[Pose] = Window()
+        self._unmoved_from: Pose | None = None
+        self._sent_then: Pose | None = None  # when the tool moved last
+        self._answers = np.minimum(self._lead, self._bounds.speed * _ANSWERS_S + _APART / 2)
 
     @property
     def wants_motion(self) -> bool:
@@ -222,10 +230,21 @@ class PoseGate:
         if measured.tool is None or self._sent is None or self._held:
             return []
         lead = lengths(difference(self._sent, measured.tool))
-        if (lead <= self._lead).all():
+        if (lead > self._lead).any():
+            detail = f"the tool is {lead[0]:.3f} m and {lead[1]:.3f} rad from where it was sent"
+            return [Refusal(Cause.NOT_FOLLOWING, detail)]
+        if self._sent_then is None:
             return []
-        detail = f"the tool is {lead[0]:.3f} m and {lead[1]:.3f} rad from where it was sent"
+        on = lengths(difference(self._sent, self._sent_then))
+        if (on <= self._answers).all():
+            return []
+        detail = f"the tool was sent {on[0]:.3f} m and {on[1]:.3f} rad on, and did not move"
         return [Refusal(Cause.NOT_FOLLOWING, detail)]
+
+    def watch(self, tool: Pose) -> None:
+        """Takes each measured pose: a robot that is sent on must move, or it is not reached."""
+        if self._unmoved_from is None or _moves(self._unmoved_from, tool):
+            self._unmoved_from, self._sent_then = tool, self._sent
 
     def not_near(self, measured: Measured) -> Refusal | None:
         if self._command is None or measured.tool is None:
@@ -240,6 +259,7 @@ class PoseGate:
         if self._sent is None or self._left_behind(measured):
             self._sent = measured.tool
         self._velocity, self._joined, self._held = np.zeros((2, 3)), False, False
+        self._unmoved_from, self._sent_then = measured.tool, self._sent
 
     def go(self, now: Instant, dt_s: float) -> SentPose | None:
         if self._sent is None or self._command is None:
@@ -257,7 +277,7 @@ class PoseGate:
             return None
         sent = self._move(braked(self._velocity, self._bounds, dt_s), dt_s)
         self._held = self.at_rest
-        # Somebody moved the robot meanwhile: to hold it where it was would move it.
+        # Somebody moved the robot meanwhile, or it was not reached: to hold it where it was sent would move it.
         return None if self._held and self._left_behind(measured) else sent
 
     def halt(self) -> None:
@@ -286,7 +306,7 @@ class PoseGate:
     def _left_behind(self, measured: Measured) -> bool:
         if self._sent is None or measured.tool is None:
             return False
-        return bool((lengths(difference(self._sent, measured.tool)) > self._lead).any())
+        return bool((lengths(difference(self._sent, measured.tool)) > np.minimum(self._lead, _APART)).any())
 
     def _problem(self, pose: Pose, measured: Measured) -> Refusal | None:
         limits = self._settings.limits

@@ -14,6 +14,7 @@ from specvla_ros.control.guard.cause import Cause
 from specvla_ros.control.guard.commands import (
     JointCommand,
     JointPositions,
+    Sent,
     SentJoints,
     SentPose,
     Stamp,
@@ -512,3 +513,39 @@ def test_a_pose_that_moves_within_reach_or_was_not_seen_for_long_does_not_leap()
         each.tool = each.tool + np.array([way_m, 0.0, 0.0])
         each.run(0.3)
         assert each.guard.tally.counts[Cause.POSE_LEAPS] == 0
+
+
+def test_a_robot_that_poses_no_longer_reach_latches_and_is_sent_nowhere_when_they_do_again() -> None:
+    each = rig("pose", max_lead_m=0.2)
+    each.until_passing()
+    each.run(1.0)
+    follow = each._follow
+    each._follow = lambda sent: None  # type: ignore[method-assign]
+    unreached = each.tool.copy()
+    each.run(1.0)
+    assert each.guard.state is State.STOPPED and "did not move" in each.guard.reason
+    sent = [pose for _, pose in each.sent if isinstance(pose, SentPose)]
+    assert 0.05 < np.linalg.norm(sent[-1].position - unreached) < 0.08, "it was sent on for 0.2 s, and braked"
+    each._follow = follow  # type: ignore[method-assign]
+    each.run(1.0)
+    np.testing.assert_array_equal(each.tool, unreached)
+    assert each.guard.clear_stop(each.now) == ""
+    each.until_passing()
+    first = each.sent[-1][1]
+    assert isinstance(first, SentPose)
+    assert np.linalg.norm(first.position - unreached) <= LIMITS.linear_speed * 0.01
+
+
+def test_a_robot_that_lags_is_not_one_that_is_not_reached() -> None:
+    each = rig("pose")
+    late: list[Sent | None] = []
+
+    def follow(sent: Sent | None) -> None:
+        late.append(sent)
+        if len(late) > 15 and isinstance(then := late[-15], SentPose):
+            each.tool = then.position
+
+    each._follow = follow  # type: ignore[method-assign]
+    each.until_passing()
+    each.run(10.0)
+    assert each.guard.state is State.PASSING and each.guard.tally.counts[Cause.NOT_FOLLOWING] == 0
