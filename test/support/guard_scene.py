@@ -121,11 +121,13 @@ class Scene:
     def say(self) -> None:
         """Driver, robot, policy and operator, once each."""
         now_s = time.monotonic()
-        if self.state is State.PASSING and self.output != "twist":
+        if self.state is State.PASSING and self.output != "twist" and "command" not in self.silent:
             self.position += self.speed * min(now_s - self._said_s, 0.05)
         self._said_s = now_s
+        to_and_fro_m = 0.05 * abs(now_s % 2 - 1)
         messages = {
-            "tool": (self.poses, lambda: self.pose_at(self.position if self.output != "twist" else now_s % 1 * 0.1)),
+            # Told to move, it moves: with velocities to and fro.
+            "tool": (self.poses, lambda: self.pose_at(self.position if self.output != "twist" else to_and_fro_m)),
             "joints": (self.joints, self.joint_state),
             "action": (self.actions, lambda: self.header(VlaAction(instruction=self.instruction))),
             "enable": (self.enables, lambda: Bool(data=True)),
