@@ -31,7 +31,7 @@ def main(
     seed: Seed = 0,
     workers: Workers = 2,
     policy: Annotated[Path | None, typer.Option(help="Checkpoint directory; default: the nano policy.")] = None,
-    devices: Annotated[str, typer.Option(help="Comma-separated, emulated; empty: none.")] = ",".join(DEVICES),
+    devices: Annotated[str, typer.Option(help="Comma-separated, emulated; or none.")] = ",".join(DEVICES),
     work: Work = Path("simulation-benchmark"),
     out: Out = RESULTS / "simulation_nano.json",
 ) -> None:
@@ -39,7 +39,7 @@ def main(
     policy = policy or nano_policy()
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     lockstep = SimulateSettings(policy)
-    emulated = [device for device in devices.split(",") if device]
+    emulated = [device for device in devices.split(",") if device != "none"]
     settings = {LOCKSTEP: lockstep, f"{LOCKSTEP}, {OTHER_ARM}": replace(lockstep, robot=OTHER_ARM)} | {
         device: replace(lockstep, clock=Clock.REALTIME, emulate=device) for device in emulated
     }
