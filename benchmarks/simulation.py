@@ -22,7 +22,6 @@ from specvla_ros.simulation.rollout import Clock, read_stage_times
 
 DEVICES = ("h200", "rtx5090", "orin")
 LOCKSTEP = "lockstep"
-OTHER_ARM = "panda"  # that the policy was trained on
 
 
 def main(
@@ -40,7 +39,7 @@ def main(
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     lockstep = SimulateSettings(policy)
     emulated = [device for device in devices.split(",") if device != "none"]
-    settings = {LOCKSTEP: lockstep, f"{LOCKSTEP}, {OTHER_ARM}": replace(lockstep, robot=OTHER_ARM)} | {
+    settings = {LOCKSTEP: lockstep} | {
         device: replace(lockstep, clock=Clock.REALTIME, emulate=device) for device in emulated
     }
     results: dict[str, Any] = {}
