@@ -30,7 +30,6 @@ def main(
     seed: Seed = 0,
     workers: Workers = 2,
     policy: Annotated[Path | None, typer.Option(help="Checkpoint directory; default: the nano policy.")] = None,
-    devices: Annotated[str, typer.Option(help="Comma-separated, emulated; or none.")] = ",".join(DEVICES),
     work: Work = Path("simulation-benchmark"),
     out: Out = RESULTS / "simulation_nano.json",
 ) -> None:
@@ -38,9 +37,8 @@ def main(
     policy = policy or nano_policy()
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     lockstep = SimulateSettings(policy)
-    emulated = [device for device in devices.split(",") if device != "none"]
     settings = {LOCKSTEP: lockstep} | {
-        device: replace(lockstep, clock=Clock.REALTIME, emulate=device) for device in emulated
+        device: replace(lockstep, clock=Clock.REALTIME, emulate=device) for device in DEVICES
     }
     results: dict[str, Any] = {}
     for name, chosen in settings.items():
@@ -58,7 +56,7 @@ def main(
             "policy": policy.name,
             "first_seed": seed,
             "episodes_per_task": episodes,
-            "devices": {device: vars(read_stage_times(device)) for device in emulated},
+            "devices": {device: vars(read_stage_times(device)) for device in DEVICES},
             "results": results,
         }
     )

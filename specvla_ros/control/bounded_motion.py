@@ -282,10 +282,14 @@ def tracking_velocity(target: Target, measured: Pose, limits: Limits) -> np.ndar
     missing = np.concatenate([target.pose.position - measured.position, turn])
     if not target.moving and (np.abs(missing) < _REACHED).all():
         return np.zeros(6)
-    velocity = target.velocity + _TRACKING_GAIN * missing
-    for part, largest in ((slice(3), limits.linear_speed), (slice(3, 6), limits.angular_speed)):
-        velocity[part] *= min(1.0, largest / max(float(np.linalg.norm(velocity[part])), 1e-12))
-    return velocity
+    return shortened(target.velocity + _TRACKING_GAIN * missing, limits.linear_speed, limits.angular_speed)
+
+
+def shortened(vector: np.ndarray, linear: float, angular: float) -> np.ndarray:
+    """The vector, float64 [6], with translation and rotation each no longer than this; their directions stay."""
+    lengths = np.array([np.linalg.norm(vector[:3]), np.linalg.norm(vector[3:])])
+    shares = np.minimum(1.0, np.array([linear, angular]) / np.maximum(lengths, 1e-12))
+    return vector * shares.repeat(3)
 
 
 def _samples(duration: float) -> np.ndarray:

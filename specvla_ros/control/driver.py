@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from specvla_ros.control.bounded_motion import Target, tracking_velocity
+from specvla_ros.control.bounded_motion import Target, shortened, tracking_velocity
 from specvla_ros.control.follower import MAX_ADVANCE_S, ActionFollower, StampedAction
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose_history import PoseHistory
@@ -122,9 +122,9 @@ class Driver:
         if not self.problem and not self.guarded and newest is not None:
             return tracking_velocity(self.target, newest[1], limits)
         change = self.target.velocity - self._velocity
-        for part, largest in ((slice(3), limits.linear_acceleration), (slice(3, 6), limits.angular_acceleration)):
-            change[part] *= min(1.0, largest * passed_s / max(float(np.linalg.norm(change[part])), 1e-12))
-        return self._velocity + change
+        return self._velocity + shortened(
+            change, limits.linear_acceleration * passed_s, limits.angular_acceleration * passed_s
+        )
 
     def _return_where_held(self, now_s: float) -> None:
         """A robot that is held elsewhere, by the guard or by a hand, is not pulled to where it was sent before."""

@@ -34,8 +34,8 @@ class Cause(str, Enum):
 
         A stop that somebody pressed does; what a right driver never sends, as the same driver would go on with it; a
         robot that does not follow, which has met something; and a measurement that leaps, as from where it leads to
-        motion would begin. Everything else ends by itself, from rest: who is late,
-        out of reach or alone is not broken, and a hand on the dead-man's switch is a decision to go on already.
+        motion would begin. Everything else ends by itself, from rest: who is late, out of reach or alone is not broken,
+        and a hand on the dead-man's switch is a decision to go on already.
         """
         return self in _LATCHING
 
