@@ -43,6 +43,9 @@ class Gate(Protocol):
     def forget(self) -> None:
         """There is no command any more."""
 
+    def watch(self, tool: Pose) -> None:
+        """Takes each measured pose of the tool."""
+
     def conditions(self, measured: Measured) -> list[Refusal]:
         """What is wrong with going on, as the robot is."""
 

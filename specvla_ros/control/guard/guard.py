@@ -120,7 +120,7 @@ class Guard:
         pose = self._watch.tool(message, now) if self._watch.hears(now) else None
         if leap := self._watch.take_leap():
             self.reject(Refusal(Cause.POSE_LEAPS, leap), now)
-        if pose is not None and isinstance(self._gate, TwistGate | PoseGate):
+        if pose is not None:
             self._gate.watch(pose)
 
     def joints(self, message: JointPositions, now: Instant) -> None:

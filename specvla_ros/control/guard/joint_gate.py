@@ -11,6 +11,7 @@ from specvla_ros.control.guard.gate import NEAR, SLACK_S, TOLERANCE, Measured, t
 from specvla_ros.control.guard.settings import GuardSettings, Output
 from specvla_ros.control.guard.tracking import Bounds, Window, braked, shortened_to, stopping_way, toward
 from specvla_ros.control.inverse_kinematics import trajectory_point
+from specvla_ros.control.pose import Pose
 
 _REST = 1e-9
 _BEHIND_S = 0.1  # at full speed, what goes out may lag so far behind the commands, and by their timeout
@@ -110,6 +111,9 @@ class JointGate:
     def forget(self) -> None:
         self._path = None
         self._window.forget()
+
+    def watch(self, tool: Pose) -> None:
+        """Joints are measured by themselves."""
 
     def conditions(self, measured: Measured) -> list[Refusal]:
         if measured.joints is None or self._sent is None or self._held:
