@@ -21,6 +21,8 @@ from specvla_ros.ros.sim_robot.outputs import IMAGE_TOPIC
 _HEARTBEAT_S = 0.1
 _GUARD, _DRIVER = "guard: gate", "driver: motion"
 _REFUSED = {_GUARD: "refused_", _DRIVER: "refused: "}
+_STOPPED = "stopped: "
+_PRESSED = f"{_STOPPED}stop: "
 
 
 @dataclass
@@ -36,6 +38,11 @@ class Motion:
     guard: str = ""
     driver: str = ""
     refused: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    @property
+    def latched(self) -> bool:
+        """Whether the guard stopped by itself, and stays so until it is cleared."""
+        return self.guard.startswith(_STOPPED) and not self.guard.startswith(_PRESSED)
 
     def hear(self, status: DiagnosticStatus, *, count: bool) -> None:
         """Takes a status of /diagnostics, if it is one of theirs.
@@ -72,6 +79,7 @@ class Operator(Node):
         self.answer = ""
         self._record = record
         self._enabled = False
+        self._clears = False
         self._instruction = self.create_publisher(String, "/instruction", LATCHED_INSTRUCTION)
         self.create_subscription(VlaAction, "/policy/action", record.on_action, ACTION)
         self.create_subscription(SimEpisode, "/sim_robot/episode", record.on_episode, LATCHED_INSTRUCTION)
@@ -102,6 +110,18 @@ class Operator(Node):
         """Asks for the end of a stop; `answer` says what came of it."""
         self._clear.call_async(Trigger.Request()).add_done_callback(self._on_cleared)
 
+    def begin_episode(self) -> str:
+        """Clears a stop that the guard latched by itself before this start; one that was pressed stays.
+
+        Returns:
+            What stopped it, in words; empty: nothing that is cleared now.
+        """
+        self._clears = self.motion.latched
+        if not self._clears:
+            return ""
+        self.clear_stop()
+        return self.motion.guard.removeprefix(_STOPPED)
+
     def _beat(self) -> None:
         if self._enabled:
             self._enable.publish(Bool(data=True))
@@ -115,6 +135,9 @@ class Operator(Node):
         running = episode is not None and episode.state == SimEpisode.RUNNING
         for status in message.status:
             self.motion.hear(status, count=running)
+        self._clears = self._clears and self.motion.latched
+        if self._clears:  # the guard refuses it while the cause lasts
+            self.clear_stop()
 
     def _on_image(self, message: Image) -> None:
         self._record.on_image(rgb_from_image(message))

@@ -13,6 +13,7 @@ from rclpy.executors import ExternalShutdownException
 from rich.console import Console
 from rich.live import Live
 
+from specvla_msgs.msg import SimEpisode
 from specvla_ros.evaluation.rerun_recording import RECORDING_FILE, RerunSettings
 from specvla_ros.evaluation.simulate_summary import SimulateSummary
 from specvla_ros.evaluation.statistics import Rate
@@ -178,6 +179,8 @@ def _show(
                 _obey(typed.take_pressed(), operator)
             if record.episode is not news:
                 deadline = time.monotonic() + _SILENCE_S
+                if _begins(record.episode, news) and (stopped := operator.begin_episode()):
+                    console.print(f"a new start: the operator clears the stop ({stopped})", markup=False)
             if not console.is_terminal:  # a log has no live view
                 if len(record.episodes) > finished:
                     console.print(_sentence(record.episodes[-1]))
@@ -195,6 +198,12 @@ def _show(
         why = f"the {ended} ended" if ended else f"nothing happened for {_SILENCE_S:g} s"
         console.print(f"[red]{why}; what was seen so far is kept[/red]")
     return code == 0
+
+
+def _begins(episode: SimEpisode | None, before: SimEpisode | None) -> bool:
+    if episode is None or episode.state != SimEpisode.RUNNING:
+        return False
+    return before is None or (before.episode, before.state) != (episode.episode, SimEpisode.RUNNING)
 
 
 def _obey(pressed: str, operator: Operator) -> None:
