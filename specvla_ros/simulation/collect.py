@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Demonstrations by the scripted experts, with noise injected into what they do but not into what is recorded.
 
-In half of the episodes the expert decides anew before its action is through, after 0.05 s to 0.2 s: a policy that
+In most episodes the expert decides anew before its action is through, after 0.05 s to 0.2 s: a policy that
 decides faster than its training data must know what it sees then, such as fingers half closed.
 
 Each moment is also labelled with what the experts of the other tasks would do: the same picture under another
@@ -34,7 +34,7 @@ _NOISE = np.array([0.012, 0.012, 0.012, 0.02, 0.02, 0.04, 0.0])  # metres and ra
 _NOISE_LEVELS = (0.0, 0.5, 1.0)
 _SHOVE_CHANCE = 0.04
 _SHOVE_M = 0.04
-_HASTY_SHARE = 0.5
+_HASTY_SHARE = 0.7
 _AFTER_SUCCESS = 3  # frames, so that the policy also knows what to do when it is done
 
 

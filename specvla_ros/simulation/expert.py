@@ -18,6 +18,8 @@ _OPEN, _CLOSE = 1.0, 0.0
 _CRUISE_M = 0.11
 _BEHIND_M = 0.062
 _PUSH_HEIGHT_M = 0.022
+_CREEP_M = 0.005
+_OPENED_M = 0.075  # fingers that are further apart are open
 
 
 def demonstrate(task: Task, state: WorldState) -> np.ndarray:
@@ -62,7 +64,7 @@ def _put(task: Task, state: WorldState) -> tuple[np.ndarray, float]:
     distance = float(np.linalg.norm(over))
     placed = distance < 0.03 and cube[2] < BLOCK_TOP_M + CUBE_HALF_M + 0.015
     if placed:  # let go, and leave upwards
-        return np.array([0.0, 0.0, 0.05 if state.opening > 0.075 else 0.01]), _OPEN
+        return np.array([0.0, 0.0, 0.05 if state.opening > _OPENED_M else 0.01]), _OPEN
     if not holds(state, task.cube):
         return _grasp(state, task.cube)
     height = BLOCK_TOP_M + CUBE_HALF_M + 0.008 + _funnel(distance - 0.01, 3.0)
@@ -87,8 +89,11 @@ def _grasp(state: WorldState, cube: str) -> tuple[np.ndarray, float]:
     away = state.positions[cube] - state.hand
     distance = float(np.linalg.norm(away[:2]))
     bottom = max(state.positions[cube][2], CUBE_HALF_M)
-    if distance < 0.018 and state.hand[2] < bottom + 0.012:
-        return np.array([*away[:2], bottom - state.hand[2]]), _CLOSE
+    # Fingers that have begun to close go on: a policy that is a centimetre wrong about the height must not open again.
+    closing = state.opening < _OPENED_M
+    if distance < 0.018 and state.hand[2] < bottom + (0.026 if closing else 0.012):
+        # Upwards already: between "closed, not yet up" and "closed, up" a picture can stand still for ever.
+        return np.array([*away[:2], _CREEP_M]), _CLOSE
     height = bottom + _funnel(distance - 0.008, 3.0)
     return np.array([*_limited(away[:2]), height - state.hand[2]]), _OPEN
 
@@ -106,4 +111,4 @@ def _limited(away: np.ndarray) -> np.ndarray:
 def holds(state: WorldState, cube: str) -> bool:
     """Whether the fingers are closed around the cube."""
     away = np.abs(state.positions[cube] - state.hand)
-    return bool(away[:2].max() < 0.02 and away[2] < 0.02 and 0.046 < state.opening < 0.062)
+    return bool(away[:2].max() < 0.02 and away[2] < 0.03 and 0.044 < state.opening < 0.062)
