@@ -19,17 +19,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from attack_policy import (
-    Robot,
-    attack_clocks,
-    attack_configuring,
-    attack_instructions,
-    attack_live_images,
-    attack_starved,
-    policy,
-)
+from attack_arm import robot_file
+from attack_driver import attack_driver, attack_sim_robot
+from attack_guard import attack_guard, attack_pairs
+from attack_policy import Robot, attack_instructions, attack_live_images, policy
+from attack_policy_time import attack_clocks, attack_configuring, attack_starved
 from attack_process import Attacker, NodeProcess, attacker, running
-from attack_robot import attack_driver, attack_guard, attack_pairs, attack_sim_robot, robot_file
 from attack_tally import Silent, Tally, resident_bytes
 from harness import Out, finish, result_head
 from lifecycle_msgs.msg import State, Transition

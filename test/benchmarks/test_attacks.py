@@ -9,8 +9,9 @@ import pytest
 from attack_bags import attack_bombs, attack_bytes, attack_descriptions, layouts
 from attack_checkpoints import attack_files, attack_json
 from attack_commands import attack_commands
+from attack_driver import attack_driver
+from attack_guard import attack_guard, attack_pairs
 from attack_images import attack_images
-from attack_robot import attack_driver, attack_guard, attack_pairs
 from attack_tally import Silent, Tally
 from support.checkpoints import shard, write_checkpoint
 
