@@ -20,6 +20,7 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import TickWork
+from specvla_ros.evaluation.statistics import percentiles
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 from specvla_ros.planning.limits import AcceptanceLengths
@@ -180,11 +181,7 @@ def rate_and_latency(latency_s: Sequence[float], rates_hz: Sequence[float], peak
     return {
         "action_rate_hz": statistics.median(rates_hz),
         "rates_hz": list(rates_hz),
-        "latency_s": {
-            "mean": statistics.fmean(latency_s),
-            "p50": float(np.percentile(latency_s, 50)),
-            "p95": float(np.percentile(latency_s, 95)),
-        },
+        "latency_s": {name: value for name, value in percentiles(latency_s).items() if name in ("mean", "p50", "p95")},
         "peak_bytes": peak_bytes,
     }
 

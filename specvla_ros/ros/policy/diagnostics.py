@@ -13,6 +13,7 @@ from diagnostic_msgs.msg import DiagnosticStatus
 
 from specvla_ros.engine.outcome import DropCounter, DropReason
 from specvla_ros.errors import shortened
+from specvla_ros.evaluation.statistics import percentiles
 from specvla_ros.ros.diagnostics import make_status
 from specvla_ros.ros.policy.instruction import Instruction
 
@@ -242,11 +243,9 @@ class InferenceHealth:
             elapsed_s, self._period_began_s = max(now_s - self._period_began_s, 1e-3), now_s
             actions, self._actions = self._actions, 0
             fault, self._fault = self._fault, ""
-            latencies_s, action_dt = np.array(self._latencies_s), self._action_dt
+            latency_s, action_dt = percentiles(self._latencies_s), self._action_dt
         values: dict[str, object] = {"action_hz": f"{actions / elapsed_s:.2f}"}
-        if len(latencies_s):
-            for percent, value in zip((50, 95, 99), np.percentile(latencies_s, (50, 95, 99)), strict=True):
-                values[f"latency_p{percent}_s"] = f"{value:.4f}"
+        values |= {f"latency_{name}_s": f"{latency_s[name]:.4f}" for name in ("p50", "p95", "p99") if latency_s}
         values |= {f"dropped_{reason.value}": drops.counts[reason] for reason in _INFERENCE_FAULTS}
         values["dropped_superseded"] = drops.counts[DropReason.SUPERSEDED]
         if fault:
@@ -258,7 +257,7 @@ class InferenceHealth:
             return make_status(DiagnosticStatus.OK, idle, values)
         if not actions:
             return make_status(DiagnosticStatus.OK, "no action in this period", values)
-        median_s = float(np.median(latencies_s))
+        median_s = latency_s["p50"]
         if median_s > action_dt:
             return make_status(
                 DiagnosticStatus.WARN,
