@@ -21,7 +21,7 @@ from specvla_ros.models.weights import Progress
 from specvla_ros.settings.registry import Registry
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in settings.DTYPES if name != "auto"}
-TARGETS = Registry("specvla_ros.targets", ["specvla_ros.models.openvla.target"])
+TARGETS = Registry("specvla_ros.targets", ["specvla_ros.models.openvla.target", "specvla_ros.models.text.target"])
 _USUAL = settings.ModelSettings()
 
 

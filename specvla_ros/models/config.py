@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specvla_ros.errors import UserError
-from specvla_ros.settings.json_file import Fields, read_fields
+from specvla_ros.settings.json_file import Fields, read_fields, shown
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-MAX_WIDTH = 1 << 17  # of a layer: more than any model has
+# More than any model has: what is beyond them is a slip or an attack, and would only show as a lack of memory.
+MAX_WIDTH, MAX_LAYERS, MAX_IDS, _MAX_POSITIONS = 1 << 17, 256, 1 << 22, 1 << 20
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -103,3 +104,66 @@ def read_checkpoint_json(path: Path) -> Fields:
     """
     missing = f"is {path.parent} a complete OpenVLA checkpoint directory?"
     return read_fields(path, missing=missing, hint="; compare it with a released checkpoint's")
+
+
+def check_not_quantised(raw: Fields) -> None:
+    """Refuses a config.json that says its weights are quantised.
+
+    Raises:
+        UserError: it does.
+    """
+    for name in ("quantization_config", "compression_config"):
+        if raw.raw.get(name) is not None:
+            method = raw.inner(name).text("quant_method", "unknown")
+            raise UserError(
+                f"{raw.path}: {name} says that the weights are quantised ({shown(method)}), which cannot be read: give "
+                "the original checkpoint, and set model.quantization to have its weights quantised here"
+            )
+
+
+def read_llama_config(text: Fields) -> LlamaConfig:
+    """The decoder that a config.json of transformers' LlamaForCausalLM describes.
+
+    Args:
+        text: its fields, or those of a `text_config`.
+
+    Raises:
+        UserError: it is no plain Llama, its weights are quantised, or a number is wrong.
+    """
+    path = text.path
+    if text.text("model_type", "llama") != "llama":
+        raise UserError(f"{path}: language model {shown(text.raw['model_type'])} is not supported, only 'llama' is")
+    rope = text.inner("rope_scaling" if text.raw.get("rope_parameters") is None else "rope_parameters", {})
+    if rope.text("rope_type", rope.text("type", "default")) != "default":
+        raise UserError(f"{path}: rope scaling {shown(rope.raw)} is not supported, only plain RoPE is")
+    for flag in ("attention_bias", "mlp_bias"):
+        if text.flag(flag, False):
+            raise UserError(f"{path}: {text.prefix}{flag} is not supported")
+    if text.text("hidden_act", "silu") != "silu":
+        raise UserError(f"{path}: activation {shown(text.raw['hidden_act'])} is not supported, only 'silu' is")
+    check_not_quantised(text)
+    default = LlamaConfig()
+    heads = text.whole("num_attention_heads", default.num_attention_heads, minimum=1, maximum=MAX_WIDTH)
+    hidden = text.whole("hidden_size", default.hidden_size, minimum=1, maximum=MAX_WIDTH)
+    kv_heads = text.whole("num_key_value_heads", heads, minimum=1, maximum=heads)
+    if heads % kv_heads:
+        raise text.wrong("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
+    head_dim = text.whole("head_dim", hidden // heads, minimum=2, maximum=MAX_WIDTH)
+    if head_dim < 2 or head_dim % 2:
+        raise UserError(f"{path}: config gives heads of {head_dim} channels, but RoPE turns pairs{text.hint}")
+    theta = text.number("rope_theta", None, above=0.0) or rope.number("rope_theta", default.rope_theta, above=0.0)
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=text.whole("intermediate_size", default.intermediate_size, minimum=1, maximum=MAX_WIDTH),
+        num_hidden_layers=text.whole("num_hidden_layers", default.num_hidden_layers, minimum=1, maximum=MAX_LAYERS),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=text.whole("vocab_size", default.vocab_size, minimum=1, maximum=MAX_IDS),
+        rms_norm_eps=text.number("rms_norm_eps", default.rms_norm_eps, above=0.0, maximum=1.0),
+        rope_theta=theta,
+        max_position_embeddings=text.whole(
+            "max_position_embeddings", default.max_position_embeddings, minimum=1, maximum=_MAX_POSITIONS
+        ),
+        tie_word_embeddings=text.flag("tie_word_embeddings", False),
+    )

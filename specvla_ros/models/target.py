@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from specvla_kernels.layout import PackedLayout
+from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
 
@@ -165,3 +166,14 @@ class Target(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """What is loaded, for diagnostics and results."""
+
+
+def require_actions(target: Target) -> Target:
+    """The target, where something moves by its answers.
+
+    Raises:
+        UserError: it is a language model, whose answers hold no actions.
+    """
+    if not target.codec.names:
+        raise UserError(f"{target.directory} is a language model, it writes no actions: give a policy's checkpoint")
+    return target

@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import MAX_WIDTH, LlamaConfig, VisionTowerConfig, check_directory, read_checkpoint_json
+from specvla_ros.models.config import (
+    MAX_IDS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    LlamaConfig,
+    VisionTowerConfig,
+    check_directory,
+    check_not_quantised,
+    read_checkpoint_json,
+    read_llama_config,
+)
 from specvla_ros.settings.json_file import Fields, shown
 
 
@@ -62,8 +72,7 @@ _SIGLIP = {
 }
 
 
-# More than any model has: what is beyond them is a slip or an attack, and would only show as a lack of memory.
-_MAX_LAYERS, _MAX_IDS, _MAX_POSITIONS, _MAX_PIXELS = 256, 1 << 22, 1 << 20, 4096
+_MAX_PIXELS = 4096  # more than any model has, see config.py
 
 
 def read_config(directory: Path) -> OpenVLAConfig:
@@ -75,13 +84,13 @@ def read_config(directory: Path) -> OpenVLAConfig:
     check_directory(directory)
     raw = read_checkpoint_json(directory / "config.json")
     raw.text("model_type", choices=OPENVLA_TYPES)
-    _check_not_quantised(raw)
+    check_not_quantised(raw)
     statistics = directory / "dataset_statistics.json"
     fine_tuned = read_checkpoint_json(statistics).raw if statistics.exists() else None
     config = OpenVLAConfig(
         towers=_towers(raw),
-        llama=_llama(raw.inner("text_config", {})),
-        pad_to_multiple_of=raw.whole("pad_to_multiple_of", 64, maximum=_MAX_IDS),
+        llama=read_llama_config(raw.inner("text_config", {})),
+        pad_to_multiple_of=raw.whole("pad_to_multiple_of", 64, maximum=MAX_IDS),
         action_bins=raw.whole("n_action_bins", 256, minimum=2, maximum=1 << 16),
         norm_stats=raw.inner("norm_stats", {}).raw if fine_tuned is None else fine_tuned,
         chat_prompt="vicuna" in raw.text("llm_backbone_id", ""),
@@ -94,16 +103,6 @@ def read_config(directory: Path) -> OpenVLAConfig:
             f"{config.pad_to_multiple_of} rows of padding and {config.action_bins} action tokens{raw.hint}"
         )
     return config
-
-
-def _check_not_quantised(raw: Fields) -> None:
-    for name in ("quantization_config", "compression_config"):
-        if raw.raw.get(name) is not None:
-            method = raw.inner(name).text("quant_method", "unknown")
-            raise UserError(
-                f"{raw.path}: {name} says that the weights are quantised ({shown(method)}), which cannot be read: give "
-                "the original checkpoint, and set model.quantization to have its weights quantised here"
-            )
 
 
 def _towers(raw: Fields) -> tuple[VisionTowerConfig, ...]:
@@ -142,12 +141,12 @@ def _tower(model_id: str, image_size: int, kwargs: Fields | None, path: Path) ->
             raise kwargs.wrong("num_heads", f"a divisor of embed_dim, {embed_dim}")
         return VisionTowerConfig(
             embed_dim=embed_dim,
-            depth=kwargs.whole("depth", minimum=2, maximum=_MAX_LAYERS),
+            depth=kwargs.whole("depth", minimum=2, maximum=MAX_LAYERS),
             heads=heads,
             mlp_dim=int(embed_dim * kwargs.number("mlp_ratio", 4.0, above=0.0, maximum=64.0)),
             patch_size=kwargs.whole("patch_size", minimum=1, maximum=image_size),
             class_token=kwargs.flag("class_token", True),
-            register_tokens=kwargs.whole("reg_tokens", 0, maximum=_MAX_LAYERS),
+            register_tokens=kwargs.whole("reg_tokens", 0, maximum=MAX_LAYERS),
             layer_scale=kwargs.number("init_values", None) is not None,
             image_size=image_size,
         )
@@ -159,44 +158,4 @@ def _tower(model_id: str, image_size: int, kwargs: Fields | None, path: Path) ->
     dino = name in _DINOV2
     return VisionTowerConfig(
         embed_dim, depth, heads, mlp_dim, patch_size, dino, 4 if dino else 0, layer_scale=dino, image_size=image_size
-    )
-
-
-def _llama(text: Fields) -> LlamaConfig:
-    path = text.path
-    if text.text("model_type", "llama") != "llama":
-        raise UserError(f"{path}: language model {shown(text.raw['model_type'])} is not supported, only 'llama' is")
-    rope = text.inner("rope_scaling" if text.raw.get("rope_parameters") is None else "rope_parameters", {})
-    if rope.text("rope_type", rope.text("type", "default")) != "default":
-        raise UserError(f"{path}: rope scaling {shown(rope.raw)} is not supported, only plain RoPE is")
-    for flag in ("attention_bias", "mlp_bias"):
-        if text.flag(flag, False):
-            raise UserError(f"{path}: text_config.{flag} is not supported")
-    if text.text("hidden_act", "silu") != "silu":
-        raise UserError(f"{path}: activation {shown(text.raw['hidden_act'])} is not supported, only 'silu' is")
-    _check_not_quantised(text)
-    default = LlamaConfig()
-    heads = text.whole("num_attention_heads", default.num_attention_heads, minimum=1, maximum=MAX_WIDTH)
-    hidden = text.whole("hidden_size", default.hidden_size, minimum=1, maximum=MAX_WIDTH)
-    kv_heads = text.whole("num_key_value_heads", heads, minimum=1, maximum=heads)
-    if heads % kv_heads:
-        raise text.wrong("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
-    head_dim = text.whole("head_dim", hidden // heads, minimum=2, maximum=MAX_WIDTH)
-    if head_dim < 2 or head_dim % 2:
-        raise UserError(f"{path}: text_config gives heads of {head_dim} channels, but RoPE turns pairs{text.hint}")
-    theta = text.number("rope_theta", None, above=0.0) or rope.number("rope_theta", default.rope_theta, above=0.0)
-    return LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=text.whole("intermediate_size", default.intermediate_size, minimum=1, maximum=MAX_WIDTH),
-        num_hidden_layers=text.whole("num_hidden_layers", default.num_hidden_layers, minimum=1, maximum=_MAX_LAYERS),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=text.whole("vocab_size", default.vocab_size, minimum=1, maximum=_MAX_IDS),
-        rms_norm_eps=text.number("rms_norm_eps", default.rms_norm_eps, above=0.0, maximum=1.0),
-        rope_theta=theta,
-        max_position_embeddings=text.whole(
-            "max_position_embeddings", default.max_position_embeddings, minimum=1, maximum=_MAX_POSITIONS
-        ),
-        tie_word_embeddings=text.flag("tie_word_embeddings", False),
     )

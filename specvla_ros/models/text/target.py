@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A language model without eyes, of transformers' LlamaForCausalLM: to measure drafters and acceptance rules on text.
+
+The instruction is the prompt as it stands; the camera images are not looked at.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from specvla_kernels.device import to_device
+from specvla_ros.errors import UserError
+from specvla_ros.models.checkpoint import TARGETS
+from specvla_ros.models.codecs.text import TextCodec
+from specvla_ros.models.config import check_directory, read_checkpoint_json, read_llama_config
+from specvla_ros.models.llama import LlamaDecoder, head_dtype, llama_tensors
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import ImageEmbeddings, PromptLayout
+from specvla_ros.models.tokenizer import settle_tokenizer
+from specvla_ros.models.weights import Progress, check_weights, load_weights
+
+
+@dataclass(frozen=True)
+class TextTarget:
+    """A language model, ready to decode. Holds no state between prompts. See `Target`."""
+
+    directory: Path
+    decoder: LlamaDecoder
+    codec: TextCodec
+    tokenizer: Tokenizer
+
+    unnorm_key: str = ""
+    causal_prompt: bool = True
+    image_tokens: int = 0
+    action_head: bool = False
+    pixel_shape: tuple[int, ...] = ()
+
+    @property
+    def model(self) -> "TextTarget":
+        return self
+
+    def image_embeddings(self, pixel_values: Tensor) -> Tensor:
+        """Of no image: [0, hidden]."""
+        return pixel_values.new_zeros(0, self.decoder.config.hidden_size)
+
+    def prompt_layout(self, observation: Observation) -> PromptLayout:
+        """The instruction's ids, with what the tokenizer adds in front.
+
+        Raises:
+            UserError: it is empty.
+        """
+        ids = observation.prompt_ids
+        ids = tuple(self.tokenizer.encode(observation.instruction).ids if ids is None else ids)
+        if not ids:
+            raise UserError("the prompt is empty; say what the model shall go on from")
+        wrong = [i for i in ids if not 0 <= i < self.decoder.config.vocab_size]
+        if wrong:
+            raise UserError(f"prompt id {wrong[0]} is outside the vocabulary of {self.decoder.config.vocab_size} ids")
+        return PromptLayout(ids, len(ids), range(0))
+
+    def prompt_embeddings(
+        self, observation: Observation, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None
+    ) -> Tensor:
+        """[n, hidden] of [n] ids."""
+        embed: Callable[[Tensor], Tensor] = self.decoder.embed_tokens
+        return embed(to_device(prompt_ids, self.decoder.device))
+
+    def blank_observation(self) -> Observation:
+        """A prompt of one token."""
+        return text_observation("", stamp_ns=1, prompt_ids=(0,))
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """An answer in words, without its end token."""
+        text: str = self.tokenizer.decode(list(tokens))
+        return text
+
+    def describe(self) -> dict[str, str | int]:
+        return {
+            "checkpoint": str(self.directory),
+            "device": str(self.decoder.device),
+            "dtype": str(self.decoder.dtype).removeprefix("torch."),
+            "parameters": sum(parameter.numel() for parameter in self.decoder.parameters()),
+        }
+
+
+def text_observation(prompt: str, *, stamp_ns: int, prompt_ids: Sequence[int] | None = None) -> Observation:
+    """What a language model is asked.
+
+    Args:
+        prompt: the text that it goes on from.
+        stamp_ns: of the question, nanoseconds, greater than 0.
+        prompt_ids: the prompt as token ids, in its place.
+    """
+    ids = None if prompt_ids is None else tuple(prompt_ids)
+    return Observation(np.zeros((1, 1, 3), np.uint8), prompt, stamp_ns, prompt_ids=ids)
+
+
+@TARGETS.register("llama")
+def load_text(
+    directory: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    unnorm_key: str,
+    center_crop: bool,
+    quantization: str,
+    action_head: bool,
+    progress: Progress | None,
+) -> TextTarget:
+    """Loads a language model from a Hugging Face directory.
+
+    Args:
+        directory: holds config.json, safetensors weights and tokenizer.json.
+        device: where the weights go.
+        dtype: precision of the weights.
+        unnorm_key: has no meaning here, as `center_crop`.
+        center_crop: as above.
+        quantization: none.
+        action_head: False.
+        progress: called with what is being done and the fraction of the tensors read.
+
+    Raises:
+        UserError: anything about the directory or an argument that does not fit.
+    """
+    if quantization != "none" or action_head:
+        raise UserError(f"{directory} is a language model: model.quantization and model.action_head are for policies")
+    check_directory(directory)
+    raw = read_checkpoint_json(directory / "config.json")
+    config = read_llama_config(raw)
+    with torch.device("meta"):
+        decoder = LlamaDecoder(config)
+    check_weights(directory, llama_tensors(decoder), unused=r"lm_head\.weight|.+\.inv_freq")
+    decoder.to(dtype)
+    decoder.lm_head.to(head_dtype(dtype, device))
+    decoder.to_empty(device=device)
+    if config.tie_word_embeddings:
+        decoder.lm_head.weight = decoder.embed_tokens.weight
+    load_weights(directory, llama_tensors(decoder), progress)
+    return TextTarget(
+        directory=directory,
+        decoder=decoder.eval().requires_grad_(False),
+        codec=TextCodec(_end_ids(directory), config.vocab_size),
+        tokenizer=_tokenizer(directory, config.vocab_size),
+    )
+
+
+def _tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        raise UserError(f"{path} is missing; copy it from where the weights are from")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise UserError(f"{path} cannot be read ({error}); copy the file again") from None
+    settle_tokenizer(tokenizer, path, vocab_size)
+    return tokenizer
+
+
+def _end_ids(directory: Path) -> frozenset[int]:
+    """As transformers' generate takes them: generation_config.json's, else config.json's."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        found = read_checkpoint_json(path).raw.get("eos_token_id") if path.exists() else None
+        ids = found if isinstance(found, list) else [found]
+        if found is not None:
+            if not ids or not all(type(i) is int and i >= 0 for i in ids):
+                raise UserError(f"{path}: eos_token_id must be a token id, or a list of them; copy the file again")
+            return frozenset(ids)
+    raise UserError(f"{directory} does not say which token ends an answer: add eos_token_id to generation_config.json")

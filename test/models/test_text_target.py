@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Language models: SmolLM2 against transformers' own continuations, plain and drafted, and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from smollm import write_smollm
+from support.checkpoints import edit_json
+from support.paths import ORACLES, needs
+
+from specvla_ros import Engine, EngineSettings, Policy, UserError
+from specvla_ros.engine.outcome import Action
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.llama import LlamaDecoder, llama_tensors
+from specvla_ros.models.target import require_actions
+from specvla_ros.models.text.target import TextTarget, text_observation
+from specvla_ros.models.weights import save_weights
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
+
+LONGEST = 64
+ORACLE = ORACLES / "smollm_generate_a"
+LOOKUP = adjusted(DraftSettings(), prompt_lookup_tokens=10)
+SMALL = LlamaConfig(24, 40, 2, 4, 2, 6, vocab_size=50, max_position_embeddings=256, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def smollm(tmp_path_factory: pytest.TempPathFactory) -> TextTarget:
+    target = load_target(write_smollm(tmp_path_factory.mktemp("smollm")), device="cpu")
+    assert isinstance(target, TextTarget)
+    return target
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A random language model of 50 words."""
+    torch.manual_seed(1)
+    decoder = LlamaDecoder(SMALL)
+    for parameter in decoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    save_weights(tmp_path / "model.safetensors", llama_tensors(decoder))
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    shape = {name: getattr(SMALL, name) for name in (*names, "head_dim", "vocab_size", "tie_word_embeddings")}
+    config = {"model_type": "llama", "eos_token_id": 7, "max_position_embeddings": 256, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = {f"w{i}": i for i in range(SMALL.vocab_size)}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return tmp_path
+
+
+@needs(ORACLE)
+@pytest.mark.parametrize("mode", ["ar", "spec"])
+@pytest.mark.parametrize("number", [0, 3, 7])
+def test_smollm_writes_what_transformers_does_wherever_the_margin_allows(
+    smollm: TextTarget, mode: str, number: int
+) -> None:
+    case = json.loads((ORACLE / "cases.json").read_text())[number]
+    margins = np.load(ORACLE / "margins.npz")[f"c{number}_margin"]
+    assert smollm.prompt_layout(text_observation(case["text"], stamp_ns=1)).ids == tuple(case["prompt_ids"])
+    engine = Engine(smollm, EngineSettings(mode, max_reasoning_tokens=LONGEST, draft=LOOKUP))
+    action = engine.act(text_observation(case["text"], stamp_ns=1))
+    assert isinstance(action, Action)
+    for at, (ours, theirs) in enumerate(zip(action.tokens, case["generated_ids"], strict=True)):
+        if ours != theirs:
+            pytest.fail(f"token {at} is {ours}, not {theirs}; the margin there is {margins[at]:.4f}")
+    if mode == "spec" and number in (3, 7):  # these repeat themselves
+        assert action.record.forwards < 0.7 * LONGEST
+
+
+@pytest.mark.parametrize("mode", ["ar", "spec", "pipeline", "specpipe"])
+@torch.inference_mode()
+def test_every_mode_writes_the_same(small: Path, mode: str) -> None:
+    target = load_target(small, device="cpu")
+    settings = EngineSettings(mode, max_reasoning_tokens=20, draft=LOOKUP, in_order=True)
+    plain = Engine(target, EngineSettings("ar", max_reasoning_tokens=20))
+    engine = Engine(target, settings)
+    for seed in range(6):
+        ids = tuple(np.random.default_rng(seed).integers(0, 50, 4).tolist()) * 3
+        question = text_observation("", stamp_ns=seed + 1, prompt_ids=ids)
+        ours, expected = engine.act(question), plain.act(question)
+        assert isinstance(ours, Action) and isinstance(expected, Action)
+        assert ours.tokens == expected.tokens
+        assert len(ours.tokens) == 20 or ours.tokens[-1] == 7
+
+
+def test_answer_ends_with_its_end_token_and_holds_no_action(small: Path) -> None:
+    codec = load_target(small, device="cpu").codec.with_text(10)
+    assert codec.end([3, 4, 7, 5], known=0) == 3 and codec.end([3, 4], known=0) == 0
+    assert codec.end(list(range(10, 20)), known=4) == 10
+    assert codec.decode([3, 7]).shape == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"eos_token_id": None}, "does not say which token ends an answer"),
+        ({"eos_token_id": "2"}, "eos_token_id must be a token id"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "only plain RoPE"),
+        ({"attention_bias": True}, "config.json: attention_bias is not supported"),
+        ({"num_hidden_layers": 1}, "for which the model of config.json has no place"),
+    ],
+)
+def test_what_is_no_plain_llama_is_refused(small: Path, change: dict[str, object], message: str) -> None:
+    edit_json(small / "config.json", lambda config: config.update(change))
+    with pytest.raises(UserError, match=message):
+        load_target(small, device="cpu")
+
+
+def test_what_a_language_model_cannot_do_is_said(small: Path) -> None:
+    with pytest.raises(UserError, match=r"set decode\.max_reasoning_tokens"):
+        Policy.load(small)
+    with pytest.raises(UserError, match=r"model\.quantization and model\.action_head are for policies"):
+        load_target(small, device="cpu", quantization="w8a8")
+    with pytest.raises(UserError, match="off by metres"):
+        acceptance = AcceptanceSettings("bin_distance", tolerance_m=0.01)
+        Engine(load_target(small, device="cpu"), EngineSettings(max_reasoning_tokens=5, acceptance=acceptance))
+    target = load_target(small, device="cpu")
+    with pytest.raises(UserError, match="writes no actions: give a policy's checkpoint"):
+        require_actions(target)
+    with pytest.raises(UserError, match="the prompt is empty"):
+        target.prompt_layout(text_observation(" ", stamp_ns=1))
