@@ -56,3 +56,11 @@ def test_what_was_assumed_before_is_found_too_kind(device: str, too_kind: float,
     path.write_text(json.dumps(read_device(device).as_json() | {"efficiency": shares}))
     figure = next(each for each in CLAIMED if each.device == device and each.work == "pipeline")
     assert figure.published_s / replace(figure, device=str(path)).emulated_s() > too_kind
+
+
+def test_the_committed_result_is_of_todays_tables() -> None:
+    result = json.loads((Path(__file__).resolve().parents[2] / "benchmarks/results/emulation.json").read_text())
+    assert [row["emulated"] for row in result["figures"]] == pytest.approx(
+        [row.as_json()["emulated"] for row in FIGURES]
+    )
+    assert [row["source"] for row in result["figures"]] == [row.source for row in FIGURES]
