@@ -11,14 +11,14 @@ import typer
 from harness import Out, finish, result_head
 from results_page import RESULTS
 
-from specvla_ros.planning.device import read_device
+from specvla_ros.planning.device import known_devices, read_device
 from specvla_ros.planning.published import published
 
 
 def main(context: typer.Context, out: Out = RESULTS / "emulation.json") -> None:
     """Emulates every published figure."""
     figures = [figure.as_json() for figure in published()]
-    devices = {name: read_device(name) for name in dict.fromkeys(figure["device"] for figure in figures)}
+    devices = {name: read_device(name) for name in known_devices()}
     reached = {
         name: {
             "name": device.name,

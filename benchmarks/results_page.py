@@ -228,7 +228,15 @@ def _emulation(result: Result) -> dict[str, Any]:
         "table": table(cells),
         "claimed": len(claimed),
         "largest": f"{max(claimed):.0f}",
+        "fitted": sum(map(_fitted_numbers, result["devices"].values())),
+        "least": f"{100 / (1 + max(figure['error_percent'] for figure in result['figures']) / 100):.0f}",
     }
+
+
+def _fitted_numbers(device: Result) -> int:
+    shares = device["efficiency"]["compute_by_rows"]
+    fitted = [name for name, origin in device["sources"].items() if origin.startswith("fitted")]
+    return sum(len(shares) if name.endswith("compute_by_rows") else 1 for name in fitted)
 
 
 def _work(figure: Result) -> str:

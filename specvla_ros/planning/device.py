@@ -61,7 +61,7 @@ class Efficiency:
 
 LIMIT = Efficiency(1.0, {1: 1.0}, 0.0)
 # Of a file that `specvla bench --measure` wrote: its rates hold their own losses, its layers are assumed as the 5090's.
-_MEASURED = Efficiency(1.0, {1: 1.0}, 130e-6)
+MEASURED = Efficiency(1.0, {1: 1.0}, 130e-6)
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _parse(raw: Any, path: Path) -> Device:
 
 
 def _efficiency(raw: Mapping[str, Any], path: Path) -> Efficiency:
-    found = raw.get("efficiency", _MEASURED.as_json() if raw["kind"] == "measured" else None)
+    found = raw.get("efficiency", MEASURED.as_json() if raw["kind"] == "measured" else None)
     if isinstance(found, str) and found in known_devices():
         return read_device(found).efficiency
     if not isinstance(found, dict) or set(found) != {"bandwidth", "compute_by_rows", "layer_us"}:
