@@ -218,7 +218,7 @@ def _emulation(result: Result) -> dict[str, Any]:
                 _work(figure),
                 f"{figure['value']:g} {figure['unit']}",
                 f"{figure['emulated']:.4g} {figure['unit']}",
-                f"{figure['error_percent']:+.0f} %",
+                f"{round(figure['error_percent']):+d} %",
                 "no" if band is None else f"{figure['use']}, within {band:g} %",
             ]
         )
@@ -254,7 +254,7 @@ def _work(figure: Result) -> str:
 
 
 def _simulation(result: Result) -> dict[str, Any]:
-    columns, devices = result["results"], result.get("emulated", result.get("devices"))
+    columns, devices = result["results"], result.get("emulated") or result["devices"]
     lockstep = columns["lockstep"]
     cells = [["", *(f"realtime, emulated {devices[n]['name']}" if n in devices else n for n in columns)]]
     cells.append(["**success**", *(f"**{_rate(found['success'])}**" for found in columns.values())])
