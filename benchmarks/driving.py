@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from harness import Episodes, Out, Seed, Work, Workers, finish, of_weights, result_head, show_progress
+from harness import Episodes, Out, Seed, Work, Workers, finish, of_devices, of_weights, result_head, show_progress
 from results_page import RESULTS
 
 from specvla_ros.engine.settings import EngineSettings
@@ -86,6 +86,7 @@ def main(
     finish(
         result_head(context)
         | of_weights(nano_policy())
+        | of_devices(devices.split(","))
         | {"time_limit": time_limit, "first_seed": seed, "episodes_per_task": episodes, "rows": rows},
         out,
     )

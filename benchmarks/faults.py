@@ -25,7 +25,7 @@ from fault_kinds import FAULTS, NONE
 from fault_processes import REAL_FAULTS, real_round
 from fault_runs import Job, run_fault
 from fault_timing import Timing, record_timings
-from harness import Out, Seed, Work, Workers, finish, result_head
+from harness import Out, Seed, Work, Workers, finish, of_devices, result_head
 from results_page import RESULTS
 
 from specvla_ros.errors import UserError
@@ -98,7 +98,7 @@ def main(
     found = _run_missing(jobs, timings, work / _RUNS, workers)
     processes = _run_real(real, chosen["outputs"], seed, work / _REAL)
     how = {mode: timing.as_json() for mode, timing in timings.items()}
-    head = result_head(context) | {"judge": describe(), "device": device, "modes": how}
+    head = result_head(context) | of_devices([device]) | {"judge": describe(), "device": device, "modes": how}
     finish(head | summary(found) | {"real": real_rows(processes), "real_rounds": processes, "found": found}, out)
 
 

@@ -6,7 +6,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +21,8 @@ from rich.markdown import Markdown
 from specvla_kernels.graph_capture import capture_on
 from specvla_ros.evaluation.provenance import cpu_name, git_revision
 from specvla_ros.models.checkpoint import DTYPES
+from specvla_ros.planning.device import read_device
+from specvla_ros.planning.stage_times import stage_times
 
 Sizes = Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SIZES)}.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
@@ -71,6 +73,11 @@ def of_weights(policy: Path) -> dict[str, str]:
         policy: checkpoint directory.
     """
     return {"policy_weights": weights_digest(policy)}
+
+
+def of_devices(names: Iterable[str]) -> dict[str, Any]:
+    """Whose stage times the figures rest on."""
+    return {"emulated": {name: stage_times(read_device(name)).as_json() for name in names}}
 
 
 def command(benchmark: str, options: Mapping[str, object]) -> str:

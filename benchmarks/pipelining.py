@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from harness import Episodes, Out, Seed, Work, Workers, finish, of_weights, result_head, show_progress
+from harness import Episodes, Out, Seed, Work, Workers, finish, of_devices, of_weights, result_head, show_progress
 from results_page import RESULTS
 from saturated import Saturated, make_engine
 
@@ -90,6 +90,7 @@ def main(
     result = (
         result_head(context)
         | of_weights(nano_policy())
+        | of_devices(DEVICES)
         | {
             "tolerance": {"mm": TOLERANCE.mm, "degrees": TOLERANCE.degrees},
             "frames": FRAMES,

@@ -10,6 +10,7 @@ the text is repeated for every entry of a list, and left out where a truth value
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from specvla_ros.evaluation.statistics import paired_difference
+from specvla_ros.planning.device import read_device
+from specvla_ros.planning.stage_times import stage_times
 
 Result = dict[str, Any]
 Cells = list[list[str]]
@@ -27,6 +30,7 @@ SAFETY = ROOT / "docs" / "explanation" / "safety.md"
 _TRIED = re.compile(r"(?<=<!-- tried -->\n).*?(?=\n<!-- end of tried -->)", re.DOTALL)
 _NANO = ROOT / "specvla_ros" / "policies" / "nano"
 _OF_NANO = ("simulation", "speculation", "acceptance_rules", "pipelining", "driving")  # what its weights decide
+_EMULATED = ("simulation", "pipelining", "driving", "faults")  # what the devices' tables decide
 _TEMPLATE = Path(__file__).with_name("results.md.in")
 _TAG = re.compile(r"<!-- (?:for (?P<name>\w+)|end) -->")
 
@@ -66,7 +70,21 @@ def _scope(benchmark: str, result: Result, file: str) -> dict[str, Any]:
     own: dict[str, Any] = {"file": file, "on_gpu": on_gpu, "on_cpu": not on_gpu}
     if benchmark in _OF_NANO:
         own["other_weights"] = result.get("policy_weights") != weights_digest(_NANO)
+    if benchmark in _EMULATED:
+        own["other_emulation"] = not _of_these_tables(result)
     return {**result, **own, **VIEWS[benchmark](result)}
+
+
+def _of_these_tables(result: Result) -> bool:
+    """Whether a result was made with the stage times that its devices have today."""
+    emulated = result.get("emulated", {})
+    now = {name: stage_times(read_device(name)).as_json() for name in emulated}
+    return bool(emulated) and all(
+        math.isclose(found[stage], now[name][stage], rel_tol=1e-6)
+        for name, found in emulated.items()
+        for stage in now[name]
+        if stage.endswith("_s")
+    )
 
 
 def weights_digest(checkpoint: Path) -> str:
@@ -184,8 +202,59 @@ def _linear(result: Result) -> dict[str, Any]:
     return {"table": table(cells)}
 
 
+def _emulation(result: Result) -> dict[str, Any]:
+    reached = [["", "bandwidth", "matrix rate, by rows", "µs per layer"]]
+    for device in result["devices"].values():
+        shares = device["efficiency"]
+        by_rows = ", ".join(f"{rows}: {100 * share:.0f} %" for rows, share in shares["compute_by_rows"].items())
+        bandwidth = f"{100 * shares['bandwidth']:.0f} %"
+        reached.append([device["name"], bandwidth, by_rows, f"{shares['layer_us']:.0f}"])
+    cells = [["software, device", "work", "published", "emulated", "error of the time", "claimed"]]
+    for figure in result["figures"]:
+        band = figure["band_percent"]
+        cells.append(
+            [
+                f"{figure['system']}, {result['devices'][figure['device']]['name']}",
+                _work(figure),
+                f"{figure['value']:g} {figure['unit']}",
+                f"{figure['emulated']:.4g} {figure['unit']}",
+                f"{round(figure['error_percent']):+d} %",
+                "no" if band is None else f"{figure['use']}, within {band:g} %",
+            ]
+        )
+    claimed = [abs(figure["error_percent"]) for figure in result["figures"] if figure["band_percent"] is not None]
+    return {
+        "reached": table(reached),
+        "table": table(cells),
+        "claimed": len(claimed),
+        "largest": f"{max(claimed):.0f}",
+        "fitted": sum(map(_fitted_numbers, result["devices"].values())),
+        "least": f"{100 / (1 + max(figure['error_percent'] for figure in result['figures']) / 100):.0f}",
+    }
+
+
+def _fitted_numbers(device: Result) -> int:
+    shares = device["efficiency"]["compute_by_rows"]
+    fitted = [name for name, origin in device["sources"].items() if origin.startswith("fitted")]
+    return sum(len(shares) if name.endswith("compute_by_rows") else 1 for name in fitted)
+
+
+def _work(figure: Result) -> str:
+    """What was timed, in words."""
+    weights = "" if figure["weights"] == "none" else f" {figure['weights']}"
+    rows, tokens = figure["rows"], figure["tokens"]
+    what = {
+        "answer": f"{tokens} tokens after {rows} rows",
+        "pipeline": f"{tokens} frames in flight, {rows} rows each",
+        "token": f"a token after {rows} rows",
+        "prompt": f"a prompt of {rows} rows",
+        "flow": f"{rows} rows of images, 10 steps",
+    }[figure["work"]]
+    return f"{figure['model']}{weights}, {what}"
+
+
 def _simulation(result: Result) -> dict[str, Any]:
-    columns, devices = result["results"], result["devices"]
+    columns, devices = result["results"], result.get("emulated") or result["devices"]
     lockstep = columns["lockstep"]
     cells = [["", *(f"realtime, emulated {devices[n]['name']}" if n in devices else n for n in columns)]]
     cells.append(["**success**", *(f"**{_rate(found['success'])}**" for found in columns.values())])
@@ -564,6 +633,7 @@ def _real_cells(rows: list[Result]) -> Cells:
 
 
 VIEWS: dict[str, Callable[[Result], dict[str, Any]]] = {
+    "emulation": _emulation,
     "ar": _ar,
     "linear": _linear,
     "simulation": _simulation,

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from harness import Episodes, Out, Seed, Work, Workers, finish, of_weights, result_head
+from harness import Episodes, Out, Seed, Work, Workers, finish, of_devices, of_weights, result_head
 from results_page import RESULTS
 
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import compare_episodes
 from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.simulation.rollout import Clock, read_stage_times
+from specvla_ros.simulation.rollout import Clock
 
 DEVICES = ("h200", "rtx5090", "orin")
 LOCKSTEP = "lockstep"
@@ -52,11 +52,11 @@ def main(
     result = (
         result_head(context)
         | of_weights(policy)
+        | of_devices(DEVICES)
         | {
             "policy": policy.name,
             "first_seed": seed,
             "episodes_per_task": episodes,
-            "devices": {device: vars(read_stage_times(device)) for device in DEVICES},
             "results": results,
         }
     )

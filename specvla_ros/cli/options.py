@@ -33,7 +33,7 @@ Episodes = Annotated[int, typer.Option(help="Per task.", min=1)]
 Seed = Annotated[int, typer.Option(help="Of the first episode's start; the others follow.", min=0)]
 Emulate = Annotated[
     str,
-    typer.Option(help=f"Count stage times of a device: {', '.join(known_devices())} or a JSON file. An emulation."),
+    typer.Option(help=f"Count the times of a device: {', '.join(known_devices())} or a JSON file. An emulation."),
 ]
 Tasks = Annotated[list[str] | None, typer.Option("--task", help="A task's name; again for more. Default: all.")]
 Rerun = Annotated[

@@ -113,7 +113,6 @@ class Engine:
                 self.scheduler.commit(batch, commits)
                 self._draft(batch, commits)
                 self.scheduler.book_time(batch)
-                self._work = replace(self._work, finished=len(batch.shares) - self.in_flight)
             return self.scheduler.release()  # in the order of the stamps, each frame once
         except Exception as error:  # whatever it is, the robot's node must outlive it
             _log.exception("a tick failed")
@@ -296,6 +295,7 @@ def _work_of(batch: Batch) -> TickWork:
     return TickWork(
         images=sum(share.begins for share in batch.shares),
         prompts=sum(share.prompt_rows / share.request.layout.rows for share in batch.shares),
+        trees=sum(not share.ends_prompt for share in batch.verified),
         nodes=sum(len(share.request.tree) - share.ends_prompt for share in batch.verified),
     )
 

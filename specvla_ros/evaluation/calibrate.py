@@ -243,6 +243,6 @@ def _context(policy: Target, base: SimulateSettings, plan: CalibratePlan, frames
         "world": base.world,
         "frames": frames,
         "episodes": asdict(plan.episodes) if plan.episodes is not None else None,
-        "emulate": asdict(read_stage_times(plan.emulate)) if plan.emulate else None,
+        "emulate": read_stage_times(plan.emulate).as_json() if plan.emulate else None,
         **head(),
     }

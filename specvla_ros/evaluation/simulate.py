@@ -207,5 +207,5 @@ def tasks_of(world: str, names: Sequence[str]) -> list[str]:
 
 
 def _context(settings: SimulateSettings, plan: SimulatePlan) -> dict[str, object]:
-    emulated = asdict(read_stage_times(settings.emulate)) if settings.emulate else None
+    emulated = read_stage_times(settings.emulate).as_json() if settings.emulate else None
     return {"settings": settings.as_json(), "plan": asdict(plan), "emulation": emulated, **head()}

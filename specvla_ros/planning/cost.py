@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a forward costs: bytes, operations and seconds, from a checkpoint's shapes."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specvla_ros.errors import UserError
 from specvla_ros.models.config import LlamaConfig, VisionTowerConfig
 from specvla_ros.models.openvla.config import OpenVLAConfig
 from specvla_ros.models.settings import WeightFormat
-from specvla_ros.planning.device import Arithmetic, Device, StageTimes, derated
+from specvla_ros.planning.device import LIMIT, Arithmetic, Device, Efficiency
 
 # Hugging Face openvla/openvla-7b, config.json: Llama-2-7B with a vocabulary padded to 32064, DINOv2 ViT-L/14 with four
 # registers and SigLIP SoViT-400m/14 at 224 pixels; the towers' shapes are timm's for the names given there.
@@ -51,6 +51,8 @@ class ModelCost:
     head_values: int  # weights of the output head, all read by every forward that ends in logits
     embedding_values: int  # weights of the input embeddings; a lookup: memory alone (0 where tied to the head)
     vision_values: int  # weights of towers and projector
+    decoder_layers: int
+    vision_layers: int  # of both towers, those that are computed
     vision_operations: int  # multiplications and additions of one image in towers and projector
     kv_values: int  # keys and values of one token, all layers
     pair_operations: int  # operations of attention for one pair of query and key, all layers and heads
@@ -79,6 +81,8 @@ def model_cost(config: OpenVLAConfig) -> ModelCost:
         head_values=llama.vocab_size * llama.hidden_size,
         embedding_values=0 if llama.tie_word_embeddings else llama.vocab_size * llama.hidden_size,
         vision_values=sum(_tower_values(tower) for tower in config.towers) + projector,
+        decoder_layers=llama.num_hidden_layers,
+        vision_layers=sum(tower.depth - 1 for tower in config.towers),
         vision_operations=sum(_tower_operations(tower) for tower in config.towers)
         + 2 * projector * config.image_tokens,
         kv_values=llama.num_hidden_layers * kv_values,
@@ -118,6 +122,7 @@ def _tower_operations(tower: VisionTowerConfig) -> int:
 
 
 _MAX_ROWS = 4096  # more than any forward has
+_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -147,13 +152,15 @@ class Part:
     operations: float  # multiplications and additions, each counted
     rows: int  # rows of the matrix products, on which a measured rate depends
     arithmetic: Arithmetic = Arithmetic.DENSE  # number format of the products
+    layers: int = 0  # of the model that it runs through, one after the other
 
-    def seconds(self, device: Device) -> float:
+    def seconds(self, device: Device, efficiency: Efficiency = LIMIT) -> float:
+        """Time on a device of which that much is reached."""
         if not self.rows:
             return 0.0
-        return max(
-            self.bytes / device.bytes_per_s(), self.operations / device.operations_per_s(self.arithmetic, self.rows)
-        )
+        reading_s = self.bytes / (device.bytes_per_s() * efficiency.bandwidth)
+        rate = device.operations_per_s(self.arithmetic, self.rows) * efficiency.compute(self.rows)
+        return max(reading_s, self.operations / rate) + self.layers * efficiency.layer_s
 
 
 def forward_parts(forward: Forward, model: ModelCost, weights: WeightFormat, dtype_bytes: int) -> tuple[Part, ...]:
@@ -169,13 +176,20 @@ def forward_parts(forward: Forward, model: ModelCost, weights: WeightFormat, dty
             2.0 * model.decoder_values * forward.rows,
             forward.rows,
             arithmetic_of(weights),
+            model.decoder_layers,
         ),
         Part("attention", float(kv_bytes), _attention_operations(forward, model), forward.rows),
-        Part("head", model.head_values * dtype_bytes, 2.0 * model.head_values * chosen_rows, chosen_rows),
+        Part("head", model.head_values * dtype_bytes, 2.0 * model.head_values * chosen_rows, chosen_rows, layers=1),
     ]
     if forward.image:
-        parts.insert(0, Part("vision", model.vision_values * dtype_bytes, model.vision_operations, model.prompt_rows))
+        parts.insert(0, vision_part(model, dtype_bytes))
     return tuple(part for part in parts if part.rows)
+
+
+def vision_part(model: ModelCost, dtype_bytes: int) -> Part:
+    """Towers and projector, over one image."""
+    read = float(model.vision_values * dtype_bytes)
+    return Part("vision", read, model.vision_operations, model.prompt_rows, layers=model.vision_layers)
 
 
 def _attention_operations(forward: Forward, model: ModelCost) -> float:
@@ -187,22 +201,23 @@ def _attention_operations(forward: Forward, model: ModelCost) -> float:
 
 
 def draft_part(model: ModelCost, dtype_bytes: int, *, steps: int, rows: int, prefix_rows: int) -> Part:
-    """One draft for all requests in flight.
+    """One draft for all requests in flight: the head's layer, then the output head and the choice of the children.
 
     Args:
         steps: forwards of the draft head, one after the other: the depth of the tree.
         rows: tree nodes of all requests, in all steps.
         prefix_rows: committed rows of all requests.
     """
-    read = steps * (model.draft_values + prefix_rows * model.draft_kv_values)
-    return Part("draft", float(read * dtype_bytes), 2.0 * model.draft_values * rows, rows)
+    values = model.draft_values + model.head_values
+    read = steps * (values + prefix_rows * model.draft_kv_values)
+    return Part("draft", float(read * dtype_bytes), 2.0 * values * rows, rows, layers=2 * steps)
 
 
 def draft_prompt_part(model: ModelCost, dtype_bytes: int) -> Part:
     """The draft head over one prompt."""
     rows = model.prompt_rows
     values = model.draft_values + 2 * rows * model.draft_kv_values
-    return Part("draft prompt", float(values * dtype_bytes), 2.0 * model.draft_values * rows, rows)
+    return Part("draft prompt", float(values * dtype_bytes), 2.0 * model.draft_values * rows, rows, layers=1)
 
 
 def total_bytes(parts: Sequence[Part]) -> float:
@@ -215,24 +230,35 @@ def total_operations(parts: Sequence[Part]) -> float:
     return sum(part.operations for part in parts)
 
 
-def roofline_seconds(parts: Sequence[Part], device: Device) -> float:
-    """Shortest time of parts that run one after the other: more than the larger of all reading and all computing."""
-    return sum(part.seconds(device) for part in parts)
+def roofline_seconds(parts: Sequence[Part], device: Device, efficiency: Efficiency = LIMIT) -> float:
+    """Time of parts that run one after the other: more than the larger of all reading and all computing.
+
+    Args:
+        efficiency: what is reached of the device; by default all, which is the shortest time.
+    """
+    return sum(part.seconds(device, efficiency) for part in parts)
 
 
-def ridge_rows(model: ModelCost, device: Device, weights: WeightFormat) -> float:
+def ridge_rows(model: ModelCost, device: Device, weights: WeightFormat, efficiency: Efficiency = LIMIT) -> float:
     """Rows from which on the decoder's matrices are bound by computing: below it, a row more costs nothing.
 
     Of measured rates: the rows up to which a product takes no more than a tenth longer than with one row. One row
     rarely reaches the bandwidth of a plain read, and measured times scatter.
     """
+    arithmetic = arithmetic_of(weights)
 
     def computing_s(rows: int) -> float:
-        return 2.0 * model.decoder_values * rows / device.operations_per_s(arithmetic_of(weights), rows)
+        rate = device.operations_per_s(arithmetic, rows) * efficiency.compute(rows)
+        return 2.0 * model.decoder_values * rows / rate
 
-    reading_s = model.decoder_values * weight_bytes(weights, device.value_bytes) / device.bytes_per_s()
-    if not device.tflops_by_rows or arithmetic_of(weights) is not Arithmetic.DENSE:
-        return max(1.0, reading_s / computing_s(1))
+    read = model.decoder_values * weight_bytes(weights, device.value_bytes)
+    reading_s = read / (device.bytes_per_s() * efficiency.bandwidth)
+    if not device.tflops_by_rows or arithmetic is not Arithmetic.DENSE:
+        rows = 1.0
+        for _ in range(_STEPS):  # the share that is reached hangs on the rows
+            size = math.ceil(rows)
+            rows = max(1.0, size * reading_s / computing_s(size))
+        return rows
     free_s = 1.1 * max(reading_s, computing_s(1))
     rows = 1.0
     for size in sorted({size for size in device.tflops_by_rows if size > 1} | {_MAX_ROWS}):
@@ -241,42 +267,3 @@ def ridge_rows(model: ModelCost, device: Device, weights: WeightFormat) -> float
         if crossing < size:
             break
     return rows
-
-
-def stage_times(device: Device) -> StageTimes:
-    """The device's own stage times, or, where its file has none, those that its limits allow OpenVLA-7B."""
-    if device.stages is not None:
-        return device.stages
-    model = model_cost(OPENVLA_7B)
-    needed_gb = model.memory_bytes(WeightFormat.NONE, device.value_bytes, draft=False) / 1e9
-    if needed_gb > device.memory_gb:
-        raise UserError(
-            f"{device.name} has {device.memory_gb:g} GB of memory, but OpenVLA-7B takes {needed_gb:.1f} GB in "
-            f"{device.dtype}: no stage times can be derived; add measured ones to the device's file"
-        )
-    efficiency = derated(device)
-    reached = device.at(bandwidth=efficiency.bandwidth, compute=efficiency.compute)
-
-    def seconds(forward: Forward) -> dict[str, float]:
-        parts = forward_parts(forward, model, WeightFormat.NONE, device.value_bytes)
-        return {part.name: part.seconds(reached) for part in parts}
-
-    prompt = seconds(Forward(model.prompt_rows, image=True))
-    token = seconds(Forward(trees=1, nodes=1, prefix_rows=model.prompt_rows))
-    node_operations = 2.0 * (model.decoder_values + model.head_values)
-    head_bytes = (model.draft_values + model.head_values) * device.value_bytes
-    head_prompt = draft_prompt_part(model, device.value_bytes)
-    extra_s = head_prompt.seconds(reached) - head_prompt.bytes / reached.bytes_per_s()
-    return StageTimes(
-        name=device.name,
-        source=f"derived: OpenVLA-7B's roofline on this device, weights in {device.dtype}, at {efficiency.compute:.0%} "
-        f"of its matrix rate, {efficiency.bandwidth:.0%} of its bandwidth and {efficiency.forward_s * 1e3:g} ms more "
-        "per forward; nothing was measured",
-        vision_s=prompt.pop("vision"),
-        prefill_s=sum(prompt.values()) + efficiency.forward_s,
-        decode_s=sum(token.values()) + efficiency.forward_s,
-        node_s=node_operations / reached.operations_per_s(Arithmetic.DENSE, model.prompt_rows),
-        head_s=head_bytes / reached.bytes_per_s() + efficiency.forward_s,
-        head_prompt_s=extra_s,
-        overhead_s=0.0,
-    )

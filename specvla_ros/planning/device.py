@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device from a file: bandwidth, matrix rates and memory, and the stage times to emulate it with."""
+"""A device from a file: bandwidth, matrix rates and memory, and what software reaches of them."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specvla_ros.errors import UserError
 from specvla_ros.settings.json_file import load_json, shown
-
-if TYPE_CHECKING:  # the engine imports torch, which a plan does without
-    from specvla_ros.engine.tally import TickWork
 
 _DEVICES = Path(__file__).parent / "devices"
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _KINDS = ("assumed", "measured")
 _REQUIRED = ("name", "kind", "dtype", "bandwidth_gb_s", "dense_tflops", "memory_gb", "sources")
 _MAX_FIGURE = 1e7  # a slip of units is larger
-_MAX_STAGE_S = 60.0
+_MAX_LAYER_US = 1e5
+_EFFICIENCY_FORM = '{"bandwidth": 0.83, "compute_by_rows": {"296": 0.5}, "layer_us": 130}'
 
 
 class Arithmetic(str, Enum):
@@ -31,40 +30,43 @@ class Arithmetic(str, Enum):
 
 
 @dataclass(frozen=True)
-class StageTimes:
-    """Stage times of OpenVLA-7B on a device that is not here. Results with them are emulation, and are named so."""
+class Efficiency:
+    """What software reaches of a device's figures.
 
-    name: str
-    source: str  # where the numbers come from
-    vision_s: float  # vision tower, projector and prompt embeddings of one image
-    prefill_s: float  # the forward that carries a prompt
-    decode_s: float  # a forward with few rows: it reads the weights, and no forward is faster
-    node_s: float  # each tree node where computing is the bound, as beside a prompt
-    head_s: float  # a forward of the draft head over tree nodes
-    head_prompt_s: float  # what the draft head's forward over a prompt takes beyond that
-    overhead_s: float  # between an image and its admission, and between the last token and the action
+    Three kinds of number, so that each can be held against what was published. `bandwidth`: the share of the bandwidth
+    at which weights stream. `compute_by_rows`: the share of the matrix rate, by rows of the left matrix; it grows with
+    them, since tiles and units are filled better. `layer_s`: what a layer takes whatever its size, in launches, norms,
+    attention's and the layout's small kernels.
+    """
 
-    def tick_s(self, work: "TickWork") -> float:
-        computed_s = work.prompts * self.prefill_s + work.nodes * self.node_s
-        forward_s = max(self.decode_s, computed_s) if work.prompts or work.nodes else 0.0
-        return work.images * self.vision_s + forward_s + self._drafting_s(work) + work.finished * self.overhead_s
+    bandwidth: float  # share of 1
+    compute_by_rows: Mapping[int, float]  # shares of 1; in between on a straight line, beyond the ends constant
+    layer_s: float  # of every transformer layer in every forward [s]
 
-    def _drafting_s(self, work: "TickWork") -> float:
-        drafting = work.drafting
-        seconds = drafting.head_forwards * self.head_s + work.head_prompts * self.head_prompt_s
-        if drafting.self_forwards:
-            # Each reads all weights; the first also reads prompts, which is bound by computing where they are long.
-            first_s = max(self.decode_s, drafting.self_rows * self.node_s)
-            seconds += first_s + (drafting.self_forwards - 1) * self.decode_s
-        return seconds
+    def compute(self, rows: int) -> float:
+        """The share of the matrix rate that products with so many rows reach."""
+        if len(self.compute_by_rows) == 1:
+            return next(iter(self.compute_by_rows.values()))
+        known = sorted(self.compute_by_rows.items())
+        (few, low), (many, high) = next((pair for pair in pairwise(known) if rows <= pair[1][0]), known[-2:])
+        return low + (high - low) * min(1.0, max(0.0, (rows - few) / (many - few)))
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "bandwidth": self.bandwidth,
+            "compute_by_rows": {str(rows): share for rows, share in self.compute_by_rows.items()},
+            "layer_us": round(self.layer_s * 1e6, 6),
+        }
 
 
-STAGES = tuple(stage.name for stage in fields(StageTimes) if stage.name.endswith("_s"))
+LIMIT = Efficiency(1.0, {1: 1.0}, 0.0)
+# Of a file that `specvla bench --measure` wrote: its rates hold their own losses, its layers are assumed as the 5090's.
+MEASURED = Efficiency(1.0, {1: 1.0}, 130e-6)
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device, or what is left of it at some efficiency."""
+    """A device: its figures, and what software reaches of them."""
 
     name: str
     kind: str  # `assumed` (data sheets) or `measured` (`specvla bench --measure`)
@@ -78,7 +80,7 @@ class Device:
     tflops_by_rows: Mapping[int, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)  # origin of each figure, by the figure's name
     capability: str = ""  # CUDA compute capability, such as 8.7; empty: no CUDA GPU, or unknown
-    stages: StageTimes | None = None  # stage times to emulate the device with; None: they are derived from the limits
+    efficiency: Efficiency = LIMIT  # for what is expected, and emulated, in place of the limit
 
     @property
     def value_bytes(self) -> int:
@@ -103,44 +105,12 @@ class Device:
         size = min(fitting) if fitting else max(self.tflops_by_rows, default=None)
         return self.dense_tflops if size is None else self.tflops_by_rows[size]
 
-    def at(self, *, bandwidth: float, compute: float) -> "Device":
-        """The same device when only a share of its bandwidth and of its matrix rate is reached."""
-        return replace(
-            self,
-            bandwidth_gb_s=self.bandwidth_gb_s * bandwidth,
-            dense_tflops=self.dense_tflops * compute,
-            int8_tops=None if self.int8_tops is None else self.int8_tops * compute,
-            fp8_tflops=None if self.fp8_tflops is None else self.fp8_tflops * compute,
-            tflops_by_rows={rows: rate * compute for rows, rate in self.tflops_by_rows.items()},
-        )
-
     def as_json(self) -> dict[str, Any]:
         """What `read_device` reads."""
         figures = asdict(self)
-        stages = figures.pop("stages")
         figures["tflops_by_rows"] = {str(rows): rate for rows, rate in self.tflops_by_rows.items()}
-        if stages is not None:
-            figures["stage_times"] = {stage: stages[stage] for stage in STAGES}
+        figures["efficiency"] = self.efficiency.as_json()
         return figures
-
-
-@dataclass(frozen=True)
-class Efficiency:
-    """What is reached of a device."""
-
-    bandwidth: float  # shares of 1
-    compute: float  # shares of 1
-    forward_s: float  # of every tick beside its reading and computing: launches, and the one readback
-
-
-LIMIT = Efficiency(1.0, 1.0, 0.0)
-_DERATED = Efficiency(0.8, 0.6, 0.0003)
-_MEASURED = Efficiency(1.0, 1.0, 0.0003)  # a measured rate holds its losses
-
-
-def derated(device: Device) -> Efficiency:
-    """What to expect of a device."""
-    return _MEASURED if device.kind == "measured" else _DERATED
 
 
 def known_devices() -> list[str]:
@@ -178,6 +148,11 @@ def _parse(raw: Any, path: Path) -> Device:
         raise UserError(f"{path}: tflops_by_rows must be an object of rates by rows, such as {{'256': 40.0}}")
     if not isinstance(sources, dict):
         raise UserError(f"{path}: sources must be an object that says where each figure comes from")
+    if "stage_times" in raw:
+        raise UserError(
+            f"{path}: stage_times are no longer read; they follow from the device's figures and its efficiency, "
+            f"{_EFFICIENCY_FORM}"
+        )
     optional = {name: raw[name] for name in ("int8_tops", "fp8_tflops") if raw.get(name) is not None}
     return Device(
         name=str(raw["name"]),
@@ -188,19 +163,32 @@ def _parse(raw: Any, path: Path) -> Device:
         tflops_by_rows={int(rows): _figure(rate, f"tflops_by_rows[{rows}]", path) for rows, rate in by_rows.items()},
         sources={str(name): str(source) for name, source in sources.items()},
         capability=str(raw.get("capability", "")),
-        stages=_stages(raw, path),
+        efficiency=_efficiency(raw, path),
     )
 
 
-def _stages(raw: Mapping[str, Any], path: Path) -> StageTimes | None:
-    stages = raw.get("stage_times")
-    if stages is None:
-        return None
-    if not isinstance(stages, dict) or set(stages) != set(STAGES) or "stage_times" not in raw["sources"]:
-        raise UserError(f"{path}: stage_times needs the seconds {', '.join(STAGES)}, and their origin in sources")
-    if not all(type(value) in (int, float) and 0 <= value < _MAX_STAGE_S for value in stages.values()):
-        raise UserError(f"{path}: stage times must lie between 0 and {_MAX_STAGE_S:g} seconds, got {stages}")
-    return StageTimes(str(raw["name"]), str(raw["sources"]["stage_times"]), **stages)
+def _efficiency(raw: Mapping[str, Any], path: Path) -> Efficiency:
+    found = raw.get("efficiency", MEASURED.as_json() if raw["kind"] == "measured" else None)
+    if isinstance(found, str) and found in known_devices():
+        return read_device(found).efficiency
+    if not isinstance(found, dict) or set(found) != {"bandwidth", "compute_by_rows", "layer_us"}:
+        raise UserError(f"{path}: efficiency must be {_EFFICIENCY_FORM}, or the name of one of the package's devices")
+    shares = found["compute_by_rows"]
+    if not isinstance(shares, dict) or not shares or not all(str(r).isdigit() and int(r) > 0 for r in shares):
+        raise UserError(f"{path}: efficiency.compute_by_rows must be an object of shares by rows")
+    by_rows = {int(rows): _share(share, f"compute_by_rows[{rows}]", path) for rows, share in shares.items()}
+    if any(share * few > before * many for (few, before), (many, share) in pairwise(sorted(by_rows.items()))):
+        raise UserError(f"{path}: efficiency.compute_by_rows grows faster than the rows: more of them would take less")
+    layer_us = found["layer_us"]
+    if not isinstance(layer_us, (int, float)) or not 0 <= layer_us < _MAX_LAYER_US:
+        raise UserError(f"{path}: efficiency.layer_us must lie between 0 and {_MAX_LAYER_US:g}, got {layer_us!r}")
+    return Efficiency(_share(found["bandwidth"], "bandwidth", path), by_rows, layer_us * 1e-6)
+
+
+def _share(value: Any, name: str, path: Path) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise UserError(f"{path}: efficiency.{name} must be above 0 and at most 1, got {value!r}")
+    return float(value)
 
 
 def _figure(value: Any, name: str, path: Path) -> float:

@@ -21,7 +21,7 @@ from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, Bi
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout
 from specvla_ros.planning.cost import Forward, ModelCost, WeightFormat, draft_part, forward_parts, roofline_seconds
-from specvla_ros.planning.device import LIMIT, Device, Efficiency, derated
+from specvla_ros.planning.device import LIMIT, Device, Efficiency
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 from specvla_ros.speculation.tree import Tree
 
@@ -241,6 +241,7 @@ def _forward(batch: Batch, mode: Mode) -> Forward:
 
 NODES = 16  # one tile of a matrix product's rows; the best size for latency is flat between 8 and 32
 
+# No more than 3 chunks: of fewer rows they lose more in the matrix products than they win (as Sarathi reports of 64).
 MODES = (
     Mode("ar", "ar"),
     Mode("spec", "spec", nodes=NODES),
@@ -283,8 +284,6 @@ def mode_limit(
     """Runs the tick loop at the limit and derated."""
 
     def run(efficiency: Efficiency) -> LoopResult:
-        reached = device.at(bandwidth=efficiency.bandwidth, compute=efficiency.compute)
-
         @cache
         def seconds(tick: Tick) -> float:
             # Without the draft head's forward over the prompt: it may run beside the next frame.
@@ -292,11 +291,11 @@ def mode_limit(
             if tick.drafting:
                 rows, prefix = tick.drafting * mode.nodes, tick.drafting * model.prompt_rows
                 parts += (draft_part(model, device.value_bytes, steps=mode.depth, rows=rows, prefix_rows=prefix),)
-            return roofline_seconds(parts, reached) + efficiency.forward_s
+            return roofline_seconds(parts, device, efficiency)
 
         return run_loop(mode, model.prompt_rows, model.action_tokens, lengths, seconds)
 
-    best, expected = run(LIMIT), run(derated(device))
+    best, expected = run(LIMIT), run(device.efficiency)
     slot_rows = model.prompt_rows + model.action_tokens + (mode.nodes if mode.drafts else 0)
     return ModeLimit(
         mode,

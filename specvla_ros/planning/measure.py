@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specvla_ros.models.config import LlamaConfig
-from specvla_ros.planning.device import Device
+from specvla_ros.planning.device import MEASURED, Device
 
 ROWS = (1, 16, 64, 128, 192, 256, 320)
 _WARM_UPS = 2
@@ -65,8 +65,10 @@ def measure_device(
             "int8_tops": "not measured",
             "fp8_tflops": "not measured",
             "memory_gb": "as the system says",
+            "efficiency": "the measured rates hold their losses; assumed: a layer's time as the RTX 5090's",
         },
         capability=".".join(map(str, torch.cuda.get_device_capability())) if cuda else "",
+        efficiency=MEASURED,
     )
 
 

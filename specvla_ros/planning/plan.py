@@ -24,7 +24,7 @@ from specvla_ros.planning.cost import (
     total_bytes,
     total_operations,
 )
-from specvla_ros.planning.device import Device, derated
+from specvla_ros.planning.device import Device
 from specvla_ros.planning.limits import (
     MODES,
     NODES,
@@ -40,7 +40,6 @@ from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftS
 
 _TREES = (8, 16, 24, 32, 48, 64)
 _PACKED_NODES = 16
-_MAX_CHUNKS = 3  # chunks of fewer rows lose more in the matrix products than they win (as Sarathi reports of 64 rows)
 _TILES = (64, 128, 192, 256, 320, 384)
 _TOP_K = 8
 _SUITE = "goal"  # whose accept lengths are planned with
@@ -85,11 +84,9 @@ def choose(
     lengths: AcceptanceLengths,
 ) -> Profile:
     """The profile whose actions answer the freshest images, of the modes that find room (of all, if none does)."""
-    ridge = ridge_rows(model, device, weights)
-    wanted_chunks = math.ceil(model.prompt_rows / ridge)
-    candidates = [limit for limit in limits if limit.mode.chunks in (1, min(wanted_chunks, _MAX_CHUNKS))]
-    fitting = [limit for limit in candidates if limit.fits(device)]
-    best = min(fitting or candidates, key=lambda limit: limit.oldest_image_s)
+    ridge = ridge_rows(model, device, weights, device.efficiency)
+    fitting = [limit for limit in limits if limit.fits(device)]
+    best = min(fitting or limits, key=lambda limit: limit.oldest_image_s)
     pipelined, drafts, chunks = best.mode.pipelined, best.mode.drafts, best.mode.chunks
     verifications = lengths.verifications(model.action_tokens - 1) if drafts else model.action_tokens - 1
     in_flight = math.ceil((chunks + verifications) / chunks) if pipelined else 1
@@ -105,7 +102,7 @@ def choose(
     reasons = {
         "decode.mode": f"{best.mode.name} acts on the freshest images: at most {best.oldest_image_s * 1e3:.0f} ms old "
         "when the next action comes (latency and period, derated)",
-        "decode.prefill_chunks": _chunk_reason(model, ridge, wanted_chunks, chunks),
+        "decode.prefill_chunks": _chunk_reason(model, ridge, chunks),
         "chunk length": f"{filled} rows beside {trees} x {nodes} nodes: {filled + trees * nodes}, whole tiles"
         if chunks > 1
         else "the whole prompt",
@@ -152,13 +149,9 @@ def _acceptance_reason(lengths: AcceptanceLengths) -> str:
     )
 
 
-def _chunk_reason(model: ModelCost, ridge: float, wanted: int, chunks: int) -> str:
-    crossing = f"a prompt of {model.prompt_rows} rows, computing and reading balance at {ridge:.0f}"
-    if chunks == 1:
-        return f"whole ({crossing})"
-    if wanted > chunks:
-        return f"{crossing}: {wanted} chunks, but products of fewer than {model.prompt_rows // chunks} rows waste tiles"
-    return crossing
+def _chunk_reason(model: ModelCost, ridge: float, chunks: int) -> str:
+    crossing = f"a prompt of {model.prompt_rows} rows, computing and reading balance at {ridge:.0f}, derated"
+    return f"whole ({crossing})" if chunks == 1 else crossing
 
 
 def _node_reason(ridge: float, in_flight: int, nodes: int, *, packed: bool) -> str:
@@ -198,7 +191,7 @@ class Plan:
             "checkpoint": self.checkpoint,
             "weights": self.weights.value,
             "device": self.device.as_json(),
-            "derated": asdict(derated(self.device)),
+            "derated": self.device.efficiency.as_json(),
             "model": asdict(self.model),
             "acceptance": {
                 "name": self.lengths.name,
@@ -238,8 +231,6 @@ def make_plan(device: Device, weights: WeightFormat, checkpoint: Path | None = N
 
 def forward_limits(model: ModelCost, device: Device, weights: WeightFormat) -> tuple[ForwardLimit, ...]:
     """The forwards that the modes are made of."""
-    efficiency = derated(device)
-    reached = device.at(bandwidth=efficiency.bandwidth, compute=efficiency.compute)
     rows = []
     for name, parts in _forwards(model, device, weights).items():
         reading_s = total_bytes(parts) / device.bytes_per_s()
@@ -250,7 +241,7 @@ def forward_limits(model: ModelCost, device: Device, weights: WeightFormat) -> t
                 total_bytes(parts),
                 total_operations(parts),
                 seconds,
-                roofline_seconds(parts, reached) + efficiency.forward_s,
+                roofline_seconds(parts, device, device.efficiency),
                 "reading" if math.isclose(reading_s, seconds, rel_tol=0.05) else "computing",
             )
         )

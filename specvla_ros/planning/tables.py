@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from specvla_ros.planning.device import derated
+from specvla_ros.planning.device import Efficiency
 from specvla_ros.planning.plan import Plan, note
 
 _TABLE_WIDTH = 100  # on a narrower terminal lines wrap: a number that is cut is worse
@@ -28,7 +28,7 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def _summary(plan: Plan) -> str:
-    device, model, efficiency = plan.device, plan.model, derated(plan.device)
+    device, model = plan.device, plan.model
     kv_kib = model.kv_values * device.value_bytes / 1024
     rates = [f"{device.bandwidth_gb_s:g} GB/s", f"{device.dense_tflops:g} TFLOP/s {device.dtype}"]
     rates += [f"{device.int8_tops:g} TOP/s int8"] if device.int8_tops else []
@@ -39,10 +39,18 @@ def _summary(plan: Plan) -> str:
             f"{kv_kib:g} KiB of keys and values per token, a prompt of {model.prompt_rows} rows",
             f"{device.name}: {', '.join(rates)}, {device.memory_gb:g} GB; reading and computing balance at "
             f"{plan.ridge_rows:.0f} rows",
-            f"in brackets: {efficiency.bandwidth:.0%} of the bandwidth, {efficiency.compute:.0%} of the matrix rate, "
-            f"{efficiency.forward_s * 1e3:g} ms more per forward",
+            f"in brackets: {_reached(device.efficiency)}",
         )
     )
+
+
+def _reached(efficiency: Efficiency) -> str:
+    by_rows = sorted(efficiency.compute_by_rows.items())
+    shares = [f"{share:.0%} of the matrix rate with {rows} rows" for rows, share in by_rows]
+    if len(by_rows) == 1:
+        shares = [f"{by_rows[0][1]:.0%} of the matrix rate"]
+    layer = f"{efficiency.layer_s * 1e6:.0f} µs more per layer"
+    return ", ".join((f"{efficiency.bandwidth:.0%} of the bandwidth", *shares, layer))
 
 
 def _forward_table(plan: Plan) -> Table:

@@ -14,8 +14,8 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.tally import DecodeTally, TickWork
 from specvla_ros.models.observation import Observation
-from specvla_ros.planning.cost import stage_times
-from specvla_ros.planning.device import StageTimes, read_device
+from specvla_ros.planning.device import read_device
+from specvla_ros.planning.stage_times import StageTimes, stage_times
 from specvla_ros.simulation.robot import SimulatedRobot
 from specvla_ros.simulation.world import SimulationDiverged
 

@@ -39,6 +39,12 @@ def run(script: str, out: Path, *arguments: object) -> dict[str, Any]:
     return result
 
 
+def test_every_published_figure_is_emulated(tmp_path: Path):
+    result = run("emulation", tmp_path / "out.json")
+    assert {"orin", "rtx5090", "a100"} <= set(result["devices"])
+    assert all(figure["device"] in result["devices"] and figure["emulated"] > 0 for figure in result["figures"])
+
+
 def test_modes_take_the_forwards_that_their_trace_leaves_them(tmp_path: Path):
     weights = ["--quantization", "none,w8a8,int4"]
     result = run("decode_modes", tmp_path / "out.json", "--actions", 3, "--repeats", 1, *weights)

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.expert_engine import ExpertEngine, as_engine
 from support.gl import needs_gl
+from support.pace import invented_pace
 
 from specvla_ros.control.displacement import ImageGoal
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
-from specvla_ros.planning.device import StageTimes
 from specvla_ros.simulation.osc import CONTROL_HZ, POSITION_SCALE_M, SCALE
 from specvla_ros.simulation.robot import TableRobot
-from specvla_ros.simulation.rollout import Clock, Rollout, tick_time
+from specvla_ros.simulation.rollout import Clock, Rollout
 
 DT_S, STEP_S = 0.2, 0.05
 
@@ -95,10 +95,10 @@ def test_what_was_overshot_is_taken_back_no_faster_than_the_arm_may_go(robot):
 
 @needs_gl
 def test_slow_policy_gets_there_because_its_actions_do_not_add_up(robot, monkeypatch):
-    slow = StageTimes("test", "invented", 0.05, 0.2, 0.06, 0.0, 0.0, 0.0, 0.0)
+    slow = invented_pace(0.05, 0.2, 0.06)
 
     def succeeded(seeds=8):
-        rollout = Rollout(as_engine(ExpertEngine(robot)), robot, Clock.REALTIME, tick_time(slow), time_limit=3.0)
+        rollout = Rollout(as_engine(ExpertEngine(robot)), robot, Clock.REALTIME, slow, time_limit=3.0)
         return [rollout.run("lift_red", seed).succeeded for seed in range(seeds)]
 
     assert all(succeeded())

@@ -167,9 +167,10 @@ def test_without_a_new_frame_a_tick_verifies_alone(policy: OpenVLATarget) -> Non
     engine = Engine(policy, EngineSettings("specpipe", draft=SMALL_TREE))
     engine.submit(frame(1, 1))
     engine.tick()
-    assert (engine.last_work.images, engine.last_work.prompts) == (1, 1.0)
+    assert (engine.last_work.images, engine.last_work.prompts, engine.last_work.trees) == (1, 1.0, 0)
     engine.tick()
-    assert (engine.last_work.images, engine.last_work.prompts) == (0, 0.0) and 1 < engine.last_work.nodes <= 8
+    assert (engine.last_work.images, engine.last_work.prompts, engine.last_work.trees) == (0, 0.0, 1)
+    assert 1 < engine.last_work.nodes <= 8
 
 
 def test_a_chunk_counts_for_its_share_and_commits_nothing(policy: OpenVLATarget) -> None:

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from specvla_ros.errors import UserError
 from specvla_ros.planning.cost import OPENVLA_7B, WeightFormat, model_cost, ridge_rows
-from specvla_ros.planning.device import STAGES, Arithmetic, Device, StageTimes, known_devices, read_device
+from specvla_ros.planning.device import LIMIT, Arithmetic, Device, Efficiency, known_devices, read_device
 
 FIGURES = st.floats(min_value=1e-3, max_value=1e6)
 
 
+REACHED = ("bandwidth", "compute_by_rows", "layer_us")
 DEVICES = ["a100", "h200", "l4", "orin", "orin_nano", "orin_nx", "rtx4090", "rtx5090", "thor"]
 
 
@@ -25,6 +26,8 @@ def test_the_packages_devices_name_the_source_of_each_figure(name: str) -> None:
     assert limits.kind == "assumed"
     for figure in ("bandwidth_gb_s", "dense_tflops", "int8_tops", "fp8_tflops", "memory_gb"):
         assert len(limits.sources[figure]) > 5
+    origins = [limits.sources.get("efficiency", limits.sources.get(f"efficiency.{name}")) for name in REACHED]
+    assert all(origin and origin.startswith(("published: ", "fitted ", "fitted: ", "assumed: ")) for origin in origins)
     assert known_devices() == DEVICES
 
 
@@ -33,7 +36,8 @@ def test_the_packages_devices_name_the_source_of_each_figure(name: str) -> None:
     eight_bit=st.tuples(st.none() | FIGURES, st.none() | FIGURES),
     by_rows=st.dictionaries(st.integers(1, 512), FIGURES, max_size=4),
     dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
-    stages=st.none() | st.tuples(*[st.floats(0, 1)] * len(STAGES)),
+    shares=st.tuples(st.floats(0.01, 1), st.floats(0.01, 1)),
+    layer_us=st.integers(0, 999),
 )
 def test_a_device_is_read_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory,
@@ -41,14 +45,19 @@ def test_a_device_is_read_as_it_was_written(
     eight_bit: tuple[float | None, float | None],
     by_rows: dict[int, float],
     dtype: str,
-    stages: tuple[float, ...] | None,
+    shares: tuple[float, float],
+    layer_us: int,
 ) -> None:
-    times = None if stages is None else StageTimes("a", "invented", *stages)
-    sources = {"bandwidth_gb_s": "measured", "stage_times": "invented"}
-    device = Device("a", "measured", dtype, *figures, *eight_bit, by_rows, sources, "8.7", times)
+    efficiency = Efficiency(shares[0], {296: shares[1], 900: min(1.0, 2 * shares[1])}, layer_us * 1e-6)
+    sources = {"bandwidth_gb_s": "measured"}
+    device = Device("a", "measured", dtype, *figures, *eight_bit, by_rows, sources, "8.7", efficiency)
     path = tmp_path_factory.mktemp("device") / "a.json"
     path.write_text(json.dumps(device.as_json()))
     assert read_device(str(path)) == device
+
+
+def reached(**change: Any) -> dict[str, Any]:
+    return {"efficiency": {"bandwidth": 0.8, "compute_by_rows": {"296": 0.5}, "layer_us": 100} | change}
 
 
 @pytest.mark.parametrize(
@@ -67,6 +76,16 @@ def test_a_device_is_read_as_it_was_written(
         ({"tflops_by_rows": [1, 2]}, "rates by rows"),
         ({"tflops_by_rows": {"zero": 1}}, "rates by rows"),
         ({"tflops_by_rows": {"16": -2}}, r"tflops_by_rows\[16\] must be above 0"),
+        ({"stage_times": {"vision_s": 0.1}}, r"stage_times are no longer read; .* its efficiency, \{\"bandwidth\""),
+        ({"efficiency": "toaster"}, "the name of one of the package's devices"),
+        ({"efficiency": None}, "efficiency must be"),
+        ({"efficiency": {"bandwidth": 0.8}}, "efficiency must be"),
+        (reached(bandwidth=1.1), "efficiency.bandwidth must be above 0 and at most 1"),
+        (reached(compute_by_rows={}), "shares by rows"),
+        (reached(compute_by_rows={"many": 0.3}), "shares by rows"),
+        (reached(compute_by_rows={"16": True}), r"compute_by_rows\[16\] must be above 0"),
+        (reached(compute_by_rows={"16": 0.1, "32": 0.3}), "more of them would take less"),
+        (reached(layer_us=-1), "layer_us must lie between 0 and"),
     ],
 )
 def test_bad_figures_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -126,3 +145,29 @@ def test_the_ridge_of_a_measured_device_is_where_products_take_longer() -> None:
     rates = {1: one_row, 16: 15.6 * one_row, 64: 66 * one_row, 128: 127 * one_row, 256: 128 * one_row}
     device = Device("a", "measured", "bfloat16", 1000, 128 * one_row, 80, tflops_by_rows=rates)
     assert ridge_rows(model, device, WeightFormat.NONE) == pytest.approx(1.1 * 128)
+
+
+def test_a_share_lies_on_the_line_between_two_numbers_of_rows() -> None:
+    efficiency = Efficiency(1.0, {300: 0.3, 1000: 0.65}, 0.0)
+    shares = [efficiency.compute(rows) for rows in (1, 300, 400, 1000, 4000)]
+    assert shares == pytest.approx([0.3, 0.3, 0.35, 0.65, 0.65])
+    assert {Efficiency(1.0, {300: 0.3}, 0.0).compute(rows) for rows in (1, 300, 4000)} == {0.3}
+
+
+@pytest.mark.parametrize(("name", "like"), [("orin_nx", "orin"), ("orin_nano", "orin"), ("rtx4090", "rtx5090")])
+def test_a_device_without_a_publication_takes_the_shares_of_the_nearest_that_has_one(name: str, like: str) -> None:
+    assert read_device(name).efficiency == read_device(like).efficiency != LIMIT
+
+
+def test_files_of_before_are_read(tmp_path: Path) -> None:
+    """As `specvla bench --measure` wrote them; a file of assumed figures must say what it takes for reached."""
+    raw = read_device("orin").as_json() | {"kind": "measured"}
+    del raw["efficiency"]
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps(raw))
+    efficiency = read_device(str(path)).efficiency
+    assert (efficiency.bandwidth, efficiency.compute(1), efficiency.compute(300)) == (1.0, 1.0, 1.0)
+    assert efficiency.layer_s == read_device("rtx5090").efficiency.layer_s
+    path.write_text(json.dumps(raw | {"kind": "assumed"}))
+    with pytest.raises(UserError, match="efficiency must be"):
+        read_device(str(path))

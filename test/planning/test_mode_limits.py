@@ -17,7 +17,7 @@ from specvla_ros.planning.cost import (
     ridge_rows,
     roofline_seconds,
 )
-from specvla_ros.planning.device import Device, read_device
+from specvla_ros.planning.device import LIMIT, Arithmetic, Device, Efficiency, read_device
 from specvla_ros.planning.limits import (
     MODES,
     SPEC_VLA_RELAXED,
@@ -34,7 +34,15 @@ MODEL = model_cost(OPENVLA_7B)
 GOAL = spec_vla_relaxed("goal")
 DEVICES = st.builds(
     lambda bandwidth, rate: Device(
-        "random", "assumed", "bfloat16", bandwidth, rate, 64.0, int8_tops=2 * rate, fp8_tflops=2 * rate
+        "random",
+        "assumed",
+        "bfloat16",
+        bandwidth,
+        rate,
+        64.0,
+        int8_tops=2 * rate,
+        fp8_tflops=2 * rate,
+        efficiency=Efficiency(0.85, {296: 0.36, 1032: 0.63}, 1e-4),
     ),
     st.floats(10, 1e4),
     st.floats(1, 1e3),
@@ -53,7 +61,14 @@ def test_more_bandwidth_or_compute_never_makes_a_mode_slower(
     device: Device, mode: Mode, weights: WeightFormat, wider: float, faster: float
 ) -> None:
     before = mode_limit(mode, MODEL, device, weights, GOAL)
-    after = mode_limit(mode, MODEL, device.at(bandwidth=wider, compute=faster), weights, GOAL)
+    better = replace(
+        device,
+        bandwidth_gb_s=device.bandwidth_gb_s * wider,
+        dense_tflops=device.dense_tflops * faster,
+        int8_tops=device.operations_per_s(Arithmetic.INT8, 1) / 1e12 * faster,
+        fp8_tflops=device.operations_per_s(Arithmetic.FP8, 1) / 1e12 * faster,
+    )
+    after = mode_limit(mode, MODEL, better, weights, GOAL)
     for name in ("latency_s", "derated_latency_s"):
         assert getattr(after, name) <= getattr(before, name) * (1 + 1e-9)
     for name in ("action_rate_hz", "derated_rate_hz"):
@@ -153,16 +168,25 @@ def test_any_device_gets_a_profile_that_holds_together(device: Device, weights: 
     assert profile.limit.in_flight <= settings.max_in_flight
     assert -(-MODEL.prompt_rows // settings.prefill_chunks) <= profile.chunk_rows <= MODEL.prompt_rows
     if settings.mode == "specpipe" and settings.draft.nodes > 8:
-        assert settings.draft.nodes * settings.max_in_flight <= ridge_rows(MODEL, device, weights)
+        assert settings.draft.nodes * settings.max_in_flight <= ridge_rows(MODEL, device, weights, device.efficiency)
 
 
 @pytest.mark.parametrize(("device", "chunks"), [("h200", 2), ("rtx5090", 3), ("orin", 2)])
-def test_chunks_of_about_the_ridge_are_chosen(device: str, chunks: int) -> None:
-    profile = make_plan(read_device(device), WeightFormat.NONE).profile
+def test_chunks_of_about_the_ridge_are_chosen_where_all_of_a_device_is_reached(device: str, chunks: int) -> None:
+    profile = make_plan(replace(read_device(device), efficiency=LIMIT), WeightFormat.NONE).profile
     settings = profile.settings
     assert (settings.mode, settings.prefill_chunks, settings.draft.nodes) == ("specpipe", chunks, 16)
     tiles = {"h200": 192, "rtx5090": 128, "orin": 192}
     assert f"{tiles[device]}, whole tiles" in profile.reasons["chunk length"]
+
+
+@pytest.mark.parametrize("device", ["h200", "rtx5090", "orin"])
+def test_one_frame_at_a_time_acts_on_the_freshest_images_at_what_was_published(device: str) -> None:
+    """A prompt beside which trees ride costs several times a forward without one, so that riding along is dear."""
+    plan = make_plan(read_device(device), WeightFormat.NONE)
+    assert plan.profile.settings.mode == "spec"
+    oldest = {limit.mode.name: limit.oldest_image_s for limit in plan.modes}
+    assert min(oldest, key=oldest.__getitem__) == "spec"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from specvla_ros.planning.device import read_device
 from specvla_ros.planning.limits import MODES, mode_limit, spec_vla_relaxed
 
 MODEL = model_cost(OPENVLA_7B)
+# The table's drafts do not read the output head, which is 0.26 GB a step of the 0.73 that are read with it.
+TABLES = replace(MODEL, draft_values=MODEL.draft_values - MODEL.head_values)
 PREFIX = 293
 FORWARDS = {
     "decode": Forward(trees=1, nodes=1, prefix_rows=PREFIX),
@@ -110,37 +112,39 @@ def test_crossovers(device: str, bf16: int, w4: int) -> None:
 
 @pytest.mark.parametrize(("device", "head_ms"), [("h200", "0.44"), ("rtx5090", "1.1"), ("orin", "9.3")])
 def test_draft_head(device: str, head_ms: str) -> None:
-    part = draft_part(MODEL, 2, steps=4, rows=16, prefix_rows=PREFIX)
+    part = draft_part(TABLES, 2, steps=4, rows=16, prefix_rows=PREFIX)
+    whole = draft_part(MODEL, 2, steps=4, rows=16, prefix_rows=PREFIX)
+    assert whole.bytes - part.bytes == 4 * 32064 * 4096 * 2  # Llama 2's vocabulary, padded, in bfloat16
     digits = len(head_ms.partition(".")[2])
     assert f"{part.seconds(read_device(device)) * 1e3:.{digits}f}" == head_ms
     assert draft_prompt_part(MODEL, 2).operations == pytest.approx(0.137e12, abs=0.5e9)
 
 
-# Of a device and its weights, for each mode: latency [ms] and rate [1/s] at the limit, then derated.
+# Of a device and its weights, for each mode: latency [ms] and rate [1/s] at the limit.
 Noted = dict[tuple[str, str], list[tuple[float, ...]]]
 PLAIN_MODES = ("ar", "pipeline", "pipeline, 2 chunks")
 PLAIN: Noted = {
-    ("h200", "none"): [(24, 42, 34, 29), (40, 175, 68, 103), (28, 144, 40, 99)],
-    ("h200", "fp8"): [(13, 79, 19, 52), (23, 303, 39, 177), (16, 254, 24, 166)],
-    ("rtx5090", "none"): [(65, 15, 92, 11), (147, 47, 245, 29), (85, 47, 142, 28)],
-    ("rtx5090", "fp8"): [(34, 29, 50, 20), (83, 84, 138, 50), (48, 83, 81, 49)],
-    ("rtx5090", "int4"): [(33, 30, 52, 19), (147, 47, 245, 29), (85, 47, 142, 28)],
-    ("orin", "none"): [(494, 2.0, 660, 1.5), (758, 9.2, 1243, 5.6), (579, 6.9, 742, 5.4)],
-    ("orin", "w8a8"): [(259, 3.9, 349, 2.9), (438, 15.9, 711, 9.8), (326, 12.3, 426, 9.4)],
-    ("orin", "int4"): [(215, 4.7, 312, 3.2), (758, 9.2, 1243, 5.6), (438, 9.1, 718, 5.6)],
+    ("h200", "none"): [(24, 42), (40, 175), (28, 144)],
+    ("h200", "fp8"): [(13, 79), (23, 303), (16, 254)],
+    ("rtx5090", "none"): [(65, 15), (147, 47), (85, 47)],
+    ("rtx5090", "fp8"): [(34, 29), (83, 84), (48, 83)],
+    ("rtx5090", "int4"): [(33, 30), (147, 47), (85, 47)],
+    ("orin", "none"): [(494, 2.0), (758, 9.2), (579, 6.9)],
+    ("orin", "w8a8"): [(259, 3.9), (438, 15.9), (326, 12.3)],
+    ("orin", "int4"): [(215, 4.7), (758, 9.2), (438, 9.1)],
 }
 # These hang on the shape of the acceptance lengths, which was chosen to come near this table. The tolerance is what
 # that left over, so this guards against change; it does not confirm the model.
 DRAFTING_MODES = ("spec", "specpipe", "specpipe, 2 chunks", "specpipe, 3 chunks")
 DRAFTING: Noted = {
-    ("h200", "none"): [(16, 65, 23, 43), (22, 103, 37, 61), (18, 122, 29, 76), (21, 88, 30, 64)],
-    ("h200", "fp8"): [(9, 111, 14, 71), (13, 174, 22, 102), (11, 200, 18, 121), (13, 148, 19, 100)],
-    ("rtx5090", "none"): [(44, 23, 65, 15), (79, 29, 130, 17), (59, 37, 98, 22), (53, 36, 84, 23)],
-    ("rtx5090", "fp8"): [(26, 39, 38, 26), (45, 50, 75, 30), (35, 62, 58, 38), (32, 59, 51, 37)],
-    ("rtx5090", "int4"): [(30, 33, 47, 21), (78, 29, 130, 17), (59, 37, 98, 22), (51, 37, 84, 23)],
-    ("orin", "none"): [(314, 3.2, 435, 2.3), (420, 5.4, 677, 3.3), (372, 5.8, 511, 4.3), (447, 4.2, 568, 3.3)],
-    ("orin", "w8a8"): [(183, 5.5, 253, 3.9), (250, 9.0, 395, 5.7), (226, 9.6, 311, 7.0), (266, 7.1, 343, 5.5)],
-    ("orin", "int4"): [(188, 5.3, 277, 3.6), (413, 5.5, 669, 3.4), (320, 6.8, 511, 4.3), (284, 6.7, 448, 4.3)],
+    ("h200", "none"): [(16, 65), (22, 103), (18, 122), (21, 88)],
+    ("h200", "fp8"): [(9, 111), (13, 174), (11, 200), (13, 148)],
+    ("rtx5090", "none"): [(44, 23), (79, 29), (59, 37), (53, 36)],
+    ("rtx5090", "fp8"): [(26, 39), (45, 50), (35, 62), (32, 59)],
+    ("rtx5090", "int4"): [(30, 33), (78, 29), (59, 37), (51, 37)],
+    ("orin", "none"): [(314, 3.2), (420, 5.4), (372, 5.8), (447, 4.2)],
+    ("orin", "w8a8"): [(183, 5.5), (250, 9.0), (226, 9.6), (266, 7.1)],
+    ("orin", "int4"): [(188, 5.3), (413, 5.5), (320, 6.8), (284, 6.7)],
 }
 
 
@@ -162,10 +166,9 @@ def assert_near(device: str, weights: str, noted: dict[str, tuple[float, ...]], 
         if mode.name not in noted:
             continue
         found = mode_limit(
-            replace(mode, depth=4), MODEL, read_device(device), WeightFormat(weights), spec_vla_relaxed("goal")
+            replace(mode, depth=4), TABLES, read_device(device), WeightFormat(weights), spec_vla_relaxed("goal")
         )
-        latencies = (found.latency_s * 1e3, found.derated_latency_s * 1e3)
-        rates = (found.action_rate_hz, found.derated_rate_hz)
         rounding = 0.05 if device == "orin" else 0.5
-        assert latencies == pytest.approx(noted[mode.name][::2], rel=share, abs=0.5), mode.name
-        assert rates == pytest.approx(noted[mode.name][1::2], rel=share, abs=rounding), mode.name
+        latency_ms, rate = noted[mode.name]
+        assert found.latency_s * 1e3 == pytest.approx(latency_ms, rel=share, abs=0.5), mode.name
+        assert found.action_rate_hz == pytest.approx(rate, rel=share, abs=rounding), mode.name

@@ -4,17 +4,17 @@
 import pytest
 from support.expert_engine import ExpertEngine, as_engine
 from support.gl import needs_gl
+from support.pace import invented_pace
 
-from specvla_ros.planning.device import StageTimes
 from specvla_ros.simulation.commanded_arm import COMMANDS
 from specvla_ros.simulation.driven_robot import DrivenRobot, Follow
-from specvla_ros.simulation.rollout import Clock, Rollout, tick_time
+from specvla_ros.simulation.rollout import Clock, Rollout
 
-SLOW = StageTimes("test", "invented", 0.02, 0.1, 0.03, 0.0, 0.0, 0.0, 0.0)
+SLOW = invented_pace(0.02, 0.1, 0.03)
 
 
 def succeeded(robot, starts=3):
-    rollout = Rollout(as_engine(ExpertEngine(robot)), robot, Clock.REALTIME, tick_time(SLOW), time_limit=2.0)
+    rollout = Rollout(as_engine(ExpertEngine(robot)), robot, Clock.REALTIME, SLOW, time_limit=2.0)
     return sum(rollout.run("lift_red", seed).succeeded for seed in range(starts))
 
 

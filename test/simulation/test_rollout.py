@@ -2,21 +2,19 @@
 """Time in an episode: what the policy's slowness costs, and what it must not change."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from support.expert_engine import ExpertEngine, as_engine
 from support.gl import needs_gl
+from support.pace import invented_pace
 
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.tally import TickWork
 from specvla_ros.errors import UserError
-from specvla_ros.planning.cost import stage_times
-from specvla_ros.planning.device import STAGES, StageTimes, known_devices, read_device
+from specvla_ros.planning.device import read_device
 from specvla_ros.simulation.robot import TableRobot
-from specvla_ros.simulation.rollout import Clock, Rollout, read_stage_times, tick_time
-from specvla_ros.speculation.drafters.registry import DraftWork
+from specvla_ros.simulation.rollout import Clock, Rollout, TickTime, read_stage_times
 
 pytestmark = needs_gl
 ORIN = read_device("orin").as_json()
@@ -29,12 +27,12 @@ def robot():
     robot.close()
 
 
-def device(total_s: float) -> StageTimes:
-    return StageTimes("test", "invented", 0.1 * total_s, 0.3 * total_s, 0.1 * total_s, 0.0, 0.0, 0.0, 0.0)
+def pace(total_s: float) -> TickTime:
+    return invented_pace(0.1 * total_s, 0.3 * total_s, 0.1 * total_s)
 
 
 def run(robot: TableRobot, clock: Clock, total_s: float, task: str = "lift_red", seeds: int = 8):
-    rollout = Rollout(as_engine(ExpertEngine(robot)), robot, clock, tick_time(device(total_s)))
+    rollout = Rollout(as_engine(ExpertEngine(robot)), robot, clock, pace(total_s))
     return [rollout.run(task, seed) for seed in range(seeds)]
 
 
@@ -74,11 +72,11 @@ def test_policy_without_actions_ends_the_episode_and_never_moves_the_robot(robot
             assert self._waiting is not None
             observation, _ = self._waiting
             self._waiting = None
-            self.last_work = TickWork(images=1, prompts=1, finished=1)
+            self.last_work = TickWork(images=1, prompts=1)
             return [Drop(observation, DropReason.ENGINE_FAULT, "gone")]
 
     for clock in Clock:
-        rollout = Rollout(as_engine(Dead(robot)), robot, clock, tick_time(device(0.1)))
+        rollout = Rollout(as_engine(Dead(robot)), robot, clock, pace(0.1))
         result = rollout.run("lift_red", 0)
         assert not result.succeeded and "no action for 10 images" in result.failure
         assert result.drops == {"engine_fault": 10} and result.acted_on is None
@@ -94,40 +92,8 @@ def test_world_that_diverges_ends_the_episode(robot, clock):
                 outcome.values[:] = np.nan
             return outcomes
 
-    result = Rollout(as_engine(Wild(robot)), robot, clock, tick_time(device(0.1))).run("lift_red", 0)
+    result = Rollout(as_engine(Wild(robot)), robot, clock, pace(0.1)).run("lift_red", 0)
     assert "not finite" in result.failure and not result.succeeded
-
-
-@pytest.mark.parametrize("name", ("orin", "rtx5090", "h200"))
-def test_devices_of_the_package_can_be_read(name):
-    found = read_stage_times(name)
-    assert 0 < found.vision_s < found.prefill_s and found.source.startswith("assumed")
-    assert found.tick_s(TickWork(images=1, prompts=1)) == found.vision_s + found.prefill_s
-    assert found.tick_s(TickWork(nodes=1)) == found.decode_s and found.tick_s(TickWork()) == 0
-    drafting = TickWork(prompts=1, nodes=7, drafting=DraftWork(head_forwards=5), head_prompts=1)
-    extra = 7 * found.node_s + 5 * found.head_s + found.head_prompt_s
-    assert found.tick_s(drafting) == pytest.approx(found.prefill_s + extra)
-    own = TickWork(nodes=5, drafting=DraftWork(self_forwards=4, self_rows=60))
-    assert found.tick_s(own) == pytest.approx(5 * found.decode_s), "a forward of the target reads all its weights"
-    whole = TickWork(nodes=5, drafting=DraftWork(self_forwards=1, self_rows=600))
-    assert found.tick_s(whole) == pytest.approx(found.decode_s + 600 * found.node_s)
-    assert found.tick_s(TickWork(nodes=50)) == found.decode_s, "nodes are free without a prompt"
-
-
-@pytest.mark.parametrize("name", ("orin", "rtx5090", "h200"))
-def test_derived_stage_times_are_near_those_worked_out_before(name):
-    own = read_stage_times(name)
-    derived = stage_times(replace(read_device(name), stages=None))
-    assert derived.source.startswith("derived: ")
-    for stage in STAGES:
-        assert getattr(derived, stage) == pytest.approx(getattr(own, stage), rel=0.04), stage
-
-
-@pytest.mark.parametrize("name", sorted(set(known_devices()) - {"orin", "rtx5090", "h200", "orin_nano"}))
-def test_devices_without_stage_times_get_those_of_their_limits(name):
-    found = read_stage_times(name)
-    assert found.source.startswith("derived: ") and "nothing was measured" in found.source
-    assert 0 < found.node_s < found.vision_s < found.prefill_s and found.head_s < found.decode_s < found.prefill_s
 
 
 def test_device_too_small_for_the_model_is_not_emulated():
@@ -141,11 +107,7 @@ def test_device_too_small_for_the_model_is_not_emulated():
         (None, "none of a100, h200, l4, orin, orin_nano, orin_nx, rtx4090, rtx5090, thor, and there is no such file"),
         ("[", "cannot be read as JSON"),
         ("{}", "lacks the field 'name'; it needs name"),
-        (json.dumps(ORIN | {"stage_times": {}}), "stage_times needs the seconds vision_s"),
-        (
-            json.dumps(ORIN | {"stage_times": dict.fromkeys(STAGES, 0) | {"vision_s": -1}}),
-            "between 0 and 60",
-        ),
+        (json.dumps(ORIN | {"stage_times": {"vision_s": 0.1}}), "stage_times are no longer read"),
     ],
 )
 def test_device_that_cannot_be_read_is_refused(text, message, tmp_path):

@@ -62,7 +62,7 @@ class ExpertEngine:
     def tick(self) -> list[Outcome]:
         assert self._waiting is not None
         first, last = self._ticks == 0, self._ticks == 6
-        self.last_work = TickWork(images=int(first), prompts=int(first), nodes=int(not first), finished=int(last))
+        self.last_work = TickWork(images=int(first), prompts=int(first), trees=int(not first), nodes=int(not first))
         self._ticks += 1
         if not last:
             return []

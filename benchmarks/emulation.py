@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The emulated devices held against what others measured on them.
+
+python benchmarks/emulation.py
+
+Nothing runs here: each published figure (specvla_ros/planning/published.json) stands beside what the device's table
+(specvla_ros/planning/devices) gives for the same work, with the error of the time.
+"""
+
+import typer
+from harness import Out, finish, result_head
+from results_page import RESULTS
+
+from specvla_ros.planning.device import known_devices, read_device
+from specvla_ros.planning.published import published
+
+
+def main(context: typer.Context, out: Out = RESULTS / "emulation.json") -> None:
+    """Emulates every published figure."""
+    figures = [figure.as_json() for figure in published()]
+    devices = {name: read_device(name) for name in known_devices()}
+    reached = {
+        name: {
+            "name": device.name,
+            "efficiency": device.efficiency.as_json(),
+            "sources": {key: text for key, text in device.sources.items() if key.startswith("efficiency")},
+        }
+        for name, device in devices.items()
+    }
+    finish(result_head(context) | {"devices": reached, "figures": figures}, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
