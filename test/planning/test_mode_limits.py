@@ -20,7 +20,6 @@ from specvla_ros.planning.cost import (
 from specvla_ros.planning.device import LIMIT, Arithmetic, Device, Efficiency, read_device
 from specvla_ros.planning.limits import (
     MODES,
-    SPEC_VLA_RELAXED,
     AcceptanceLengths,
     Mode,
     chunk_rows,
@@ -101,10 +100,10 @@ def test_chunks_shorten_the_latency_of_a_pipeline(device: str) -> None:
         assert limits[f"{name}, 2 chunks"].derated_latency_s < limits[name].derated_latency_s
 
 
-@pytest.mark.parametrize("suite", SPEC_VLA_RELAXED)
-def test_acceptance_lengths_have_the_published_means(suite: str) -> None:
+@pytest.mark.parametrize(("suite", "mean"), [("goal", 1.56), ("object", 1.30), ("spatial", 1.05), ("long", 1.03)])
+def test_acceptance_lengths_are_those_that_were_printed(suite: str, mean: float) -> None:
     lengths = spec_vla_relaxed(suite)
-    assert lengths.mean == pytest.approx(SPEC_VLA_RELAXED[suite])
+    assert lengths.mean == pytest.approx(mean, abs=0.005)
     assert 3.6 <= 1 + lengths.verifications(6) <= 4.4
     drawn = [lengths.accepted(i / 1000) for i in range(1000)]
     assert sum(drawn) / 1000 == pytest.approx(lengths.mean, abs=0.01)

@@ -133,8 +133,8 @@ PLAIN: Noted = {
     ("orin", "w8a8"): [(259, 3.9), (438, 15.9), (326, 12.3)],
     ("orin", "int4"): [(215, 4.7), (758, 9.2), (438, 9.1)],
 }
-# These hang on the shape of the acceptance lengths, which was chosen to come near this table. The tolerance is what
-# that left over, so this guards against change; it does not confirm the model.
+# Worked out with other acceptance lengths of the same mean than are planned with now. The tolerance is what that left
+# over, so this guards against change; it does not confirm the model.
 DRAFTING_MODES = ("spec", "specpipe", "specpipe, 2 chunks", "specpipe, 3 chunks")
 DRAFTING: Noted = {
     ("h200", "none"): [(16, 65), (22, 103), (18, 122), (21, 88)],
