@@ -229,6 +229,7 @@ def train_policy(
     seed: Annotated[int, typer.Option(help="Of weights, order and augmentation.")] = 0,
     validate_every: Annotated[int, typer.Option(help="Steps between validations.", min=1)] = 500,
     unnorm_key: Annotated[str, typer.Option(help="Name of the action statistics.")] = "specvla_table",
+    init: Annotated[str, typer.Option(help="Checkpoint to go on from, with its words and statistics.")] = "",
 ) -> None:
     """Train a nano OpenVLA by behaviour cloning; several GPUs: accelerate launch -m specvla_ros.cli train-policy."""
     check_accelerate()
@@ -241,6 +242,7 @@ def train_policy(
         seed=seed,
         validate_every=validate_every,
         unnorm_key=unnorm_key,
+        init=init,
     )
     with progress_bar() as bar:
         reading = bar.add_task("reading bags", total=None)

@@ -2,6 +2,7 @@
 """Behaviour cloning of a small policy."""
 
 import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import find_bags
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer
+from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.weights import save_weights
 from specvla_ros.training.batched_forward import action_logits
@@ -82,6 +84,7 @@ class PolicyTraining:
     seed: int = 0  # of weights, order and augmentation
     validate_every: int = 500  # steps between validations, each of which also saves the state to resume from
     unnorm_key: str = "specvla_table"  # name of the action statistics
+    init: str = ""  # checkpoint whose weights, words and action statistics to begin with; empty: random weights
     shape: NanoShape = field(default_factory=NanoShape)
 
     def __post_init__(self) -> None:
@@ -125,7 +128,7 @@ def train_policy(
         demonstrations = load_demonstrations(
             bags,
             out / STATE_DIRECTORY / "demonstrations",
-            training.shape.image_size,
+            read_config(Path(training.init)).towers[0].image_size if training.init else training.shape.image_size,
             on_reading if accelerator.is_main_process else None,
         )
     episodes = int(demonstrations.episode_of.max()) + 1
@@ -142,8 +145,24 @@ def train_policy(
 def _write_untrained(out: Path, data: DemonstrationSet, training: PolicyTraining) -> None:
     if (out / "config.json").exists():
         raise UserError(f"{out} holds a checkpoint already; choose another --out")
+    if training.init:
+        _copy_checkpoint(Path(training.init), out, data.instructions)
+        return
     norm_stats = {training.unnorm_key: action_statistics(data.actions)}
     write_nano(out, training.shape, data.instructions, norm_stats, seed=training.seed)
+
+
+def _copy_checkpoint(init: Path, out: Path, instructions: tuple[str, ...]) -> None:
+    taught = read_config(init).instructions
+    strange = sorted(set(instructions) - set(taught)) if taught else []
+    if strange:
+        raise UserError(f"{init} has no words for '{strange[0]}'; it knows: {'; '.join(taught)}")
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        for name in ("config.json", "preprocessor_config.json", "tokenizer.json", "model.safetensors"):
+            shutil.copy(init / name, out / name)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be copied to {out}: {error.strerror}") from None
 
 
 class _PolicyTask:

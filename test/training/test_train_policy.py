@@ -130,6 +130,21 @@ def test_finished_checkpoint_is_not_written_over(bags, tmp_path):
         train_policy([bags], tmp_path / "policy", training(steps=2))
 
 
+def test_training_goes_on_from_another_checkpoint(bags, tmp_path):
+    first = train_policy([bags], tmp_path / "first", training(steps=40))
+    again = training(steps=2, validate_every=1, learning_rate=1e-4, init=str(tmp_path / "first"))
+    found = train_policy([bags], tmp_path / "second", again)
+    assert found[0].loss < first[0].loss and abs(found[0].loss - first[-1].loss) < 0.2
+    assert json.loads((tmp_path / "second" / "training.json").read_text())["init"] == str(tmp_path / "first")
+    write_bags(tmp_path / "others", hindsight=False)
+    config = tmp_path / "first" / "config.json"
+    config.write_text(config.read_text().replace(LEFT, "go up"))
+    with pytest.raises(
+        UserError, match=f"has no words for '{LEFT}'; it knows: "
+    ):
+        train_policy([tmp_path / "others"], tmp_path / "third", again)
+
+
 def test_data_that_is_not_there_or_not_enough_is_named(bags, tmp_path):
     with pytest.raises(UserError, match="specvla collect --out"):
         find_bags([tmp_path / "nowhere"])
