@@ -18,12 +18,13 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.registry import DraftInput, DraftWork
+from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 from specvla_ros.speculation.tree import Tree
 
@@ -218,6 +219,16 @@ def test_no_head_leaves_the_one_beside_the_checkpoint_alone(policy: OpenVLATarge
     assert engine.describe()["drafts"] == "temporal"
     first, again = (decoded(engine, frame(stamp, seed=1)) for stamp in (1, 2))
     assert (first.record.forwards, again.record.forwards) == (7, 1)
+
+
+def test_a_preset_relaxes_every_token_the_grippers_too_and_is_described(policy: OpenVLATarget) -> None:
+    engine = Engine(policy, engine_settings_from(mode="spec", preset="spec-vla-paper"))
+    assert engine.verifier.rule == BinDistance((9,) * 7)
+    assert engine.describe()["decode.preset"] == "spec-vla-paper"
+    decoded(engine, frame(1))
+    engine.set_acceptance(AcceptanceSettings())
+    described = str(engine.describe()["decode.preset"])
+    assert described.startswith("spec-vla-paper, except acceptance.rule strict, acceptance.bins (0,)")
 
 
 def test_nothing_to_draft_with_is_refused(tmp_path: Path) -> None:
