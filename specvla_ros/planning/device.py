@@ -51,6 +51,8 @@ class StageTimes:
 
     def _drafting_s(self, work: "TickWork") -> float:
         drafting = work.drafting
+        if drafting.model_forwards:
+            raise UserError(f"{self.name} has no stage times of a draft model: leave draft.model out of an emulation")
         seconds = drafting.head_forwards * self.head_s + work.head_prompts * self.head_prompt_s
         if drafting.self_forwards:
             # Each reads all weights; the first also reads prompts, which is bound by computing where they are long.

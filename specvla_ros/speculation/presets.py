@@ -30,7 +30,7 @@ def _lvspec() -> dict[str, Any]:
 
 
 def _chain(k: int) -> dict[str, Any]:
-    return {"draft.head": "none", "draft.nodes": 1 + k}
+    return {"draft.head": "none", "draft.nodes": 1 + k, "draft.model_tokens": k}
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

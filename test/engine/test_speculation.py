@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.draft_heads import policy_with_random_head
+from support.draft_models import FOLDER, drafting_model, write_draft_model
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_kernels.layout import Ancestry
@@ -34,7 +35,9 @@ SHAPES = [dict(seed=3, hidden_size=96, layers=4), dict(seed=8, hidden_size=64, l
 
 @pytest.fixture(scope="module", params=SHAPES, ids=str)
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
-    return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), **request.param)
+    made = policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), **request.param)
+    write_draft_model(made, noise=0.1)
+    return made
 
 
 def frame(stamp_ns: int, *, seed: int | None = None, epoch: int = 0) -> Observation:
@@ -169,11 +172,13 @@ def test_committed_keys_and_values_equal_a_recompute(policy: OpenVLATarget, data
         DraftSettings(nodes=1),
         adjusted(DraftSettings(), temporal=True, prompt_lookup_tokens=4),
         adjusted(DraftSettings(nodes=12), self_tokens=4),
+        adjusted(DraftSettings(), model=FOLDER),
+        adjusted(DraftSettings(head="none", nodes=5), temporal=True, model=FOLDER, model_tokens=2),
     ],
     ids=str,
 )
 def test_strict_equals_plain_with_the_real_sources(policy: OpenVLATarget, draft: DraftSettings) -> None:
-    plain = Engine(policy, EngineSettings())
+    plain, draft = Engine(policy, EngineSettings()), drafting_model(policy, draft)
     bold = AcceptanceSettings("bin_distance", bins=(0,))
     for acceptance in (AcceptanceSettings(), bold):
         engine = Engine(policy, EngineSettings("spec", draft=draft, acceptance=acceptance))
