@@ -18,9 +18,12 @@ def _spec_vla(r: int) -> dict[str, Any]:
 
 
 def _fly(k: int) -> dict[str, Any]:
-    """FLy: W = 6, theta = 0.3, and a chain of K drafted tokens."""
+    """FLy: W = 6, theta = 0.3, and a chain of K tokens of a draft model, which prompt lookup drafts for in turn.
+
+    How many tokens a lookup drafts the text does not say; 10 are prompt lookup decoding's own.
+    """
     numbers = {"acceptance.fly_theta": 0.3, "acceptance.fly_window": 6, "acceptance.fly_entropy": "paper"}
-    return {"acceptance.rule": "fly", **numbers, **_chain(k)}
+    return {"acceptance.rule": "fly", **numbers, **_chain(k), "draft.model_lookup_tokens": 10}
 
 
 def _lvspec() -> dict[str, Any]:

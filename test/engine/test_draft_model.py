@@ -41,9 +41,10 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     return load(tmp_path_factory.mktemp("writer"), seed=4, hidden_size=64, layers=2, text=1.4)
 
 
-def engine_of(policy: OpenVLATarget, tokens: int, *, text: int = 0) -> Engine:
+def engine_of(policy: OpenVLATarget, tokens: int, *, text: int = 0, lookup: int = 0) -> Engine:
     """A poisoned engine whose only source is a draft model that is the target once more."""
-    draft = adjusted(DraftSettings(nodes=64), model=str(policy.directory / "model"), model_tokens=tokens)
+    model = dict(model=str(policy.directory / "model"), model_tokens=tokens, model_lookup_tokens=lookup)
+    draft = adjusted(DraftSettings(nodes=64), **model)
     engine = Engine(policy, EngineSettings("spec", draft=draft, max_reasoning_tokens=text))
     (drafter,) = engine.drafter.by_name.values()
     assert engine.drafter.sources == ("model",) and isinstance(drafter, ModelDrafter)
@@ -87,6 +88,23 @@ def test_the_target_itself_is_right_with_every_word(writer: OpenVLATarget, token
     assert whole, "the random policy writes too little: choose another seed"
 
 
+def test_lookup_for_the_draft_model_changes_its_forwards_alone(writer: OpenVLATarget) -> None:
+    found = []
+    for lookup in (0, 10):
+        engine = engine_of(writer, 15, text=LONGEST_TEXT, lookup=lookup)
+        ended = [engine.act(frame(stamp)) for stamp in range(1, 5)]
+        records = [
+            (each.tokens, each.record.tokens_per_forward, each.record.tree_nodes)
+            for each in ended
+            if isinstance(each, Action)
+        ]
+        assert records, "the random policy writes too much: choose another seed"
+        found.append((records, engine.drafter.work))
+    (plain, without), (looked_up, with_lookup) = found
+    assert looked_up == plain
+    assert with_lookup.model_forwards < without.model_forwards
+
+
 def test_a_tick_counts_the_draft_models_forwards_rows_and_images(actor: OpenVLATarget) -> None:
     engine = engine_of(actor, 3)
     engine.submit(frame(1))
@@ -105,7 +123,8 @@ def test_a_preset_of_a_chain_asks_for_a_draft_model(actor: OpenVLATarget) -> Non
     chosen = engine_settings_from(mode="spec", preset="fly-paper", draft_model=str(actor.directory / "model"))
     engine = Engine(actor, chosen)
     assert (engine.drafter.sources, engine.settings.followed_preset) == (("model",), "fly-paper")
-    assert chosen.draft.drafters["model"].tokens == 15
+    own = chosen.draft.drafters["model"]
+    assert (own.tokens, own.lookup_tokens) == (15, 10)
 
 
 def refused(policy: OpenVLATarget, directory: Path, message: str) -> None:

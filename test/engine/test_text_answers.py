@@ -7,6 +7,7 @@ from support.draft_heads import policy_with_random_head
 from support.draft_models import FOLDER, with_model, write_draft_model
 
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.observation import Observation
@@ -22,6 +23,7 @@ DRAFTS = {
     "lookup": adjusted(DraftSettings(nodes=9), prompt_lookup_tokens=8, temporal=True),
     "self": adjusted(DraftSettings(nodes=7), self_tokens=4),
     "model": adjusted(DraftSettings(head="none"), model=FOLDER, model_tokens=6),
+    "model, looked up": adjusted(DraftSettings(head="none"), model=FOLDER, model_tokens=15, model_lookup_tokens=10),
     "all": adjusted(
         DraftSettings(nodes=24, children="window_mass"), prompt_lookup_tokens=6, temporal=True, self_tokens=3
     ),
@@ -48,7 +50,8 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def outcomes(policy: OpenVLATarget, settings: EngineSettings) -> list[Outcome]:
     engine = Engine(policy, with_model(policy, settings))
     drafting = [getattr(each, "chains", None) for each in engine.drafter.by_name.values()]
-    for cache in (engine.cache, *(each for each in drafting if isinstance(each, ChainDecoder))):
+    caches: list[KVCache | ChainDecoder] = [each for each in drafting if isinstance(each, ChainDecoder)]
+    for cache in (engine.cache, *caches):
         cache.keys.fill_(float("nan"))
         cache.values.fill_(float("nan"))
     images = (np.random.default_rng(i).integers(0, 256, (48, 64, 3), dtype=np.uint8) for i in range(FRAMES))

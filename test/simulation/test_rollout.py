@@ -112,6 +112,8 @@ def test_devices_of_the_package_can_be_read(name):
     whole = TickWork(nodes=5, drafting=DraftWork(self_forwards=1, self_rows=600))
     assert found.tick_s(whole) == pytest.approx(found.decode_s + 600 * found.node_s)
     assert found.tick_s(TickWork(nodes=50)) == found.decode_s, "nodes are free without a prompt"
+    with pytest.raises(UserError, match="no stage times of a draft model"):
+        found.tick_s(TickWork(nodes=5, drafting=DraftWork(model_forwards=1, model_rows=9)))
 
 
 @pytest.mark.parametrize("name", ("orin", "rtx5090", "h200"))

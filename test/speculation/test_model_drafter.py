@@ -18,6 +18,7 @@ from torch import Tensor
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.llama import LlamaDecoder
 from specvla_ros.models.observation import Observation
 from specvla_ros.speculation.drafters.model_drafter import ModelDrafter
 from specvla_ros.speculation.drafters.registry import DraftInput, DraftWork
@@ -26,16 +27,18 @@ from specvla_ros.speculation.tree import Tree
 CONFIG = LlamaConfig(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)
 DECODER = random_decoder(CONFIG, seed=0, dtype=torch.float64)
 IMAGE, TOKENS, SLOT_ROWS = 4, 6, 48
+LOOKUPS = (0, 1, 10)
 TARGET_ROWS = 9  # of the target's prompt, whose hidden states and embeddings the draft model never reads
 
 
 class Model:
     """What a drafter asks of a target; its image rows are made of the image's first pixels."""
 
-    decoder = DECODER
+    def __init__(self, decoder: LlamaDecoder = DECODER) -> None:
+        self.decoder = decoder
 
     def prompt_embeddings(self, observation: Observation, prompt_ids: tuple[int, ...]) -> Tensor:
-        words = DECODER.embed_tokens(torch.tensor(prompt_ids))
+        words = self.decoder.embed_tokens(torch.tensor(prompt_ids))
         image = torch.from_numpy(observation.image.reshape(-1)[: IMAGE * 32].reshape(IMAGE, 32) / 128.0 - 1.0)
         return torch.cat((words[:1], image, words[1:]))
 
@@ -75,9 +78,9 @@ def asked(seed: int, slot: int, answer: tuple[int, ...], depth: int, *, begins: 
     )
 
 
-def drafter(tokens: int = TOKENS, slots: int = 4) -> ModelDrafter:
-    model: Any = Model()
-    made = ModelDrafter(model, tokens=tokens, slots=slots, slot_rows=SLOT_ROWS)
+def drafter(tokens: int = TOKENS, *, lookup: int = 0, decoder: LlamaDecoder = DECODER) -> ModelDrafter:
+    model: Any = Model(decoder)
+    made = ModelDrafter(model, tokens=tokens, slots=4, slot_rows=SLOT_ROWS, lookup=lookup)
     made.chains.keys.fill_(float("nan"))
     made.chains.values.fill_(float("nan"))
     return made
@@ -111,13 +114,14 @@ def is_chain(tree: Tree, root: int, said: tuple[int, ...]) -> None:
     assert tree.log_probs[0] == 0 and (tree.log_probs.diff() <= 0).all()
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("lookup", LOOKUPS)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 9), depths=st.lists(st.integers(0, 8), min_size=1, max_size=5))
 def test_after_every_verification_it_goes_on_from_what_was_committed(
-    data: st.DataObject, seed: int, depths: list[int]
+    lookup: int, data: st.DataObject, seed: int, depths: list[int]
 ) -> None:
     """Any share of a chain is accepted, then comes another token, or several that another drafter had."""
-    made, slot = drafter(), 2
+    made, slot = drafter(lookup=lookup), 2
     answer = script(seed).answer[:1]
     for i, depth in enumerate(depths):
         (tree,) = drafted(made, asked(seed, slot, answer, depth, begins=i == 0))
@@ -127,10 +131,11 @@ def test_after_every_verification_it_goes_on_from_what_was_committed(
         answer = (*answer, *accepted, *others)
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8), st.integers(0, 8)), min_size=2, max_size=4))
-def test_several_requests_at_once_get_what_each_gets_alone(wanted: list[tuple[int, int, int]]) -> None:
-    made = drafter()
+@pytest.mark.parametrize("lookup", LOOKUPS)
+@settings(max_examples=10, deadline=None)
+@given(wanted=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8), st.integers(0, 8)), min_size=2, max_size=4))
+def test_several_requests_at_once_get_what_each_gets_alone(lookup: int, wanted: list[tuple[int, int, int]]) -> None:
+    made = drafter(lookup=lookup)
     for begins, more in ((True, 0), (False, 3)):
         requests = [
             asked(seed, slot, script(seed).answer[: told + more], depth, begins=begins)
@@ -183,8 +188,40 @@ def test_limits_are_each_requests_own_and_what_is_not_wanted_costs_nothing() -> 
     is_chain(tree, answers[0][-1], plain(1, answers[0], TOKENS))
 
 
-def test_a_chain_ends_at_the_first_nan() -> None:
-    made = drafter()
+@torch.no_grad()
+def counting() -> LlamaDecoder:
+    """A model that says the next number after each token, whatever came before."""
+    made = random_decoder(CONFIG, seed=1, dtype=torch.float64)
+    for layer in made.layers:
+        layer.out.weight.zero_()  # type: ignore[union-attr, operator]
+        layer.down.weight.zero_()  # type: ignore[union-attr, operator]
+    made.norm.weight.fill_(1.0)
+    made.lm_head.weight.copy_(made.norm(made.embed_tokens.weight).roll(1, dims=0))
+    return made
+
+
+@pytest.mark.parametrize(("lookup", "forwards"), [(0, 25), (1, 13), (4, 5), (10, 3), (63, 1)])
+def test_text_that_repeats_itself_takes_fewer_forwards_to_the_same_chain(lookup: int, forwards: int) -> None:
+    model: Any = Model(counting())
+    made = ModelDrafter(model, tokens=25, slots=1, slot_rows=96, lookup=lookup)
+    request = replace(asked(1, 0, (3,), 25, begins=True), prompt=tuple(range(40)))
+    (tree,) = drafted(made, request)
+    is_chain(tree, 3, tuple(range(4, 29)))
+    assert made.work.model_forwards == forwards
+
+
+def test_lookup_that_is_never_right_costs_rows_and_no_forward() -> None:
+    answer = (7, 7, 7, 7)
+    plain_, looked_up = drafter(), drafter(lookup=10)
+    trees = [drafted(made, asked(1, 0, answer, TOKENS, begins=True))[0] for made in (plain_, looked_up)]
+    assert trees[0].tokens.equal(trees[1].tokens) and plain(1, answer, 1) != (7,)
+    assert looked_up.work.model_forwards <= plain_.work.model_forwards
+    assert looked_up.work.model_rows > plain_.work.model_rows
+
+
+@pytest.mark.parametrize("lookup", LOOKUPS)
+def test_a_chain_ends_at_the_first_nan(lookup: int) -> None:
+    made = drafter(lookup=lookup)
     nan = SimpleNamespace(
         decoder=DECODER,
         prompt_embeddings=lambda *_: torch.full((3, 32), float("nan"), dtype=torch.float64),

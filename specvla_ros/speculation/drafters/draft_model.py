@@ -26,11 +26,20 @@ class DraftModelSettings:
     )
     tokens: int = parameter(
         15,
-        "Tokens that the draft model drafts, a forward of it each.",
+        "Tokens that the draft model drafts, a forward of it each unless draft.model_lookup_tokens spares some.",
         unit="tokens",
         minimum=1,
         maximum=63,
         name="model_tokens",
+    )
+    lookup_tokens: int = parameter(
+        0,
+        "Tokens looked up in prompt and answer that each forward of the draft model verifies for itself (FLy's "
+        "multi-level acceleration); 0: none. The same drafts in fewer forwards.",
+        unit="tokens",
+        minimum=0,
+        maximum=63,
+        name="model_lookup_tokens",
     )
     center_crop: bool = parameter(False, "As center_crop, for the draft model.", name="model_center_crop")
 
@@ -52,7 +61,7 @@ def _model(context: DraftContext) -> Drafter | None:
             f"the draft model {model.directory} needs {slot_rows} rows for a prompt, an answer and what it drafts, but "
             f"has {longest} positions: lower decode.max_text_tokens, decode.max_reasoning_tokens or draft.model_tokens"
         )
-    return ModelDrafter(model, tokens=own.tokens, slots=context.slots, slot_rows=slot_rows)
+    return ModelDrafter(model, tokens=own.tokens, slots=context.slots, slot_rows=slot_rows, lookup=own.lookup_tokens)
 
 
 def _load(own: DraftModelSettings, target: Target) -> Target:

@@ -3,14 +3,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from specvla_kernels.device import to_device
 from specvla_ros.models.target import Target
-from specvla_ros.speculation.drafters.chains import Chain, ChainDecoder
+from specvla_ros.speculation.drafters.chains import Chain, ChainDecoder, common_prefix
 from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftWork
 from specvla_ros.speculation.tree import Tree
 
@@ -44,17 +43,18 @@ class ModelDrafter(Drafter):
         tokens: maximum of a chain (K).
         slots: maximum of requests in flight.
         slot_rows: maximum of rows of a slot: prompt, answer and chain.
+        lookup: tokens that prompt lookup drafts for a forward of the model, see `ChainDecoder`; 0: none.
 
     Attributes:
         chains: the model's decoder over the drafter's own keys and values.
         images: that went through the model's vision.
     """
 
-    def __init__(self, model: Target, *, tokens: int, slots: int, slot_rows: int) -> None:
+    def __init__(self, model: Target, *, tokens: int, slots: int, slot_rows: int, lookup: int = 0) -> None:
         self._model = model
         self._tokens = tokens
         self._slots: dict[int, _Slot] = {}
-        self.chains = ChainDecoder(model.decoder, slots=slots, slot_rows=slot_rows)
+        self.chains = ChainDecoder(model.decoder, slots=slots, slot_rows=slot_rows, lookup=lookup)
         self.images = 0
 
     @property
@@ -86,8 +86,7 @@ class ModelDrafter(Drafter):
         read = iter(torch.stack(drafted).tolist() if drafted else ())
         for slot, request in zip(slots, requests, strict=True):
             held = (*slot.answer, *(next(read) for _ in slot.drafted[:-1]))
-            same = takewhile(lambda pair: pair[0] == pair[1], zip(held, request.answer[:-1], strict=False))
-            slot.answer, slot.drafted = tuple(token for token, _ in same), ()
+            slot.answer, slot.drafted = held[: common_prefix(held, request.answer[:-1])], ()
 
     def _begin(self, request: DraftInput, wanted: int) -> Chain:
         """The chain before its first forward."""
@@ -102,7 +101,8 @@ class ModelDrafter(Drafter):
             slot.prompt_rows = len(prompt)
             inputs = torch.cat((prompt, inputs))
         slot.answer = request.answer
-        return Chain(request.slot, root, wanted, start=start, inputs=inputs)
+        text = [*request.prompt, *request.answer]
+        return Chain(request.slot, root, wanted, start=start, inputs=inputs, text=text)
 
     def _prompt(self, request: DraftInput) -> Tensor:
         """[n, hidden], the model's own embeddings of image and prompt."""
