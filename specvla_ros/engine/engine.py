@@ -201,7 +201,11 @@ class Engine:
             "slots": self.settings.slots,
             "drafts": ", ".join(self.drafter.sources),
         }
-        optional = {"decode.fallback": self._fallback, "cuda_graphs": self.runner.graphs.status}
+        optional = {
+            "decode.preset": self.settings.followed_preset,
+            "decode.fallback": self._fallback,
+            "cuda_graphs": self.runner.graphs.status,
+        }
         return self.target.describe() | described | {name: text for name, text in optional.items() if text}
 
     def _forward(self, batch: Batch) -> list[Commit]:

@@ -200,6 +200,7 @@ class ScheduledRequest:
             epoch=request.observation.epoch,
             prompt=request.layout.ids,
             mid_prompt=True,
+            observation=request.observation,
         )
 
     def draft_input(self, commit: Commit, codec: Codec, embed: Callable[[Tensor], Tensor]) -> DraftInput:
@@ -222,6 +223,7 @@ class ScheduledRequest:
             prompt=request.layout.ids,
             answer=tuple(request.tokens),
             in_text=codec.in_text(request.tokens),
+            observation=request.observation,
         )
 
     @property

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from specvla_ros.errors import UserError
-from specvla_ros.settings.parameter import check, hint, parameter, section, walk, with_values
+from specvla_ros.settings.parameter import check, hint, parameter, section, values_of, walk, with_values
 from specvla_ros.settings.profiles import merge_parameters, read_assignments
+from specvla_ros.speculation.presets import PRESETS
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 from specvla_ros.speculation.tolerance import Tolerance
 
@@ -16,6 +17,7 @@ _SLOTS = {"ar": 1, "spec": 1, "pipeline": 7, "specpipe": 4}
 MODES = tuple(_SLOTS)
 _DRAFTING = ("spec", "specpipe")
 _PIPELINED = ("pipeline", "specpipe")
+_NO_PRESET = "none"
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,13 @@ class EngineSettings:
         writable=True,
         name="max_image_age_s",
     )
+    preset: str = parameter(
+        _NO_PRESET,
+        "A paper's own numbers for draft.* and acceptance.*; those that are set beside it win. A node takes it at its "
+        "start.",
+        choices=(_NO_PRESET, *PRESETS),
+        presets=PRESETS,
+    )
     draft: DraftSettings = section(DraftSettings)
     acceptance: AcceptanceSettings = section(AcceptanceSettings)
 
@@ -94,6 +103,15 @@ class EngineSettings:
                 f"model.action_head gives no logits to text, but decode.max_reasoning_tokens is "
                 f"{self.max_reasoning_tokens}: set it to 0, or model.action_head to false"
             )
+
+    @property
+    def followed_preset(self) -> str:
+        """The preset's name, and the values that are others than its own; empty: none."""
+        if self.preset == _NO_PRESET:
+            return ""
+        values = values_of(self)
+        others = [f"{name} {values[name]}" for name, own in PRESETS[self.preset].items() if values[name] != own]
+        return f"{self.preset}, except {', '.join(others)}" if others else self.preset
 
     @property
     def drafts(self) -> bool:

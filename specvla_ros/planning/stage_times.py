@@ -87,6 +87,8 @@ class StageTimes:
 
     def _drafting_s(self, work: "TickWork") -> float:
         drafting = work.drafting
+        if drafting.model_forwards:
+            raise UserError(f"{self.name} has no stage times of a draft model: leave draft.model out of an emulation")
         seconds = drafting.head_forwards * self._head_s(work.trees, work.nodes)
         seconds += work.head_prompts * self._head_prompt_s()
         if drafting.self_forwards:

@@ -13,7 +13,7 @@ from rclpy.node import Node
 from rclpy.parameter import Parameter
 
 from specvla_ros.errors import UserError
-from specvla_ros.settings.parameter import Declared, hint, walk, with_values
+from specvla_ros.settings.parameter import Declared, hint, preset_values, values_of, walk, with_values
 
 Parameters = TypeVar("Parameters")
 
@@ -30,9 +30,12 @@ def declare_parameters(node: Node, kind: type[Parameters], *, lifecycle: bool = 
     Raises:
         UserError: a value of the wrong type, out of range or not among the choices.
     """
-    for declared in walk(kind()):
+    defaults = kind()
+    overrides = {name: override.value for name, override in _overrides(node).items()}
+    values = values_of(defaults) | preset_values(defaults, overrides)
+    for declared in walk(defaults):
         try:
-            value = node.declare_parameter(declared.name, declared.value, _descriptor(declared, lifecycle)).value
+            value = node.declare_parameter(declared.name, values[declared.name], _descriptor(declared, lifecycle)).value
         except ParameterException as error:
             given = _overrides(node).get(declared.name)
             raise UserError(declared.problem(given.value) if given else str(error)) from None
@@ -141,7 +144,8 @@ def _refuse_unknown_types(set_parameters: Callable[[Any, Any], Any], request: An
 
 def _descriptor(declared: Declared, lifecycle: bool) -> ParameterDescriptor:
     parameter = declared.parameter
-    read_only = not parameter.writable and not lifecycle
+    # A preset is what the others' defaults were when they were declared.
+    read_only = not parameter.writable and (not lifecycle or bool(parameter.presets))
     descriptor = ParameterDescriptor(description=declared.description, read_only=read_only)
     if parameter.choices:
         descriptor.additional_constraints = "one of: " + ", ".join(parameter.allowed)

@@ -46,6 +46,7 @@ class Parameter:
         choices: the only values of a string; empty: any. A function, where a registry knows them.
         writable: whether it may change while a node runs.
         name: see the module.
+        presets: by choice, values that other parameters of the tree have by their full names, unless they are given.
     """
 
     description: str
@@ -55,6 +56,7 @@ class Parameter:
     choices: Choices = ()
     writable: bool = False
     name: str = ""
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def range(self) -> str:
@@ -176,12 +178,13 @@ def parameter(
     choices: Choices = (),
     writable: bool = False,
     name: str = "",
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Any:
     """A field that is a parameter; see `Parameter`.
 
     A list has a tuple as its default, and never an empty one: ROS could not tell of what it is empty.
     """
-    declared = Parameter(description, unit, minimum, maximum, choices, writable, name)
+    declared = Parameter(description, unit, minimum, maximum, choices, writable, name, presets or {})
     return field(default=default, metadata={_PARAMETER: declared})
 
 
@@ -250,19 +253,30 @@ def values_of(settings: object) -> dict[str, Any]:
     return {declared.name: declared.value for declared in walk(settings)}
 
 
+def preset_values(settings: object, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What presets among values given by full name make of other parameters of the tree."""
+    made: dict[str, Any] = {}
+    for declared in walk(settings):
+        choice = given.get(declared.name)
+        if declared.parameter.presets and isinstance(choice, str):
+            made |= declared.parameter.presets.get(choice, {})
+    return made
+
+
 def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
     """The same settings with other values, all at once.
 
     Args:
         settings: frozen dataclass.
-        values: by full name; a number stands for a list of one, a whole number for one with a decimal point.
+        values: by full name; a number stands for a list of one, a whole number for one with a decimal point. One that a
+            preset gives too is as it is here.
 
     Raises:
         UserError: an unknown name, a value that is not allowed, or values that do not fit together.
     """
     known = {declared.name: declared for declared in walk(settings)}
     changes: dict[tuple[str, ...], Any] = {}
-    for name, value in values.items():
+    for name, value in {**preset_values(settings, values), **values}.items():
         if name not in known:
             raise UserError(f"there is no parameter '{name}'; {hint(name, known)}")
         declared = known[name]

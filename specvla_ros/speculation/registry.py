@@ -10,5 +10,8 @@ RULES = Registry(
 # Drafters take their nodes of a tree in their order; one that takes all that is left comes last.
 DRAFTERS = Registry(
     "specvla_ros.drafters",
-    [f"specvla_ros.speculation.drafters.{name}" for name in ("temporal", "prompt_lookup", "self_draft", "head")],
+    [
+        f"specvla_ros.speculation.drafters.{name}"
+        for name in ("temporal", "prompt_lookup", "self_draft", "draft_model", "head")
+    ],
 )

@@ -31,6 +31,7 @@ PAGES = (
     f"{HOW_TO}/add-a-model-family.md",
     f"{HOW_TO}/add-a-robot-output.md",
     f"{HOW_TO}/run-a-task.md",
+    f"{HOW_TO}/speculation.md",
 )
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

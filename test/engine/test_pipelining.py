@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.draft_heads import policy_with_random_head
+from support.draft_models import FOLDER, with_model, write_draft_model
 from support.pipelines import PICTURES, failing_tick, frame, plain_tokens, poisoned
 from support.reference_rules import accept_batch_by_loops
 
@@ -19,12 +20,17 @@ from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, 
 
 SMALL_TREE = adjusted(DraftSettings(nodes=8, top_k=3, depth=3), temporal=True)
 SELF = adjusted(DraftSettings(nodes=6, top_k=2, depth=2), self_tokens=3)
+MODEL = adjusted(DraftSettings(nodes=6, top_k=2, depth=2), model=FOLDER, model_tokens=3)
+LOOKED_UP = adjusted(MODEL, model_lookup_tokens=2)
+DRAFTS = [SMALL_TREE, adjusted(SMALL_TREE, temporal=False), SELF, MODEL, LOOKED_UP, DraftSettings(nodes=1)]
 BINS = 6
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
-    return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), seed=5, hidden_size=64, layers=2)
+    made = policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), seed=5, hidden_size=64, layers=2)
+    write_draft_model(made, noise=0.1)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +44,9 @@ modes = st.builds(
     max_in_flight=st.integers(0, 5),
     prefill_chunks=st.integers(1, 4),
     in_order=st.booleans(),
-    draft=st.sampled_from([SMALL_TREE, adjusted(SMALL_TREE, temporal=False), SELF, DraftSettings(nodes=1)]),
+    draft=st.sampled_from(
+        [SMALL_TREE, adjusted(SMALL_TREE, temporal=False), SELF, MODEL, LOOKED_UP, DraftSettings(nodes=1)]
+    ),
 )
 # Ticks are what most of the time passes with.
 steps = st.lists(
@@ -55,7 +63,7 @@ steps = st.lists(
 def test_every_finished_frame_has_the_plain_decoders_tokens(
     policy: OpenVLATarget, plain, chosen: EngineSettings, steps: list[str], pictures: list[int]
 ) -> None:
-    engine = poisoned(policy, chosen)
+    engine = poisoned(policy, with_model(policy, chosen))
     submitted: dict[int, int] = {}
     ended: list[Outcome] = []
     stamp, epoch, faults = 0, 1, 0
@@ -118,7 +126,9 @@ def test_relaxed_tokens_stay_within_their_bins(
     policy: OpenVLATarget, chosen: EngineSettings, gaps: list[int], picture: int
 ) -> None:
     relaxed = replace(
-        chosen, mode="specpipe", acceptance=AcceptanceSettings("bin_distance", bins=(BINS,), gripper_bins=0)
+        with_model(policy, chosen),
+        mode="specpipe",
+        acceptance=AcceptanceSettings("bin_distance", bins=(BINS,), gripper_bins=0),
     )
     ended = driven(poisoned(policy, relaxed), gaps, picture)
     with pytest.MonkeyPatch.context() as patch:

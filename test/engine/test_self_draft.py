@@ -48,7 +48,7 @@ def engine_of(policy: OpenVLATarget, tokens: int, share: float, *, text: int = 0
     engine = Engine(policy, EngineSettings("spec", draft=draft, max_reasoning_tokens=text))
     (drafter,) = engine.drafter.by_name.values()
     assert engine.drafter.sources == ("self",) and isinstance(drafter, SelfDrafter)
-    for cache in (engine.cache.keys, engine.cache.values, drafter._keys, drafter._values):
+    for cache in (engine.cache.keys, engine.cache.values, drafter.chains.keys, drafter.chains.values):
         cache.fill_(float("nan"))
     return engine
 

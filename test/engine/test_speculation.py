@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.draft_heads import policy_with_random_head
+from support.draft_models import FOLDER, drafting_model, write_draft_model
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_kernels.layout import Ancestry
@@ -18,12 +19,13 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.registry import DraftInput, DraftWork
+from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 from specvla_ros.speculation.tree import Tree
 
@@ -33,7 +35,9 @@ SHAPES = [dict(seed=3, hidden_size=96, layers=4), dict(seed=8, hidden_size=64, l
 
 @pytest.fixture(scope="module", params=SHAPES, ids=str)
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
-    return policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), **request.param)
+    made = policy_with_random_head(tmp_path_factory.mktemp("checkpoint"), **request.param)
+    write_draft_model(made, noise=0.1)
+    return made
 
 
 def frame(stamp_ns: int, *, seed: int | None = None, epoch: int = 0) -> Observation:
@@ -168,11 +172,13 @@ def test_committed_keys_and_values_equal_a_recompute(policy: OpenVLATarget, data
         DraftSettings(nodes=1),
         adjusted(DraftSettings(), temporal=True, prompt_lookup_tokens=4),
         adjusted(DraftSettings(nodes=12), self_tokens=4),
+        adjusted(DraftSettings(), model=FOLDER),
+        adjusted(DraftSettings(head="none", nodes=5), temporal=True, model=FOLDER, model_tokens=2),
     ],
     ids=str,
 )
 def test_strict_equals_plain_with_the_real_sources(policy: OpenVLATarget, draft: DraftSettings) -> None:
-    plain = Engine(policy, EngineSettings())
+    plain, draft = Engine(policy, EngineSettings()), drafting_model(policy, draft)
     bold = AcceptanceSettings("bin_distance", bins=(0,))
     for acceptance in (AcceptanceSettings(), bold):
         engine = Engine(policy, EngineSettings("spec", draft=draft, acceptance=acceptance))
@@ -218,6 +224,16 @@ def test_no_head_leaves_the_one_beside_the_checkpoint_alone(policy: OpenVLATarge
     assert engine.describe()["drafts"] == "temporal"
     first, again = (decoded(engine, frame(stamp, seed=1)) for stamp in (1, 2))
     assert (first.record.forwards, again.record.forwards) == (7, 1)
+
+
+def test_a_preset_relaxes_every_token_the_grippers_too_and_is_described(policy: OpenVLATarget) -> None:
+    engine = Engine(policy, engine_settings_from(mode="spec", preset="spec-vla-paper"))
+    assert engine.verifier.rule == BinDistance((9,) * 7)
+    assert engine.describe()["decode.preset"] == "spec-vla-paper"
+    decoded(engine, frame(1))
+    engine.set_acceptance(AcceptanceSettings())
+    described = str(engine.describe()["decode.preset"])
+    assert described.startswith("spec-vla-paper, except acceptance.rule strict, acceptance.bins (0,)")
 
 
 def test_nothing_to_draft_with_is_refused(tmp_path: Path) -> None:

@@ -3,15 +3,17 @@
 
 import numpy as np
 import pytest
-import torch
 from support.draft_heads import policy_with_random_head
+from support.draft_models import FOLDER, with_model, write_draft_model
 
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.accept import AcceptReason
+from specvla_ros.speculation.drafters.chains import ChainDecoder
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 LONGEST_TEXT = 24
@@ -20,6 +22,8 @@ DRAFTS = {
     "head": DraftSettings(),
     "lookup": adjusted(DraftSettings(nodes=9), prompt_lookup_tokens=8, temporal=True),
     "self": adjusted(DraftSettings(nodes=7), self_tokens=4),
+    "model": adjusted(DraftSettings(head="none"), model=FOLDER, model_tokens=6),
+    "model, looked up": adjusted(DraftSettings(head="none"), model=FOLDER, model_tokens=15, model_lookup_tokens=10),
     "all": adjusted(
         DraftSettings(nodes=24, children="window_mass"), prompt_lookup_tokens=6, temporal=True, self_tokens=3
     ),
@@ -38,14 +42,18 @@ RULES = {
 @pytest.fixture(scope="module", params=[1, 2])
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     shape = dict(seed=request.param, hidden_size=64, layers=2, text=1.2)
-    return policy_with_random_head(tmp_path_factory.mktemp("writer"), **shape)
+    made = policy_with_random_head(tmp_path_factory.mktemp("writer"), **shape)
+    write_draft_model(made, noise=0.05)
+    return made
 
 
 def outcomes(policy: OpenVLATarget, settings: EngineSettings) -> list[Outcome]:
-    engine = Engine(policy, settings)
-    for holder in (engine.cache, engine.drafter.by_name.get("self")):
-        for name in ("keys", "_keys", "values", "_values"):
-            getattr(holder, name, torch.empty(0)).fill_(float("nan"))
+    engine = Engine(policy, with_model(policy, settings))
+    drafting = [getattr(each, "chains", None) for each in engine.drafter.by_name.values()]
+    caches: list[KVCache | ChainDecoder] = [each for each in drafting if isinstance(each, ChainDecoder)]
+    for cache in (engine.cache, *caches):
+        cache.keys.fill_(float("nan"))
+        cache.values.fill_(float("nan"))
     images = (np.random.default_rng(i).integers(0, 256, (48, 64, 3), dtype=np.uint8) for i in range(FRAMES))
     return [engine.act(Observation(image, "put carrot on plate", i + 1)) for i, image in enumerate(images)]
 
@@ -61,6 +69,7 @@ def test_strict_yields_the_plain_decoders_words_and_actions(policy: OpenVLATarge
     plain = outcomes(policy, EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
     spec = outcomes(policy, EngineSettings("spec", max_reasoning_tokens=LONGEST_TEXT, draft=DRAFTS[draft]))
     assert list(map(essence, spec)) == list(map(essence, plain))
+    assert any(sum(each.record.accept_lengths) for each in spec if isinstance(each, Action)) or draft == "head"
     lengths = [sum(each.record.tokens_per_forward) for each in plain if isinstance(each, Action)]
     assert len(lengths) >= 3 and max(lengths) > 2, "the random policy writes nothing: choose another seed"
 

@@ -107,6 +107,18 @@ def test_a_value_of_an_unknown_type_is_answered(context: Context, service: type,
     made.destroy_node()
 
 
+def test_a_preset_is_what_other_parameters_begin_with(context: Context) -> None:
+    made = node(context, decode__preset="fly-paper", acceptance__fly_window=4)
+    declare_parameters(made, PolicyParameters, lifecycle=True)
+    assert made.get_parameter("draft.nodes").value == 16
+    read = read_parameters(made, PolicyParameters).engine
+    assert read.followed_preset == "fly-paper, except acceptance.fly_window 4"
+    read = read_parameters(made, PolicyParameters, {"acceptance.rule": "strict"}).engine
+    assert read.acceptance.rule == "strict", "what is set later wins too"
+    assert made.describe_parameter("decode.preset").read_only, "the others would not follow"
+    made.destroy_node()
+
+
 def test_what_is_given_is_read_into_the_tree(context: Context) -> None:
     made = node(
         context, draft__nodes=8, acceptance__bins=[1, 2], model__action_head=True, acceptance__fly_entropy="code"

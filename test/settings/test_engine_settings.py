@@ -11,6 +11,7 @@ from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_f
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import values_of, with_values
 from specvla_ros.settings.profiles import write_parameters
+from specvla_ros.speculation.presets import PRESETS
 from specvla_ros.speculation.rules.registry import RULES
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 from specvla_ros.speculation.tolerance import Tolerance
@@ -125,9 +126,50 @@ def test_what_is_no_yaml_is_refused() -> None:
         engine_settings_from(assignments=["acceptance.bins:=[1,"])
 
 
+def test_a_preset_is_the_papers_numbers() -> None:
+    goal = engine_settings_from(mode="spec", preset="spec-vla-paper")
+    assert (goal.acceptance.rule, goal.acceptance.bins, goal.acceptance.gripper_bins) == ("bin_distance", (9,), 9)
+    assert (goal.draft.top_k, goal.draft.depth, goal.draft.nodes) == (8, 5, 50)
+    assert engine_settings_from(preset="spec-vla-paper-long").acceptance.bins == (5,)
+    for preset, drafted in (("fly-paper", 15), ("fly-paper-405b", 25)):
+        fly = engine_settings_from(preset=preset)
+        rule = fly.acceptance.rules["fly"]
+        assert (fly.acceptance.rule, rule.window, rule.theta, rule.entropy) == ("fly", 6, 0.3, "paper")
+        assert (fly.draft.head, fly.draft.nodes) == ("none", 1 + drafted)
+    loose = engine_settings_from(preset="lvspec-paper")
+    rule = loose.acceptance.rules["lvspec"]
+    assert (loose.acceptance.rule, rule.loose_share, rule.top_n, rule.shift) == ("lvspec", 0.7, 10, 63)
+    assert (loose.draft.head, loose.draft.nodes) == ("none", 11)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_says_so_itself_and_is_written_and_read_as_it_was(preset: str, tmp_path: Path) -> None:
+    chosen = engine_settings_from(preset=preset)
+    assert chosen.followed_preset == preset
+    assert values_of(chosen).items() >= PRESETS[preset].items()
+    write_parameters(tmp_path / "profile.yaml", values_of(chosen), ["a paper's"])
+    assert engine_settings_from(params_file=tmp_path / "profile.yaml") == chosen
+
+
+def test_what_is_set_beside_a_preset_wins_and_is_told(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.yaml"
+    profile.write_text(PROFILE)
+    assignments = ["decode.preset:=fly-paper", "acceptance.rule:=strict", "acceptance.fly_window:=4"]
+    chosen = engine_settings_from(assignments=assignments, params_file=profile)
+    assert (chosen.acceptance.rule, chosen.acceptance.rules["fly"].window, chosen.draft.nodes) == ("strict", 4, 16)
+    assert chosen.followed_preset == "fly-paper, except acceptance.rule strict, acceptance.fly_window 4"
+    relaxed = engine_settings_from(preset="spec-vla-paper", tolerance="5mm").acceptance
+    assert (relaxed.bins, relaxed.tolerance_m, relaxed.gripper_bins) == ((0,), 0.005, 9)
+    assert engine_settings_from().followed_preset == ""
+    for wrong in ("fly-papers", "[fly-paper]"):
+        with pytest.raises(UserError, match=r"'decode\.preset' is .*one of: none, spec-vla-paper"):
+            engine_settings_from(assignments=[f"decode.preset:={wrong}"])
+
+
 values = {
     "decode.mode": st.sampled_from(MODES),
     "decode.prefill_chunks": st.integers(1, 16),
+    "decode.preset": st.sampled_from(["none", "fly-paper", "lvspec-paper"]),  # others' bins exclude metres
     "draft.nodes": st.integers(1, 64),
     "draft.temporal": st.booleans(),
     "draft.head": st.sampled_from(["", "none", "/some where/head", "yes", "1"]),

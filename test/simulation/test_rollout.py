@@ -96,6 +96,11 @@ def test_world_that_diverges_ends_the_episode(robot, clock):
     assert "not finite" in result.failure and not result.succeeded
 
 
+def test_draft_model_is_not_emulated():
+    with pytest.raises(UserError, match="no stage times of a draft model"):
+        read_stage_times("orin").tick_s(TickWork(nodes=5, drafting=DraftWork(model_forwards=1, model_rows=9)))
+
+
 def test_device_too_small_for_the_model_is_not_emulated():
     with pytest.raises(UserError, match="Orin Nano 8 GB has 8 GB of memory, but OpenVLA-7B takes 15"):
         read_stage_times("orin_nano")

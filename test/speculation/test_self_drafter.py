@@ -76,8 +76,8 @@ def request(seed: int, slot: int, told: int, levels: int, *, since: int = -1) ->
 
 def drafter(share: float, tokens: int = 5) -> SelfDrafter:
     made = SelfDrafter(DECODER, image_tokens=IMAGE, image_share=share, tokens=tokens, slots=4, slot_rows=SLOT_ROWS)
-    made._keys.fill_(float("nan"))
-    made._values.fill_(float("nan"))
+    made.chains.keys.fill_(float("nan"))
+    made.chains.values.fill_(float("nan"))
     return made
 
 
@@ -160,7 +160,7 @@ def test_several_requests_at_once_get_what_each_gets_alone(
         for slot, (seed, told, more, levels) in enumerate(wanted)
     ]
     trees = [*together.draft(begun), *together.draft(later)]
-    assert together.forwards == 3 + min(5, max(each.max_depth for each in later))
+    assert together.chains.forwards == 3 + min(5, max(each.max_depth for each in later))
     for i, (first, second) in enumerate(zip(begun, later, strict=True)):
         alone = drafter(share)
         same(trees[i], alone.draft([first])[0])
@@ -184,7 +184,7 @@ def test_the_chains_own_rows_are_never_read_again() -> None:
     first = request(4, 2, 3, 5)
     made.draft([first])
     behind_root = first.prefix_len - IMAGE + made.kept_image_tokens + 1
-    made._keys[:, 2, behind_root:] = made._values[:, 2, behind_root:] = float("nan")
+    made.chains.keys[:, 2, behind_root:] = made.chains.values[:, 2, behind_root:] = float("nan")
     (tree,) = made.draft([request(4, 2, 5, 5, since=3)])
     is_chain(tree, script(4).answer[5], *plain(4, 5, 0.5, 5))
 
@@ -193,9 +193,9 @@ def test_limits_are_each_requests_own_and_what_is_not_wanted_costs_nothing() -> 
     made = drafter(0.5)
     requests = [request(1, 0, 2, 5), request(2, 1, 3, 5)]
     assert [tree.depth for tree in made.draft(requests, [1, 3])] == [0, 2]
-    assert made.forwards == 2
+    assert made.chains.forwards == 2
     assert made.fed_rows == script(2).prompt_rows - IMAGE // 2 + 4, "the prompt and four tokens, for one request"
-    assert made.draft([request(1, 0, 4, 0, since=2)])[0].depth == 0 and made.forwards == 2
+    assert made.draft([request(1, 0, 4, 0, since=2)])[0].depth == 0 and made.chains.forwards == 2
 
 
 def test_a_chain_ends_at_the_first_nan() -> None:

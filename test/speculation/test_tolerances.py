@@ -106,7 +106,7 @@ def test_one_number_is_for_what_moves_and_a_list_is_as_given() -> None:
         (dict(tolerance_m=math.nan), r"acceptance\.tolerance_m .* got nan"),
         (dict(tolerance_rad=math.inf), r"acceptance\.tolerance_rad .* got inf"),
         (dict(fly_theta=math.nan), r"acceptance\.fly_theta"),
-        (dict(fly_window=0), r"acceptance\.fly_window must be 1 to 32"),
+        (dict(fly_window=-1), r"acceptance\.fly_window must be 0 to 32"),
         (dict(lvspec_loose_share=1.1), r"acceptance\.lvspec_loose_share must be 0 to 1"),
         (dict(lvspec_top_n=0), r"acceptance\.lvspec_top_n"),
         (dict(lvspec_shift=-1), r"acceptance\.lvspec_shift"),

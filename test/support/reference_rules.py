@@ -156,7 +156,7 @@ def _deferred(rule: Fly, verification: TreeCase, path: list[int], place: int) ->
     else:
         likeliest = probabilities.sort(descending=True).values[:3]
         entropy = float(torch.special.entr(likeliest).sum())
-        follow, gate_off = rule.window - 1, rule.theta <= 0.01
+        follow, gate_off = max(0, rule.window - 1), rule.theta <= 0.01
     if not gate_off and not entropy >= rule.theta:
         return AcceptReason.REJECTED
     if place + rule.window > _deepest_behind(verification, path[place]):

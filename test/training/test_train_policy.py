@@ -139,9 +139,7 @@ def test_training_goes_on_from_another_checkpoint(bags, tmp_path):
     write_bags(tmp_path / "others", hindsight=False)
     config = tmp_path / "first" / "config.json"
     config.write_text(config.read_text().replace(LEFT, "go up"))
-    with pytest.raises(
-        UserError, match=f"has no words for '{LEFT}'; it knows: "
-    ):
+    with pytest.raises(UserError, match=f"has no words for '{LEFT}'; it knows: "):
         train_policy([tmp_path / "others"], tmp_path / "third", again)
 
 

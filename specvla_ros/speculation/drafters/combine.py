@@ -43,8 +43,9 @@ class Drafters:
         if not self.by_name:
             raise UserError(
                 f"decode.mode spec has nothing to draft with: {target.directory / DRAFT_FOLDER} is not there; set "
-                "draft.head to a draft head's directory (specvla train-draft makes one), or draft.temporal to true; a "
-                "policy that writes text may also draft for itself (draft.self_tokens)"
+                "draft.head to a draft head's directory (specvla train-draft makes one), or draft.model to that of a "
+                "smaller policy, or draft.temporal to true; a policy that writes text may also draft for itself "
+                "(draft.self_tokens)"
             )
 
     @property

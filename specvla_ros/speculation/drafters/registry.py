@@ -9,7 +9,7 @@ point of the group `specvla_ros.drafters`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specvla_ros.speculation.registry import DRAFTERS
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specvla_kernels.graph_capture import Capture
+    from specvla_ros.models.observation import Observation
     from specvla_ros.models.target import Target
     from specvla_ros.speculation.settings import DraftSettings
     from specvla_ros.speculation.tree import Tree
@@ -54,26 +55,24 @@ class DraftWork:
         head_forwards: of the draft head.
         self_forwards: of the target, for drafting.
         self_rows: committed rows that the first of them read in each draft; the others read one per request.
+        model_forwards: of the draft model.
+        model_rows: rows that these read, prompts included.
+        model_images: that went through the draft model's vision.
     """
 
     head_forwards: int = 0
     self_forwards: int = 0
     self_rows: int = 0
+    model_forwards: int = 0
+    model_rows: int = 0
+    model_images: int = 0
 
     def __add__(self, other: DraftWork) -> DraftWork:
-        return DraftWork(
-            self.head_forwards + other.head_forwards,
-            self.self_forwards + other.self_forwards,
-            self.self_rows + other.self_rows,
-        )
+        return DraftWork(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     def since(self, before: DraftWork) -> DraftWork:
         """What was added."""
-        return DraftWork(
-            self.head_forwards - before.head_forwards,
-            self.self_forwards - before.self_forwards,
-            self.self_rows - before.self_rows,
-        )
+        return DraftWork(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,7 @@ class DraftInput:
         answer: ids of the answer so far.
         mid_prompt: these rows are a chunk of the prompt that does not end it; nothing is drafted yet.
         in_text: the answer may still be text, which comes before the action.
+        observation: what is answered, for drafters that look at it themselves; None: they cannot.
     """
 
     slot: int
@@ -107,6 +107,7 @@ class DraftInput:
     answer: tuple[int, ...] = ()
     mid_prompt: bool = False
     in_text: bool = False
+    observation: Observation | None = None
 
 
 class Drafter(Protocol):

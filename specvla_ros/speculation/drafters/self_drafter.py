@@ -2,63 +2,16 @@
 """Drafts a chain with the target itself, which then sees only a share of the image."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvla_kernels.device import to_device
-from specvla_kernels.layout import Ancestry, Span, pack_layout
-from specvla_ros.models.llama import ForwardResult, LlamaDecoder
-from specvla_ros.speculation.accept import greedy_choice
+from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.speculation.drafters.chains import Chain, ChainDecoder
 from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftWork
 from specvla_ros.speculation.tree import Tree
-
-
-@dataclass
-class _Chain:
-    """One request's chain while it grows.
-
-    Attributes:
-        request: whose it is.
-        wanted: tokens it will have.
-        start: the slot's row that `inputs` begin at.
-        inputs: [n, hidden], embeddings that the next forward reads; the next token is the one after the last.
-        tokens: int64 [1] each.
-        gains: [1] each, log-probability of each token given those before it.
-    """
-
-    request: DraftInput
-    wanted: int
-    start: int
-    inputs: Tensor
-    tokens: list[Tensor] = field(default_factory=list)
-    gains: list[Tensor] = field(default_factory=list)
-
-    def add(self, token: Tensor, gain: Tensor, embedding: Tensor) -> None:
-        """Takes the token after `inputs`, which are then in the KV cache."""
-        self.tokens.append(token)
-        self.gains.append(gain)
-        self.start += len(self.inputs)
-        self.inputs = embedding
-
-    def finish(self) -> Tree:
-        """The tokens below the root; none is valid from a NaN on."""
-        root = self.request.root.reshape(1)
-        if not self.tokens:
-            return Tree.from_root(root)
-        gains = torch.nan_to_num(torch.cat(self.gains).float(), nan=-torch.inf, neginf=-torch.inf)
-        log_probs = torch.cat((torch.zeros_like(gains[:1]), gains.cumsum(dim=0)))
-        n = len(log_probs)
-        return Tree(
-            tokens=torch.cat((root, *self.tokens)),
-            ancestry=Ancestry.from_parents(range(-1, n - 1), root.device),
-            log_probs=log_probs,
-            valid=log_probs > -torch.inf,
-            relaxable=torch.ones_like(log_probs, dtype=torch.bool),
-            depth=n - 1,
-        )
 
 
 class SelfDrafter(Drafter):
@@ -83,8 +36,8 @@ class SelfDrafter(Drafter):
 
     Attributes:
         kept_image_tokens: image rows that the drafter sees.
-        forwards: of the target, for drafting, since this was made.
-        fed_rows: rows of what was committed that these forwards read; what they drafted is not counted.
+        chains: the target over the drafter's own keys and values.
+        fed_rows: rows of what was committed that its forwards read; what they drafted is not counted.
     """
 
     def __init__(
@@ -95,20 +48,15 @@ class SelfDrafter(Drafter):
         self._tokens = tokens
         self.kept_image_tokens = max(1, round(image_share * image_tokens))
         self._dropped = image_tokens - self.kept_image_tokens
-        self._slot_rows = slot_rows - self._dropped + tokens
-        config = decoder.config
-        shape = (config.num_hidden_layers, slots, self._slot_rows, config.num_key_value_heads, config.head_dim)
-        self._keys = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
-        self._values = torch.empty_like(self._keys)
+        self.chains = ChainDecoder(decoder, slots=slots, slot_rows=slot_rows - self._dropped + tokens)
         self._owed: dict[int, Tensor] = {}  # by slot: rows that are committed, but not in the KV cache yet
         self._chunks: dict[int, list[DraftInput]] = {}  # by slot: of a prompt that has not ended
-        self.forwards = 0
         self.fed_rows = 0
 
     @property
     def work(self) -> DraftWork:
         """Forwards of the target, and rows that the first of each draft read."""
-        return DraftWork(self_forwards=self.forwards, self_rows=self.fed_rows)
+        return DraftWork(self_forwards=self.chains.forwards, self_rows=self.fed_rows)
 
     def draft(
         self, inputs: Sequence[DraftInput], nodes: Sequence[int] | None = None, *, last: bool = False
@@ -128,18 +76,15 @@ class SelfDrafter(Drafter):
         """
         limits = nodes if nodes is not None else [self._tokens + 1] * len(inputs)
         chains = [self._begin(request, limit - 1) for request, limit in zip(inputs, limits, strict=True)]
-        growing = [chain for chain in chains if chain.wanted]
-        self.fed_rows += sum(len(chain.inputs) for chain in growing)
-        while growing:
-            self._grow(growing)
-            growing = [chain for chain in growing if len(chain.tokens) < chain.wanted]
+        self.fed_rows += sum(len(chain.inputs) for chain in chains if chain.wanted)
+        self.chains.grow(chains)
         return [chain.finish() for chain in chains]
 
-    def _begin(self, request: DraftInput, limit: int) -> _Chain:
+    def _begin(self, request: DraftInput, limit: int) -> Chain:
         """The chain before its first forward; where no token is wanted, that forward waits until one is."""
         request = self._joined(request)
         if request.mid_prompt:
-            return _Chain(request, 0, start=0, inputs=request.following)
+            return Chain(request.slot, request.root, 0, start=0, inputs=request.following)
         first = len(request.hidden) == request.prefix_len
         before = self._owed.pop(request.slot, None)
         rows = self._pruned(request) if first else request.following
@@ -149,7 +94,8 @@ class SelfDrafter(Drafter):
         if not wanted:
             self._owed[request.slot] = rows
         # The last row is the root's, which in the target's slot is number `prefix_len`.
-        return _Chain(request, wanted, start=request.prefix_len - self._dropped + 1 - len(rows), inputs=rows)
+        start = request.prefix_len - self._dropped + 1 - len(rows)
+        return Chain(request.slot, request.root, wanted, start=start, inputs=rows)
 
     def _joined(self, request: DraftInput) -> DraftInput:
         """A request with the earlier chunks of its prompt: which image rows are kept is known at its end."""
@@ -176,25 +122,6 @@ class SelfDrafter(Drafter):
         bos = self._decoder.embed_tokens.weight[request.prompt[0]]
         after_bos = request.following  # the embedding after row 0 is that of row 1, the image's first
         return torch.cat((bos[None], after_bos[:image][kept], after_bos[image:]))
-
-    def _grow(self, chains: Sequence[_Chain]) -> None:
-        """One token more for each chain."""
-        spans: list[Span] = []
-        rows = 0
-        for chain in chains:
-            spans.append(Span(chain.request.slot, rows, len(chain.inputs), chain.start, is_tree=False))
-            rows += len(chain.inputs)
-        embeddings = torch.cat([chain.inputs for chain in chains])
-        layout = pack_layout([(span, None) for span in spans], self._slot_rows, embeddings.device)
-        last = to_device([span.stop - 1 for span in spans], embeddings.device)
-        result: ForwardResult = self._decoder(embeddings, layout, last, self._keys, self._values)
-        self.forwards += 1
-        # NaN logits give no choice; the chain ends there, but the next forward needs a token that exists.
-        chosen = greedy_choice(result.logits).clamp(min=0)
-        gains = result.logits.log_softmax(dim=-1).amax(dim=-1)
-        following = self._decoder.embed_tokens(chosen)
-        for i, chain in enumerate(chains):
-            chain.add(chosen[i : i + 1], gains[i : i + 1], following[i : i + 1])
 
 
 def image_rows_to_keep(image: Tensor, text: Tensor, kept: int) -> Tensor:

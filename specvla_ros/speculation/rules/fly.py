@@ -27,7 +27,7 @@ class Fly:
     The mismatch at position j of K drafted ones is accepted if the target's entropy at its position is at least theta,
     the next W tokens of the path are the target's own choices, and j + W <= K; the paper's text, with the entropy
     divided by ln V. On a tree K is the depth of the deepest draft below the node, and a path may only end where all
-    windows on it are complete.
+    windows on it are complete. W = 0 leaves the entropy gate alone.
 
     The published code differs, and is offered as `entropy="code"`: the entropy is that of the three likeliest tokens
     alone, in nats; the window is W - 1 tokens; theta up to 0.01 opens the gate for all. Its entropy is not monotone:
@@ -46,9 +46,9 @@ class Fly:
     )
     window: int = parameter(
         2,
-        "FLy: tokens after a mismatch that must agree.",
+        "FLy: tokens after a mismatch that must agree; 0: the entropy alone decides.",
         unit="tokens",
-        minimum=1,
+        minimum=0,
         maximum=32,
         writable=True,
         name="fly_window",
@@ -70,7 +70,7 @@ class Fly:
         from specvla_ros.speculation.accept import Acceptance, AcceptReason
 
         exact, depths, on_path = verification.exact, verification.trees.depths, verification.on_path
-        follow = self.window if self.entropy == "paper" else self.window - 1
+        follow = self.window if self.entropy == "paper" else max(0, self.window - 1)
         later, here = depths[:, :, None], depths[:, None]
         within = (later > here) & (later <= here + follow)  # [requests, k, j]: k lies in j's window
         counts = on_path.to(torch.float32) @ (exact[:, :, None] & within).to(torch.float32)  # [requests, e, j]

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts chains with a whole decoder, over keys and values of its own; prompt lookup may speed it up in turn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from specvla_kernels.device import to_device
+from specvla_kernels.layout import Ancestry, Span, pack_layout
+from specvla_ros.models.target import Decoder, ForwardResult
+from specvla_ros.speculation.accept import greedy_choice
+from specvla_ros.speculation.drafters.prompt_lookup import look_up
+from specvla_ros.speculation.tree import Tree
+
+
+@dataclass
+class Chain:
+    """One request's chain while it grows.
+
+    Attributes:
+        slot: its slot.
+        root: int64 [], the last committed token.
+        wanted: tokens it will have.
+        start: the slot's row that `inputs` begin at.
+        inputs: [n, hidden], embeddings that the next forward reads; the next token is the one after the last.
+        text: ids of prompt and answer, in which lookup looks; it adds the chain's own.
+        tokens: int64 [], one each.
+        gains: [], log-probability of each token given those before it.
+    """
+
+    slot: int
+    root: Tensor
+    wanted: int
+    start: int
+    inputs: Tensor
+    text: list[int] = field(default_factory=list)
+    tokens: list[Tensor] = field(default_factory=list)
+    gains: list[Tensor] = field(default_factory=list)
+
+    def add(self, tokens: Tensor, gains: Tensor, embedding: Tensor) -> None:
+        """Takes the tokens after `inputs`, [n]; all rows but the last one's, [1, hidden], are then in the KV cache."""
+        self.tokens += tokens.unbind()
+        self.gains += gains.unbind()
+        self.start += len(self.inputs) + len(tokens) - 1
+        self.inputs = embedding
+
+    def finish(self) -> Tree:
+        """The tokens below the root; none is valid from a NaN on."""
+        root = self.root.reshape(1)
+        if not self.tokens:
+            return Tree.from_root(root)
+        gains = torch.nan_to_num(torch.stack(self.gains).float(), nan=-torch.inf, neginf=-torch.inf)
+        log_probs = torch.cat((torch.zeros_like(gains[:1]), gains.cumsum(dim=0)))
+        n = len(log_probs)
+        return Tree(
+            tokens=torch.cat((root, torch.stack(self.tokens))),
+            ancestry=Ancestry.from_parents(range(-1, n - 1), root.device),
+            log_probs=log_probs,
+            valid=log_probs > -torch.inf,
+            relaxable=torch.ones_like(log_probs, dtype=torch.bool),
+            depth=n - 1,
+        )
+
+
+class ChainDecoder:
+    """Decodes chains greedily, a forward per token for all of them together.
+
+    With `lookup` a forward also verifies what prompt lookup has for the next tokens, and gives as many as are the
+    decoder's own choice, and one more (FLy, multi-level acceleration): the same tokens in fewer forwards, whose choices
+    are then read back one by one.
+
+    Args:
+        decoder: of the draft.
+        slots: maximum of requests in flight.
+        slot_rows: rows of a slot: prompt, answer and the longest chain.
+        lookup: maximum of tokens looked up for a forward; 0: none.
+
+    Attributes:
+        keys: [layers, slots, slot_rows, kv_heads, head_dim]; what lies after a chain's `start` is overwritten.
+        values: like keys.
+        forwards: since this was made.
+        rows: that these forwards read.
+    """
+
+    def __init__(self, decoder: Decoder, *, slots: int, slot_rows: int, lookup: int = 0) -> None:
+        self._decoder = decoder
+        self._slot_rows = slot_rows
+        self._lookup = lookup
+        config = decoder.config
+        shape = (config.num_hidden_layers, slots, slot_rows, config.num_key_value_heads, config.head_dim)
+        self.keys = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
+        self.values = torch.empty_like(self.keys)
+        self.forwards = 0
+        self.rows = 0
+
+    def grow(self, chains: Sequence[Chain]) -> None:
+        """Gives each chain the tokens that it wants; without lookup nothing is read back."""
+        add = self._add_looked_up if self._lookup else self._add_next
+        growing = [chain for chain in chains if chain.wanted]
+        while growing:
+            add(growing)
+            growing = [chain for chain in growing if len(chain.tokens) < chain.wanted]
+
+    def _add_next(self, chains: Sequence[Chain]) -> None:
+        """One token for each chain."""
+        tokens, gains, embeddings = self._choices(chains, [()] * len(chains))
+        for i, chain in enumerate(chains):
+            chain.add(tokens[i : i + 1], gains[i : i + 1], embeddings[i : i + 1])
+
+    def _add_looked_up(self, chains: Sequence[Chain]) -> None:
+        """The tokens that lookup has right for each chain, and the one after them."""
+        left = [chain.wanted - len(chain.tokens) - 1 for chain in chains]
+        guesses = [
+            look_up(chain.text, chain.text, min(self._lookup, most)) for chain, most in zip(chains, left, strict=True)
+        ]
+        tokens, gains, embeddings = self._choices(chains, guesses)
+        read = tokens.tolist()
+        start = 0
+        for chain, guess in zip(chains, guesses, strict=True):
+            stop = start + common_prefix(guess, read[start:]) + 1
+            chain.text += read[start:stop]
+            chain.add(tokens[start:stop], gains[start:stop], embeddings[stop - 1 : stop])
+            start += len(guess) + 1
+
+    def _choices(self, chains: Sequence[Chain], guesses: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """What follows each chain's inputs and each token guessed after them.
+
+        Returns:
+            The choices, int64 [n]; their log-probabilities, [n]; their embeddings, [n, hidden].
+        """
+        result = self._forward(chains, guesses)
+        # NaN logits give no choice; the chain ends there, but the next forward needs a token that exists.
+        chosen = greedy_choice(result.logits).clamp(min=0)
+        gains = result.logits.log_softmax(dim=-1).amax(dim=-1)
+        return chosen, gains, self._decoder.embed_tokens(chosen)
+
+    def _forward(self, chains: Sequence[Chain], guesses: Sequence[Sequence[int]]) -> ForwardResult:
+        """The logits of each chain's last input row and its guess."""
+        device = self._decoder.device
+        inputs = [chain.inputs for chain in chains]
+        if any(guesses):
+            ids = to_device([token for guess in guesses for token in guess], device)
+            guessed = self._decoder.embed_tokens(ids).split([len(guess) for guess in guesses])
+            inputs = [torch.cat(pair) for pair in zip(inputs, guessed, strict=True)]
+        spans: list[Span] = []
+        rows = 0
+        for chain, mine in zip(chains, inputs, strict=True):
+            stop = chain.start + len(mine)
+            if stop > self._slot_rows:
+                raise ValueError(f"row {stop - 1} of slot {chain.slot} lies beyond its {self._slot_rows} rows")
+            spans.append(Span(chain.slot, rows, len(mine), chain.start, is_tree=False))
+            rows += len(mine)
+        layout = pack_layout([(span, None) for span in spans], self._slot_rows, device)
+        wanted = [
+            row
+            for span, guess in zip(spans, guesses, strict=True)
+            for row in range(span.stop - 1 - len(guess), span.stop)
+        ]
+        self.forwards += 1
+        self.rows += rows
+        return self._decoder(torch.cat(inputs), layout, to_device(wanted, device), self.keys, self.values)
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of what two sequences have in common at their beginning."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
