@@ -15,6 +15,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.planning.device import read_device
 from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.rollout import Clock, Rollout, TickTime, read_stage_times
+from specvla_ros.speculation.drafters.registry import DraftWork
 
 pytestmark = needs_gl
 ORIN = read_device("orin").as_json()
