@@ -27,13 +27,15 @@ from specvla_ros.simulation.arms import TABLE_ARM, choose_arm
 from specvla_ros.simulation.episode_pool import run_episodes
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.robot import TableRobot
-from specvla_ros.simulation.tasks import DEMONSTRATION_FIRST_SEED, TASKS, choose_tasks
+from specvla_ros.simulation.tasks import CUBE_HALF_M, DEMONSTRATION_FIRST_SEED, TASKS, Task, WorldState, choose_tasks
 from specvla_ros.simulation.world import SimulationDiverged
 
 _NOISE = np.array([0.012, 0.012, 0.012, 0.02, 0.02, 0.04, 0.0])  # metres and radians per action, at full noise
 _NOISE_LEVELS = (0.0, 0.5, 1.0)
 _SHOVE_CHANCE = 0.04
 _SHOVE_M = 0.04
+_FLIP_CHANCE = 0.08
+_LIES_M = 0.01  # what is not higher above the table has not far to fall
 _HASTY_SHARE = 0.7
 _AFTER_SUCCESS = 3  # frames, so that the policy also knows what to do when it is done
 
@@ -122,7 +124,7 @@ def demonstrate_and_record(job: Demonstration) -> bool:
     times_s: list[float] = []
     per_action = round(robot.action_dt / robot.control_dt)
     hasty = rng.random() < _HASTY_SHARE
-    shove, shoves_left, passed, after = np.zeros(3), 0, 0, 0
+    shove, shoves_left, flips_left, passed, after = np.zeros(3), 0, 0, 0, 0
     try:
         while after < _AFTER_SUCCESS:
             if passed >= robot.max_steps * per_action:
@@ -141,6 +143,11 @@ def demonstrate_and_record(job: Demonstration) -> bool:
             if shoves_left:
                 disturbed[:3] += shove
                 shoves_left -= 1
+            if flips_left == 0 and _lies(state, robot.task) and rng.random() < level * _FLIP_CHANCE:
+                flips_left = int(rng.integers(1, 4))
+            if flips_left:
+                disturbed[-1] = 1.0 - disturbed[-1]
+                flips_left -= 1
             robot.take(disturbed)
             lasting = int(rng.integers(1, per_action + 1)) if hasty else per_action
             for _ in range(lasting):
@@ -161,6 +168,10 @@ def demonstrate_and_record(job: Demonstration) -> bool:
             + "what is recorded so far is kept, and the same command goes on from there"
         ) from None
     return True
+
+
+def _lies(state: WorldState, task: Task) -> bool:
+    return bool(state.positions[task.cube][2] < CUBE_HALF_M + _LIES_M)
 
 
 def bag_name(robot: str, task: str, seed: int) -> str:
