@@ -56,7 +56,7 @@ def test_results_are_complete(policy, tmp_path):
     )
     assert seen == [("lift_red", 5, 1, 4), ("put_red", 5, 2, 4), ("lift_red", 6, 3, 4), ("put_red", 6, 4, 4)]
     assert summary.success.n == 4 and set(summary.tasks) == {"lift_red", "put_red"}
-    assert summary.latency_s["p50"] == pytest.approx(0.0919, abs=1e-3)
+    assert summary.latency_s["p50"] == pytest.approx(0.1288, abs=1e-3)
     assert summary.action_rate_hz == pytest.approx(5.0, rel=0.01)
     written = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert written["context"]["emulation"]["name"] == "NVIDIA RTX 5090"
