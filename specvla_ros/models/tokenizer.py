@@ -13,13 +13,28 @@ from specvla_ros.settings.json_file import shown
 _SAMPLE = f"In: What action should the robot take to {string.printable}ä中🤖?\nOut:"
 
 
-def settle_tokenizer(tokenizer: Tokenizer, path: Path, vocab_size: int) -> None:
-    """Leaves out the truncation and padding that a file may hold, as transformers does, and tries the tokenizer.
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer.json, without the truncation and padding that it may hold, as transformers reads it.
 
     With truncation kept, two instructions that differ at their end would be the same prompt.
 
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    except Exception as error:  # tokenizers raises bare Exception
+        raise UserError(f"{path} cannot be read ({error}); copy the file again") from None
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: Tokenizer, path: Path, vocab_size: int) -> None:
+    """Tries a tokenizer.
+
     Args:
-        tokenizer: read from the file; changed in place.
+        tokenizer: read from the file.
         path: of the file, for the message.
         vocab_size: ids the model has embeddings for.
 
@@ -32,8 +47,6 @@ def settle_tokenizer(tokenizer: Tokenizer, path: Path, vocab_size: int) -> None:
             f"{path} gives {shown(token)} the id {largest}, but the model has embeddings for {vocab_size}: it belongs "
             "to another checkpoint, or is damaged; copy the file again"
         )
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     try:
         tokenizer.encode(_SAMPLE)
     except (KeyboardInterrupt, SystemExit):

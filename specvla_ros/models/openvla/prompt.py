@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from specvla_ros.errors import UserError, shortened
+from specvla_ros.models.tokenizer import read_tokenizer
 
 # OpenVLA was trained with this token, a lone space, before the first action token; without it most tokens change.
 LLAMA_SPACE_ID = 29871
@@ -134,12 +135,7 @@ def read_prompt_tokenizer(
     path = directory / "tokenizer.json"
     tokenizer = None
     if path.exists():
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-            tokenizer.no_truncation()  # a file may say to cut a prompt off, which makes two instructions the same
-            tokenizer.no_padding()
-        except Exception as error:  # tokenizers raises bare Exception
-            raise UserError(f"{path} cannot be read ({error}); copy the file again") from None
+        tokenizer = read_tokenizer(path)
         if tokenizer.get_vocab_size() > vocab_size:
             raise UserError(
                 f"{path} has {tokenizer.get_vocab_size()} tokens, but the model has embeddings for {vocab_size}: "

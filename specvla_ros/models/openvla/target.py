@@ -24,7 +24,7 @@ from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.openvla.prompt import PromptTokenizer, read_prompt_tokenizer
 from specvla_ros.models.quantization import BYTES_PER_WEIGHT, MATRICES, check_quantization, quantize_layer
 from specvla_ros.models.target import ImageEmbeddings, PromptLayout, Target
-from specvla_ros.models.tokenizer import settle_tokenizer
+from specvla_ros.models.tokenizer import check_tokenizer
 from specvla_ros.models.weights import Progress, check_weights, load_weights
 
 
@@ -304,7 +304,7 @@ def load_openvla(
         taught=config.instructions,
     )
     if prompt.tokenizer is not None:
-        settle_tokenizer(prompt.tokenizer, directory / "tokenizer.json", config.llama.vocab_size)
+        check_tokenizer(prompt.tokenizer, directory / "tokenizer.json", config.llama.vocab_size)
     check_quantization(quantization, device, dtype)
     model = load_model(directory, config, device, dtype, quantization=quantization, progress=progress)
     if action_head:

@@ -21,7 +21,7 @@ from specvla_ros.models.config import check_directory, read_checkpoint_json, rea
 from specvla_ros.models.llama import LlamaDecoder, head_dtype, llama_tensors
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import ImageEmbeddings, PromptLayout
-from specvla_ros.models.tokenizer import settle_tokenizer
+from specvla_ros.models.tokenizer import check_tokenizer, read_tokenizer
 from specvla_ros.models.weights import Progress, check_weights, load_weights
 
 
@@ -153,11 +153,8 @@ def _tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     path = directory / "tokenizer.json"
     if not path.exists():
         raise UserError(f"{path} is missing; copy it from where the weights are from")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise UserError(f"{path} cannot be read ({error}); copy the file again") from None
-    settle_tokenizer(tokenizer, path, vocab_size)
+    tokenizer = read_tokenizer(path)
+    check_tokenizer(tokenizer, path, vocab_size)
     return tokenizer
 
 
