@@ -55,7 +55,7 @@ def _in_the_way(task: Task, state: WorldState) -> bool:
 def _lift(task: Task, state: WorldState) -> tuple[np.ndarray, float]:
     if holds(state, task.cube):
         # Sideways as on the way down. Were it exactly 0, plain decoding would find the lift wherever the hand is about
-        # above the cube: each token that is certain in the lift, and vague on the way, makes it five times as likely.
+        # above the cube: each token that is certain in the lift, and vague on the way, makes the lift likelier.
         return np.array([*(state.positions[task.cube] - state.hand)[:2], 0.05]), _CLOSE
     return _grasp(state, task.cube)
 
