@@ -2,6 +2,7 @@
 """A checkpoint's tokenizer.json, made to take any prompt whole."""
 
 import string
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -53,3 +54,14 @@ def check_tokenizer(tokenizer: Tokenizer, path: Path, vocab_size: int) -> None:
         raise
     except BaseException as error:  # where the file contradicts itself the library panics, which is no Exception
         raise UserError(f"{path} cannot encode a prompt ({error}); copy the file again") from None
+
+
+def check_prompt_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Whether the model has an embedding for each id of a prompt.
+
+    Raises:
+        UserError: it has none for one of them.
+    """
+    wrong = [i for i in ids if not 0 <= i < vocab_size]
+    if wrong:
+        raise UserError(f"prompt id {wrong[0]} is outside the vocabulary of {vocab_size} ids")

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from specvla_ros.errors import UserError, shortened
-from specvla_ros.models.tokenizer import read_tokenizer
+from specvla_ros.models.tokenizer import check_prompt_ids, read_tokenizer
 
 # OpenVLA was trained with this token, a lone space, before the first action token; without it most tokens change.
 LLAMA_SPACE_ID = 29871
@@ -85,9 +85,7 @@ class PromptTokenizer:
         """
         if not ids:
             raise UserError("the prompt has no token ids; begin with the BOS id (1)")
-        wrong = [i for i in ids if not 0 <= i < self.vocab_size]
-        if wrong:
-            raise UserError(f"prompt id {wrong[0]} is outside the vocabulary of {self.vocab_size} ids")
+        check_prompt_ids(ids, self.vocab_size)
         if self.trailing_id is None or ids[-1] == self.trailing_id:
             return tuple(ids)
         return (*ids, self.trailing_id)

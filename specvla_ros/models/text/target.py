@@ -21,7 +21,7 @@ from specvla_ros.models.config import check_directory, read_checkpoint_json, rea
 from specvla_ros.models.llama import LlamaDecoder, head_dtype, llama_tensors
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import ImageEmbeddings, PromptLayout
-from specvla_ros.models.tokenizer import check_tokenizer, read_tokenizer
+from specvla_ros.models.tokenizer import check_prompt_ids, check_tokenizer, read_tokenizer
 from specvla_ros.models.weights import Progress, check_weights, load_weights
 
 
@@ -58,9 +58,7 @@ class TextTarget:
         ids = tuple(self.tokenizer.encode(observation.instruction).ids if ids is None else ids)
         if not ids:
             raise UserError("the prompt is empty; say what the model shall go on from")
-        wrong = [i for i in ids if not 0 <= i < self.decoder.config.vocab_size]
-        if wrong:
-            raise UserError(f"prompt id {wrong[0]} is outside the vocabulary of {self.decoder.config.vocab_size} ids")
+        check_prompt_ids(ids, self.decoder.config.vocab_size)
         return PromptLayout(ids, len(ids), range(0))
 
     def prompt_embeddings(
