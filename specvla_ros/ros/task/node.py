@@ -34,7 +34,7 @@ _FEEDBACK_S = 0.5
 _SILENT_S = 1.0  # without an action, after which the feedback says so
 _START_S = 5.0  # for the policy to take the beginning of a task
 _STOP_S = 1.0  # for policy and driver to confirm its end
-_LAST_CALL_S = 3.0  # to find them again, and to hear them confirm it, where this node ends during a task
+_LAST_CALL_S = 4.0  # the same where this node ends during a task; `ros2 launch` kills it after 5 s
 _ACKNOWLEDGED = Duration(nanoseconds=200_000_000)
 
 Goal = Any  # ServerGoalHandle, generic in some versions of rclpy and not in others

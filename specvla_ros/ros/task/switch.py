@@ -2,13 +2,14 @@
 """A SetBool service of another node, kept at a wanted value."""
 
 import time
+from functools import partial
 
 from rclpy.client import Client
 from rclpy.node import Node
 from rclpy.task import Future
 from std_srvs.srv import SetBool
 
-_LOST_S = 1.0  # an answer that has not come by then was lost with its server
+_LOST_S = 0.5  # an answer that has not come by then was lost, with its server or before both had found each other
 
 
 class Switch:
@@ -23,6 +24,7 @@ class Switch:
         self._client: Client = node.create_client(SetBool, service)
         self.name = node.resolve_service_name(service)
         self._wanted = True
+        self._wish = 0  # how many values were wanted so far
         self._asked: Future | None = None
         self._asked_s = 0.0
         self.settled = False
@@ -36,6 +38,7 @@ class Switch:
     def want(self, value: bool) -> None:
         """Asks for a value at once; `settled` says when it has been taken."""
         self._wanted, self.settled, self._asked = value, False, None
+        self._wish += 1
         self.keep()
 
     def observe(self, value: bool) -> None:
@@ -49,11 +52,11 @@ class Switch:
         if self.settled or (self._asked is not None and not lost) or not self.present:
             return
         self._asked, self._asked_s = self._client.call_async(SetBool.Request(data=self._wanted)), time.monotonic()
-        self._asked.add_done_callback(self._on_answer)
+        self._asked.add_done_callback(partial(self._on_answer, self._wish))
 
-    def _on_answer(self, answered: Future) -> None:
-        if answered is not self._asked:  # of a value that is wanted no more
+    def _on_answer(self, wish: int, answered: Future) -> None:
+        if wish != self._wish:  # of a value that is wanted no more
             return
-        answer = answered.result()
+        answer = answered.result()  # also one that came after it was asked again
         self.answered = True
         self.settled, self._asked = bool(answer is not None and answer.success), None

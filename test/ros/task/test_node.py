@@ -22,7 +22,7 @@ from rclpy.parameter import Parameter
 from sensor_msgs.msg import Image
 from std_msgs.msg import Bool, String
 from std_srvs.srv import SetBool
-from support.patience import wait_until
+from support.patience import PATIENCE_S, wait_until
 from support.ros import ANY_MACHINE, rgb_image
 
 from specvla_msgs.action import RunTask
@@ -332,7 +332,8 @@ def test_a_task_node_that_is_told_to_end_stops_the_robot_first(signal_number: in
         executor.add_node(node)
     user.create_timer(0.02, policy.tick)
     client: Any = ActionClient(user, RunTask, "run_task")
-    command = [sys.executable, "-c", "from specvla_ros.ros.task.node import main; main()"]
+    patient = f"from specvla_ros.ros.task import node; node._LAST_CALL_S = {PATIENCE_S}; node.main()"
+    command = [sys.executable, "-c", patient]
 
     def until(condition: Callable[[], object]) -> None:
         wait_until(condition, meanwhile=lambda: executor.spin_once(timeout_sec=0.02))
