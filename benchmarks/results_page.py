@@ -30,7 +30,7 @@ SAFETY = ROOT / "docs" / "explanation" / "safety.md"
 _TRIED = re.compile(r"(?<=<!-- tried -->\n).*?(?=\n<!-- end of tried -->)", re.DOTALL)
 _NANO = ROOT / "specvla_ros" / "policies" / "nano"
 _OF_NANO = ("simulation", "speculation", "acceptance_rules", "pipelining", "driving")  # what its weights decide
-_EMULATED = ("simulation", "pipelining", "driving", "faults")  # what the devices' tables decide
+_EMULATED = ("simulation", "pipelining", "driving", "faults", "actionflow")  # what the devices' tables decide
 _TEMPLATE = Path(__file__).with_name("results.md.in")
 _TAG = re.compile(r"<!-- (?:for (?P<name>\w+)|end) -->")
 
@@ -246,6 +246,7 @@ def _work(figure: Result) -> str:
     what = {
         "answer": f"{tokens} tokens after {rows} rows",
         "pipeline": f"{tokens} frames in flight, {rows} rows each",
+        "gathered": f"{tokens} frames in flight, {rows} rows each, gathered",
         "token": f"a token after {rows} rows",
         "prompt": f"a prompt of {rows} rows",
         "flow": f"{rows} rows of images, 10 steps",
@@ -457,6 +458,47 @@ def _kv_layouts(result: Result) -> dict[str, Any]:
     return _by_size(result, view)
 
 
+def _actionflow(result: Result) -> dict[str, Any]:
+    devices = list(result["devices"].values())
+    heads = [device["name"] for device in devices]
+    layouts = [["keys and values", *(f"{head}: {what}" for head in heads for what in ("published", "emulated"))]]
+    for rows in zip(*(device["layouts"] for device in devices), strict=True):
+        figures = [_if_any(row[key], "{:.2f}") for row in rows for key in ("published", "emulated")]
+        layouts.append([rows[0]["layout"], *figures])
+    depths = [["tokens", "in flight", *(f"{head}: {what}" for head in heads for what in _DEPTH)]]
+    for rows in zip(*(device["depth"] for device in devices), strict=True):
+        shown = [
+            text
+            for row in rows
+            for text in (f"{row['actions_per_s']:.2f}", *(f"{row[key] * 1e3:.0f}" for key in _AGES))
+        ]
+        depths.append([str(rows[0]["tokens"]), str(rows[0]["max_in_flight"]), *shown])
+    lengths = [["tokens", "prompt", *(f"{head}: {what}" for head in heads for what in ("ar", "pipeline", "gain"))]]
+    for rows in zip(*(device["lengths"] for device in devices), strict=True):
+        shown = [f"{row[key]:.2f}" for row in rows for key in ("ar_hz", "pipeline_hz", "gain")]
+        lengths.append([str(rows[0]["tokens"]), str(rows[0]["prompt_rows"]), *shown])
+    return {
+        "layouts_table": table(layouts),
+        "breakdown_table": table(_breakdown_cells(devices)),
+        "depth_table": table(depths),
+        "lengths_table": table(lengths),
+    }
+
+
+_DEPTH = ("actions/s", "latency, ms", "oldest picture, ms")
+_AGES = ("latency_s", "oldest_image_s")
+
+
+def _breakdown_cells(devices: list[Result]) -> Cells:
+    cells = [["", *(device["name"] for device in devices)]]
+    for mode, parts in devices[0]["breakdown"].items():
+        for part in parts:
+            found = [device["breakdown"][mode] for device in devices]
+            shown = [f"{times[part] * 1e3:.1f} ms ({times[part] / sum(times.values()):.0%})" for times in found]
+            cells.append([f"{mode}: {part}", *shown])
+    return cells
+
+
 def _kernels(result: Result) -> dict[str, Any]:
     def view(name: str, size: Result) -> dict[str, Any]:
         rows = {kind: [row for row in size["rows"] if row["kind"] == kind] for kind in ("kernel", "stage")}
@@ -645,6 +687,7 @@ VIEWS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "decode_modes": _decode_modes,
     "sensitivity": _sensitivity,
     "kv_layouts": _kv_layouts,
+    "actionflow": _actionflow,
     "kernels": _kernels,
     "soak": _soak,
     "guard_stop": _guard_stop,

@@ -33,7 +33,7 @@ class Figure:
     device: str  # of the package's devices
     model: str
     weights: str  # a weight format of ours; activations as it has them
-    work: str  # answer, pipeline, token, prompt or flow
+    work: str  # one of _WORK: answer, pipeline, gathered, packed, token, prompt or flow
     value: float
     unit: str  # ms, frames/s or tokens/s
     source: str
@@ -121,13 +121,35 @@ def _pipeline_s(figure: Figure, device: Device) -> float:
     ActionFlow then moves the keys and values of the others by a copy in memory (its section 3.3), which our engine does
     not; it is counted here, since it was measured there.
     """
+    return _full_tick_s(figure, device) + _copy_s(figure, device, _prefix_rows(figure))
+
+
+def _gathered_s(figure: Figure, device: Device) -> float:
+    """The same where the frames' keys and values are gathered before the forward, and what it wrote is taken back.
+
+    "Naive Pipe" of ActionFlow's table 1; what its CPU coordinates and waits for is not known and not counted.
+    """
+    written = figure.rows + figure.tokens - 1
+    return _full_tick_s(figure, device) + _copy_s(figure, device, _prefix_rows(figure) + written)
+
+
+def _full_tick_s(figure: Figure, device: Device) -> float:
+    """The same where nothing is copied, as in our engine: nobody published that."""
     others = figure.tokens - 1
-    prefix = others * figure.rows + sum(range(others))
-    tick_s = _forward_s(
-        figure, device, Forward(figure.rows, image=True, trees=others, nodes=others, prefix_rows=prefix)
-    )
-    moved = 2.0 * prefix * _MODELS[figure.model].kv_values * device.value_bytes
-    return tick_s + Part("copy", moved, 0.0, 1).seconds(device, device.efficiency)
+    forward = Forward(figure.rows, image=True, trees=others, nodes=others, prefix_rows=_prefix_rows(figure))
+    return _forward_s(figure, device, forward)
+
+
+def _prefix_rows(figure: Figure) -> int:
+    """Committed rows of all frames but the newest."""
+    others = figure.tokens - 1
+    return others * figure.rows + sum(range(others))
+
+
+def _copy_s(figure: Figure, device: Device, rows: int) -> float:
+    """Keys and values of so many rows, each read once and written once."""
+    moved = 2.0 * rows * _MODELS[figure.model].kv_values * device.value_bytes
+    return Part("copy", moved, 0.0, 1).seconds(device, device.efficiency)
 
 
 def _token_s(figure: Figure, device: Device) -> float:
@@ -151,6 +173,8 @@ def _flow_s(figure: Figure, device: Device) -> float:
 _WORK: dict[str, Callable[[Figure, Device], float]] = {
     "answer": _answer_s,
     "pipeline": _pipeline_s,
+    "gathered": _gathered_s,
+    "packed": _full_tick_s,
     "token": _token_s,
     "prompt": _prompt_s,
     "flow": _flow_s,

@@ -45,6 +45,22 @@ def test_every_published_figure_is_emulated(tmp_path: Path):
     assert all(figure["device"] in result["devices"] and figure["emulated"] > 0 for figure in result["figures"])
 
 
+def test_one_frame_in_flight_is_plain_decoding_and_each_more_is_older(tmp_path: Path):
+    result = run("actionflow", tmp_path / "out.json", "--tokens", "3,5", "--prompts", "290")
+    for device in result["devices"].values():
+        depths = {tokens: [row for row in device["depth"] if row["tokens"] == tokens] for tokens in (3, 5)}
+        for plain, rows in zip(device["lengths"], depths.values(), strict=True):
+            assert rows[0]["actions_per_s"] == pytest.approx(plain["ar_hz"], rel=1e-3)
+            assert rows[-1]["actions_per_s"] == pytest.approx(plain["pipeline_hz"], rel=1e-3)
+            for key in ("actions_per_s", "latency_s"):
+                values = [row[key] for row in rows]
+                assert values == sorted(values)
+        naive, shift, slots = (row["emulated"] for row in device["layouts"])
+        assert naive < shift < slots
+        parts = device["breakdown"]["ar"]
+        assert sum(parts.values()) == pytest.approx(1 / 1.2663 if "Orin" in device["name"] else 1 / 7.763, rel=1e-3)
+
+
 def test_modes_take_the_forwards_that_their_trace_leaves_them(tmp_path: Path):
     weights = ["--quantization", "none,w8a8,int4"]
     result = run("decode_modes", tmp_path / "out.json", "--actions", 3, "--repeats", 1, *weights)

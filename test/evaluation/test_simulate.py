@@ -124,7 +124,7 @@ def test_bad_input_is_refused_before_anything_runs(policy, tmp_path):
         simulate(SimulateSettings(policy), SimulatePlan(tasks=("fly",)), tmp_path)
     with pytest.raises(UserError, match="does not exist"):
         simulate(SimulateSettings(tmp_path / "none"), SimulatePlan(), tmp_path)
-    with pytest.raises(UserError, match="--emulate 'toaster' is none of a100, h200, l4, orin, "):
+    with pytest.raises(UserError, match="--emulate 'toaster' is none of a100, h100, h200, l4, orin, "):
         simulate(SimulateSettings(policy, emulate="toaster"), SimulatePlan(), tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -17,7 +17,7 @@ FIGURES = st.floats(min_value=1e-3, max_value=1e6)
 
 
 REACHED = ("bandwidth", "compute_by_rows", "layer_us")
-DEVICES = ["a100", "h200", "l4", "orin", "orin_nano", "orin_nx", "rtx4090", "rtx5090", "thor"]
+DEVICES = ["a100", "h100", "h200", "l4", "orin", "orin_nano", "orin_nx", "rtx4090", "rtx5090", "thor"]
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -114,7 +114,7 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
 
 
 def test_files_that_are_no_devices_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none of a100, h200, l4, orin, .*, thor, .*specvla bench --measure"):
+    with pytest.raises(UserError, match=r"none of a100, h100, h200, l4, orin, .*, thor, .*specvla bench --measure"):
         read_device("toaster")
     (tmp_path / "text.json").write_text("no device")
     with pytest.raises(UserError, match="cannot be read as JSON"):

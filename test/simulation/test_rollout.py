@@ -110,7 +110,10 @@ def test_device_too_small_for_the_model_is_not_emulated():
 @pytest.mark.parametrize(
     "text, message",
     [
-        (None, "none of a100, h200, l4, orin, orin_nano, orin_nx, rtx4090, rtx5090, thor, and there is no such file"),
+        (
+            None,
+            "none of a100, h100, h200, l4, orin, orin_nano, orin_nx, rtx4090, rtx5090, thor, and there is no such file",
+        ),
         ("[", "cannot be read as JSON"),
         ("{}", "lacks the field 'name'; it needs name"),
         (json.dumps(ORIN | {"stage_times": {"vision_s": 0.1}}), "stage_times are no longer read"),
