@@ -29,7 +29,14 @@ PAGE, RESULTS = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results"
 SAFETY = ROOT / "docs" / "explanation" / "safety.md"
 _TRIED = re.compile(r"(?<=<!-- tried -->\n).*?(?=\n<!-- end of tried -->)", re.DOTALL)
 _NANO = ROOT / "specvla_ros" / "policies" / "nano"
-_OF_NANO = ("simulation", "speculation", "acceptance_rules", "pipelining", "driving")  # what its weights decide
+_OF_NANO = (
+    "simulation",
+    "speculation",
+    "spec_vla",
+    "acceptance_rules",
+    "pipelining",
+    "driving",
+)  # what its weights decide
 _EMULATED = ("simulation", "pipelining", "driving", "faults", "actionflow")  # what the devices' tables decide
 _TEMPLATE = Path(__file__).with_name("results.md.in")
 _TAG = re.compile(r"<!-- (?:for (?P<name>\w+)|end) -->")
@@ -287,13 +294,49 @@ def _speculation(result: Result) -> dict[str, Any]:
         forwards = [f"{row['forwards_per_action']:.2f}", f"{7 / row['forwards_per_action']:.2f}"]
         errors = [str(row["largest_bins_off"]), f"{row['action_s'] * 1e3:.1f}"]
         cells.append([row["name"], _rate(row["success"]), against, *forwards, tau, *errors])
+    recipe = json.loads((_NANO / "draft" / "training.json").read_text(encoding="utf-8"))
     return {
+        "speculating": len(drafted),
+        "slower": sum(row["action_s"] > plain["action_s"] for row in drafted),
+        **{key: recipe[key] for key in ("learning_rate", "own_steps")},
         "pairs": plain["success"]["episodes"],
         "bounds": " or ".join(f"{bound['mm']:g} mm and {bound['degrees']:g}°" for bound in result["tolerances"]),
         "table": table(cells),
         "accepted_in_one_forward": table(_accepted_in_one_forward(drafted)),
         "accepted_by_position": table(_accepted_by_position(drafted)),
     }
+
+
+def _spec_vla(result: Result) -> dict[str, Any]:
+    plain, *drafted = result["rows"]
+    cells = [["", "success", "difference to ar", "tokens per verification", "forwards per action", "largest bins off"]]
+    for row in result["rows"]:
+        against, tau = ("", "") if row is plain else (_difference(row["against_first"]), f"{row['tau']:.2f}")
+        figures = [f"{row['forwards_per_action']:.2f}", str(row["largest_bins_off"])]
+        cells.append([row["name"], _rate(row["success"]), against, tau, *figures])
+    case = result["case"]
+    return {
+        "pairs": plain["success"]["episodes"],
+        "table": table(cells),
+        "accepted_in_one_forward": table(_accepted_in_one_forward(drafted)),
+        "accepted_by_position": table(_accepted_by_position(drafted)),
+        "case_table": table(_case_cells(case)),
+    }
+
+
+def _case_cells(case: Result) -> Cells:
+    """One action, a column for each forward; what is drafted and accepted in bold, with its bins off where any."""
+    forwards = max(len(case["strict"]), len(case["relaxed"]))
+    cells = [["", *(f"forward {number}" for number in range(1, forwards + 1))]]
+    for name, committed in ((mode, case[mode]) for mode in ("strict", "relaxed")):
+        shown = [" ".join(_case_token(token) for token in tokens) for tokens in committed]
+        cells.append([name, *shown, *[""] * (forwards - len(shown))])
+    return cells
+
+
+def _case_token(token: Result) -> str:
+    off = f" (±{token['bins_off']})" if token["bins_off"] else ""
+    return f"{token['token']}" if token["why"] == "target" else f"**{token['token']}{off}**"
 
 
 def _accepted_in_one_forward(rows: list[Result]) -> Cells:
@@ -680,6 +723,7 @@ VIEWS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "linear": _linear,
     "simulation": _simulation,
     "speculation": _speculation,
+    "spec_vla": _spec_vla,
     "acceptance_rules": _acceptance_rules,
     "tick_cost": _tick_cost,
     "pipelining": _pipelining,

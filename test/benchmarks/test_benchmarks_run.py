@@ -15,6 +15,7 @@ from acceptance_trace import Trace, trace_lengths
 from harness import ColdTimer, command
 from results_page import PAGE, page, section
 from soak import MARGINS, Soak, soak_policy
+from spec_vla import PAPERS_R, threshold
 
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.settings import EngineSettings
@@ -59,6 +60,11 @@ def test_one_frame_in_flight_is_plain_decoding_and_each_more_is_older(tmp_path: 
         assert naive < shift < slots
         parts = device["breakdown"]["ar"]
         assert sum(parts.values()) == pytest.approx(1 / 1.2663 if "Orin" in device["name"] else 1 / 7.763, rel=1e-3)
+
+
+def test_the_papers_threshold_is_the_papers_preset():
+    assert threshold(PAPERS_R).followed_preset == "spec-vla-paper"
+    assert threshold(3).acceptance.bins == (3,) and threshold(3).acceptance.gripper_bins == 3
 
 
 def test_modes_take_the_forwards_that_their_trace_leaves_them(tmp_path: Path):
