@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised matrices of the decoder's layers, by torchao.
+"""Quantised matrices of the decoder's layers, by torchao; int4 on a CPU is ours, which torchao has no product for.
 
 Embeddings, norms, output head, vision towers, projector and draft head stay as they are.
 """
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specvla_kernels.int8_linear import int8_linear
@@ -25,6 +26,7 @@ MATRICES = ("qkv", "out", "gate_up", "down")
 BYTES_PER_WEIGHT = {"int4": 0.55, "w8a8": 1.01, "fp8": 1.01}
 
 _INT4_GROUP = 128  # weights that share a scale
+_INT4_STEPS = 15
 # The least compute capability: tensor cores for bfloat16 (Ampere), and for float8 (Ada).
 _LEAST_CAPABILITY = {"int4": (8, 0), "fp8": (8, 9)}
 _INSTALL = "pip install torchao (0.18 goes with torch 2.13); `specvla doctor` says what is there"
@@ -50,6 +52,46 @@ class Int8Linear(nn.Linear):
         return int8_linear(x, self.weight, self.scales)
 
 
+class Int4Linear(nn.Linear):
+    """Weights in 4 bits, unpacked for every product: for what the rounding costs where no GPU is, not for speed.
+
+    Each row's groups of 128 weights are rounded to 16 even steps between their least and their largest value.
+
+    Args:
+        weight: [out_features, in_features].
+    """
+
+    steps: Tensor
+    least: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        out_features, in_features = weight.shape
+        super().__init__(in_features, out_features, bias=False, device="meta")
+        groups = F.pad(weight, (0, -in_features % _INT4_GROUP)).view(out_features, -1, _INT4_GROUP)
+        least, most = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
+        steps = ((most - least) / _INT4_STEPS).clamp(min=torch.finfo(weight.dtype).tiny)
+        rounded = ((groups - least) / steps).round().to(torch.uint8).view(out_features, -1)
+        self.weight = nn.Parameter(rounded[:, ::2] << 4 | rounded[:, 1::2], requires_grad=False)
+        self.register_buffer("steps", steps)
+        self.register_buffer("least", least)
+
+    def unpacked(self) -> Tensor:
+        """[out_features, in_features], dtype of the steps."""
+        rounded = torch.stack((self.weight >> 4, self.weight & 15), dim=2).view(*self.steps.shape[:2], _INT4_GROUP)
+        return (rounded * self.steps + self.least).view(self.out_features, -1)[:, : self.in_features]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n_rows, in_features] to [n_rows, out_features], dtype of x."""
+        return F.linear(x, self.unpacked())
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Weights of a model, two for each byte of an `Int4Linear`."""
+    packed = [module for module in model.modules() if isinstance(module, Int4Linear)]
+    whole = sum(module.in_features * module.out_features - module.weight.numel() for module in packed)
+    return sum(parameter.numel() for parameter in model.parameters()) + whole
+
+
 def check_quantization(quantization: str, device: torch.device, dtype: torch.dtype) -> None:
     """Whether a device can compute with such weights; reads no checkpoint.
 
@@ -63,7 +105,7 @@ def check_quantization(quantization: str, device: torch.device, dtype: torch.dty
     """
     if quantization not in QUANTIZATIONS:
         raise UserError(f"model.quantization is '{quantization}', but it must be one of: {', '.join(QUANTIZATIONS)}")
-    if quantization == "none":
+    if quantization == "none" or _is_own(quantization, device):
         return
     if quantization in _LEAST_CAPABILITY:
         _check_gpu(quantization, device, dtype)
@@ -71,10 +113,14 @@ def check_quantization(quantization: str, device: torch.device, dtype: torch.dty
         raise UserError(f"model.quantization '{quantization}' needs torchao: {_INSTALL}")
 
 
+def _is_own(quantization: str, device: torch.device) -> bool:
+    return quantization == "int4" and device.type == "cpu"
+
+
 def _check_gpu(quantization: str, device: torch.device, dtype: torch.dtype) -> None:
     wanted = f"model.quantization '{quantization}'"
     if device.type != "cuda":
-        raise UserError(f"{wanted} needs a CUDA GPU; on a CPU choose w8a8, or none")
+        raise UserError(f"{wanted} needs a CUDA GPU; on a CPU choose w8a8, int4 or none")
     least, found = _LEAST_CAPABILITY[quantization], torch.cuda.get_device_capability(device)
     if found < least:
         other = "w8a8 or int4" if found >= _LEAST_CAPABILITY["int4"] else "w8a8"
@@ -99,6 +145,10 @@ def quantize_layer(layer: LlamaLayer, quantization: str) -> None:
     Raises:
         UserError: a matrix has a shape that cannot be quantised so, or torchao lacks what is needed.
     """
+    if _is_own(quantization, layer.qkv.weight.device):
+        for name in MATRICES:
+            setattr(layer, name, Int4Linear(getattr(layer, name).weight))
+        return
     config = _config(quantization)
     for name in MATRICES:
         setattr(layer, name, _quantized(getattr(layer, name), quantization, config))

@@ -39,7 +39,7 @@ class ModelSettings:
     quantization: str = parameter(
         "none",
         "Weights of the language model's layers: int4 (weights alone, for ar and spec), or w8a8 and fp8 (weights and "
-        "activations, for every mode). Needs torchao; int4 and fp8 a GPU.",
+        "activations, for every mode). Needs torchao, and fp8 a GPU; int4 on a CPU needs neither, and is slow.",
         name="model.quantization",
         choices=QUANTIZATIONS,
     )

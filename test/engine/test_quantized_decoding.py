@@ -47,8 +47,8 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return path
 
 
-def quantised(directory: Path) -> OpenVLATarget:
-    return load_openvla(directory, device="cpu", quantization="w8a8")
+def quantised(directory: Path, how: str = "w8a8") -> OpenVLATarget:
+    return load_openvla(directory, device="cpu", quantization=how)
 
 
 def frame(stamp_ns: int) -> Observation:
@@ -70,9 +70,12 @@ def answers(policy: OpenVLATarget, chosen: EngineSettings) -> dict[int, tuple[in
     return found
 
 
+@pytest.mark.parametrize("how", ["w8a8", "int4"])
 @pytest.mark.parametrize("chosen", MODES, ids=lambda each: f"{each.mode}-{each.draft.drafters['self'].tokens}")
-def test_every_mode_yields_the_plain_decoders_tokens_in_float64(directory: Path, chosen: EngineSettings) -> None:
-    policy = quantised(directory)
+def test_every_mode_yields_the_plain_decoders_tokens_in_float64(
+    directory: Path, chosen: EngineSettings, how: str
+) -> None:
+    policy = quantised(directory, how)
     policy.model.to(torch.float64)
     plain = answers(policy, EngineSettings())
     assert len(set(plain.values())) > 1

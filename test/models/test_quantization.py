@@ -24,7 +24,7 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.openvla import target as load_model
 from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.openvla.target import OpenVLATarget
-from specvla_ros.models.quantization import MATRICES, QUANTIZATIONS, Int8Linear, check_quantization
+from specvla_ros.models.quantization import MATRICES, QUANTIZATIONS, Int4Linear, Int8Linear, check_quantization
 from specvla_ros.planning.cost import OPENVLA_7B
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.settings.parameter import walk
@@ -55,19 +55,23 @@ def logits(policy: OpenVLATarget, seed: int) -> torch.Tensor:
     return packed_forward(policy.decoder, [Segment(0, 0, prompt, wanted=40)], cache).logits
 
 
+@pytest.mark.parametrize(("wanted", "cosine", "share"), [("w8a8", 0.99, 0.3), ("int4", 0.7, 0.25)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @torch.inference_mode()
-def test_w8a8_is_near_the_unquantised_model_and_smaller(checkpoint: Path, dtype: str) -> None:
+def test_rounded_weights_are_near_the_unquantised_model_and_smaller(
+    checkpoint: Path, dtype: str, wanted: str, cosine: float, share: float
+) -> None:
     needs_torchao()
+    quantised = wanted
     exact = load_openvla(checkpoint, device="cpu", dtype=dtype)
-    rounded = load_openvla(checkpoint, device="cpu", dtype=dtype, quantization="w8a8")
+    rounded = load_openvla(checkpoint, device="cpu", dtype=dtype, quantization=quantised)
     for seed in range(4):
         wanted, found = logits(exact, seed), logits(rounded, seed)
         assert found.dtype == wanted.dtype == torch.float32
-        assert F.cosine_similarity(wanted, found, dim=1).min() > 0.99
+        assert F.cosine_similarity(wanted, found, dim=1).min() > cosine
         assert not torch.equal(wanted, found)
-    assert stored_bytes(rounded) < 0.3 * stored_bytes(exact) * (1 if dtype == "float32" else 2)
-    assert rounded.describe()["quantization"] == "w8a8"
+    assert stored_bytes(rounded) < share * stored_bytes(exact) * (1 if dtype == "float32" else 2)
+    assert rounded.describe()["quantization"] == quantised
     assert exact.describe()["quantization"] == "none"
     assert rounded.describe()["parameters"] == exact.describe()["parameters"]
 
@@ -149,10 +153,26 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> Capability:
     return give
 
 
-@pytest.mark.parametrize("wanted", ["int4", "fp8"])
-def test_a_cpu_is_told_what_it_can_do(wanted: str, checkpoint: Path) -> None:
-    with pytest.raises(UserError, match=rf"'{wanted}' needs a CUDA GPU; on a CPU choose w8a8, or none"):
-        load_target(checkpoint, device="cpu", quantization=wanted)
+def test_a_cpu_is_told_what_it_can_do(checkpoint: Path) -> None:
+    with pytest.raises(UserError, match="'fp8' needs a CUDA GPU; on a CPU choose w8a8, int4 or none"):
+        load_target(checkpoint, device="cpu", quantization="fp8")
+
+
+@pytest.mark.parametrize("shape", [(6, 300), (4, 128), (3, 7)])
+def test_int4_is_half_a_step_of_each_group_off_at_most(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    weight[0] = 0.5  # a group without a range
+    packed = Int4Linear(weight)
+    assert packed.weight.dtype is torch.uint8 and packed.unpacked().shape == weight.shape
+    for start in range(0, shape[1], 128):
+        group = weight[:, start : start + 128]
+        # The last group is filled up with zeros.
+        filled = F.pad(group, (0, 128 - group.shape[1]))
+        half = (filled.amax(1, keepdim=True) - filled.amin(1, keepdim=True)) / 15 / 2
+        error = (packed.unpacked()[:, start : start + 128] - group).abs()
+        assert (error <= half * (1 + 1e-4) + 1e-7).all()
+    x = torch.randn(5, shape[1])
+    assert torch.equal(packed(x), F.linear(x, packed.unpacked()))
 
 
 @pytest.mark.parametrize(

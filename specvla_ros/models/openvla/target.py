@@ -22,7 +22,13 @@ from specvla_ros.models.openvla.config import OPENVLA_TYPES, OpenVLAConfig, read
 from specvla_ros.models.openvla.image_processor import ImageProcessor, read_image_processor
 from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.openvla.prompt import PromptTokenizer, read_prompt_tokenizer
-from specvla_ros.models.quantization import BYTES_PER_WEIGHT, MATRICES, check_quantization, quantize_layer
+from specvla_ros.models.quantization import (
+    BYTES_PER_WEIGHT,
+    MATRICES,
+    check_quantization,
+    parameter_count,
+    quantize_layer,
+)
 from specvla_ros.models.target import ImageEmbeddings, PromptLayout, Target
 from specvla_ros.models.tokenizer import check_tokenizer
 from specvla_ros.models.weights import Progress, check_weights, load_weights
@@ -244,7 +250,7 @@ class OpenVLATarget:
             "dtype": str(self.decoder.dtype).removeprefix("torch."),
             "quantization": self.quantization,
             "action_head": str(self.action_head).lower(),
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "parameters": parameter_count(self.model),
             "image_resize_strategy": self.image_processor.strategy,
             "center_crop": str(self.image_processor.center_crop).lower(),
         }
