@@ -2,6 +2,7 @@
 """LVSpec with its two drafters in the engine: forward by forward what its equations say of dense forwards."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from specvla_ros.speculation.rules.lvspec import LVSpec
 
 LONGEST_TEXT = 24
 FRAMES = 6
-DRAFTERS = {
+DRAFTERS: dict[str, dict[str, Any]] = {
     "Std.-SD": dict(draft_model=FOLDER),
     "Self-SD": dict(draft_self_tokens=10),
     "Self-SD, by similarity": dict(draft_self_tokens=10, draft_self_keep="similarity"),
