@@ -94,10 +94,11 @@ def main(
 
 
 def _rows(rows: Sequence[SweepRow]) -> list[dict[str, Any]]:
-    return [_row(row) for row in rows]
+    return [rule_row(row) for row in rows]
 
 
-def _row(row: SweepRow) -> dict[str, Any]:
+def rule_row(row: SweepRow) -> dict[str, Any]:
+    """A setting's figures with what its rule accepted: agreement, tokens by reason, frames without an action."""
     tally = row.summary.decode
     tokens = tally.bins_off.total()
     exact = sum(count for (_, off), count in tally.bins_off.items() if off == 0)

@@ -29,14 +29,8 @@ PAGE, RESULTS = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results"
 SAFETY = ROOT / "docs" / "explanation" / "safety.md"
 _TRIED = re.compile(r"(?<=<!-- tried -->\n).*?(?=\n<!-- end of tried -->)", re.DOTALL)
 _NANO = ROOT / "specvla_ros" / "policies" / "nano"
-_OF_NANO = (
-    "simulation",
-    "speculation",
-    "spec_vla",
-    "acceptance_rules",
-    "pipelining",
-    "driving",
-)  # what its weights decide
+# What its weights decide; the text policy is made from it.
+_OF_NANO = ("simulation", "speculation", "spec_vla", "acceptance_rules", "lvspec", "pipelining", "driving")
 _EMULATED = ("simulation", "pipelining", "driving", "faults", "actionflow")  # what the devices' tables decide
 _TEMPLATE = Path(__file__).with_name("results.md.in")
 _TAG = re.compile(r"<!-- (?:for (?P<name>\w+)|end) -->")
@@ -373,6 +367,47 @@ def _rules(rows: list[Result]) -> Cells:
         against, tau = ("", "") if row is rows[0] else (_difference(row["against_first"]), f"{row['tau']:.2f}")
         forwards, agreement = f"{row['forwards_per_action']:.2f}", f"{row['agreement']:.1%}"
         cells.append([row["name"], _rate(row["success"]), against, forwards, tau, agreement])
+    return cells
+
+
+def _lvspec(result: Result) -> dict[str, Any]:
+    rows = {row["name"]: row for row in result["rows"]}
+    plain = result["rows"][0]
+    return {
+        "starts": plain["success"]["episodes"],
+        "tokens": f"{plain['tokens_per_action']:.0f}",
+        "millions": f"{result['text_policy']['parameters'] / 1e6:.1f}",
+        "comparisons": [
+            {"title": title, "table": table(_lvspec_cells([rows[name] for name in names], plain))}
+            for title, names in result["tables"].items()
+        ],
+    }
+
+
+def _lvspec_cells(rows: list[Result], plain: Result) -> Cells:
+    cells = [["", "success", "difference to plain", "forwards per answer", "τ", "agreement"]]
+    cells[0] += ["exact", "loosened", "shifted", "rule's share of a tick", "ms"]
+    for row in rows:
+        is_plain, why = row is plain, row["why"]
+        against, tau = ("", "") if is_plain else (_difference(row["against_first"]), f"{row['tau']:.2f}")
+        accepted = [
+            why.get("exact", 0.0),
+            why.get("irrelevant", 0.0) + why.get("deferred", 0.0),
+            why.get("shifted", 0.0),
+        ]
+        cells.append(
+            [
+                row["name"],
+                _rate(row["success"]),
+                against,
+                f"{row['forwards_per_action']:.2f}",
+                tau,
+                f"{row['agreement']:.1%}",
+                *("" if is_plain else f"{share:.1%}" for share in accepted),
+                _if_any(row["rule_share_of_tick"], "{:.1%}"),
+                f"{row['action_s'] * 1e3:.1f}",
+            ]
+        )
     return cells
 
 
@@ -725,6 +760,7 @@ VIEWS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "speculation": _speculation,
     "spec_vla": _spec_vla,
     "acceptance_rules": _acceptance_rules,
+    "lvspec": _lvspec,
     "tick_cost": _tick_cost,
     "pipelining": _pipelining,
     "driving": _driving,

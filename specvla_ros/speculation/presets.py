@@ -27,9 +27,15 @@ def _fly(k: int) -> dict[str, Any]:
 
 
 def _lvspec() -> dict[str, Any]:
-    """LVSpec, section 4.1: lambda = 0.7, N = 10, K = 10, and a position shift without bound."""
+    """LVSpec, section 4: lambda = 0.7, N = 10, K = 10, and a position shift without bound.
+
+    Its two drafters, a smaller model (Std.-SD) and the target itself (Self-SD), see a tenth of the image's tokens, at
+    even distances. Which of the two drafts, and where the smaller model lies, is said beside the preset; the one that
+    `draft.model` loads sees the whole image.
+    """
     numbers = {"acceptance.lvspec_loose_share": 0.7, "acceptance.lvspec_top_n": 10, "acceptance.lvspec_shift": 63}
-    return {"acceptance.rule": "lvspec", **numbers, **_chain(10)}
+    pruned = {"draft.self_image_share": 0.1, "draft.self_keep": "uniform"}
+    return {"acceptance.rule": "lvspec", **numbers, **_chain(10), **pruned}
 
 
 def _chain(k: int) -> dict[str, Any]:

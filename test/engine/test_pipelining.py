@@ -22,7 +22,8 @@ SMALL_TREE = adjusted(DraftSettings(nodes=8, top_k=3, depth=3), temporal=True)
 SELF = adjusted(DraftSettings(nodes=6, top_k=2, depth=2), self_tokens=3)
 MODEL = adjusted(DraftSettings(nodes=6, top_k=2, depth=2), model=FOLDER, model_tokens=3)
 LOOKED_UP = adjusted(MODEL, model_lookup_tokens=2)
-DRAFTS = [SMALL_TREE, adjusted(SMALL_TREE, temporal=False), SELF, MODEL, LOOKED_UP, DraftSettings(nodes=1)]
+SIMILAR = adjusted(SELF, self_keep="similarity")
+DRAFTS = [SMALL_TREE, adjusted(SMALL_TREE, temporal=False), SELF, SIMILAR, MODEL, LOOKED_UP, DraftSettings(nodes=1)]
 BINS = 6
 
 
@@ -44,9 +45,7 @@ modes = st.builds(
     max_in_flight=st.integers(0, 5),
     prefill_chunks=st.integers(1, 4),
     in_order=st.booleans(),
-    draft=st.sampled_from(
-        [SMALL_TREE, adjusted(SMALL_TREE, temporal=False), SELF, MODEL, LOOKED_UP, DraftSettings(nodes=1)]
-    ),
+    draft=st.sampled_from(DRAFTS),
 )
 # Ticks are what most of the time passes with.
 steps = st.lists(

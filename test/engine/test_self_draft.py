@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target as its own drafter, in the engine: what it costs, and what it must get right."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.speculation.drafters.self_draft import KEEPS
 from specvla_ros.speculation.drafters.self_drafter import SelfDrafter
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
@@ -42,10 +44,15 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     return load(tmp_path_factory.mktemp("writer"), WRITES)
 
 
-def engine_of(policy: OpenVLATarget, tokens: int, share: float, *, text: int = 0) -> Engine:
+def engine_of(
+    policy: OpenVLATarget, tokens: int, share: float, *, keep: str = "uniform", text: int = 0, chunks: int = 1
+) -> Engine:
     """A poisoned engine whose only source is the target."""
-    draft = adjusted(DraftSettings(), self_tokens=tokens, self_image_share=share)
-    engine = Engine(policy, EngineSettings("spec", draft=draft, max_reasoning_tokens=text))
+    draft = adjusted(DraftSettings(), self_tokens=tokens, self_image_share=share, self_keep=keep)
+    chosen = EngineSettings("spec", draft=draft, max_reasoning_tokens=text)
+    if chunks > 1:
+        chosen = replace(chosen, mode="specpipe", max_in_flight=1, prefill_chunks=chunks)
+    engine = Engine(policy, chosen)
     (drafter,) = engine.drafter.by_name.values()
     assert engine.drafter.sources == ("self",) and isinstance(drafter, SelfDrafter)
     for cache in (engine.cache.keys, engine.cache.values, drafter.chains.keys, drafter.chains.values):
@@ -88,8 +95,10 @@ def test_with_the_whole_image_every_drafted_word_is_right(writer: OpenVLATarget,
     assert seen, "the random policy writes too little: choose another seed"
 
 
-def test_a_tenth_of_the_image_loses_nothing(actor: OpenVLATarget) -> None:
-    plain, spec = Engine(actor, EngineSettings()), engine_of(actor, 3, 0.1)
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("keep", KEEPS)
+def test_a_tenth_of_the_image_loses_nothing(actor: OpenVLATarget, keep: str, chunks: int) -> None:
+    plain, spec = Engine(actor, EngineSettings()), engine_of(actor, 3, 0.1, keep=keep, chunks=chunks)
     accepted = 0
     for stamp in range(1, FRAMES + 1):
         ours, theirs = spec.act(frame(stamp)), plain.act(frame(stamp))

@@ -172,6 +172,7 @@ def test_committed_keys_and_values_equal_a_recompute(policy: OpenVLATarget, data
         DraftSettings(nodes=1),
         adjusted(DraftSettings(), temporal=True, prompt_lookup_tokens=4),
         adjusted(DraftSettings(nodes=12), self_tokens=4),
+        adjusted(DraftSettings(nodes=12), self_tokens=4, self_keep="similarity"),
         adjusted(DraftSettings(), model=FOLDER),
         adjusted(DraftSettings(head="none", nodes=5), temporal=True, model=FOLDER, model_tokens=2),
     ],

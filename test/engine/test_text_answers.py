@@ -22,6 +22,7 @@ DRAFTS = {
     "head": DraftSettings(),
     "lookup": adjusted(DraftSettings(nodes=9), prompt_lookup_tokens=8, temporal=True),
     "self": adjusted(DraftSettings(nodes=7), self_tokens=4),
+    "self, by similarity": adjusted(DraftSettings(nodes=7), self_tokens=4, self_keep="similarity"),
     "model": adjusted(DraftSettings(head="none"), model=FOLDER, model_tokens=6),
     "model, looked up": adjusted(DraftSettings(head="none"), model=FOLDER, model_tokens=15, model_lookup_tokens=10),
     "all": adjusted(

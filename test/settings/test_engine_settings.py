@@ -69,6 +69,7 @@ def test_one_number_of_bins_is_a_list_of_one() -> None:
         ("draft.self_tokens:=64", "a whole number from 0 to 63"),
         ("draft.self_image_share:=0.0", r"a number with a decimal point from 0\.001 to 1"),
         ("draft.self_image_share:=2", r"from 0\.001 to 1"),
+        ("draft.self_keep:=attention", "one of: uniform, similarity"),
     ],
 )
 def test_what_is_wrong_is_refused(assignment: str, message: str) -> None:
@@ -140,6 +141,8 @@ def test_a_preset_is_the_papers_numbers() -> None:
     rule = loose.acceptance.rules["lvspec"]
     assert (loose.acceptance.rule, rule.loose_share, rule.top_n, rule.shift) == ("lvspec", 0.7, 10, 63)
     assert (loose.draft.head, loose.draft.nodes) == ("none", 11)
+    itself, model = loose.draft.drafters["self"], loose.draft.drafters["model"]
+    assert (itself.image_share, itself.keep, model.tokens) == (0.1, "uniform", 10)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

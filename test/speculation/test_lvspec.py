@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LVSpec beside plain readings of its paper: recorded ones, its figure 5, and one of equations 6 to 11 in this file."""
+"""LVSpec beside plain readings of its paper: recorded ones, its figure 5, and one of equations 2 and 6 to 11."""
 
 import json
-from fractions import Fraction
-from math import floor
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.lvspec_reading import plain_reading
 from support.paths import ORACLES, needs
 from support.verifications import TreeCase, make_tree, one_hot, verify_tree
 
@@ -49,27 +50,6 @@ def branches_as_tree(
         hidden=torch.from_numpy(np.concatenate(states)).float(),
         visual=torch.from_numpy(visual).float(),
     )
-
-
-def plain_reading(
-    draft: list[int], target: list[int], hidden: np.ndarray, visual: np.ndarray, rule: LVSpec
-) -> tuple[int, list[int]]:
-    """Equations 6 to 11 and 2, token by token: how many drafts are accepted, and what is committed."""
-    k = len(draft)
-    relevance = []
-    for state in hidden:
-        cosines = [float(state @ row / np.linalg.norm(state) / np.linalg.norm(row)) for row in visual]
-        highest = sorted(cosines, reverse=True)[: rule.top_n]
-        relevance.append(sum(highest) / len(highest))
-    loose = sorted(range(k), key=relevance.__getitem__)[: floor(Fraction(str(rule.loose_share)) * k)]
-    length = 0
-    for i in range(k):
-        match = draft[i] == target[i]
-        elsewhere = any(target[i] == draft[j] for j in range(k) if abs(i - j) <= rule.shift)
-        if not (match or i in loose or (rule.shift > 0 and elsewhere)):
-            break
-        length += 1
-    return length, [*draft[:length], target[length]]
 
 
 def _recorded() -> list[dict[str, Any]]:
@@ -118,6 +98,85 @@ def test_random_chains_are_judged_as_the_equations_say(seed: int) -> None:
         lengths.append(length)
         assert committed(rule, branches_as_tree([draft], [target], [hidden], visual)) == wanted
     assert {0, 1, 5} <= set(lengths)
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A drafted tree and what the target says to it, without tensors.
+
+    Args:
+        parents: of each node; node 0 is the root.
+        tokens: of each node.
+        choices: the target's own token after each node.
+        hidden: [nodes, d], the target's states at the nodes.
+        visual: [rows, d], those of the image.
+    """
+
+    parents: Sequence[int]
+    tokens: Sequence[int]
+    choices: Sequence[int]
+    hidden: np.ndarray
+    visual: np.ndarray
+
+    def branches(self) -> list[list[int]]:
+        """Each leaf's path, the root included; of a root alone it is the root."""
+        leaves = set(range(len(self.parents))) - set(self.parents)
+        return [self._path_to(leaf) for leaf in sorted(leaves)]
+
+    def _path_to(self, node: int) -> list[int]:
+        return [] if node < 0 else [*self._path_to(self.parents[node]), node]
+
+    def judged(self, rule: LVSpec) -> list[tuple[int, list[int]]]:
+        """What each branch would commit by itself (appendix E)."""
+        return [
+            plain_reading(
+                [self.tokens[node] for node in path[1:]],
+                [self.choices[node] for node in path],
+                self.hidden[path[1:]],
+                self.visual,
+                rule,
+            )
+            for path in self.branches()
+        ]
+
+    def case(self) -> TreeCase:
+        return verify_tree(
+            make_tree(self.tokens, self.parents),
+            one_hot(self.choices, _VOCAB),
+            actions=_NO_ACTIONS,
+            hidden=torch.from_numpy(self.hidden).float(),
+            visual=torch.from_numpy(self.visual).float(),
+        )
+
+
+def random_tree(rng: np.random.Generator) -> DraftTree:
+    """Up to 24 nodes; branches part anywhere, and are as long as they are; the target agrees with half of the nodes."""
+    n = int(rng.integers(1, 25))
+    # A node mostly goes on from the newest: long branches beside short ones.
+    parents = [-1, *(node - 1 if rng.random() < 0.75 else int(rng.integers(0, node)) for node in range(1, n))]
+    choices = rng.integers(1, _WORDS, n).tolist()
+    tokens = [_ROOT]
+    for parent in parents[1:]:
+        tokens.append(choices[parent] if rng.random() < 0.5 else int(rng.integers(1, _WORDS)))
+    return DraftTree(parents, tokens, choices, rng.normal(size=(n, 5)), rng.normal(size=(int(rng.integers(1, 9)), 5)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_branch_sets_commit_what_their_longest_branch_does_alone(seed: int) -> None:
+    rng = np.random.default_rng(100 + seed)
+    lengths, parted, told_apart = [], 0, 0
+    for _ in range(1000):
+        tree = random_tree(rng)
+        rule = LVSpec(round(float(rng.uniform(0, 1)), 1), int(rng.integers(1, 14)), int(rng.choice([0, 1, 63])))
+        judged = tree.judged(rule)
+        length = max(alone for alone, _ in judged)
+        longest = [tokens for alone, tokens in judged if alone == length]
+        found = committed(rule, tree.case())
+        assert len(found) == length + 1 and found in longest  # the paper does not say which of equals
+        lengths.append(length)
+        parted += len(judged) > 1
+        told_apart += len(judged) > 1 and len(longest) == 1
+    assert {0, 1, 5, 9} <= set(lengths) and parted > 700 and told_apart > 400
 
 
 def test_each_branch_has_a_loose_share_of_its_own() -> None:

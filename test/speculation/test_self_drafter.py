@@ -3,6 +3,7 @@
 
 import functools
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +18,13 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.config import LlamaConfig
 from specvla_ros.speculation.drafters.registry import DraftInput
-from specvla_ros.speculation.drafters.self_drafter import SelfDrafter, image_rows_to_keep
+from specvla_ros.speculation.drafters.self_draft import KEEPS
+from specvla_ros.speculation.drafters.self_drafter import (
+    KEPT_ROWS,
+    SelfDrafter,
+    evenly_spaced_rows,
+    most_similar_rows,
+)
 from specvla_ros.speculation.tree import Tree
 
 CONFIG = LlamaConfig(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)
@@ -25,6 +32,7 @@ DECODER = random_decoder(CONFIG, seed=0, dtype=torch.float64)
 IMAGE, ANSWER, SLOT_ROWS = 12, 20, 48
 SHARES = (0.1, 0.5, 1.0)
 KEPT = {0.1: 1, 0.5: 6, 1.0: 12}
+EVENLY = {0.1: [0], 0.5: [0, 2, 4, 6, 8, 11], 1.0: list(range(12))}
 
 
 @dataclass(frozen=True)
@@ -74,25 +82,43 @@ def request(seed: int, slot: int, told: int, levels: int, *, since: int = -1) ->
     )
 
 
-def drafter(share: float, tokens: int = 5) -> SelfDrafter:
-    made = SelfDrafter(DECODER, image_tokens=IMAGE, image_share=share, tokens=tokens, slots=4, slot_rows=SLOT_ROWS)
+def chunked(whole: DraftInput, ends: list[int]) -> list[DraftInput]:
+    """The same request as its rows come in chunks of the prompt that end before these rows."""
+    bounds = [0, *sorted({end for end in ends if 0 < end < len(whole.hidden)}), len(whole.hidden)]
+    return [
+        replace(
+            whole,
+            prefix_len=stop,
+            hidden=whole.hidden[start:stop],
+            following=whole.following[start:stop],
+            mid_prompt=stop < len(whole.hidden),
+        )
+        for start, stop in pairwise(bounds)
+    ]
+
+
+def drafter(share: float, tokens: int = 5, *, keep: str = "uniform") -> SelfDrafter:
+    sizes = dict(image_tokens=IMAGE, tokens=tokens, slots=4, slot_rows=SLOT_ROWS)
+    made = SelfDrafter(DECODER, image_share=share, keep=keep, **sizes)
     made.chains.keys.fill_(float("nan"))
     made.chains.values.fill_(float("nan"))
     return made
 
 
-def kept_rows(made: Script, share: float) -> list[int]:
-    """Image rows, counted from the prompt's first row, by a loop over all pairs."""
+def kept_rows(made: Script, share: float, keep: str) -> list[int]:
+    """Image rows, counted from the prompt's first row: as written above, or by a loop over all pairs."""
+    if keep == "uniform":
+        return [1 + row for row in EVENLY[share]]
     cosine = functools.partial(torch.nn.functional.cosine_similarity, dim=0)
     text = range(1 + IMAGE, made.prompt_rows)
     means = {i: sum(float(cosine(made.hidden[i], made.hidden[j])) for j in text) for i in range(1, 1 + IMAGE)}
     return sorted(sorted(means, key=lambda i: means[i], reverse=True)[: KEPT[share]])
 
 
-def plain(seed: int, told: int, share: float, tokens: int) -> tuple[list[int], list[float]]:
+def plain(seed: int, told: int, share: float, tokens: int, keep: str = "uniform") -> tuple[list[int], list[float]]:
     """What the target says over the pruned prompt, every token from the whole sequence."""
     made = script(seed)
-    rows = [0, *kept_rows(made, share), *range(1 + IMAGE, made.prompt_rows + told + 1)]
+    rows = [0, *kept_rows(made, share, keep), *range(1 + IMAGE, made.prompt_rows + told + 1)]
     sequence, said, total = made.embeddings[rows], [], [0.0]
     for _ in range(tokens):
         cache = new_cache(DECODER, slots=1, slot_rows=len(sequence))
@@ -116,30 +142,42 @@ def same(one: Tree, other: Tree) -> None:
     assert one.valid.all() and other.valid.all() and one.depth == other.depth
 
 
+@pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("share", SHARES)
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 20), told=st.integers(0, ANSWER - 1), levels=st.integers(0, 7))
+@given(
+    seed=st.integers(0, 20),
+    told=st.integers(0, ANSWER - 1),
+    levels=st.integers(0, 7),
+    chunks=st.lists(st.integers(1, IMAGE + 8), max_size=3),
+)
 def test_a_chain_is_what_the_target_says_over_the_pruned_prompt(
-    share: float, seed: int, told: int, levels: int
+    keep: str, share: float, seed: int, told: int, levels: int, chunks: list[int]
 ) -> None:
-    made = drafter(share)
+    made = drafter(share, keep=keep)
     assert made.kept_image_tokens == KEPT[share]
-    (tree,) = made.draft([request(seed, 3, told, levels)])
-    is_chain(tree, script(seed).answer[told], *plain(seed, told, share, min(levels, 5)))
+    within_prompt = [end for end in chunks if end < script(seed).prompt_rows]
+    *before, last = chunked(request(seed, 3, told, levels), within_prompt)
+    assert all(len(made.draft([chunk])[0]) == 1 for chunk in before) and made.chains.forwards == 0
+    (tree,) = made.draft([last])
+    is_chain(tree, script(seed).answer[told], *plain(seed, told, share, min(levels, 5), keep))
 
 
 @settings(max_examples=30, deadline=None)
 @given(
+    keep=st.sampled_from(KEEPS),
     share=st.sampled_from(SHARES),
     seed=st.integers(0, 20),
     ends=st.lists(st.tuples(st.integers(0, ANSWER - 1), st.integers(0, 5)), min_size=2, max_size=5),
 )
-def test_what_is_told_in_any_split_gives_the_same_chain(share: float, seed: int, ends: list[tuple[int, int]]) -> None:
-    made, since = drafter(share), -1
+def test_what_is_told_in_any_split_gives_the_same_chain(
+    keep: str, share: float, seed: int, ends: list[tuple[int, int]]
+) -> None:
+    made, since = drafter(share, keep=keep), -1
     for told, levels in sorted(dict(ends).items()):
         # With no level left nothing is drafted, and what was told is read when a level is wanted again.
         (tree,) = made.draft([request(seed, 1, told, levels, since=since)])
-        same(tree, drafter(share).draft([request(seed, 1, told, levels)])[0])
+        same(tree, drafter(share, keep=keep).draft([request(seed, 1, told, levels)])[0])
         since = told
 
 
@@ -215,12 +253,46 @@ def test_a_prompt_that_is_not_whole_is_refused() -> None:
 
 def test_image_rows_are_ranked_without_text_too() -> None:
     states = torch.randn(IMAGE, 32, generator=torch.Generator().manual_seed(0))
-    assert len(set(image_rows_to_keep(states, states[:0], 4).tolist())) == 4
-    assert image_rows_to_keep(states, 3 * states[[7]], 1).tolist() == [7], "the length of a state does not count"
+    assert len(set(most_similar_rows(states, states[:0], 4).tolist())) == 4
+    assert most_similar_rows(states, 3 * states[[7]], 1).tolist() == [7], "the length of a state does not count"
 
 
-def test_a_chain_grows_without_a_read_back() -> None:
-    made = drafter(0.5)
+@given(st.integers(1, 1024).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))))
+def test_uniform_rows_are_as_far_apart_as_they_can_be(sizes: tuple[int, int]) -> None:
+    n, kept = sizes
+    rows = evenly_spaced_rows(torch.empty(n, 0), torch.empty(0, 0), kept).tolist()
+    assert len(rows) == kept and rows[0] == 0 and rows[-1] == (n - 1 if kept > 1 else 0)
+    gaps = {later - row for row, later in pairwise(rows)}
+    assert not gaps or (min(gaps) > 0 and max(gaps) - min(gaps) <= 1)
+
+
+def test_a_tenth_of_openvlas_rows_kept_uniformly() -> None:
+    tenth = evenly_spaced_rows(torch.empty(256, 0), torch.empty(0, 0), 26).tolist()
+    assert tenth[:6] == [0, 10, 20, 30, 40, 51] and tenth[-3:] == [234, 244, 255]
+
+
+def test_every_way_that_the_settings_know_is_there() -> None:
+    assert tuple(KEPT_ROWS) == KEEPS
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_without_an_image_nothing_is_left_out(keep: str) -> None:
+    blind = SelfDrafter(DECODER, image_tokens=0, image_share=0.1, keep=keep, tokens=5, slots=4, slot_rows=SLOT_ROWS)
+    words = DECODER.embed_tokens(torch.tensor([3, 1, 4, 1, 5]))
+    hidden = hidden_of(words)
+    asked = DraftInput(0, 4, hidden[:4], words[1:], torch.tensor(5), 3, position=0, prompt=(3, 1, 4))
+    (tree,) = blind.draft([asked])
+    said: list[int] = []
+    while len(said) < 3:
+        cache = new_cache(DECODER, slots=1, slot_rows=len(words))
+        said.append(int(packed_forward(DECODER, [Segment(0, 0, words)], cache).logits[0].argmax()))
+        words = torch.cat((words, DECODER.embed_tokens(torch.tensor(said[-1:]))))
+    assert tree.tokens.tolist() == [5, *said]
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_a_chain_grows_without_a_read_back(keep: str) -> None:
+    made = drafter(0.5, keep=keep)
     requests: list[Any] = [request(3, 0, 2, 5), request(5, 1, 3, 2)]
     with no_read_back():
         trees = made.draft(requests)

@@ -12,6 +12,8 @@ from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, dra
 if TYPE_CHECKING:
     from specvla_ros.models.llama import LlamaDecoder
 
+KEEPS = ("uniform", "similarity")
+
 
 @dataclass(frozen=True)
 class SelfDraftSettings:
@@ -33,6 +35,13 @@ class SelfDraftSettings:
         maximum=1.0,
         name="self_image_share",
     )
+    keep: str = parameter(
+        "uniform",
+        "Which of the image's tokens draft.self_tokens are drafted with: at even distances (uniform, as in LVSpec), or "
+        "those most like the prompt's text (similarity).",
+        choices=KEEPS,
+        name="self_keep",
+    )
 
 
 @drafter("self", settings=SelfDraftSettings, order=30)
@@ -46,6 +55,7 @@ def _self(context: DraftContext) -> Drafter | None:
         cast("LlamaDecoder", context.target.decoder),
         image_tokens=context.target.image_tokens,
         image_share=own.image_share,
+        keep=own.keep,
         tokens=own.tokens,
         slots=context.slots,
         slot_rows=context.slot_rows,

@@ -18,10 +18,10 @@ class SelfDrafter(Drafter):
     """Decodes greedily with the target over a prompt from which most of the image is left out.
 
     From SpecVLM (arXiv 2508.16201), whose draft model is given a tenth of the video's tokens, in their order and at
-    consecutive positions, as here. It keeps those that the prompt's text attends to most, averaged over heads and
-    layers, and fills up with others at even distances. No attention weights leave the kernels here, so that the rows
-    are chosen by the last hidden states of the prefill; see `image_rows_to_keep`. There is no second
-    stage.
+    consecutive positions, as here. Which ones, SpecVLM decides in two stages: those that the prompt's text attends to
+    most, averaged over heads and layers, and others at even distances. LVSpec (arXiv 2604.05650, section 4 and
+    appendix C) takes those at even distances alone: `evenly_spaced_rows`. No attention weights leave the kernels here;
+    what comes near the first stage is `most_similar_rows`, by the last hidden states of the prefill.
 
     A drafted token costs a forward of the whole target. Keys and values are the drafter's own: one slot per request as
     in the target's KV cache, shorter by the image rows that are left out.
@@ -30,6 +30,7 @@ class SelfDrafter(Drafter):
         decoder: the target.
         image_tokens: rows of the prompt that the image takes, after BOS.
         image_share: share of these rows that is kept; at least one is.
+        keep: which ones, a name in `KEPT_ROWS`.
         tokens: maximum of a chain, 1 to 63.
         slots: maximum of requests in flight.
         slot_rows: maximum of committed rows of a slot of the target's KV cache.
@@ -41,12 +42,21 @@ class SelfDrafter(Drafter):
     """
 
     def __init__(
-        self, decoder: LlamaDecoder, *, image_tokens: int, image_share: float, tokens: int, slots: int, slot_rows: int
+        self,
+        decoder: LlamaDecoder,
+        *,
+        image_tokens: int,
+        image_share: float,
+        keep: str,
+        tokens: int,
+        slots: int,
+        slot_rows: int,
     ) -> None:
         self._decoder = decoder
         self._image_tokens = image_tokens
+        self._rows_to_keep = KEPT_ROWS[keep]
         self._tokens = tokens
-        self.kept_image_tokens = max(1, round(image_share * image_tokens))
+        self.kept_image_tokens = min(image_tokens, max(1, round(image_share * image_tokens)))
         self._dropped = image_tokens - self.kept_image_tokens
         self.chains = ChainDecoder(decoder, slots=slots, slot_rows=slot_rows - self._dropped + tokens)
         self._owed: dict[int, Tensor] = {}  # by slot: rows that are committed, but not in the KV cache yet
@@ -98,7 +108,7 @@ class SelfDrafter(Drafter):
         return Chain(request.slot, request.root, wanted, start=start, inputs=rows)
 
     def _joined(self, request: DraftInput) -> DraftInput:
-        """A request with the earlier chunks of its prompt: which image rows are kept is known at its end."""
+        """A request with the earlier chunks of its prompt: which image rows are kept may be known at its end only."""
         begins = len(request.hidden) == request.prefix_len
         chunks = [] if begins else self._chunks.pop(request.slot, [])
         if request.mid_prompt:
@@ -116,7 +126,7 @@ class SelfDrafter(Drafter):
             raise ValueError(
                 f"the first {len(request.hidden)} rows of slot {request.slot} lack some of the prompt's {prompt_rows}"
             )
-        kept = image_rows_to_keep(
+        kept = self._rows_to_keep(
             request.hidden[1 : 1 + image], request.hidden[1 + image : prompt_rows], self.kept_image_tokens
         )
         bos = self._decoder.embed_tokens.weight[request.prompt[0]]
@@ -124,16 +134,32 @@ class SelfDrafter(Drafter):
         return torch.cat((bos[None], after_bos[:image][kept], after_bos[image:]))
 
 
-def image_rows_to_keep(image: Tensor, text: Tensor, kept: int) -> Tensor:
+def evenly_spaced_rows(image: Tensor, text: Tensor, kept: int) -> Tensor:
+    """Image rows at even distances, the first and the last among them: row floor(i (n - 1) / (kept - 1)) of n.
+
+    LVSpec says "uniformly" and gives no formula; SpecVLM's published code spaces rows like this.
+
+    Args:
+        image: [n, hidden], last hidden states of the image's rows; only their number counts.
+        text: [m, hidden], those of the text after it; not looked at.
+        kept: rows to keep, at most n; 1: the first.
+
+    Returns:
+        int64 [kept], ascending.
+    """
+    return torch.arange(kept, device=image.device) * (len(image) - 1) // max(1, kept - 1)
+
+
+def most_similar_rows(image: Tensor, text: Tensor, kept: int) -> Tensor:
     """The image rows whose last hidden states are most like those of the prompt's text.
 
     Cosine similarity, averaged over the text's rows; LVSpec (arXiv 2604.05650) tells by the same measure which drafted
     tokens depend on the image.
 
     Args:
-        image: [image_tokens, hidden], last hidden states of the image's rows.
-        text: [n, hidden], those of the text after it.
-        kept: rows to keep.
+        image: [n, hidden], last hidden states of the image's rows.
+        text: [m, hidden], those of the text after it.
+        kept: rows to keep, at most n.
 
     Returns:
         int64 [kept], ascending.
@@ -141,3 +167,6 @@ def image_rows_to_keep(image: Tensor, text: Tensor, kept: int) -> Tensor:
     states, words = F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1)
     similarity = states @ words.sum(dim=0)  # as good as the mean for ranking, and defined where there is no text
     return similarity.topk(kept).indices.sort().values
+
+
+KEPT_ROWS = {"uniform": evenly_spaced_rows, "similarity": most_similar_rows}

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random relaxation, LVSpec's baseline (arXiv 2604.05650, figure 7): a mismatch is accepted by lot. For benchmarks."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from specvla_ros.settings.parameter import parameter
+from specvla_ros.speculation.accept import Acceptance, AcceptReason, Verification
+
+# Constants of splitmix64's last step, as signed numbers.
+_FACTORS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
+_STEP = 1_000_003
+_BITS = 53
+
+
+@dataclass(frozen=True)
+class RandomRelaxation:
+    """Accepts what the target chose itself, and each mismatch with the same probability, whatever it says.
+
+    The lot is drawn from the seed and from what is judged: the target's largest logit at the position, bit by bit, the
+    token and its depth. So an episode is the same in whichever process and after whichever other it runs, which a
+    generator with a state would not give; no two positions share their logits.
+
+    What is accepted by lot is reported as IRRELEVANT, as LVSpec's own loose tokens are.
+    """
+
+    share: float = parameter(0.7, "Probability with which a mismatch is accepted.", minimum=0.0, maximum=1.0)
+    seed: int = parameter(0, "Of the lots.", minimum=0, maximum=1 << 30)
+    needs_hidden: ClassVar[bool] = False
+    needs_visual: ClassVar[bool] = False
+
+    def accept(self, verification: Verification) -> Acceptance:
+        """Node by node; nothing depends on the path."""
+        exact = verification.exact
+        accepted = exact | (_lots(verification, self.seed) < self.share)
+        reasons = torch.where(exact, int(AcceptReason.EXACT), int(AcceptReason.IRRELEVANT))
+        return Acceptance(accepted[:, None], reasons)
+
+
+def _lots(verification: Verification, seed: int) -> Tensor:
+    """Float64 [requests, n], even over [0, 1)."""
+    trees = verification.trees
+    bits = verification.logits.amax(dim=-1).to(torch.float32).view(torch.int32).to(torch.int64)
+    judged = verification.of_nodes(bits).gather(1, trees.parents.clamp(min=0))
+    mixed = ((judged * _STEP + trees.tokens) * _STEP + trees.depths) * _STEP + seed
+    for shift, factor in _FACTORS:
+        mixed = (mixed ^ (mixed >> shift & ((1 << (64 - shift)) - 1))) * factor
+    return (mixed & ((1 << _BITS) - 1)).to(torch.float64) / (1 << _BITS)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LVSpec with its two drafters in the engine: forward by forward what its equations say of dense forwards."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.draft_heads import policy_with_random_head
+from support.draft_models import FOLDER, with_model, write_draft_model
+from support.lvspec_reading import plain_reading
+from support.pipelines import poisoned
+from torch import Tensor
+
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.kv_cache import new_cache
+from specvla_ros.engine.outcome import Action
+from specvla_ros.engine.settings import EngineSettings, engine_settings_from
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.speculation.accept import Acceptance, AcceptanceRule, AcceptReason, Verification
+from specvla_ros.speculation.rules.lvspec import LVSpec
+
+LONGEST_TEXT = 24
+FRAMES = 6
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "Std.-SD": dict(draft_model=FOLDER),
+    "Self-SD": dict(draft_self_tokens=10),
+    "Self-SD, by similarity": dict(draft_self_tokens=10, draft_self_keep="similarity"),
+}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
+    made = policy_with_random_head(tmp_path_factory.mktemp("writer"), seed=3, hidden_size=64, layers=2, text=1.4)
+    write_draft_model(made, noise=0.3)
+    return made
+
+
+@dataclass
+class Watching:
+    """A rule that keeps the chains it is shown."""
+
+    rule: AcceptanceRule
+    needs_hidden: bool = True
+    needs_visual: bool = True
+    chains: list[list[int]] = field(default_factory=list)
+
+    def accept(self, verification: Verification) -> Acceptance:
+        trees = verification.trees
+        assert trees.parents.tolist() == [list(range(-1, trees.tokens.shape[1] - 1))] and trees.valid.all()
+        self.chains.append(trees.tokens[0, 1:].tolist())
+        return self.rule.accept(verification)
+
+
+def frame(stamp_ns: int) -> Observation:
+    image = np.random.default_rng(stamp_ns).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    return Observation(image, "put carrot on plate", stamp_ns)
+
+
+def answers(policy: OpenVLATarget, settings: EngineSettings) -> list[tuple[Action, list[list[int]]]]:
+    """The actions of some frames, each with the chains that its forwards verified."""
+    engine = poisoned(policy, with_model(policy, settings))
+    found = []
+    for stamp in range(1, FRAMES + 1):
+        watching = Watching(engine.rule_for(settings.acceptance))
+        engine.verifier.set_rule(watching)
+        action = engine.act(frame(stamp))
+        if isinstance(action, Action):
+            found.append((action, watching.chains))
+    assert len(found) >= 3, "the random policy writes too much: choose another seed"
+    return found
+
+
+def dense(policy: OpenVLATarget, rows: Tensor) -> Tensor:
+    """[n, hidden], last hidden states of a whole sequence in one forward."""
+    cache = new_cache(policy.decoder, slots=1, slot_rows=len(rows))
+    return packed_forward(policy.decoder, [Segment(0, 0, rows)], cache).hidden
+
+
+def committed_by_equations(
+    policy: OpenVLATarget, observation: Observation, chains: list[list[int]], rule: LVSpec
+) -> list[list[int]]:
+    """What each forward commits to, given what it was drafted."""
+    layout = policy.prompt_layout(observation)
+    prompt, image = policy.prompt_embeddings(observation, layout.ids), 1 + np.arange(policy.image_tokens)
+    answer: list[int] = []
+    commits: list[list[int]] = []
+    for chain in chains:
+        ids = torch.tensor([*answer, *chain], dtype=torch.int64)
+        hidden = dense(policy, torch.cat((prompt, policy.decoder.embed_tokens(ids))))
+        before = len(prompt) + len(answer)
+        target = (hidden[before - 1 :] @ policy.decoder.lm_head.weight.T).argmax(dim=-1).tolist()
+        states = hidden.numpy()
+        commits.append(plain_reading(chain, target, states[before:], states[image], rule)[1])
+        answer += commits[-1]
+    return commits
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_forward_commits_what_the_equations_say(policy: OpenVLATarget, drafter: str) -> None:
+    own = DRAFTERS[drafter]
+    chosen = engine_settings_from(mode="spec", preset="lvspec-paper", max_reasoning_tokens=LONGEST_TEXT, **own)
+    whys: set[AcceptReason] = set()
+    drafted: list[int] = []
+    for action, chains in answers(policy, chosen):
+        commits = committed_by_equations(policy, action.observation, chains, LVSpec(0.7, 10, 63))
+        record = action.record
+        *whole, _ = record.tokens_per_forward  # the last is cut at the answer's end
+        assert [len(each) for each in commits[:-1]] == whole
+        said = [token for commit in commits for token in commit][: sum(record.tokens_per_forward)]
+        assert tuple(said[-len(action.tokens) :]) == action.tokens
+        drafted += map(len, chains)
+        whys |= {AcceptReason(code) for code in record.why}
+    assert max(drafted) == 10
+    assert whys == {AcceptReason.TARGET, AcceptReason.EXACT, AcceptReason.IRRELEVANT, AcceptReason.SHIFTED}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_with_nothing_loosened_it_is_plain_decoding(policy: OpenVLATarget, drafter: str) -> None:
+    plain = EngineSettings(max_reasoning_tokens=LONGEST_TEXT)
+    strict = engine_settings_from(
+        mode="spec",
+        preset="lvspec-paper",
+        max_reasoning_tokens=LONGEST_TEXT,
+        acceptance_lvspec_loose_share=0.0,
+        acceptance_lvspec_shift=0,
+        **DRAFTERS[drafter],
+    )
+    ours, theirs = ([action.tokens for action, _ in answers(policy, each)] for each in (strict, plain))
+    assert ours == theirs
