@@ -2,7 +2,7 @@
 """Who takes turns in the FLy benchmark: this engine by its settings, and transformers' generate on the same weights."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -167,9 +167,9 @@ def our_settings(draft: Path, *, tokens: int, longest_prompt: int, lengths: Sequ
     def strict(k: int, **others: Any) -> EngineSettings:
         return chain(k, acceptance_rule="strict", **others)
 
-    def fly(k: int = K, window: int = WINDOW, theta: float = THETA) -> Iterator[tuple[str, EngineSettings]]:
+    def fly(k: int = K, window: int = WINDOW, theta: float = THETA) -> dict[str, EngineSettings]:
         name = f"FLy, K {k}, W {window}, θ {theta:g}, multi-level"
-        yield name, chain(k, lookup=LOOKUP, acceptance_fly_window=window, acceptance_fly_theta=theta)
+        return {name: chain(k, lookup=LOOKUP, acceptance_fly_window=window, acceptance_fly_theta=theta)}
 
     found = {PLAIN: engine_settings_from(mode="ar", **sizes)}
     found |= {f"strict, K {k}": strict(k) for k in lengths}
@@ -178,14 +178,14 @@ def our_settings(draft: Path, *, tokens: int, longest_prompt: int, lengths: Sequ
         mode="spec", draft_head="none", draft_nodes=1 + LOOKUP, draft_prompt_lookup_tokens=LOOKUP, **sizes
     )
     found[f"strict, K {K} and lookup"] = strict(K, draft_nodes=1 + K + LOOKUP, draft_prompt_lookup_tokens=LOOKUP)
-    found |= dict(fly())
+    found |= fly()
     found[f"FLy, K {K}, W {WINDOW}, θ {THETA:g}"] = chain(K)
     for window in _WINDOWS:
-        found |= dict(fly(window=window))
+        found |= fly(window=window)
     for theta in _THETAS:
-        found |= dict(fly(theta=theta))
+        found |= fly(theta=theta)
     for k in lengths:
-        found |= dict(fly(k))
+        found |= fly(k)
     return found
 
 
@@ -201,7 +201,9 @@ def contestants(
             engines[drafts_like] = Engine(target, chosen)
         found[name] = Ours(engines[drafts_like], chosen)
     tokens = settings[PLAIN].max_reasoning_tokens
-    options = {"max_new_tokens": tokens, "eos_token_id": sorted(target.codec.end_ids), "pad_token_id": 0}
+    ends = sorted(target.codec.end_ids)
+    # As padding, another id than an end token would be hidden from the assistant wherever it stands in a prompt.
+    options = {"max_new_tokens": tokens, "eos_token_id": ends, "pad_token_id": ends[0]}
     theirs, drafting = (Counted(transformers_llama(each.decoder)) for each in (target, draft))
     found["transformers, plain"] = Generate(theirs, options)
     for k in lengths:

@@ -111,7 +111,7 @@ def test_kernels_and_stages_have_bounds(tmp_path: Path):
 
 def test_fly_compares_every_row_with_plain_decoding(tmp_path: Path):
     target = write_text_model(tmp_path / "target", positions=128, end=49)
-    options = ["--target", target, "--draft", target, "--tokens", 12, "--lengths", "5,7", "--per-kind", 1]
+    options = ["--target", target, "--draft", target, "--tokens", 12, "--lengths", 5, "--per-kind", 1]
     options += ["--repeats", 1, "--work", tmp_path / "work"]
     result = run("fly", tmp_path / "out.json", *options)
     rows = {row["name"]: row for row in result["rows"]}
@@ -121,7 +121,7 @@ def test_fly_compares_every_row_with_plain_decoding(tmp_path: Path):
     assert rows["strict, K 5"]["forwards_per_token"] == 3 / 12 and rows["strict, K 5"]["tau"] == 11 / 2
     assert rows["transformers, assisted, K 5"]["forwards_per_token"] == 2 / 12
     assert result["goals"]["forwards"]["reached"]
-    assert list(result["goals"]["time"]["ratios"]) == ["5", "7"]
+    assert list(result["goals"]["time"]["ratios"]) == ["5"]
 
 
 def test_a_contestant_that_fails_says_why():
