@@ -29,7 +29,11 @@ def fresh_accelerator() -> None:
 
 @pytest.fixture
 def target(tmp_path: Path) -> TextTarget:
-    loaded = load_target(write_text_model(tmp_path / "target", end=24), device="cpu")
+    return load(write_text_model(tmp_path / "target", end=24))
+
+
+def load(directory: Path) -> TextTarget:
+    loaded = load_target(directory, device="cpu")
     assert isinstance(loaded, TextTarget)
     return loaded
 
@@ -65,7 +69,7 @@ def test_what_was_learnt_is_written_and_drafts(target: TextTarget, tmp_path: Pat
     assert not (out / "training_state").exists()
     assert json.loads((out / "training.json").read_text())["validation"][-1]["agreement"] == validations[-1].agreement
     untrained = first_layers(target.decoder, 1)
-    draft = load_target(out, device="cpu").decoder
+    draft = load(out).decoder
     assert len(draft.layers) == 1
     assert torch.equal(draft.embed_tokens.weight, untrained.embed_tokens.weight)
     found = [answer_prompts(target, TRAINING)[name] for name in ("ids", "prompts", "lengths", "states")]
