@@ -72,7 +72,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Of an answer, at most.", min=2)] = 64,
     lengths: Annotated[str, typer.Option(help="Comma-separated: tokens of a draft (K).")] = "5,10,15,25",
     per_kind: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 6,
-    repeats: Annotated[int, typer.Option(help="Turns of each contestant at each prompt.", min=1)] = 3,
+    repeats: Annotated[int, typer.Option(help="Turns of each contestant at each prompt.", min=1)] = 1,
     work: Work = Path("fly-benchmark"),
     out: Out = RESULTS / "fly_cpu.json",
 ) -> None:
