@@ -411,6 +411,41 @@ def _lvspec_cells(rows: list[Result], plain: Result) -> Cells:
     return cells
 
 
+def _fly(result: Result) -> dict[str, Any]:
+    rows: list[Result] = result["rows"]
+    plain = rows[0]
+    heads = ["forwards per token", "τ", "of the draft, per token", "ms per token", "plain's time / its own"]
+    cells = [["", *heads, "own choice", "as plain", "perplexity", "recovery", "right"]]
+    for row in rows:
+        counts = [f"{row['forwards_per_token']:.3f}", f"{row['tau']:.2f}", f"{row['draft_forwards_per_token']:.2f}"]
+        times = [f"{row['token_s'] * 1e3:.1f}", "" if row is plain else _interval(row["plain_time_over_own"])]
+        shares = [f"{row['own_choice']:.1%}", f"{row['as_plain']:.1%}"]
+        worth = [f"{row['perplexity']:.3f}", f"{row['recovery']:.1%}", f"{row['right']} of {row['judged']}"]
+        cells.append([row["name"], *counts, *times, *shares, *worth])
+    forwards, time = result["goals"]["forwards"], result["goals"]["time"]
+    training = result["draft_training"]
+    return {
+        "table": table(cells),
+        "parameters_m": {name: f"{n / 1e6:.0f}" for name, n in result["parameters"].items()},
+        "gate_us": f"{1e6 * (result['gate_s']['fly'] - result['gate_s']['strict']):.0f}",
+        "strict_us": f"{1e6 * result['gate_s']['strict']:.0f}",
+        "kinds": ", ".join(result["kinds"]),
+        "trained": [{**training, "agreement": training["validation"][-1]["agreement"]}] if training else [],
+        "forwards_goal": _reached(forwards),
+        "share": f"{forwards['share']:.3f}",
+        "time_goal": _reached(time),
+        "assisted": ", ".join(f"K {k}: {_interval(ratio)}" for k, ratio in time["ratios"].items()),
+    }
+
+
+def _interval(found: Mapping[str, float]) -> str:
+    return f"{found['ratio']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+
+
+def _reached(goal: Mapping[str, Any]) -> str:
+    return "reached" if goal["reached"] else "not reached"
+
+
 def _tick_cost(result: Result) -> dict[str, Any]:
     sizes = result["sizes"].values()
     first = next(iter(sizes))
@@ -761,6 +796,7 @@ VIEWS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "spec_vla": _spec_vla,
     "acceptance_rules": _acceptance_rules,
     "lvspec": _lvspec,
+    "fly": _fly,
     "tick_cost": _tick_cost,
     "pipelining": _pipelining,
     "driving": _driving,

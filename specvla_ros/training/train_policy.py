@@ -123,7 +123,7 @@ def train_policy(
     from accelerate import Accelerator
 
     bags = find_bags(data)
-    accelerator = Accelerator(mixed_precision=_precision())
+    accelerator = Accelerator(mixed_precision=precision())
     with accelerator.main_process_first():  # the others then find the cache filled
         demonstrations = load_demonstrations(
             bags,
@@ -257,7 +257,7 @@ def _optimisers(model: nn.Module, learning_rate: float) -> list[torch.optim.Opti
     ]
 
 
-def _precision() -> str:
+def precision() -> str:
     """bfloat16 where the processor multiplies it; elsewhere it is slower than float32."""
     if torch.cuda.is_available():
         fast = torch.cuda.is_bf16_supported()

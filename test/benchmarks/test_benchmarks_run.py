@@ -16,6 +16,7 @@ from harness import ColdTimer, command
 from results_page import PAGE, page, section
 from soak import MARGINS, Soak, soak_policy
 from spec_vla import PAPERS_R, threshold
+from support.text_models import write_text_model
 
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.settings import EngineSettings
@@ -128,6 +129,21 @@ def test_kernels_and_stages_have_bounds(tmp_path: Path):
     assert decoded["operations"] == 4 * 7 * 291 * 4 * 64
     assert rows["rmsnorm_residual", "prompt of 290"]["contestants"]["torch.compile"]["skipped"]
     assert rows["whole forward", "prompt of 290"]["operations"] > 4 * 2 * 290 * (4 * 256 + 3 * 688) * 256
+
+
+def test_fly_compares_every_row_with_plain_decoding(tmp_path: Path):
+    target = write_text_model(tmp_path / "target", positions=128, end=49)
+    options = ["--target", target, "--draft", target, "--tokens", 12, "--lengths", 5, "--per-kind", 1]
+    options += ["--repeats", 1, "--work", tmp_path / "work"]
+    result = run("fly", tmp_path / "out.json", *options)
+    rows = {row["name"]: row for row in result["rows"]}
+    assert result["prompts"] == len(result["kinds"]) == 4
+    assert rows["plain"]["forwards_per_token"] == rows["transformers, plain"]["forwards_per_token"] == 1
+    assert all(row["recovery"] == row["as_plain"] == 1 for row in rows.values())  # the target drafts for itself
+    assert rows["strict, K 5"]["forwards_per_token"] == 3 / 12 and rows["strict, K 5"]["tau"] == 11 / 2
+    assert rows["transformers, assisted, K 5"]["forwards_per_token"] == 2 / 12
+    assert result["goals"]["forwards"]["reached"]
+    assert list(result["goals"]["time"]["ratios"]) == ["5"]
 
 
 def test_a_contestant_that_fails_says_why():

@@ -10,21 +10,18 @@ import torch
 from smollm import write_smollm
 from support.checkpoints import edit_json
 from support.paths import ORACLES, needs
+from support.text_models import write_text_model
 
 from specvla_ros import Engine, EngineSettings, Policy, UserError
 from specvla_ros.engine.outcome import Action
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.config import LlamaConfig
-from specvla_ros.models.llama import LlamaDecoder, llama_tensors
 from specvla_ros.models.target import require_actions
 from specvla_ros.models.text.target import TextTarget, text_observation
-from specvla_ros.models.weights import save_weights
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 LONGEST = 64
 ORACLE = ORACLES / "smollm_generate_a"
 LOOKUP = adjusted(DraftSettings(), prompt_lookup_tokens=10)
-SMALL = LlamaConfig(24, 40, 2, 4, 2, 6, vocab_size=50, max_position_embeddings=256, tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +34,7 @@ def smollm(tmp_path_factory: pytest.TempPathFactory) -> TextTarget:
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """A random language model of 50 words."""
-    torch.manual_seed(1)
-    decoder = LlamaDecoder(SMALL)
-    for parameter in decoder.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    save_weights(tmp_path / "model.safetensors", llama_tensors(decoder))
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    shape = {name: getattr(SMALL, name) for name in (*names, "head_dim", "vocab_size", "tie_word_embeddings")}
-    config = {"model_type": "llama", "eos_token_id": 7, "max_position_embeddings": 256, **shape}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    words = {f"w{i}": i for i in range(SMALL.vocab_size)}
-    model = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
-    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return tmp_path
+    return write_text_model(tmp_path)
 
 
 @needs(ORACLE)
