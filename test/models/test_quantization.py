@@ -55,23 +55,22 @@ def logits(policy: OpenVLATarget, seed: int) -> torch.Tensor:
     return packed_forward(policy.decoder, [Segment(0, 0, prompt, wanted=40)], cache).logits
 
 
-@pytest.mark.parametrize(("wanted", "cosine", "share"), [("w8a8", 0.99, 0.3), ("int4", 0.7, 0.25)])
+@pytest.mark.parametrize(("how", "cosine", "share"), [("w8a8", 0.99, 0.3), ("int4", 0.7, 0.25)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @torch.inference_mode()
 def test_rounded_weights_are_near_the_unquantised_model_and_smaller(
-    checkpoint: Path, dtype: str, wanted: str, cosine: float, share: float
+    checkpoint: Path, dtype: str, how: str, cosine: float, share: float
 ) -> None:
     needs_torchao()
-    quantised = wanted
     exact = load_openvla(checkpoint, device="cpu", dtype=dtype)
-    rounded = load_openvla(checkpoint, device="cpu", dtype=dtype, quantization=quantised)
+    rounded = load_openvla(checkpoint, device="cpu", dtype=dtype, quantization=how)
     for seed in range(4):
         wanted, found = logits(exact, seed), logits(rounded, seed)
         assert found.dtype == wanted.dtype == torch.float32
         assert F.cosine_similarity(wanted, found, dim=1).min() > cosine
         assert not torch.equal(wanted, found)
     assert stored_bytes(rounded) < share * stored_bytes(exact) * (1 if dtype == "float32" else 2)
-    assert rounded.describe()["quantization"] == quantised
+    assert rounded.describe()["quantization"] == how
     assert exact.describe()["quantization"] == "none"
     assert rounded.describe()["parameters"] == exact.describe()["parameters"]
 
