@@ -176,6 +176,10 @@ def collect(
     robot: Robots = None,
     task: Tasks = None,
     noise: Annotated[float, typer.Option(help="Injected into what the expert does (DART); 0: none.", min=0.0)] = 1.0,
+    policy: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint that acts while the expert says what it should have done (DAgger)."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the first start; default: far from those of `simulate`.")] = None,
     workers: Workers = 0,
     ray: Ray = False,
@@ -191,6 +195,7 @@ def collect(
             episodes=episodes,
             robots=robot or ["table"],
             noise=noise,
+            policy=policy,
             first_seed=DEMONSTRATION_FIRST_SEED if seed is None else seed,
             workers=workers,
             ray=ray,
@@ -198,7 +203,9 @@ def collect(
         )
     typer.echo(f"{result.kept} of {result.wanted} demonstrations in {out}, {result.new} of them new")
     if result.failed:
-        typer.echo(f"the expert failed in {result.failed}, which are not kept")
+        typer.echo(
+            f"{'the simulation diverged' if policy else 'the expert failed'} in {result.failed}, which are not kept"
+        )
 
 
 @app.command("robot-model")

@@ -8,7 +8,9 @@ Each moment is also labelled with what the experts of the other tasks would do: 
 instruction is what teaches a policy to listen.
 
 Noise follows DART (Laskey et al. 2017, arXiv 1703.09327): the learner sees states off the expert's path together with
-the expert's correction.
+the expert's correction. With a policy it is DAgger (Ross et al. 2011, arXiv 1011.0686): the policy acts, at 20 actions
+per second, and the expert says what it should have done; now and then the expert acts for a while, which leads out of
+where the policy would stand still for ever.
 """
 
 import errno
@@ -22,7 +24,12 @@ from pathlib import Path
 import numpy as np
 
 from specvla_ros.bags.demonstrations import PARTIAL, DemonstrationRecord, Hindsight, write_demonstration
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.outcome import Action
+from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.observation import Observation
 from specvla_ros.simulation.arms import TABLE_ARM, choose_arm
 from specvla_ros.simulation.episode_pool import run_episodes
 from specvla_ros.simulation.expert import demonstrate
@@ -37,6 +44,8 @@ _SHOVE_M = 0.04
 _FLIP_CHANCE = 0.08
 _LIES_M = 0.01  # what is not higher above the table has not far to fall
 _HASTY_SHARE = 0.7
+_POLICY_SHARE = 0.7  # of the turns
+_TURN_STEPS = (10, 41)  # of 0.05 s, from and below
 _AFTER_SUCCESS = 3  # frames, so that the policy also knows what to do when it is done
 
 
@@ -49,6 +58,7 @@ class Demonstration:
     seed: int
     directory: Path
     noise: float
+    policy: Path | None = None  # that acts; None: the expert
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,7 @@ class CollectResult:
     wanted: int  # number of episodes
     kept: int  # number of them on the disk
     new: int  # number of those that this call recorded
-    failed: int  # episodes in which the expert did not succeed; they are not kept
+    failed: int  # episodes that are not kept: the expert did not succeed, or the simulation diverged
 
 
 def collect(
@@ -68,6 +78,7 @@ def collect(
     episodes: int,
     robots: Sequence[str] = (TABLE_ARM.name,),
     noise: float = 1.0,
+    policy: Path | None = None,
     first_seed: int = DEMONSTRATION_FIRST_SEED,
     workers: int = 0,
     ray: bool = False,
@@ -80,6 +91,7 @@ def collect(
         episodes: per task and robot.
         robots: names of the arms.
         noise: 0 none, 1 as the shipped policy was trained with.
+        policy: checkpoint that acts while the expert labels; None: the expert acts.
         first_seed: of the layouts.
         workers: processes; 0: this one.
         ray: on a Ray cluster.
@@ -90,7 +102,7 @@ def collect(
         choose_arm(robot).model()  # a missing package is said here, and not by a worker
     # One robot after the other: a process keeps the one that it made last.
     wanted = [
-        Demonstration(robot, task.name, first_seed + i, out / bag_name(robot, task.name, first_seed + i), noise)
+        Demonstration(robot, task.name, first_seed + i, out / bag_name(robot, task.name, first_seed + i), noise, policy)
         for robot in robots
         for i in range(episodes)
         for task in chosen
@@ -113,22 +125,26 @@ def collect(
 
 
 def demonstrate_and_record(job: Demonstration) -> bool:
-    """Records one demonstration; False, and nothing is kept, when the expert fails."""
+    """Records one demonstration; False, and nothing is kept, when the expert fails.
+
+    Where a policy acts, its failures are kept: every label is the expert's.
+    """
     robot = _robot(job.robot, os.getpid())
     rng = np.random.default_rng([job.seed, sum(map(ord, job.task))])
-    level = job.noise * rng.choice(_NOISE_LEVELS)
     robot.reset(job.task, job.seed)
     images: list[np.ndarray] = []
     actions: list[np.ndarray] = []
     others: dict[str, list[np.ndarray]] = {task.name: [] for task in TASKS if task.name != job.task}
     times_s: list[float] = []
     per_action = round(robot.action_dt / robot.control_dt)
-    hasty = rng.random() < _HASTY_SHARE
-    shove, shoves_left, flips_left, passed, after = np.zeros(3), 0, 0, 0, 0
+    actor = _Disturbed(rng, job.noise, per_action) if job.policy is None else _PolicyInTurn(rng, job, per_action)
+    passed, after = 0, 0
     try:
         while after < _AFTER_SUCCESS:
             if passed >= robot.max_steps * per_action:
-                return False
+                if job.policy is None:
+                    return False
+                break
             state = robot.state()
             action = demonstrate(robot.task, state)
             for task in TASKS:
@@ -137,19 +153,8 @@ def demonstrate_and_record(job: Demonstration) -> bool:
             images.append(robot.look())
             actions.append(action)
             times_s.append(passed * robot.control_dt)
-            disturbed = action + level * rng.normal(size=7) * _NOISE
-            if shoves_left == 0 and rng.random() < _SHOVE_CHANCE:
-                shove, shoves_left = level * rng.uniform(-_SHOVE_M, _SHOVE_M, 3), int(rng.integers(1, 4))
-            if shoves_left:
-                disturbed[:3] += shove
-                shoves_left -= 1
-            if flips_left == 0 and _lies(state, robot.task) and rng.random() < level * _FLIP_CHANCE:
-                flips_left = int(rng.integers(1, 4))
-            if flips_left:
-                disturbed[-1] = 1.0 - disturbed[-1]
-                flips_left -= 1
-            robot.take(disturbed)
-            lasting = int(rng.integers(1, per_action + 1)) if hasty else per_action
+            done, lasting = actor.act(action, lies=_lies(state, robot.task), image=images[-1], passed=passed)
+            robot.take(done)
             for _ in range(lasting):
                 robot.advance()
             passed += lasting
@@ -170,6 +175,78 @@ def demonstrate_and_record(job: Demonstration) -> bool:
     return True
 
 
+class _Disturbed:
+    """What an arm is told in place of the expert's action: noise, shoves, and a gripper that does the opposite.
+
+    Args:
+        rng: decides everything.
+        noise: of the collection; an episode has a level of its own.
+        per_action: steps of an action.
+    """
+
+    def __init__(self, rng: np.random.Generator, noise: float, per_action: int) -> None:
+        self._rng = rng
+        self._level = noise * rng.choice(_NOISE_LEVELS)
+        self._per_action = per_action
+        self._hasty = rng.random() < _HASTY_SHARE
+        self._shove, self._shoves_left, self._flips_left = np.zeros(3), 0, 0
+
+    def act(self, action: np.ndarray, *, lies: bool, **_: object) -> tuple[np.ndarray, int]:
+        """What is done, float64 [7], and for how many steps.
+
+        Args:
+            action: the expert's.
+            lies: whether the cube lies on the table.
+        """
+        rng, level = self._rng, self._level
+        disturbed = action + level * rng.normal(size=7) * _NOISE
+        if self._shoves_left == 0 and rng.random() < _SHOVE_CHANCE:
+            self._shove, self._shoves_left = level * rng.uniform(-_SHOVE_M, _SHOVE_M, 3), int(rng.integers(1, 4))
+        if self._shoves_left:
+            disturbed[:3] += self._shove
+            self._shoves_left -= 1
+        if self._flips_left == 0 and lies and rng.random() < level * _FLIP_CHANCE:
+            self._flips_left = int(rng.integers(1, 4))
+        if self._flips_left:
+            disturbed[-1] = 1.0 - disturbed[-1]
+            self._flips_left -= 1
+        return disturbed, int(rng.integers(1, self._per_action + 1)) if self._hasty else self._per_action
+
+
+class _PolicyInTurn:
+    """A policy that acts at every step, in turn with the disturbed expert.
+
+    Args:
+        rng: decides everything.
+        job: with a policy.
+        per_action: steps of an action.
+    """
+
+    def __init__(self, rng: np.random.Generator, job: Demonstration, per_action: int) -> None:
+        assert job.policy is not None
+        (self._task,) = choose_tasks([job.task])
+        self._rng, self._expert = rng, _Disturbed(rng, job.noise, per_action)
+        self._engine = _engine(job.policy, os.getpid())
+        self._engine.reset()
+        self._ends, self._policys = 0, False
+
+    def act(self, action: np.ndarray, *, lies: bool, image: np.ndarray, passed: int) -> tuple[np.ndarray, int]:
+        """What is done, float64 [7], and for how many steps.
+
+        Args:
+            action: the expert's.
+            lies: whether the cube lies on the table.
+            image: that the policy sees.
+            passed: steps of the episode so far.
+        """
+        if passed >= self._ends:
+            self._ends = passed + int(self._rng.integers(*_TURN_STEPS))
+            self._policys = bool(self._rng.random() < _POLICY_SHARE)
+        if not self._policys:
+            return self._expert.act(action, lies=lies)
+        return _decided(self._engine, Observation(image, self._task.instruction, stamp_ns=passed + 1)), 1
+
+
 def _lies(state: WorldState, task: Task) -> bool:
     return bool(state.positions[task.cube][2] < CUBE_HALF_M + _LIES_M)
 
@@ -177,6 +254,17 @@ def _lies(state: WorldState, task: Task) -> bool:
 def bag_name(robot: str, task: str, seed: int) -> str:
     """The name of a demonstration's bag; the table's own arm goes without saying."""
     return ("" if robot == TABLE_ARM.name else f"{robot}-") + f"{task}-{seed:07d}"
+
+
+def _decided(engine: Engine, observation: Observation) -> np.ndarray:
+    """What a policy does, float64 [7]; it stands still where it has no answer."""
+    outcome = engine.act(observation)
+    return outcome.values if isinstance(outcome, Action) else np.array([0.0] * 6 + [1.0])
+
+
+@lru_cache(maxsize=1)
+def _engine(policy: Path, process: int) -> Engine:
+    return Engine(load_target(policy, device="cpu"), EngineSettings())
 
 
 @lru_cache(maxsize=1)

@@ -15,6 +15,7 @@ from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
 from specvla_ros.bags.image_message import rgb_from_compressed
 from specvla_ros.bags.reader import open_bag
 from specvla_ros.errors import UserError
+from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.collect import collect
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.robot import TableRobot
@@ -64,6 +65,29 @@ def test_noise_is_in_what_is_done_not_in_what_is_recorded(tmp_path):
                 robot.advance()
     robot.close()
     assert 1 <= disturbed <= 6
+
+
+def test_where_a_policy_acts_the_expert_labels_and_failures_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("specvla_ros.simulation.collect._POLICY_SHARE", 1.0)
+    monkeypatch.setattr("specvla_ros.simulation.collect._decided", lambda *_: np.array([0, 0, 0.02, 0, 0, 0, 1.0]))
+    result = collect(tmp_path, tasks=["lift_red"], episodes=1, noise=0.0, policy=nano_policy())
+    assert (result.new, result.failed) == (1, 0)
+    recorded = frames(tmp_path / f"lift_red-{DEMONSTRATION_FIRST_SEED}")
+    robot = TableRobot(image_size=32)
+    robot.reset("lift_red", DEMONSTRATION_FIRST_SEED)
+    assert len(recorded) == robot.max_steps * 4  # up and away for ever, a picture every 0.05 s
+    for frame in recorded:
+        np.testing.assert_allclose(frame.recorded, demonstrate(robot.task, robot.state()))
+        robot.take(np.array([0, 0, 0.02, 0, 0, 0, 1.0]))
+        robot.advance()
+    robot.close()
+
+
+def test_a_policy_that_acts_is_asked_with_every_picture(tmp_path):
+    collect(tmp_path, tasks=["lift_red"], episodes=1, noise=0.0, policy=nano_policy())
+    recorded = frames(tmp_path / f"lift_red-{DEMONSTRATION_FIRST_SEED}")
+    times = np.diff([frame.image.time_ns for frame in recorded])
+    assert (times == 50_000_000).mean() > 0.3  # its turns
 
 
 def test_every_picture_is_labelled_for_every_instruction(tmp_path):
