@@ -22,6 +22,7 @@ from specvla_ros.errors import UserError
 
 ROBOSUITE = "1.5.2"  # as in requirements/robots.txt
 _TABLE = Path(__file__).parent / "assets" / "table.xml"
+_FINGER_COLOUR = (0.0, 0.9, 0.85, 1.0)  # as in the table's file
 _HULL_GROUP = 3  # geoms that collide and are not drawn, as MuJoCo's viewers have it
 
 
@@ -159,6 +160,8 @@ class _Parts:
         detailed: bodies that the camera looks at. The others are drawn as the hulls that collide: with all of its
             149 000 triangles a picture of the Panda takes six times as long as one of our arm.
         colour: of those hulls.
+        fingers: bodies in the colour that our arm's fingers have. Theirs are grey before grey shadow, and a policy's
+            picture of 112 pixels does not show how far they are open.
         linkage: of the gripper; None: its file says how its joints move.
     """
 
@@ -167,6 +170,7 @@ class _Parts:
     tool_m: float
     detailed: tuple[str, ...]
     colour: tuple[float, float, float, float]
+    fingers: tuple[str, str]
     linkage: _Linkage | None = None
 
 
@@ -181,6 +185,8 @@ def _robosuite(parts: _Parts) -> mujoco.MjSpec:
     flange.add_site(name="pinch", pos=[0.0, 0.0, parts.tool_m], size=[0.005] * 3, rgba=[0.0] * 4)
     for body in arm.bodies:
         _choose_what_is_drawn(body, body.name in parts.detailed, parts.colour)
+        if body.name in parts.fingers:
+            _paint(body)
     for extra in [*arm.cameras, *arm.sensors, *(site for site in arm.sites if site.name != "pinch")]:
         arm.delete(extra)
     return arm
@@ -243,6 +249,11 @@ def _choose_what_is_drawn(body: mujoco.MjsBody, detailed: bool, colour: tuple[fl
             geom.rgba = colour
 
 
+def _paint(finger: mujoco.MjsBody) -> None:
+    for geom in finger.geoms:
+        geom.rgba, geom.material = _FINGER_COLOUR, ""
+
+
 def _table_arm() -> mujoco.MjSpec:
     spec = mujoco.MjSpec.from_file(str(_TABLE))
     for body in list(spec.worldbody.bodies):
@@ -287,6 +298,7 @@ PANDA = Arm(
             tool_m=0.097,  # robosuite's grip_site
             detailed=("link7", "right_gripper", "leftfinger", "rightfinger"),
             colour=(0.90, 0.92, 0.93, 1.0),
+            fingers=("leftfinger", "rightfinger"),
         )
     ),
     joints=_SEVEN,
@@ -336,6 +348,7 @@ UR5E = Arm(
             tool_m=0.155,  # 1 cm beyond robosuite's grip_site: closed, the fingers are longer
             detailed=("wrist_3_link", "robotiq_85_adapter_link"),
             colour=(0.75, 0.77, 0.80, 1.0),
+            fingers=("left_inner_finger", "right_inner_finger"),
             linkage=_TWO_FINGERS_85,
         )
     ),

@@ -69,7 +69,7 @@ def test_the_papers_threshold_is_the_papers_preset():
 
 
 def test_modes_take_the_forwards_that_their_trace_leaves_them(tmp_path: Path):
-    weights = ["--quantization", "none,w8a8,int4"]
+    weights = ["--quantization", "none,w8a8,int4,fp8"]
     result = run("decode_modes", tmp_path / "out.json", "--actions", 3, "--repeats", 1, *weights)
     tiny = result["sizes"]["tiny"]
     modes = tiny["modes"]
@@ -85,11 +85,12 @@ def test_modes_take_the_forwards_that_their_trace_leaves_them(tmp_path: Path):
     assert modes["pipeline"]["peak_bytes"] == 7 * modes["ar"]["peak_bytes"]
     assert all(row["latency_s"]["p50"] <= row["latency_s"]["p95"] for row in modes.values() if "skipped" not in row)
     quantized = tiny["quantized"]
-    assert list(quantized) == ["none", "w8a8", "int4"]
+    assert list(quantized) == ["none", "w8a8", "int4", "fp8"]
     assert quantized["none"]["modes"]["ar"]["rate_over_ar"] == 1
     assert quantized["w8a8"]["layer_bytes"] < 0.3 * quantized["none"]["layer_bytes"]
     assert all(2 <= quantized["w8a8"]["modes"][mode]["forwards_per_action"] < 7 for mode in ("spec", "specpipe"))
-    assert "needs a CUDA GPU" in quantized["int4"]["skipped"]
+    assert 2 <= quantized["int4"]["modes"]["spec"]["forwards_per_action"] < 7
+    assert "needs a CUDA GPU" in quantized["fp8"]["skipped"]
 
 
 def test_sensitivity_covers_every_length(tmp_path: Path):

@@ -135,6 +135,26 @@ def test_arms_look_different_at_the_same_table():
         assert np.abs(one - other)[40:].mean() < np.abs(one - other)[:40].mean()
 
 
+@needs_gl
+@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm.name)
+def test_fingers_are_seen_apart_from_hand_cube_and_shadow(arm):
+    if arm is not TABLE_ARM and not HAS_MODELS:
+        pytest.skip("needs requirements/robots.txt")
+    robot = TableRobot(112, arm)
+    robot.reset("lift_red", 0)
+
+    def fingers() -> np.ndarray:
+        """Columns of the picture in which something is as green as it is blue, and hardly red."""
+        red, green, blue = np.moveaxis(robot.look().astype(int), -1, 0)
+        return np.flatnonzero(((green > 2 * red) & (blue > 2 * red) & (green > 60)).any(axis=0))
+
+    opened = np.ptp(fingers())
+    for _ in range(CONTROL_HZ):
+        robot.world.control_step(np.array([0, 0, 0, 0, 0, 0, CLOSE]))
+    assert opened > np.ptp(fingers()) + 5
+    robot.close()
+
+
 def test_models_are_read_without_importing_their_package():
     if not HAS_MODELS:
         pytest.skip("needs requirements/robots.txt")
