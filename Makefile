@@ -29,7 +29,7 @@ help:  ## Show what can be made
 demo: build $(GL) $(if $(filter-out table,$(ROBOT)),$(ROBOTS))  ## Show a simulated arm do what it is told (ROBOT=panda: through driver and guard)
 	@$(RUN) $(BIN)/specvla demo $(if $(ROBOT),--robot $(ROBOT))
 
-test: build $(TESTING) $(GL)  ## Run all tests (under 10 minutes on 2 cores)
+test: build $(TESTING) $(GL)  ## Run all tests (about 10 minutes on 2 cores)
 	@$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: build $(TESTING) mypy  ## Run ruff and mypy, and look for licence headers
