@@ -17,7 +17,7 @@ from harness import Out, finish, of_devices, result_head
 from results_page import RESULTS
 
 from specvla_ros.models.settings import WeightFormat
-from specvla_ros.planning.cost import OPENVLA_7B, Forward, ModelCost, Part, forward_parts, model_cost
+from specvla_ros.planning.cost import OPENVLA_7B, Forward, ModelCost, Part, forward_parts, full_pipeline, model_cost
 from specvla_ros.planning.device import Device, read_device
 from specvla_ros.planning.limits import AcceptanceLengths, Mode, ModeLimit, mode_limit
 from specvla_ros.planning.published import published
@@ -46,14 +46,14 @@ def _device(name: str, answers: Sequence[int], prompts: Sequence[int]) -> dict[s
     depths = {tokens: _depths(tokens) for tokens in (min(answers), max(answers))}
     return {
         "name": device.name,
-        "breakdown": breakdown(device),
+        "breakdown": _breakdown(device),
         "layouts": _layouts(name),
         "depth": [_depth(tokens, depth, device) for tokens in depths for depth in depths[tokens]],
         "lengths": [_lengths(tokens, rows, device) for tokens in answers for rows in prompts],
     }
 
 
-def breakdown(device: Device) -> dict[str, dict[str, float]]:
+def _breakdown(device: Device) -> dict[str, dict[str, float]]:
     """Seconds of one answer of plain decoding (figure 2a), and of one tick of a full pipeline, by what takes them.
 
     `layers` is what each layer takes whatever its size, the paper's bubbles among it; the others are without it.
@@ -66,8 +66,7 @@ def breakdown(device: Device) -> dict[str, dict[str, float]]:
         )
         for token in range(others)
     ]
-    prefix = others * rows + sum(range(others))
-    packed = Forward(rows, image=True, trees=others, nodes=others, prefix_rows=prefix)
+    packed = full_pipeline(rows, _MODEL.action_tokens)
     tick = forward_parts(packed, _MODEL, WeightFormat.NONE, device.value_bytes)
     decoded = [part for step in steps for part in step]
     return {

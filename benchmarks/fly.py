@@ -36,6 +36,7 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.settings import engine_settings_from
 from specvla_ros.engine.verifier import Verifier, VerifyInput
 from specvla_ros.errors import UserError
+from specvla_ros.evaluation.statistics import Z_95
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.text.target import TextTarget
 from specvla_ros.speculation.rules.registry import make_rule
@@ -45,7 +46,6 @@ PROMPTS = Path(__file__).with_name("fly_prompts.json")
 FORWARDS_GOAL, RECOVERY_GOAL = 1 / 3, 0.99
 # Between two logits: float32 sums in another order move SmolLM2's by less than 1e-4 (oracle smollm_generate_a).
 TIE = 1e-3
-_Z_95 = 1.959963984540054
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def _perplexity(answers: Iterable[Answered]) -> float:
 def time_ratio(answered: Sequence[Mapping[str, Answered]], first: str, second: str) -> dict[str, float]:
     """The first contestant's time per token over the second's: geometric mean over the prompts, 95 % interval."""
     logs = np.log([_token_s(each[first]) / _token_s(each[second]) for each in answered])
-    half = _Z_95 * float(logs.std(ddof=1)) / math.sqrt(len(logs))
+    half = Z_95 * float(logs.std(ddof=1)) / math.sqrt(len(logs))
     middle = float(logs.mean())
     return {"ratio": math.exp(middle), "low": math.exp(middle - half), "high": math.exp(middle + half)}
 

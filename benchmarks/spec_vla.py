@@ -84,8 +84,7 @@ def _case(policy: Target) -> dict[str, Any]:
     best: tuple[Action, Action] | None = None
     for number, (image, instruction) in enumerate(islice(simulation_source(policy, FRAME_FIRST_SEED), _CASE_FRAMES)):
         observation = Observation(image, instruction, stamp_ns=number + 1, epoch=number)
-        pair = tuple(engine.act(observation) for engine in (strict, relaxed))
-        first, second = pair
+        first, second = (engine.act(observation) for engine in (strict, relaxed))
         if isinstance(first, Action) and isinstance(second, Action):
             saved = first.record.forwards - second.record.forwards
             if best is None or saved > best[0].record.forwards - best[1].record.forwards:

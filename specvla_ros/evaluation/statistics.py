@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-_Z_95 = 1.959963984540054
+Z_95 = 1.959963984540054  # standard deviations of a normal distribution on either side of its mean that hold 95 %
 
 
 def percentiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
@@ -23,9 +23,9 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
     """95 % confidence interval of a success rate (Wilson 1927): honest at 0, at 1 and for few episodes, even none."""
     if n == 0:
         return 0.0, 1.0
-    rate, z2 = successes / n, _Z_95**2
+    rate, z2 = successes / n, Z_95**2
     middle = (rate + z2 / (2 * n)) / (1 + z2 / n)
-    half = _Z_95 / (1 + z2 / n) * sqrt(rate * (1 - rate) / n + z2 / (4 * n * n))
+    half = Z_95 / (1 + z2 / n) * sqrt(rate * (1 - rate) / n + z2 / (4 * n * n))
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
@@ -46,7 +46,7 @@ def paired_difference(only_first: int, only_second: int, n: int) -> tuple[float,
         return 0.0, -1.0, 1.0
     lost, won, pairs = only_first + 0.5, only_second + 0.5, n + 2.0
     middle = (won - lost) / pairs
-    half = _Z_95 * sqrt(lost + won - (won - lost) ** 2 / pairs) / pairs
+    half = Z_95 * sqrt(lost + won - (won - lost) ** 2 / pairs) / pairs
     return (only_second - only_first) / n, max(-1.0, middle - half), min(1.0, middle + half)
 
 

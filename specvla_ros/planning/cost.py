@@ -143,6 +143,13 @@ class Forward:
         return self.prompt_rows + self.nodes
 
 
+def full_pipeline(prompt_rows: int, tokens: int) -> Forward:
+    """ActionFlow's tick: the newest frame's image and prompt, and a token of each of the `tokens` - 1 older frames."""
+    others = tokens - 1
+    prefix_rows = others * prompt_rows + sum(range(others))
+    return Forward(prompt_rows, image=True, trees=others, nodes=others, prefix_rows=prefix_rows)
+
+
 @dataclass(frozen=True)
 class Part:
     """A share of a forward whose reading and computing may overlap."""

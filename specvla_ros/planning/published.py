@@ -15,6 +15,7 @@ from specvla_ros.planning.cost import (
     ModelCost,
     Part,
     forward_parts,
+    full_pipeline,
     model_cost,
     roofline_seconds,
     vision_part,
@@ -135,15 +136,12 @@ def _gathered_s(figure: Figure, device: Device) -> float:
 
 def _full_tick_s(figure: Figure, device: Device) -> float:
     """The same where nothing is copied, as in our engine: nobody published that."""
-    others = figure.tokens - 1
-    forward = Forward(figure.rows, image=True, trees=others, nodes=others, prefix_rows=_prefix_rows(figure))
-    return _forward_s(figure, device, forward)
+    return _forward_s(figure, device, full_pipeline(figure.rows, figure.tokens))
 
 
 def _prefix_rows(figure: Figure) -> int:
     """Committed rows of all frames but the newest."""
-    others = figure.tokens - 1
-    return others * figure.rows + sum(range(others))
+    return full_pipeline(figure.rows, figure.tokens).prefix_rows
 
 
 def _copy_s(figure: Figure, device: Device, rows: int) -> float:

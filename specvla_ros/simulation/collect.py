@@ -20,22 +20,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specvla_ros.bags.demonstrations import PARTIAL, DemonstrationRecord, Hindsight, write_demonstration
-from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.observation import Observation
 from specvla_ros.simulation.arms import TABLE_ARM, choose_arm
 from specvla_ros.simulation.episode_pool import run_episodes
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.tasks import CUBE_HALF_M, DEMONSTRATION_FIRST_SEED, TASKS, Task, WorldState, choose_tasks
 from specvla_ros.simulation.world import SimulationDiverged
+
+if TYPE_CHECKING:  # torch, which a worker without a policy does not need
+    from specvla_ros.engine.engine import Engine
 
 _NOISE = np.array([0.012, 0.012, 0.012, 0.02, 0.02, 0.04, 0.0])  # metres and radians per action, at full noise
 _NOISE_LEVELS = (0.0, 0.5, 1.0)
@@ -228,7 +227,7 @@ class _PolicyInTurn:
         self._rng, self._expert = rng, _Disturbed(rng, job.noise, per_action)
         self._engine = _engine(job.policy, os.getpid())
         self._engine.reset()
-        self._ends, self._policys = 0, False
+        self._turn_ends, self._policy_acts = 0, False
 
     def act(self, action: np.ndarray, *, lies: bool, image: np.ndarray, passed: int) -> tuple[np.ndarray, int]:
         """What is done, float64 [7], and for how many steps.
@@ -239,12 +238,12 @@ class _PolicyInTurn:
             image: that the policy sees.
             passed: steps of the episode so far.
         """
-        if passed >= self._ends:
-            self._ends = passed + int(self._rng.integers(*_TURN_STEPS))
-            self._policys = bool(self._rng.random() < _POLICY_SHARE)
-        if not self._policys:
+        if passed >= self._turn_ends:
+            self._turn_ends = passed + int(self._rng.integers(*_TURN_STEPS))
+            self._policy_acts = bool(self._rng.random() < _POLICY_SHARE)
+        if not self._policy_acts:
             return self._expert.act(action, lies=lies)
-        return _decided(self._engine, Observation(image, self._task.instruction, stamp_ns=passed + 1)), 1
+        return _decided(self._engine, image, self._task.instruction, stamp_ns=passed + 1), 1
 
 
 def _lies(state: WorldState, task: Task) -> bool:
@@ -256,14 +255,21 @@ def bag_name(robot: str, task: str, seed: int) -> str:
     return ("" if robot == TABLE_ARM.name else f"{robot}-") + f"{task}-{seed:07d}"
 
 
-def _decided(engine: Engine, observation: Observation) -> np.ndarray:
+def _decided(engine: "Engine", image: np.ndarray, instruction: str, *, stamp_ns: int) -> np.ndarray:
     """What a policy does, float64 [7]; it stands still where it has no answer."""
-    outcome = engine.act(observation)
+    from specvla_ros.engine.outcome import Action
+    from specvla_ros.models.observation import Observation
+
+    outcome = engine.act(Observation(image, instruction, stamp_ns=stamp_ns))
     return outcome.values if isinstance(outcome, Action) else np.array([0.0] * 6 + [1.0])
 
 
 @lru_cache(maxsize=1)
-def _engine(policy: Path, process: int) -> Engine:
+def _engine(policy: Path, process: int) -> "Engine":
+    from specvla_ros.engine.engine import Engine
+    from specvla_ros.engine.settings import EngineSettings
+    from specvla_ros.models.checkpoint import load_target
+
     return Engine(load_target(policy, device="cpu"), EngineSettings())
 
 

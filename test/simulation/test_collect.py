@@ -69,7 +69,9 @@ def test_noise_is_in_what_is_done_not_in_what_is_recorded(tmp_path):
 
 def test_where_a_policy_acts_the_expert_labels_and_failures_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("specvla_ros.simulation.collect._POLICY_SHARE", 1.0)
-    monkeypatch.setattr("specvla_ros.simulation.collect._decided", lambda *_: np.array([0, 0, 0.02, 0, 0, 0, 1.0]))
+    monkeypatch.setattr(
+        "specvla_ros.simulation.collect._decided", lambda *_, **__: np.array([0, 0, 0.02, 0, 0, 0, 1.0])
+    )
     result = collect(tmp_path, tasks=["lift_red"], episodes=1, noise=0.0, policy=nano_policy())
     assert (result.new, result.failed) == (1, 0)
     recorded = frames(tmp_path / f"lift_red-{DEMONSTRATION_FIRST_SEED}")
