@@ -223,7 +223,7 @@ def _run_node() -> None:
 
     from specvla_msgs.msg import VlaAction
 
-    package = Path(sys.modules[PACKAGE].__path__[0])
+    package = Path(import_module(PACKAGE).__path__[0])
     older = (package / "nodes").is_dir()  # asked of the files: an installed package may stand behind this one
     node_class = import_module(f"{PACKAGE}.nodes.policy" if older else f"{PACKAGE}.ros.policy.node").PolicyNode
     checkpoint = package / "policies" / "nano"
