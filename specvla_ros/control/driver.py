@@ -20,7 +20,7 @@ from specvla_ros.errors import UserError
 _JUMP_S = 0.25
 STALL_S = 0.5
 _OUTSIDE_M = 0.005
-_NEAR_M = 0.003
+_NEAR_M, _NEAR_RAD = 0.003, 0.02
 _AWAY_S = 0.5
 
 
@@ -132,7 +132,8 @@ class Driver:
         if newest is None:
             return
         if self.guarded:
-            away = self.target.pose.distance(newest[1])[0] > _NEAR_M
+            way_m, turn_rad = self.target.pose.distance(newest[1])
+            away = way_m > _NEAR_M or turn_rad > _NEAR_RAD
         else:
             away = not follower.follows(self.target.pose, newest[1])
         if self.target.moving or not away:

@@ -31,14 +31,14 @@ SLOW = 0.2  # of what it is told: it lags more than behind MoveIt Servo's filter
 class Robot:
     """It is sent velocities, and goes at a part of them."""
 
-    def __init__(self):
+    def __init__(self, follows_velocity=True):
         self.history, self.now_s, self.pose = PoseHistory(), 100.0, Pose(np.zeros(3), np.eye(3))
         follower = ActionFollower(BoundedMotion(LIMITS), Gripper(GripperSettings(0.08, 0.0)), self.history)
         self.driver = Driver(
             follower,
             self.history,
             LIMITS,
-            follows_velocity=True,
+            follows_velocity=follows_velocity,
             pose_timeout_s=0.1,
             pose_source="here",
             start_output=lambda: None,
@@ -78,3 +78,18 @@ def test_a_velocity_does_not_jump_when_what_is_missing_is_no_longer_known(lost):
     assert np.linalg.norm(changes[:, :3], axis=1).max() <= LIMITS.linear_acceleration * DT_S * 1.001
     assert np.linalg.norm(changes[:, 3:], axis=1).max() <= LIMITS.angular_acceleration * DT_S * 1.001
     assert np.abs(robot.sent[-1]).max() < 1e-9
+
+
+@pytest.mark.parametrize("follows_velocity", [True, False])
+@pytest.mark.parametrize("moved", [(0.0, 0.0, 0.0, 0.0, 0.0, 0.6), (0.1, 0.0, 0.0, 0.0, 0.0, 0.0)])
+def test_while_the_guard_holds_the_target_goes_to_where_the_robot_is_put(follows_velocity, moved):
+    robot = Robot(follows_velocity)
+    robot.run(0.2)
+    robot.driver.passing(False, robot.now_s)
+    robot.run(0.2)
+    robot.pose = put = robot.pose.displaced(np.array(moved))
+    for _ in range(100):  # somebody holds it there
+        robot.run(DT_S)
+        robot.pose = put
+    way_m, turn_rad = robot.driver.target.pose.distance(put)
+    assert way_m < 0.005 and turn_rad < 0.03, "else the guard never finds it near enough to go on"

@@ -27,6 +27,7 @@ class CommandInput:
         arm: takes the commands.
         command: which interface; one of COMMANDS.
         now_s: the robot's clock.
+        obeys: whether the arm's controllers are on; a command that comes while they are off is dropped.
         on_command: called after each that was taken.
         on_refused: called after each that was not.
     """
@@ -38,11 +39,12 @@ class CommandInput:
         command: str,
         *,
         now_s: Callable[[], float],
+        obeys: Callable[[], bool],
         on_command: Callable[[], None],
         on_refused: Callable[[], None],
     ) -> None:
         self._logger = node.get_logger()
-        self._now_s = now_s
+        self._now_s, self._obeys = now_s, obeys
         self._on_command, self._on_refused = on_command, on_refused
         gripper = arm.gripper
 
@@ -73,6 +75,8 @@ class CommandInput:
         return str(self._motion.topic_name)
 
     def _take(self, name: str, take: Callable[[], None]) -> None:
+        if not self._obeys():
+            return
         try:
             take()
         except CommandRefusedError as why:

@@ -29,6 +29,8 @@ _EPOCH_NS = 1_000_000_000  # a stamp of 0 is no stamp
 _REPORT_S = 0.25
 _LINGER_S = 0.5  # what was published last must reach its subscribers before this process ends
 _SETTLE_S = 0.5  # a policy that this node has found may need a moment more to find this node
+# As who moves an arm by hand switches its controllers off: what was on its way must not pull it back.
+_CONTROLLERS_OFF_NS = 300_000_000
 _SEEK_S = 1.0  # time between two images while the policy is lost
 # A commanded arm catches up with the clock, up to this much, when the executor was late, as after drawing an image.
 _CATCH_UP_S = 0.1
@@ -113,6 +115,7 @@ class SimRobot(Node):
             self._arm,
             self._chosen.command,
             now_s=lambda: self._now_ns * 1e-9,
+            obeys=lambda: self._now_ns >= self._off_until_ns,
             on_command=self._on_command,
             on_refused=self._on_refused,
         )
@@ -271,6 +274,7 @@ class SimRobot(Node):
         if self._arm is not None:
             self._arm.reset()
         self._now_ns += self._step_ns  # time goes on across episodes
+        self._off_until_ns = self._now_ns + _CONTROLLERS_OFF_NS
         self._newest_image_ns = self._last_taken_ns = 0
         return Episode(start, start.task, began_ns=self._now_ns, steps_per_action=self._per_action)
 

@@ -36,6 +36,7 @@ from specvla_ros.simulation.motion_record import read_motion_record
 pytestmark = needs_gl
 
 STILL_M = 0.002
+OFF_S = 0.35  # the arm's controllers are, after a new start
 TYPES = {
     "pose": (PoseStamped, "pose"),
     "twist": (TwistStamped, "twist"),
@@ -141,7 +142,7 @@ class ExpertDriver:
 
     def __call__(self, message: PoseStamped) -> None:
         s, now_s = self._scene, stamp_ns(message.header) * 1e-9
-        if s.sim.phase is not Phase.RUNNING:
+        if s.sim.phase is not Phase.RUNNING or now_s < s.sim.episode.began_ns * 1e-9 + OFF_S:
             return
         if self._episode != s.sim.episode.start.index:
             self._episode, self._next_s = s.sim.episode.start.index, now_s
@@ -205,6 +206,22 @@ def test_between_episodes_the_arm_obeys_on_and_its_clock_goes_on() -> None:
         assert_without_gaps([stamp_ns(m.header) for m in s.joints])
         # The tool is out of sight for a while before the arm is put somewhere else.
         assert max(np.diff([stamp_ns(m.header) for m in s.tools])) > 100_000_000
+
+
+def test_what_was_on_its_way_to_the_last_episode_does_not_pull_the_arm_back() -> None:
+    with scene("pose", episodes=2) as s:
+        s.on_tool = ExpertDriver(s)
+        s.until(lambda: s.episodes and s.episodes[-1].finished_so_far == 1)
+        old = s.tools[-1]
+        s.on_tool = lambda message: s.motion.publish(old)
+        s.until(lambda: s.sim.phase is Phase.RUNNING and s.sim.episode.start.index == 1)
+        start = s.hand()
+        s.pass_time(0.25)
+        s.on_tool = lambda message: None
+        s.pass_time(0.5)
+        there = np.array([old.pose.position.x, old.pose.position.y, old.pose.position.z])
+        assert np.linalg.norm(start - there) > 0.05
+        assert np.linalg.norm(s.hand() - start) < STILL_M
 
 
 def bad(command: str, s: Scene) -> list[Any]:
