@@ -106,6 +106,23 @@ def read_checkpoint_json(path: Path) -> Fields:
     return read_fields(path, missing=missing, hint="; compare it with a released checkpoint's")
 
 
+def read_end_ids(directory: Path) -> frozenset[int]:
+    """The ids that end an answer, as transformers' generate takes them: generation_config.json's, else config.json's.
+
+    Raises:
+        UserError: neither file says it.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        found = read_checkpoint_json(path).raw.get("eos_token_id") if path.exists() else None
+        ids = found if isinstance(found, list) else [found]
+        if found is not None:
+            if not ids or not all(type(i) is int and i >= 0 for i in ids):
+                raise UserError(f"{path}: eos_token_id must be a token id, or a list of them; copy the file again")
+            return frozenset(ids)
+    raise UserError(f"{directory} does not say which token ends an answer: add eos_token_id to generation_config.json")
+
+
 def check_not_quantised(raw: Fields) -> None:
     """Refuses a config.json that says its weights are quantised.
 
