@@ -36,9 +36,9 @@ class Published:
 
 
 class ActionPublisher:
-    """Publishes actions on `~/action`, how they were decoded on `~/decode_stats`, and what a policy wrote before them on
-    `~/reasoning`, while the node is active.
+    """Publishes actions on `~/action` while the node is active, and beside them how and with which words they came.
 
+    `~/decode_stats` has one message per action, `~/reasoning` one per action of a policy that writes before it acts.
     The publishers are managed: rclpy keeps them silent in every other state. What rclpy cannot know is which action
     is void. The lock makes that promise: once `new_epoch` has returned, no action from before it goes out.
 
