@@ -16,7 +16,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import TARGETS
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import Codec, CodecContext, make_codec
-from specvla_ros.models.config import read_end_ids
+from specvla_ros.models.config import check_generation, read_end_ids
 from specvla_ros.models.llama import LlamaDecoder, LlamaLayer, head_dtype, layer_tensors
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.config import OPENVLA_TYPES, OpenVLAConfig, read_config
@@ -298,6 +298,7 @@ def load_openvla(
         UserError: anything about the directory or an argument that does not fit, before weights are read if possible.
     """
     config = read_config(directory)
+    check_generation(directory)
     style = _prompt_style(prompt, config, directory)
     codec = make_codec(
         config.action_codec,

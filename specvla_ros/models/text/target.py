@@ -17,7 +17,13 @@ from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import TARGETS
 from specvla_ros.models.codecs.text import TextCodec
-from specvla_ros.models.config import check_directory, read_checkpoint_json, read_end_ids, read_llama_config
+from specvla_ros.models.config import (
+    check_directory,
+    check_generation,
+    read_checkpoint_json,
+    read_end_ids,
+    read_llama_config,
+)
 from specvla_ros.models.llama import LlamaDecoder, head_dtype, llama_tensors
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import ImageEmbeddings, PromptLayout
@@ -132,6 +138,7 @@ def load_text(
     check_directory(directory)
     raw = read_checkpoint_json(directory / "config.json")
     config = read_llama_config(raw)
+    check_generation(directory)
     with torch.device("meta"):
         decoder = LlamaDecoder(config)
     check_weights(directory, llama_tensors(decoder), unused=r"lm_head\.weight|.+\.inv_freq")
