@@ -20,6 +20,7 @@ from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.openvla.prompt import PromptTokenizer
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.quantization import check_quantization, quantize_layer
+from specvla_ros.models.settings import PromptStyle
 from specvla_ros.models.target import ImageEmbeddings
 from specvla_ros.speculation.drafters.eagle_head import save_draft_head
 from specvla_ros.speculation.settings import DRAFT_FOLDER
@@ -117,7 +118,7 @@ def random_policy(
         directory=directory,
         model=model,
         image_processor=lambda _: pixels,  # type: ignore[arg-type]  # gives the same pixels for every image
-        prompt=PromptTokenizer(None, chat=False, trailing_id=None, vocab_size=size.llama.vocab_size),
+        prompt=PromptTokenizer(None, style=PromptStyle.OPENVLA, trailing_id=None, vocab_size=size.llama.vocab_size),
         codec=random_codec(model.config.token_vocab_size, tokens),
         prompt_rows=prompt_rows,
         embeddings=None if vision else torch.randn(shape, generator=generator, device=device, dtype=dtype),
@@ -173,7 +174,7 @@ def frame(stamp_ns: int) -> Observation:
 
 def _around(decoder: LlamaDecoder, size: Size, vision: bool) -> OpenVLA:
     """A model around the decoder; without vision it has no towers."""
-    config = OpenVLAConfig(size.towers, size.llama, _PAD_ROWS, _BINS, {}, chat_prompt=False)
+    config = OpenVLAConfig(size.towers, size.llama, _PAD_ROWS, _BINS, {}, vicuna=False)
     with torch.device("meta"):
         model = OpenVLA(config)
     model.decoder = decoder

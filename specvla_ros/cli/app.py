@@ -93,22 +93,27 @@ def predict(
 
 def _print_outcome(outcome: "Outcome", policy: "Target", *, as_json: bool) -> None:
     from specvla_ros.engine.outcome import Drop
+    from specvla_ros.models.tokenizer import text_of
 
     if isinstance(outcome, Drop):
         typer.secho(f"specvla: no action: {outcome.reason.value}: {outcome.detail}", fg=typer.colors.RED, err=True)
         raise typer.Exit(1)
     timings = outcome.timings
+    text = text_of(policy.tokenizer, outcome.text_tokens)
     seconds = {"vision": timings.vision_s, "prefill": timings.prefill_s, "decode": timings.decode_s}
     if as_json:
         result = {
             "action": dict(zip(outcome.names, outcome.values.tolist(), strict=True)),
             "values": outcome.values.tolist(),
             "tokens": list(outcome.tokens),
+            "text": text,
             "unnorm_key": policy.unnorm_key,
             "seconds": seconds,
         }
         typer.echo(json.dumps(result))
         return
+    if text:
+        typer.echo(text)
     for name, value, token in zip(outcome.names, outcome.values, outcome.tokens, strict=True):
         typer.echo(f"{name:>8} {value:+.6f}   token {token}")
     typer.echo(f"unnorm_key {policy.unnorm_key}; " + ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in seconds.items()))

@@ -78,6 +78,7 @@ class Action:
         tokens: the action tokens, one per value for bins.
         finished_ns: `time.monotonic_ns()` when the last token was committed.
         dt_s: seconds that one action takes; None where the checkpoint does not say.
+        text_tokens: the text that the policy wrote before its action.
     """
 
     observation: Observation
@@ -88,6 +89,7 @@ class Action:
     record: DecodeRecord
     finished_ns: int
     dt_s: float | None = None
+    text_tokens: tuple[int, ...] = ()
 
     @property
     def values(self) -> np.ndarray:

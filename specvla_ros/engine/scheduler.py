@@ -281,11 +281,11 @@ class Scheduler:
 
     def _finish(self, request: Request, batch: Batch) -> None:
         """Takes a request out whose answer is complete; what was older is overtaken."""
-        tokens = self._codec.action_tokens(request.tokens)
-        invalid = self._codec.invalid(tokens)
-        if invalid is not None:
-            self._drop(request, DropReason.NOT_AN_ACTION, f"token {invalid} is no action token")
+        problem = self._codec.problem(request.tokens)
+        if problem:
+            self._drop(request, DropReason.NOT_AN_ACTION, problem)
             return
+        tokens = self._codec.action_tokens(request.tokens)
         actions = self._codec.decode(tokens)
         if not np.isfinite(actions).all():
             self._drop(request, DropReason.NOT_FINITE, f"the action is {actions.tolist()}")
@@ -296,6 +296,7 @@ class Scheduler:
             actions=actions,
             dt_s=self._codec.dt_s,
             tokens=tokens,
+            text_tokens=self._codec.text_tokens(request.tokens),
             timings=request.timings(),
             record=request.record(self.settings.mode, len(self.requests)),
             finished_ns=time.monotonic_ns(),

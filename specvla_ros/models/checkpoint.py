@@ -34,6 +34,7 @@ def load_target(
     center_crop: bool = _USUAL.center_crop,
     quantization: str = _USUAL.quantization,
     action_head: bool = _USUAL.action_head,
+    prompt: str = _USUAL.prompt,
     progress: Progress | None = None,
 ) -> Target:
     """Loads a policy from a directory in Hugging Face format.
@@ -46,6 +47,7 @@ def load_target(
         center_crop: as the fine-tuned checkpoints need that were trained with image augmentation.
         quantization: of the decoder layers' matrices, see `check_quantization`.
         action_head: compute the logits of action tokens alone, for a policy that answers with nothing else.
+        prompt: how an OpenVLA checkpoint is asked, see `PromptStyle`; `auto`: as its config.json says.
         progress: called with what is being done and the fraction of the tensors read.
 
     Raises:
@@ -62,6 +64,7 @@ def load_target(
         center_crop=center_crop,
         quantization=quantization,
         action_head=action_head,
+        prompt=prompt,
         progress=progress,
     )
     return target

@@ -106,6 +106,59 @@ def read_checkpoint_json(path: Path) -> Fields:
     return read_fields(path, missing=missing, hint="; compare it with a released checkpoint's")
 
 
+# What changes greedy decoding in transformers' generate, with the values that do not.
+_GREEDY = {
+    "repetition_penalty": (None, 1.0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "num_beams": (None, 1),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "penalty_alpha": (None, 0.0),
+    "guidance_scale": (None, 1.0),
+    "exponential_decay_length_penalty": (None,),
+    "sequence_bias": (None,),
+    "bad_words_ids": (None,),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+}
+
+
+def check_generation(directory: Path) -> None:
+    """Refuses a generation_config.json that asks for other than plain greedy decoding; sampling is never done.
+
+    Raises:
+        UserError: it does, and decoded without it the policy would act otherwise than its own code has it act.
+    """
+    path = directory / "generation_config.json"
+    given = read_checkpoint_json(path).raw if path.exists() else {}
+    for name, plain in _GREEDY.items():
+        if name in given and given[name] not in plain:
+            raise UserError(
+                f"{path}: {name} is {shown(given[name])}, which changes what it answers and is not supported for "
+                "this family; if it was not trained or evaluated so, take it out"
+            )
+
+
+def read_end_ids(directory: Path) -> frozenset[int]:
+    """The ids that end an answer, as transformers' generate takes them: generation_config.json's, else config.json's.
+
+    Raises:
+        UserError: neither file says it.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        found = read_checkpoint_json(path).raw.get("eos_token_id") if path.exists() else None
+        ids = found if isinstance(found, list) else [found]
+        if found is not None:
+            if not ids or not all(type(i) is int and i >= 0 for i in ids):
+                raise UserError(f"{path}: eos_token_id must be a token id, or a list of them; copy the file again")
+            return frozenset(ids)
+    raise UserError(f"{directory} does not say which token ends an answer: add eos_token_id to generation_config.json")
+
+
 def check_not_quantised(raw: Fields) -> None:
     """Refuses a config.json that says its weights are quantised.
 

@@ -18,6 +18,14 @@ class WeightFormat(str, Enum):
     FP8 = "fp8"
 
 
+class PromptStyle(str, Enum):
+    """How an OpenVLA checkpoint is asked."""
+
+    OPENVLA = "openvla"
+    VICUNA = "vicuna"
+    ECOT = "ecot"
+
+
 QUANTIZATIONS = tuple(weights.value for weights in WeightFormat)
 
 
@@ -50,6 +58,14 @@ class ModelSettings:
     )
     center_crop: bool = parameter(
         False, "Crop images to the central 90 % of their area, as checkpoints fine-tuned with augmentation need."
+    )
+
+    prompt: str = parameter(
+        "auto",
+        "How an OpenVLA checkpoint is asked: openvla, vicuna (OpenVLA v0.1), or ecot, which writes its reasoning first "
+        "(set decode.max_reasoning_tokens). auto: openvla, unless config.json names Vicuna, which two of them have.",
+        name="model.prompt",
+        choices=("auto", *(style.value for style in PromptStyle)),
     )
 
     def __post_init__(self) -> None:

@@ -56,6 +56,14 @@ def check_tokenizer(tokenizer: Tokenizer, path: Path, vocab_size: int) -> None:
         raise UserError(f"{path} cannot encode a prompt ({error}); copy the file again") from None
 
 
+def text_of(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> str:
+    """Token ids as text, special tokens left out; empty without a tokenizer."""
+    if tokenizer is None or not tokens:
+        return ""
+    text: str = tokenizer.decode(list(tokens))
+    return text.strip()
+
+
 def check_prompt_ids(ids: Sequence[int], vocab_size: int) -> None:
     """Whether the model has an embedding for each id of a prompt.
 

@@ -22,7 +22,7 @@ OPENVLA_7B = OpenVLAConfig(
     pad_to_multiple_of=64,
     action_bins=256,
     norm_stats={},
-    chat_prompt=False,
+    vicuna=False,
 )
 
 

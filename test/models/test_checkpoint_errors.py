@@ -354,3 +354,12 @@ def test_openvla_oft_is_refused_by_its_action_head(checkpoint: Path) -> None:
 @needs(ORACLES / "oft_tiny_a")
 def test_the_reference_oft_checkpoint_is_refused() -> None:
     refuse(ORACLES / "oft_tiny_a" / "checkpoint", "OpenVLA-OFT checkpoint")
+
+
+@pytest.mark.parametrize(("name", "value"), [("repetition_penalty", 1.05), ("num_beams", 4), ("suppress_tokens", [7])])
+def test_decoding_that_is_not_plainly_greedy(checkpoint: Path, name: str, value: Any) -> None:
+    plain = '"repetition_penalty": 1.0, "num_beams": 1, "do_sample": true, "temperature": 0.6, "suppress_tokens": null'
+    (checkpoint / "generation_config.json").write_text("{" + plain + "}")
+    load_target(checkpoint, device="cpu")
+    edit_json(checkpoint / "generation_config.json", lambda given: given.update({name: value}))
+    refuse(checkpoint, rf"generation_config\.json: {name} is .* changes what it answers")

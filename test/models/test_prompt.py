@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.openvla.prompt import MAX_INSTRUCTION, PromptTokenizer, read_prompt_tokenizer
+from specvla_ros.models.settings import PromptStyle
 
 SPECIAL = ("<s>", "</s>", "<pad>")
 
@@ -26,7 +27,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def prompt_of(tokenizer: Tokenizer, *taught: str) -> PromptTokenizer:
     return PromptTokenizer(
-        tokenizer, chat=False, trailing_id=None, vocab_size=tokenizer.get_vocab_size(), taught=taught
+        tokenizer, style=PromptStyle.OPENVLA, trailing_id=None, vocab_size=tokenizer.get_vocab_size(), taught=taught
     )
 
 
@@ -80,6 +81,6 @@ def test_truncation_and_padding_of_the_file_change_no_prompt(tokenizer: Tokenize
     changed.enable_padding(length=200)
     changed.save(str(tmp_path / "tokenizer.json"))
     size = tokenizer.get_vocab_size()
-    read = read_prompt_tokenizer(tmp_path, chat=False, token_vocab_size=size, vocab_size=size)
+    read = read_prompt_tokenizer(tmp_path, style=PromptStyle.OPENVLA, token_vocab_size=size, vocab_size=size)
     for instruction in ("lift the red cube", "lift the blue cube"):
         assert read.ids(instruction)[:-1] == prompt_of(tokenizer).ids(instruction)

@@ -62,8 +62,11 @@ class DigitCodec:
     def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(tokens)
 
-    def invalid(self, tokens: Sequence[int]) -> int | None:
-        return None
+    def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return ()
+
+    def problem(self, tokens: Sequence[int]) -> str:
+        return ""
 
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
         digits = np.array([token - DIGITS.start if token in DIGITS else 0 for token in tokens], dtype=np.float64)

@@ -20,7 +20,7 @@ from sensor_msgs.msg import Image
 from std_msgs.msg import String
 from support.patience import wait_until
 
-from specvla_msgs.msg import DecodeStats, VlaAction
+from specvla_msgs.msg import DecodeStats, Reasoning, VlaAction
 from specvla_ros.bags.image_message import stamp_ns
 from specvla_ros.ros.policy.node import PolicyNode
 from specvla_ros.ros.qos import ACTION, DIAGNOSTICS
@@ -49,11 +49,13 @@ class Robot:
     executor: SingleThreadedExecutor
     actions: list[VlaAction] = field(default_factory=list)
     stats: list[DecodeStats] = field(default_factory=list)
+    reasoning: list[Reasoning] = field(default_factory=list)
     diagnostics: list[DiagnosticArray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.user.create_subscription(VlaAction, "/policy/action", self.actions.append, ACTION)
         self.user.create_subscription(DecodeStats, "/policy/decode_stats", self.stats.append, ACTION)
+        self.user.create_subscription(Reasoning, "/policy/reasoning", self.reasoning.append, ACTION)
         self.user.create_subscription(DiagnosticArray, "/diagnostics", self.diagnostics.append, DIAGNOSTICS)
         self.images = self.user.create_publisher(Image, "image", 1)
 

@@ -4,6 +4,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -142,12 +143,15 @@ class BinsCodec:
         max_text: text tokens that may come before the action, as embodied chain-of-thought policies write them; 0 for
             OpenVLA, whose first token is an action.
         dt_s: see `Codec`.
+        end_ids: the token ids with which a policy that writes text ends its answer; it must then hold one action, whole
+            and at its end. Empty: an answer ends with the last token of the first whole action.
     """
 
     tokenizer: ActionTokenizer
     statistics: ActionStatistics
     max_text: int = 0
     dt_s: float | None = None
+    end_ids: frozenset[int] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -177,9 +181,18 @@ class BinsCodec:
 
     @property
     def max_tokens(self) -> int:
-        return self.max_text + self.dims
+        return self.max_text + self.dims + bool(self.end_ids)
 
     def with_text(self, max_text: int) -> "BinsCodec":
+        """See `Codec`.
+
+        Raises:
+            UserError: it is 0, and the policy writes text.
+        """
+        if self.end_ids and not max_text:
+            raise UserError(
+                "this policy writes text before its action: set decode.max_reasoning_tokens to its length, such as 1024"
+            )
         return replace(self, max_text=max_text)
 
     def position(self, tokens: Sequence[int]) -> int:
@@ -189,26 +202,40 @@ class BinsCodec:
         return next(text, len(tokens))
 
     def in_text(self, tokens: Sequence[int]) -> bool:
-        return self.max_text > 0 and not self.position(tokens)
+        return self.max_text > 0 and not 0 < self.position(tokens) < self.dims
 
     def remaining(self, tokens: Sequence[int]) -> int:
-        position = self.position(tokens)
-        return self.dims - position if position else self.max_tokens - len(tokens)
+        position, limit = self.position(tokens), self.max_tokens - len(tokens)
+        return min(limit, self.dims - position + bool(self.end_ids)) if 0 < position < self.dims else limit
 
     def legal_ids(self, tokens: Sequence[int]) -> range | None:
         return None if self.in_text(tokens) else range(self.tokenizer.first_id, self.tokenizer.vocab_size)
 
     def end(self, tokens: Sequence[int], known: int) -> int:
         for n in range(known + 1, len(tokens) + 1):
-            if n == self.max_tokens or self.position(tokens[:n]) == self.dims:
+            whole = tokens[n - 1] in self.end_ids if self.end_ids else self.position(tokens[:n]) == self.dims
+            if whole or n == self.max_tokens:
                 return n
         return 0
 
     def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        return tuple(tokens[-self.dims :])
+        return tuple(tokens[: self._stop(tokens)][-self.dims :])
 
-    def invalid(self, tokens: Sequence[int]) -> int | None:
-        return next((token for token in tokens if not self.tokenizer.is_action(token)), None)
+    def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return tuple(tokens[: self._stop(tokens)][: -self.dims])
+
+    def _stop(self, tokens: Sequence[int]) -> int:
+        """Length of an answer without its end token."""
+        return len(tokens) - (tokens[-1] in self.end_ids)
+
+    def problem(self, tokens: Sequence[int]) -> str:
+        if not self.end_ids:
+            other = (token for token in self.action_tokens(tokens) if not self.tokenizer.is_action(token))
+            return "".join(f"token {token} is no action token" for token in islice(other, 1))
+        if tokens[-1] not in self.end_ids:
+            return f"the answer has no end after {len(tokens)} tokens: raise decode.max_reasoning_tokens"
+        actions = self.position(tokens[:-1])
+        return "" if actions == self.dims else f"the answer ends with {actions} action tokens in place of {self.dims}"
 
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
         return self.statistics.unnormalise(self.tokenizer.decode(tokens))[None]
@@ -240,7 +267,7 @@ def _bins(context: CodecContext) -> BinsCodec:
         statistics = select_statistics(context.norm_stats, context.unnorm_key)
     except UserError as error:
         raise UserError(f"{context.directory}: {error}") from None
-    return BinsCodec(tokenizer, statistics)
+    return BinsCodec(tokenizer, statistics, end_ids=context.end_ids)
 
 
 def tolerance_in_bins(

@@ -97,8 +97,11 @@ class Codec(Protocol):
     def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """The tokens of a complete answer that stand for its actions."""
 
-    def invalid(self, tokens: Sequence[int]) -> int | None:
-        """The first of an answer's action tokens that stands for no action; None if all do."""
+    def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The tokens of a complete answer that are text, without what ends it."""
+
+    def problem(self, tokens: Sequence[int]) -> str:
+        """Why a complete answer stands for no action, in words; empty: it does."""
 
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
         """Action tokens to float64 [horizon, dims] in the robot's units."""
@@ -141,6 +144,7 @@ class CodecContext:
         unnorm_key: the dataset whose statistics apply; empty: the only one there is.
         vocab_size: token ids in the vocabulary, padding rows not counted.
         bins: bin edges per action dimension.
+        end_ids: token ids that end an answer, of a policy that writes text before its action; else empty.
     """
 
     directory: Path
@@ -148,6 +152,7 @@ class CodecContext:
     unnorm_key: str
     vocab_size: int
     bins: int
+    end_ids: frozenset[int] = frozenset()
 
 
 def make_codec(name: str, context: CodecContext) -> Codec:

@@ -73,8 +73,11 @@ class TextCodec:
         """The whole answer: whoever asks reads it."""
         return tuple(tokens)
 
-    def invalid(self, tokens: Sequence[int]) -> int | None:
-        return None
+    def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return tuple(tokens[:-1] if tokens[-1] in self.end_ids else tokens)
+
+    def problem(self, tokens: Sequence[int]) -> str:
+        return ""
 
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
         return np.zeros((self.horizon, 0))

@@ -31,7 +31,7 @@ class OpenVLAConfig:
         pad_to_multiple_of: rows that pad the vocabulary; the last 256 ids before them are the action tokens.
         action_bins: bin edges per action dimension.
         norm_stats: the checkpoint's dataset statistics by unnorm_key.
-        chat_prompt: True for OpenVLA v0.1, whose prompt is Vicuna's.
+        vicuna: whether its language model is Vicuna: OpenVLA v0.1's and ECoT's, which are asked differently.
         instructions: all that the policy was taught, where config.json lists them (this package's addition).
         action_codec: name of its codec, see `specvla_ros.models.codecs` (this package's addition).
     """
@@ -41,7 +41,7 @@ class OpenVLAConfig:
     pad_to_multiple_of: int
     action_bins: int
     norm_stats: Mapping[str, Any]
-    chat_prompt: bool
+    vicuna: bool
     instructions: tuple[str, ...] = ()
     action_codec: str = "bins"
 
@@ -93,7 +93,7 @@ def read_config(directory: Path) -> OpenVLAConfig:
         pad_to_multiple_of=raw.whole("pad_to_multiple_of", 64, maximum=MAX_IDS),
         action_bins=raw.whole("n_action_bins", 256, minimum=2, maximum=1 << 16),
         norm_stats=raw.inner("norm_stats", {}).raw if fine_tuned is None else fine_tuned,
-        chat_prompt="vicuna" in raw.text("llm_backbone_id", ""),
+        vicuna="vicuna" in raw.text("llm_backbone_id", ""),
         instructions=tuple(raw.list_of("instructions", str, "a list of texts", ())),
         action_codec=raw.text("action_codec", "bins"),
     )

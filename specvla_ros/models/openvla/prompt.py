@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from specvla_ros.errors import UserError, shortened
+from specvla_ros.models.settings import PromptStyle
 from specvla_ros.models.tokenizer import check_prompt_ids, read_tokenizer
 
 # OpenVLA was trained with this token, a lone space, before the first action token; without it most tokens change.
@@ -26,14 +27,14 @@ class PromptTokenizer:
 
     Args:
         tokenizer: of the checkpoint; None when the directory has no tokenizer.json, then only ids can be given.
-        chat: OpenVLA v0.1's prompt in place of the usual one.
+        style: the words around the instruction.
         trailing_id: the token that must end the prompt; None in a vocabulary without a lone space.
         vocab_size: ids the model has embeddings for.
         taught: all instructions that the policy was trained on, where its config.json lists them; empty: any is asked.
     """
 
     tokenizer: Tokenizer | None
-    chat: bool
+    style: PromptStyle
     trailing_id: int | None
     vocab_size: int
     taught: tuple[str, ...] = ()
@@ -66,7 +67,9 @@ class PromptTokenizer:
     def text(self, instruction: str) -> str:
         """The prompt as text."""
         question = f"What action should the robot take to {instruction.lower()}?"
-        return f"{_VICUNA_SYSTEM} USER: {question} ASSISTANT:" if self.chat else f"In: {question}\nOut:"
+        if self.style is PromptStyle.OPENVLA:
+            return f"In: {question}\nOut:"
+        return f"{_VICUNA_SYSTEM} USER: {question} ASSISTANT:{' TASK:' if self.style is PromptStyle.ECOT else ''}"
 
     def _refuse_special(self, instruction: str, tokenizer: Tokenizer) -> None:
         """Special tokens end, begin or pad a prompt; an instruction that holds one would rewrite the prompt."""
@@ -117,11 +120,12 @@ def normalise_instruction(instruction: str) -> str:
 
 
 def read_prompt_tokenizer(
-    directory: Path, *, chat: bool, token_vocab_size: int, vocab_size: int, taught: tuple[str, ...] = ()
+    directory: Path, *, style: PromptStyle, token_vocab_size: int, vocab_size: int, taught: tuple[str, ...] = ()
 ) -> PromptTokenizer:
     """Reads tokenizer.json if it is there.
 
     Args:
+        style: the words around the instruction; ECoT's prompt ends with no lone space.
         token_vocab_size: tokens in the vocabulary, padding not counted; tells Llama's vocabulary from a smaller one,
             whose own lone-space token takes the place of 29871.
         vocab_size: rows of the embedding.
@@ -139,8 +143,11 @@ def read_prompt_tokenizer(
                 f"{path} has {tokenizer.get_vocab_size()} tokens, but the model has embeddings for {vocab_size}: "
                 "it belongs to another checkpoint"
             )
-    if token_vocab_size > LLAMA_SPACE_ID:
-        trailing: int | None = LLAMA_SPACE_ID
+    trailing: int | None
+    if style is PromptStyle.ECOT:
+        trailing = None
+    elif token_vocab_size > LLAMA_SPACE_ID:
+        trailing = LLAMA_SPACE_ID
     else:
         trailing = tokenizer.token_to_id("▁") if tokenizer is not None else None
-    return PromptTokenizer(tokenizer, chat, trailing, vocab_size, taught)
+    return PromptTokenizer(tokenizer, style, trailing, vocab_size, taught)

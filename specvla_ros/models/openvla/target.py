@@ -16,6 +16,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import TARGETS
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import Codec, CodecContext, make_codec
+from specvla_ros.models.config import check_generation, read_end_ids
 from specvla_ros.models.llama import LlamaDecoder, LlamaLayer, head_dtype, layer_tensors
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.config import OPENVLA_TYPES, OpenVLAConfig, read_config
@@ -29,6 +30,7 @@ from specvla_ros.models.quantization import (
     parameter_count,
     quantize_layer,
 )
+from specvla_ros.models.settings import PromptStyle
 from specvla_ros.models.target import ImageEmbeddings, PromptLayout, Target
 from specvla_ros.models.tokenizer import check_tokenizer
 from specvla_ros.models.weights import Progress, check_weights, load_weights
@@ -276,6 +278,7 @@ def load_openvla(
     center_crop: bool,
     quantization: str,
     action_head: bool,
+    prompt: str,
     progress: Progress | None,
 ) -> OpenVLATarget:
     """Loads an OpenVLA checkpoint from a Hugging Face directory.
@@ -288,29 +291,39 @@ def load_openvla(
         center_crop: as the fine-tuned checkpoints need that were trained with image augmentation.
         quantization: of the decoder layers' matrices, see `check_quantization`.
         action_head: compute the logits of action tokens alone, for a policy that answers with nothing else.
+        prompt: how it is asked; `auto`: as config.json says.
         progress: called with what is being done and the fraction of the tensors read.
 
     Raises:
         UserError: anything about the directory or an argument that does not fit, before weights are read if possible.
     """
     config = read_config(directory)
+    check_generation(directory)
+    style = _prompt_style(prompt, config, directory)
     codec = make_codec(
         config.action_codec,
-        CodecContext(directory, config.norm_stats, unnorm_key, config.token_vocab_size, config.action_bins),
+        CodecContext(
+            directory,
+            config.norm_stats,
+            unnorm_key,
+            config.token_vocab_size,
+            config.action_bins,
+            end_ids=read_end_ids(directory) if style is PromptStyle.ECOT else frozenset(),
+        ),
     )
     image_processor = read_image_processor(directory, center_crop=center_crop)
     sizes = [tower.image_size for tower in config.towers]
     if [tower.size for tower in image_processor.towers] != sizes:
         raise UserError(f"{directory}: preprocessor_config.json does not give the towers' image sizes {sizes}")
-    prompt = read_prompt_tokenizer(
+    prompts = read_prompt_tokenizer(
         directory,
-        chat=config.chat_prompt,
+        style=style,
         token_vocab_size=config.token_vocab_size,
         vocab_size=config.llama.vocab_size,
         taught=config.instructions,
     )
-    if prompt.tokenizer is not None:
-        check_tokenizer(prompt.tokenizer, directory / "tokenizer.json", config.llama.vocab_size)
+    if prompts.tokenizer is not None:
+        check_tokenizer(prompts.tokenizer, directory / "tokenizer.json", config.llama.vocab_size)
     check_quantization(quantization, device, dtype)
     model = load_model(directory, config, device, dtype, quantization=quantization, progress=progress)
     if action_head:
@@ -319,10 +332,26 @@ def load_openvla(
         directory=directory,
         model=model,
         image_processor=image_processor,
-        prompt=prompt,
+        prompt=prompts,
         codec=codec,
         quantization=quantization,
     )
+
+
+def _prompt_style(chosen: str, config: OpenVLAConfig, directory: Path) -> PromptStyle:
+    """How it is asked.
+
+    Raises:
+        UserError: it is to be seen from config.json, which does not tell.
+    """
+    if chosen != "auto":
+        return PromptStyle(chosen)
+    if config.vicuna:
+        raise UserError(
+            f"{directory}: config.json names Vicuna, which OpenVLA v0.1 and ECoT have, and does not say which of them "
+            "this is; asked as the other it acts wrongly: set model.prompt to vicuna or to ecot"
+        )
+    return PromptStyle.OPENVLA
 
 
 for order, model_type in enumerate(OPENVLA_TYPES):

@@ -17,7 +17,13 @@ from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import TARGETS
 from specvla_ros.models.codecs.text import TextCodec
-from specvla_ros.models.config import check_directory, read_checkpoint_json, read_llama_config
+from specvla_ros.models.config import (
+    check_directory,
+    check_generation,
+    read_checkpoint_json,
+    read_end_ids,
+    read_llama_config,
+)
 from specvla_ros.models.llama import LlamaDecoder, head_dtype, llama_tensors
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import ImageEmbeddings, PromptLayout
@@ -108,6 +114,7 @@ def load_text(
     center_crop: bool,
     quantization: str,
     action_head: bool,
+    prompt: str,
     progress: Progress | None,
 ) -> TextTarget:
     """Loads a language model from a Hugging Face directory.
@@ -120,6 +127,7 @@ def load_text(
         center_crop: as above.
         quantization: none.
         action_head: False.
+        prompt: has no meaning here.
         progress: called with what is being done and the fraction of the tensors read.
 
     Raises:
@@ -130,6 +138,7 @@ def load_text(
     check_directory(directory)
     raw = read_checkpoint_json(directory / "config.json")
     config = read_llama_config(raw)
+    check_generation(directory)
     with torch.device("meta"):
         decoder = LlamaDecoder(config)
     check_weights(directory, llama_tensors(decoder), unused=r"lm_head\.weight|.+\.inv_freq")
@@ -142,7 +151,7 @@ def load_text(
     return TextTarget(
         directory=directory,
         decoder=decoder.eval().requires_grad_(False),
-        codec=TextCodec(_end_ids(directory), config.vocab_size),
+        codec=TextCodec(read_end_ids(directory), config.vocab_size),
         tokenizer=_tokenizer(directory, config.vocab_size),
     )
 
@@ -154,16 +163,3 @@ def _tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     tokenizer = read_tokenizer(path)
     check_tokenizer(tokenizer, path, vocab_size)
     return tokenizer
-
-
-def _end_ids(directory: Path) -> frozenset[int]:
-    """As transformers' generate takes them: generation_config.json's, else config.json's."""
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        found = read_checkpoint_json(path).raw.get("eos_token_id") if path.exists() else None
-        ids = found if isinstance(found, list) else [found]
-        if found is not None:
-            if not ids or not all(type(i) is int and i >= 0 for i in ids):
-                raise UserError(f"{path}: eos_token_id must be a token id, or a list of them; copy the file again")
-            return frozenset(ids)
-    raise UserError(f"{directory} does not say which token ends an answer: add eos_token_id to generation_config.json")

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from rclpy.lifecycle import LifecycleNode
 from rclpy.time import Time
 from std_msgs.msg import Header
+from tokenizers import Tokenizer
 
-from specvla_msgs.msg import DecodeStats, VlaAction
+from specvla_msgs.msg import DecodeStats, Reasoning, VlaAction
 from specvla_ros.bags.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
 from specvla_ros.engine.outcome import Action, Drop, DropReason
+from specvla_ros.models.tokenizer import text_of
 from specvla_ros.ros.qos import ACTION
 
 _NS = 1e-9
@@ -34,25 +36,32 @@ class Published:
 
 
 class ActionPublisher:
-    """Publishes actions on `~/action` and how they were decoded on `~/decode_stats`, while the node is active.
+    """Publishes actions on `~/action` while the node is active, and beside them how and with which words they came.
 
+    `~/decode_stats` has one message per action, `~/reasoning` one per action of a policy that writes before it acts.
     The publishers are managed: rclpy keeps them silent in every other state. What rclpy cannot know is which action
     is void. The lock makes that promise: once `new_epoch` has returned, no action from before it goes out.
 
     Args:
         node: the node of the topics and of the clock.
         meaning: of the actions' numbers, asked for at each action; None before a policy is loaded.
+        tokenizer: of the policy, asked for at each answer with text.
         max_image_age_s: limit of the image's age at publication, read at each action; 0: none.
     """
 
     def __init__(
-        self, node: LifecycleNode, meaning: Callable[[], ActionMeaning | None], max_image_age_s: Callable[[], float]
+        self,
+        node: LifecycleNode,
+        meaning: Callable[[], ActionMeaning | None],
+        tokenizer: Callable[[], Tokenizer | None],
+        max_image_age_s: Callable[[], float],
     ) -> None:
         self._clock = node.get_clock()
-        self._meaning = meaning
+        self._meaning, self._tokenizer = meaning, tokenizer
         self._max_image_age_s = max_image_age_s
         self._actions = node.create_lifecycle_publisher(VlaAction, "~/action", ACTION)
         self._stats = node.create_lifecycle_publisher(DecodeStats, "~/decode_stats", ACTION)
+        self._reasoning = node.create_lifecycle_publisher(Reasoning, "~/reasoning", ACTION)
         self._lock = threading.Lock()
         self._epoch = 0
         self._next_seq = 0
@@ -90,6 +99,7 @@ class ActionPublisher:
             drop_counts: frames dropped since activation, by reason.
         """
         observation = action.observation
+        text = text_of(self._tokenizer(), action.text_tokens)
         with self._lock:
             meaning = self._meaning()
             if meaning is None or not self._actions.is_activated or observation.epoch != self._epoch:
@@ -103,12 +113,15 @@ class ActionPublisher:
             if max_age_s and latency_s > max_age_s:
                 age = f"{latency_s:.3f} s old, the limit is {max_age_s:g} s"
                 return Drop(observation, DropReason.TOO_OLD, age)
-            stamp = Time(nanoseconds=observation.stamp_ns).to_msg()
-            seq = self._next_seq
+            stamp, seq = Time(nanoseconds=observation.stamp_ns).to_msg(), self._next_seq
+            seen = Header(stamp=stamp, frame_id=observation.frame_id)
+            if action.text_tokens:
+                n = len(action.text_tokens)
+                self._reasoning.publish(Reasoning(header=seen, seq=seq, epoch=self._epoch, text=text, tokens=n))
             fields = vla_action_fields(action, meaning, seq=seq, publish_s=publish_s, latency_s=latency_s)
             self._actions.publish(VlaAction(header=Header(stamp=stamp, frame_id=meaning.base_frame), **fields))
             self._next_seq += 1
             self._last_stamp_ns = observation.stamp_ns
             stats = decode_stats_fields(action, seq=seq, drop_counts=drop_counts)
-            self._stats.publish(DecodeStats(header=Header(stamp=stamp, frame_id=observation.frame_id), **stats))
+            self._stats.publish(DecodeStats(header=seen, **stats))
         return Published(seq, latency_s, fields["action_dt"])

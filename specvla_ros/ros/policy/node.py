@@ -50,6 +50,8 @@ from specvla_ros.ros.spinning import run_node
 from specvla_ros.speculation.settings import AcceptanceSettings
 
 if TYPE_CHECKING:  # it imports torch, which comes when the policy is loaded
+    from tokenizers import Tokenizer
+
     from specvla_ros.engine.engine import Engine
 
 _NS = 1e-9
@@ -86,6 +88,7 @@ class PolicyNode(LifecycleNode):
         self._input_health, self._inference_health = InputHealth(), InferenceHealth()
         self._chosen = PolicyParameters()  # read when the node is configured
         self._meaning: ActionMeaning | None = None  # of the actions of the policy that is loaded
+        self._tokenizer: Tokenizer | None = None  # likewise
         try:
             declare_parameters(self, PolicyParameters, lifecycle=True)
         except UserError:
@@ -94,7 +97,9 @@ class PolicyNode(LifecycleNode):
         for name, hint in unknown_parameters(self, declared_overrides(self)).items():
             self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
         self.add_on_set_parameters_callback(self._on_set_parameters)
-        self._publisher = ActionPublisher(self, lambda: self._meaning, partial(self._value, "max_image_age_s"))
+        self._publisher = ActionPublisher(
+            self, lambda: self._meaning, lambda: self._tokenizer, partial(self._value, "max_image_age_s")
+        )
         self._pause_service = self.create_service(SetBool, "~/pause", self._on_pause)
         self._paused_state = self.create_publisher(Bool, "~/paused", LATCHED_STATE)
         self._paused_state.publish(Bool(data=False))
@@ -138,6 +143,7 @@ class PolicyNode(LifecycleNode):
         target = engine.target
         convention = chosen.action.convention(target.unnorm_key, target.codec.dt_s)
         self._meaning = ActionMeaning(convention, target.unnorm_key, chosen.base_frame)
+        self._tokenizer = target.tokenizer
         return engine
 
     def _wait_loaded(self, thread: InferenceThread) -> dict[str, str]:

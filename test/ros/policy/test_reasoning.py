@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A policy that writes before it acts, over real DDS: the text and the action of the original code."""
+
+import json
+
+import numpy as np
+from PIL import Image as Picture
+from sensor_msgs.msg import Image
+from support.paths import ORACLES, needs
+from support.ros import robot
+
+HERE = ORACLES / "ecot_tiny_a"
+pytestmark = needs(HERE)
+
+
+def test_text_and_action_go_out_with_the_stamp_of_their_image() -> None:
+    case = json.loads((HERE / "cases.json").read_text(encoding="utf-8"))
+    case = (case if isinstance(case, list) else case["cases"])[0]
+    pixels = np.asarray(Picture.open(HERE / case["image"]).convert("RGB"))
+    height, width = pixels.shape[:2]
+    chosen = {"model.prompt": "ecot", "decode.max_reasoning_tokens": 64, "unnorm_key": case["unnorm_key"]}
+    with robot(HERE / "checkpoint", instruction=case["instruction"], **chosen) as r:
+        r.start()
+        r.until(lambda: r.user.count_publishers("/policy/reasoning"))
+        for _ in range(2):
+            image = Image(height=height, width=width, encoding="rgb8", step=3 * width, data=pixels.tobytes())
+            image.header.stamp = r.policy.get_clock().now().to_msg()
+            image.header.frame_id = "camera"
+            action = r.act(image)
+            r.until(lambda image=image: any(each.header.stamp == image.header.stamp for each in r.reasoning))
+            reasoning = r.reasoning[-1]
+            assert reasoning.header == image.header
+            assert (reasoning.seq, reasoning.epoch) == (action.seq, action.epoch)
+            assert case["text_new"].startswith(reasoning.text) and reasoning.text.endswith("ACTION:")
+            assert reasoning.tokens == case["n_generated"] - 8
+            assert list(action.tokens) == case["native_last7_ids"]
