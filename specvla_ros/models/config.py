@@ -107,7 +107,7 @@ def read_checkpoint_json(path: Path) -> Fields:
 
 
 # What changes greedy decoding in transformers' generate, with the values that do not.
-_GREEDY = {
+_GREEDY: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (None, 1.0),
     "encoder_repetition_penalty": (None, 1.0),
     "no_repeat_ngram_size": (None, 0),
