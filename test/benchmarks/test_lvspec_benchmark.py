@@ -34,7 +34,11 @@ from specvla_ros.speculation.registry import RULES
 
 FRAMES = [
     (np.random.default_rng(seed).integers(0, 256, (224, 224, 3), dtype=np.uint8), TASKS[seed % len(TASKS)].instruction)
-    for seed in (1, 7)  # on which drafts are wrong, and loosened and shifted ones accepted
+    for seed in (
+        1,
+        21,
+        47,
+    )  # on which drafts are wrong, and loosened and shifted ones accepted; other weights, other seeds
 ]
 LOSSLESS = ("naive SD", "SpecVLM", "SpecVLM, tokens by similarity", "lambda 0")
 
