@@ -31,7 +31,16 @@ SAFETY = ROOT / "docs" / "explanation" / "safety.md"
 _TRIED = re.compile(r"(?<=<!-- tried -->\n).*?(?=\n<!-- end of tried -->)", re.DOTALL)
 _NANO = ROOT / "specvla_ros" / "policies" / "nano"
 # What its weights decide; the text policy is made from it.
-_OF_NANO = ("simulation", "speculation", "spec_vla", "acceptance_rules", "lvspec", "pipelining", "driving")
+_OF_NANO = (
+    "simulation",
+    "speculation",
+    "spec_vla",
+    "head_recipes",
+    "acceptance_rules",
+    "lvspec",
+    "pipelining",
+    "driving",
+)
 _EMULATED = ("simulation", "pipelining", "driving", "faults", "actionflow")  # what the devices' tables decide
 _TEMPLATE = Path(__file__).with_name("results.md.in")
 VIEWS = {**results_papers.VIEWS, **results_speed.VIEWS, **results_robot.VIEWS}  # a result's fields by its benchmark

@@ -102,6 +102,17 @@ def _spec_vla(result: Result) -> dict[str, Any]:
     }
 
 
+def _head_recipes(result: Result) -> dict[str, Any]:
+    """Tokens per verification of each recipe, by passes over the answers."""
+    rows = result["rows"]
+    epochs = range(1, result["epochs"] + 1)
+    cells = [["recipe", "learning rate", "own features, tokens deep", *(f"pass {epoch}" for epoch in epochs)]]
+    for row in rows:
+        taus = [f"{tau:.2f}" for tau in row["tau_by_epoch"]]
+        cells.append([row["name"], f"{row['learning_rate']:g}", str(row["own_steps"]), *taus])
+    return {"table": table(cells), "answers": rows[0]["held_out_answers"]}
+
+
 def _case_cells(case: Result) -> Cells:
     """One action, a column for each forward; what is drafted and accepted in bold, with its bins off where any."""
     forwards = max(len(case["strict"]), len(case["relaxed"]))
@@ -310,6 +321,7 @@ VIEWS: Mapping[str, Callable[[Result], dict[str, Any]]] = {
     "emulation": _emulation,
     "speculation": _speculation,
     "spec_vla": _spec_vla,
+    "head_recipes": _head_recipes,
     "acceptance_rules": _acceptance_rules,
     "lvspec": _lvspec,
     "fly": _fly,

@@ -77,7 +77,7 @@ def test_a_stream_says_what_it_dropped_and_ends_when_it_is_closed(directory: Pat
 
 def test_a_frame_without_an_action_raises_with_the_reason(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy.load(directory, device="cpu")
-    monkeypatch.setattr(type(policy.engine.target.codec), "invalid", lambda *_: 5)
+    monkeypatch.setattr(type(policy.engine.target.codec), "problem", lambda *_: "token 5 is no action token")
     with pytest.raises(NoActionError, match="not_an_action: token 5 is no action token"):
         policy.act(pictures(1)[0], ASKED)
 
