@@ -40,6 +40,7 @@ _OF_NANO = (
     "lvspec",
     "pipelining",
     "driving",
+    "live_driving",
 )
 _EMULATED = ("simulation", "pipelining", "driving", "faults", "actionflow")  # what the devices' tables decide
 _TEMPLATE = Path(__file__).with_name("results.md.in")

@@ -51,6 +51,15 @@ def _driving_cells(rows: list[Result]) -> Cells:
     return cells
 
 
+def _live_driving(result: Result) -> dict[str, Any]:
+    cells = [["arm", "mode", "done", "latency p50 / p95", "actions per second", "refused by the guard"]]
+    for row in result["rows"]:
+        refused = sum(row["refused"]["guard"].values())
+        rates = [f"{ms(row, 'p50', 'p95')} ms", f"{row['action_rate_hz']:.1f}", str(refused)]
+        cells.append([row["robot"], row["mode"], rate(row["success"]), *rates])
+    return {"table": table(cells), "starts": result["rows"][0]["success"]["episodes"]}
+
+
 def _soak(result: Result) -> dict[str, Any]:
     bounds = result["bounds"]
     cells = [["", "frames", "actions", "forwards per action", "different actions", "grown by, MiB", "failures"]]
@@ -201,6 +210,7 @@ def _real_cells(rows: list[Result]) -> Cells:
 VIEWS: Mapping[str, Callable[[Result], dict[str, Any]]] = {
     "simulation": _simulation,
     "driving": _driving,
+    "live_driving": _live_driving,
     "soak": _soak,
     "guard_stop": _guard_stop,
     "attacks": _attacks,
