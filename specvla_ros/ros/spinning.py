@@ -12,6 +12,7 @@ from typing import TypeVar
 import rclpy
 from rclpy.executors import Executor, ExternalShutdownException, SingleThreadedExecutor
 from rclpy.node import Node
+from rclpy.signals import uninstall_signal_handlers
 
 from specvla_ros.errors import UserError
 
@@ -60,8 +61,12 @@ def run_node(
     executor.add_node(node)
     with contextlib.suppress(KeyboardInterrupt, ExternalShutdownException):
         _spin(node, executor, lambda: finished(node))
-    # A launcher and the terminal often both send SIGINT: the second must not cut the cleaning up short.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A launcher and the terminal often both send SIGINT: the second must not cut the cleaning up short. And rclpy's
+    # thread, which ends every context some time after the signal, must not end one that `close` makes.
+    with contextlib.suppress(KeyboardInterrupt):
+        uninstall_signal_handlers()
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, signal.SIG_IGN)
     stopped = close(node)
     executor.shutdown(timeout_sec=1.0)
     node.destroy_node()

@@ -113,8 +113,9 @@ class TaskNode(Node):
         """Takes no goals any more, and stops what a task has begun."""
         running = self._run is not None or bool(self._stopping)
         self._server.destroy()
-        there = [switch.name for switch in (self._pause, self._hold) if switch.answered]
-        silent = _stop_at_last(there) if running else []
+        # The policy may act before its service is found: it is unpaused from its start.
+        asked = [switch.name for switch in (self._pause, self._hold) if switch.called or switch is self._pause]
+        silent = _stop_at_last(asked) if running else []
         if silent:  # Ctrl-C at a launch file ends everybody at once
             what = (
                 f"{' and '.join(silent)} did not answer: unless who offers them has ended too, THE ROBOT MAY STILL MOVE"

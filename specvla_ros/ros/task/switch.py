@@ -28,7 +28,7 @@ class Switch:
         self._asked: Future | None = None
         self._asked_s = 0.0
         self.settled = False
-        self.answered = False  # once at least: somebody is there, or was
+        self.called = False  # once at least: somebody is there, or was, and may have taken it without being heard
 
     @property
     def present(self) -> bool:
@@ -51,6 +51,7 @@ class Switch:
         lost = self._asked is not None and time.monotonic() - self._asked_s > _LOST_S
         if self.settled or (self._asked is not None and not lost) or not self.present:
             return
+        self.called = True
         self._asked, self._asked_s = self._client.call_async(SetBool.Request(data=self._wanted)), time.monotonic()
         self._asked.add_done_callback(partial(self._on_answer, self._wish))
 
@@ -58,5 +59,4 @@ class Switch:
         if wish != self._wish:  # of a value that is wanted no more
             return
         answer = answered.result()  # also one that came after it was asked again
-        self.answered = True
         self.settled, self._asked = bool(answer is not None and answer.success), None

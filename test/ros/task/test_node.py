@@ -30,6 +30,7 @@ from specvla_msgs.msg import SimEpisode, VlaAction
 from specvla_ros.ros.policy.node import PolicyNode
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION, LATCHED_STATE
 from specvla_ros.ros.task.node import TaskNode
+from specvla_ros.ros.task.switch import Switch
 
 LONG_S = 3600.0
 SOURCES = os.pathsep.join(str(Path(__file__).resolve().parents[3] / folder) for folder in ("", "kernels"))
@@ -352,6 +353,28 @@ def test_a_task_node_that_is_told_to_end_stops_the_robot_first(signal_number: in
         for node in (policy.node, driver.node, user):
             node.destroy_node()
         rclpy.try_shutdown()
+
+
+@pytest.mark.parametrize(
+    ("attribute", "lost"),
+    [("_on_answer", lambda *answer: None), ("present", property(lambda switch: switch.name != "/policy/pause"))],
+)
+def test_the_last_call_goes_to_a_policy_too_that_never_answered(
+    attribute: str, lost: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may act all the same: its answer was lost, or its service is not found yet and its actions come already."""
+    called: list[str] = []
+
+    def stop(services: list[str]) -> list[str]:
+        called.extend(services)
+        return []
+
+    monkeypatch.setattr("specvla_ros.ros.task.node._stop_at_last", stop)
+    monkeypatch.setattr(Switch, attribute, lost)
+    with scene() as s:  # closes the node at its end
+        s.acting()
+        s.until(lambda: s.holds[-1] is False)
+    assert called == ["/policy/pause", "/driver/hold"]
 
 
 def test_feedback_says_how_it_goes() -> None:
