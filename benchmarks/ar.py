@@ -18,12 +18,12 @@ import typer
 from harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head, synchronise, take_turns
 from random_decoder import random_decoder
 from random_policy import PROMPT, SIZES, TOKENS, Size
-from transformers_baseline import transformers_llama
+from transformers_baseline import transformers_decoder
 
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
-from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.openvla.model import Projector
 from specvla_ros.models.vision_tower import VisionTower
 
@@ -49,7 +49,7 @@ def main(
 
 def _measure(size: Size, device: str, dtype: torch.dtype, repeats: int, bandwidth: float) -> dict[str, Any]:
     decoder = random_decoder(size.llama, dtype=dtype, device=device)
-    reference = transformers_llama(decoder)
+    reference = transformers_decoder(decoder)
     prompt = torch.randn(PROMPT, size.llama.hidden_size, device=device, dtype=dtype)
     cache = new_cache(decoder, slots=1, slot_rows=304)
     contestants: dict[str, Callable[[], Any]] = {
@@ -80,7 +80,7 @@ def _measure(size: Size, device: str, dtype: torch.dtype, repeats: int, bandwidt
     }
 
 
-def _ours(decoder: LlamaDecoder, cache: Any, prompt: torch.Tensor, tokens: int) -> list[int]:
+def _ours(decoder: PackedDecoder, cache: Any, prompt: torch.Tensor, tokens: int) -> list[int]:
     segment = Segment(0, 0, prompt)
     out: list[int] = []
     while True:

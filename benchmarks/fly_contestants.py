@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers_baseline import transformers_llama
+from transformers_baseline import transformers_decoder
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
@@ -204,7 +204,7 @@ def contestants(
     ends = sorted(target.codec.end_ids)
     # As padding, another id than an end token would be hidden from the assistant wherever it stands in a prompt.
     options = {"max_new_tokens": tokens, "eos_token_id": ends, "pad_token_id": ends[0]}
-    theirs, drafting = (Counted(transformers_llama(each.decoder)) for each in (target, draft))
+    theirs, drafting = (Counted(transformers_decoder(each.decoder)) for each in (target, draft))
     found["transformers, plain"] = Generate(theirs, options)
     for k in lengths:
         found[assisted(k)] = Generate(theirs, options, drafting, k)

@@ -26,7 +26,7 @@ from specvla_kernels.rope_write_kv import rope_write_kv
 from specvla_kernels.swiglu import swiglu, swiglu_reference
 from specvla_ros.engine.batch import PackedBatch, Segment, pack
 from specvla_ros.engine.kv_cache import KVCache, new_cache
-from specvla_ros.models.llama import LlamaDecoder, LlamaLayer
+from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
 from specvla_ros.planning.cost import Part
 from specvla_ros.planning.device import Arithmetic
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
@@ -124,14 +124,14 @@ class Batch:
         return self.packed.embeddings.shape[0]
 
 
-def filled_cache(decoder: LlamaDecoder) -> KVCache:
+def filled_cache(decoder: PackedDecoder) -> KVCache:
     """A KV cache with room for every batch; all rows hold random keys and values."""
     cache = new_cache(decoder, slots=_SLOTS, slot_rows=_SLOT_ROWS)
     randomize(cache.keys, cache.values)
     return cache
 
 
-def batches(decoder: LlamaDecoder) -> list[Batch]:
+def batches(decoder: PackedDecoder) -> list[Batch]:
     """A prompt alone, plain decode steps, a large tree, and a prompt with small trees beside it."""
     prompt = torch.randn(PROMPT, decoder.config.hidden_size, device=decoder.device, dtype=decoder.dtype)
     whole = Segment(0, 0, prompt)
@@ -145,12 +145,12 @@ def batches(decoder: LlamaDecoder) -> list[Batch]:
     return [_batch(decoder, name, chosen) for name, chosen in segments.items()]
 
 
-def _tree(decoder: LlamaDecoder, slot: int, nodes: int) -> Segment:
+def _tree(decoder: PackedDecoder, slot: int, nodes: int) -> Segment:
     tokens = torch.randint(0, decoder.config.vocab_size, (nodes,), device=decoder.device)
     return Segment(slot, PROMPT, tokens, Ancestry.from_parents(tree_parents(nodes), decoder.device), wanted=nodes)
 
 
-def _batch(decoder: LlamaDecoder, name: str, segments: list[Segment]) -> Batch:
+def _batch(decoder: PackedDecoder, name: str, segments: list[Segment]) -> Batch:
     return Batch(
         name,
         pack(segments, _SLOT_ROWS, decoder.embed_tokens),
@@ -165,7 +165,7 @@ def _pairs_within(ancestry: Ancestry | None, rows: int) -> int:
     return rows * (rows + 1) // 2 if ancestry is None else int((ancestry.depths + 1).sum())
 
 
-def kernel_cases(decoder: LlamaDecoder, batch: Batch, cache: KVCache) -> Iterator[Case]:
+def kernel_cases(decoder: PackedDecoder, batch: Batch, cache: KVCache) -> Iterator[Case]:
     """The kernels of one layer."""
     yield _rope(decoder, batch, cache)
     yield _attention(decoder, batch, cache)
@@ -174,21 +174,21 @@ def kernel_cases(decoder: LlamaDecoder, batch: Batch, cache: KVCache) -> Iterato
     yield _int8(decoder, batch)
 
 
-def forward_cases(decoder: LlamaDecoder, cache: KVCache) -> Iterator[Case]:
+def forward_cases(decoder: PackedDecoder, cache: KVCache) -> Iterator[Case]:
     """The kernels that run once after a forward."""
     yield _commit(cache)
     for trees, nodes in _ACCEPTED:
         yield from _accept(decoder, trees, nodes)
 
 
-def first_layer(decoder: LlamaDecoder) -> LlamaLayer:
+def first_layer(decoder: PackedDecoder) -> DecoderLayer:
     """One layer, as all are."""
     layer = decoder.layers[0]
-    assert isinstance(layer, LlamaLayer)
+    assert isinstance(layer, DecoderLayer)
     return layer
 
 
-def _random(decoder: LlamaDecoder, *shape: int) -> Tensor:
+def _random(decoder: PackedDecoder, *shape: int) -> Tensor:
     return torch.randn(shape, device=decoder.device, dtype=decoder.dtype)
 
 
@@ -197,7 +197,7 @@ def _part(name: str, rows: int, tensors: list[Tensor], operations: float, read_b
     return Part(name, read_bytes + sum(tensor.nbytes for tensor in tensors), operations, rows)
 
 
-def _rope(decoder: LlamaDecoder, batch: Batch, cache: KVCache) -> Case:
+def _rope(decoder: PackedDecoder, batch: Batch, cache: KVCache) -> Case:
     config = decoder.config
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     qkv = _random(decoder, batch.rows, heads + 2 * kv_heads, dim)
@@ -213,7 +213,7 @@ def _rope(decoder: LlamaDecoder, batch: Batch, cache: KVCache) -> Case:
     return Case("rope_write_kv", batch.name, batch.rows, (part,), _with_and_without_kernels(call, q))
 
 
-def _attention(decoder: LlamaDecoder, batch: Batch, cache: KVCache) -> Case:
+def _attention(decoder: PackedDecoder, batch: Batch, cache: KVCache) -> Case:
     config = decoder.config
     q = _random(decoder, batch.rows, config.num_attention_heads, config.head_dim)
 
@@ -226,7 +226,7 @@ def _attention(decoder: LlamaDecoder, batch: Batch, cache: KVCache) -> Case:
     return Case("packed_attention", batch.name, batch.rows, (part,), _with_and_without_kernels(call, q))
 
 
-def _norm(decoder: LlamaDecoder, batch: Batch) -> Case:
+def _norm(decoder: PackedDecoder, batch: Batch) -> Case:
     x, residual = (_random(decoder, batch.rows, decoder.config.hidden_size) for _ in range(2))
     weight, eps = decoder.norm.weight, decoder.config.rms_norm_eps
     part = _part("rmsnorm_residual", batch.rows, [x, residual, x, x, weight], 5.0 * x.numel())
@@ -235,7 +235,7 @@ def _norm(decoder: LlamaDecoder, batch: Batch) -> Case:
     return Case("rmsnorm_residual", batch.name, batch.rows, (part,), calls)
 
 
-def _gate(decoder: LlamaDecoder, batch: Batch) -> Case:
+def _gate(decoder: PackedDecoder, batch: Batch) -> Case:
     gate_up = _random(decoder, batch.rows, 2 * decoder.config.intermediate_size)
     out = gate_up[:, ::2]  # as large as the result
     part = _part("swiglu", batch.rows, [gate_up, out], 5.0 * out.numel())
@@ -244,7 +244,7 @@ def _gate(decoder: LlamaDecoder, batch: Batch) -> Case:
     return Case("swiglu", batch.name, batch.rows, (part,), calls)
 
 
-def _int8(decoder: LlamaDecoder, batch: Batch) -> Case:
+def _int8(decoder: PackedDecoder, batch: Batch) -> Case:
     """The product with gate and up, the largest of a layer."""
     matrix = first_layer(decoder).gate_up.weight
     weight = torch.randint(-127, 128, matrix.shape, dtype=torch.int8, device=matrix.device)
@@ -276,7 +276,7 @@ def _commit(cache: KVCache) -> Case:
     return Case("commit_kv", name, _COMMITS * len(_PATH), (part,), _with_and_without_kernels(call, cache.keys))
 
 
-def _accept(decoder: LlamaDecoder, requests: int, nodes: int) -> Iterator[Case]:
+def _accept(decoder: PackedDecoder, requests: int, nodes: int) -> Iterator[Case]:
     """The comparison with the target, and the walk under a mask that accepts every node."""
     stop = decoder.config.vocab_size - 64
     ancestry = Ancestry.from_parents(tree_parents(nodes), decoder.device)
@@ -312,7 +312,7 @@ def _accept(decoder: LlamaDecoder, requests: int, nodes: int) -> Iterator[Case]:
     yield Case("accept_tree", size, rows, (part,), _with_and_without_kernels(accept, trees.log_probs))
 
 
-def stage_cases(decoder: LlamaDecoder, draft_head: EagleHead, batch: Batch, cache: KVCache) -> Iterator[Case]:
+def stage_cases(decoder: PackedDecoder, draft_head: EagleHead, batch: Batch, cache: KVCache) -> Iterator[Case]:
     """Both halves of a layer, the output head, the draft head, and the whole forward of the target."""
     layer, layout = first_layer(decoder), batch.layout
     x, keys, values = batch.packed.embeddings, cache.keys, cache.values
@@ -356,7 +356,7 @@ def _matrices(modules: list[nn.Linear], rows: int) -> Part:
     return Part("matrices", float(sum(module.weight.nbytes for module in modules)), 2.0 * values * rows, rows)
 
 
-def _attended(decoder: LlamaDecoder, batch: Batch, cache: KVCache) -> Part:
+def _attended(decoder: PackedDecoder, batch: Batch, cache: KVCache) -> Part:
     """Attention of one layer: every key and value row is read once, those of the batch are written once."""
     config = decoder.config
     row: Tensor = cache.keys[0, 0, 0]

@@ -19,7 +19,7 @@ from kernel_cases import UNQUANTISED, Case, batches, filled_cache, first_layer, 
 from random_decoder import random_decoder, random_draft_head
 from random_policy import SIZES
 
-from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.planning.cost import roofline_seconds, total_bytes, total_operations
 from specvla_ros.planning.device import Device as DeviceLimits
 from specvla_ros.planning.measure import measure_device
@@ -51,14 +51,14 @@ def main(
     finish(result, out)
 
 
-def _limits(decoder: LlamaDecoder, device: str) -> DeviceLimits:
+def _limits(decoder: PackedDecoder, device: str) -> DeviceLimits:
     """The device's limits as measured with large products: one rate for any number of rows."""
     measured = measure_device(decoder.config, device=device, dtype=decoder.dtype, more_rows=(_MANY_ROWS,))
     sources = dict(measured.sources) | {"int8_tops": f"measured: one product of {_MANY_ROWS} rows"}
     return replace(measured, tflops_by_rows={}, int8_tops=_int8_tops(decoder, device), sources=sources)
 
 
-def _int8_tops(decoder: LlamaDecoder, device: str) -> float:
+def _int8_tops(decoder: PackedDecoder, device: str) -> float:
     shape = first_layer(decoder).gate_up.weight.shape
     weight, x = (
         torch.randint(-127, 128, (rows, shape[1]), dtype=torch.int8, device=device) for rows in (shape[0], _MANY_ROWS)
@@ -67,7 +67,7 @@ def _int8_tops(decoder: LlamaDecoder, device: str) -> float:
     return 2.0 * _MANY_ROWS * weight.numel() / seconds / 1e12
 
 
-def _cases(decoder: LlamaDecoder) -> Iterator[tuple[str, Case]]:
+def _cases(decoder: PackedDecoder) -> Iterator[tuple[str, Case]]:
     """Kernels, then stages; a case is made when it is its turn, and its operands are given back after it."""
     cache, draft_head, packed = filled_cache(decoder), random_draft_head(decoder), batches(decoder)
     for batch in packed:

@@ -23,7 +23,7 @@ from torch import Tensor
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
-from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.decoder import PackedDecoder
 
 _ROW_MULTIPLE = 16
 
@@ -56,7 +56,7 @@ class Slots:
         stages: ticks of a frame, and its tokens.
     """
 
-    def __init__(self, decoder: LlamaDecoder, prompt_rows: int, stages: int) -> None:
+    def __init__(self, decoder: PackedDecoder, prompt_rows: int, stages: int) -> None:
         rows = prompt_rows + stages
         self._decoder = decoder
         self.cache = new_cache(decoder, slots=stages, slot_rows=rows + -rows % _ROW_MULTIPLE)
@@ -125,7 +125,7 @@ class Shift(Slots):
 class Naive(Slots):
     """Every frame keeps its own store; each tick gathers them all into one buffer, and takes back what was written."""
 
-    def __init__(self, decoder: LlamaDecoder, prompt_rows: int, stages: int) -> None:
+    def __init__(self, decoder: PackedDecoder, prompt_rows: int, stages: int) -> None:
         super().__init__(decoder, prompt_rows, stages)
         cache = self.cache
         self._own = [
@@ -168,7 +168,7 @@ def moved_bytes(name: str, pipeline: Slots) -> int:
     return row * {"naive": gathered + written, "shift": gathered, "slots": 0}[name]
 
 
-def _measure(decoder: LlamaDecoder, device: str, stages: int, repeats: int) -> dict[str, Any]:
+def _measure(decoder: PackedDecoder, device: str, stages: int, repeats: int) -> dict[str, Any]:
     shape = (2 * stages, PROMPT, decoder.config.hidden_size)
     generator = torch.Generator(device).manual_seed(0)
     prompts = torch.randn(shape, generator=generator, device=device, dtype=decoder.dtype)

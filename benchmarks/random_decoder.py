@@ -5,18 +5,18 @@ from dataclasses import replace
 
 import torch
 
-from specvla_ros.models.config import LlamaConfig
-from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.config import DecoderShape
+from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
 
 
 def random_decoder(
-    config: LlamaConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> LlamaDecoder:
+    config: DecoderShape, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> PackedDecoder:
     """A decoder whose weights are scaled so that its choices depend on every input."""
     generator = torch.Generator(device).manual_seed(seed)
     with torch.device("meta"):
-        decoder = LlamaDecoder(config)
+        decoder = PackedDecoder(config)
     decoder.to(dtype).to_empty(device=device)
     for parameter in decoder.parameters():
         if parameter.dim() == 1:
@@ -26,7 +26,7 @@ def random_decoder(
     return decoder.eval().requires_grad_(False)
 
 
-def random_draft_head(decoder: LlamaDecoder) -> EagleHead:
+def random_draft_head(decoder: PackedDecoder) -> EagleHead:
     """A draft head in the decoder's shapes."""
     with torch.device("meta"):
         head = EagleHead(replace(decoder.config, num_hidden_layers=1)).to(decoder.dtype)

@@ -12,8 +12,8 @@ from random_decoder import random_decoder, random_draft_head
 from torch import Tensor, nn
 
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
-from specvla_ros.models.config import LlamaConfig, VisionTowerConfig
-from specvla_ros.models.llama import LlamaDecoder, LlamaLayer
+from specvla_ros.models.config import DecoderShape, VisionTowerConfig
+from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.config import OpenVLAConfig
 from specvla_ros.models.openvla.model import OpenVLA
@@ -39,20 +39,20 @@ _SIGLIP = VisionTowerConfig(1152, 27, 16, 4304, 14, False, 0, False, 224)
 class Size:
     """Shapes of a policy."""
 
-    llama: LlamaConfig
+    llama: DecoderShape
     towers: tuple[VisionTowerConfig, ...]
 
 
 SIZES = {
     "tiny": Size(
-        LlamaConfig(256, 688, 4, 4, 4, 64, vocab_size=32064),
+        DecoderShape(256, 688, 4, 4, 4, 64, vocab_size=32064),
         (
             VisionTowerConfig(96, 4, 3, 384, 14, True, 4, True, 224),
             VisionTowerConfig(96, 4, 3, 358, 14, False, 0, False, 224),
         ),
     ),
-    "1b": Size(LlamaConfig(2048, 5632, 22, 32, 4, 64, vocab_size=32064), (_DINO, _SIGLIP)),
-    "7b": Size(LlamaConfig(vocab_size=32064), (_DINO, _SIGLIP)),
+    "1b": Size(DecoderShape(2048, 5632, 22, 32, 4, 64, vocab_size=32064), (_DINO, _SIGLIP)),
+    "7b": Size(DecoderShape(vocab_size=32064), (_DINO, _SIGLIP)),
 }
 
 
@@ -141,12 +141,12 @@ def quantized(policy: RandomPolicy, quantization: str) -> RandomPolicy:
     model.decoder.norm, model.decoder.lm_head = given.decoder.norm, given.decoder.lm_head
     for index, layer in enumerate(given.decoder.layers):  # one by one, so that only one copy is unquantised at a time
         model.decoder.layers[index] = own = copy.deepcopy(layer)
-        assert isinstance(own, LlamaLayer)
+        assert isinstance(own, DecoderLayer)
         quantize_layer(own, quantization)
     return replace(policy, model=model.eval().requires_grad_(False))
 
 
-def actions_only(decoder: LlamaDecoder) -> LlamaDecoder:
+def actions_only(decoder: PackedDecoder) -> PackedDecoder:
     """Makes every answer an action, as nothing is answered else, and every choice a clear one.
 
     Rows of the output head outside the actions become 0, which costs no less time. Sharper logits change no choice of
@@ -172,7 +172,7 @@ def frame(stamp_ns: int) -> Observation:
     return Observation(np.zeros((1, 1, 3), np.uint8), "", stamp_ns=stamp_ns, prompt_ids=(1,) * TEXT_TOKENS)
 
 
-def _around(decoder: LlamaDecoder, size: Size, vision: bool) -> OpenVLA:
+def _around(decoder: PackedDecoder, size: Size, vision: bool) -> OpenVLA:
     """A model around the decoder; without vision it has no towers."""
     config = OpenVLAConfig(size.towers, size.llama, _PAD_ROWS, _BINS, {}, vicuna=False)
     with torch.device("meta"):

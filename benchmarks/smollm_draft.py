@@ -28,11 +28,11 @@ import typer
 from safetensors.torch import load_file
 from smollm_seeds import seeds
 from torch import Tensor, nn
-from transformers_baseline import transformers_llama
+from transformers_baseline import transformers_decoder
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.llama import LlamaDecoder, llama_tensors
+from specvla_ros.models.decoder import PackedDecoder, decoder_tensors
 from specvla_ros.models.text.target import TextTarget
 from specvla_ros.models.weights import save_weights
 from specvla_ros.training.batched_forward import decoder_hidden
@@ -83,7 +83,7 @@ class Validation:
     seconds: float
 
 
-def first_layers(decoder: LlamaDecoder, layers: int) -> LlamaDecoder:
+def first_layers(decoder: PackedDecoder, layers: int) -> PackedDecoder:
     """A decoder of a decoder's first layers, with copies of its weights.
 
     Raises:
@@ -92,17 +92,17 @@ def first_layers(decoder: LlamaDecoder, layers: int) -> LlamaDecoder:
     config = decoder.config
     if layers >= config.num_hidden_layers:
         raise UserError(f"the target has {config.num_hidden_layers} layers: a draft of it has fewer, not {layers}")
-    first = LlamaDecoder(replace(config, num_hidden_layers=layers)).to(decoder.dtype)
+    first = PackedDecoder(replace(config, num_hidden_layers=layers)).to(decoder.dtype)
     if config.tie_word_embeddings:
         first.lm_head.weight = first.embed_tokens.weight
-    known = llama_tensors(decoder)
+    known = decoder_tensors(decoder)
     with torch.no_grad():
-        for name, tensor in llama_tensors(first).items():
+        for name, tensor in decoder_tensors(first).items():
             tensor.copy_(known[name])
     return first
 
 
-def write_first_layers(out: Path, directory: Path, draft: LlamaDecoder) -> None:
+def write_first_layers(out: Path, directory: Path, draft: PackedDecoder) -> None:
     """Writes the directory that `draft.model` takes; the weights last, so that one without them is none.
 
     Args:
@@ -116,7 +116,7 @@ def write_first_layers(out: Path, directory: Path, draft: LlamaDecoder) -> None:
             shutil.copy(directory / name, out / name)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     write_json(out / "config.json", config | {"num_hidden_layers": draft.config.num_hidden_layers})
-    save_weights(out / "model.safetensors", llama_tensors(draft))
+    save_weights(out / "model.safetensors", decoder_tensors(draft))
 
 
 def answer_prompts(target: TextTarget, training: DraftTraining) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ def answer_prompts(target: TextTarget, training: DraftTraining) -> dict[str, Ten
         [answers, tokens, hidden], the target's last hidden states, after the final norm, before each of them.
     """
     torch.manual_seed(training.seed)
-    model = transformers_llama(target.decoder)
+    model = transformers_decoder(target.decoder)
     asked = [target.tokenizer.encode(text).ids for text in seeds(training.seed)]
     parts = []
     for first in range(0, training.answers, _GENERATED_AT_ONCE):
@@ -184,7 +184,7 @@ def _answers(
 class DraftLoss(nn.Module):
     """Cross-entropy of the draft with the target's distribution, mean over the answers' tokens."""
 
-    def __init__(self, draft: LlamaDecoder) -> None:
+    def __init__(self, draft: PackedDecoder) -> None:
         super().__init__()
         self.draft = draft.train().requires_grad_(True)
         for kept in (draft.embed_tokens, draft.lm_head):

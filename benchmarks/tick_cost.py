@@ -26,7 +26,7 @@ from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.verifier import Verifier, VerifyInput
-from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.target import ForwardResult
 from specvla_ros.speculation.accept import AcceptanceRule, ActionIds
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
@@ -65,7 +65,7 @@ def main(
     finish(result, out)
 
 
-def _measure(decoder: LlamaDecoder, device: str, repeats: int) -> dict[str, Any]:
+def _measure(decoder: PackedDecoder, device: str, repeats: int) -> dict[str, Any]:
     cache = new_cache(decoder, slots=1, slot_rows=PROMPT + 80)
     prompt = torch.randn(PROMPT, decoder.config.hidden_size, device=device, dtype=decoder.dtype)
     packed_forward(decoder, [Segment(0, 0, prompt)], cache)
@@ -124,7 +124,7 @@ def _tree(nodes: int, device: str) -> Tree:
     return Tree(tokens, ancestry, torch.zeros(nodes, device=device), there, there, depth=DEPTH)
 
 
-def _drafting(decoder: LlamaDecoder, nodes: int, prompt: torch.Tensor) -> Callable[[], Any]:
+def _drafting(decoder: PackedDecoder, nodes: int, prompt: torch.Tensor) -> Callable[[], Any]:
     settings = DraftSettings(nodes=nodes, top_k=_BEAM)
     drafter = EagleDrafter(random_draft_head(decoder), decoder, settings, slots=1, slot_rows=PROMPT + 16)
     root = torch.tensor(5, device=prompt.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers on the same weights: its LlamaForCausalLM, and its generate as a contestant."""
+"""transformers on the same weights: its own class, and its generate as a contestant."""
 
 import time
 from typing import Any
@@ -9,7 +9,8 @@ from harness import synchronise
 from random_policy import TEXT_TOKENS, TOKENS, RandomPolicy, frame
 from saturated import GpuMemory, rate_and_latency
 
-from specvla_ros.models.llama import LlamaDecoder, llama_tensors
+from specvla_ros.models.config import DECODERS
+from specvla_ros.models.decoder import PackedDecoder, decoder_tensors
 
 _WARM = 2  # actions before a turn: a captured decode step is recorded in its second run
 _SHARED = (
@@ -26,22 +27,24 @@ _SHARED = (
 )
 
 
-def transformers_llama(decoder: LlamaDecoder) -> Any:
+def transformers_decoder(decoder: PackedDecoder) -> Any:
     """The same model as transformers computes it, in the decoder's dtype and on its device."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = decoder.config
-    reference_config = LlamaConfig(
-        **{name: getattr(config, name) for name in _SHARED},
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+    shape = decoder.config
+    family = next(name for name, usual in DECODERS.items() if usual.variant == shape.variant)
+    config = AutoConfig.for_model(
+        family,
+        **{name: getattr(shape, name) for name in _SHARED},
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
     )
-    with torch.device("meta"):
-        model: Any = LlamaForCausalLM(reference_config)
-    tensors = llama_tensors(decoder)
-    if config.tie_word_embeddings:
+    with init_empty_weights():  # buffers, such as RoPE's, are made
+        model: Any = AutoModelForCausalLM.from_config(config)
+    tensors = decoder_tensors(decoder)
+    if shape.tie_word_embeddings:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     model.load_state_dict({name: tensor.to(decoder.dtype) for name, tensor in tensors.items()}, assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(reference_config)
     return model.to(decoder.device).eval()
 
 
@@ -56,7 +59,7 @@ class GenerateTurns:
     def __init__(self, policy: RandomPolicy, *, compiled: bool) -> None:
         self._policy = policy
         self._device = policy.decoder.device
-        self._model = transformers_llama(policy.decoder)
+        self._model = transformers_decoder(policy.decoder)
         self._on_gpu = GpuMemory(policy.model) if self._device.type == "cuda" else None
         self._options: dict[str, Any] = {"cache_implementation": "static"} if compiled else {}
         self._compiled = compiled

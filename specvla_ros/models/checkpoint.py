@@ -80,11 +80,10 @@ def _loader(directory: Path) -> Callable[..., Any]:
     model_type = read_checkpoint_json(directory / "config.json").text("model_type")
     families = TARGETS.entries()
     if model_type not in families:
-        # A family may have two names; the first is shown.
-        first = {entry.make: f"'{name}'" for name, entry in reversed([*families.items()])}
+        known = ", ".join(f"'{name}'" for name in sorted(families))
         raise UserError(
-            f"{directory / 'config.json'}: model_type is {model_type!r}, only {', '.join(sorted(first.values()))} "
-            "checkpoints are supported; another package can add one by an entry point"
+            f"{directory / 'config.json'}: model_type is {model_type!r}, only {known} checkpoints are supported; "
+            "another package can add one by an entry point"
         )
     return families[model_type].make
 

@@ -2,7 +2,8 @@
 """Shapes of the parts that families share, and what every checkpoint directory is checked for."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specvla_ros.errors import UserError
@@ -43,8 +44,27 @@ class VisionTowerConfig:
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
-    """Shape of the Llama decoder; names and defaults are transformers'."""
+class DecoderVariant:
+    """In what a decoder differs from Llama.
+
+    Args:
+        qkv_bias: queries, keys and values have a bias (Qwen2).
+        qk_norm: queries and keys are normalised per head, before RoPE (Qwen3).
+        unit_offset_norms: a norm scales by 1 + its weight (Gemma).
+        scaled_embeddings: token embeddings are multiplied by the root of their width (Gemma).
+        gate: activation of the MLP's gate, `silu` or `gelu_tanh` (Gemma).
+    """
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    unit_offset_norms: bool = False
+    scaled_embeddings: bool = False
+    gate: str = "silu"
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Shape of a decoder; names and defaults are those of transformers' Llama."""
 
     hidden_size: int = 4096
     intermediate_size: int = 11008
@@ -57,6 +77,35 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
+    variant: DecoderVariant = DecoderVariant()
+
+
+_QWEN2 = DecoderShape(
+    intermediate_size=22016,
+    vocab_size=151936,
+    max_position_embeddings=32768,
+    variant=DecoderVariant(qkv_bias=True),
+)
+DECODERS: dict[str, DecoderShape] = {
+    "llama": DecoderShape(),
+    "qwen2": _QWEN2,
+    "qwen3": replace(_QWEN2, variant=DecoderVariant(qk_norm=True)),
+    "gemma": DecoderShape(
+        hidden_size=3072,
+        intermediate_size=24576,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=256,
+        vocab_size=256000,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        variant=DecoderVariant(unit_offset_norms=True, scaled_embeddings=True, gate="gelu_tanh"),
+    ),
+}
+"""What a config.json that says nothing else describes, by its `model_type`, as transformers has it."""
+
+_ACTIVATIONS = {"silu": ("silu",), "gelu_tanh": ("gelu_pytorch_tanh", "gelu")}  # Gemma's "gelu" means the tanh one
 
 
 def check_directory(directory: Path) -> None:
@@ -174,38 +223,39 @@ def check_not_quantised(raw: Fields) -> None:
             )
 
 
-def read_llama_config(text: Fields) -> LlamaConfig:
-    """The decoder that a config.json of transformers' LlamaForCausalLM describes.
+def read_decoder_shape(text: Fields, families: Collection[str] = DECODERS) -> DecoderShape:
+    """The decoder that a config.json of one of transformers' `...ForCausalLM` describes.
 
     Args:
-        text: its fields, or those of a `text_config`.
+        text: its fields, or those of a `text_config`; without a `model_type` it is a Llama.
+        families: of `DECODERS`, those that will do.
 
     Raises:
-        UserError: it is no plain Llama, its weights are quantised, or a number is wrong.
+        UserError: it is of another family, has what is not computed here, is quantised, or a number is wrong.
     """
     path = text.path
-    if text.text("model_type", "llama") != "llama":
-        raise UserError(f"{path}: language model {shown(text.raw['model_type'])} is not supported, only 'llama' is")
-    rope = text.inner("rope_scaling" if text.raw.get("rope_parameters") is None else "rope_parameters", {})
-    if rope.text("rope_type", rope.text("type", "default")) != "default":
-        raise UserError(f"{path}: rope scaling {shown(rope.raw)} is not supported, only plain RoPE is")
-    for flag in ("attention_bias", "mlp_bias"):
-        if text.flag(flag, False):
-            raise UserError(f"{path}: {text.prefix}{flag} is not supported")
-    if text.text("hidden_act", "silu") != "silu":
-        raise UserError(f"{path}: activation {shown(text.raw['hidden_act'])} is not supported, only 'silu' is")
+    family = text.text("model_type", "llama")
+    if family not in families:
+        known = ", ".join(f"'{name}'" for name in families)
+        raise UserError(f"{path}: language model {shown(family)} is not supported, only {known}")
+    default = DECODERS[family]
+    _check_variant(text, default)
     check_not_quantised(text)
-    default = LlamaConfig()
     heads = text.whole("num_attention_heads", default.num_attention_heads, minimum=1, maximum=MAX_WIDTH)
     hidden = text.whole("hidden_size", default.hidden_size, minimum=1, maximum=MAX_WIDTH)
-    kv_heads = text.whole("num_key_value_heads", heads, minimum=1, maximum=heads)
+    # A file that leaves these out means as many as there are heads (Llama), or the family's own (Qwen, Gemma).
+    usual_kv_heads = heads if family == "llama" else min(heads, default.num_key_value_heads)
+    kv_heads = text.whole("num_key_value_heads", usual_kv_heads, minimum=1, maximum=heads)
     if heads % kv_heads:
         raise text.wrong("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
-    head_dim = text.whole("head_dim", hidden // heads, minimum=2, maximum=MAX_WIDTH)
+    usual_head_dim = default.head_dim if family in ("qwen3", "gemma") else hidden // heads
+    head_dim = text.whole("head_dim", usual_head_dim, minimum=2, maximum=MAX_WIDTH)
     if head_dim < 2 or head_dim % 2:
         raise UserError(f"{path}: config gives heads of {head_dim} channels, but RoPE turns pairs{text.hint}")
+    rope = _rope(text)
     theta = text.number("rope_theta", None, above=0.0) or rope.number("rope_theta", default.rope_theta, above=0.0)
-    return LlamaConfig(
+    return replace(
+        default,
         hidden_size=hidden,
         intermediate_size=text.whole("intermediate_size", default.intermediate_size, minimum=1, maximum=MAX_WIDTH),
         num_hidden_layers=text.whole("num_hidden_layers", default.num_hidden_layers, minimum=1, maximum=MAX_LAYERS),
@@ -218,5 +268,30 @@ def read_llama_config(text: Fields) -> LlamaConfig:
         max_position_embeddings=text.whole(
             "max_position_embeddings", default.max_position_embeddings, minimum=1, maximum=_MAX_POSITIONS
         ),
-        tie_word_embeddings=text.flag("tie_word_embeddings", False),
+        tie_word_embeddings=text.flag("tie_word_embeddings", default.tie_word_embeddings),
     )
+
+
+def _rope(text: Fields) -> Fields:
+    return text.inner("rope_scaling" if text.raw.get("rope_parameters") is None else "rope_parameters", {})
+
+
+def _check_variant(text: Fields, default: DecoderShape) -> None:
+    """Refuses what a family allows and the decoder does not compute.
+
+    Raises:
+        UserError: it asks for it.
+    """
+    path, rope = text.path, _rope(text)
+    if rope.text("rope_type", rope.text("type", "default")) != "default":
+        raise UserError(f"{path}: rope scaling {shown(rope.raw)} is not supported, only plain RoPE is")
+    for flag in ("attention_bias", "mlp_bias", "use_sliding_window", "use_bidirectional_attention"):
+        if text.raw.get(flag) is not None and text.flag(flag, False):
+            raise UserError(f"{path}: {text.prefix}{flag} is not supported")
+    if "sliding_attention" in text.list_of("layer_types", str, "a list of texts", ()):
+        raise UserError(f"{path}: {text.prefix}layer_types names sliding attention, which is not supported")
+    # Gemma's first files give another name, which its own class reads over.
+    activation = text.text("hidden_activation" if text.raw.get("hidden_activation") else "hidden_act", "")
+    known = _ACTIVATIONS[default.variant.gate]
+    if activation and activation not in known:
+        raise UserError(f"{path}: activation {shown(activation)} is not supported, only '{known[0]}' is")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specvla_kernels.int8_linear import int8_linear
 from specvla_ros.errors import UserError
-from specvla_ros.models.llama import LlamaLayer
+from specvla_ros.models.decoder import DecoderLayer
 from specvla_ros.models.settings import QUANTIZATIONS
 
 MATRICES = ("qkv", "out", "gate_up", "down")
@@ -135,7 +135,7 @@ def _check_gpu(quantization: str, device: torch.device, dtype: torch.dtype) -> N
         )
 
 
-def quantize_layer(layer: LlamaLayer, quantization: str) -> None:
+def quantize_layer(layer: DecoderLayer, quantization: str) -> None:
     """Quantises a layer's matrices in place, one after the other: only one is there twice.
 
     Args:

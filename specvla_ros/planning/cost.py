@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specvla_ros.models.config import LlamaConfig, VisionTowerConfig
+from specvla_ros.models.config import DecoderShape, VisionTowerConfig
 from specvla_ros.models.openvla.config import OpenVLAConfig
 from specvla_ros.models.settings import WeightFormat
 from specvla_ros.planning.device import LIMIT, Arithmetic, Device, Efficiency
@@ -18,7 +18,7 @@ OPENVLA_7B = OpenVLAConfig(
         VisionTowerConfig(1024, 24, 16, 4096, 14, True, 4, layer_scale=True, image_size=224),
         VisionTowerConfig(1152, 27, 16, 4304, 14, False, 0, layer_scale=False, image_size=224),
     ),
-    llama=LlamaConfig(vocab_size=32064),
+    llama=DecoderShape(vocab_size=32064),
     pad_to_multiple_of=64,
     action_bins=256,
     norm_stats={},
@@ -104,7 +104,7 @@ def _action_tokens(norm_stats: Mapping[str, Any]) -> int:
     return _ACTION_TOKENS
 
 
-def _layer_values(llama: LlamaConfig) -> int:
+def _layer_values(llama: DecoderShape) -> int:
     heads = 2 * llama.num_attention_heads + 2 * llama.num_key_value_heads  # query and output, key and value
     return llama.hidden_size * (heads * llama.head_dim + 3 * llama.intermediate_size)
 

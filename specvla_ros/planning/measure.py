@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.config import DecoderShape
 from specvla_ros.planning.device import MEASURED, Device
 
 ROWS = (1, 16, 64, 128, 192, 256, 320)
@@ -21,7 +21,7 @@ _TURNS = 7
 
 
 def measure_device(
-    llama: LlamaConfig,
+    llama: DecoderShape,
     on_step: Callable[[str], None] = lambda _: None,
     *,
     device: str = "",
@@ -80,7 +80,7 @@ def _bandwidths(device: torch.device, dtype: torch.dtype, size: int) -> tuple[fl
     return size / reading_s / 1e9, 2 * size / copying_s / 1e9
 
 
-def _layers(llama: LlamaConfig, device: torch.device, dtype: torch.dtype, size: int) -> list[list[Tensor]]:
+def _layers(llama: DecoderShape, device: torch.device, dtype: torch.dtype, size: int) -> list[list[Tensor]]:
     """The four matrices of each layer, [out, in]: query, key and value; output; gate and up; down."""
     hidden, heads = llama.hidden_size, llama.num_attention_heads * llama.head_dim
     shapes = (

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specvla_ros.models.config import LlamaConfig, VisionTowerConfig
+from specvla_ros.models.config import DecoderShape, VisionTowerConfig
 from specvla_ros.models.settings import WeightFormat
 from specvla_ros.planning.cost import (
     OPENVLA_7B,
@@ -67,9 +67,9 @@ def published() -> tuple[Figure, ...]:
     return tuple(Figure(**row) for row in json.loads(_TABLE.read_text(encoding="utf-8")))
 
 
-def _gemma(width: int, mlp: int) -> LlamaConfig:
+def _gemma(width: int, mlp: int) -> DecoderShape:
     """18 layers of Gemma 2B's shape (openpi, models/gemma.py); of its output head 2048 rows are kept."""
-    return LlamaConfig(
+    return DecoderShape(
         vocab_size=2048,
         hidden_size=width,
         intermediate_size=mlp,
@@ -83,7 +83,7 @@ def _gemma(width: int, mlp: int) -> LlamaConfig:
 _SIGLIP = VisionTowerConfig(1152, 28, 16, 4304, 14, False, 0, layer_scale=False, image_size=224)  # all but the 28th
 _GEMMA = model_cost(replace(OPENVLA_7B, towers=(_SIGLIP,), llama=_gemma(2048, 16384)))
 _EXPERT = replace(model_cost(replace(OPENVLA_7B, llama=_gemma(1024, 4096))), head_values=0)
-_QWEN = LlamaConfig(
+_QWEN = DecoderShape(
     vocab_size=151936,
     hidden_size=2048,
     intermediate_size=6144,
@@ -95,8 +95,8 @@ _QWEN = LlamaConfig(
 )
 _MODELS: dict[str, ModelCost] = {
     "openvla-7b": model_cost(OPENVLA_7B),
-    "llama-2-7b": model_cost(replace(OPENVLA_7B, llama=LlamaConfig(vocab_size=32000))),
-    "chameleon-7b": model_cost(replace(OPENVLA_7B, llama=LlamaConfig(vocab_size=65536))),  # of Llama 2's shape
+    "llama-2-7b": model_cost(replace(OPENVLA_7B, llama=DecoderShape(vocab_size=32000))),
+    "chameleon-7b": model_cost(replace(OPENVLA_7B, llama=DecoderShape(vocab_size=65536))),  # of Llama 2's shape
     "qwen3-vl-2b": model_cost(replace(OPENVLA_7B, llama=_QWEN)),
     "pi0-fast": _GEMMA,
     "pi0": _GEMMA,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvla_ros.models.llama import LlamaDecoder, LlamaLayer
+from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
 from specvla_ros.models.openvla.model import OpenVLA
 
 
@@ -66,7 +66,7 @@ def image_embeddings(model: OpenVLA, pixels: Tensor) -> Tensor:
 
 
 def decoder_hidden(
-    decoder: LlamaDecoder, embeddings: Tensor, mask: Tensor, positions: Tensor, wanted: Tensor
+    decoder: PackedDecoder, embeddings: Tensor, mask: Tensor, positions: Tensor, wanted: Tensor
 ) -> Tensor:
     """Hidden states after the final norm, [batch, n, hidden].
 
@@ -78,7 +78,7 @@ def decoder_hidden(
     """
     cos, sin = decoder.rotation(positions)
     x = embeddings
-    layers = [cast(LlamaLayer, layer) for layer in decoder.layers]
+    layers = [cast(DecoderLayer, layer) for layer in decoder.layers]
     for layer in layers:
         x = attend(layer, x, *queries_keys_values(layer, x, cos, sin), mask)
         if layer is layers[-1]:  # after the last attention nothing reads the other rows
@@ -87,10 +87,9 @@ def decoder_hidden(
     return decoder.norm(x)
 
 
-def queries_keys_values(layer: LlamaLayer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def queries_keys_values(layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of rows [batch, length, hidden]: each [batch, heads, length, head_dim], with RoPE as in transformers' Llama."""
-    qkv = layer.qkv(layer.input_norm(x)).view(*x.shape[:2], -1, layer.head_dim).transpose(1, 2)
-    q, k, v = qkv.split((layer.heads, layer.kv_heads, layer.kv_heads), dim=1)
+    q, k, v = (each.transpose(1, 2) for each in layer.split_heads(layer.qkv(layer.input_norm(x))))
     return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
 
@@ -100,7 +99,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def attend(layer: LlamaLayer, x: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+def attend(layer: DecoderLayer, x: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """The layer's first half: rows with what they attend to added."""
     dtype = q.dtype
     if q.device.type == "cpu":  # where its backward takes half the time that it takes in bfloat16
@@ -112,7 +111,7 @@ def attend(layer: LlamaLayer, x: Tensor, q: Tensor, keys: Tensor, values: Tensor
     return x + layer.out(attended.to(dtype).transpose(1, 2).flatten(2))
 
 
-def mlp(layer: LlamaLayer, x: Tensor) -> Tensor:
+def mlp(layer: DecoderLayer, x: Tensor) -> Tensor:
     """The layer's second half: rows with the MLP's output added."""
     gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, dim=-1)
-    return x + layer.down(F.silu(gate) * up)
+    return x + layer.down(layer.gate(gate) * up)

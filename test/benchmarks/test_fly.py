@@ -14,7 +14,7 @@ from fly_contestants import PLAIN, Contestant, Run, assisted, contestants, our_s
 from smollm_draft import first_layers, write_first_layers
 from smollm_seeds import seeds
 from support.text_models import write_text_model
-from transformers_baseline import transformers_llama
+from transformers_baseline import transformers_decoder
 
 from specvla_ros import UserError
 from specvla_ros.models.checkpoint import load_target
@@ -75,7 +75,7 @@ def test_fly_lets_tokens_pass_that_strict_rows_do_not(model: TextTarget, tmp_pat
 
 def own_choices(model: TextTarget, answer: tuple[int, ...]) -> list[int]:
     """The target's choice after each prefix of an answer, by transformers."""
-    logits = transformers_llama(model.decoder)(torch.tensor([[*PROMPT, *answer[:-1]]])).logits[0]
+    logits = transformers_decoder(model.decoder)(torch.tensor([[*PROMPT, *answer[:-1]]])).logits[0]
     choices: list[int] = logits[len(PROMPT) - 1 :].argmax(dim=-1).tolist()
     return choices
 
@@ -96,7 +96,7 @@ def test_an_answer_is_scored_as_transformers_scores_it(model: TextTarget) -> Non
     ids = torch.tensor([[*PROMPT, *answer]])
     labels = ids.clone()
     labels[:, : len(PROMPT)] = -100
-    out = transformers_llama(model.decoder)(ids, labels=labels)
+    out = transformers_decoder(model.decoder)(ids, labels=labels)
     surprise, margins = score(model, PROMPT, answer)
     assert surprise == pytest.approx(float(out.loss) * len(answer), rel=1e-5)
     best = out.logits[0, len(PROMPT) - 1 : -1].topk(2).values

@@ -28,7 +28,7 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Drop, Outcome
 from specvla_ros.engine.runner import Forwards
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.eagle import EagleDrafter, StaticDraft
@@ -191,7 +191,7 @@ def test_a_size_that_was_not_expected_runs_as_it_comes(monkeypatch: pytest.Monke
         return again
 
     use_table(monkeypatch)
-    decoder = random_decoder(LlamaConfig(32, 40, 2, 4, 2, 16, vocab_size=50), dtype=torch.float64)
+    decoder = random_decoder(DecoderShape(32, 40, 2, 4, 2, 16, vocab_size=50), dtype=torch.float64)
     cache, other = (new_cache(decoder, slots=2, slot_rows=64) for _ in range(2))
     run = Forwards(decoder, cache, ForwardSizes(slots=2, nodes=4, chunks=(8,)))
     run.capture(counted)

@@ -23,7 +23,7 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.runner import Forwards, Vision
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 
@@ -120,7 +120,7 @@ def test_what_was_captured_is_forgotten_when_a_later_warm_up_fails(
     policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_with(monkeypatch)
-    decoder = random_decoder(LlamaConfig(32, 40, 2, 4, 2, 16, vocab_size=50), dtype=torch.float64)
+    decoder = random_decoder(DecoderShape(32, 40, 2, 4, 2, 16, vocab_size=50), dtype=torch.float64)
     vision = Vision(policy.model)
     cache = new_cache(decoder, slots=1, slot_rows=64)
     run = Graphs(cache.keys, (Forwards(decoder, cache, ForwardSizes(slots=1, nodes=4, chunks=(8,))), vision))

@@ -12,17 +12,17 @@ from random_decoder import random_decoder
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
-from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.config import DecoderShape
 
 SLOT_ROWS = 112
 TOLERANCE: dict[str, Any] = dict(atol=1e-9, rtol=1e-9)  # the models are float64
 
 
 @st.composite
-def decoders(draw: st.DrawFn) -> tuple[LlamaConfig, int]:
+def decoders(draw: st.DrawFn) -> tuple[DecoderShape, int]:
     kv_heads = draw(st.sampled_from([1, 2]))
     group = draw(st.sampled_from([1, 2, 4]))
-    config = LlamaConfig(
+    config = DecoderShape(
         hidden_size=draw(st.sampled_from([16, 40])),
         intermediate_size=draw(st.sampled_from([24, 56])),
         num_hidden_layers=draw(st.integers(1, 3)),

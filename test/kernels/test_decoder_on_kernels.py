@@ -9,12 +9,12 @@ from specvla_kernels import commit_kv, packed_attention, rope_write_kv
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import KVCache, new_cache
-from specvla_ros.models.config import LlamaConfig
-from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.config import DecoderShape
+from specvla_ros.models.decoder import PackedDecoder
 
 pytest.importorskip("triton")
 
-CONFIG = LlamaConfig(
+CONFIG = DecoderShape(
     hidden_size=48,
     intermediate_size=64,
     num_hidden_layers=3,
@@ -25,7 +25,7 @@ CONFIG = LlamaConfig(
 )
 
 
-def two_ticks(decoder: LlamaDecoder) -> tuple[torch.Tensor, KVCache]:
+def two_ticks(decoder: PackedDecoder) -> tuple[torch.Tensor, KVCache]:
     """A tree in slot 2 beside a prefill in slot 0, then a tree in each; their logits and the KV cache."""
     cache = new_cache(decoder, slots=3, slot_rows=40)
     cache.keys.fill_(float("nan"))
@@ -48,7 +48,7 @@ def two_ticks(decoder: LlamaDecoder) -> tuple[torch.Tensor, KVCache]:
 @torch.inference_mode()
 def test_a_decoder_on_kernels_gives_what_it_gives_on_references(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    decoder = LlamaDecoder(CONFIG).requires_grad_(False)
+    decoder = PackedDecoder(CONFIG).requires_grad_(False)
     for weight in decoder.parameters():
         weight.copy_(torch.randn(weight.shape) * 0.2)
     decoder.to(DEVICE)

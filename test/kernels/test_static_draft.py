@@ -12,7 +12,7 @@ from support.no_read_back import no_read_back
 from support.static_forwards import kernels, rerun
 
 from specvla_kernels.graph_capture import capture_on
-from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.config import DecoderShape
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.settings import DraftSettings
@@ -20,7 +20,7 @@ from specvla_ros.speculation.settings import DraftSettings
 pytest.importorskip("triton")
 
 DECODER = random_decoder(
-    LlamaConfig(32, 40, 1, 4, 2, 16, vocab_size=50, max_position_embeddings=128), device=str(DEVICE)
+    DecoderShape(32, 40, 1, 4, 2, 16, vocab_size=50, max_position_embeddings=128), device=str(DEVICE)
 )
 HEAD = random_head(DECODER, seed=1)
 SLOTS = 3

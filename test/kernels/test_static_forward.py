@@ -20,12 +20,12 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.cuda_graphs import ForwardSizes, Graphs, StaticForward
 from specvla_ros.engine.kv_cache import KVCache, new_cache
 from specvla_ros.engine.runner import Forwards
-from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.config import DecoderShape
 
 pytest.importorskip("triton")
 
 DECODER = random_decoder(
-    LlamaConfig(32, 40, 2, 4, 2, 16, vocab_size=50, max_position_embeddings=128), device=str(DEVICE)
+    DecoderShape(32, 40, 2, 4, 2, 16, vocab_size=50, max_position_embeddings=128), device=str(DEVICE)
 )
 SLOTS, SLOT_ROWS, NODES = 3, 64, 12
 NEW_EMPTY = torch.Tensor.new_empty

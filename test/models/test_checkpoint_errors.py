@@ -162,7 +162,7 @@ def test_an_index_that_lists_too_little(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(model_type="bert"), "only 'llama', 'openvla' checkpoints"),
+        (dict(model_type="bert"), "only 'gemma', 'llama', 'openvla', 'prismatic', 'qwen2', 'qwen3' checkpoints"),
         (dict(tiny_timm_model_kwargs=None, timm_model_ids=["resnet50", "vit"]), "'resnet50' is not supported; known"),
         (dict(timm_model_ids=["vit_so400m_patch14_siglip_224"]), "disagree on the number of vision towers"),
         (dict(timm_override_act_layers=["quick_gelu", None]), "only exact GELU"),

@@ -19,8 +19,8 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
 from specvla_ros.models import checkpoint
 from specvla_ros.models.codecs.codec import CODECS, ActionIds
-from specvla_ros.models.config import LlamaConfig
-from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.config import DecoderShape
+from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.target import PromptLayout, Target
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
@@ -94,7 +94,7 @@ class TwoCameras:
     """Each camera's mean colour is a prompt row, and so is the state."""
 
     directory: Path
-    decoder: LlamaDecoder
+    decoder: PackedDecoder
     codec = DigitCodec()
     causal_prompt = True
     action_head = False
@@ -134,7 +134,7 @@ class TwoCameras:
 
 def load_two_cameras(directory: Path, **_: Any) -> TwoCameras:
     torch.manual_seed(3)
-    decoder = random_decoder(LlamaConfig(32, 40, 2, 4, 2, 16, vocab_size=50), dtype=torch.float64)
+    decoder = random_decoder(DecoderShape(32, 40, 2, 4, 2, 16, vocab_size=50), dtype=torch.float64)
     return TwoCameras(directory, decoder)
 
 

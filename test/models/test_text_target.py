@@ -2,7 +2,9 @@
 """Language models: SmolLM2 against transformers' own continuations, plain and drafted, and what is refused."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +13,12 @@ from smollm import write_smollm
 from support.checkpoints import edit_json
 from support.paths import ORACLES, needs
 from support.text_models import write_text_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specvla_ros import Engine, EngineSettings, Policy, UserError
 from specvla_ros.engine.outcome import Action
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.config import DECODERS, read_checkpoint_json, read_decoder_shape
 from specvla_ros.models.target import require_actions
 from specvla_ros.models.text.target import TextTarget, text_observation
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
@@ -56,10 +60,11 @@ def test_smollm_writes_what_transformers_does_wherever_the_margin_allows(
         assert action.record.forwards < 0.7 * LONGEST
 
 
+@pytest.mark.parametrize("family", DECODERS)
 @pytest.mark.parametrize("mode", ["ar", "spec", "pipeline", "specpipe"])
 @torch.inference_mode()
-def test_every_mode_writes_the_same(small: Path, mode: str) -> None:
-    target = load_target(small, device="cpu")
+def test_every_mode_writes_the_same(tmp_path: Path, mode: str, family: str) -> None:
+    target = load_target(write_text_model(tmp_path, family=family), device="cpu")
     settings = EngineSettings(mode, max_reasoning_tokens=20, draft=LOOKUP, in_order=True)
     plain = Engine(target, EngineSettings("ar", max_reasoning_tokens=20))
     engine = Engine(target, settings)
@@ -79,6 +84,32 @@ def test_answer_ends_with_its_end_token_and_holds_no_action(small: Path) -> None
     assert codec.decode([3, 7]).shape == (1, 0)
 
 
+@pytest.mark.parametrize("family", DECODERS)
+def test_each_family_writes_what_transformers_own_class_does(tmp_path: Path, family: str) -> None:
+    """From the directory, read by both."""
+    directory = write_text_model(tmp_path, family=family)
+    reference: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    engine = Engine(load_target(directory, device="cpu"), EngineSettings("ar", max_reasoning_tokens=20))
+    for seed in range(4):
+        ids = torch.from_numpy(np.random.default_rng(seed).integers(8, 50, 9))[None]
+        seen = torch.ones_like(ids)
+        expected = reference.generate(ids, attention_mask=seen, max_new_tokens=20, do_sample=False, pad_token_id=0)
+        action = engine.act(text_observation("", stamp_ns=seed + 1, prompt_ids=ids[0].tolist()))
+        assert isinstance(action, Action)
+        assert list(action.tokens) == expected[0, 9:].tolist()
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path: Path, family: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    ours, theirs = read_decoder_shape(read_checkpoint_json(tmp_path / "config.json")), AutoConfig.for_model(family)
+    same = [name for name in asdict(ours) if hasattr(theirs, name)]
+    assert {name: getattr(ours, name) for name in same} == {name: getattr(theirs, name) for name in same}
+    assert len(same) >= 9
+    assert ours.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -86,10 +117,14 @@ def test_answer_ends_with_its_end_token_and_holds_no_action(small: Path) -> None
         ({"eos_token_id": "2"}, "eos_token_id must be a token id"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "only plain RoPE"),
         ({"attention_bias": True}, "config.json: attention_bias is not supported"),
+        ({"use_sliding_window": True}, "config.json: use_sliding_window is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types names sliding attention"),
+        ({"hidden_act": "relu"}, "activation 'relu' is not supported, only 'silu' is"),
+        ({"model_type": "qwen2"}, r"lacks .*q_proj\.bias"),
         ({"num_hidden_layers": 1}, "for which the model of config.json has no place"),
     ],
 )
-def test_what_is_no_plain_llama_is_refused(small: Path, change: dict[str, object], message: str) -> None:
+def test_what_the_decoder_does_not_compute_is_refused(small: Path, change: dict[str, object], message: str) -> None:
     edit_json(small / "config.json", lambda config: config.update(change))
     with pytest.raises(UserError, match=message):
         load_target(small, device="cpu")

@@ -12,10 +12,10 @@ from support.checkpoints import edit_json
 from support.draft_heads import random_head, write_random_head
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.config import DecoderShape
 from specvla_ros.speculation.drafters.eagle_head import load_draft_head
 
-DECODER = random_decoder(LlamaConfig(32, 64, 2, 4, 2, 8, vocab_size=50), seed=0, dtype=torch.float32)
+DECODER = random_decoder(DecoderShape(32, 64, 2, 4, 2, 8, vocab_size=50), seed=0, dtype=torch.float32)
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ def test_both_formats_give_the_head_back(head: Path) -> None:
 
 
 def test_a_head_of_another_target_is_refused(head: Path) -> None:
-    other = random_decoder(LlamaConfig(48, 64, 2, 6, 2, 8, vocab_size=50), seed=0, dtype=torch.float32)
+    other = random_decoder(DecoderShape(48, 64, 2, 6, 2, 8, vocab_size=50), seed=0, dtype=torch.float32)
     with pytest.raises(UserError, match=r"hidden size 32, but this target has 48.*specvla train-draft"):
         load_draft_head(head, other)
-    other = random_decoder(LlamaConfig(32, 64, 2, 4, 2, 16, vocab_size=50), seed=0, dtype=torch.float32)
+    other = random_decoder(DecoderShape(32, 64, 2, 4, 2, 16, vocab_size=50), seed=0, dtype=torch.float32)
     with pytest.raises(UserError, match="made for another target"):
         load_draft_head(head, other)
 

@@ -14,7 +14,7 @@ from support.no_read_back import no_read_back
 from support.static_forwards import recorded, use_table
 
 from specvla_kernels import packed_attention
-from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.config import DecoderShape
 from specvla_ros.speculation.accept import ActionIds
 from specvla_ros.speculation.drafters.children import WindowMass
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
@@ -22,7 +22,7 @@ from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
 
-CONFIG = LlamaConfig(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)
+CONFIG = DecoderShape(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)
 DECODER = random_decoder(CONFIG, seed=0, dtype=torch.float64)
 HEAD = random_head(DECODER, seed=1)
 SETTINGS = DraftSettings(top_k=3, depth=4, nodes=12)

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
-from specvla_ros.models.config import LlamaConfig
-from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.config import DecoderShape
+from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.observation import Observation
 from specvla_ros.speculation.drafters.model_drafter import ModelDrafter
 from specvla_ros.speculation.drafters.registry import DraftInput, DraftWork
 from specvla_ros.speculation.tree import Tree
 
-CONFIG = LlamaConfig(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)
+CONFIG = DecoderShape(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)
 DECODER = random_decoder(CONFIG, seed=0, dtype=torch.float64)
 IMAGE, TOKENS, SLOT_ROWS = 4, 6, 48
 LOOKUPS = (0, 1, 10)
@@ -34,7 +34,7 @@ TARGET_ROWS = 9  # of the target's prompt, whose hidden states and embeddings th
 class Model:
     """What a drafter asks of a target; its image rows are made of the image's first pixels."""
 
-    def __init__(self, decoder: LlamaDecoder = DECODER) -> None:
+    def __init__(self, decoder: PackedDecoder = DECODER) -> None:
         self.decoder = decoder
 
     def prompt_embeddings(self, observation: Observation, prompt_ids: tuple[int, ...]) -> Tensor:
@@ -78,7 +78,7 @@ def asked(seed: int, slot: int, answer: tuple[int, ...], depth: int, *, begins: 
     )
 
 
-def drafter(tokens: int = TOKENS, *, lookup: int = 0, decoder: LlamaDecoder = DECODER) -> ModelDrafter:
+def drafter(tokens: int = TOKENS, *, lookup: int = 0, decoder: PackedDecoder = DECODER) -> ModelDrafter:
     model: Any = Model(decoder)
     made = ModelDrafter(model, tokens=tokens, slots=4, slot_rows=SLOT_ROWS, lookup=lookup)
     made.chains.keys.fill_(float("nan"))
@@ -189,7 +189,7 @@ def test_limits_are_each_requests_own_and_what_is_not_wanted_costs_nothing() -> 
 
 
 @torch.no_grad()
-def counting() -> LlamaDecoder:
+def counting() -> PackedDecoder:
     """A model that says the next number after each token, whatever came before."""
     made = random_decoder(CONFIG, seed=1, dtype=torch.float64)
     for layer in made.layers:

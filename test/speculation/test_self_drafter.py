@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
-from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.config import DecoderShape
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.drafters.self_draft import KEEPS
 from specvla_ros.speculation.drafters.self_drafter import (
@@ -27,7 +27,7 @@ from specvla_ros.speculation.drafters.self_drafter import (
 )
 from specvla_ros.speculation.tree import Tree
 
-CONFIG = LlamaConfig(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)
+CONFIG = DecoderShape(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)
 DECODER = random_decoder(CONFIG, seed=0, dtype=torch.float64)
 IMAGE, ANSWER, SLOT_ROWS = 12, 20, 48
 SHARES = (0.1, 0.5, 1.0)

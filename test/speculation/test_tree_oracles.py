@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from support.paths import ORACLES, needs
 
-from specvla_ros.models.config import LlamaConfig
-from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.config import DecoderShape
+from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.speculation.drafters.children import top_k
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
@@ -79,8 +79,8 @@ def test_the_head_foresees_what_the_published_head_does() -> None:
     calls = {call["tag"]: call for call in json.loads((DATA / "tiny_draft_trees.json").read_text())["calls"]}
     recorded = np.load(DATA / "tiny_draft_trees.npz")
     weights = load_file(DATA / "tiny_draft.safetensors")
-    config = LlamaConfig(64, 160, 1, 4, 4, 16, vocab_size=512, max_position_embeddings=256)
-    decoder = LlamaDecoder(config).requires_grad_(False)
+    config = DecoderShape(64, 160, 1, 4, 4, 16, vocab_size=512, max_position_embeddings=256)
+    decoder = PackedDecoder(config).requires_grad_(False)
     decoder.embed_tokens.weight.copy_(weights["embed_tokens.weight"])
     decoder.lm_head.weight.copy_(weights["__lm_head.weight"])
     head = EagleHead(config).requires_grad_(False)

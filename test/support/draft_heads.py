@@ -8,12 +8,12 @@ import torch
 from support.checkpoints import load_openvla
 from support.random_checkpoint import write_random_checkpoint
 
-from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
 
 
-def random_head(decoder: LlamaDecoder, *, seed: int = 0) -> EagleHead:
+def random_head(decoder: PackedDecoder, *, seed: int = 0) -> EagleHead:
     head = EagleHead(decoder.config).to(decoder.dtype).requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for parameter in head.parameters():
@@ -22,7 +22,7 @@ def random_head(decoder: LlamaDecoder, *, seed: int = 0) -> EagleHead:
     return head
 
 
-def write_random_head(directory: Path, decoder: LlamaDecoder, *, seed: int = 0) -> Path:
+def write_random_head(directory: Path, decoder: PackedDecoder, *, seed: int = 0) -> Path:
     save_draft_head(directory, random_head(decoder, seed=seed))
     return directory
 

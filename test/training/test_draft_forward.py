@@ -7,12 +7,12 @@ from random_decoder import random_decoder
 from support.draft_heads import random_head
 
 from specvla_kernels.layout import Span, pack_layout
-from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.config import DecoderShape
 from specvla_ros.training.draft_features import Sample
 from specvla_ros.training.draft_model import draft_features
 from specvla_ros.training.train_draft import collate
 
-CONFIG = LlamaConfig(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)
+CONFIG = DecoderShape(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)
 DECODER = random_decoder(CONFIG, seed=0, dtype=torch.float64)
 HEAD = random_head(DECODER, seed=1)
 ANSWER = 6

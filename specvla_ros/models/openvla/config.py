@@ -11,12 +11,12 @@ from specvla_ros.models.config import (
     MAX_IDS,
     MAX_LAYERS,
     MAX_WIDTH,
-    LlamaConfig,
+    DecoderShape,
     VisionTowerConfig,
     check_directory,
     check_not_quantised,
     read_checkpoint_json,
-    read_llama_config,
+    read_decoder_shape,
 )
 from specvla_ros.settings.json_file import Fields, shown
 
@@ -37,7 +37,7 @@ class OpenVLAConfig:
     """
 
     towers: tuple[VisionTowerConfig, ...]
-    llama: LlamaConfig
+    llama: DecoderShape
     pad_to_multiple_of: int
     action_bins: int
     norm_stats: Mapping[str, Any]
@@ -89,7 +89,7 @@ def read_config(directory: Path) -> OpenVLAConfig:
     fine_tuned = read_checkpoint_json(statistics).raw if statistics.exists() else None
     config = OpenVLAConfig(
         towers=_towers(raw),
-        llama=read_llama_config(raw.inner("text_config", {})),
+        llama=read_decoder_shape(raw.inner("text_config", {}), families=("llama",)),
         pad_to_multiple_of=raw.whole("pad_to_multiple_of", 64, maximum=MAX_IDS),
         action_bins=raw.whole("n_action_bins", 256, minimum=2, maximum=1 << 16),
         norm_stats=raw.inner("norm_stats", {}).raw if fine_tuned is None else fine_tuned,

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specvla_ros.models.llama import LlamaDecoder, llama_tensors
+from specvla_ros.models.decoder import PackedDecoder, decoder_tensors
 from specvla_ros.models.openvla.config import OpenVLAConfig
 from specvla_ros.models.vision_tower import VisionTower
 
@@ -47,7 +47,7 @@ class OpenVLA(nn.Module):
         self.towers = nn.ModuleList(VisionTower(tower) for tower in config.towers)
         vision_dim = sum(tower.embed_dim for tower in config.towers)
         self.projector = Projector(vision_dim, config.llama.hidden_size, fused=len(config.towers) > 1)
-        self.decoder = LlamaDecoder(config.llama)
+        self.decoder = PackedDecoder(config.llama)
 
     @property
     def pixel_shape(self) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class OpenVLA(nn.Module):
         for prefix, tower in zip(_TOWERS, self.towers, strict=False):
             tensors |= _named(f"vision_backbone.{prefix}", tower)
         tensors |= _named("projector", self.projector)
-        return tensors | llama_tensors(self.decoder, "language_model.")
+        return tensors | decoder_tensors(self.decoder, "language_model.")
 
     @property
     def unused_tensors(self) -> str:

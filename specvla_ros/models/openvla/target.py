@@ -17,7 +17,7 @@ from specvla_ros.models.checkpoint import TARGETS
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import Codec, CodecContext, make_codec
 from specvla_ros.models.config import check_generation, read_end_ids
-from specvla_ros.models.llama import LlamaDecoder, LlamaLayer, head_dtype, layer_tensors
+from specvla_ros.models.decoder import DecoderLayer, PackedDecoder, head_dtype, layer_tensors
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.config import OPENVLA_TYPES, OpenVLAConfig, read_config
 from specvla_ros.models.openvla.image_processor import ImageProcessor, read_image_processor
@@ -84,7 +84,7 @@ def _load_quantized(
     around = {name: tensor for name, tensor in model.checkpoint_tensors().items() if not tensor.is_meta}
     load_weights(directory, around, _share(progress, 0, len(decoder.layers) + 1))
     for i, module in enumerate(decoder.layers):
-        layer = cast(LlamaLayer, module).to_empty(device=device)
+        layer = cast(DecoderLayer, module).to_empty(device=device)
         tensors = layer_tensors(layer, decoder.config, f"language_model.model.layers.{i}.")
         load_weights(directory, tensors, _share(progress, i + 1, len(decoder.layers) + 1))
         del tensors  # they hold the unquantised matrices
@@ -170,7 +170,7 @@ class OpenVLATarget:
         return True
 
     @property
-    def decoder(self) -> LlamaDecoder:
+    def decoder(self) -> PackedDecoder:
         """The language model."""
         return self.model.decoder
 

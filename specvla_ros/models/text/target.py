@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A language model without eyes, of transformers' LlamaForCausalLM: to measure drafters and acceptance rules on text.
+"""A language model without eyes, of transformers' `...ForCausalLM`: to measure drafters and acceptance rules on text.
 
 The instruction is the prompt as it stands; the camera images are not looked at.
 """
@@ -18,13 +18,14 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import TARGETS
 from specvla_ros.models.codecs.text import TextCodec
 from specvla_ros.models.config import (
+    DECODERS,
     check_directory,
     check_generation,
     read_checkpoint_json,
+    read_decoder_shape,
     read_end_ids,
-    read_llama_config,
 )
-from specvla_ros.models.llama import LlamaDecoder, head_dtype, llama_tensors
+from specvla_ros.models.decoder import PackedDecoder, decoder_tensors, head_dtype
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import ImageEmbeddings, PromptLayout
 from specvla_ros.models.tokenizer import check_prompt_ids, check_tokenizer, read_tokenizer
@@ -36,7 +37,7 @@ class TextTarget:
     """A language model, ready to decode. Holds no state between prompts. See `Target`."""
 
     directory: Path
-    decoder: LlamaDecoder
+    decoder: PackedDecoder
     codec: TextCodec
     tokenizer: Tokenizer
 
@@ -104,7 +105,6 @@ def text_observation(prompt: str, *, stamp_ns: int, prompt_ids: Sequence[int] | 
     return Observation(np.zeros((1, 1, 3), np.uint8), prompt, stamp_ns, prompt_ids=ids)
 
 
-@TARGETS.register("llama")
 def load_text(
     directory: Path,
     *,
@@ -137,17 +137,17 @@ def load_text(
         raise UserError(f"{directory} is a language model: model.quantization and model.action_head are for policies")
     check_directory(directory)
     raw = read_checkpoint_json(directory / "config.json")
-    config = read_llama_config(raw)
+    config = read_decoder_shape(raw)
     check_generation(directory)
     with torch.device("meta"):
-        decoder = LlamaDecoder(config)
-    check_weights(directory, llama_tensors(decoder), unused=r"lm_head\.weight|.+\.inv_freq")
+        decoder = PackedDecoder(config)
+    check_weights(directory, decoder_tensors(decoder), unused=r"lm_head\.weight|.+\.inv_freq")
     decoder.to(dtype)
     decoder.lm_head.to(head_dtype(dtype, device))
     decoder.to_empty(device=device)
     if config.tie_word_embeddings:
         decoder.lm_head.weight = decoder.embed_tokens.weight
-    load_weights(directory, llama_tensors(decoder), progress)
+    load_weights(directory, decoder_tensors(decoder), progress)
     return TextTarget(
         directory=directory,
         decoder=decoder.eval().requires_grad_(False),
@@ -163,3 +163,7 @@ def _tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     tokenizer = read_tokenizer(path)
     check_tokenizer(tokenizer, path, vocab_size)
     return tokenizer
+
+
+for family in DECODERS:
+    TARGETS.register(family)(load_text)

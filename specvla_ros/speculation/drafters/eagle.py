@@ -10,7 +10,7 @@ from torch import Tensor
 from specvla_kernels.device import to_device
 from specvla_kernels.graph_capture import Capture, check_rows, randomize
 from specvla_kernels.layout import Ancestry, Span, pack_layout
-from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.speculation.drafters.children import Children, WindowMass, top_k
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
 from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftWork
@@ -77,7 +77,7 @@ class StaticDraft:
 _UNLIKELY = -50.0  # in place of -inf, which has no distance
 
 
-def check_inputs(decoder: LlamaDecoder, requests: int, depth: int, *, prefix_len: int) -> list[DraftInput]:
+def check_inputs(decoder: PackedDecoder, requests: int, depth: int, *, prefix_len: int) -> list[DraftInput]:
     """Requests with random rows, of different numbers, each of a depth less than the one before.
 
     Args:
@@ -141,7 +141,7 @@ class EagleDrafter(Drafter):
     def __init__(
         self,
         head: EagleHead,
-        decoder: LlamaDecoder,
+        decoder: PackedDecoder,
         settings: DraftSettings,
         *,
         slots: int,

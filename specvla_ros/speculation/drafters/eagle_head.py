@@ -5,7 +5,7 @@ import json
 import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from specvla_kernels.layout import PackedLayout
 from specvla_ros.errors import UserError
-from specvla_ros.models.config import MAX_WIDTH, LlamaConfig, read_checkpoint_json
-from specvla_ros.models.llama import LlamaDecoder, LlamaLayer
+from specvla_ros.models.config import MAX_WIDTH, DecoderShape, DecoderVariant, read_checkpoint_json
+from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
 from specvla_ros.models.weights import load_weights, save_weights
 
 
@@ -25,14 +25,14 @@ class EagleHead(nn.Module):
     No norm in front of the attention and none after the layer; embeddings and output head are the target's.
 
     Args:
-        config: the layer's shape.
+        config: the layer's shape; it is Llama's, whatever the target's variant.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: DecoderShape) -> None:
         super().__init__()
-        self.config = config
+        self.config = config = replace(config, variant=DecoderVariant())
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size)
-        self.layer = LlamaLayer(config, input_norm=False)
+        self.layer = DecoderLayer(config, input_norm=False)
 
     def forward(
         self,
@@ -49,7 +49,7 @@ class EagleHead(nn.Module):
             following: [n_rows, hidden], embedding of the token after each row.
             hidden: [n_rows, hidden], the target's state at each row, or the head's own where the target has none yet.
             layout: where the segments lie.
-            rotation: cosines and sines of the rows, see `LlamaDecoder.rotation`.
+            rotation: cosines and sines of the rows, see `PackedDecoder.rotation`.
             keys: [slots, slot_rows, kv_heads, head_dim], written in place.
             values: like keys.
 
@@ -81,7 +81,7 @@ class EagleHead(nn.Module):
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def load_draft_head(directory: Path, decoder: LlamaDecoder) -> EagleHead:
+def load_draft_head(directory: Path, decoder: PackedDecoder) -> EagleHead:
     """Loads a draft head for a target, in the target's dtype and on its device.
 
     Reads model.safetensors, or pytorch_model.bin as SpecVLA publishes it. The embeddings that such a file carries are
@@ -121,11 +121,12 @@ def save_draft_head(directory: Path, head: EagleHead) -> None:
     """Writes config.json and model.safetensors, in bfloat16 as checkpoints are."""
     directory.mkdir(parents=True, exist_ok=True)
     config = asdict(head.config) | {"model_type": "llama", "num_hidden_layers": 1, "fc_bias": True}
+    del config["variant"]  # model_type says it
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_weights(directory / "model.safetensors", {n: t.bfloat16().cpu() for n, t in head.checkpoint_tensors().items()})
 
 
-def _config(directory: Path, target: LlamaConfig) -> LlamaConfig:
+def _config(directory: Path, target: DecoderShape) -> DecoderShape:
     path = directory / "config.json"
     if not path.exists():
         raise UserError(
@@ -137,7 +138,7 @@ def _config(directory: Path, target: LlamaConfig) -> LlamaConfig:
         raise UserError(f"{path}: a draft head has one layer, this is a model of {layers}")
     hidden = raw.whole("hidden_size", minimum=1)
     heads = raw.whole("num_attention_heads", target.num_attention_heads, minimum=1)
-    config = LlamaConfig(
+    config = DecoderShape(
         hidden_size=hidden,
         intermediate_size=raw.whole("intermediate_size", minimum=1, maximum=MAX_WIDTH),
         num_hidden_layers=1,
@@ -179,7 +180,7 @@ def _unpickle(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _copy(path: Path, found: dict[str, Tensor], tensors: dict[str, Tensor], decoder: LlamaDecoder) -> None:
+def _copy(path: Path, found: dict[str, Tensor], tensors: dict[str, Tensor], decoder: PackedDecoder) -> None:
     missing = [name for name in tensors if name not in found]
     if missing:
         raise UserError(f"{path} lacks {missing[0]} and {len(missing) - 1} more tensors: it is no EAGLE draft head")
@@ -193,7 +194,7 @@ def _copy(path: Path, found: dict[str, Tensor], tensors: dict[str, Tensor], deco
 
 
 def _check_kind(
-    path: Path, shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor], decoder: LlamaDecoder
+    path: Path, shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor], decoder: PackedDecoder
 ) -> None:
     """Refuses a file that has more than an EAGLE head has, or embeddings of another vocabulary."""
     # The vocabulary in config.json is not asked: SpecVLA's says 32000 where the embeddings have 32064 rows.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, drafter
 
 if TYPE_CHECKING:
-    from specvla_ros.models.llama import LlamaDecoder
+    from specvla_ros.models.decoder import PackedDecoder
 
 
 @drafter("head", order=90)
@@ -21,7 +21,7 @@ def _head(context: DraftContext) -> Drafter | None:
     from specvla_ros.speculation.drafters.eagle_head import load_draft_head
 
     settings, codec = context.settings, context.target.codec
-    decoder = cast("LlamaDecoder", context.target.decoder)
+    decoder = cast("PackedDecoder", context.target.decoder)
     head = load_draft_head(directory, decoder)
     window = None
     if settings.children == "window_mass":

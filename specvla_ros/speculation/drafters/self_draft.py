@@ -10,7 +10,7 @@ from specvla_ros.settings.parameter import parameter
 from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, drafter
 
 if TYPE_CHECKING:
-    from specvla_ros.models.llama import LlamaDecoder
+    from specvla_ros.models.decoder import PackedDecoder
 
 KEEPS = ("uniform", "similarity")
 
@@ -52,7 +52,7 @@ def _self(context: DraftContext) -> Drafter | None:
     from specvla_ros.speculation.drafters.self_drafter import SelfDrafter
 
     return SelfDrafter(
-        cast("LlamaDecoder", context.target.decoder),
+        cast("PackedDecoder", context.target.decoder),
         image_tokens=context.target.image_tokens,
         image_share=own.image_share,
         keep=own.keep,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.speculation.drafters.chains import Chain, ChainDecoder
 from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftWork
 from specvla_ros.speculation.tree import Tree
@@ -43,7 +43,7 @@ class SelfDrafter(Drafter):
 
     def __init__(
         self,
-        decoder: LlamaDecoder,
+        decoder: PackedDecoder,
         *,
         image_tokens: int,
         image_share: float,

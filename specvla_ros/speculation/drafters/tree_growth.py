@@ -10,7 +10,7 @@ from torch import Tensor
 from specvla_kernels.attention_plan import AttentionPlan, plan_attention
 from specvla_kernels.device import to_device
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
-from specvla_ros.models.llama import LlamaDecoder
+from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.speculation.drafters.children import Children, top_k
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
 from specvla_ros.speculation.drafters.registry import DraftInput
@@ -254,7 +254,7 @@ class TreeGrower:
     def __init__(
         self,
         head: EagleHead,
-        decoder: LlamaDecoder,
+        decoder: PackedDecoder,
         *,
         k: int,
         nodes: int,

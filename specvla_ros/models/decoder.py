@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Llama decoder, written around the packed forward."""
+"""One decoder for Llama, Qwen2, Qwen3 and Gemma, written around the packed forward; `DecoderShape` says which."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -11,7 +13,7 @@ from specvla_kernels.layout import PackedLayout
 from specvla_kernels.linear import linear
 from specvla_kernels.packed_attention import packed_attention
 from specvla_kernels.rope_write_kv import rope_write_kv
-from specvla_ros.models.config import LlamaConfig
+from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.target import ForwardResult as ForwardResult
 
 
@@ -28,13 +30,31 @@ def head_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 class _RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, eps: float, *, unit_offset: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps = eps
+        self.unit_offset = unit_offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)  # float32 weights under autocast
+        if not self.unit_offset:
+            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)  # float32 weights under autocast
+        whole = torch.promote_types(x.dtype, torch.float32)  # half precision would round 1 + w, and what it scales
+        return F.rms_norm(x.to(whole), self.weight.shape, 1 + self.weight.to(whole), self.eps).to(x.dtype)
+
+
+class _Embedding(nn.Embedding):
+    """Token embeddings, scaled as Gemma does it."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__(shape.vocab_size, shape.hidden_size)
+        self.scaled = shape.variant.scaled_embeddings
+
+    def forward(self, ids: Tensor) -> Tensor:
+        embeddings = super().forward(ids)
+        if not self.scaled:
+            return embeddings
+        return embeddings * torch.tensor(self.embedding_dim**0.5, dtype=embeddings.dtype)  # rounded to it, as theirs
 
 
 def _product(x: Tensor, matrix: nn.Linear) -> Tensor:
@@ -45,50 +65,73 @@ def _product(x: Tensor, matrix: nn.Linear) -> Tensor:
     return out
 
 
-class LlamaLayer(nn.Module):
-    """Pre-norm attention and SwiGLU; q, k, v are one matrix, and gate, up another: fewer and larger reads.
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and a gated MLP; q, k, v are one matrix, and gate, up another: fewer and larger reads.
 
     Args:
         config: the layer's shape.
         input_norm: False leaves out the norm in front of the attention, as in EAGLE's draft layer.
     """
 
-    def __init__(self, config: LlamaConfig, *, input_norm: bool = True) -> None:
+    def __init__(self, config: DecoderShape, *, input_norm: bool = True) -> None:
         super().__init__()
         hidden, dim = config.hidden_size, config.head_dim
         self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, dim
-        self.input_norm: _RMSNorm | nn.Identity = _RMSNorm(hidden, config.rms_norm_eps) if input_norm else nn.Identity()
+        norm = partial(_RMSNorm, eps=config.rms_norm_eps, unit_offset=config.variant.unit_offset_norms)
+        self.input_norm: _RMSNorm | nn.Identity = norm(hidden) if input_norm else nn.Identity()
         self.qkv = nn.Linear(hidden, (self.heads + 2 * self.kv_heads) * dim, bias=False)
+        # Beside the matrix and not in it: a quantised matrix has none.
+        self.qkv_bias = nn.Parameter(torch.empty(self.qkv.out_features)) if config.variant.qkv_bias else None
+        self.q_norm: _RMSNorm | None = norm(dim) if config.variant.qk_norm else None
+        self.k_norm: _RMSNorm | None = norm(dim) if config.variant.qk_norm else None
         self.out = nn.Linear(self.heads * dim, hidden, bias=False)
-        self.post_norm = _RMSNorm(hidden, config.rms_norm_eps)
+        self.post_norm = norm(hidden)
+        self.gate = _GATES[config.variant.gate]
         self.gate_up = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, hidden, bias=False)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """[n_rows, hidden] to the same; see LlamaDecoder.forward for the rest."""
+        """[n_rows, hidden] to the same; see PackedDecoder.forward for the rest."""
         return self.mlp(self.attention(x, cos, sin, layout, keys, values))
 
     def attention(
         self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor
     ) -> Tensor:
         """The first half: [n_rows, hidden] with what the rows attend to added."""
-        n_rows = x.shape[0]
-        qkv = _product(self.input_norm(x), self.qkv).view(n_rows, -1, self.head_dim)
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        q, k, v = self.split_heads(_product(self.input_norm(x), self.qkv))
         q = rope_write_kv(q, k, v, cos, sin, layout.kv_rows, keys, values)
         attended = packed_attention(q, keys, values, layout)
-        return x + _product(attended.view(n_rows, -1), self.out)
+        return x + _product(attended.flatten(1), self.out)
+
+    def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The one matrix' products to queries, keys and values, without RoPE.
+
+        Args:
+            qkv: [..., (heads + 2 kv_heads) head_dim].
+
+        Returns:
+            [..., heads, head_dim], and twice [..., kv_heads, head_dim].
+        """
+        if self.qkv_bias is not None:
+            qkv = qkv + self.qkv_bias
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
 
     def mlp(self, x: Tensor) -> Tensor:
         """The second half: [n_rows, hidden] with the MLP's output added."""
         gate, up = _product(self.post_norm(x), self.gate_up).chunk(2, dim=-1)
-        return x + _product(F.silu(gate) * up, self.down)
+        return x + _product(self.gate(gate) * up, self.down)
 
 
-class LlamaDecoder(nn.Module):
-    """Llama from embeddings to logits, over a KV cache.
+class PackedDecoder(nn.Module):
+    """A language model from embeddings to logits, over a KV cache.
 
     Logits are at least float32, so that rounding to half precision makes no ties; see `head_dtype`.
 
@@ -96,12 +139,12 @@ class LlamaDecoder(nn.Module):
         head_ids: the only ids whose logits are computed, all others' being -inf; None: every id's.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: DecoderShape) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LlamaLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.embed_tokens = _Embedding(config)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = _RMSNorm(config.hidden_size, config.rms_norm_eps, unit_offset=config.variant.unit_offset_norms)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.head_ids: range | None = None
         self._rotary: tuple[Tensor, Tensor] | None = None
@@ -176,20 +219,20 @@ class LlamaDecoder(nn.Module):
         return cos[positions], sin[positions]
 
 
-def llama_tensors(decoder: LlamaDecoder, prefix: str = "") -> dict[str, Tensor]:
-    """The decoder's tensors by their names in transformers' LlamaForCausalLM."""
+def decoder_tensors(decoder: PackedDecoder, prefix: str = "") -> dict[str, Tensor]:
+    """The decoder's tensors by their names in transformers' LlamaForCausalLM, which Qwen's and Gemma's share."""
     config = decoder.config
     tensors = {"model.embed_tokens.weight": decoder.embed_tokens.weight, "model.norm.weight": decoder.norm.weight}
     if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = decoder.lm_head.weight
     named = {prefix + name: tensor.detach() for name, tensor in tensors.items()}
     for i, layer in enumerate(decoder.layers):
-        named |= layer_tensors(cast(LlamaLayer, layer), config, f"{prefix}model.layers.{i}.")
+        named |= layer_tensors(cast(DecoderLayer, layer), config, f"{prefix}model.layers.{i}.")
     return named
 
 
-def layer_tensors(layer: LlamaLayer, config: LlamaConfig, prefix: str) -> dict[str, Tensor]:
-    """One layer's tensors by their names in transformers' LlamaDecoderLayer; it must not be quantised."""
+def layer_tensors(layer: DecoderLayer, config: DecoderShape, prefix: str) -> dict[str, Tensor]:
+    """One layer's tensors by their names in transformers' classes; it must not be quantised."""
     q_rows, kv_rows = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     q, k, v = layer.qkv.weight.split((q_rows, kv_rows, kv_rows))
     gate, up = layer.gate_up.weight.chunk(2)
@@ -204,4 +247,10 @@ def layer_tensors(layer: LlamaLayer, config: LlamaConfig, prefix: str) -> dict[s
         "mlp.up_proj.weight": up,
         "mlp.down_proj.weight": layer.down.weight,
     }
+    if layer.qkv_bias is not None:
+        biases = layer.qkv_bias.split((q_rows, kv_rows, kv_rows))
+        tensors |= {f"self_attn.{name}_proj.bias": bias for name, bias in zip("qkv", biases, strict=True)}
+    for name, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
+        if norm is not None:
+            tensors[f"self_attn.{name}.weight"] = norm.weight
     return {prefix + name: tensor.detach() for name, tensor in tensors.items()}

@@ -1,38 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our Llama against transformers' on the same weights."""
+"""Our decoder against transformers' classes on the same weights: Llama, Qwen2, Qwen3 and Gemma."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 from random_decoder import random_decoder
-from transformers_baseline import transformers_llama
+from transformers_baseline import transformers_decoder
 
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
-from specvla_ros.models.config import LlamaConfig
-from specvla_ros.models.llama import head_dtype
+from specvla_ros.models.config import DECODERS, DecoderShape
+from specvla_ros.models.decoder import head_dtype
 
 SHAPES = [
-    LlamaConfig(64, 160, 3, 4, 4, 16, vocab_size=300, max_position_embeddings=128),
-    LlamaConfig(48, 96, 2, 6, 2, 8, vocab_size=211, max_position_embeddings=128, rope_theta=5e5),
-    LlamaConfig(80, 216, 2, 4, 1, 20, vocab_size=130, max_position_embeddings=128, rms_norm_eps=1e-5),
-    LlamaConfig(32, 64, 1, 2, 2, 24, vocab_size=130, max_position_embeddings=128, tie_word_embeddings=True),
+    DecoderShape(64, 160, 3, 4, 4, 16, vocab_size=300, max_position_embeddings=128),
+    DecoderShape(48, 96, 2, 6, 2, 8, vocab_size=211, max_position_embeddings=128, rope_theta=5e5),
+    DecoderShape(80, 216, 2, 4, 1, 20, vocab_size=130, max_position_embeddings=128, rms_norm_eps=1e-5),
+    DecoderShape(32, 64, 1, 2, 2, 24, vocab_size=130, max_position_embeddings=128, tie_word_embeddings=True),
+]
+OTHER_FAMILIES = [
+    pytest.param(replace(shape, variant=DECODERS[family].variant), id=f"{family}-{i}")
+    for family in ("qwen2", "qwen3", "gemma")
+    for i, shape in enumerate(SHAPES)
 ]
 
 
-@pytest.mark.parametrize("config", SHAPES)
+@pytest.mark.parametrize("config", [*SHAPES, *OTHER_FAMILIES])
 @pytest.mark.parametrize("seed", range(3))
-def test_prefill_and_decode_equal_transformers(config: LlamaConfig, seed: int) -> None:
+def test_prefill_and_decode_equal_transformers(config: DecoderShape, seed: int) -> None:
     decoder = random_decoder(config, seed=seed, dtype=torch.float64)
     if config.tie_word_embeddings:
         decoder.lm_head.weight = decoder.embed_tokens.weight
-    reference = transformers_llama(decoder)
+    reference = transformers_decoder(decoder)
     prompt = torch.randint(config.vocab_size, (37,), generator=torch.Generator().manual_seed(seed))
-    expected = reference.generate(prompt[None], max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
+    seen = torch.ones_like(prompt)[None]  # token 0 is padding to Gemma's config, and here one as any other
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = reference.generate(prompt[None], attention_mask=seen, **options)[0]
 
     cache = new_cache(decoder, slots=1, slot_rows=64)
     result = packed_forward(decoder, [Segment(0, 0, prompt, wanted=len(prompt))], cache)
-    torch.testing.assert_close(result.logits, reference(prompt[None]).logits[0], atol=1e-5, rtol=1e-5)
+    # transformers computes Gemma's norms in float32, whatever the model's own dtype.
+    tolerance = 1e-4 if config.variant.unit_offset_norms else 1e-5
+    torch.testing.assert_close(result.logits, reference(prompt[None]).logits[0], atol=tolerance, rtol=tolerance)
 
     tokens = [int(result.logits[-1].argmax())]
     for step in range(11):
