@@ -26,12 +26,14 @@ class Extremes:
         acceleration_share: likewise, while the arm touches nothing.
         outside_m: how far out of the workspace the tool was.
         tool_share: speed of the tool, also where joints are commanded.
+        free_speed_share: as speed_share, while the arm touches nothing.
     """
 
     speed_share: float
     acceleration_share: float
     outside_m: float
     tool_share: float
+    free_speed_share: float
 
     @property
     def beyond(self) -> list[str]:
@@ -42,6 +44,11 @@ class Extremes:
             "workspace": self.outside_m > OUTSIDE_M,
         }
         return [name for name, found in over.items() if found]
+
+    @property
+    def in_contact(self) -> bool:
+        """Whether it is beyond by its speed alone, and only while the arm touches something that gives way."""
+        return self.beyond == ["speed"] and self.free_speed_share <= SPEED_SHARE
 
 
 @dataclass(frozen=True)
@@ -79,9 +86,10 @@ class Judge:
     def extremes(self) -> Extremes:
         """Of the whole run."""
         rows, limits, joints = self._record.rows, self._settings.limits, self._settings.joints
-        tool_speed = (self._speeds / (limits.linear_speed, limits.angular_speed)).max()
+        tool_speed = (self._speeds / (limits.linear_speed, limits.angular_speed)).max(axis=1)
+        free = ~self._touched()
         if self._settings.kind.of_joints:
-            speed = (np.abs(rows["joint_velocity"]) / joints.speeds).max()
+            speed = (np.abs(rows["joint_velocity"]) / joints.speeds).max(axis=1)
             changes = np.diff(rows["joint_velocity"], axis=0) / np.diff(self._times_s)[:, None]
             accelerations = np.abs(changes) / joints.accelerations
         else:
@@ -91,10 +99,11 @@ class Judge:
         position = rows["position"]
         outside = np.maximum(np.array(limits.workspace_min) - position, position - np.array(limits.workspace_max))
         return Extremes(
-            float(speed),
-            float(accelerations.max(axis=1)[~self._touched()[1:]].max(initial=0.0)),
+            float(speed.max()),
+            float(accelerations.max(axis=1)[free[1:]].max(initial=0.0)),
             float(max(0.0, outside.max())),
-            float(tool_speed),
+            float(tool_speed.max()),
+            float(speed[free].max(initial=0.0)),
         )
 
     def moved_between(self, begin_s: float, end_s: float) -> bool:

@@ -112,6 +112,7 @@ def _found(scene: Scene, judge: Judge, fault: Fault, times: _Times) -> dict[str,
     return {
         **asdict(extremes),
         "beyond": extremes.beyond,
+        "in_contact": extremes.in_contact,
         "promised": bool(promised),
         "late": any(judge.moved_between(*window) for window in promised),
         "stop": stop.as_json() if stop is not None else None,

@@ -68,20 +68,25 @@ DRIVER_GRAPH_S = 0.2
 _GRIPPER_S = 0.5
 _CONVENTION = ActionConvention(ACTION_DT_S)
 _FLOOR_M = 0.005
+_TURN_STOP_S = 0.15  # of the tool's rotation from full speed, for the same reason
+_KEPT = 0.8  # of what the weakest joint can, for a tool that turns and moves at once
 _FULL_M_S = 0.25  # of the tool, with which the joints get what the arm can do
 _STOP_S = 0.1  # of a joint from full speed: leaves room in the promised 0.2 s for the lag of the arm itself
 
 
-def limits(speed: float) -> Limits:
+def limits(arm: Arm, speed: float) -> Limits:
     """Those of config/robots/simulated.yaml, scaled to a speed in m/s: a stop takes as long.
 
-    The workspace ends 5 mm higher: an arm that is told to brake as hard as the limits allow goes that much too far, and
-    fingers that hit the table are flung.
+    A tool is not told to turn harder than each joint of the arm can: an arm that cannot follow its commands swings
+    behind them, however bounded they are. The workspace ends 5 mm higher: an arm that is told to brake as hard as the
+    limits allow goes that much too far, and fingers that hit the table are flung.
     """
     text = (ROOT / "config" / "robots" / "simulated.yaml").read_text(encoding="utf-8")
     values = yaml.safe_load(text)["/**"]["ros__parameters"]["limits"]
     share = speed / values["linear_speed"]
     motion = {name: share * value for name, value in values.items() if not name.startswith("workspace")}
+    turning = min(motion["angular_acceleration"], _KEPT * min(arm.acceleration))
+    motion |= {"angular_acceleration": turning, "angular_speed": min(motion["angular_speed"], _TURN_STOP_S * turning)}
     x, y, z = values["workspace_min"]
     return Limits(**motion, workspace_min=(x, y, z + _FLOOR_M), workspace_max=tuple(values["workspace_max"]))
 
@@ -100,7 +105,9 @@ def guard_settings(arm: Arm, output: str, speed: float) -> GuardSettings:
         tuple((share * acceleration).tolist()),
     )
     fingers = GripperLimits("array", arm.gripper.joints[0], arm.gripper.open[0], arm.gripper.closed[0])
-    return GuardSettings(output=output, base_frame=BASE_FRAME, limits=limits(speed), joints=joints, gripper=fingers)
+    return GuardSettings(
+        output=output, base_frame=BASE_FRAME, limits=limits(arm, speed), joints=joints, gripper=fingers
+    )
 
 
 @lru_cache(maxsize=3)

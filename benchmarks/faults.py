@@ -173,6 +173,7 @@ def summary(found: Rows) -> dict[str, Any]:
         "runs": len(guarded),
         "runs_without_guard": len(bare),
         "beyond": sum(bool(row["beyond"]) for row in guarded),
+        "in_contact": sum(row["in_contact"] for row in guarded),
         "late": sum(row["late"] for row in guarded),
         "promised": sum(row["promised"] for row in guarded),
         "recovered": sum(row["recovered_s"] is not None for row in guarded),
@@ -210,6 +211,7 @@ def _counts(rows: Rows) -> dict[str, Any]:
     return {
         "runs": len(rows),
         "beyond": sum(bool(row["beyond"]) for row in rows),
+        "in_contact": sum(row["in_contact"] for row in rows),
         "promised": sum(row["promised"] for row in rows),
         "late": sum(row["late"] for row in rows),
         "recovered": sum(row["recovered_s"] is not None for row in rows),

@@ -141,7 +141,12 @@ def _fault_cells(rows: list[Result]) -> Cells:
 def _counted(row: Result) -> list[str]:
     late = f"{row['late']} of {row['promised']}" if row["promised"] else ""
     by_hand = f", {row['cleared']} by hand" if row["cleared"] else ""
-    return [str(row["runs"]), str(row["beyond"]), late, *_stop(row), f"{row['recovered']}{by_hand}"]
+    return [str(row["runs"]), _beyond(row), late, *_stop(row), f"{row['recovered']}{by_hand}"]
+
+
+def _beyond(row: Result) -> str:
+    """How many runs went beyond their limits, and how many of these by a contact alone."""
+    return f"{row['beyond']}, {row['in_contact']} in contact" if row["in_contact"] else str(row["beyond"])
 
 
 def _stop(row: Result) -> list[str]:
@@ -157,13 +162,12 @@ def faults_by_kind(result: Result) -> str:
     cells = [["what was tried", "runs", "beyond limits", "moved after its time", "longest stop, s", "longest way, mm"]]
     for kind, words in _KINDS.items():
         rows = [row for row in result["faults"] if row["fault"].split()[0] == kind]
-        runs, beyond, late, promised = (
-            sum(row[name] for row in rows) for name in ("runs", "beyond", "late", "promised")
-        )
+        counts = {name: sum(row[name] for row in rows) for name in ("runs", "beyond", "in_contact", "late", "promised")}
         stopped = [row for row in rows if row["stopped"]]
         longest = [max((row[name] for row in stopped), default=0.0) for name in ("time_s_max", "distance_m_max")]
         stop = [f"{longest[0]:.2f}", f"{1e3 * longest[1]:.0f}"] if stopped else ["", ""]
-        cells.append([words, str(runs), str(beyond), f"{late} of {promised}" if promised else "", *stop])
+        late = f"{counts['late']} of {counts['promised']}" if counts["promised"] else ""
+        cells.append([words, str(counts["runs"]), _beyond(counts), late, *stop])
     return table(cells)
 
 

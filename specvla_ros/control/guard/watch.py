@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether everybody is alive and has agreed: driver, policy, robot, clock, the hand on the switch."""
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ _JUMP_S = 0.25  # how much more than the steady clock the node's may go at once
 _QUEUE_S = 0.05
 # What a measured pose may do between two messages: twice the limits' speed, for an arm that overshoots, and this.
 _LEAP_M, _LEAP_RAD = 0.02, 0.1
+_SWING_S = 0.1  # over which an arm that swings, and leaps in no message, is seen to go too far
 
 
 @dataclass
@@ -111,7 +113,7 @@ class Watch:
         self._tool, self._joints, self._action, self._command = _Seen(), _Seen(), _Seen(), _Seen()
         self._enabled_s = -np.inf
         self._enable_said = ""
-        self._pose: Pose | None = None
+        self._poses: deque[tuple[int, Pose]] = deque()  # with their stamps, of the last _SWING_S
         self._leap = ""
         self._positions: np.ndarray | None = None
         self._deaf_until_s = -np.inf
@@ -121,7 +123,8 @@ class Watch:
         """What was heard no longer counts: the clock jumped, or this process stood still."""
         self._tool, self._joints, self._action, self._command = _Seen(), _Seen(), _Seen(), _Seen()
         self._enabled_s = -np.inf
-        self._pose = self._positions = None
+        self._poses.clear()
+        self._positions = None
         self._deaf_until_s = now.steady_s + _QUEUE_S
 
     def hears(self, now: Instant) -> bool:
@@ -134,13 +137,16 @@ class Watch:
         if isinstance(pose, Refusal):
             self._tool.problem = pose.detail
             return None
-        before, before_ns = self._pose, self._tool.stamp_ns
-        fresh = self._tool.age_s(now) <= self._settings.state_timeout_s
+        if self._tool.age_s(now) > self._settings.state_timeout_s:
+            self._poses.clear()
         if not self._newer(self._tool, message.stamp, now):
             return None
-        if before is not None and fresh:
-            self._leap = self._leap or self._leap_between(before, pose, (self._tool.stamp_ns - before_ns) * 1e-9)
-        self._pose = pose
+        stamp_ns = self._tool.stamp_ns
+        while len(self._poses) > 1 and stamp_ns - self._poses[0][0] > _SWING_S * 1e9:
+            self._poses.popleft()
+        for before_ns, before in [self._poses[0], self._poses[-1]] if self._poses else []:
+            self._leap = self._leap or self._leap_between(before, pose, (stamp_ns - before_ns) * 1e-9)
+        self._poses.append((stamp_ns, pose))
         return pose
 
     def take_leap(self) -> str:
@@ -200,7 +206,9 @@ class Watch:
     def measured(self, now: Instant) -> Measured:
         """Where the robot is, as far as it is known now."""
         limit_s = self._settings.state_timeout_s
-        tool = self._pose if self._tool.age_s(now) <= limit_s and not self._tool.problem else None
+        tool = (
+            self._poses[-1][1] if self._poses and self._tool.age_s(now) <= limit_s and not self._tool.problem else None
+        )
         joints = self._positions if self._joints.age_s(now) <= limit_s and not self._joints.problem else None
         return Measured(tool, joints)
 

@@ -505,6 +505,20 @@ def test_a_measured_pose_that_leaps_latches_until_somebody_looked(output: str) -
     assert each.guard.clear_stop(each.now) == ""
 
 
+@pytest.mark.parametrize(("share", "stopped"), [(1.8, False), (6.0, True)])
+def test_an_arm_that_swings_faster_than_anything_it_is_sent_latches(share: float, stopped: bool) -> None:
+    """It leaps in no message: 1.5 cm in 10 ms, as an arm at the end of its reach did."""
+    each = rig("twist")
+    each.until_passing()
+    begun = each.tool.copy()
+    for _ in range(8):
+        each.tool = each.tool + np.array([0.0, 0.0, share * LIMITS.linear_speed * 0.01])
+        each.run(0.01)
+    assert (each.guard.state is State.STOPPED) is stopped
+    assert bool(each.guard.tally.counts[Cause.POSE_LEAPS]) is stopped
+    assert np.linalg.norm(each.tool - begun) > 0.02
+
+
 def test_a_pose_that_moves_within_reach_or_was_not_seen_for_long_does_not_leap() -> None:
     each = rig("twist", require_enable=False)
     for way_m, unseen_s in ((0.018, 0.0), (0.3, 1.0), (-0.02, 0.0)):
