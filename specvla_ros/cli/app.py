@@ -104,8 +104,8 @@ def _print_outcome(outcome: "Outcome", policy: "Target", *, as_json: bool) -> No
     if as_json:
         result = {
             "action": dict(zip(outcome.names, outcome.values.tolist(), strict=True)),
-            "values": outcome.values.tolist(),
-            "tokens": list(outcome.tokens),
+            "values": outcome.actions.tolist(),
+            "tokens": [*outcome.text_tokens, *outcome.tokens],
             "text": text,
             "unnorm_key": policy.unnorm_key,
             "seconds": seconds,
@@ -114,8 +114,9 @@ def _print_outcome(outcome: "Outcome", policy: "Target", *, as_json: bool) -> No
         return
     if text:
         typer.echo(text)
-    for name, value, token in zip(outcome.names, outcome.values, outcome.tokens, strict=True):
-        typer.echo(f"{name:>8} {value:+.6f}   token {token}")
+    for name, column in zip(outcome.names, outcome.actions.T, strict=True):
+        typer.echo(f"{name:>8} " + " ".join(f"{value:+.6f}" for value in column))
+    typer.echo("  tokens " + " ".join(map(str, outcome.tokens)))
     typer.echo(f"unnorm_key {policy.unnorm_key}; " + ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in seconds.items()))
 
 

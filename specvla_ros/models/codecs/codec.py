@@ -18,7 +18,7 @@ from torch import Tensor
 from specvla_ros.errors import UserError
 from specvla_ros.settings.registry import Registry
 
-CODECS = Registry("specvla_ros.codecs", ["specvla_ros.models.codecs.bins"])
+CODECS = Registry("specvla_ros.codecs", ["specvla_ros.models.codecs.bins", "specvla_ros.models.codecs.fast"])
 
 
 @dataclass(frozen=True)

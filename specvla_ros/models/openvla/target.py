@@ -327,7 +327,7 @@ def load_openvla(
     check_quantization(quantization, device, dtype)
     model = load_model(directory, config, device, dtype, quantization=quantization, progress=progress)
     if action_head:
-        model.decoder.head_ids = range(codec.action_ids.first, codec.action_ids.stop)
+        model.decoder.head_ids = _action_head(codec, directory)
     return OpenVLATarget(
         directory=directory,
         model=model,
@@ -336,6 +336,18 @@ def load_openvla(
         codec=codec,
         quantization=quantization,
     )
+
+
+def _action_head(codec: Codec, directory: Path) -> range:
+    """The ids whose logits an action needs.
+
+    Raises:
+        UserError: they are no range.
+    """
+    ids = range(codec.action_ids.first, codec.action_ids.stop)
+    if not ids:
+        raise UserError(f"{directory} does not answer with bins alone, so it needs all logits: leave model.action_head")
+    return ids
 
 
 def _prompt_style(chosen: str, config: OpenVLAConfig, directory: Path) -> PromptStyle:

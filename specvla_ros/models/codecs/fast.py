@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FAST (Pertsch et al., arXiv 2501.09747): a chunk of actions as the byte-pair encoding of its cosine transform.
+
+Every dimension's values over the chunk are transformed (DCT-II, orthonormal), scaled and rounded; the coefficients, row
+by row, are characters of a string that byte-level BPE shortens. So the answers of one policy have different lengths.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
+from tokenizers.trainers import BpeTrainer
+
+from specvla_ros.errors import UserError
+from specvla_ros.models.codecs.bins import ActionStatistics, select_statistics
+from specvla_ros.models.codecs.codec import CODECS, ActionIds, CodecContext
+from specvla_ros.models.config import read_end_ids
+from specvla_ros.models.tokenizer import read_tokenizer
+from specvla_ros.settings.json_file import read_fields
+
+FOLDER = "action_tokenizer"
+"""Where a checkpoint keeps it, as LeRobot's do."""
+
+_TOKENIZER, _PROCESSOR = "tokenizer.json", "processor_config.json"
+_HALF = "\N{REPLACEMENT CHARACTER}"  # what a lost half of a two-byte character decodes to
+_MAX_CODE = 0x10FFFF
+_SURROGATES = range(0xD800, 0xE000)  # code points that are no characters
+_MAX_VALUE = 1e6  # no robot's action is larger in any unit
+
+
+@dataclass(frozen=True)
+class FastTokenizer:
+    """The published tokenizer: chunks of normalised actions to ids from 0 to `vocab_size` - 1, and back.
+
+    Where the original makes an action of what is none (it fills a wrong number of coefficients with zeros, and reads
+    half a character as the coefficient 65533 less its offset), this one refuses; so it does what encoding would lose.
+
+    Args:
+        bpe: its byte-level BPE.
+        scale: what the coefficients are multiplied by before they are rounded.
+        min_token: the coefficient that is character 0.
+    """
+
+    bpe: Tokenizer
+    scale: float
+    min_token: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids."""
+        return self.bpe.get_vocab_size()
+
+    def encode(self, actions: np.ndarray) -> tuple[int, ...]:
+        """Normalised actions [horizon, dims], about [-1, 1], to ids.
+
+        Raises:
+            UserError: they are not finite, or lie so far outside of what the tokenizer was fitted on that it has no
+                characters for them.
+        """
+        text = "".join(map(self._character, _coefficients(actions, self.scale).flatten().tolist()))
+        ids: tuple[int, ...] = tuple(self.bpe.encode(text).ids)
+        if self.bpe.decode(list(ids), skip_special_tokens=False) != text:
+            raise UserError(
+                "an action is outside of what this FAST tokenizer was fitted on and would be lost: normalise it, or "
+                "fit the tokenizer on actions like it"
+            )
+        return ids
+
+    def _character(self, coefficient: int) -> str:
+        code = coefficient - self.min_token
+        if not 0 <= code <= _MAX_CODE or code in _SURROGATES:
+            raise UserError(
+                f"an action has a coefficient of {coefficient}, and this FAST tokenizer begins at {self.min_token}: "
+                "normalise it, or fit the tokenizer on actions like it"
+            )
+        return chr(code)
+
+    def problem(self, ids: Sequence[int], horizon: int, dims: int) -> str:
+        """Why ids stand for no chunk, in words; empty: they do."""
+        other = next((i for i in ids if not 0 <= i < self.vocab_size), None)
+        if other is not None:
+            return f"{other} is no FAST token"
+        text = self._text(ids)
+        if _HALF in text:
+            return "a FAST character is cut in half"
+        if len(text) != horizon * dims:
+            return f"{len(text)} FAST coefficients in place of {horizon} x {dims}"
+        return ""
+
+    def decode(self, ids: Sequence[int], horizon: int, dims: int) -> np.ndarray:
+        """Ids to normalised actions, float64 [horizon, dims].
+
+        Raises:
+            UserError: they stand for no chunk of that shape.
+        """
+        problem = self.problem(ids, horizon, dims)
+        if problem:
+            raise UserError(problem)
+        coefficients = np.array([ord(character) + self.min_token for character in self._text(ids)], dtype=np.float64)
+        actions: np.ndarray = _cosines(horizon).T @ (coefficients.reshape(horizon, dims) / self.scale)
+        return actions
+
+    def _text(self, ids: Sequence[int]) -> str:
+        # All at once: a character may be two tokens. And without the clean-up of spaces that the released files ask
+        # for, which takes away characters that stand for coefficients.
+        text: str = self.bpe.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def save(self, directory: Path) -> None:
+        """Writes it as the released tokenizer's files are."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.bpe.save(str(directory / _TOKENIZER))
+        config = {"scale": self.scale, "vocab_size": self.vocab_size, "min_token": self.min_token}
+        (directory / _PROCESSOR).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _coefficients(actions: np.ndarray, scale: float) -> np.ndarray:
+    """[horizon, dims] to int64 of the same shape."""
+    if actions.ndim != 2 or not np.isfinite(actions).all() or np.abs(actions).max(initial=0.0) > _MAX_VALUE:
+        raise UserError("FAST encodes chunks [horizon, dims] of finite, normalised actions")
+    return np.around(_cosines(len(actions)) @ actions * scale).astype(np.int64)
+
+
+def _cosines(horizon: int) -> np.ndarray:
+    """The orthonormal DCT-II as a matrix, float64 [horizon, horizon]; its transpose is the inverse."""
+    frequency, time = np.arange(horizon)[:, None], np.arange(horizon)
+    matrix = np.sqrt(2 / horizon) * np.cos(np.pi * frequency * (2 * time + 1) / (2 * horizon))
+    matrix[0] /= np.sqrt(2)
+    return matrix
+
+
+def fit_fast_tokenizer(chunks: Iterable[np.ndarray], *, scale: float = 10.0, vocab_size: int = 1024) -> FastTokenizer:
+    """A tokenizer of one's own actions, as the published one's `fit` makes it.
+
+    Args:
+        chunks: normalised actions, [horizon, dims] each.
+        scale: the larger, the finer the actions and the longer the answers; the paper's is 10.
+        vocab_size: number of ids, as many as there are coefficients at least; the paper's is 1024.
+
+    Raises:
+        UserError: there is no chunk, or they have more different coefficients than there are ids.
+    """
+    found = [_coefficients(chunk, scale) for chunk in chunks]
+    if not found:
+        raise UserError("a FAST tokenizer is fitted on chunks of actions, and there are none")
+    low, high = min(int(each.min()) for each in found), max(int(each.max()) for each in found)
+    if high - low >= vocab_size:
+        raise UserError(
+            f"the actions have coefficients from {low} to {high}, more than {vocab_size} ids can tell apart: take more "
+            "ids, or a smaller scale"
+        )
+
+    def texts() -> Iterator[str]:
+        for coefficients in found:
+            yield "".join(map(chr, (coefficients.flatten() - low).tolist()))
+
+    bpe = ByteLevelBPETokenizer()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=[],
+        initial_alphabet=[chr(i) for i in range(high - low + 1)],
+        max_token_length=10000,
+    )
+    bpe._tokenizer.train_from_iterator(texts(), trainer=trainer)
+    return FastTokenizer(bpe._tokenizer, scale, low)
+
+
+def read_fast_tokenizer(directory: Path) -> FastTokenizer:
+    """The tokenizer in a directory: the released layout, or LeRobot's, which has a folder for its BPE.
+
+    Raises:
+        UserError: a file is missing or malformed.
+    """
+    fields = read_fields(
+        directory / _PROCESSOR,
+        missing=f"{directory} must hold the policy's FAST tokenizer, with {_PROCESSOR} and {_TOKENIZER}",
+        hint="; copy it again",
+    )
+    nested = directory / "bpe_tokenizer" / _TOKENIZER
+    path = nested if nested.exists() else directory / _TOKENIZER
+    if not path.exists():
+        raise UserError(f"{path} is missing; copy the FAST tokenizer from where the weights are from")
+    return FastTokenizer(
+        bpe=read_tokenizer(path),
+        scale=fields.number("scale", above=0.0),
+        min_token=fields.whole("min_token", minimum=-_MAX_CODE, maximum=_MAX_CODE),
+    )
+
+
+@dataclass(frozen=True)
+class FastCodec:
+    """Answers of FAST tokens and an end token; no text. See `Codec`.
+
+    Relaxed acceptance has no bound here yet, as neighbouring ids stand for nothing alike: bins and metres are refused.
+
+    Args:
+        tokenizer: ids from 0 on to normalised actions.
+        statistics: normalised values to the robot's units.
+        horizon: actions per answer.
+        first_id: the policy's token of FAST id 0, from which they count down, as pi0-FAST's and FAST's paper have them.
+        end_ids: the token ids that end an answer, and belong to it.
+        dt_s: see `Codec`.
+    """
+
+    tokenizer: FastTokenizer
+    statistics: ActionStatistics
+    horizon: int
+    first_id: int
+    end_ids: frozenset[int]
+    dt_s: float | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.statistics.names
+
+    @property
+    def unnorm_key(self) -> str:
+        return self.statistics.unnorm_key
+
+    @property
+    def action_range(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.statistics.low, self.statistics.high
+
+    @property
+    def action_ids(self) -> ActionIds:
+        """None whose neighbours are close: drafts and rules that count on that leave these alone."""
+        return ActionIds(self.first_id + 1, self.first_id + 1, bins=1)
+
+    @property
+    def max_tokens(self) -> int:
+        """A character of its own for each coefficient, of two bytes at most below 2048, and the end token."""
+        return 2 * self.horizon * len(self.names) + 1
+
+    def with_text(self, max_text: int) -> "FastCodec":
+        """See `Codec`.
+
+        Raises:
+            UserError: it is not 0.
+        """
+        if max_text:
+            raise UserError("this policy writes FAST tokens and no text: leave decode.max_reasoning_tokens at 0")
+        return self
+
+    def position(self, tokens: Sequence[int]) -> int:
+        return 0
+
+    def in_text(self, tokens: Sequence[int]) -> bool:
+        """Always: any token may come next, the end token among them."""
+        return True
+
+    def remaining(self, tokens: Sequence[int]) -> int:
+        return self.max_tokens - len(tokens)
+
+    def legal_ids(self, tokens: Sequence[int]) -> range | None:
+        return None
+
+    def end(self, tokens: Sequence[int], known: int) -> int:
+        for n in range(known + 1, len(tokens) + 1):
+            if n == self.max_tokens or tokens[n - 1] in self.end_ids:
+                return n
+        return 0
+
+    def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return tuple(tokens[:-1] if tokens[-1] in self.end_ids else tokens)
+
+    def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return ()
+
+    def problem(self, tokens: Sequence[int]) -> str:
+        if tokens[-1] not in self.end_ids:
+            return f"the answer has no end after {len(tokens)} tokens"
+        return self.tokenizer.problem(self._fast_ids(tokens[:-1]), self.horizon, len(self.names))
+
+    def decode(self, tokens: Sequence[int]) -> np.ndarray:
+        normalised = self.tokenizer.decode(self._fast_ids(tokens), self.horizon, len(self.names))
+        return np.stack([self.statistics.unnormalise(row) for row in normalised])
+
+    def encode(self, actions: np.ndarray) -> tuple[int, ...]:
+        return tuple(self.first_id - i for i in self.tokenizer.encode(self.normalise(actions)))
+
+    def _fast_ids(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.first_id - token for token in tokens)
+
+    def normalise(self, actions: np.ndarray) -> np.ndarray:
+        return self.statistics.normalise(actions)
+
+    def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
+        raise UserError("FAST tokens have no tolerance in metres and radians yet: leave it out, for strict acceptance")
+
+    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
+        """See `Codec`.
+
+        Raises:
+            UserError: a tolerance is given.
+        """
+        if any(bins):
+            raise UserError("FAST tokens have no bins: leave acceptance.bins at 0, for strict acceptance")
+        return ()
+
+    def bound(self, bins: Sequence[int]) -> np.ndarray:
+        return np.zeros((self.horizon, len(self.names)))
+
+
+@CODECS.register("fast")
+def _fast(context: CodecContext) -> FastCodec:
+    """From `action_tokenizer/`, whose processor_config.json says the horizon too, as `time_horizon`."""
+    folder = context.directory / FOLDER
+    tokenizer = read_fast_tokenizer(folder)
+    if tokenizer.vocab_size >= context.vocab_size:
+        raise UserError(f"{folder} has {tokenizer.vocab_size} ids, and the policy {context.vocab_size} tokens")
+    try:
+        statistics = select_statistics(context.norm_stats, context.unnorm_key)
+    except UserError as error:
+        raise UserError(f"{context.directory}: {error}") from None
+    fields = read_fields(folder / _PROCESSOR, missing="", hint="; copy it again")
+    dims = fields.whole("action_dim", len(statistics.low), minimum=1, maximum=1 << 10)
+    if dims != len(statistics.low):
+        raise UserError(
+            f"{folder} was fitted for {dims} dimensions, and the action statistics have {len(statistics.low)}: they "
+            "belong to different policies"
+        )
+    horizon = fields.whole("time_horizon", minimum=1, maximum=1 << 10)
+    return FastCodec(tokenizer, statistics, horizon, context.vocab_size - 1, read_end_ids(context.directory))
