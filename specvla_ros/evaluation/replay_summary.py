@@ -12,6 +12,7 @@ from specvla_ros.bags.frames import BagFrame
 from specvla_ros.engine.outcome import Action, DropCounter, DropReason
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.statistics import percentiles
+from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.codecs.codec import Codec
 
 
@@ -83,16 +84,18 @@ class FrameRecord:
 
 
 def compare(codec: Codec, action: Action, recorded: tuple[float, ...] | None) -> dict[str, Any]:
-    """An action beside the recorded one: error and bin_distance of its FrameRecord.
+    """An action beside the recorded one: error and, of a policy that writes bins, bin_distance of its FrameRecord.
 
-    Empty where the recorded one is missing, not finite or of another length.
+    Empty where the recorded one is missing, not finite or of another length. Of a chunk the first action counts.
     """
     if recorded is None or len(recorded) != len(codec.names) or not all(map(math.isfinite, recorded)):
         return {}
     wanted = np.asarray(recorded, dtype=np.float64)
-    tokens = np.asarray(codec.encode(wanted[None]))
-    distance = np.abs(tokens - np.asarray(action.tokens))
-    return {"error": (action.values - wanted).tolist(), "bin_distance": distance.tolist()}
+    error = {"error": (action.values - wanted).tolist()}
+    if not isinstance(codec, BinsCodec):
+        return error
+    distance = np.abs(np.asarray(codec.encode(wanted[None])) - np.asarray(action.tokens))
+    return error | {"bin_distance": distance.tolist()}
 
 
 STAGES = ("wait", "vision", "prefill", "decode")
@@ -224,7 +227,7 @@ def summarise(
 
 
 def _per_dimension(names: tuple[str, ...], rows: np.ndarray) -> dict[str, float]:
-    return dict(zip(names, rows.mean(axis=0).tolist(), strict=True)) if len(rows) else {}
+    return dict(zip(names, rows.mean(axis=0).tolist(), strict=True)) if np.isfinite(rows).any() else {}
 
 
 def _exceeded(summary: ReplaySummary) -> list[str]:
@@ -245,10 +248,11 @@ def _exceeded(summary: ReplaySummary) -> list[str]:
             f"the action rate is {summary.action_rate_hz:.2f} Hz, the limit is {limits.min_action_rate_hz:g} Hz"
         )
     limit = limits.max_bin_distance
-    if limit is not None and not summary.compared:
-        failures.append(
-            "max_bin_distance was asked for, but the bag has no recorded action of the policy's length to compare"
-        )
+    if limit is not None and not summary.mean_bin_distance:
+        why = "this policy does not answer in bins"
+        if not summary.compared:
+            why = "the bag has no recorded action of the policy's length to compare"
+        failures.append(f"max_bin_distance was asked for, but {why}")
     elif limit is not None:
         mean = float(np.mean(list(summary.mean_bin_distance.values())))
         if mean > limit:

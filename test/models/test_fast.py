@@ -19,6 +19,7 @@ from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
+from specvla_ros.evaluation.replay_summary import compare
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.fast import FOLDER, FastCodec, FastTokenizer, fit_fast_tokenizer, read_fast_tokenizer
 from specvla_ros.models.openvla.config import read_config
@@ -155,6 +156,7 @@ def test_every_mode_gives_the_same_chunks_and_refuses_the_same_answers(fast_poli
     for action in actions:
         assert action.actions.shape == (HORIZON, DIMS)
         np.testing.assert_allclose(codec.decode(codec.encode(action.actions)), action.actions, atol=1e-12)
+        assert compare(codec, action, (0.5, 0.0)) == {"error": (action.values - [0.5, 0.0]).tolist()}
     drafts = adjusted(DraftSettings(), prompt_lookup_tokens=4, temporal=True)
     for mode in ("spec", "pipeline", "specpipe"):
         drafted = answers(fast_policy, EngineSettings(mode, draft=drafts, in_order=True))

@@ -178,11 +178,15 @@ def _latency_rows(summary: ReplaySummary) -> list[tuple[str, ...]]:
     ]
 
 
+def _one_decimal(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
 def _comparison(summary: ReplaySummary) -> str:
     if not summary.compared:
         return "<p>The bag has no recorded action of the policy's length to compare with.</p>"
     rows = [
-        (name, _UNITS.get(name, ""), f"{error:.5f}", f"{summary.mean_bin_distance[name]:.1f}")
+        (name, _UNITS.get(name, ""), f"{error:.5f}", _one_decimal(summary.mean_bin_distance.get(name)))
         for name, error in summary.mean_abs_error.items()
     ]
     note = f"Means over {summary.compared} actions. A dimension has 256 bins over its range."
