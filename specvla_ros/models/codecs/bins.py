@@ -50,7 +50,7 @@ class ActionTokenizer:
         return self.centers[index]
 
 
-_MAX_VALUE = 1e6  # no robot's action is larger in any unit
+MAX_VALUE = 1e6  # no robot's action is larger in any unit
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,22 @@ def select_statistics(norm_stats: Mapping[str, Any], unnorm_key: str) -> ActionS
     return ActionStatistics(unnorm_key, low, high, np.asarray(mask, dtype=bool))
 
 
+def read_statistics(context: CodecContext) -> ActionStatistics:
+    """Those that a checkpoint's codec shall use.
+
+    Raises:
+        UserError: as of `select_statistics`, with the checkpoint's name.
+    """
+    try:
+        return select_statistics(context.norm_stats, context.unnorm_key)
+    except UserError as error:
+        raise UserError(f"{context.directory}: {error}") from None
+
+
 def _numbers(value: Any, where: str) -> np.ndarray:
-    if not isinstance(value, list) or not all(is_number(each) and abs(each) <= _MAX_VALUE for each in value):
+    if not isinstance(value, list) or not all(is_number(each) and abs(each) <= MAX_VALUE for each in value):
         raise UserError(
-            f"{where} is {shown(value)}, but it must be a list of numbers, finite and at most {_MAX_VALUE:g}"
+            f"{where} is {shown(value)}, but it must be a list of numbers, finite and at most {MAX_VALUE:g}"
         )
     return np.asarray(value, dtype=np.float64)
 
@@ -263,11 +275,7 @@ class BinsCodec:
 @CODECS.register("bins")
 def _bins(context: CodecContext) -> BinsCodec:
     tokenizer = ActionTokenizer(context.vocab_size, context.bins)
-    try:
-        statistics = select_statistics(context.norm_stats, context.unnorm_key)
-    except UserError as error:
-        raise UserError(f"{context.directory}: {error}") from None
-    return BinsCodec(tokenizer, statistics, end_ids=context.end_ids)
+    return BinsCodec(tokenizer, read_statistics(context), end_ids=context.end_ids)
 
 
 def tolerance_in_bins(

@@ -15,7 +15,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from tokenizers.trainers import BpeTrainer
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics, select_statistics
+from specvla_ros.models.codecs.bins import MAX_VALUE, ActionStatistics, read_statistics
 from specvla_ros.models.codecs.codec import CODECS, ActionIds, CodecContext
 from specvla_ros.models.config import read_end_ids
 from specvla_ros.models.tokenizer import read_tokenizer
@@ -28,7 +28,6 @@ _TOKENIZER, _PROCESSOR = "tokenizer.json", "processor_config.json"
 _HALF = "\N{REPLACEMENT CHARACTER}"  # what a lost half of a two-byte character decodes to
 _MAX_CODE = 0x10FFFF
 _SURROGATES = range(0xD800, 0xE000)  # code points that are no characters
-_MAX_VALUE = 1e6  # no robot's action is larger in any unit
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class FastTokenizer:
 
 def _coefficients(actions: np.ndarray, scale: float) -> np.ndarray:
     """[horizon, dims] to int64 of the same shape."""
-    if actions.ndim != 2 or not np.isfinite(actions).all() or np.abs(actions).max(initial=0.0) > _MAX_VALUE:
+    if actions.ndim != 2 or not np.isfinite(actions).all() or np.abs(actions).max(initial=0.0) > MAX_VALUE:
         raise UserError("FAST encodes chunks [horizon, dims] of finite, normalised actions")
     return np.around(_cosines(len(actions)) @ actions * scale).astype(np.int64)
 
@@ -313,10 +312,7 @@ def _fast(context: CodecContext) -> FastCodec:
     tokenizer = read_fast_tokenizer(folder)
     if tokenizer.vocab_size >= context.vocab_size:
         raise UserError(f"{folder} has {tokenizer.vocab_size} ids, and the policy {context.vocab_size} tokens")
-    try:
-        statistics = select_statistics(context.norm_stats, context.unnorm_key)
-    except UserError as error:
-        raise UserError(f"{context.directory}: {error}") from None
+    statistics = read_statistics(context)
     fields = read_fields(folder / _PROCESSOR, missing="", hint="; copy it again")
     dims = fields.whole("action_dim", len(statistics.low), minimum=1, maximum=1 << 10)
     if dims != len(statistics.low):
