@@ -57,6 +57,10 @@ def run_node(
     except (KeyboardInterrupt, ExternalShutdownException):
         rclpy.try_shutdown()
         return 0
+    except Exception:
+        if rclpy.ok():
+            raise
+        return 0  # a signal ended the context in the middle of it
     executor = SingleThreadedExecutor()
     executor.add_node(node)
     with contextlib.suppress(KeyboardInterrupt, ExternalShutdownException):
