@@ -201,7 +201,7 @@ class FastCodec:
         tokenizer: ids from 0 on to normalised actions.
         statistics: normalised values to the robot's units.
         horizon: actions per answer.
-        first_id: the policy's token of FAST id 0, from which they count down, as pi0-FAST's and FAST's paper have them.
+        first_id: the policy's token of FAST id 0, from which they count down, as pi0-FAST's do.
         end_ids: the token ids that end an answer, and belong to it.
         dt_s: see `Codec`.
     """
