@@ -27,6 +27,7 @@ class Span:
         prefix_len: committed rows of the slot; node j writes its keys and values to row `prefix_len + j`.
             `-length` for rows that see nothing; see `idle`.
         is_tree: True: node i sees the prefix and the nodes in `ancestors[start + i]`. False: a chain, causal.
+        sees_all: of a chain: every row sees all of it, as the prompts of prefix language models do.
     """
 
     slot: int
@@ -34,6 +35,7 @@ class Span:
     length: int
     prefix_len: int
     is_tree: bool
+    sees_all: bool = False
 
     @staticmethod
     def idle(start: int, length: int) -> "Span":
@@ -58,8 +60,8 @@ class AttentionPlan:
     does, its shape says how large the launch is: another table in the same memory is a captured launch's next forward.
 
     Args:
-        tiles: int32 [n_tiles, 6], per tile: the segment's slot, prefix_len, start (packed row), length (rows), whether
-            it is a tree (0 or 1), and the tile's first node. A length of 0: no work.
+        tiles: int32 [n_tiles, 6], per tile: the segment's slot, prefix_len, start (packed row), length (rows), its mask
+            (0: causal, 1: a tree, 2: every row sees all), and the tile's first node. A length of 0: no work.
         group: query heads per key head.
         block_m: rows of a tile, a power of two: nodes times `group`, and what is left over is idle.
         splits: equal shares that each tile's keys are cut into, merged by log-sum-exp; 1: not cut.
@@ -123,7 +125,7 @@ def plan_attention(
 
 def _tile_rows(spans: Sequence[Span], nodes: int) -> list[tuple[int, ...]]:
     return [
-        (span.slot, span.prefix_len, span.start, span.length, int(span.is_tree), first)
+        (span.slot, span.prefix_len, span.start, span.length, 2 if span.sees_all else int(span.is_tree), first)
         for span in spans
         for first in range(0, span.length, nodes)
     ]

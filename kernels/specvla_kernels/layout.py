@@ -77,7 +77,8 @@ class PackedLayout:
 
     Args:
         spans: one per segment, in packed order, none empty.
-        positions: int64 [n_rows], RoPE position of each row: prefix length + depth in the segment.
+        positions: int64 [n_rows], RoPE position of each row: prefix length + depth in the segment; [axes, n_rows] for a
+            model whose rows have several (M-RoPE).
         kv_rows: int64 [n_rows], where each row's keys and values go, see `Span.first_kv_row`.
         ancestors: int64 [n_rows], bit j set: node j of the same segment is an ancestor or the node itself.
             0 for the rows of chains.
@@ -108,7 +109,7 @@ class PackedLayout:
         return tuple(self._mask(span) for span in self.spans)
 
     def _mask(self, span: Span) -> Tensor | None:
-        if span.length == 1 or (not span.is_tree and span.prefix_len == 0):
+        if span.length == 1 or span.sees_all or (not span.is_tree and span.prefix_len == 0):
             return None
         device = self.ancestors.device
         nodes = torch.arange(span.length, device=device)
@@ -120,21 +121,32 @@ class PackedLayout:
         return torch.cat((prefix, among), dim=1)
 
 
-def pack_layout(parts: Sequence[tuple[Span, Ancestry | None]], slot_rows: int, device: torch.device) -> PackedLayout:
+def pack_layout(
+    parts: Sequence[tuple[Span, Ancestry | None]],
+    slot_rows: int,
+    device: torch.device,
+    first_positions: Tensor | None = None,
+) -> PackedLayout:
     """Lays segments side by side.
 
     Args:
         parts: each segment's place, and its ancestry if it is a tree; spans in packed order.
         slot_rows: rows per slot of the KV cache.
         device: where the layout goes; nothing is read back from it.
+        first_positions: int64 [axes, n_rows], RoPE positions where they do not count up with the slot's rows: a chain's
+            own, and those of a tree's root in each of its rows.
     """
     positions: list[Tensor] = []
     kv_rows: list[Tensor] = []
     ancestors: list[Tensor] = []
     for span, ancestry in parts:
         nodes = torch.arange(span.length, device=device)
-        positions.append(span.prefix_len + (nodes if ancestry is None else ancestry.depths))
+        if first_positions is None:
+            positions.append(span.prefix_len + (nodes if ancestry is None else ancestry.depths))
+        else:
+            first = first_positions[:, span.start : span.stop]
+            positions.append(first if ancestry is None else first + ancestry.depths)
         kv_rows.append(span.first_kv_row(slot_rows) + nodes)
         ancestors.append(torch.zeros_like(nodes) if ancestry is None else ancestry.ancestors)
     spans = tuple(span for span, _ in parts)
-    return PackedLayout(spans, torch.cat(positions), torch.cat(kv_rows), torch.cat(ancestors))
+    return PackedLayout(spans, torch.cat(positions, dim=-1), torch.cat(kv_rows), torch.cat(ancestors))

@@ -64,30 +64,44 @@ def _specvla(
 def predict(
     chosen: PolicyOptions,
     image: Annotated[
-        Path, typer.Option(help="Camera image: PNG, JPEG, WebP, BMP, PPM, TIFF or GIF.", show_default=False)
+        list[Path],
+        typer.Option(
+            help="Camera image: PNG, JPEG, WebP, BMP, PPM, TIFF or GIF. Again for each camera, in the policy's order.",
+            show_default=False,
+        ),
     ],
     instruction: Annotated[str, typer.Option(help="What the robot shall do.")] = "",
     prompt_ids: Annotated[
         str, typer.Option(help="The prompt as token ids, e.g. '1,512,29901', in place of --instruction.")
     ] = "",
+    state: Annotated[
+        str, typer.Option(help="The robot's state, e.g. '0.1,-0.4,1.2', for a policy that reads it.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Decode the action for one image."""
+    """Decode the action for one image, or one of each camera."""
     if bool(instruction) == bool(prompt_ids):
         raise UserError("give either --instruction or --prompt-ids")
-    pixels = _read_image(image)
+    pictures = [_read_image(path) for path in image]
     from specvla_ros.engine.engine import Engine
     from specvla_ros.models.observation import Observation
 
     ids = _parse_ids(prompt_ids) if prompt_ids else None
+    robot = _parse_state(state) if state else None
     policy = chosen.load()
+    if len(pictures) != len(policy.cameras):
+        raise UserError(
+            f"{len(pictures)} images are given, and the policy has {len(policy.cameras)} cameras: give --image once "
+            f"for each, in this order: {', '.join(policy.cameras)}"
+        )
+    images = dict(zip(policy.cameras, pictures, strict=True))
+    asked = Observation(images, instruction, stamp_ns=1, prompt_ids=ids, state=robot)
     engine = Engine(policy, chosen.engine)
     if ids is None:
         engine.check_instruction(instruction)
-    else:
-        policy.prompt_layout(Observation(pixels, "", stamp_ns=1, prompt_ids=ids))
+    policy.prompt_layout(asked)
     engine.warm_up()
-    outcome = engine.act(Observation(pixels, instruction, stamp_ns=1, prompt_ids=ids))
+    outcome = engine.act(asked)
     _print_outcome(outcome, policy, as_json=as_json)
 
 
@@ -148,6 +162,15 @@ def _parse_ids(text: str) -> tuple[int, ...]:
         raise UserError(f"--prompt-ids must be whole numbers separated by commas, got {shown(text)}") from None
 
 
+def _parse_state(text: str) -> "np.ndarray":
+    import numpy as np
+
+    try:
+        return np.array([float(part) for part in text.replace(",", " ").split()])
+    except ValueError:
+        raise UserError(f"--state must be numbers separated by commas, got {shown(text)}") from None
+
+
 @app.command()
 @takes_policy(publishes=True)
 def replay(
@@ -180,6 +203,7 @@ def replay(
     from specvla_ros.bags.frames import TopicChoice
     from specvla_ros.evaluation.replay import check_replay, replay
     from specvla_ros.evaluation.replay_summary import Thresholds
+    from specvla_ros.models.target import require_one_camera
 
     out = out or Path(f"replay-{bag.resolve().stem}")
     thresholds = Thresholds(
@@ -196,7 +220,7 @@ def replay(
     )
     check_replay(bag, out, topics)
     summary = replay(
-        chosen.load(),
+        require_one_camera(chosen.load()),
         chosen.engine,
         bag,
         out,

@@ -31,6 +31,7 @@ _WITHOUT = {
     "mink": "only the driver's joint outputs need it: pip install -r requirements/robot-joints.txt",
     "plotly": "only reports need it: pip install -r requirements/runtime.txt",
     "av": "only the simulator's films need it: pip install -r requirements/runtime.txt",
+    "transformers": "only NORA, VLA-0 and pi0-FAST need it: pip install -r requirements/robot-transformers.txt",
     "accelerate": "only training needs it: pip install -r requirements/train.txt",
     "torchao": "only model.quantization needs it: pip install torchao (0.18 goes with torch 2.13)",
 }

@@ -96,11 +96,15 @@ def _policy_options(given: Mapping[str, Any], *, publishes: bool) -> PolicyOptio
     from specvla_ros.policies.bundled import nano_policy
 
     plain = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
+    names = [declared.path[0] for declared in walk(ModelSettings())]
+    model: dict[str, Any] = {
+        name: tuple(plain[name]) if isinstance(plain[name], list) else plain[name] for name in names
+    }
     assignments, file = plain.get("param") or (), plain.get("params_file")
     of_actions = [each for each in assignments if publishes and each.startswith(ConventionSettings.ROS_PREFIX)]
     return PolicyOptions(
         plain["checkpoint"] or nano_policy(),
-        ModelSettings(**{declared.path[0]: plain[declared.path[0]] for declared in walk(ModelSettings())}),
+        ModelSettings(**model),
         engine_settings_from(
             mode=plain["mode"] or "",
             tolerance=plain.get("tolerance", ""),
@@ -126,6 +130,8 @@ def _model_option(declared: Declared) -> inspect.Parameter:
     (name,) = declared.path
     kind: Any = declared.kind
     default = declared.value
+    if declared.is_list:
+        kind, default = list[kind], [*default]
     if declared.parameter.allowed:
         kind = _choice(name, declared.parameter.allowed)
         default = kind(default)

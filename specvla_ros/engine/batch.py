@@ -8,6 +8,7 @@ chunk after a committed prefix; a decode step is a tree of one node; a verificat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,9 +30,12 @@ class Segment:
             (the root).
         wanted: how many of the last nodes need logits: 0 for a chunk that does not end the prompt, 1 for the end of a
             prefill, n for a tree.
+        positions: int64 [axes, n], RoPE positions of a chain's rows, or those of a tree's root in each of its rows, for
+            a model whose rows have several; None: they count up with the slot's rows.
+        sees_all: of a chain: every row sees all of it (the prompt of a prefix language model).
 
     Raises:
-        ValueError: no nodes, an ancestry that does not fit them, wanted out of range.
+        ValueError: no nodes, an ancestry or positions that do not fit them, wanted out of range.
     """
 
     slot: int
@@ -39,6 +43,8 @@ class Segment:
     inputs: Tensor
     ancestry: Ancestry | None = None
     wanted: int = 1
+    positions: np.ndarray | None = None
+    sees_all: bool = False
 
     def __post_init__(self) -> None:
         n = len(self)
@@ -48,6 +54,8 @@ class Segment:
             raise ValueError(f"wanted must be 0 to {n}, got {self.wanted}")
         if self.ancestry is not None and len(self.ancestry) != n:
             raise ValueError(f"{n} nodes have an ancestry of {len(self.ancestry)}")
+        if self.positions is not None and self.positions.shape[1] != n:
+            raise ValueError(f"{n} nodes have {self.positions.shape[1]} positions")
 
     def __len__(self) -> int:
         return self.inputs.shape[0]
@@ -89,7 +97,8 @@ def spans_of(segments: Sequence[Segment], slot_rows: int) -> list[Span]:
         ends[segment.slot] = prefix_len + n if segment.ancestry is None else -1
         if prefix_len + n > slot_rows:
             raise ValueError(f"{prefix_len} committed rows and {n} nodes do not fit a slot of {slot_rows} rows")
-        spans.append(Span(segment.slot, start, n, prefix_len, is_tree=segment.ancestry is not None))
+        is_tree = segment.ancestry is not None
+        spans.append(Span(segment.slot, start, n, prefix_len, is_tree=is_tree, sees_all=segment.sees_all))
         start += n
     return spans
 
@@ -120,9 +129,26 @@ def pack(segments: Sequence[Segment], slot_rows: int, embed: Callable[[Tensor], 
     device = embedded[0].device
     return PackedBatch(
         embeddings=embedded[0] if len(embedded) == 1 else torch.cat(embedded),
-        layout=pack_layout(parts, slot_rows, device),
+        layout=pack_layout(parts, slot_rows, device, _first_positions(segments, spans, device)),
         wanted_rows=to_device(wanted_rows(segments, spans), device),
     )
+
+
+def _first_positions(segments: Sequence[Segment], spans: Sequence[Span], device: torch.device) -> Tensor | None:
+    """Int64 [axes, n_rows]; None where no segment brings its own."""
+    axes = next((len(segment.positions) for segment in segments if segment.positions is not None), 0)
+    if not axes:
+        return None
+    rows = [first_positions(segment, span, axes) for segment, span in zip(segments, spans, strict=True)]
+    return to_device(np.concatenate(rows, axis=1).tolist(), device)
+
+
+def first_positions(segment: Segment, span: Span, axes: int) -> np.ndarray:
+    """A segment's own, or those that count up with the slot's rows: int64 [axes, n], see `Segment.positions`."""
+    if segment.positions is not None:
+        return segment.positions
+    rows = np.zeros(span.length, np.int64) if span.is_tree else np.arange(span.length)
+    return np.tile(span.prefix_len + rows, (axes, 1))
 
 
 def packed_forward(decoder: Decoder, segments: Sequence[Segment], cache: KVCache) -> ForwardResult:

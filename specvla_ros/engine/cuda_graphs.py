@@ -16,7 +16,7 @@ from torch import Tensor
 from specvla_kernels.attention_plan import AttentionPlan, plan_attention
 from specvla_kernels.graph_capture import Capturable, Capture, capture_on, check_rows
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
-from specvla_ros.engine.batch import Segment, packed_forward, spans_of, wanted_rows
+from specvla_ros.engine.batch import Segment, first_positions, packed_forward, spans_of, wanted_rows
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.target import Decoder, ForwardResult, Target, VisionModel
@@ -173,7 +173,8 @@ class HostInputs:
 
     Args:
         all: int64 [n], the whole piece.
-        positions, kv_rows, ancestors: int64 [rows], as in PackedLayout.
+        positions: int64 [rows], or [axes, rows] where there are several, as in PackedLayout.
+        kv_rows, ancestors: int64 [rows], as there.
         wanted: int64 [rows], of which the first are read.
         tiles: int32 [tiles, 6], as in AttentionPlan.
     """
@@ -186,15 +187,17 @@ class HostInputs:
     tiles: Tensor
 
     @staticmethod
-    def in_memory(memory: Tensor, rows: int) -> "HostInputs":
+    def in_memory(memory: Tensor, rows: int, axes: int) -> "HostInputs":
         width = rows + rows % 2  # 16 bytes: Triton compiles a kernel again for pointers that are less aligned
-        table = memory[4 * width :].view(torch.int32).view(-1, _TILE_WIDTH)
-        positions, kv_rows, ancestors, wanted = memory[: 4 * width].view(4, width)[:, :rows].unbind()
-        return HostInputs(memory, positions, kv_rows, ancestors, wanted, table)
+        columns = axes + 3
+        table = memory[columns * width :].view(torch.int32).view(-1, _TILE_WIDTH)
+        numbers = memory[: columns * width].view(columns, width)[:, :rows]
+        kv_rows, ancestors, wanted = numbers[axes:].unbind()
+        return HostInputs(memory, numbers[:axes] if axes > 1 else numbers[0], kv_rows, ancestors, wanted, table)
 
     @staticmethod
-    def size(rows: int, tiles: int) -> int:
-        return 4 * (rows + rows % 2) + tiles * _TILE_WIDTH // 2
+    def size(rows: int, tiles: int, axes: int) -> int:
+        return (axes + 3) * (rows + rows % 2) + tiles * _TILE_WIDTH // 2
 
 
 class StaticForward:
@@ -220,14 +223,16 @@ class StaticForward:
         config, device = decoder.config, decoder.device
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         plan = _plan(bucket, heads // kv_heads, kv_heads, cache)
-        size = HostInputs.size(bucket.rows, _most_tiles(bucket, segments, plan))
-        self._numbers = numbers = HostInputs.in_memory(torch.zeros(size, dtype=torch.int64, device=device), bucket.rows)
+        self._axes = config.rope_axes
+        size = HostInputs.size(bucket.rows, _most_tiles(bucket, segments, plan), self._axes)
+        memory = torch.zeros(size, dtype=torch.int64, device=device)
+        self._numbers = numbers = HostInputs.in_memory(memory, bucket.rows, self._axes)
         self._plan = replace(plan, tiles=numbers.tiles)
         plans = {(heads // kv_heads, kv_heads): self._plan}
         self._layout = PackedLayout((), numbers.positions, numbers.kv_rows, numbers.ancestors, plans)
         self._embeddings = torch.zeros(bucket.rows, config.hidden_size, dtype=decoder.dtype, device=device)
         self._no_embeddings = torch.zeros_like(self._embeddings)
-        self._no_numbers = torch.zeros_like(numbers.positions)
+        self._no_numbers = torch.zeros_like(numbers.kv_rows)
         self._send((), ())
         self._replay = capture(self._run)
 
@@ -257,12 +262,12 @@ class StaticForward:
         """Sends what the host knows; the wanted rows, on the device."""
         # New memory each time: the copy may still be under way when the next forward is packed.
         memory = torch.zeros(len(self._numbers.all), dtype=torch.int64, pin_memory=self._numbers.all.is_cuda)
-        host = HostInputs.in_memory(memory, self._rows)
+        host = HostInputs.in_memory(memory, self._rows, self._axes)
         positions, kv_rows, ancestors = (each.numpy() for each in (host.positions, host.kv_rows, host.ancestors))
         kv_rows[:] = self._cache.sink_row
-        for span in spans:
+        for segment, span in zip(segments, spans, strict=True):
             rows, nodes = slice(span.start, span.stop), np.arange(span.length)
-            positions[rows] = span.prefix_len + (0 if span.is_tree else nodes)
+            positions[..., rows] = first_positions(segment, span, self._axes)
             kv_rows[rows] = span.first_kv_row(self._cache.slot_rows) + nodes
             ancestors[rows] = span.is_tree  # enough for a single node
         n = spans[-1].stop if spans else 0
@@ -280,7 +285,7 @@ class StaticForward:
         nothing = [self._no_numbers[: len(each)] for each in segments]
         pairs = list(zip(segments, nothing, strict=True))
         depths = torch.cat([zeros if each.ancestry is None else each.ancestry.depths for each, zeros in pairs])
-        self._numbers.positions[:n] += depths
+        self._numbers.positions[..., :n] += depths
         ancestors = [zeros if each.ancestry is None else each.ancestry.ancestors for each, zeros in pairs]
         torch.cat(ancestors, out=self._numbers.ancestors[:n])
 

@@ -284,7 +284,15 @@ class Engine:
         if fallback:
             settings = replace(settings, mode={"spec": "ar", "specpipe": "pipeline"}[settings.mode])
         drafter.set_tolerance(bins_of(settings.acceptance, target))
-        verifier = Verifier(rule, codec.action_ids, cache, max_nodes=settings.tree_nodes, max_depth=codec.max_tokens)
+        verifier = Verifier(
+            rule,
+            codec.action_ids,
+            cache,
+            max_nodes=settings.tree_nodes,
+            max_depth=codec.max_tokens,
+            generation=target.generation,
+            vocab_size=target.decoder.config.vocab_size,
+        )
         runner = Runner(target, cache, settings, (verifier, drafter))
         root = Tree.from_root(torch.zeros((), dtype=torch.int64, device=target.decoder.device))
         scheduler = Scheduler(

@@ -164,13 +164,22 @@ class ScheduledRequest:
         tree, start = request.tree, request.prefix_len
         n = len(tree)
         if not self.prompt_rows:
-            return [Segment(request.slot, start, tree.tokens, tree.ancestry, wanted=n)]
+            positions = request.layout.positions_behind(start, n)
+            return [Segment(request.slot, start, tree.tokens, tree.ancestry, wanted=n, positions=positions)]
         stop = start + self.prompt_rows
-        chain = Segment(request.slot, start, request.prompt[start:stop], wanted=int(self.ends_prompt))
+        chain = Segment(
+            request.slot,
+            start,
+            request.prompt[start:stop],
+            wanted=int(self.ends_prompt),
+            positions=request.layout.positions_of(start, stop),
+            sees_all=not request.layout.causal,
+        )
         if not self.ends_prompt or n == 1:
             return [chain]
         drafted = tree.ancestry.without_root()
-        return [chain, Segment(request.slot, stop, tree.tokens[1:], drafted, wanted=n - 1)]
+        positions = request.layout.positions_behind(stop, n - 1)
+        return [chain, Segment(request.slot, stop, tree.tokens[1:], drafted, wanted=n - 1, positions=positions)]
 
     def keep_visual(self) -> None:
         """Keeps the hidden states of the image's rows, for rules that look at them."""
@@ -183,7 +192,15 @@ class ScheduledRequest:
         """What the verifier needs of its tree."""
         request = self.request
         position = codec.position(request.tokens)
-        return VerifyInput(request.tree, position, request.slot, request.root_row, request.rule, request.visual)
+        return VerifyInput(
+            tree=request.tree,
+            position=position,
+            slot=request.slot,
+            root_row=request.root_row,
+            rule=request.rule,
+            visual=request.visual,
+            ids=(*request.layout.ids, *request.tokens),
+        )
 
     def chunk_input(self) -> DraftInput:
         """What a drafter needs of a chunk that does not end the prompt; nothing grows from it."""

@@ -17,6 +17,7 @@ from specvla_kernels.graph_capture import Capture
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.models.generation import NO_RULES, GreedyRules, seen_ids
 from specvla_ros.speculation.accept import AcceptanceRule, Verification, accept, greedy_choice
 from specvla_ros.speculation.rules.strict import Strict
 from specvla_ros.speculation.tree import Tree
@@ -34,6 +35,7 @@ class VerifyInput:
         rule: decides which drafts are accepted.
         visual: last hidden states of the image's rows, [n, hidden] for each chunk of the prompt, those of this forward
             added by it; empty where the rule does not need them.
+        ids: of prompt and answer up to the root.
     """
 
     tree: Tree
@@ -42,6 +44,7 @@ class VerifyInput:
     root_row: int
     rule: AcceptanceRule
     visual: Sequence[Tensor] = ()
+    ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,19 @@ class Group:
     rows: Tensor
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What the host knows of a forward's requests, uploaded.
+
+    Args:
+        groups: of requests that share a rule.
+        seen: bool [requests, vocab], the ids of each up to its root; None: decoding does not look at them.
+    """
+
+    groups: list[Group]
+    seen: Tensor | None = None
+
+
 class Verifier:
     """Chooses what each request commits and moves its keys and values, with one read-back for all of them.
 
@@ -97,12 +113,24 @@ class Verifier:
         cache: keys and values.
         max_nodes: of a tree.
         max_depth: of a tree.
+        generation: what is done to logits before the largest is taken.
+        vocab_size: of the logits.
     """
 
     def __init__(
-        self, rule: AcceptanceRule, actions: ActionIds, cache: KVCache, *, max_nodes: int, max_depth: int
+        self,
+        rule: AcceptanceRule,
+        actions: ActionIds,
+        cache: KVCache,
+        *,
+        max_nodes: int,
+        max_depth: int,
+        generation: GreedyRules = NO_RULES,
+        vocab_size: int = 0,
     ) -> None:
         self.rule = rule
+        self._generation = generation
+        self._vocab_size = vocab_size
         self._actions = actions
         self._cache = cache
         self._max_nodes = max_nodes
@@ -113,7 +141,7 @@ class Verifier:
         """Takes another rule for the requests that begin from now on; those in flight keep theirs."""
         self.rule = rule
 
-    def prepare(self, parts: Sequence[VerifyInput]) -> list[Group]:
+    def prepare(self, parts: Sequence[VerifyInput]) -> Prepared:
         """Uploads what the host knows before the forward; a copy after it would wait for it.
 
         Args:
@@ -123,10 +151,14 @@ class Verifier:
         by_rule: dict[int, list[int]] = {}
         for index, part in enumerate(parts):
             by_rule.setdefault(id(part.rule), []).append(index)
-        return [self._group(parts, indices, starts) for indices in by_rule.values()]
+        groups = [self._group(parts, indices, starts) for indices in by_rule.values()]
+        if not parts or not self._generation.penalises:
+            return Prepared(groups)
+        ids = [part.ids for part in parts]
+        return Prepared(groups, seen_ids(ids, self._vocab_size, self._cache.keys.device))
 
     def verify(
-        self, logits: Tensor, hidden: Sequence[Tensor], parts: Sequence[VerifyInput], prepared: Sequence[Group]
+        self, logits: Tensor, hidden: Sequence[Tensor], parts: Sequence[VerifyInput], prepared: Prepared
     ) -> list[Commit]:
         """Chooses every request's path and moves its keys and values.
 
@@ -134,19 +166,22 @@ class Verifier:
             logits: float32 [nodes of all trees, vocab], requests in order.
             hidden: [nodes, hidden], last hidden states of each request's tree.
             parts: as they were prepared.
-            prepared: the groups that `prepare` made of them.
+            prepared: what `prepare` made of them.
         """
         if not parts:
             return []
-        verifications = self._verifications(logits, hidden, parts, prepared)
-        paths = [accept(group.rule, seen) for group, seen in zip(prepared, verifications, strict=True)]
-        for group, path in zip(prepared, paths, strict=True):
+        groups = prepared.groups
+        trees = [(part.tree.tokens, part.tree.ancestry) for part in parts]
+        logits = self._generation.apply(logits, trees, prepared.seen)
+        verifications = self._verifications(logits, hidden, parts, groups)
+        paths = [accept(group.rule, seen) for group, seen in zip(groups, verifications, strict=True)]
+        for group, path in zip(groups, paths, strict=True):
             nodes = path[:, : group.max_depth + 1]
             commit_kv(self._cache.keys, self._cache.values, group.slots, group.root_rows, nodes)
         flat = [path.flatten() for path in paths]
         numbers = iter((flat[0] if len(flat) == 1 else torch.cat(flat)).tolist())  # the tick's one read-back
         commits: dict[int, Commit] = {}
-        for group, path in zip(prepared, paths, strict=True):
+        for group, path in zip(groups, paths, strict=True):
             width = group.max_depth + 1
             for index, on_device in zip(group.parts, path, strict=True):
                 *columns, count = islice(numbers, len(on_device))
@@ -187,14 +222,14 @@ class Verifier:
         return Group(tuple(indices), mine[0].rule, max_depth, positions, slots, root_rows, rows=flat.view(requests, n))
 
     def _verifications(
-        self, logits: Tensor, hidden: Sequence[Tensor], parts: Sequence[VerifyInput], prepared: Sequence[Group]
+        self, logits: Tensor, hidden: Sequence[Tensor], parts: Sequence[VerifyInput], groups: Sequence[Group]
     ) -> Iterator[Verification]:
         choices = greedy_choice(logits)
         trees = [part.tree for part in parts]
         if len(parts) > 1:
             trees.append(self._padding)
             choices = torch.cat((choices, self._padding.tokens))
-        for group in prepared:
+        for group in groups:
             yield Verification(
                 trees=_padded(trees, choices, None if len(parts) == 1 else group.rows, group.positions),
                 actions=self._actions,

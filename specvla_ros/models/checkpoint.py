@@ -7,7 +7,7 @@ of `load_target`, with `device` and `dtype` resolved. Another package adds one w
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from specvla_ros.models import settings
 from specvla_ros.models.config import check_directory, read_checkpoint_json
 from specvla_ros.models.target import Target
 from specvla_ros.models.weights import Progress
+from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.registry import Registry
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in settings.DTYPES if name != "auto"}
-TARGETS = Registry("specvla_ros.targets", ["specvla_ros.models.openvla.target", "specvla_ros.models.text.target"])
+_FAMILIES = ("openvla", "text", "qwen_vl", "pi0_fast")
+TARGETS = Registry("specvla_ros.targets", [f"specvla_ros.models.{family}.target" for family in _FAMILIES])
 _USUAL = settings.ModelSettings()
 
 
@@ -35,6 +37,7 @@ def load_target(
     quantization: str = _USUAL.quantization,
     action_head: bool = _USUAL.action_head,
     prompt: str = _USUAL.prompt,
+    cameras: tuple[str, ...] = _USUAL.cameras,
     progress: Progress | None = None,
 ) -> Target:
     """Loads a policy from a directory in Hugging Face format.
@@ -48,6 +51,7 @@ def load_target(
         quantization: of the decoder layers' matrices, see `check_quantization`.
         action_head: compute the logits of action tokens alone, for a policy that answers with nothing else.
         prompt: how an OpenVLA checkpoint is asked, see `PromptStyle`; `auto`: as its config.json says.
+        cameras: those of the policy's cameras that the robot has, for a policy that can do without some.
         progress: called with what is being done and the fraction of the tensors read.
 
     Raises:
@@ -65,9 +69,26 @@ def load_target(
         quantization=quantization,
         action_head=action_head,
         prompt=prompt,
+        cameras=cameras,
         progress=progress,
     )
     return target
+
+
+def refuse_options(directory: Path, options: Mapping[str, Any]) -> None:
+    """For a loader: what it does not know must be as it is where nobody sets it.
+
+    Args:
+        directory: of the checkpoint.
+        options: those of `load_target`'s keywords.
+
+    Raises:
+        UserError: one is set.
+    """
+    for name, value in options.items():
+        if value != getattr(_USUAL, name):
+            shown = next(each.name for each in walk(_USUAL) if each.name.rpartition(".")[2] == name)
+            raise UserError(f"{directory}: this family of policies has no {shown}; leave it out")
 
 
 def _loader(directory: Path) -> Callable[..., Any]:
@@ -77,7 +98,9 @@ def _loader(directory: Path) -> Callable[..., Any]:
         UserError: it is no checkpoint, or of no family that is known.
     """
     check_directory(directory)
-    model_type = read_checkpoint_json(directory / "config.json").text("model_type")
+    config = read_checkpoint_json(directory / "config.json")
+    of_lerobot = "type" in config.raw and "model_type" not in config.raw
+    model_type = config.text("type" if of_lerobot else "model_type")
     families = TARGETS.entries()
     if model_type not in families:
         known = ", ".join(f"'{name}'" for name in sorted(families))

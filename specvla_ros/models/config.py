@@ -2,7 +2,7 @@
 """Shapes of the parts that families share, and what every checkpoint directory is checked for."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,7 +64,12 @@ class DecoderVariant:
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Shape of a decoder; names and defaults are those of transformers' Llama."""
+    """Shape of a decoder; names and defaults are those of transformers' Llama.
+
+    Args:
+        rope_sections: of the `head_dim` / 2 frequencies, how many turn with each of a row's positions: with time,
+            height and width under M-RoPE (Qwen2.5-VL); empty: a row has one position.
+    """
 
     hidden_size: int = 4096
     intermediate_size: int = 11008
@@ -78,6 +83,12 @@ class DecoderShape:
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
     variant: DecoderVariant = DecoderVariant()
+    rope_sections: tuple[int, ...] = ()
+
+    @property
+    def rope_axes(self) -> int:
+        """Positions per row."""
+        return len(self.rope_sections) or 1
 
 
 _QWEN2 = DecoderShape(
@@ -155,59 +166,6 @@ def read_checkpoint_json(path: Path) -> Fields:
     return read_fields(path, missing=missing, hint="; compare it with a released checkpoint's")
 
 
-# What changes greedy decoding in transformers' generate, with the values that do not.
-_GREEDY: dict[str, tuple[object, ...]] = {
-    "repetition_penalty": (None, 1.0),
-    "encoder_repetition_penalty": (None, 1.0),
-    "no_repeat_ngram_size": (None, 0),
-    "num_beams": (None, 1),
-    "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
-    "penalty_alpha": (None, 0.0),
-    "guidance_scale": (None, 1.0),
-    "exponential_decay_length_penalty": (None,),
-    "sequence_bias": (None,),
-    "bad_words_ids": (None,),
-    "suppress_tokens": (None, []),
-    "begin_suppress_tokens": (None, []),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-}
-
-
-def check_generation(directory: Path) -> None:
-    """Refuses a generation_config.json that asks for other than plain greedy decoding; sampling is never done.
-
-    Raises:
-        UserError: it does, and decoded without it the policy would act otherwise than its own code has it act.
-    """
-    path = directory / "generation_config.json"
-    given = read_checkpoint_json(path).raw if path.exists() else {}
-    for name, plain in _GREEDY.items():
-        if name in given and given[name] not in plain:
-            raise UserError(
-                f"{path}: {name} is {shown(given[name])}, which changes what it answers and is not supported for "
-                "this family; if it was not trained or evaluated so, take it out"
-            )
-
-
-def read_end_ids(directory: Path) -> frozenset[int]:
-    """The ids that end an answer, as transformers' generate takes them: generation_config.json's, else config.json's.
-
-    Raises:
-        UserError: neither file says it.
-    """
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        found = read_checkpoint_json(path).raw.get("eos_token_id") if path.exists() else None
-        ids = found if isinstance(found, list) else [found]
-        if found is not None:
-            if not ids or not all(type(i) is int and i >= 0 for i in ids):
-                raise UserError(f"{path}: eos_token_id must be a token id, or a list of them; copy the file again")
-            return frozenset(ids)
-    raise UserError(f"{directory} does not say which token ends an answer: add eos_token_id to generation_config.json")
-
-
 def check_not_quantised(raw: Fields) -> None:
     """Refuses a config.json that says its weights are quantised.
 
@@ -223,12 +181,12 @@ def check_not_quantised(raw: Fields) -> None:
             )
 
 
-def read_decoder_shape(text: Fields, families: Collection[str] = DECODERS) -> DecoderShape:
-    """The decoder that a config.json of one of transformers' `...ForCausalLM` describes.
+def read_decoder_shape(text: Fields, families: Mapping[str, DecoderShape] = DECODERS) -> DecoderShape:
+    """The decoder that a config.json of one of transformers' language models describes.
 
     Args:
         text: its fields, or those of a `text_config`; without a `model_type` it is a Llama.
-        families: of `DECODERS`, those that will do.
+        families: those that will do, and what a config.json of each that says nothing else describes.
 
     Raises:
         UserError: it is of another family, has what is not computed here, is quantised, or a number is wrong.
@@ -238,7 +196,7 @@ def read_decoder_shape(text: Fields, families: Collection[str] = DECODERS) -> De
     if family not in families:
         known = ", ".join(f"'{name}'" for name in families)
         raise UserError(f"{path}: language model {shown(family)} is not supported, only {known}")
-    default = DECODERS[family]
+    default = families[family]
     _check_variant(text, default)
     check_not_quantised(text)
     heads = text.whole("num_attention_heads", default.num_attention_heads, minimum=1, maximum=MAX_WIDTH)
@@ -253,6 +211,9 @@ def read_decoder_shape(text: Fields, families: Collection[str] = DECODERS) -> De
     if head_dim < 2 or head_dim % 2:
         raise UserError(f"{path}: config gives heads of {head_dim} channels, but RoPE turns pairs{text.hint}")
     rope = _rope(text)
+    sections = rope.list_of("mrope_section", int, "a list of whole numbers", default.rope_sections)
+    if default.rope_sections and (min(sections, default=0) < 1 or sum(sections) != head_dim // 2 or len(sections) != 3):
+        raise rope.wrong("mrope_section", f"three whole numbers whose sum is half of a head's {head_dim} channels")
     theta = text.number("rope_theta", None, above=0.0) or rope.number("rope_theta", default.rope_theta, above=0.0)
     return replace(
         default,
@@ -269,6 +230,7 @@ def read_decoder_shape(text: Fields, families: Collection[str] = DECODERS) -> De
             "max_position_embeddings", default.max_position_embeddings, minimum=1, maximum=_MAX_POSITIONS
         ),
         tie_word_embeddings=text.flag("tie_word_embeddings", default.tie_word_embeddings),
+        rope_sections=tuple(sections) if default.rope_sections else (),
     )
 
 
@@ -283,7 +245,8 @@ def _check_variant(text: Fields, default: DecoderShape) -> None:
         UserError: it asks for it.
     """
     path, rope = text.path, _rope(text)
-    if rope.text("rope_type", rope.text("type", "default")) != "default":
+    kinds = ("default", "mrope") if default.rope_sections else ("default",)
+    if rope.text("rope_type", rope.text("type", "default")) not in kinds:
         raise UserError(f"{path}: rope scaling {shown(rope.raw)} is not supported, only plain RoPE is")
     for flag in ("attention_bias", "mlp_bias", "use_sliding_window", "use_bidirectional_attention"):
         if text.raw.get(flag) is not None and text.flag(flag, False):

@@ -207,7 +207,11 @@ class PackedDecoder(nn.Module):
         return linear(hidden.to(kept), weight.to(kept))  # only a head tied to half-precision embeddings is converted
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """RoPE's cosines and sines of int64 positions [n_rows], float32 [n_rows, head_dim / 2]."""
+        """RoPE's cosines and sines, float32 [n_rows, head_dim / 2].
+
+        Args:
+            positions: int64 [n_rows], or [3, n_rows] under M-RoPE: time, height and width.
+        """
         if self._rotary is None or self._rotary[0].device != positions.device:
             dim = self.config.head_dim
             exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
@@ -216,7 +220,12 @@ class PackedDecoder(nn.Module):
             angles = torch.outer(steps, frequencies)
             self._rotary = (angles.cos(), angles.sin())
         cos, sin = self._rotary
-        return cos[positions], sin[positions]
+        if positions.ndim == 1:
+            return cos[positions], sin[positions]
+        sections = self.config.rope_sections
+        parts = [each.split(sections, dim=1) for each in (cos, sin)]
+        turned = [torch.cat([part[axis] for part, axis in zip(each, positions, strict=True)], dim=1) for each in parts]
+        return turned[0], turned[1]
 
 
 def decoder_tensors(decoder: PackedDecoder, prefix: str = "") -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a policy answers: named camera images, the instruction in force, and the robot's state."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,6 +64,20 @@ class Observation:
         """The images by camera name."""
         assert isinstance(self.images, Mapping)
         return self.images
+
+    def of_cameras(self, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """The images of some cameras, in their order; a single image may have any name where one camera is asked for.
+
+        Raises:
+            UserError: there are others, or too few.
+        """
+        given = self.cameras
+        if len(given) == len(names) == 1:
+            return {**given}
+        if {*given} != {*names}:
+            wanted = ", ".join(names)
+            raise UserError(f"the policy needs images of the cameras {wanted}; given are those of {', '.join(given)}")
+        return {name: given[name] for name in names}
 
     @property
     def image(self) -> np.ndarray:

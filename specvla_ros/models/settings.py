@@ -6,6 +6,7 @@ from enum import Enum
 
 from specvla_ros.settings.parameter import check, parameter
 
+ALL_CAMERAS = ("all",)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -66,6 +67,12 @@ class ModelSettings:
         "(set decode.max_reasoning_tokens). auto: openvla, unless config.json names Vicuna, which two of them have.",
         name="model.prompt",
         choices=("auto", *(style.value for style in PromptStyle)),
+    )
+    cameras: tuple[str, ...] = parameter(
+        ALL_CAMERAS,
+        "Cameras that the robot has, of those that the policy was trained with, for a policy that can do without some "
+        "(pi0-FAST); all: every one.",
+        name="model.cameras",
     )
 
     def __post_init__(self) -> None:

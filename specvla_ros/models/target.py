@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from specvla_kernels.layout import PackedLayout
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
+from specvla_ros.models.generation import GreedyRules
 from specvla_ros.models.observation import Observation
 
 ImageEmbeddings = Callable[[Tensor], Tensor]
@@ -44,11 +46,31 @@ class PromptLayout:
         ids: the prompt's text as token ids.
         rows: length of the prompt in rows of the KV cache, those of the images included.
         visual_rows: the rows that hold image embeddings.
+        positions: int64 [axes, rows], the rows' RoPE positions for a model whose rows have several (M-RoPE); the rows
+            after the prompt count up from the largest. None: they count up from 0.
+        causal: each row sees only earlier ones; False: all rows see each other (a prefix language model).
     """
 
     ids: tuple[int, ...]
     rows: int
     visual_rows: range
+    positions: np.ndarray | None = None
+    causal: bool = True
+
+    def positions_of(self, start: int, stop: int) -> np.ndarray | None:
+        """RoPE positions of some of its rows, int64 [axes, stop - start]; None: they count up from 0."""
+        return None if self.positions is None else self.positions[:, start:stop]
+
+    def positions_behind(self, row: int, nodes: int) -> np.ndarray | None:
+        """The RoPE position of a row after the prompt, once for each node of a tree that begins there.
+
+        Returns:
+            int64 [axes, nodes], all the same; None: it is the row's number.
+        """
+        if self.positions is None:
+            return None
+        after = int(self.positions.max()) + 1 + row - self.rows
+        return np.full((len(self.positions), nodes), after)
 
 
 class DecoderConfig(Protocol):
@@ -70,6 +92,9 @@ class DecoderConfig(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def max_position_embeddings(self) -> int: ...
+    @property
+    def rope_axes(self) -> int:
+        """RoPE positions per row."""
 
 
 class Decoder(Protocol):
@@ -136,6 +161,18 @@ class Target(Protocol):
         """Whether a prompt row sees only earlier rows, so that a prefill may be cut into chunks."""
 
     @property
+    def cameras(self) -> tuple[str, ...]:
+        """Names of the cameras whose images it is asked with, in its own order; empty: it sees none."""
+
+    @property
+    def state_dims(self) -> int:
+        """Numbers of the robot's state that it reads; 0: none."""
+
+    @property
+    def generation(self) -> GreedyRules:
+        """What is done to logits before the largest is taken."""
+
+    @property
     def image_tokens(self) -> int:
         """Rows of the prompt that the images take."""
 
@@ -176,4 +213,23 @@ def require_actions(target: Target) -> Target:
     """
     if not target.codec.names:
         raise UserError(f"{target.directory} is a language model, it writes no actions: give a policy's checkpoint")
+    return target
+
+
+def require_one_camera(target: Target) -> Target:
+    """The target, where the images of a single camera are at hand, and nothing else.
+
+    Raises:
+        UserError: it needs more than that, or no image.
+    """
+    if target.state_dims:
+        raise UserError(
+            f"{target.directory} reads the robot's state, which cannot be given here: `specvla predict` and Policy.act "
+            "take it"
+        )
+    if len(target.cameras) != 1:
+        raise UserError(
+            f"{target.directory} is asked with images of {len(target.cameras)} cameras ({', '.join(target.cameras)}), "
+            "and only one can be given here: `specvla predict` and Policy.act take several"
+        )
     return target

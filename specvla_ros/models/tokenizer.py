@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from specvla_ros.errors import UserError
 from specvla_ros.settings.json_file import shown
 
+MAX_INSTRUCTION = 1000  # characters; the longest in Open X-Embodiment have some 200
 # What instructions are made of; a file that contradicts itself shows it with the first text, not when it is read.
 _SAMPLE = f"In: What action should the robot take to {string.printable}ä中🤖?\nOut:"
 
@@ -73,3 +74,36 @@ def check_prompt_ids(ids: Sequence[int], vocab_size: int) -> None:
     wrong = [i for i in ids if not 0 <= i < vocab_size]
     if wrong:
         raise UserError(f"prompt id {wrong[0]} is outside the vocabulary of {vocab_size} ids")
+
+
+def check_instruction(instruction: str) -> None:
+    """Whether it is text that a prompt and a ROS string can hold.
+
+    Raises:
+        UserError: it is not.
+    """
+    if not instruction.strip():
+        raise UserError("the instruction is empty; say what the robot shall do, for instance 'put carrot on plate'")
+    if len(instruction) > MAX_INSTRUCTION:
+        raise UserError(
+            f"the instruction has {len(instruction)} characters, at most {MAX_INSTRUCTION} are taken; shorten it"
+        )
+    if "\0" in instruction:
+        raise UserError("the instruction holds a NUL character, which would cut it off; send plain text")
+    try:
+        instruction.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the instruction is no Unicode text ({error.reason}); send it as UTF-8") from None
+
+
+def refuse_special_tokens(text: str, tokenizer: Tokenizer) -> None:
+    """Special tokens end, begin or pad a prompt; an instruction that holds one would rewrite the prompt.
+
+    Raises:
+        UserError: it does.
+    """
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if token.special and token.content.strip() and token.content in text:
+            raise UserError(
+                f"the instruction holds '{token.content}', a special token of the policy; say it in plain words"
+            )

@@ -89,6 +89,20 @@ def check_weights(directory: Path, tensors: Mapping[str, Tensor], *, unused: str
             _check_tensors(path, file, names, tensors)
 
 
+def tensor_names(directory: Path) -> frozenset[str]:
+    """The names of all tensors in a checkpoint; reads headers alone.
+
+    Raises:
+        UserError: there are no weights, or a file is damaged.
+    """
+    index = directory / _INDEX
+    if index.exists():
+        return frozenset(_weight_map(index))
+    (path,) = _files(directory, ("",))
+    with _opened(path) as file:
+        return frozenset(file.keys())
+
+
 def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes tensors to one safetensors file, as a whole.
 

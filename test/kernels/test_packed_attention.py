@@ -21,18 +21,21 @@ Parts = list[tuple[Span, Ancestry | None]]
 
 @st.composite
 def segments(draw: st.DrawFn) -> Parts:
-    """One to three slots, each with a chain, a tree, or a chain and the tree that begins where it ends."""
+    """One to three slots, each with a chain, a tree, or a chain and the tree that begins where it ends.
+
+    A chain is causal, or its rows see all of it.
+    """
     parts: Parts = []
     start = 0
     for slot in draw(st.permutations(range(SLOTS)))[: draw(st.integers(1, SLOTS))]:
-        kinds = draw(st.sampled_from([("chain",), ("tree",), ("chain", "tree")]))
+        kinds = draw(st.sampled_from([("chain",), ("all",), ("tree",), ("chain", "tree"), ("all", "tree")]))
         prefix_len = draw(st.sampled_from([0, 1, 63, 64, 65, 70]))
         for kind in kinds:
             most = min(SLOT_ROWS - prefix_len, 64) if kind == "tree" else SLOT_ROWS - prefix_len - 1
             length = draw(st.one_of(st.sampled_from([1, min(16, most), most]), st.integers(1, min(40, most))))
             parents = [draw(st.integers(-1, node - 1)) for node in range(length)] if kind == "tree" else []
             ancestry = Ancestry.from_parents(parents, DEVICE) if parents else None
-            parts.append((Span(slot, start, length, prefix_len, kind == "tree"), ancestry))
+            parts.append((Span(slot, start, length, prefix_len, kind == "tree", sees_all=kind == "all"), ancestry))
             start, prefix_len = start + length, prefix_len + length
     return parts
 

@@ -162,7 +162,10 @@ def test_an_index_that_lists_too_little(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(model_type="bert"), "only 'gemma', 'llama', 'openvla', 'prismatic', 'qwen2', 'qwen3' checkpoints"),
+        (
+            dict(model_type="bert"),
+            "only 'gemma', 'llama', 'openvla', 'pi0_fast', 'prismatic', 'qwen2', 'qwen2_5_vl', 'qwen3' checkpoints",
+        ),
         (dict(tiny_timm_model_kwargs=None, timm_model_ids=["resnet50", "vit"]), "'resnet50' is not supported; known"),
         (dict(timm_model_ids=["vit_so400m_patch14_siglip_224"]), "disagree on the number of vision towers"),
         (dict(timm_override_act_layers=["quick_gelu", None]), "only exact GELU"),
@@ -356,7 +359,7 @@ def test_the_reference_oft_checkpoint_is_refused() -> None:
     refuse(ORACLES / "oft_tiny_a" / "checkpoint", "OpenVLA-OFT checkpoint")
 
 
-@pytest.mark.parametrize(("name", "value"), [("repetition_penalty", 1.05), ("num_beams", 4), ("suppress_tokens", [7])])
+@pytest.mark.parametrize(("name", "value"), [("num_beams", 4), ("suppress_tokens", [7])])
 def test_decoding_that_is_not_plainly_greedy(checkpoint: Path, name: str, value: Any) -> None:
     plain = '"repetition_penalty": 1.0, "num_beams": 1, "do_sample": true, "temperature": 0.6, "suppress_tokens": null'
     (checkpoint / "generation_config.json").write_text("{" + plain + "}")

@@ -21,6 +21,7 @@ from specvla_ros.models import checkpoint
 from specvla_ros.models.codecs.codec import CODECS, ActionIds
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import PackedDecoder
+from specvla_ros.models.generation import NO_RULES
 from specvla_ros.models.target import PromptLayout, Target
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
@@ -102,6 +103,9 @@ class TwoCameras:
     tokenizer = None
     unnorm_key = ""
     pixel_shape = ()
+    cameras = CAMERAS
+    state_dims = 2
+    generation = NO_RULES
 
     @property
     def model(self) -> "TwoCameras":

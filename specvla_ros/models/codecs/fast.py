@@ -17,7 +17,7 @@ from tokenizers.trainers import BpeTrainer
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import MAX_VALUE, ActionStatistics, read_statistics
 from specvla_ros.models.codecs.codec import CODECS, ActionIds, CodecContext
-from specvla_ros.models.config import read_end_ids
+from specvla_ros.models.generation import read_end_ids
 from specvla_ros.models.tokenizer import read_tokenizer
 from specvla_ros.settings.json_file import read_fields
 
@@ -193,7 +193,7 @@ def read_fast_tokenizer(directory: Path) -> FastTokenizer:
 
 @dataclass(frozen=True)
 class FastCodec:
-    """Answers of FAST tokens and an end token; no text. See `Codec`.
+    """Answers of FAST tokens and an end token, which may begin with always the same words. See `Codec`.
 
     Relaxed acceptance has no bound here yet, as neighbouring ids stand for nothing alike: bins and metres are refused.
 
@@ -201,9 +201,12 @@ class FastCodec:
         tokenizer: ids from 0 on to normalised actions.
         statistics: normalised values to the robot's units.
         horizon: actions per answer.
-        first_id: the policy's token of FAST id 0, from which they count down, as pi0-FAST's do.
+        first_id: the policy's token of FAST id 0.
         end_ids: the token ids that end an answer, and belong to it.
         dt_s: see `Codec`.
+        counts_up: the policy's tokens count up from the first, as NORA's do, and not down, as pi0-FAST's.
+        limit: length at which an answer ends whatever it holds; None: where it cannot be a chunk any more.
+        beginning: the tokens with which an answer begins.
     """
 
     tokenizer: FastTokenizer
@@ -212,6 +215,9 @@ class FastCodec:
     first_id: int
     end_ids: frozenset[int]
     dt_s: float | None = None
+    counts_up: bool = False
+    limit: int | None = None
+    beginning: tuple[int, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -233,7 +239,8 @@ class FastCodec:
     @property
     def max_tokens(self) -> int:
         """A character of its own for each coefficient, of two bytes at most below 2048, and the end token."""
-        return 2 * self.horizon * len(self.names) + 1
+        longest = len(self.beginning) + 2 * self.horizon * len(self.names) + 1
+        return longest if self.limit is None else min(longest, self.limit)
 
     def with_text(self, max_text: int) -> "FastCodec":
         """See `Codec`.
@@ -265,25 +272,34 @@ class FastCodec:
         return 0
 
     def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        return tuple(tokens[:-1] if tokens[-1] in self.end_ids else tokens)
+        return tuple(tokens[self._begun(tokens) :][: -1 if tokens[-1] in self.end_ids else None])
 
     def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        return ()
+        return tuple(tokens[: self._begun(tokens)])
+
+    def _begun(self, tokens: Sequence[int]) -> int:
+        """Tokens of the beginning, where it is there."""
+        n = len(self.beginning)
+        return n if tuple(tokens[:n]) == self.beginning else 0
 
     def problem(self, tokens: Sequence[int]) -> str:
         if tokens[-1] not in self.end_ids:
             return f"the answer has no end after {len(tokens)} tokens"
-        return self.tokenizer.problem(self._fast_ids(tokens[:-1]), self.horizon, len(self.names))
+        if self._begun(tokens) < len(self.beginning):
+            return "the answer does not begin as the policy's answers do"
+        return self.tokenizer.problem(self._fast_ids(self.action_tokens(tokens)), self.horizon, len(self.names))
 
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
         normalised = self.tokenizer.decode(self._fast_ids(tokens), self.horizon, len(self.names))
         return np.stack([self.statistics.unnormalise(row) for row in normalised])
 
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
-        return tuple(self.first_id - i for i in self.tokenizer.encode(self.normalise(actions)))
+        step = 1 if self.counts_up else -1
+        return tuple(self.first_id + step * i for i in self.tokenizer.encode(self.normalise(actions)))
 
     def _fast_ids(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        return tuple(self.first_id - token for token in tokens)
+        step = 1 if self.counts_up else -1
+        return tuple(step * (token - self.first_id) for token in tokens)
 
     def normalise(self, actions: np.ndarray) -> np.ndarray:
         return self.statistics.normalise(actions)

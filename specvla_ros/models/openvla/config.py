@@ -8,6 +8,7 @@ from typing import Any
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.config import (
+    DECODERS,
     MAX_IDS,
     MAX_LAYERS,
     MAX_WIDTH,
@@ -89,7 +90,7 @@ def read_config(directory: Path) -> OpenVLAConfig:
     fine_tuned = read_checkpoint_json(statistics).raw if statistics.exists() else None
     config = OpenVLAConfig(
         towers=_towers(raw),
-        llama=read_decoder_shape(raw.inner("text_config", {}), families=("llama",)),
+        llama=read_decoder_shape(raw.inner("text_config", {}), families={"llama": DECODERS["llama"]}),
         pad_to_multiple_of=raw.whole("pad_to_multiple_of", 64, maximum=MAX_IDS),
         action_bins=raw.whole("n_action_bins", 256, minimum=2, maximum=1 << 16),
         norm_stats=raw.inner("norm_stats", {}).raw if fine_tuned is None else fine_tuned,

@@ -9,11 +9,10 @@ from tokenizers import Tokenizer
 
 from specvla_ros.errors import UserError, shortened
 from specvla_ros.models.settings import PromptStyle
-from specvla_ros.models.tokenizer import check_prompt_ids, read_tokenizer
+from specvla_ros.models.tokenizer import check_instruction, check_prompt_ids, read_tokenizer, refuse_special_tokens
 
 # OpenVLA was trained with this token, a lone space, before the first action token; without it most tokens change.
 LLAMA_SPACE_ID = 29871
-MAX_INSTRUCTION = 1000  # characters; the longest in Open X-Embodiment have some 200
 _SHOWN_TAUGHT = 20
 _VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -46,7 +45,7 @@ class PromptTokenizer:
             UserError: the instruction is no plain text of a usable length, holds one of the tokenizer's special tokens,
                 was never taught, or the checkpoint has no tokenizer.
         """
-        _check_text(instruction)
+        check_instruction(instruction)
         if self.taught:
             instruction = normalise_instruction(instruction)
             if instruction not in self.taught:
@@ -61,7 +60,7 @@ class PromptTokenizer:
                 "the checkpoint has no tokenizer.json, so instructions cannot be read; copy it there from the released "
                 "checkpoint, or give the prompt as token ids"
             )
-        self._refuse_special(instruction, self.tokenizer)
+        refuse_special_tokens(instruction.lower(), self.tokenizer)
         return self.complete(self.tokenizer.encode(self.text(instruction)).ids)
 
     def text(self, instruction: str) -> str:
@@ -70,15 +69,6 @@ class PromptTokenizer:
         if self.style is PromptStyle.OPENVLA:
             return f"In: {question}\nOut:"
         return f"{_VICUNA_SYSTEM} USER: {question} ASSISTANT:{' TASK:' if self.style is PromptStyle.ECOT else ''}"
-
-    def _refuse_special(self, instruction: str, tokenizer: Tokenizer) -> None:
-        """Special tokens end, begin or pad a prompt; an instruction that holds one would rewrite the prompt."""
-        asked = instruction.lower()
-        for token in tokenizer.get_added_tokens_decoder().values():
-            if token.special and token.content.strip() and token.content in asked:
-                raise UserError(
-                    f"the instruction holds '{token.content}', a special token of the policy; say it in plain words"
-                )
 
     def complete(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Appends the trailing token where it is missing.
@@ -92,26 +82,6 @@ class PromptTokenizer:
         if self.trailing_id is None or ids[-1] == self.trailing_id:
             return tuple(ids)
         return (*ids, self.trailing_id)
-
-
-def _check_text(instruction: str) -> None:
-    """Whether it is text that a prompt and a ROS string can hold.
-
-    Raises:
-        UserError: it is not.
-    """
-    if not instruction.strip():
-        raise UserError("the instruction is empty; say what the robot shall do, for instance 'put carrot on plate'")
-    if len(instruction) > MAX_INSTRUCTION:
-        raise UserError(
-            f"the instruction has {len(instruction)} characters, at most {MAX_INSTRUCTION} are taken; shorten it"
-        )
-    if "\0" in instruction:
-        raise UserError("the instruction holds a NUL character, which would cut it off; send plain text")
-    try:
-        instruction.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"the instruction is no Unicode text ({error.reason}); send it as UTF-8") from None
 
 
 def normalise_instruction(instruction: str) -> str:

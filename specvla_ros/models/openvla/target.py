@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import TARGETS
+from specvla_ros.models.checkpoint import TARGETS, refuse_options
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import Codec, CodecContext, make_codec
-from specvla_ros.models.config import check_generation, read_end_ids
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder, head_dtype, layer_tensors
-from specvla_ros.models.observation import Observation
+from specvla_ros.models.generation import NO_RULES, GreedyRules, read_end_ids, read_generation
+from specvla_ros.models.observation import ONLY_CAMERA, Observation
 from specvla_ros.models.openvla.config import OPENVLA_TYPES, OpenVLAConfig, read_config
 from specvla_ros.models.openvla.image_processor import ImageProcessor, read_image_processor
 from specvla_ros.models.openvla.model import OpenVLA
@@ -137,6 +137,9 @@ class OpenVLATarget:
     prompt: PromptTokenizer
     codec: Codec
     quantization: str = "none"
+    generation: GreedyRules = NO_RULES
+    cameras: tuple[str, ...] = (ONLY_CAMERA,)
+    state_dims: int = 0
 
     @property
     def bins(self) -> BinsCodec:
@@ -280,6 +283,7 @@ def load_openvla(
     action_head: bool,
     prompt: str,
     progress: Progress | None,
+    **options: Any,
 ) -> OpenVLATarget:
     """Loads an OpenVLA checkpoint from a Hugging Face directory.
 
@@ -293,12 +297,14 @@ def load_openvla(
         action_head: compute the logits of action tokens alone, for a policy that answers with nothing else.
         prompt: how it is asked; `auto`: as config.json says.
         progress: called with what is being done and the fraction of the tensors read.
+        options: of other families, as they are where nobody sets them.
 
     Raises:
         UserError: anything about the directory or an argument that does not fit, before weights are read if possible.
     """
+    refuse_options(directory, options)
     config = read_config(directory)
-    check_generation(directory)
+    generation = read_generation(directory)
     style = _prompt_style(prompt, config, directory)
     codec = make_codec(
         config.action_codec,
@@ -335,6 +341,7 @@ def load_openvla(
         prompt=prompts,
         codec=codec,
         quantization=quantization,
+        generation=generation,
     )
 
 

@@ -7,6 +7,7 @@ The instruction is the prompt as it stands; the camera images are not looked at.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,17 +16,16 @@ from torch import Tensor
 
 from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import TARGETS
+from specvla_ros.models.checkpoint import TARGETS, refuse_options
 from specvla_ros.models.codecs.text import TextCodec
 from specvla_ros.models.config import (
     DECODERS,
     check_directory,
-    check_generation,
     read_checkpoint_json,
     read_decoder_shape,
-    read_end_ids,
 )
 from specvla_ros.models.decoder import PackedDecoder, decoder_tensors, head_dtype
+from specvla_ros.models.generation import NO_RULES, GreedyRules, read_end_ids, read_generation
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import ImageEmbeddings, PromptLayout
 from specvla_ros.models.tokenizer import check_prompt_ids, check_tokenizer, read_tokenizer
@@ -46,6 +46,9 @@ class TextTarget:
     image_tokens: int = 0
     action_head: bool = False
     pixel_shape: tuple[int, ...] = ()
+    generation: GreedyRules = NO_RULES
+    cameras: tuple[str, ...] = ()
+    state_dims: int = 0
 
     @property
     def model(self) -> "TextTarget":
@@ -110,12 +113,8 @@ def load_text(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    unnorm_key: str,
-    center_crop: bool,
-    quantization: str,
-    action_head: bool,
-    prompt: str,
     progress: Progress | None,
+    **options: Any,
 ) -> TextTarget:
     """Loads a language model from a Hugging Face directory.
 
@@ -123,22 +122,17 @@ def load_text(
         directory: holds config.json, safetensors weights and tokenizer.json.
         device: where the weights go.
         dtype: precision of the weights.
-        unnorm_key: has no meaning here, as `center_crop`.
-        center_crop: as above.
-        quantization: none.
-        action_head: False.
-        prompt: has no meaning here.
         progress: called with what is being done and the fraction of the tensors read.
+        options: of policies, as they are where nobody sets them.
 
     Raises:
         UserError: anything about the directory or an argument that does not fit.
     """
-    if quantization != "none" or action_head:
-        raise UserError(f"{directory} is a language model: model.quantization and model.action_head are for policies")
+    refuse_options(directory, options)
     check_directory(directory)
     raw = read_checkpoint_json(directory / "config.json")
     config = read_decoder_shape(raw)
-    check_generation(directory)
+    generation = read_generation(directory)
     with torch.device("meta"):
         decoder = PackedDecoder(config)
     check_weights(directory, decoder_tensors(decoder), unused=r"lm_head\.weight|.+\.inv_freq")
@@ -153,6 +147,7 @@ def load_text(
         decoder=decoder.eval().requires_grad_(False),
         codec=TextCodec(read_end_ids(directory), config.vocab_size),
         tokenizer=_tokenizer(directory, config.vocab_size),
+        generation=generation,
     )
 
 

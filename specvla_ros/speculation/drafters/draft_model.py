@@ -54,6 +54,11 @@ def _model(context: DraftContext) -> Drafter | None:
     target = context.target
     model = _load(own, target)
     check_vocabulary(model, target)
+    if model.decoder.config.rope_axes > 1 or not model.causal_prompt:
+        raise UserError(
+            f"draft.model: {model.directory} has several positions per row (M-RoPE) or a prompt that sees itself both "
+            "ways, and cannot draft yet"
+        )
     slot_rows = context.slot_rows - target.image_tokens + model.image_tokens + own.tokens
     longest = model.decoder.config.max_position_embeddings
     if slot_rows > longest:

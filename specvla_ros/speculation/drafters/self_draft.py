@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import parameter
 from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, drafter
 
@@ -49,6 +50,11 @@ def _self(context: DraftContext) -> Drafter | None:
     own: SelfDraftSettings = context.own("self")
     if not own.tokens:
         return None
+    if context.target.decoder.config.rope_axes > 1 or not context.target.causal_prompt:
+        raise UserError(
+            "draft.self_tokens leaves image rows out of the prompt, which this policy's positions (M-RoPE) or its "
+            "prompt, which sees itself both ways, do not allow: set it to 0"
+        )
     from specvla_ros.speculation.drafters.self_drafter import SelfDrafter
 
     return SelfDrafter(

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Actions as whole numbers in digits, as VLA-0 (arXiv 2510.13054) writes them: `406 674 313 …`.
+
+Each value of the chunk, row by row, is a number from 0 to the number of bins; a space stands between two.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specvla_ros.errors import UserError
+from specvla_ros.models.codecs.bins import ActionStatistics
+from specvla_ros.models.codecs.codec import ActionIds
+
+
+@dataclass(frozen=True)
+class DigitsCodec:
+    """Answers of digits and spaces, and an end token. See `Codec`.
+
+    What VLA-0's own code makes an action of though it is none (numbers left out, too many of them, beyond the range, or
+    the middle of the range for what it cannot read) is refused. Relaxed acceptance has no bound here yet.
+
+    Args:
+        digit_ids: the tokens of 0 to 9.
+        space_id: the token between two numbers.
+        end_ids: the tokens that end an answer, and belong to it.
+        statistics: smallest and largest value of each dimension.
+        horizon: actions per answer.
+        bins: the largest number.
+        limit: length at which an answer ends whatever it holds.
+        dt_s: see `Codec`.
+    """
+
+    digit_ids: tuple[int, ...]
+    space_id: int
+    end_ids: frozenset[int]
+    statistics: ActionStatistics
+    horizon: int
+    bins: int
+    limit: int
+    dt_s: float | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.statistics.names
+
+    @property
+    def unnorm_key(self) -> str:
+        return self.statistics.unnorm_key
+
+    @property
+    def action_range(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.statistics.low, self.statistics.high
+
+    @property
+    def action_ids(self) -> ActionIds:
+        """None whose neighbours are close: what a digit is worth depends on its place."""
+        return ActionIds(0, 0, bins=1)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of the longest answer that can stand for actions, and its end; cut at the limit."""
+        longest = self.horizon * len(self.names) * (len(str(self.bins)) + 1)
+        return min(longest, self.limit)
+
+    def with_text(self, max_text: int) -> "DigitsCodec":
+        """See `Codec`.
+
+        Raises:
+            UserError: it is not 0.
+        """
+        if max_text:
+            raise UserError("this policy writes numbers and no text: leave decode.max_reasoning_tokens at 0")
+        return self
+
+    def position(self, tokens: Sequence[int]) -> int:
+        return 0
+
+    def in_text(self, tokens: Sequence[int]) -> bool:
+        """Always: any token may come next, the end token among them."""
+        return True
+
+    def remaining(self, tokens: Sequence[int]) -> int:
+        return self.max_tokens - len(tokens)
+
+    def legal_ids(self, tokens: Sequence[int]) -> range | None:
+        return None
+
+    def end(self, tokens: Sequence[int], known: int) -> int:
+        for n in range(known + 1, len(tokens) + 1):
+            if n == self.max_tokens or tokens[n - 1] in self.end_ids:
+                return n
+        return 0
+
+    def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return tuple(tokens[:-1] if tokens[-1] in self.end_ids else tokens)
+
+    def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return ()
+
+    def problem(self, tokens: Sequence[int]) -> str:
+        if tokens[-1] not in self.end_ids:
+            return f"the answer has no end after {len(tokens)} tokens"
+        other = next((i for i in tokens[:-1] if i != self.space_id and i not in self.digit_ids), None)
+        if other is not None:
+            return f"token {other} is neither a digit nor a space"
+        words = self._words(tokens[:-1])
+        wrong = next((word for word in words if word != str(int(word or -1)) or int(word) > self.bins), None)
+        if wrong is not None:
+            return f"'{wrong}' is no number from 0 to {self.bins}"
+        dims = len(self.names)
+        return "" if len(words) == self.horizon * dims else f"{len(words)} numbers in place of {self.horizon} x {dims}"
+
+    def decode(self, tokens: Sequence[int]) -> np.ndarray:
+        numbers = np.array([int(word) for word in self._words(tokens)], dtype=np.float64)
+        low, high = self.action_range
+        return low + (high - low) * (numbers / self.bins).reshape(self.horizon, len(self.names))
+
+    def encode(self, actions: np.ndarray) -> tuple[int, ...]:
+        """Values beyond the range of the training data are clipped to it; in float32, as the original rounds."""
+        low, high = (each.astype(np.float32) for each in self.action_range)
+        width = np.where(high > low, high - low, np.float32(1))
+        shares = (np.clip(actions.astype(np.float32), low, high) - low) / width
+        numbers = np.around(shares * np.float32(self.bins)).astype(np.int64).flatten().tolist()
+        text = " ".join(map(str, numbers))
+        return tuple(self.space_id if each == " " else self.digit_ids[int(each)] for each in text)
+
+    def _words(self, tokens: Sequence[int]) -> list[str]:
+        digits = {token: str(value) for value, token in enumerate(self.digit_ids)}
+        return "".join(digits.get(token, " ") for token in tokens).split(" ")
+
+    def normalise(self, actions: np.ndarray) -> np.ndarray:
+        return self.statistics.normalise(actions)
+
+    def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
+        raise UserError("digits have no tolerance in metres and radians yet: leave it out, for strict acceptance")
+
+    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
+        """See `Codec`.
+
+        Raises:
+            UserError: a tolerance is given.
+        """
+        if any(bins):
+            raise UserError("digits have no bins: leave acceptance.bins at 0, for strict acceptance")
+        return ()
+
+    def bound(self, bins: Sequence[int]) -> np.ndarray:
+        return np.zeros((self.horizon, len(self.names)))
