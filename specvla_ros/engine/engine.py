@@ -226,7 +226,7 @@ class Engine:
     def _draft(self, batch: Batch, commits: list[Commit]) -> None:
         """Grows the trees that the next forward verifies, and lets the drafters learn from finished answers."""
         for answer in batch.finished:
-            self.drafter.observe(answer.epoch, answer.tokens, answer.action)
+            self.drafter.observe(answer.epoch, answer.tokens, answer.action, stamp_ns=answer.stamp_ns)
         embed, going_on = self.target.decoder.embed_tokens, self.scheduler.requests
         committed = zip(batch.verified, commits, strict=True)
         inputs = [
@@ -246,8 +246,10 @@ class Engine:
     def _draft_prompt(self, request: Request) -> Tree:
         """What the end of a prompt verifies with it."""
         codec = self._codec
-        epoch, in_text = request.observation.epoch, codec.in_text(())
-        return self.drafter.draft_prompt(epoch, max_depth=codec.max_tokens, in_text=in_text)
+        asked = request.observation
+        return self.drafter.draft_prompt(
+            asked.epoch, max_depth=codec.max_tokens, in_text=codec.in_text(()), stamp_ns=asked.stamp_ns
+        )
 
     def _lay_out(self, observation: Observation) -> PromptLayout:
         """The prompt of an observation.

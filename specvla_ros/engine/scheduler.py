@@ -100,11 +100,13 @@ class FinishedAnswer:
         epoch: the instruction epoch.
         tokens: the whole answer.
         action: the action tokens in which it ends.
+        stamp_ns: of its picture.
     """
 
     epoch: int
     tokens: tuple[int, ...]
     action: tuple[int, ...]
+    stamp_ns: int
 
 
 @dataclass
@@ -305,8 +307,8 @@ class Scheduler:
         forwards = len(request.tokens_per_forward)
         self._forwards = _MEMORY * self._forwards + (1 - _MEMORY) * forwards if self._forwards else forwards
         self._held.append(action)
-        batch.finished.append(FinishedAnswer(request.observation.epoch, tuple(request.tokens), tokens))
         stamp_ns = request.observation.stamp_ns
+        batch.finished.append(FinishedAnswer(request.observation.epoch, tuple(request.tokens), tokens, stamp_ns))
         if not self.settings.in_order:
             for older in [other for other in self.requests if other.observation.stamp_ns < stamp_ns]:
                 self._drop(older, DropReason.OVERTAKEN)

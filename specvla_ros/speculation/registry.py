@@ -12,6 +12,6 @@ DRAFTERS = Registry(
     "specvla_ros.drafters",
     [
         f"specvla_ros.speculation.drafters.{name}"
-        for name in ("temporal", "prompt_lookup", "self_draft", "draft_model", "head")
+        for name in ("chunk_shift", "temporal", "prompt_lookup", "self_draft", "draft_model", "head")
     ],
 )

@@ -65,7 +65,7 @@ class Scripted:
     def draft(self, inputs: Sequence[DraftInput]) -> list[Tree]:
         return [self._tree(each.root, each.position, each.max_depth) for each in inputs]
 
-    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool) -> Tree:
+    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, stamp_ns: int) -> Tree:
         return self._tree(torch.zeros((), dtype=torch.int64), 0, max_depth)
 
     def _tree(self, root: torch.Tensor, place: int, levels: int) -> Tree:
@@ -85,7 +85,7 @@ class Scripted:
         relaxable = torch.tensor([draw(st.integers(0, 4)) > 0 for _ in tokens])
         return Tree(torch.tensor(tokens), ancestry, log_probs, torch.tensor(valid), relaxable, depth=max(depths))
 
-    def observe(self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...]) -> None:
+    def observe(self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int) -> None:
         pass
 
     def forget(self) -> None:

@@ -77,6 +77,9 @@ class DigitCodec:
         numbers = np.clip(np.rint(actions), 0, 99).astype(int).ravel()
         return tuple(DIGITS.start + digit for number in numbers.tolist() for digit in divmod(number, 10))
 
+    def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
+        return min(len(answer), len(draft))
+
     def normalise(self, actions: np.ndarray) -> np.ndarray:
         return actions / 50 - 1
 

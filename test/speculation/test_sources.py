@@ -145,15 +145,15 @@ def test_a_tree_of_windows_keeps_every_parent(seed: int, k: int, nodes: int) -> 
 def test_temporal_holds_and_extrapolates_within_one_epoch() -> None:
     drafter = TemporalDrafter(ACTIONS)
     assert drafter.chains(0, 1) == []
-    drafter.observe(0, (12, 20, 25), (12, 20, 25))
+    drafter.observe(0, (12, 20, 25), (12, 20, 25), stamp_ns=1)
     assert drafter.chains(0, 1) == [(20, 25)]
-    drafter.observe(0, (12, 18, 25), (12, 18, 25))
+    drafter.observe(0, (12, 18, 25), (12, 18, 25), stamp_ns=1)
     assert drafter.chains(0, 0) == [(12, 18, 25), (12, 16, 25)]
     assert drafter.chains(0, 2) == [(25,)], "the line is the same as holding still"
-    drafter.observe(0, (12, 11, 25), (12, 11, 25))
+    drafter.observe(0, (12, 11, 25), (12, 11, 25), stamp_ns=1)
     assert drafter.chains(0, 1)[1] == (10, 25), "never outside the action ids"
     assert drafter.chains(1, 1) == []
-    drafter.observe(1, (13, 13, 13), (13, 13, 13))
+    drafter.observe(1, (13, 13, 13), (13, 13, 13), stamp_ns=1)
     assert drafter.chains(1, 0) == [(13, 13, 13)], "an action of another epoch is no slope"
     drafter.forget()
     assert drafter.chains(1, 0) == []
@@ -230,7 +230,7 @@ def test_every_pair_of_sizes_that_is_allowed_fits_a_forward() -> None:
 
 def test_temporal_text_goes_on_as_the_last_answer_did() -> None:
     drafter = TemporalDrafter(ACTIONS)
-    drafter.observe(3, (1, 2, 3, 4, 2, 5, 12, 20), (12, 20))
+    drafter.observe(3, (1, 2, 3, 4, 2, 5, 12, 20), (12, 20), stamp_ns=1)
     assert drafter.text(3, (), 4) == (1, 2, 3, 4)
     assert drafter.text(3, (9, 2, 3), 9) == (4, 2, 5, 12, 20)
     assert drafter.text(3, (9, 2), 2) == (5, 12), "the last of two places"

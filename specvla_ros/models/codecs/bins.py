@@ -255,6 +255,9 @@ class BinsCodec:
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
         return tuple(int(token) for token in self.tokenizer.encode(self.statistics.normalise(actions[0])))
 
+    def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
+        return min(len(answer), len(draft))
+
     def normalise(self, actions: np.ndarray) -> np.ndarray:
         return self.statistics.normalise(actions)
 

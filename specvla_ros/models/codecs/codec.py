@@ -109,6 +109,9 @@ class Codec(Protocol):
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
         """Actions [horizon, dims] in the robot's units to the nearest action tokens."""
 
+    def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
+        """Where a drafted answer goes on from a committed beginning that may differ from its own: an index."""
+
     def normalise(self, actions: np.ndarray) -> np.ndarray:
         """Actions [horizon, dims] in the robot's units to the scale of the training data, about [-1, 1]."""
 

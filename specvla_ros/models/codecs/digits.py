@@ -126,6 +126,17 @@ class DigitsCodec:
         text = " ".join(map(str, numbers))
         return tuple(self.space_id if each == " " else self.digit_ids[int(each)] for each in text)
 
+    def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
+        """At the same digit of the same number: numbers have different lengths."""
+        number = sum(token == self.space_id for token in answer)
+        digit = next((i for i, token in enumerate(reversed(answer)) if token == self.space_id), len(answer))
+        spaces = [i for i, token in enumerate(draft) if token == self.space_id]
+        if number > len(spaces):
+            return len(draft)
+        begin = spaces[number - 1] + 1 if number else 0
+        behind = spaces[number] if number < len(spaces) else len(draft)
+        return min(begin + digit, behind)
+
     def _words(self, tokens: Sequence[int]) -> list[str]:
         digits = {token: str(value) for value, token in enumerate(self.digit_ids)}
         return "".join(digits.get(token, " ") for token in tokens).split(" ")

@@ -297,6 +297,21 @@ class FastCodec:
         step = 1 if self.counts_up else -1
         return tuple(self.first_id + step * i for i in self.tokenizer.encode(self.normalise(actions)))
 
+    def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
+        """Behind as many coefficients: tokens stand for different numbers of them."""
+        wanted, reached = sum(map(self._bytes, answer)), 0
+        for at, token in enumerate(draft):
+            if reached >= wanted:
+                return at
+            reached += self._bytes(token)
+        return len(draft)
+
+    def _bytes(self, token: int) -> int:
+        """Of coefficients' characters that a token stands for; a token of the beginning counts as one."""
+        (i,) = self._fast_ids((token,))
+        found = self.tokenizer.bpe.id_to_token(i) if 0 <= i < self.tokenizer.vocab_size else None
+        return len(found) if found else 1
+
     def _fast_ids(self, tokens: Sequence[int]) -> tuple[int, ...]:
         step = 1 if self.counts_up else -1
         return tuple(step * (token - self.first_id) for token in tokens)

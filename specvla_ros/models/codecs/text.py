@@ -91,6 +91,9 @@ class TextCodec:
     def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
         raise UserError("a language model writes no action that could be off by metres or radians")
 
+    def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
+        return min(len(answer), len(draft))
+
     def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
         return ()
 

@@ -69,12 +69,12 @@ class Drafters:
             left = [nodes - len(tree) + 1 for nodes, tree in zip(left, drafted, strict=True)]
         return [_joined(mine) for mine in trees]
 
-    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool) -> Tree:
+    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, stamp_ns: int) -> Tree:
         """What a prompt's own forward may verify; see `Drafter.draft_prompt`."""
         left = self._nodes
         trees = [Tree.from_root(torch.zeros(1, dtype=torch.int64, device=self._device))]
         for drafter in self.by_name.values():
-            tree = drafter.draft_prompt(epoch, max_depth=max_depth, in_text=in_text, nodes=left)
+            tree = drafter.draft_prompt(epoch, max_depth=max_depth, in_text=in_text, nodes=left, stamp_ns=stamp_ns)
             if tree is not None:
                 trees.append(tree)
                 left -= len(tree) - 1
@@ -85,10 +85,10 @@ class Drafters:
         for drafter in self.by_name.values():
             drafter.set_tolerance(bins)
 
-    def observe(self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...]) -> None:
+    def observe(self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int) -> None:
         """Gives every drafter a finished answer and the action in which it ends."""
         for drafter in self.by_name.values():
-            drafter.observe(epoch, answer, action)
+            drafter.observe(epoch, answer, action, stamp_ns=stamp_ns)
 
     def forget(self) -> None:
         """Lets every drafter forget earlier answers."""

@@ -127,7 +127,7 @@ class Drafter(Protocol):
             last: whether no drafter comes after this one; others leave nodes to it.
         """
 
-    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, nodes: int) -> Tree | None:
+    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, nodes: int, stamp_ns: int) -> Tree | None:
         """What a prompt's own forward may verify, without hidden states; None: nothing.
 
         Args:
@@ -135,6 +135,7 @@ class Drafter(Protocol):
             max_depth: tokens of the longest answer.
             in_text: the answer may begin with text.
             nodes: maximum, the root included. The root stands for the prompt's last row; its token is not read.
+            stamp_ns: of the picture.
         """
         return None
 
@@ -142,8 +143,8 @@ class Drafter(Protocol):
         """Takes what acceptance tolerates, in bins per action token."""
         return
 
-    def observe(self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...]) -> None:
-        """Takes a finished answer and the action in which it ends."""
+    def observe(self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int) -> None:
+        """Takes a finished answer, the action in which it ends, and the stamp of its picture."""
         return
 
     def forget(self) -> None:

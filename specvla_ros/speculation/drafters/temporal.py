@@ -49,7 +49,7 @@ class TemporalDrafter(Drafter):
         self._before: tuple[int, ...] = ()
         self._answer: tuple[int, ...] = ()
 
-    def observe(self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...]) -> None:
+    def observe(self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int) -> None:
         """Takes a finished answer and the action that it ends in."""
         self._before = self._last if epoch == self._epoch else ()
         self._epoch, self._last, self._answer = epoch, action, answer
@@ -72,7 +72,7 @@ class TemporalDrafter(Drafter):
             trees.append(branches.tree(request.root, relaxable=False))
         return trees
 
-    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, nodes: int) -> Tree | None:
+    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, nodes: int, stamp_ns: int) -> Tree | None:
         """The whole of the last answer."""
         import torch
 

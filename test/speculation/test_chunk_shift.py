@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunk shift: what is drafted after so many actions have passed, for each codec of chunks; and it changes no token."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.random_qwen_vl import SHAPES, add_vla0, write_qwen_vl
+
+from specvla_ros import Engine, EngineSettings, Observation, UserError
+from specvla_ros.engine.outcome import Action
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.codecs.bins import ActionStatistics
+from specvla_ros.models.codecs.codec import Codec
+from specvla_ros.models.codecs.digits import DigitsCodec
+from specvla_ros.models.codecs.fast import FastCodec, fit_fast_tokenizer
+from specvla_ros.policies.bundled import nano_policy
+from specvla_ros.speculation.drafters.chunk_shift import ChunkShiftDrafter
+from specvla_ros.speculation.drafters.registry import DraftInput
+from specvla_ros.speculation.settings import DraftSettings, adjusted
+
+HORIZON, DIMS, END = 8, 3, 40
+STATISTICS = ActionStatistics("", np.full(DIMS, -1.0), np.full(DIMS, 1.0), np.ones(DIMS, dtype=bool))
+SECOND = 10**9
+
+
+def chunks(seed: int, count: int) -> list[np.ndarray]:
+    """Smooth ones, so that a tokenizer has something to learn."""
+    generator = np.random.default_rng(seed)
+    time = np.linspace(0, 1, HORIZON)[:, None]
+    starts, slopes = generator.uniform(-0.5, 0.5, (2, count, 1, DIMS))
+    return [start + slope * time for start, slope in zip(starts, slopes, strict=True)]
+
+
+DIGITS = DigitsCodec(tuple(range(10)), 10, frozenset({END}), STATISTICS, HORIZON, bins=1000, limit=999)
+FITTED_ON = [  # wide enough, and of every length of standing still, so that all that is shifted below can be written
+    np.concatenate((2 * chunk[passed:], np.repeat(2 * chunk[-1:], passed, axis=0)))
+    for chunk in chunks(0, 400)
+    for passed in range(HORIZON)
+]
+FAST = FastCodec(
+    fit_fast_tokenizer(FITTED_ON, vocab_size=256), STATISTICS, HORIZON, 300, frozenset({END}), beginning=(50, 51)
+)
+CODECS: dict[str, Codec] = {"digits": DIGITS, "fast": FAST}
+
+
+def answer_of(codec: Codec, chunk: np.ndarray) -> tuple[int, ...]:
+    beginning = FAST.beginning if codec is FAST else ()
+    return (*beginning, *codec.encode(chunk), END)
+
+
+def drafter_after(codec: Codec, chunk: np.ndarray, *, step_s: float = 0.1) -> tuple[ChunkShiftDrafter, tuple[int, ...]]:
+    drafter, answer = ChunkShiftDrafter(codec, step_s), answer_of(codec, chunk)
+    drafter.observe(1, answer, codec.action_tokens(answer), stamp_ns=SECOND)
+    return drafter, answer
+
+
+@pytest.mark.parametrize("name", CODECS)
+@given(seed=st.integers(0, 1000), passed=st.integers(0, 12))
+def test_the_chunk_before_is_shifted_by_what_has_passed(name: str, seed: int, passed: int) -> None:
+    codec = CODECS[name]
+    (chunk,) = chunks(seed, 1)
+    drafter, answer = drafter_after(codec, chunk)
+    drafted = drafter.answer(1, SECOND + passed * SECOND // 10)
+    known = codec.decode(codec.action_tokens(answer))
+    steps = min(passed, HORIZON - 1)
+    held = np.concatenate((known[steps:], np.repeat(known[-1:], steps, axis=0)))
+    assert drafted == answer_of(codec, held)
+    if not passed:
+        assert drafted == answer
+    assert not drafter.answer(2, SECOND), "another epoch"
+    drafter.forget()
+    assert not drafter.answer(1, SECOND)
+
+
+def test_without_a_step_one_action_passes_from_picture_to_picture() -> None:
+    (chunk,) = chunks(3, 1)
+    drafter, _ = drafter_after(DIGITS, chunk, step_s=0.0)
+    decoded = DIGITS.decode(DIGITS.encode(chunk))
+    assert drafter.answer(1, 99 * SECOND) == answer_of(DIGITS, np.concatenate((decoded[1:], decoded[-1:])))
+
+
+def test_the_newest_of_several_in_flight_stays() -> None:
+    first, second = chunks(4, 2)
+    drafter, _ = drafter_after(DIGITS, second)
+    older = answer_of(DIGITS, first)
+    drafter.observe(1, older, DIGITS.action_tokens(older), stamp_ns=SECOND - 1)
+    assert drafter.answer(1, SECOND) == answer_of(DIGITS, second)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@given(seed=st.integers(0, 1000), cut=st.integers(0, 200))
+def test_a_committed_beginning_of_its_own_goes_on_where_it_ends(name: str, seed: int, cut: int) -> None:
+    codec = CODECS[name]
+    drafter, answer = drafter_after(codec, chunks(seed, 1)[0])
+    begun = answer[: cut % len(answer)]
+    assert codec.resume(answer, begun) == len(begun)
+    request = DraftInput(
+        slot=0,
+        prefix_len=9,
+        hidden=torch.zeros(1, 4),
+        following=torch.zeros(1, 4),
+        root=torch.tensor(begun[-1] if begun else 0),
+        max_depth=60,
+        position=0,
+        epoch=1,
+        answer=begun,
+        observation=Observation(np.zeros((2, 2, 3), np.uint8), "lift", SECOND),
+    )
+    (tree,) = drafter.draft([request], [30], last=True)
+    assert tree.tokens.tolist()[1:] == list(answer[len(begun) : len(begun) + 29])
+    assert tree.ancestry.parents.tolist() == list(range(-1, len(tree) - 1)) and not tree.relaxable.any()
+
+
+@pytest.mark.parametrize(
+    ("answer", "rest"),
+    [
+        ("12 7", " 305"),  # another digit in the second number
+        ("9 7", " 305"),  # a shorter first number
+        ("12 75 3", "05"),
+        ("12 4 30", "5"),
+        ("12 4 305 8", ""),  # more numbers than were drafted
+    ],
+)
+def test_digits_go_on_in_the_same_number_behind_a_difference(answer: str, rest: str) -> None:
+    def tokens(text: str) -> list[int]:
+        return [10 if letter == " " else int(letter) for letter in text]
+
+    draft = tokens("12 4 305")
+    assert draft[DIGITS.resume(draft, tokens(answer)) :] == tokens(rest)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_vla0(write_qwen_vl(tmp_path_factory.mktemp("digits"), SHAPES[0], seed=5), dims=2)
+
+
+class _Listener(DigitsCodec):
+    """Lets any answer through, so that a random model's are remembered and drafted."""
+
+    def problem(self, tokens: object) -> str:
+        return ""
+
+    def decode(self, tokens: object) -> np.ndarray:
+        return np.linspace(-0.4, 0.9, self.horizon)[:, None] * np.ones(2)
+
+
+@pytest.mark.parametrize("mode", ["spec", "specpipe"])
+def test_it_changes_no_token(policy: Path, mode: str) -> None:
+    target = load_target(policy, device="cpu")
+    codec = target.codec
+    assert isinstance(codec, DigitsCodec)
+    listener = _Listener(**{name: getattr(codec, name) for name in DigitsCodec.__dataclass_fields__})
+    target = replace(target, policy=replace(target.policy, codec=replace(listener, limit=60)))  # type: ignore[type-var, attr-defined]
+    drafts = adjusted(DraftSettings(nodes=24), chunk_shift=True)
+    plain = Engine(target, EngineSettings("ar", max_text_tokens=400))
+    drafting = Engine(target, EngineSettings(mode, max_text_tokens=400, draft=drafts))
+    assert drafting.drafter.sources == ("chunk_shift",)
+    for seed in range(4):
+        images = np.random.default_rng(seed).integers(0, 256, (2, 40, 40, 3), dtype=np.uint8)
+        seen = Observation(dict(zip(target.cameras, images, strict=True)), "lift it", stamp_ns=seed * SECOND // 10 + 1)
+        ours, theirs = drafting.act(seen), plain.act(seen)
+        assert isinstance(ours, Action) and isinstance(theirs, Action)
+        assert ours.tokens == theirs.tokens
+        assert seed == 0 or sum(ours.record.tree_nodes) > 24, "nothing was drafted"
+
+
+def test_a_policy_of_single_actions_has_no_chunk_to_shift() -> None:
+    settings = EngineSettings("spec", draft=adjusted(DraftSettings(), chunk_shift=True))
+    with pytest.raises(UserError, match=r"draft\.chunk_shift is for policies that answer with several actions"):
+        Engine(load_target(nano_policy(), device="cpu"), settings)
