@@ -237,6 +237,10 @@ def train_policy(
     validate_every: Annotated[int, typer.Option(help="Steps between validations.", min=1)] = 500,
     unnorm_key: Annotated[str, typer.Option(help="Name of the action statistics.")] = "specvla_table",
     init: Annotated[str, typer.Option(help="Checkpoint to go on from, with its words and statistics.")] = "",
+    codec: Annotated[
+        str, typer.Option(help="How it writes its actions: bins (a single action), digits or fast (chunks).")
+    ] = "bins",
+    horizon: Annotated[int, typer.Option(help="Actions of a chunk.", min=1)] = 8,
 ) -> None:
     """Train a nano OpenVLA by behaviour cloning; several GPUs: accelerate launch -m specvla_ros.cli train-policy."""
     check_accelerate()
@@ -250,6 +254,8 @@ def train_policy(
         validate_every=validate_every,
         unnorm_key=unnorm_key,
         init=init,
+        codec=codec,
+        horizon=horizon,
     )
     with progress_bar() as bar:
         reading = bar.add_task("reading bags", total=None)
@@ -262,9 +268,10 @@ def train_policy(
             if found is not None and found.step == progress.step:
                 accuracy = " ".join(f"{each:.2f}" for each in found.accuracy)
                 distance = " ".join(f"{each:.1f}" for each in found.bin_distance)
+                per_dimension = f"; per dimension token accuracy {accuracy}, bins off {distance}"
                 bar.console.print(
-                    f"step {found.step}, {found.seconds / 60:.0f} min: validation loss {found.loss:.3f}; per dimension "
-                    f"token accuracy {accuracy}, bins off {distance}"
+                    f"step {found.step}, {found.seconds / 60:.0f} min: validation loss {found.loss:.3f}"
+                    + (per_dimension if distance else f", token accuracy {accuracy}")
                 )
 
         training.train_policy(

@@ -24,7 +24,8 @@ def action_logits(model: OpenVLA, pixels: Tensor, prompt_ids: Tensor, lengths: T
         pixels: [batch, 3 * towers, size, size], normalised.
         prompt_ids: int64 [batch, asked, n], BOS first, padded on the right.
         lengths: int64 [batch, asked], ids of each prompt that are not padding.
-        answers: int64 [batch, asked, action_dim], the action tokens.
+        answers: int64 [batch, asked, action_dim], the action tokens, or answers of different lengths; what is below 0
+            is padding, and what is predicted of it stands for nothing.
 
     Returns:
         [batch, asked, action_dim, vocab].
@@ -37,7 +38,7 @@ def action_logits(model: OpenVLA, pixels: Tensor, prompt_ids: Tensor, lengths: T
     width = prompt_ids.shape[2] + dim - 1
     text_ids = F.pad(prompt_ids, (0, dim))
     at = lengths[..., None] + torch.arange(dim, device=answers.device)
-    text_ids = text_ids.scatter(2, at, answers)[..., :width]
+    text_ids = text_ids.scatter(2, at, answers.clamp(min=0))[..., :width]
     text = model.decoder.embed_tokens(text_ids).to(image.dtype)
     branches = text[:, :, 1:].flatten(1, 2)
     embeddings = torch.cat((text[:, 0, :1], image, branches), dim=1)

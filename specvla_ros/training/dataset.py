@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specvla_ros.bags.demonstrations import (
     ACTION_TOPIC,
@@ -25,10 +26,13 @@ from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
 from specvla_ros.bags.image_message import rgb_from_message
 from specvla_ros.bags.reader import Bag, open_bag
 from specvla_ros.errors import UserError
+from specvla_ros.models.codecs.bins import BinsCodec
+from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.openvla.prompt import normalise_instruction
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.training.trainer import write_json
 
+PADDING = -100  # behind answers; PyTorch's cross-entropy leaves it out
 _VERSION = 1
 _MANY_BAGS = 64
 _VALIDATION_SHARE = 20  # one episode in so many
@@ -196,7 +200,7 @@ class Batch:
     pixels: Tensor  # float32 [batch, 3 * towers, size, size], normalised
     prompt_ids: Tensor  # int64 [batch, asked, n], padded on the right
     lengths: Tensor  # int64 [batch, asked], ids that are not padding
-    answers: Tensor  # int64 [batch, asked, 7], the action tokens
+    answers: Tensor  # int64 [batch, asked, n], the tokens of each answer; PADDING behind shorter ones
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in vars(self).values()))
@@ -207,14 +211,19 @@ class Batches:
 
     def __init__(self, policy: OpenVLATarget, data: DemonstrationSet) -> None:
         self._images = data.images
-        self._instruction_of = data.instruction_of
+        # A chunk goes on with what was done next, which no instruction but the episode's own explains.
+        chunks = not isinstance(policy.codec, BinsCodec)
+        self._instruction_of = data.instruction_of[:, :1] if chunks else data.instruction_of
         prompts = [policy.prompt_ids(text) for text in data.instructions]
         self._lengths = torch.tensor([len(ids) for ids in prompts])
         self._prompts = torch.zeros(len(prompts), int(self._lengths.max()), dtype=torch.int64)
         for row, ids in zip(self._prompts, prompts, strict=True):
             row[: len(ids)] = torch.tensor(ids)
-        normalised = policy.statistics.normalise(data.actions)
-        self._answers = torch.from_numpy(policy.action_tokenizer.encode(normalised))
+        if isinstance(policy.codec, BinsCodec):
+            normalised = policy.statistics.normalise(data.actions)
+            self._answers = torch.from_numpy(policy.action_tokenizer.encode(normalised))
+        else:
+            self._answers = _chunk_answers(policy.codec, data)
         towers = policy.image_processor.towers
         self._mean = torch.from_numpy(np.concatenate([tower.mean for tower in towers]))[:, None, None]
         self._std = torch.from_numpy(np.concatenate([tower.std for tower in towers]))[:, None, None]
@@ -237,6 +246,24 @@ class Batches:
         pixels = (pixels.repeat(1, self._towers, 1, 1) - self._mean) / self._std
         asked = torch.from_numpy(self._instruction_of[steps])
         return Batch(pixels, self._prompts[asked], self._lengths[asked], self._answers[torch.from_numpy(steps)])
+
+
+def action_chunks(data: DemonstrationSet, horizon: int) -> np.ndarray:
+    """What each episode's own instruction asked for from each step on, float64 [steps, horizon, action_dim].
+
+    Behind an episode's end its last action stays.
+    """
+    own, steps = data.actions[:, 0], np.arange(len(data.actions))
+    last = np.searchsorted(data.episode_of, data.episode_of, side="right") - 1
+    chunks: np.ndarray = own[np.minimum(steps[:, None] + np.arange(horizon), last[:, None])]
+    return chunks
+
+
+def _chunk_answers(codec: Codec, data: DemonstrationSet) -> Tensor:
+    """Int64 [steps, 1, longest answer]: each chunk's tokens and an end token, and PADDING."""
+    end = min(codec.end_ids)  # type: ignore[attr-defined]
+    answers = [torch.tensor((*codec.encode(chunk), end)) for chunk in action_chunks(data, codec.horizon)]
+    return pad_sequence(answers, batch_first=True, padding_value=PADDING)[:, None]
 
 
 def shuffled(steps: np.ndarray, batch_size: int, *, seed: int, start: int = 0) -> Iterator[np.ndarray]:

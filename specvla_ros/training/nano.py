@@ -15,6 +15,8 @@ from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.weights import save_weights
 from specvla_ros.training.trainer import write_json
 
+END_ID = 2
+"""`</s>`, with which an answer of chunks ends."""
 _PAD_ROWS = 64
 _BINS = 256
 _MEAN, _STD = 0.5, 0.5

@@ -16,20 +16,25 @@ from torch import Tensor, nn
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import find_bags
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.codecs.bins import ActionTokenizer
+from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec, select_statistics
+from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER
+from specvla_ros.models.codecs.fast import fit_fast_tokenizer
+from specvla_ros.models.config import read_checkpoint_json
 from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.weights import save_weights
 from specvla_ros.training.batched_forward import action_logits
 from specvla_ros.training.dataset import (
+    PADDING,
     Batch,
     Batches,
     DemonstrationSet,
+    action_chunks,
     action_statistics,
     load_demonstrations,
     shuffled,
 )
-from specvla_ros.training.nano import NanoShape, write_nano
+from specvla_ros.training.nano import END_ID, NanoShape, write_nano
 from specvla_ros.training.trainer import (
     STATE_DIRECTORY,
     Progress,
@@ -37,6 +42,7 @@ from specvla_ros.training.trainer import (
     begin_or_resume,
     check_settings,
     warm_up,
+    write_json,
 )
 
 # Neighbouring bins are neighbouring actions, which plain cross-entropy has to learn from the data, bin by bin.
@@ -61,9 +67,8 @@ def action_loss(logits: Tensor, answers: Tensor, tokenizer: ActionTokenizer) -> 
 
 
 def cross_entropy(logits: Tensor, answers: Tensor) -> Tensor:
-    """Cross-entropy of the true tokens, float32 [action_dim], comparable with models trained without a blur."""
-    losses = F.cross_entropy(logits.float().flatten(0, -2), answers.flatten(), reduction="none")
-    return losses.view(-1, answers.shape[-1]).mean(0)
+    """Mean cross-entropy of the true tokens, comparable with models trained without a blur; padding left out."""
+    return F.cross_entropy(logits.float().flatten(0, -2), answers.flatten(), ignore_index=PADDING)
 
 
 _VALIDATION_STEPS = 2048
@@ -72,6 +77,11 @@ _WEIGHT_DECAY = 0.05
 _CLIP = 1.0
 _MUON_FACTOR = 2.0
 _MUON_SCALE = "match_rms_adamw"  # so that both optimisers take one learning rate
+
+
+CODEC_CHOICES = ("bins", "digits", "fast")
+_NUMBERS = 1000  # the largest that digits write, as VLA-0's
+_FAST_IDS = 256  # as many as the nano policy has tokens for actions
 
 
 @dataclass(frozen=True)
@@ -85,10 +95,14 @@ class PolicyTraining:
     validate_every: int = 500  # steps between validations, each of which also saves the state to resume from
     unnorm_key: str = "specvla_table"  # name of the action statistics
     init: str = ""  # checkpoint whose weights, words and action statistics to begin with; empty: random weights
+    codec: str = "bins"  # how it writes its actions: `bins` (one action), `digits` or `fast` (chunks)
+    horizon: int = 8  # actions of a chunk
     shape: NanoShape = field(default_factory=NanoShape)
 
     def __post_init__(self) -> None:
-        check_settings(self, ("steps", "batch_size", "validate_every"))
+        check_settings(self, ("steps", "batch_size", "validate_every", "horizon"))
+        if self.codec not in CODEC_CHOICES:
+            raise UserError(f"codec '{self.codec}' cannot be trained; choose one of {', '.join(CODEC_CHOICES)}")
 
 
 @dataclass(frozen=True)
@@ -96,9 +110,9 @@ class Validation:
     """How well the policy predicts demonstrations that it has not seen."""
 
     step: int  # optimiser steps before it
-    loss: float  # cross-entropy of the true tokens, nats, mean over the dimensions
-    accuracy: tuple[float, ...]  # per dimension, share of tokens predicted exactly
-    bin_distance: tuple[float, ...]  # per dimension, mean distance to the true token in bins
+    loss: float  # cross-entropy of the true tokens, nats, mean over the tokens
+    accuracy: tuple[float, ...]  # share of tokens predicted exactly, per dimension; of chunks a single number
+    bin_distance: tuple[float, ...]  # per dimension, mean distance to the true token in bins; of chunks empty
     seconds: float  # training time so far
 
 
@@ -147,9 +161,26 @@ def _write_untrained(out: Path, data: DemonstrationSet, training: PolicyTraining
         raise UserError(f"{out} holds a checkpoint already; choose another --out")
     if training.init:
         _copy_checkpoint(Path(training.init), out, data.instructions)
+    else:
+        norm_stats = {training.unnorm_key: action_statistics(data.actions)}
+        write_nano(out, training.shape, data.instructions, norm_stats, seed=training.seed)
+    if training.codec != "bins":
+        _choose_codec(out, data, training)
+
+
+def _choose_codec(out: Path, data: DemonstrationSet, training: PolicyTraining) -> None:
+    """Makes an untrained checkpoint one that writes chunks; its tokens for bins become those of the codec."""
+    fields = read_checkpoint_json(out / "config.json")
+    write_json(out / "config.json", fields.raw | {"action_codec": training.codec, "eos_token_id": END_ID})
+    shape = {"time_horizon": training.horizon, "action_dim": data.actions.shape[-1]}
+    folder = out / CODEC_FOLDER
+    if training.codec == "digits":
+        folder.mkdir(exist_ok=True)
+        write_json(folder / CODEC_FILE, shape | {"bins": _NUMBERS})
         return
-    norm_stats = {training.unnorm_key: action_statistics(data.actions)}
-    write_nano(out, training.shape, data.instructions, norm_stats, seed=training.seed)
+    statistics = select_statistics(fields.inner("norm_stats").raw, "")
+    chunks = statistics.normalise(action_chunks(data, training.horizon))
+    fit_fast_tokenizer(chunks, vocab_size=_FAST_IDS).save(folder, **shape)
 
 
 def _copy_checkpoint(init: Path, out: Path, instructions: tuple[str, ...]) -> None:
@@ -203,15 +234,17 @@ class _PolicyTask:
             batch = self._data.make(some[start : start + 256]).to(self._accelerator.device)
             with self._accelerator.autocast():
                 logits = self.model.logits(batch)
-            predicted = logits.argmax(-1)
-            losses.append(cross_entropy(logits, batch.answers) * len(predicted))
-            right.append((predicted == batch.answers).float().flatten(0, 1))
+            predicted, there = logits.argmax(-1), batch.answers != PADDING
+            losses.append(cross_entropy(logits, batch.answers) * there.sum())
+            right.append(torch.where(there, (predicted == batch.answers).float(), torch.nan).flatten(0, 1))
             distance.append((predicted - batch.answers).abs().float().flatten(0, 1))
+        found = torch.cat(right)
+        accuracy = found.mean(0) if self.model.of_bins else found.nanmean()[None]
         return Validation(
             step=step,
-            loss=float(torch.stack(losses).sum(0).mean() / len(some)),
-            accuracy=tuple(torch.cat(right).mean(0).tolist()),
-            bin_distance=tuple(torch.cat(distance).mean(0).tolist()),
+            loss=float(torch.stack(losses).sum() / (~found.isnan()).sum()),
+            accuracy=tuple(accuracy.tolist()),
+            bin_distance=tuple(torch.cat(distance).mean(0).tolist()) if self.model.of_bins else (),
             seconds=seconds,
         )
 
@@ -231,14 +264,22 @@ class _PolicyLoss(nn.Module):
     def __init__(self, policy: OpenVLATarget) -> None:
         super().__init__()
         self.model = policy.model.train().requires_grad_(True)
-        self._tokenizer = policy.action_tokenizer
+        self._tokenizer = policy.action_tokenizer if isinstance(policy.codec, BinsCodec) else None
+
+    @property
+    def of_bins(self) -> bool:
+        """Whether each answer is one action of bins."""
+        return self._tokenizer is not None
 
     def logits(self, batch: Batch) -> Tensor:
         """[batch, asked, action_dim, vocab]."""
         return action_logits(self.model, batch.pixels, batch.prompt_ids, batch.lengths, batch.answers)
 
     def forward(self, batch: Batch) -> Tensor:
-        return action_loss(self.logits(batch), batch.answers, self._tokenizer)
+        logits = self.logits(batch)
+        if self._tokenizer is None:
+            return cross_entropy(logits, batch.answers)
+        return action_loss(logits, batch.answers, self._tokenizer)
 
 
 def _optimisers(model: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:

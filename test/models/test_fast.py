@@ -21,7 +21,8 @@ from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.evaluation.replay_summary import compare
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.codecs.fast import FOLDER, FastCodec, FastTokenizer, fit_fast_tokenizer, read_fast_tokenizer
+from specvla_ros.models.codecs.codec import CODEC_FOLDER as FOLDER
+from specvla_ros.models.codecs.fast import FastCodec, FastTokenizer, fit_fast_tokenizer, read_fast_tokenizer
 from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.target import Target
 from specvla_ros.models.weights import save_weights

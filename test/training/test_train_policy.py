@@ -12,11 +12,15 @@ import pytest
 import torch
 from support.checkpoints import load_openvla
 
+from specvla_ros import Engine, EngineSettings, Observation
 from specvla_ros.bags.demonstrations import DemonstrationRecord, Hindsight, write_demonstration
+from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import find_bags
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer
-from specvla_ros.training.dataset import action_statistics, load_demonstrations, shuffled
+from specvla_ros.speculation.settings import DraftSettings, adjusted
+from specvla_ros.training.dataset import action_chunks, action_statistics, load_demonstrations, shuffled
 from specvla_ros.training.nano import NanoShape
 from specvla_ros.training.train_policy import PolicyTraining, action_loss, train_policy
 from specvla_ros.training.trainer import STATE_DIRECTORY
@@ -195,3 +199,41 @@ def test_statistics_leave_the_gripper_as_it_is():
 def test_settings_out_of_range_are_refused(change):
     with pytest.raises(UserError, match="must"):
         training(**change)
+
+
+def test_chunks_end_with_their_episode(bags, tmp_path):
+    data = load_demonstrations(find_bags([bags]), tmp_path / "cache", 28)
+    chunks = action_chunks(data, 4)
+    assert chunks.shape == (120, 4, 7)
+    for step in (0, 3, 5, 6, 119):
+        last = 6 * (step // 6) + 5
+        np.testing.assert_array_equal(chunks[step], data.actions[[min(step + k, last) for k in range(4)], 0])
+
+
+@pytest.mark.parametrize("codec", ["digits", "fast"])
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_policy_of_chunks_is_trained_and_answers_with_them(bags, tmp_path, codec: str, begins: bool) -> None:
+    changes = dict(steps=80, validate_every=10, codec=codec, horizon=2)
+    if begins:
+        train_policy([bags], tmp_path / "first", training(steps=20))
+        changes |= dict(init=str(tmp_path / "first"))
+    history = train_policy([bags], tmp_path / "policy", training(**changes))
+    assert history[-1].loss < 0.7 * history[0].loss
+    assert len(history[-1].accuracy) == 1 and history[-1].accuracy[0] > 0.3 and not history[-1].bin_distance
+    target = load_target(tmp_path / "policy", device="cpu")
+    assert target.codec.horizon == 2 and type(target.codec).__name__ == f"{codec.title()}Codec"
+    engine = Engine(target, EngineSettings("spec", draft=adjusted(DraftSettings(nodes=16), chunk_shift=True)))
+    plain = Engine(target, EngineSettings("ar"))
+    for seen in range(6):
+        image = np.full((40, 40, 3), 60 + 20 * seen, dtype=np.uint8)
+        ours, theirs = (each.act(Observation(image, LEFT, seen + 1)) for each in (engine, plain))
+        assert type(ours) is type(theirs)
+        if isinstance(ours, Action) and isinstance(theirs, Action):
+            assert ours.tokens == theirs.tokens and ours.actions.shape == (2, 7)
+        else:
+            assert isinstance(ours, Drop) and ours.reason is DropReason.NOT_AN_ACTION
+
+
+def test_other_codecs_are_refused():
+    with pytest.raises(UserError, match="codec 'words' cannot be trained; choose one of bins, digits, fast"):
+        training(codec="words")

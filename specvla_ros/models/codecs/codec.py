@@ -18,7 +18,10 @@ from torch import Tensor
 from specvla_ros.errors import UserError
 from specvla_ros.settings.registry import Registry
 
-CODECS = Registry("specvla_ros.codecs", ["specvla_ros.models.codecs.bins", "specvla_ros.models.codecs.fast"])
+CODECS = Registry("specvla_ros.codecs", [f"specvla_ros.models.codecs.{name}" for name in ("bins", "digits", "fast")])
+CODEC_FOLDER = "action_tokenizer"
+"""Where a checkpoint keeps what its codec needs beside config.json, as LeRobot's do."""
+CODEC_FILE = "processor_config.json"
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics
-from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.models.codecs.bins import ActionStatistics, read_statistics
+from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER, CODECS, ActionIds, CodecContext
+from specvla_ros.models.generation import read_end_ids
+from specvla_ros.settings.json_file import read_fields
 
 
 @dataclass(frozen=True)
@@ -159,3 +161,26 @@ class DigitsCodec:
 
     def bound(self, bins: Sequence[int]) -> np.ndarray:
         return np.zeros((self.horizon, len(self.names)))
+
+
+DIGIT_TOKENS = 11
+"""At the vocabulary's end, counting down from 0 on; the last of them is the space."""
+
+
+@CODECS.register("digits")
+def _digits(context: CodecContext) -> DigitsCodec:
+    """Of this package's own format: `action_tokenizer/processor_config.json` says `time_horizon` and `bins`."""
+    path = context.directory / CODEC_FOLDER / CODEC_FILE
+    fields = read_fields(path, missing="it must say time_horizon and bins", hint="; copy it again")
+    if context.vocab_size <= DIGIT_TOKENS:
+        raise UserError(f"{context.directory}: a vocabulary of {context.vocab_size} tokens has no room for digits")
+    ids = [context.vocab_size - 1 - i for i in range(DIGIT_TOKENS)]
+    return DigitsCodec(
+        digit_ids=tuple(ids[:-1]),
+        space_id=ids[-1],
+        end_ids=read_end_ids(context.directory),
+        statistics=read_statistics(context),
+        horizon=fields.whole("time_horizon", minimum=1, maximum=1 << 10),
+        bins=fields.whole("bins", minimum=1, maximum=10**6),
+        limit=1 << 14,
+    )

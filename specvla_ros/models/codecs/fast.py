@@ -16,15 +16,12 @@ from tokenizers.trainers import BpeTrainer
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import MAX_VALUE, ActionStatistics, read_statistics
-from specvla_ros.models.codecs.codec import CODECS, ActionIds, CodecContext
+from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER, CODECS, ActionIds, CodecContext
 from specvla_ros.models.generation import read_end_ids
 from specvla_ros.models.tokenizer import read_tokenizer
 from specvla_ros.settings.json_file import read_fields
 
-FOLDER = "action_tokenizer"
-"""Where a checkpoint keeps it, as LeRobot's do."""
-
-_TOKENIZER, _PROCESSOR = "tokenizer.json", "processor_config.json"
+_TOKENIZER = "tokenizer.json"
 _HALF = "\N{REPLACEMENT CHARACTER}"  # what a lost half of a two-byte character decodes to
 _MAX_CODE = 0x10FFFF
 _SURROGATES = range(0xD800, 0xE000)  # code points that are no characters
@@ -108,12 +105,17 @@ class FastTokenizer:
         text: str = self.bpe.decode(list(ids), skip_special_tokens=False)
         return text
 
-    def save(self, directory: Path) -> None:
-        """Writes it as the released tokenizer's files are."""
+    def save(self, directory: Path, **shape: int) -> None:
+        """Writes it as the released tokenizer's files are.
+
+        Args:
+            directory: made if it is missing.
+            shape: `time_horizon` and `action_dim` of the chunks, where the file shall say them.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         self.bpe.save(str(directory / _TOKENIZER))
         config = {"scale": self.scale, "vocab_size": self.vocab_size, "min_token": self.min_token}
-        (directory / _PROCESSOR).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (directory / CODEC_FILE).write_text(json.dumps(config | shape, indent=2) + "\n", encoding="utf-8")
 
 
 def _coefficients(actions: np.ndarray, scale: float) -> np.ndarray:
@@ -176,8 +178,8 @@ def read_fast_tokenizer(directory: Path) -> FastTokenizer:
         UserError: a file is missing or malformed.
     """
     fields = read_fields(
-        directory / _PROCESSOR,
-        missing=f"{directory} must hold the policy's FAST tokenizer, with {_PROCESSOR} and {_TOKENIZER}",
+        directory / CODEC_FILE,
+        missing=f"{directory} must hold the policy's FAST tokenizer, with {CODEC_FILE} and {_TOKENIZER}",
         hint="; copy it again",
     )
     nested = directory / "bpe_tokenizer" / _TOKENIZER
@@ -339,12 +341,12 @@ class FastCodec:
 @CODECS.register("fast")
 def _fast(context: CodecContext) -> FastCodec:
     """From `action_tokenizer/`, whose processor_config.json says the horizon too, as `time_horizon`."""
-    folder = context.directory / FOLDER
+    folder = context.directory / CODEC_FOLDER
     tokenizer = read_fast_tokenizer(folder)
     if tokenizer.vocab_size >= context.vocab_size:
         raise UserError(f"{folder} has {tokenizer.vocab_size} ids, and the policy {context.vocab_size} tokens")
     statistics = read_statistics(context)
-    fields = read_fields(folder / _PROCESSOR, missing="", hint="; copy it again")
+    fields = read_fields(folder / CODEC_FILE, missing="", hint="; copy it again")
     dims = fields.whole("action_dim", len(statistics.low), minimum=1, maximum=1 << 10)
     if dims != len(statistics.low):
         raise UserError(
