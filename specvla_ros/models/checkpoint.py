@@ -18,11 +18,12 @@ from specvla_ros.models import settings
 from specvla_ros.models.config import check_directory, read_checkpoint_json
 from specvla_ros.models.target import Target
 from specvla_ros.models.weights import Progress
+from specvla_ros.settings.json_file import Fields
 from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.registry import Registry
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in settings.DTYPES if name != "auto"}
-_FAMILIES = ("openvla", "text", "qwen_vl", "pi0_fast")
+_FAMILIES = ("openvla", "text", "qwen_vl", "pi0_fast", "minivla")
 TARGETS = Registry("specvla_ros.targets", [f"specvla_ros.models.{family}.target" for family in _FAMILIES])
 _USUAL = settings.ModelSettings()
 
@@ -75,6 +76,15 @@ def load_target(
     return target
 
 
+def _model_type(config: Fields) -> str:
+    """Of a config.json: its model_type; what LeRobot calls type; native Prismatic files describe a `vla` instead."""
+    if "model_type" in config.raw:
+        return config.text("model_type")
+    if "vla" in config.raw:
+        return "prismatic-vla"
+    return config.text("type" if "type" in config.raw else "model_type")
+
+
 def refuse_options(directory: Path, options: Mapping[str, Any]) -> None:
     """For a loader: what it does not know must be as it is where nobody sets it.
 
@@ -99,8 +109,7 @@ def _loader(directory: Path) -> Callable[..., Any]:
     """
     check_directory(directory)
     config = read_checkpoint_json(directory / "config.json")
-    of_lerobot = "type" in config.raw and "model_type" not in config.raw
-    model_type = config.text("type" if of_lerobot else "model_type")
+    model_type = _model_type(config)
     families = TARGETS.entries()
     if model_type not in families:
         known = ", ".join(f"'{name}'" for name in sorted(families))

@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights between safetensors files and a model's tensors, shard by shard."""
+"""Weights between safetensors (or PyTorch's own) files and a model's tensors, shard by shard."""
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.config import read_checkpoint_json
+from specvla_ros.models.pickled_weights import read_pickled, tensors_in
 from specvla_ros.settings.json_file import shown
 
 Progress = Callable[[str, float], None]
 
-_INDEX = "model.safetensors.index.json"
+# Files of whole checkpoints and the indices of those in shards: safetensors, or where there are none, PyTorch's own.
+_SINGLES = ("model.safetensors", "pytorch_model.bin")
+_INDICES = tuple(f"{name}.index.json" for name in _SINGLES)
 
 # A shard is mapped into memory to be read. It is mapped anew after this many values, so that pages already copied are
 # given back: a single-file checkpoint would otherwise be in memory twice at the end of the load. 32 MiB in float32.
@@ -39,7 +44,8 @@ def load_weights(directory: Path, tensors: Mapping[str, Tensor], progress: Progr
     """Copies a checkpoint's tensors into the model's, converting dtype and moving to the model's device.
 
     Args:
-        directory: holds model.safetensors, or shards with model.safetensors.index.json.
+        directory: holds model.safetensors, or shards with model.safetensors.index.json; or the same of
+            pytorch_model.bin.
         tensors: destinations by checkpoint name; names in the files that are not here are not read.
         progress: called with what is read and the fraction of the tensors done.
 
@@ -60,7 +66,7 @@ def check_weights(directory: Path, tensors: Mapping[str, Tensor], *, unused: str
     """Whether the files hold just these tensors; reads their headers alone.
 
     Args:
-        directory: holds model.safetensors, or shards with model.safetensors.index.json.
+        directory: as in `load_weights`.
         tensors: of the model by checkpoint name; they may be on the meta device.
         unused: regular expression of names that the files may hold beside them.
 
@@ -80,9 +86,10 @@ def check_weights(directory: Path, tensors: Mapping[str, Tensor], *, unused: str
                 "config.json belong to different checkpoints; copy both from the same one"
             )
 
-    index = directory / _INDEX
+    index = _index(directory)
     files = _files(directory, tensors)
-    refuse_others(index, _weight_map(index) if index.exists() else ())
+    if index is not None:
+        refuse_others(index, _weight_map(index))
     for path, names in files.items():
         with _opened(path) as file:
             refuse_others(path, file.keys())
@@ -95,8 +102,8 @@ def tensor_names(directory: Path) -> frozenset[str]:
     Raises:
         UserError: there are no weights, or a file is damaged.
     """
-    index = directory / _INDEX
-    if index.exists():
+    index = _index(directory)
+    if index is not None:
         return frozenset(_weight_map(index))
     (path,) = _files(directory, ("",))
     with _opened(path) as file:
@@ -123,15 +130,12 @@ def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def _files(directory: Path, names: Iterable[str]) -> dict[Path, list[str]]:
     """Which file holds each tensor."""
     names = list(names)
-    single = directory / "model.safetensors"
-    index = directory / _INDEX
-    if single.exists() and not index.exists():
+    index = _index(directory)
+    if index is None:
+        single = next((directory / name for name in _SINGLES if (directory / name).exists()), None)
+        if single is None:
+            raise UserError(f"{directory} holds neither {' nor '.join((*_SINGLES, *_INDICES))}")
         return {single: names}
-    if not index.exists():
-        hint = ""
-        if list(directory.glob("*.bin")):
-            hint = "; it has .bin weights, which are not supported: convert them to safetensors"
-        raise UserError(f"{directory} holds neither model.safetensors nor {_INDEX}{hint}")
     weight_map = _weight_map(index)
     missing = [name for name in names if name not in weight_map]
     if missing:
@@ -143,6 +147,11 @@ def _files(directory: Path, names: Iterable[str]) -> dict[Path, list[str]]:
     if absent:
         raise UserError(f"{directory} is incomplete: {_some(absent)} missing, of {len(files)} shards; download again")
     return dict(sorted(files.items()))
+
+
+def _index(directory: Path) -> Path | None:
+    """What says which shard holds which tensor; None: the weights are in one file."""
+    return next((directory / name for name in _INDICES if (directory / name).exists()), None)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -181,12 +190,45 @@ def _copy(path: Path, names: list[str], tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file; what the library makes of damage becomes a message."""
+    """A file of weights; what the libraries make of damage becomes a message."""
+    if path.suffix == ".bin":
+        yield _Pickled(tensors_in(read_pickled(path), path))
+        return
     try:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is damaged or cut off ({error}); download this file again") from None
+
+
+_FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+@dataclass(frozen=True)
+class _Pickled:
+    """A PyTorch file with a safetensors file's face."""
+
+    tensors: Mapping[str, Tensor]
+
+    def keys(self) -> Iterable[str]:
+        return self.tensors.keys()
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def get_slice(self, name: str) -> "_Slice":
+        return _Slice(self.tensors[name])
+
+
+@dataclass(frozen=True)
+class _Slice:
+    tensor: Tensor
+
+    def get_shape(self) -> Sequence[int]:
+        return self.tensor.shape
+
+    def get_dtype(self) -> str:
+        return _FORMATS.get(self.tensor.dtype, str(self.tensor.dtype))
 
 
 def _check_tensors(path: Path, file: Any, names: list[str], tensors: Mapping[str, Tensor]) -> None:

@@ -57,7 +57,7 @@ def test_missing_weights(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     refuse(checkpoint, "neither model.safetensors nor")
     (checkpoint / "pytorch_model.bin").touch()
-    refuse(checkpoint, "convert them to safetensors")
+    refuse(checkpoint, "pytorch_model.bin cannot be read as weights")
 
 
 def test_a_tensor_of_another_shape(checkpoint: Path) -> None:
@@ -164,7 +164,7 @@ def test_an_index_that_lists_too_little(checkpoint: Path) -> None:
     [
         (
             dict(model_type="bert"),
-            "only 'gemma', 'llama', 'openvla', 'pi0_fast', 'prismatic', 'qwen2', 'qwen2_5_vl', 'qwen3' checkpoints",
+            "only 'gemma', 'llama', 'openvla', 'pi0_fast', 'prismatic', 'prismatic-vla', 'qwen2', 'qwen2_5_vl', 'qwen3' checkpoints",
         ),
         (dict(tiny_timm_model_kwargs=None, timm_model_ids=["resnet50", "vit"]), "'resnet50' is not supported; known"),
         (dict(timm_model_ids=["vit_so400m_patch14_siglip_224"]), "disagree on the number of vision towers"),

@@ -106,6 +106,16 @@ def read_config(directory: Path) -> OpenVLAConfig:
     return config
 
 
+def prismatic_towers(raw: Fields) -> tuple[VisionTowerConfig, ...]:
+    """DINOv2 and SigLIP at 224 pixels, as native Prismatic checkpoints have them, or tiny ones that config.json says.
+
+    Raises:
+        UserError: a number is wrong.
+    """
+    ids = ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"]
+    return _towers(Fields(raw.raw | {"timm_model_ids": ids, "image_sizes": [224, 224]}, raw.path, raw.prefix, raw.hint))
+
+
 def _towers(raw: Fields) -> tuple[VisionTowerConfig, ...]:
     ids = raw.list_of("timm_model_ids", str, "a list of names of vision towers")
     sizes = raw.list_of("image_sizes", int, "a list of sizes in pixels")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a camera image to the pixels that the vision towers were trained on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,6 +88,17 @@ def read_image_processor(directory: Path, *, center_crop: bool) -> ImageProcesso
     if not all(0 <= each <= 255 for each in fill):
         raise raw.wrong("tvf_letterbox_fill", _FILL)
     return ImageProcessor(strategy, towers, tuple(fill), center_crop)
+
+
+def dinosiglip_processor(sizes: Sequence[int]) -> ImageProcessor:
+    """Prismatic's for DINOv2 and SigLIP: squeezed, bicubic, with timm's own means."""
+    imagenet = np.array([0.485, 0.456, 0.406], np.float32), np.array([0.229, 0.224, 0.225], np.float32)
+    half = np.full(3, 0.5, np.float32), np.full(3, 0.5, np.float32)
+    towers = (
+        _TowerInput(size, Image.Resampling.BICUBIC, *colours)
+        for size, colours in zip(sizes, (imagenet, half), strict=True)
+    )
+    return ImageProcessor("resize-naive", tuple(towers), (0, 0, 0))
 
 
 def _towers(raw: Fields) -> tuple[_TowerInput, ...]:

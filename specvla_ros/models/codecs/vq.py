@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Actions as codes of a residual VQ-VAE (VQ-BeT, arXiv 2403.03181), as MiniVLA writes them: a chunk in a few tokens.
+
+A token chooses one vector of its layer's codebook; the sum of all layers' goes through an MLP that gives the chunk.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from specvla_ros.errors import UserError
+from specvla_ros.models.codecs.bins import ActionStatistics
+from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.models.config import MAX_WIDTH
+from specvla_ros.models.pickled_weights import read_pickled, tensors_in
+from specvla_ros.settings.json_file import read_fields
+
+_LAYERS = ("encoder.0", "encoder.2", "fc")
+Mlp = tuple[tuple[np.ndarray, np.ndarray], ...]
+"""Weight [out, in] and bias [out] of each layer, ReLU between them."""
+
+
+@dataclass(frozen=True)
+class VqVae:
+    """What turns codes into normalised chunks, and back; float32, as the original computes.
+
+    Args:
+        codebooks: [layers, codes, latent].
+        encoder: a chunk to a latent vector.
+        decoder: a latent vector to a chunk.
+        horizon: actions of a chunk.
+        scale: of the decoder's output.
+    """
+
+    codebooks: np.ndarray
+    encoder: Mlp
+    decoder: Mlp
+    horizon: int
+    scale: float
+
+    @property
+    def dims(self) -> int:
+        """Values of an action."""
+        return len(self.decoder[-1][1]) // self.horizon
+
+    def decode(self, codes: Sequence[int]) -> np.ndarray:
+        """One code per layer to normalised actions [horizon, dims], not clipped."""
+        latent = self.codebooks[np.arange(len(codes)), list(codes)].sum(axis=0)
+        return _through(self.decoder, latent).reshape(self.horizon, -1) * np.float32(self.scale)
+
+    def encode(self, actions: np.ndarray) -> tuple[int, ...]:
+        """Normalised actions [horizon, dims] to the nearest code of each layer, for what the layers before left."""
+        left = _through(self.encoder, (actions / self.scale).astype(np.float32).reshape(-1))
+        codes = []
+        for codebook in self.codebooks:
+            nearest = int(((codebook - left) ** 2).sum(axis=1).argmin())
+            codes.append(nearest)
+            left = left - codebook[nearest]
+        return tuple(codes)
+
+
+def _through(layers: Mlp, values: np.ndarray) -> np.ndarray:
+    for weight, bias in layers[:-1]:
+        values = np.maximum(weight @ values + bias, 0)
+    weight, bias = layers[-1]
+    out: np.ndarray = weight @ values + bias
+    return out
+
+
+def read_vq_vae(directory: Path) -> VqVae:
+    """From `config.json` and `checkpoints/model.pt`, as vq_bet_official saves it.
+
+    Raises:
+        UserError: a file is missing or damaged, or they do not fit each other.
+    """
+    fields = read_fields(directory / "config.json", missing="copy the VQ-VAE's whole folder", hint="; copy it again")
+    horizon, dims = (fields.whole(name, minimum=1, maximum=1 << 10) for name in ("input_dim_h", "input_dim_w"))
+    latent = fields.whole("n_latent_dims", minimum=1, maximum=MAX_WIDTH)
+    codes, layers = (fields.whole(name, minimum=1, maximum=1 << 16) for name in ("vqvae_n_embed", "vqvae_groups"))
+    path = directory / "checkpoints" / "model.pt"
+    saved = read_pickled(path)
+    parts = {name: tensors_in(saved.get(name), path, name) for name in ("encoder", "decoder", "vq_embedding")}
+
+    def array(part: str, name: str, *shape: int) -> np.ndarray:
+        found: Tensor | None = parts[part].get(name)
+        if (
+            found is None
+            or found.dim() != len(shape)
+            or any(n and n != k for n, k in zip(shape, found.shape, strict=True))
+        ):
+            wanted = " x ".join(str(n) if n else "any" for n in shape)
+            raise UserError(f"{path}: {part}.{name} must be {wanted}, as config.json beside it says; copy both again")
+        return found.float().numpy()
+
+    def mlp(part: str, inputs: int, outputs: int) -> Mlp:
+        widths, made = [inputs, 0, 0, outputs], []
+        for i, name in enumerate(_LAYERS):
+            weight = array(part, f"{name}.weight", widths[i + 1], widths[i])
+            widths[i + 1] = len(weight)
+            made.append((weight, array(part, f"{name}.bias", len(weight))))
+        return tuple(made)
+
+    books = [array("vq_embedding", f"layers.{i}._codebook.embed", 1, codes, latent)[0] for i in range(layers)]
+    return VqVae(
+        codebooks=np.stack(books),
+        encoder=mlp("encoder", horizon * dims, latent),
+        decoder=mlp("decoder", latent, horizon * dims),
+        horizon=horizon,
+        scale=fields.number("act_scale", 1.0, above=0.0),
+    )
+
+
+@dataclass(frozen=True)
+class VqCodec:
+    """Answers of one code per layer and nothing else. See `Codec`.
+
+    The original takes an id that is no code for the first or the last one; here it is refused. Relaxed acceptance has
+    no bound here: neighbouring codes stand for nothing alike.
+
+    Args:
+        vae: codes to normalised chunks.
+        statistics: normalised values to the robot's units.
+        stop_id: one past the token of code 0, from which codes count down.
+        dt_s: see `Codec`.
+    """
+
+    vae: VqVae
+    statistics: ActionStatistics
+    stop_id: int
+    dt_s: float | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.statistics.names
+
+    @property
+    def unnorm_key(self) -> str:
+        return self.statistics.unnorm_key
+
+    @property
+    def horizon(self) -> int:
+        return self.vae.horizon
+
+    @property
+    def action_range(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.statistics.low, self.statistics.high
+
+    @property
+    def ids(self) -> range:
+        """The tokens of codes."""
+        return range(self.stop_id - self.vae.codebooks.shape[1], self.stop_id)
+
+    @property
+    def action_ids(self) -> ActionIds:
+        """None whose neighbours are close."""
+        return ActionIds(self.stop_id, self.stop_id, bins=1)
+
+    @property
+    def max_tokens(self) -> int:
+        return len(self.vae.codebooks)
+
+    def with_text(self, max_text: int) -> "VqCodec":
+        """See `Codec`.
+
+        Raises:
+            UserError: it is not 0.
+        """
+        if max_text:
+            raise UserError("this policy writes codes and no text: leave decode.max_reasoning_tokens at 0")
+        return self
+
+    def position(self, tokens: Sequence[int]) -> int:
+        return len(tokens)
+
+    def in_text(self, tokens: Sequence[int]) -> bool:
+        return False
+
+    def remaining(self, tokens: Sequence[int]) -> int:
+        return self.max_tokens - len(tokens)
+
+    def legal_ids(self, tokens: Sequence[int]) -> range:
+        return self.ids
+
+    def end(self, tokens: Sequence[int], known: int) -> int:
+        return self.max_tokens if len(tokens) >= self.max_tokens else 0
+
+    def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return tuple(tokens)
+
+    def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return ()
+
+    def problem(self, tokens: Sequence[int]) -> str:
+        other = (token for token in tokens if token not in self.ids)
+        return "".join(f"token {token} is no action token" for token in islice(other, 1))
+
+    def decode(self, tokens: Sequence[int]) -> np.ndarray:
+        chunk = self.vae.decode([self.stop_id - 1 - token for token in tokens]).astype(np.float64)
+        return np.stack([self.statistics.unnormalise(row) for row in chunk])
+
+    def encode(self, actions: np.ndarray) -> tuple[int, ...]:
+        return tuple(self.stop_id - 1 - code for code in self.vae.encode(self.normalise(actions)))
+
+    def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
+        return min(len(answer), len(draft))
+
+    def normalise(self, actions: np.ndarray) -> np.ndarray:
+        return self.statistics.normalise(actions)
+
+    def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
+        raise UserError(
+            "codes of a VQ-VAE have no tolerance in metres and radians: leave it out, for strict acceptance"
+        )
+
+    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
+        """See `Codec`.
+
+        Raises:
+            UserError: a tolerance is given.
+        """
+        if any(bins):
+            raise UserError("codes of a VQ-VAE have no bins: leave acceptance.bins at 0, for strict acceptance")
+        return ()
+
+    def bound(self, bins: Sequence[int]) -> np.ndarray:
+        return np.zeros((self.horizon, len(self.names)))

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch's own weight files (.bin, .pt), read with `weights_only`: tensors and plain values, nothing that acts."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specvla_ros.errors import UserError
+
+
+def read_pickled(path: Path) -> dict[str, Any]:
+    """The object in a file, its tensors mapped from it where the format allows.
+
+    Raises:
+        UserError: it is missing, damaged, holds anything but tensors and plain values, or is no dictionary.
+    """
+    try:
+        value = _load(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; copy it from where the others are from") from None
+    except Exception as error:  # a damaged file raises nearly anything
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{path} cannot be read as weights ({reason}); download this file again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a {type(value).__name__} in place of named weights; download this file again")
+    return value
+
+
+def _load(path: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of storages, which only says how old a file is
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, ValueError):  # files of before 2020 cannot be mapped
+            return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def tensors_in(value: Any, path: Path, where: str = "") -> dict[str, Tensor]:
+    """The tensors of a state dictionary by name.
+
+    Args:
+        value: what a file has there.
+        path: of the file, for the message.
+        where: its place in the file.
+
+    Raises:
+        UserError: it is none.
+    """
+    if not isinstance(value, dict) or not all(isinstance(each, Tensor) for each in value.values()):
+        raise UserError(f"{path} has no named weights{f' as {where}' if where else ''}; download this file again")
+    return value

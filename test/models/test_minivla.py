@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MiniVLA in its native layout: against its own code's answers, in every mode, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.checkpoints import edit_json
+from support.paths import ORACLES, needs
+
+from specvla_ros import Engine, EngineSettings, Observation, UserError
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.kv_cache import new_cache
+from specvla_ros.engine.outcome import Action
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.codecs.bins import BinsCodec
+from specvla_ros.models.codecs.vq import VqCodec
+from specvla_ros.models.minivla.target import MiniVLATarget
+from specvla_ros.speculation.settings import DraftSettings, adjusted
+
+ORACLE = ORACLES / "minivla_tiny_a"
+pytestmark = needs(ORACLE)
+MODES = ("ar", "spec", "pipeline", "specpipe")
+Targets = dict[tuple[str, ...], MiniVLATarget]
+
+
+def cases() -> list[dict[str, Any]]:
+    path = ORACLE / "cases.json"
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+@pytest.fixture(scope="module")
+def targets() -> Targets:
+    return {}
+
+
+def target_of(case: Mapping[str, Any], loaded: Targets) -> MiniVLATarget:
+    names = ("image", "wrist")[: case["image_sequence_len"]]
+    if names not in loaded:
+        target = load_target(ORACLE / "checkpoint", device="cpu", cameras=names)
+        assert isinstance(target, MiniVLATarget)
+        loaded[names] = target
+    return loaded[names]
+
+
+def observation(case: Mapping[str, Any], target: MiniVLATarget, stamp_ns: int = 1) -> Observation:
+    pictures = [np.array(Image.open(ORACLE / name).convert("RGB")) for name in case["images"]]
+    return Observation(dict(zip(target.cameras, pictures, strict=True)), case["instruction"], stamp_ns)
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: str(case["case"]))
+@torch.inference_mode()
+def test_prompt_pictures_and_states(case: dict[str, Any], targets: Targets) -> None:
+    target, name = target_of(case, targets), f"c{case['case']:02d}_"
+    seen, expected = observation(case, target), np.load(ORACLE / "expected.npz")
+    layout = target.prompt_layout(seen)
+    assert list(layout.ids) == case["input_ids"]
+    pixels = torch.cat([target.image_processor(image) for image in seen.cameras.values()])
+    np.testing.assert_allclose(pixels.flatten(), expected[f"{name}pixel_values"].flatten(), atol=1e-6)
+    rows = target.prompt_embeddings(seen, layout.ids)
+    np.testing.assert_allclose(rows[1 : 1 + target.image_tokens], expected[f"{name}projected_patches"], atol=1e-4)
+    answer = torch.tensor(case["generated_ids"])
+    inputs = torch.cat((rows, target.decoder.embed_tokens(answer[:-1])))
+    cache = new_cache(target.decoder, slots=1, slot_rows=len(inputs))
+    result = packed_forward(target.decoder, [Segment(0, 0, inputs, wanted=len(answer))], cache)
+    np.testing.assert_allclose(result.logits, expected[f"{name}logits"], atol=1e-3)
+    np.testing.assert_allclose(result.hidden[-len(answer) :], expected[f"{name}last_hidden"], atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_and_chunks(mode: str, targets: Targets) -> None:
+    drafts = adjusted(DraftSettings(nodes=16), temporal=True, chunk_shift=True)
+    engines: dict[int, Engine] = {}
+    for case in cases():
+        target = target_of(case, targets)
+        settings = EngineSettings(mode, draft=drafts, prefill_chunks=2, in_order=True)
+        engine = engines.setdefault(id(target), Engine(target, settings))
+        action = engine.act(observation(case, target, stamp_ns=case["case"] + 1))
+        assert isinstance(action, Action), action
+        assert list(action.tokens) == case["generated_ids"]
+        np.testing.assert_allclose(action.actions, case["vq_chunk_unnormalized"], atol=1e-5)
+        np.testing.assert_allclose(action.values, case["action"], atol=1e-5)
+
+
+def test_chunks_are_encoded_as_its_code_does(targets: Targets) -> None:
+    codec = target_of(cases()[0], targets).codec
+    assert isinstance(codec, VqCodec)
+    every = json.loads((ORACLE / "vq_encode_cases.json").read_text())
+    for case in every:
+        codes = codec.vae.encode(np.array(case["action"]))
+        assert [codec.stop_id - 1 - code for code in codes] == case["token_ids"]
+    assert len(every) == 12
+
+
+def test_what_is_no_code_is_no_action(targets: Targets) -> None:
+    codec = target_of(cases()[0], targets).codec
+    assert not codec.problem(cases()[0]["generated_ids"])
+    for other in (5, 1649, 1778):
+        assert codec.problem([*cases()[0]["generated_ids"][:6], other]) == f"token {other} is no action token"
+    with pytest.raises(UserError, match="codes of a VQ-VAE have no bins"):
+        codec.spread_bins((3,), 0)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    for name in ("checkpoint", "llm", "vq"):
+        shutil.copytree(ORACLE / name, tmp_path / name)
+    for path in tmp_path.rglob("*"):
+        path.chmod(0o755)
+    return tmp_path / "checkpoint"
+
+
+def refuse(directory: Path, message: str, **options: Any) -> None:
+    with pytest.raises(UserError, match=message):
+        load_target(directory, device="cpu", **options)
+
+
+def test_the_tokenizer_of_bins(checkpoint: Path) -> None:
+    edit_json(
+        checkpoint / "config.json", lambda config: config["vla"].update(action_tokenizer="extra_action_tokenizer")
+    )
+    codec = load_target(checkpoint, device="cpu").codec
+    assert isinstance(codec, BinsCodec)
+    case = cases()[0]
+    normalised = codec.tokenizer.decode(case["generated_ids"])
+    np.testing.assert_allclose(normalised, case["action_normalized_if_extra_action_tokenizer"], atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["llm", "vq", "checkpoint/checkpoints", "checkpoint/dataset_statistics.json"])
+def test_missing_parts(checkpoint: Path, name: str) -> None:
+    path = checkpoint.parent / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    refuse(checkpoint, name.rpartition("/")[2])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"action_tokenizer": "action_tokenizer"}, "vla.action_tokenizer is 'action_tokenizer'; known are"),
+        ({"image_sequence_len": 3}, "image_sequence_len is 3"),
+    ],
+)
+def test_configurations(checkpoint: Path, change: dict[str, Any], message: str) -> None:
+    edit_json(checkpoint / "config.json", lambda config: config["vla"].update(change))
+    refuse(checkpoint, message)
+
+
+def test_damaged_weights(checkpoint: Path) -> None:
+    (path,) = (checkpoint / "checkpoints").glob("*.pt")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    refuse(checkpoint, "cannot be read as weights")
+    saved = torch.load(ORACLE / "checkpoint" / "checkpoints" / path.name, weights_only=True)
+    del saved["model"]["projector"]["projector.0.bias"]
+    torch.save(saved, path)
+    refuse(checkpoint, r"projector.fc1.bias must have shape \[448\], and there is no such tensor")
+    torch.save(saved, path.with_name("step-2.pt"))
+    refuse(checkpoint, "must hold one .pt file, that of the step to run; it has 2")
+
+
+class _Acts:
+    def __reduce__(self) -> Any:
+        return print, ("a pickle that acts",)
+
+
+def test_weights_that_act(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path,) = (checkpoint / "checkpoints").glob("*.pt")
+    torch.save({"model": _Acts()}, path)
+    refuse(checkpoint, "cannot be read as weights")
+    assert "acts" not in capsys.readouterr().out
+
+
+def test_a_vq_vae_of_another_shape(checkpoint: Path) -> None:
+    (folder,) = (checkpoint.parent / "vq").iterdir()
+    edit_json(folder / "config.json", lambda config: config.update(input_dim_h=5))
+    refuse(checkpoint, r"encoder.encoder.0.weight must be any x 35, as config.json beside it says")
+    shutil.copytree(folder, folder.with_name("another"))
+    refuse(checkpoint, "must hold one folder, that of the policy's own VQ-VAE; it has 2")
+
+
+def test_cameras_and_options(checkpoint: Path) -> None:
+    refuse(checkpoint, r"model.cameras must be \[image\] or \[image, wrist\]", cameras=("wrist",))
+    refuse(checkpoint, "this family of policies has no center_crop", center_crop=True)
+    target = load_target(checkpoint, device="cpu")
+    assert target.cameras == ("image",) and target.codec.horizon == 8
