@@ -36,6 +36,7 @@ class Request:
         prefix_len: committed rows of the slot.
         tokens: committed answer tokens.
         visual: last hidden states of the image's rows, chunk by chunk, where the acceptance rule asks for them.
+        actions: float64 [horizon, dims], of a policy whose head gives them; None: its tokens stand for them.
 
     The rest is the record of its ticks, for DecodeStats.
     """
@@ -51,6 +52,7 @@ class Request:
     prefix_len: int = 0
     tokens: list[int] = field(default_factory=list)
     visual: list[Tensor] = field(default_factory=list)
+    actions: Tensor | None = None
     bins_off: list[int] = field(default_factory=list)
     why: list[int] = field(default_factory=list)
     vision_s: float = 0.0

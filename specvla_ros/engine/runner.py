@@ -73,6 +73,8 @@ class Runner:
             share.hidden = hidden
             if share.request.rule.needs_visual:
                 share.keep_visual()
+            if self._target.head is not None and share.ends_prompt:
+                share.request.actions = self._target.head(hidden[: share.prompt_rows])
         return result.logits
 
     def vision_s(self) -> float:

@@ -288,7 +288,8 @@ class Scheduler:
             self._drop(request, DropReason.NOT_AN_ACTION, problem)
             return
         tokens = self._codec.action_tokens(request.tokens)
-        actions = self._codec.decode(tokens)
+        of_head = request.actions
+        actions = self._codec.decode(tokens) if of_head is None else np.array(of_head.tolist())
         if not np.isfinite(actions).all():
             self._drop(request, DropReason.NOT_FINITE, f"the action is {actions.tolist()}")
             return

@@ -137,12 +137,6 @@ def check_directory(directory: Path) -> None:
             f"{directory} holds an adapter (adapter_config.json), not a whole model: merge it into its base model "
             "(PEFT's merge_and_unload) and give the merged directory"
         )
-    heads = sorted(directory.glob("action_head--*.pt"))
-    if heads:
-        raise UserError(
-            f"{directory} is an OpenVLA-OFT checkpoint ({heads[0].name}): its actions come from that head in one "
-            "parallel forward and not from tokens, so decoding its tokens would give wrong actions; it is not supported"
-        )
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.json")]):
         try:
             file = path.open("rb")

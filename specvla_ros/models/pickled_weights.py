@@ -22,7 +22,7 @@ def read_pickled(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path} is missing; copy it from where the others are from") from None
     except Exception as error:  # a damaged file raises nearly anything
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"{path} cannot be read as weights ({reason}); download this file again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a {type(value).__name__} in place of named weights; download this file again")

@@ -25,6 +25,10 @@ ImageEmbeddings = Callable[[Tensor], Tensor]
 """Pixels [channels, size, size] in host memory to embeddings [image_tokens, hidden] on the device."""
 
 
+ActionHead = Callable[[Tensor], Tensor]
+"""The prompt's last hidden states [rows, hidden] to actions float64 [horizon, dims], in the robot's units."""
+
+
 @dataclass(frozen=True)
 class ForwardResult:
     """What one packed forward gives, segments in order.
@@ -163,6 +167,10 @@ class Target(Protocol):
     @property
     def cameras(self) -> tuple[str, ...]:
         """Names of the cameras whose images it is asked with, in its own order; empty: it sees none."""
+
+    @property
+    def head(self) -> ActionHead | None:
+        """What gives the actions of a policy that writes no tokens; None: its codec."""
 
     @property
     def state_dims(self) -> int:

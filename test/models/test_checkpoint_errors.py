@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import copy_checkpoint, edit_json, load_openvla, shard, write_checkpoint
-from support.paths import ORACLES, needs
 from transformers import PreTrainedTokenizerFast
 
 from specvla_ros.errors import UserError
@@ -164,7 +163,7 @@ def test_an_index_that_lists_too_little(checkpoint: Path) -> None:
     [
         (
             dict(model_type="bert"),
-            "only 'gemma', 'llama', 'openvla', 'pi0_fast', 'prismatic', 'prismatic-vla', 'qwen2', 'qwen2_5_vl', 'qwen3' checkpoints",
+            "only 'gemma', 'llama', 'openvla', 'pi0_fast', 'prismatic', .*'qwen2_5_vl', 'qwen3' checkpoints",
         ),
         (dict(tiny_timm_model_kwargs=None, timm_model_ids=["resnet50", "vit"]), "'resnet50' is not supported; known"),
         (dict(timm_model_ids=["vit_so400m_patch14_siglip_224"]), "disagree on the number of vision towers"),
@@ -347,16 +346,6 @@ def test_a_git_lfs_pointer_is_told_from_the_file(checkpoint: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 15\n"
     (checkpoint / "model.safetensors").write_text(pointer)
     refuse(checkpoint, r"model\.safetensors is a git-lfs pointer.*git lfs pull")
-
-
-def test_openvla_oft_is_refused_by_its_action_head(checkpoint: Path) -> None:
-    (checkpoint / "action_head--150000_checkpoint.pt").touch()
-    refuse(checkpoint, r"OpenVLA-OFT checkpoint \(action_head--150000_checkpoint\.pt\).*parallel forward")
-
-
-@needs(ORACLES / "oft_tiny_a")
-def test_the_reference_oft_checkpoint_is_refused() -> None:
-    refuse(ORACLES / "oft_tiny_a" / "checkpoint", "OpenVLA-OFT checkpoint")
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_beams", 4), ("suppress_tokens", [7])])

@@ -108,6 +108,7 @@ class TwoCameras:
     pixel_shape = ()
     cameras = CAMERAS
     state_dims = 2
+    head = None
     generation = NO_RULES
 
     @property
@@ -207,11 +208,11 @@ def test_the_codec_round_trips_and_bounds_what_it_accepts(actions: list[list[flo
 
 def test_a_checkpoint_may_name_another_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path)
-    edit_json(tmp_path / "config.json", lambda config: config.update(action_codec="digits"))
-    with pytest.raises(UserError, match="there is no action codec 'digits'; known: bins"):
+    edit_json(tmp_path / "config.json", lambda config: config.update(action_codec="pairs"))
+    with pytest.raises(UserError, match="there is no action codec 'pairs'; known: bins"):
         checkpoint.load_target(tmp_path, device="cpu")
     monkeypatch.setattr(CODECS, "_entries", dict(CODECS.entries()))
-    CODECS.register("digits")(lambda context: DigitCodec())
+    CODECS.register("pairs")(lambda context: DigitCodec())
     target = checkpoint.load_target(tmp_path, device="cpu")
     action = Engine(target, EngineSettings()).act(Observation(np.zeros((8, 8, 3), np.uint8), "lift the cube", 1))
     assert isinstance(action, Action) and action.actions.shape == (2, 2) and len(action.tokens) == 8

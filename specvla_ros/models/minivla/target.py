@@ -95,6 +95,7 @@ class MiniVLATarget:
     causal_prompt: bool = True
     action_head: bool = False
     state_dims: int = 0
+    head: None = None
     generation: GreedyRules = NO_RULES
 
     @property

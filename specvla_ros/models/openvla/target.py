@@ -22,6 +22,7 @@ from specvla_ros.models.observation import ONLY_CAMERA, Observation
 from specvla_ros.models.openvla.config import OPENVLA_TYPES, OpenVLAConfig, read_config
 from specvla_ros.models.openvla.image_processor import ImageProcessor, read_image_processor
 from specvla_ros.models.openvla.model import OpenVLA
+from specvla_ros.models.openvla.oft import OFTParts, OFTTarget, read_oft
 from specvla_ros.models.openvla.prompt import PromptTokenizer, read_prompt_tokenizer
 from specvla_ros.models.quantization import (
     BYTES_PER_WEIGHT,
@@ -30,7 +31,7 @@ from specvla_ros.models.quantization import (
     parameter_count,
     quantize_layer,
 )
-from specvla_ros.models.settings import PromptStyle
+from specvla_ros.models.settings import ALL_CAMERAS, PromptStyle
 from specvla_ros.models.target import ImageEmbeddings, PromptLayout, Target
 from specvla_ros.models.tokenizer import check_tokenizer
 from specvla_ros.models.weights import Progress, check_weights, load_weights
@@ -140,6 +141,7 @@ class OpenVLATarget:
     generation: GreedyRules = NO_RULES
     cameras: tuple[str, ...] = (ONLY_CAMERA,)
     state_dims: int = 0
+    head: None = None
 
     @property
     def bins(self) -> BinsCodec:
@@ -282,9 +284,10 @@ def load_openvla(
     quantization: str,
     action_head: bool,
     prompt: str,
+    cameras: tuple[str, ...],
     progress: Progress | None,
     **options: Any,
-) -> OpenVLATarget:
+) -> OpenVLATarget | OFTTarget:
     """Loads an OpenVLA checkpoint from a Hugging Face directory.
 
     Args:
@@ -296,6 +299,7 @@ def load_openvla(
         quantization: of the decoder layers' matrices, see `check_quantization`.
         action_head: compute the logits of action tokens alone, for a policy that answers with nothing else.
         prompt: how it is asked; `auto`: as config.json says.
+        cameras: of an OFT checkpoint: `image`, `image` and `wrist`, or these and `wrist_2`; ALL_CAMERAS: the first two.
         progress: called with what is being done and the fraction of the tensors read.
         options: of other families, as they are where nobody sets them.
 
@@ -305,19 +309,26 @@ def load_openvla(
     refuse_options(directory, options)
     config = read_config(directory)
     generation = read_generation(directory)
+    oft = read_oft(directory, config, unnorm_key, cameras)
+    if oft is None and cameras not in (ALL_CAMERAS, (ONLY_CAMERA,)):
+        raise UserError(f"{directory}: this policy has one camera; leave model.cameras out")
     style = _prompt_style(prompt, config, directory)
-    codec = make_codec(
-        config.action_codec,
-        CodecContext(
-            directory,
-            config.norm_stats,
-            unnorm_key,
-            config.token_vocab_size,
-            config.action_bins,
-            end_ids=read_end_ids(directory) if style is PromptStyle.ECOT else frozenset(),
-        ),
+    codec = (
+        oft.codec
+        if oft is not None
+        else make_codec(
+            config.action_codec,
+            CodecContext(
+                directory,
+                config.norm_stats,
+                unnorm_key,
+                config.token_vocab_size,
+                config.action_bins,
+                end_ids=read_end_ids(directory) if style is PromptStyle.ECOT else frozenset(),
+            ),
+        )
     )
-    image_processor = read_image_processor(directory, center_crop=center_crop)
+    image_processor = read_image_processor(directory, center_crop=center_crop and oft is None)
     sizes = [tower.image_size for tower in config.towers]
     if [tower.size for tower in image_processor.towers] != sizes:
         raise UserError(f"{directory}: preprocessor_config.json does not give the towers' image sizes {sizes}")
@@ -332,6 +343,8 @@ def load_openvla(
         check_tokenizer(prompts.tokenizer, directory / "tokenizer.json", config.llama.vocab_size)
     check_quantization(quantization, device, dtype)
     model = load_model(directory, config, device, dtype, quantization=quantization, progress=progress)
+    if oft is not None:
+        return _oft_target(directory, model, image_processor, prompts, oft, cropped=center_crop)
     if action_head:
         model.decoder.head_ids = _action_head(codec, directory)
     return OpenVLATarget(
@@ -342,6 +355,23 @@ def load_openvla(
         codec=codec,
         quantization=quantization,
         generation=generation,
+    )
+
+
+def _oft_target(
+    directory: Path,
+    model: OpenVLA,
+    image_processor: ImageProcessor,
+    prompt: PromptTokenizer,
+    parts: OFTParts,
+    *,
+    cropped: bool,
+) -> OFTTarget:
+    modules = [module for module in (parts.head, parts.proprio) if module is not None]
+    for module in modules:
+        module.to(model.decoder.device, model.decoder.dtype).eval().requires_grad_(False)
+    return OFTTarget(
+        directory, model, image_processor, prompt, parts.codec, parts.head, parts.proprio, parts.cameras, cropped
     )
 
 

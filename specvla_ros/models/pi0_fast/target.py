@@ -63,6 +63,7 @@ class Pi0FastTarget:
     unnorm_key: str = ""
     causal_prompt: bool = False
     action_head: bool = False
+    head: None = None
     generation: GreedyRules = NO_RULES
 
     @property

@@ -63,6 +63,7 @@ class QwenVLTarget:
     causal_prompt: bool = True
     action_head: bool = False
     state_dims: int = 0
+    head: None = None
 
     @property
     def decoder(self) -> PackedDecoder:

@@ -49,6 +49,7 @@ class TextTarget:
     generation: GreedyRules = NO_RULES
     cameras: tuple[str, ...] = ()
     state_dims: int = 0
+    head: None = None
 
     @property
     def model(self) -> "TextTarget":

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenVLA-OFT: against its own code's answers, from the picture to the chunk, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.checkpoints import edit_json
+from support.paths import ORACLES, needs
+
+from specvla_ros import Engine, EngineSettings, Observation, UserError
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.kv_cache import new_cache
+from specvla_ros.engine.outcome import Action, Drop, DropReason
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.openvla.oft import OFTTarget
+from specvla_ros.models.target import require_one_camera
+from specvla_ros.speculation.settings import DraftSettings, adjusted
+
+ORACLE = ORACLES / "oft_tiny_a"
+pytestmark = needs(ORACLE)
+NAMES = ("image", "wrist", "wrist_2")
+Targets = dict[tuple[Any, ...], OFTTarget]
+
+
+def cases() -> list[dict[str, Any]]:
+    """Those with a head: an OFT checkpoint without one cannot be told from OpenVLA's."""
+    path = ORACLE / "cases.json"
+    return [case for case in json.loads(path.read_text()) if case["head"] == "l1"] if path.exists() else []
+
+
+def without(name: str, into: Path) -> Path:
+    """The checkpoint without some of its files."""
+    shutil.copytree(ORACLE / "checkpoint", into)
+    for path in (into, *into.iterdir()):
+        path.chmod(0o755)
+    for path in into.glob(name):
+        path.unlink()
+    return into
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The policy that does not read the robot's state."""
+    return without("proprio_projector*", tmp_path_factory.mktemp("oft") / "plain")
+
+
+@pytest.fixture(scope="module")
+def targets() -> Targets:
+    return {}
+
+
+def target_of(case: Mapping[str, Any], loaded: Targets, plain: Path, *, crop: bool = False) -> OFTTarget:
+    key = case["num_images"], case["use_proprio"], crop
+    if key not in loaded:
+        directory = ORACLE / "checkpoint" if case["use_proprio"] else plain
+        target = load_target(directory, device="cpu", cameras=NAMES[: case["num_images"]], center_crop=crop)
+        assert isinstance(target, OFTTarget)
+        loaded[key] = target
+    return loaded[key]
+
+
+def asked(case: Mapping[str, Any], images: list[np.ndarray], stamp_ns: int = 1) -> Observation:
+    state = np.array(case["state_raw"]) if case["use_proprio"] else None
+    named = dict(zip(NAMES, images, strict=False))
+    return Observation(named, "", stamp_ns, prompt_ids=tuple(case["input_ids_given"]), state=state)
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: str(case["case"]))
+@torch.inference_mode()
+def test_prepared_pictures_to_chunks(case: dict[str, Any], targets: Targets, plain: Path) -> None:
+    target, name = target_of(case, targets, plain), f"c{case['case']:02d}_"
+    expected = np.load(ORACLE / "expected.npz")
+    seen = asked(case, list(expected[f"{name}prepared_images"]))
+    layout = target.prompt_layout(seen)
+    assert list(layout.ids) == case["input_ids"] and layout.rows == case["sequence_length"]
+    pixels = torch.cat([target.image_processor(image) for image in seen.cameras.values()])
+    np.testing.assert_allclose(pixels, expected[f"{name}pixel_values"], atol=1e-6)
+    rows = target.prompt_embeddings(seen, layout.ids)
+    patches = expected[f"{name}projected_patches"]
+    np.testing.assert_allclose(rows[1 : 1 + len(patches)], patches, atol=1e-4)
+    if target.proprio is not None:
+        assert seen.state is not None
+        np.testing.assert_allclose(target.proprio.normalised(seen.state), case["state_normalized"], atol=1e-6)
+        at = 1 + len(target.cameras) * target.model.config.image_tokens
+        np.testing.assert_allclose(rows[at], expected[f"{name}proprio_token"].reshape(-1), atol=1e-5)
+    cache = new_cache(target.decoder, slots=1, slot_rows=len(rows))
+    hidden = packed_forward(target.decoder, [Segment(0, 0, rows, sees_all=True)], cache).hidden
+    first = case["first_hidden_row"]
+    np.testing.assert_allclose(hidden[first : first + 56], expected[f"{name}hidden"], atol=1e-4)
+    normalised = target.head_module.normalised(hidden[first : first + 56])
+    np.testing.assert_allclose(normalised, case["actions_normalized"], atol=1e-4)
+    np.testing.assert_allclose(target.head(hidden), case["actions"], atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["ar", "pipeline"])
+def test_the_engine_gives_its_chunks(mode: str, targets: Targets, plain: Path) -> None:
+    engines: dict[int, Engine] = {}
+    expected = np.load(ORACLE / "expected.npz")
+    for case in cases():
+        target = target_of(case, targets, plain)
+        if id(target) not in engines:
+            engines[id(target)] = Engine(target, EngineSettings(mode))
+            engines[id(target)].warm_up()
+        engine = engines[id(target)]
+        images = list(expected[f"c{case['case']:02d}_prepared_images"])
+        action = engine.act(asked(case, images, stamp_ns=case["case"] + 1))
+        assert isinstance(action, Action), action
+        np.testing.assert_allclose(action.actions, case["actions"], atol=1e-4)
+        assert action.tokens == () and action.record.forwards == 1
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: str(case["case"]))
+def test_pictures_are_prepared_as_the_original_does(case: dict[str, Any], targets: Targets, plain: Path) -> None:
+    """To the shade at the towers' size; through JPEG TensorFlow's decoder differs from Pillow's."""
+    target = target_of(case, targets, plain, crop=case["center_crop"])
+    prepared = np.load(ORACLE / "expected.npz")[f"c{case['case']:02d}_prepared_images"]
+    for name, theirs in zip(case["images"], prepared, strict=True):
+        image = np.array(Image.open(ORACLE / name).convert("RGB"))
+        off = np.abs(target.picture(image).astype(int) - theirs.astype(int))
+        whole = image.shape[:2] == (224, 224)
+        assert off.max() <= (1 if whole and case["center_crop"] else 0 if whole else 24)
+        assert off.mean() < (0.01 if whole else 1.5)
+
+
+def test_it_is_not_cut_and_nothing_can_draft(plain: Path) -> None:
+    target = load_target(plain, device="cpu", cameras=("image",))
+    assert require_one_camera(target) is target
+    with pytest.raises(UserError, match="this policy's prompt sees itself both ways"):
+        Engine(target, EngineSettings("pipeline", prefill_chunks=2))
+    with pytest.raises(UserError, match=r"draft\.self_tokens leaves image rows out"):
+        Engine(target, EngineSettings("spec", draft=adjusted(DraftSettings(), self_tokens=3)))
+    with pytest.raises(UserError, match="come from a head and not from tokens"):
+        target.codec.decode(())
+
+
+def test_a_head_that_gives_no_numbers(plain: Path) -> None:
+    target = load_target(plain, device="cpu", cameras=("image",))
+    assert isinstance(target, OFTTarget)
+    target.head_module.fc_out.bias.fill_(float("nan"))
+    image = np.zeros((224, 224, 3), np.uint8)
+    outcome = Engine(target, EngineSettings()).act(Observation(image, "", 1, prompt_ids=(1, 5)))
+    assert isinstance(outcome, Drop) and outcome.reason is DropReason.NOT_FINITE
+
+
+@pytest.mark.parametrize("state", [None, np.zeros(7), np.full(8, np.nan)])
+def test_states(state: np.ndarray | None) -> None:
+    target = load_target(ORACLE / "checkpoint", device="cpu", cameras=("image",))
+    image = np.zeros((224, 224, 3), np.uint8)
+    with pytest.raises(UserError, match="reads the robot's state, 8 finite numbers"):
+        target.prompt_layout(Observation(image, "", 1, prompt_ids=(1, 5), state=state))
+
+
+def refuse(directory: Path, message: str, **options: Any) -> None:
+    with pytest.raises(UserError, match=message):
+        load_target(directory, device="cpu", **options)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    directory = without("none", tmp_path / "checkpoint")
+    refuse(directory, "model.cameras must begin with image, wrist, wrist_2", cameras=("wrist",))
+    statistics = json.loads((directory / "dataset_statistics.json").read_text())
+    (directory / "dataset_statistics.json").write_text(json.dumps({"kitchen": statistics["libero_goal_no_noops"]}))
+    refuse(directory, "dataset 'kitchen', and how many actions its chunks have is known for those with libero, aloha")
+    (directory / "dataset_statistics.json").write_text(json.dumps(statistics))
+    edit_json(directory / "dataset_statistics.json", lambda given: given["libero_goal_no_noops"].pop("proprio"))
+    refuse(directory, "needs q01 and q99 of proprio")
+    (directory / "dataset_statistics.json").write_text(json.dumps(statistics))
+    head = next(directory.glob("action_head--*"))
+    shutil.copy(head, directory / "action_head--7_checkpoint.pt")
+    refuse(directory, "holds 2 files")
+    (directory / "action_head--7_checkpoint.pt").unlink()
+    saved = torch.load(head, weights_only=True)
+    torch.save({name: each for name, each in saved.items() if "fc2" not in name}, head)
+    refuse(directory, r"model.fc2.weight must have shape \[7, 48\], .* there is no such tensor")
+    torch.save({"module.model.trunk": torch.zeros(1)}, head)
+    refuse(directory, "holds no L1 head")
+    (directory / "vision_backbone--1.pt").touch()
+    refuse(directory, "with FiLM, which is not supported")
