@@ -230,7 +230,7 @@ class StaticForward:
         self._plan = replace(plan, tiles=numbers.tiles)
         plans = {(heads // kv_heads, kv_heads): self._plan}
         self._layout = PackedLayout((), numbers.positions, numbers.kv_rows, numbers.ancestors, plans)
-        self._embeddings = torch.zeros(bucket.rows, config.hidden_size, dtype=decoder.dtype, device=device)
+        self._embeddings = torch.zeros(bucket.rows, config.input_size, dtype=decoder.dtype, device=device)
         self._no_embeddings = torch.zeros_like(self._embeddings)
         self._no_numbers = torch.zeros_like(numbers.kv_rows)
         self._send((), ())

@@ -69,6 +69,9 @@ class DecoderShape:
     Args:
         rope_sections: of the `head_dim` / 2 frequencies, how many turn with each of a row's positions: with time,
             height and width under M-RoPE (Qwen2.5-VL); empty: a row has one position.
+        rope_interleaved: these frequencies take turns (Qwen3-VL), and do not follow each other.
+        deepstack: features that each picture's row has for as many of the first layers, behind which they are added
+            (DeepStack, arXiv 2406.04334; Qwen3-VL); they stand beside its embedding.
     """
 
     hidden_size: int = 4096
@@ -84,6 +87,13 @@ class DecoderShape:
     tie_word_embeddings: bool = False
     variant: DecoderVariant = DecoderVariant()
     rope_sections: tuple[int, ...] = ()
+    rope_interleaved: bool = False
+    deepstack: int = 0
+
+    @property
+    def input_size(self) -> int:
+        """Width of an embedding with the features beside it."""
+        return self.hidden_size * (1 + self.deepstack)
 
     @property
     def rope_axes(self) -> int:
@@ -225,6 +235,7 @@ def read_decoder_shape(text: Fields, families: Mapping[str, DecoderShape] = DECO
         ),
         tie_word_embeddings=text.flag("tie_word_embeddings", default.tie_word_embeddings),
         rope_sections=tuple(sections) if default.rope_sections else (),
+        rope_interleaved=rope.flag("mrope_interleaved", default.rope_interleaved),
     )
 
 

@@ -44,14 +44,17 @@ class _RMSNorm(nn.Module):
 
 
 class _Embedding(nn.Embedding):
-    """Token embeddings, scaled as Gemma does it."""
+    """Token embeddings, scaled as Gemma does it; zeros where pictures have features for the first layers."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__(shape.vocab_size, shape.hidden_size)
         self.scaled = shape.variant.scaled_embeddings
+        self.beside = shape.input_size - shape.hidden_size
 
     def forward(self, ids: Tensor) -> Tensor:
         embeddings = super().forward(ids)
+        if self.beside:
+            return F.pad(embeddings, (0, self.beside))
         if not self.scaled:
             return embeddings
         return embeddings * torch.tensor(self.embedding_dim**0.5, dtype=embeddings.dtype)  # rounded to it, as theirs
@@ -165,7 +168,7 @@ class PackedDecoder(nn.Module):
         """The packed forward: one pass of all segments through all layers.
 
         Args:
-            embeddings: [n_rows, hidden].
+            embeddings: [n_rows, input_size]: each row's embedding, and what is added to it behind the first layers.
             layout: where the segments lie.
             wanted_rows: int64 [n_wanted], rows whose logits are computed.
             keys: [layers, slots, slot_rows, kv_heads, head_dim], the rows' own keys are written into it.
@@ -175,14 +178,16 @@ class PackedDecoder(nn.Module):
         return ForwardResult(self.logits(hidden[wanted_rows]), hidden)
 
     def hidden_states(self, embeddings: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor) -> Tensor:
-        """All layers and the final norm: [n_rows, hidden] to the same; arguments as in `forward`.
+        """All layers and the final norm: to [n_rows, hidden]; arguments as in `forward`.
 
         Where the kernels run, nothing but the layout's tensors and its attention plan is read: no spans.
         """
         cos, sin = self.rotation(layout.positions)
-        x = embeddings
+        x, *features = embeddings.split(self.config.hidden_size, dim=1)
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, layout, keys[i], values[i])
+            if i < len(features):
+                x = x + features[i]
         hidden: Tensor = self.norm(x)
         return hidden
 
@@ -222,10 +227,16 @@ class PackedDecoder(nn.Module):
         cos, sin = self._rotary
         if positions.ndim == 1:
             return cos[positions], sin[positions]
-        sections = self.config.rope_sections
-        parts = [each.split(sections, dim=1) for each in (cos, sin)]
-        turned = [torch.cat([part[axis] for part, axis in zip(each, positions, strict=True)], dim=1) for each in parts]
+        axis = torch.tensor(self._axis_of_frequencies(), device=positions.device).expand(1, positions.shape[1], -1)
+        turned = [each[positions].gather(0, axis)[0] for each in (cos, sin)]
         return turned[0], turned[1]
+
+    def _axis_of_frequencies(self) -> list[int]:
+        """With which position each frequency turns: time 0, height 1, width 2."""
+        sections = self.config.rope_sections
+        if not self.config.rope_interleaved:
+            return [axis for axis, count in enumerate(sections) for _ in range(count)]
+        return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(self.config.head_dim // 2)]
 
 
 def decoder_tensors(decoder: PackedDecoder, prefix: str = "") -> dict[str, Tensor]:

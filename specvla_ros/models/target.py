@@ -100,6 +100,10 @@ class DecoderConfig(Protocol):
     def rope_axes(self) -> int:
         """RoPE positions per row."""
 
+    @property
+    def input_size(self) -> int:
+        """Width of a row that goes in: `hidden_size`, unless features for deeper layers stand beside an embedding."""
+
 
 class Decoder(Protocol):
     """The language model around the packed forward."""

@@ -170,14 +170,14 @@ def refuse(directory: Path, message: str, **options: Any) -> None:
 def test_a_model_that_is_no_policy(checkpoint: Path) -> None:
     refuse(checkpoint, "the tokenizer is not with it: copy physical-intelligence/fast to .*action_tokenizer")
     write_qwen_vl(checkpoint, SHAPES[0], seed=1)
-    refuse(checkpoint, "is a Qwen2.5-VL checkpoint, but no policy that is known: NORA has .*VLA-0 has")
+    refuse(checkpoint, "is a Qwen-VL checkpoint, but no policy that is known: NORA has .*VLA-0 has")
 
 
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
         ("config.json", {"vision_config": {"depth": "four"}}, "vision_config cannot be read"),
-        ("config.json", {"model_type": "qwen3_vl"}, "only .* checkpoints are supported"),
+        ("config.json", {"model_type": "qwen4_vl"}, "only .* checkpoints are supported"),
         ("config.json", {"quantization_config": {"quant_method": "awq"}}, "'awq'"),
         ("generation_config.json", {"num_beams": 4}, "num_beams is 4, which changes what it answers"),
         ("generation_config.json", {"repetition_penalty": -1}, "repetition_penalty is -1, but it must be"),

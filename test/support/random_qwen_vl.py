@@ -121,10 +121,10 @@ def write_qwen_vl(directory: Path, shape: Shape, *, seed: int, actions: int = 0,
     return directory
 
 
-def add_nora(directory: Path) -> Path:
+def add_nora(directory: Path, *, ids: int = FAST_IDS, scale: float = 10.0) -> Path:
     """NORA's statistics, and a FAST tokenizer of as many ids as the vocabulary has action tokens."""
     generator = np.random.default_rng(0)
-    tokenizer = fit_fast_tokenizer([generator.uniform(-1, 1, (1, 7)) for _ in range(300)], vocab_size=FAST_IDS)
+    tokenizer = fit_fast_tokenizer([generator.uniform(-1, 1, (1, 7)) for _ in range(300)], vocab_size=ids, scale=scale)
     tokenizer.save(directory / "action_tokenizer")
     action = {"q01": [-1.0] * 6 + [0.0], "q99": [1.0] * 7, "mask": [True] * 6 + [False]}
     (directory / "norm_stats.json").write_text(json.dumps({"bridge": {"action": action}}))

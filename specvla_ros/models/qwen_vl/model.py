@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2.5-VL: transformers' vision tower and our decoder."""
+"""Qwen2.5-VL and Qwen3-VL: transformers' vision tower and our decoder."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,8 @@ class QwenVL(nn.Module):
     """
 
     def __init__(self, config: QwenVLConfig, grid: tuple[tuple[int, int], ...]) -> None:
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel as Tower
-
         super().__init__()
-        self.visual: nn.Module = Tower._from_config(config.vision)
+        self.visual: nn.Module = _tower_class(config)._from_config(config.vision)
         self.decoder = PackedDecoder(config.decoder)
         self._grid = torch.tensor([(1, *sides) for sides in grid])
 
@@ -36,10 +35,18 @@ class QwenVL(nn.Module):
         return ()
 
     def image_embeddings(self, pixel_values: Tensor) -> Tensor:
-        """Patches of all pictures [patches, values] to embeddings [image_tokens, hidden]."""
+        """Patches of all pictures [patches, values] to embeddings [image_tokens, input_size]."""
         pixels = pixel_values.to(self.decoder.device, self.decoder.dtype)
-        embeddings: Tensor = self.visual(pixels, grid_thw=self._grid.to(pixels.device)).pooler_output
-        return embeddings
+        seen = self.visual(pixels, grid_thw=self._grid.to(pixels.device))
+        features = seen.deepstack_features if self.decoder.config.deepstack else ()
+        return torch.cat([seen.pooler_output, *features], dim=1)
+
+
+def _tower_class(config: QwenVLConfig) -> Any:
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    return Qwen2_5_VisionTransformerPretrainedModel if config.model_type == "qwen2_5_vl" else Qwen3VLVisionModel
 
 
 def load_model(

@@ -51,11 +51,17 @@ def nora(context: PolicyContext) -> ChatPolicy | None:
         counts_up=True,
         limit=context.generation.max_new_tokens or USUAL_NEW_TOKENS,
     )
+    processor = context.processor
+    sides = processor.fitted(_SIDE, _SIDE, processor.min_pixels, processor.max_pixels)
+
+    def show(images: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        return [resized(resized(image, _SIDE, _SIDE), *sides) for image in images.values()]
+
     return ChatPolicy(
         name="nora",
         cameras=(ONLY_CAMERA,),
-        picture_sizes=((_SIDE, _SIDE),),
-        pictures=_pictures,
+        picture_sizes=(sides,),
+        pictures=show,
         messages=_messages,
         numbers_pictures=False,
         codec=codec,
@@ -65,10 +71,6 @@ def nora(context: PolicyContext) -> ChatPolicy | None:
 
 def _messages(instruction: str) -> Messages:
     return [{"role": "user", "content": [IMAGE, {"type": "text", "text": instruction}]}]
-
-
-def _pictures(images: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    return [resized(image, _SIDE, _SIDE) for image in images.values()]
 
 
 def _fast_tokenizer(directory: Path) -> tuple[FastTokenizer, int]:

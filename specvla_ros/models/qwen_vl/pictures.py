@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From pictures to the patches that Qwen2.5-VL's vision tower reads."""
+"""From pictures to the patches that Qwen2.5-VL's vision tower read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +34,13 @@ class PatchProcessor:
     max_pixels: int
     mean: np.ndarray
     std: np.ndarray
+
+    def fitted(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
+        """The size that a picture is given: multiples of `factor`, with so many pixels at least and at most."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        high, wide = smart_resize(height, width, factor=self.factor, min_pixels=least, max_pixels=most)
+        return high, wide
 
     @property
     def factor(self) -> int:

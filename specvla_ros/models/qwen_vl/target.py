@@ -220,7 +220,7 @@ def _policy(context: PolicyContext) -> ChatPolicy:
     policy = next((each for each in found if each is not None), None)
     if policy is None:
         raise UserError(
-            f"{context.directory} is a Qwen2.5-VL checkpoint, but no policy that is known: NORA has the tokens "
+            f"{context.directory} is a Qwen-VL checkpoint, but no policy that is known: NORA has the tokens "
             "<robot_action_0> and on, VLA-0 has dataset_stats.pkl or dataset_stats.json with or beside it"
         )
     return policy

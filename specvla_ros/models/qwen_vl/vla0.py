@@ -246,14 +246,8 @@ def _cropped(image: np.ndarray, run: _Run) -> np.ndarray:
 
 def _fitted(sides: tuple[int, int], processor: PatchProcessor) -> tuple[tuple[int, int], ...]:
     """The sizes that a picture goes through: qwen_vl_utils' own, and its processor's, which is given its pixels."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
-    def fitted(height: int, width: int, least: int, most: int) -> tuple[int, int]:
-        high, wide = smart_resize(height, width, factor=processor.factor, min_pixels=least, max_pixels=most)
-        return high, wide
-
-    first, pixels = fitted(*sides, _LEAST_PIXELS, _MOST_PIXELS), sides[0] * sides[1]
-    return first, fitted(*first, pixels, pixels)
+    first, pixels = processor.fitted(*sides, _LEAST_PIXELS, _MOST_PIXELS), sides[0] * sides[1]
+    return first, processor.fitted(*first, pixels, pixels)
 
 
 def _resized_twice(picture: np.ndarray, sizes: tuple[tuple[int, int], ...]) -> np.ndarray:

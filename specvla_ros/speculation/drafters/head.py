@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from specvla_ros.errors import UserError
 from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, drafter
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ def _head(context: DraftContext) -> Drafter | None:
 
     settings, codec = context.settings, context.target.codec
     decoder = cast("PackedDecoder", context.target.decoder)
+    if decoder.config.deepstack:
+        raise UserError("a draft head cannot draft for a model whose pictures have features for its first layers yet")
     head = load_draft_head(directory, decoder)
     window = None
     if settings.children == "window_mass":
