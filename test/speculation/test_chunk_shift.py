@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunk shift: what is drafted after so many actions have passed, for each codec of chunks; and it changes no token."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -154,7 +154,7 @@ def test_it_changes_no_token(policy: Path, mode: str) -> None:
     target = load_target(policy, device="cpu")
     codec = target.codec
     assert isinstance(codec, DigitsCodec)
-    listener = _Listener(**{name: getattr(codec, name) for name in DigitsCodec.__dataclass_fields__})
+    listener = _Listener(**{name: getattr(codec, name) for name in (each.name for each in fields(DigitsCodec))})
     target = replace(target, policy=replace(target.policy, codec=replace(listener, limit=60)))  # type: ignore[type-var, attr-defined]
     drafts = adjusted(DraftSettings(nodes=24), chunk_shift=True)
     plain = Engine(target, EngineSettings("ar", max_text_tokens=400))

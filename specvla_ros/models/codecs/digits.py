@@ -6,18 +6,20 @@ Each value of the chunk, row by row, is a number from 0 to the number of bins; a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import ActionStatistics, read_statistics
-from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER, CODECS, ActionIds, CodecContext
+from specvla_ros.models.codecs.chunk import WrittenChunkCodec
+from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER, CODECS, CodecContext
 from specvla_ros.models.generation import read_end_ids
 from specvla_ros.settings.json_file import read_fields
 
 
 @dataclass(frozen=True)
-class DigitsCodec:
+class DigitsCodec(WrittenChunkCodec):
     """Answers of digits and spaces, and an end token. See `Codec`.
 
     What VLA-0's own code makes an action of though it is none (numbers left out, too many of them, beyond the range, or
@@ -34,6 +36,8 @@ class DigitsCodec:
         dt_s: see `Codec`.
     """
 
+    WRITES: ClassVar[str] = "digits"
+
     digit_ids: tuple[int, ...]
     space_id: int
     end_ids: frozenset[int]
@@ -44,56 +48,10 @@ class DigitsCodec:
     dt_s: float | None = None
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return self.statistics.names
-
-    @property
-    def unnorm_key(self) -> str:
-        return self.statistics.unnorm_key
-
-    @property
-    def action_range(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.statistics.low, self.statistics.high
-
-    @property
-    def action_ids(self) -> ActionIds:
-        """None whose neighbours are close: what a digit is worth depends on its place."""
-        return ActionIds(0, 0, bins=1)
-
-    @property
     def max_tokens(self) -> int:
         """Of the longest answer that can stand for actions, and its end; cut at the limit."""
         longest = self.horizon * len(self.names) * (len(str(self.bins)) + 1)
         return min(longest, self.limit)
-
-    def with_text(self, max_text: int) -> "DigitsCodec":
-        """See `Codec`.
-
-        Raises:
-            UserError: it is not 0.
-        """
-        if max_text:
-            raise UserError("this policy writes numbers and no text: leave decode.max_reasoning_tokens at 0")
-        return self
-
-    def position(self, tokens: Sequence[int]) -> int:
-        return 0
-
-    def in_text(self, tokens: Sequence[int]) -> bool:
-        """Always: any token may come next, the end token among them."""
-        return True
-
-    def remaining(self, tokens: Sequence[int]) -> int:
-        return self.max_tokens - len(tokens)
-
-    def legal_ids(self, tokens: Sequence[int]) -> range | None:
-        return None
-
-    def end(self, tokens: Sequence[int], known: int) -> int:
-        for n in range(known + 1, len(tokens) + 1):
-            if n == self.max_tokens or tokens[n - 1] in self.end_ids:
-                return n
-        return 0
 
     def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(tokens[:-1] if tokens[-1] in self.end_ids else tokens)
@@ -142,25 +100,6 @@ class DigitsCodec:
     def _words(self, tokens: Sequence[int]) -> list[str]:
         digits = {token: str(value) for value, token in enumerate(self.digit_ids)}
         return "".join(digits.get(token, " ") for token in tokens).split(" ")
-
-    def normalise(self, actions: np.ndarray) -> np.ndarray:
-        return self.statistics.normalise(actions)
-
-    def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
-        raise UserError("digits have no tolerance in metres and radians yet: leave it out, for strict acceptance")
-
-    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
-        """See `Codec`.
-
-        Raises:
-            UserError: a tolerance is given.
-        """
-        if any(bins):
-            raise UserError("digits have no bins: leave acceptance.bins at 0, for strict acceptance")
-        return ()
-
-    def bound(self, bins: Sequence[int]) -> np.ndarray:
-        return np.zeros((self.horizon, len(self.names)))
 
 
 DIGIT_TOKENS = 11

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
@@ -16,7 +17,8 @@ from tokenizers.trainers import BpeTrainer
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import MAX_VALUE, ActionStatistics, read_statistics
-from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER, CODECS, ActionIds, CodecContext
+from specvla_ros.models.codecs.chunk import WrittenChunkCodec
+from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER, CODECS, CodecContext
 from specvla_ros.models.generation import read_end_ids
 from specvla_ros.models.tokenizer import read_tokenizer
 from specvla_ros.settings.json_file import read_fields
@@ -194,7 +196,7 @@ def read_fast_tokenizer(directory: Path) -> FastTokenizer:
 
 
 @dataclass(frozen=True)
-class FastCodec:
+class FastCodec(WrittenChunkCodec):
     """Answers of FAST tokens and an end token, which may begin with always the same words. See `Codec`.
 
     Relaxed acceptance has no bound here yet, as neighbouring ids stand for nothing alike: bins and metres are refused.
@@ -211,6 +213,8 @@ class FastCodec:
         beginning: the tokens with which an answer begins.
     """
 
+    WRITES: ClassVar[str] = "FAST tokens"
+
     tokenizer: FastTokenizer
     statistics: ActionStatistics
     horizon: int
@@ -222,56 +226,10 @@ class FastCodec:
     beginning: tuple[int, ...] = ()
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return self.statistics.names
-
-    @property
-    def unnorm_key(self) -> str:
-        return self.statistics.unnorm_key
-
-    @property
-    def action_range(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.statistics.low, self.statistics.high
-
-    @property
-    def action_ids(self) -> ActionIds:
-        """None whose neighbours are close: drafts and rules that count on that leave these alone."""
-        return ActionIds(self.first_id + 1, self.first_id + 1, bins=1)
-
-    @property
     def max_tokens(self) -> int:
         """A character of its own for each coefficient, of two bytes at most below 2048, and the end token."""
         longest = len(self.beginning) + 2 * self.horizon * len(self.names) + 1
         return longest if self.limit is None else min(longest, self.limit)
-
-    def with_text(self, max_text: int) -> "FastCodec":
-        """See `Codec`.
-
-        Raises:
-            UserError: it is not 0.
-        """
-        if max_text:
-            raise UserError("this policy writes FAST tokens and no text: leave decode.max_reasoning_tokens at 0")
-        return self
-
-    def position(self, tokens: Sequence[int]) -> int:
-        return 0
-
-    def in_text(self, tokens: Sequence[int]) -> bool:
-        """Always: any token may come next, the end token among them."""
-        return True
-
-    def remaining(self, tokens: Sequence[int]) -> int:
-        return self.max_tokens - len(tokens)
-
-    def legal_ids(self, tokens: Sequence[int]) -> range | None:
-        return None
-
-    def end(self, tokens: Sequence[int], known: int) -> int:
-        for n in range(known + 1, len(tokens) + 1):
-            if n == self.max_tokens or tokens[n - 1] in self.end_ids:
-                return n
-        return 0
 
     def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(tokens[self._begun(tokens) :][: -1 if tokens[-1] in self.end_ids else None])
@@ -317,25 +275,6 @@ class FastCodec:
     def _fast_ids(self, tokens: Sequence[int]) -> tuple[int, ...]:
         step = 1 if self.counts_up else -1
         return tuple(step * (token - self.first_id) for token in tokens)
-
-    def normalise(self, actions: np.ndarray) -> np.ndarray:
-        return self.statistics.normalise(actions)
-
-    def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
-        raise UserError("FAST tokens have no tolerance in metres and radians yet: leave it out, for strict acceptance")
-
-    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
-        """See `Codec`.
-
-        Raises:
-            UserError: a tolerance is given.
-        """
-        if any(bins):
-            raise UserError("FAST tokens have no bins: leave acceptance.bins at 0, for strict acceptance")
-        return ()
-
-    def bound(self, bins: Sequence[int]) -> np.ndarray:
-        return np.zeros((self.horizon, len(self.names)))
 
 
 @CODECS.register("fast")

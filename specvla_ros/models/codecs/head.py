@@ -3,16 +3,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import ActionStatistics
-from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.models.codecs.chunk import ChunkCodec
 
 
 @dataclass(frozen=True)
-class HeadCodec:
+class HeadCodec(ChunkCodec):
     """Answers that end with their first token, which stands for nothing. See `Codec`, and `Target.head`.
 
     Args:
@@ -21,38 +22,13 @@ class HeadCodec:
         dt_s: see `Codec`.
     """
 
+    WRITES: ClassVar[str] = "actions of a head"
+
     statistics: ActionStatistics
     horizon: int
     dt_s: float | None = None
 
     max_tokens: int = 1
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.statistics.names
-
-    @property
-    def unnorm_key(self) -> str:
-        return self.statistics.unnorm_key
-
-    @property
-    def action_range(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.statistics.low, self.statistics.high
-
-    @property
-    def action_ids(self) -> ActionIds:
-        """None."""
-        return ActionIds(0, 0, bins=1)
-
-    def with_text(self, max_text: int) -> "HeadCodec":
-        """See `Codec`.
-
-        Raises:
-            UserError: it is not 0.
-        """
-        if max_text:
-            raise UserError("this policy writes nothing: leave decode.max_reasoning_tokens at 0")
-        return self
 
     def position(self, tokens: Sequence[int]) -> int:
         return 0
@@ -92,24 +68,3 @@ class HeadCodec:
 
     def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
         return len(draft)
-
-    def normalise(self, actions: np.ndarray) -> np.ndarray:
-        return self.statistics.normalise(actions)
-
-    def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
-        raise UserError("this policy writes no tokens that could be accepted for others: leave the tolerance out")
-
-    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
-        """See `Codec`.
-
-        Raises:
-            UserError: a tolerance is given.
-        """
-        if any(bins):
-            raise UserError(
-                "this policy writes no tokens that could be accepted for others: leave acceptance.bins at 0"
-            )
-        return ()
-
-    def bound(self, bins: Sequence[int]) -> np.ndarray:
-        return np.zeros((self.horizon, len(self.names)))

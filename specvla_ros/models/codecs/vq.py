@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import ActionStatistics
-from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.models.codecs.chunk import ChunkCodec
 from specvla_ros.models.config import MAX_WIDTH
 from specvla_ros.models.pickled_weights import read_pickled, tensors_in
 from specvla_ros.settings.json_file import read_fields
@@ -115,7 +116,7 @@ def read_vq_vae(directory: Path) -> VqVae:
 
 
 @dataclass(frozen=True)
-class VqCodec:
+class VqCodec(ChunkCodec):
     """Answers of one code per layer and nothing else. See `Codec`.
 
     The original takes an id that is no code for the first or the last one; here it is refused. Relaxed acceptance has
@@ -128,26 +129,16 @@ class VqCodec:
         dt_s: see `Codec`.
     """
 
+    WRITES: ClassVar[str] = "codes of a VQ-VAE"
+
     vae: VqVae
     statistics: ActionStatistics
     stop_id: int
     dt_s: float | None = None
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return self.statistics.names
-
-    @property
-    def unnorm_key(self) -> str:
-        return self.statistics.unnorm_key
-
-    @property
     def horizon(self) -> int:
         return self.vae.horizon
-
-    @property
-    def action_range(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.statistics.low, self.statistics.high
 
     @property
     def ids(self) -> range:
@@ -155,23 +146,8 @@ class VqCodec:
         return range(self.stop_id - self.vae.codebooks.shape[1], self.stop_id)
 
     @property
-    def action_ids(self) -> ActionIds:
-        """None whose neighbours are close."""
-        return ActionIds(self.stop_id, self.stop_id, bins=1)
-
-    @property
     def max_tokens(self) -> int:
         return len(self.vae.codebooks)
-
-    def with_text(self, max_text: int) -> "VqCodec":
-        """See `Codec`.
-
-        Raises:
-            UserError: it is not 0.
-        """
-        if max_text:
-            raise UserError("this policy writes codes and no text: leave decode.max_reasoning_tokens at 0")
-        return self
 
     def position(self, tokens: Sequence[int]) -> int:
         return len(tokens)
@@ -207,24 +183,3 @@ class VqCodec:
 
     def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
         return min(len(answer), len(draft))
-
-    def normalise(self, actions: np.ndarray) -> np.ndarray:
-        return self.statistics.normalise(actions)
-
-    def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
-        raise UserError(
-            "codes of a VQ-VAE have no tolerance in metres and radians: leave it out, for strict acceptance"
-        )
-
-    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
-        """See `Codec`.
-
-        Raises:
-            UserError: a tolerance is given.
-        """
-        if any(bins):
-            raise UserError("codes of a VQ-VAE have no bins: leave acceptance.bins at 0, for strict acceptance")
-        return ()
-
-    def bound(self, bins: Sequence[int]) -> np.ndarray:
-        return np.zeros((self.horizon, len(self.names)))

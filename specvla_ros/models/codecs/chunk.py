@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What codecs of chunks share: action statistics, no text before the actions, and tokens without near neighbours."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+import numpy as np
+
+from specvla_ros.errors import UserError
+from specvla_ros.models.codecs.bins import ActionStatistics
+from specvla_ros.models.codecs.codec import ActionIds
+
+Self = TypeVar("Self", bound="ChunkCodec")
+
+
+class ChunkCodec:
+    """See `Codec`. Relaxed acceptance is refused: tokens with neighbouring ids stand for nothing alike.
+
+    Attributes:
+        WRITES: what it writes, in words.
+        statistics: normalised values to the robot's units.
+        horizon: actions per answer.
+    """
+
+    WRITES: ClassVar[str]
+    if TYPE_CHECKING:  # a field of one, computed by another
+
+        @property
+        def statistics(self) -> ActionStatistics: ...
+        @property
+        def horizon(self) -> int: ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.statistics.names
+
+    @property
+    def unnorm_key(self) -> str:
+        return self.statistics.unnorm_key
+
+    @property
+    def action_range(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.statistics.low, self.statistics.high
+
+    @property
+    def action_ids(self) -> ActionIds:
+        """None whose neighbours are close: drafts and rules that count on that leave these alone."""
+        return ActionIds(0, 0, bins=1)
+
+    def with_text(self: Self, max_text: int) -> Self:
+        """See `Codec`.
+
+        Raises:
+            UserError: it is not 0.
+        """
+        if max_text:
+            raise UserError(f"this policy writes {self.WRITES} and no text: leave decode.max_reasoning_tokens at 0")
+        return self
+
+    def normalise(self, actions: np.ndarray) -> np.ndarray:
+        return self.statistics.normalise(actions)
+
+    def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
+        raise UserError(
+            f"{self.WRITES} have no tolerance in metres and radians yet: leave it out, for strict acceptance"
+        )
+
+    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
+        """See `Codec`.
+
+        Raises:
+            UserError: a tolerance is given.
+        """
+        if any(bins):
+            raise UserError(f"{self.WRITES} have no bins: leave acceptance.bins at 0, for strict acceptance")
+        return ()
+
+    def bound(self, bins: Sequence[int]) -> np.ndarray:
+        return np.zeros((self.horizon, len(self.names)))
+
+
+class WrittenChunkCodec(ChunkCodec):
+    """Of answers that an end token ends.
+
+    Attributes:
+        end_ids: the tokens that end an answer, and belong to it.
+        max_tokens: length at which an answer ends whatever it holds.
+    """
+
+    if TYPE_CHECKING:
+
+        @property
+        def end_ids(self) -> frozenset[int]: ...
+        @property
+        def max_tokens(self) -> int: ...
+
+    def position(self, tokens: Sequence[int]) -> int:
+        return 0
+
+    def in_text(self, tokens: Sequence[int]) -> bool:
+        """Always: any token may come next, the end token among them."""
+        return True
+
+    def remaining(self, tokens: Sequence[int]) -> int:
+        return self.max_tokens - len(tokens)
+
+    def legal_ids(self, tokens: Sequence[int]) -> range | None:
+        return None
+
+    def end(self, tokens: Sequence[int], known: int) -> int:
+        for n in range(known + 1, len(tokens) + 1):
+            if n == self.max_tokens or tokens[n - 1] in self.end_ids:
+                return n
+        return 0
