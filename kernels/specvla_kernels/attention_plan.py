@@ -60,8 +60,9 @@ class AttentionPlan:
     does, its shape says how large the launch is: another table in the same memory is a captured launch's next forward.
 
     Args:
-        tiles: int32 [n_tiles, 6], per tile: the segment's slot, prefix_len, start (packed row), length (rows), its mask
-            (0: causal, 1: a tree, 2: every row sees all), and the tile's first node. A length of 0: no work.
+        tiles: int32 [n_tiles, 6], per tile: the segment's slot, prefix_len, start (packed row), length (rows), whether
+            its rows' ancestors are read (1: a tree, or rows that see all) or it is causal (0), and the tile's first
+            node. A length of 0: no work.
         group: query heads per key head.
         block_m: rows of a tile, a power of two: nodes times `group`, and what is left over is idle.
         splits: equal shares that each tile's keys are cut into, merged by log-sum-exp; 1: not cut.
@@ -125,7 +126,7 @@ def plan_attention(
 
 def _tile_rows(spans: Sequence[Span], nodes: int) -> list[tuple[int, ...]]:
     return [
-        (span.slot, span.prefix_len, span.start, span.length, 2 if span.sees_all else int(span.is_tree), first)
+        (span.slot, span.prefix_len, span.start, span.length, int(span.is_tree or span.sees_all), first)
         for span in spans
         for first in range(0, span.length, nodes)
     ]

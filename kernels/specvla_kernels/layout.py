@@ -81,7 +81,7 @@ class PackedLayout:
             model whose rows have several (M-RoPE).
         kv_rows: int64 [n_rows], where each row's keys and values go, see `Span.first_kv_row`.
         ancestors: int64 [n_rows], bit j set: node j of the same segment is an ancestor or the node itself.
-            0 for the rows of chains.
+            0 for the rows of causal chains; all bits for rows that see all of their chain, however long it is.
         plans: of the attention kernel, by group and key heads, made when first asked for; a captured forward brings its
             own.
     """
@@ -147,6 +147,7 @@ def pack_layout(
             first = first_positions[:, span.start : span.stop]
             positions.append(first if ancestry is None else first + ancestry.depths)
         kv_rows.append(span.first_kv_row(slot_rows) + nodes)
-        ancestors.append(torch.zeros_like(nodes) if ancestry is None else ancestry.ancestors)
+        of_chain = torch.full_like(nodes, -1 if span.sees_all else 0)
+        ancestors.append(of_chain if ancestry is None else ancestry.ancestors)
     spans = tuple(span for span, _ in parts)
     return PackedLayout(spans, torch.cat(positions, dim=-1), torch.cat(kv_rows), torch.cat(ancestors))

@@ -103,7 +103,7 @@ def _packed_attention(  # type: ignore[no-untyped-def]
     WIDEN: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    slot, prefix_len, start, length, mask_kind, first = _tile(tiles, tile)
+    slot, prefix_len, start, length, is_tree, first = _tile(tiles, tile)
     if length == 0:
         return
     node, head, is_row = _tile_queries(first, length, kv_head, HEADS // KV_HEADS, BLOCK_M)
@@ -117,13 +117,13 @@ def _packed_attention(  # type: ignore[no-untyped-def]
     nodes = tl.load(ancestors + row, is_row, other=0)
     low, high = nodes.to(tl.int32), (nodes >> 32).to(tl.int32)  # a tile of int64 would take too many registers
 
-    # A causal tile sees no key after its last row; a tree's nodes lie in any order.
-    stop = tl.where(mask_kind != 0, length, tl.minimum(first + BLOCK_M // (HEADS // KV_HEADS), length))
+    # A chain's tile sees no key after its last row; a tree's nodes lie in any order.
+    stop = tl.where(is_tree != 0, length, tl.minimum(first + BLOCK_M // (HEADS // KV_HEADS), length))
     n_keys = prefix_len + stop
     share = tl.cdiv(tl.cdiv(n_keys, tl.num_programs(2)), BLOCK_N) * BLOCK_N
     begin = split * share
     end = tl.minimum(begin + share, n_keys)
-    seen_by_all = prefix_len + tl.where(mask_kind == 1, 0, tl.where(mask_kind == 2, length, first + 1))
+    seen_by_all = prefix_len + tl.where(is_tree != 0, 0, first + 1)
     whole = tl.maximum(0, tl.minimum(end, seen_by_all) - begin) // BLOCK_N * BLOCK_N
     masked_begin = begin + whole
 
@@ -151,7 +151,7 @@ def _packed_attention(  # type: ignore[no-untyped-def]
         key_node = key - prefix_len
         word = tl.where((key_node < 32)[None, :], low[:, None], high[:, None])
         is_ancestor = (word >> (key_node & 31)[None, :]) & 1
-        among = tl.where(mask_kind == 1, is_ancestor == 1, (mask_kind == 2) | (key_node[None, :] <= node[:, None]))
+        among = tl.where(is_tree != 0, is_ancestor == 1, key_node[None, :] <= node[:, None])
         seen = ((key_node < 0)[None, :] | among) & (key < end)[None, :]
         peak, total, result = _attend(tl.where(seen, scores, float("-inf")), values, peak, total, result, WIDEN)
 

@@ -269,7 +269,7 @@ class StaticForward:
             rows, nodes = slice(span.start, span.stop), np.arange(span.length)
             positions[..., rows] = first_positions(segment, span, self._axes)
             kv_rows[rows] = span.first_kv_row(self._cache.slot_rows) + nodes
-            ancestors[rows] = span.is_tree  # enough for a single node
+            ancestors[rows] = -1 if span.sees_all else span.is_tree  # enough for a single node of a tree
         n = spans[-1].stop if spans else 0
         idle = [Span.idle(n, self._rows - n)] if n < self._rows else []
         host.tiles.copy_(self._plan.table([*spans, *idle]))
@@ -286,7 +286,9 @@ class StaticForward:
         pairs = list(zip(segments, nothing, strict=True))
         depths = torch.cat([zeros if each.ancestry is None else each.ancestry.depths for each, zeros in pairs])
         self._numbers.positions[..., :n] += depths
-        ancestors = [zeros if each.ancestry is None else each.ancestry.ancestors for each, zeros in pairs]
+        ancestors = [
+            zeros - int(each.sees_all) if each.ancestry is None else each.ancestry.ancestors for each, zeros in pairs
+        ]
         torch.cat(ancestors, out=self._numbers.ancestors[:n])
 
     def _embed(self, segments: Sequence[Segment], n: int) -> None:

@@ -42,7 +42,13 @@ def forwards(draw: st.DrawFn) -> list[Segment]:
     if not trees or draw(st.booleans()):
         n, prefix_len = draw(st.sampled_from(SIZES.chunks)), draw(st.sampled_from([0, 1, 17]))
         ids = torch.randint(50, (n,), generator=tokens).to(DEVICE)
-        chunk = Segment(slots[-1], prefix_len, DECODER.embed_tokens(ids), wanted=draw(st.integers(0, 1)))
+        chunk = Segment(
+            slots[-1],
+            prefix_len,
+            DECODER.embed_tokens(ids),
+            wanted=draw(st.integers(0, 1)),
+            sees_all=draw(st.booleans()),
+        )
         behind = [tree(draw, tokens, slots[-1], NODES - 1, prefix_len + n)] if chunk.wanted else []
         parts.append([chunk, *behind[: draw(st.integers(0, 1))]])
     return [segment for part in draw(st.permutations(parts)) for segment in part]
