@@ -35,7 +35,7 @@ def generate_launch_description() -> LaunchDescription:
         DeclareLaunchArgument(
             "checkpoint",
             default_value=str(nano_policy()),
-            description="Directory of the OpenVLA checkpoint; default: the package's nano policy.",
+            description="Directory of the checkpoint; default: the package's nano policy.",
         ),
         DeclareLaunchArgument(
             "clock",

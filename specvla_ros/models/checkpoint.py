@@ -2,7 +2,8 @@
 """From a checkpoint directory to a target: which family it is of, and on what it runs.
 
 A family registers a loader under the `model_type` of its config.json. The loader takes the directory and the keywords
-of `load_target`, with `device` and `dtype` resolved. Another package adds one with an entry point of the group
+of `load_target`, with `device` and `dtype` resolved; those that it has no use for it gives to `refuse_options`. Another
+package adds one with an entry point of the group
 `specvla_ros.targets`.
 """
 

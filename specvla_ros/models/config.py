@@ -166,7 +166,7 @@ def read_checkpoint_json(path: Path) -> Fields:
     Raises:
         UserError: the file is missing or is no JSON object.
     """
-    missing = f"is {path.parent} a complete OpenVLA checkpoint directory?"
+    missing = f"is {path.parent} a complete checkpoint directory?"
     return read_fields(path, missing=missing, hint="; compare it with a released checkpoint's")
 
 

@@ -43,7 +43,7 @@ def test_a_directory_that_does_not_exist(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json"])
 def test_a_missing_file(checkpoint: Path, name: str) -> None:
     (checkpoint / name).unlink()
-    refuse(checkpoint, rf"{name} is missing: is .* a complete OpenVLA checkpoint")
+    refuse(checkpoint, rf"{name} is missing: is .* a complete checkpoint")
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])

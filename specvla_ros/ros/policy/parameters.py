@@ -19,7 +19,7 @@ READ_IN_ACTIVATE = ("image_transport", "image_reliability")
 class PolicyParameters:
     """Every parameter of the policy node; the descriptions are those that `ros2 param describe` shows."""
 
-    checkpoint: str = parameter("", "Directory of the OpenVLA checkpoint in Hugging Face format.")
+    checkpoint: str = parameter("", "Directory of the policy's checkpoint, see docs/reference/policies.md.")
     model: ModelSettings = section(ModelSettings)
     image_transport: str = parameter(
         "auto",
@@ -56,7 +56,7 @@ class PolicyParameters:
         """
         if not self.checkpoint.strip():
             raise UserError(
-                "parameter 'checkpoint' is empty; set it to the directory of an OpenVLA checkpoint, "
+                "parameter 'checkpoint' is empty; set it to the directory of a policy's checkpoint, "
                 "for example checkpoint:=/data/openvla-7b"
             )
         if self.model.action_head:
