@@ -144,8 +144,8 @@ def check_directory(directory: Path) -> None:
         raise UserError(f"checkpoint directory {directory} does not exist; give the folder that holds config.json")
     if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
         raise UserError(
-            f"{directory} holds an adapter (adapter_config.json), not a whole model: merge it into its base model "
-            "(PEFT's merge_and_unload) and give the merged directory"
+            f"{directory} holds an adapter (adapter_config.json) without the model that it adapts: copy or link its "
+            "base model's files beside it (cp -rs $PWD/BASE/. ADAPTER), and it is merged while it is loaded"
         )
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.json")]):
         try:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.config import read_checkpoint_json
+from specvla_ros.models.lora import LoraAdapter, read_adapter
 from specvla_ros.models.pickled_weights import read_pickled, tensors_in
 from specvla_ros.settings.json_file import shown
 
@@ -45,7 +46,7 @@ def load_weights(directory: Path, tensors: Mapping[str, Tensor], progress: Progr
 
     Args:
         directory: holds model.safetensors, or shards with model.safetensors.index.json; or the same of
-            pytorch_model.bin.
+            pytorch_model.bin. An adapter beside them is merged.
         tensors: destinations by checkpoint name; names in the files that are not here are not read.
         progress: called with what is read and the fraction of the tensors done.
 
@@ -53,17 +54,17 @@ def load_weights(directory: Path, tensors: Mapping[str, Tensor], progress: Progr
         UserError: a file or tensor is missing, truncated, or of another shape or number format. The destinations are
             then half-filled.
     """
-    done = 0
+    done, adapter = 0, read_adapter(directory)
     for path, names in _files(directory, tensors).items():
         for chunk in _chunks(names, tensors):
-            _copy(path, chunk, tensors)
+            _copy(path, chunk, tensors, adapter)
             done += len(chunk)
             if progress is not None:
                 progress(f"reading {path.name}", done / len(tensors))
 
 
 def check_weights(directory: Path, tensors: Mapping[str, Tensor], *, unused: str = "") -> None:
-    """Whether the files hold just these tensors; reads their headers alone.
+    """Whether the files hold just these tensors, and an adapter changes no others; reads their headers alone.
 
     Args:
         directory: as in `load_weights`.
@@ -72,7 +73,8 @@ def check_weights(directory: Path, tensors: Mapping[str, Tensor], *, unused: str
 
     Raises:
         UserError: a file or tensor is missing, is damaged, is of another shape or number format, or there is a tensor
-            more than the model has: its config.json then describes another, for instance one with fewer layers.
+            more than the model has: its config.json then describes another, for instance one with fewer layers; or an
+            adapter of another model.
     """
     may_be = re.compile(unused or r"(?!)")
 
@@ -94,6 +96,9 @@ def check_weights(directory: Path, tensors: Mapping[str, Tensor], *, unused: str
         with _opened(path) as file:
             refuse_others(path, file.keys())
             _check_tensors(path, file, names, tensors)
+    adapter = read_adapter(directory)
+    if adapter is not None:
+        adapter.check(tensors, may_be)
 
 
 def tensor_names(directory: Path) -> frozenset[str]:
@@ -181,11 +186,12 @@ def _chunks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[st
         yield chunk
 
 
-def _copy(path: Path, names: list[str], tensors: Mapping[str, Tensor]) -> None:
+def _copy(path: Path, names: list[str], tensors: Mapping[str, Tensor], adapter: LoraAdapter | None) -> None:
     with _opened(path) as file:
         _check_tensors(path, file, names, tensors)
         for name in names:
-            tensors[name].copy_(file.get_tensor(name))
+            weight = file.get_tensor(name)
+            tensors[name].copy_(weight if adapter is None else adapter.merged(name, weight))
 
 
 @contextmanager

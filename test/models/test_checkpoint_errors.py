@@ -339,7 +339,7 @@ def test_a_hub_id_is_told_how_to_become_a_directory() -> None:
 
 def test_an_adapter_is_told_from_a_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    refuse(tmp_path, "holds an adapter .* merge it into its base model")
+    refuse(tmp_path, "holds an adapter .* without the model that it adapts: copy or link its base model's files")
 
 
 def test_a_git_lfs_pointer_is_told_from_the_file(checkpoint: Path) -> None:

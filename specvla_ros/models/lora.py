@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters as PEFT saves them, merged into the weights of their base model while these are read.
+
+W becomes W + s B A (arXiv 2106.09685, section 4.1) with s = alpha / r, or alpha / sqrt(r) with `use_rslora`. The sum is
+taken in float32; PEFT's `merge_and_unload` takes it in the base model's precision.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specvla_ros.errors import UserError
+from specvla_ros.models.config import read_checkpoint_json
+from specvla_ros.models.pickled_weights import read_pickled, tensors_in
+from specvla_ros.settings.json_file import Fields, shown
+
+CONFIG = "adapter_config.json"
+_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+# Parts of a tensor's name that are not the same in the files of a checkpoint and in the modules that PEFT has seen,
+# from one version of transformers to the next.
+_WRAPPERS = frozenset(("base_model", "model", "language_model", "modules_to_save", "base_layer"))
+_FACTOR = re.compile(r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(\.weight)?")
+# What would make W another sum than the one above.
+_PLAIN: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (None, False),
+    "fan_in_fan_out": (None, False),
+    "lora_bias": (None, False),
+    "megatron_config": (None,),
+}
+
+
+@dataclass(frozen=True)
+class LoraFactors:
+    """What is added to one weight.
+
+    Args:
+        down: A, [r, in]; of an embedding [r, vocabulary], of a convolution [r, in, …].
+        up: B, [out, r]; of a convolution [out, r, 1, …].
+        scale: s.
+        embedding: whether the weight has a row per token, which B A has as a column.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float
+    embedding: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        sizes = len(self.up), *self.down.shape[1:]
+        return sizes[::-1] if self.embedding else sizes
+
+    @property
+    def delta(self) -> Tensor:
+        """Float32, of the weight's shape."""
+        product = self.scale * (self.up.float().flatten(1) @ self.down.float().flatten(1))
+        return product.mT if self.embedding else product.view(self.shape)
+
+
+@dataclass(frozen=True)
+class LoraAdapter:
+    """An adapter.
+
+    Args:
+        path: its weights.
+        factors: by the weight's name, see `bare_name`.
+        whole: tensors that take the place of the base model's (`modules_to_save`, biases).
+    """
+
+    path: Path
+    factors: Mapping[str, LoraFactors]
+    whole: Mapping[str, Tensor]
+
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """A weight of the base model with what the adapter adds to it."""
+        name = bare_name(name)
+        factors = self.factors.get(name)
+        weight = self.whole.get(name, weight)
+        return weight if factors is None else weight.float() + factors.delta.to(weight.device)
+
+    def check(self, tensors: Mapping[str, Tensor], unused: re.Pattern[str]) -> None:
+        """Whether it belongs to these weights.
+
+        Args:
+            tensors: of the model by checkpoint name.
+            unused: names that the model's files may hold and the model has no place for.
+
+        Raises:
+            UserError: a name or a shape is of another base model.
+        """
+        there = {bare_name(name): tensor for name, tensor in tensors.items()}
+        for name, shape in self._shapes():
+            found = there.get(name)
+            if found is None and unused.fullmatch(name):
+                continue
+            if found is None or tuple(found.shape) != shape:
+                has = "none" if found is None else f"one of shape {list(found.shape)}"
+                raise UserError(
+                    f"{self.path} changes a tensor {name} of shape {list(shape)}, and the model has {has}: the adapter "
+                    "was trained on another base model"
+                )
+
+    def _shapes(self) -> Iterable[tuple[str, tuple[int, ...]]]:
+        yield from ((name, factors.shape) for name, factors in self.factors.items())
+        yield from ((name, tuple(tensor.shape)) for name, tensor in self.whole.items())
+
+
+def bare_name(name: str) -> str:
+    """A tensor's name without the names of modules that only wrap others."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def read_adapter(directory: Path) -> LoraAdapter | None:
+    """The adapter that lies beside a model's files; None: there is none.
+
+    Raises:
+        UserError: it is of another kind than LoRA, or incomplete.
+    """
+    config = directory / CONFIG
+    if not config.exists():
+        return None
+    given = read_checkpoint_json(config)
+    for name, plain in _PLAIN.items():
+        if given.raw.get(name) not in plain:
+            raise UserError(
+                f"{config}: {name} is {shown(given.raw.get(name))}, which cannot be merged here: merge it with PEFT's "
+                "merge_and_unload and give the merged directory"
+            )
+    path, tensors = _tensors(directory)
+    found: dict[str, dict[str, Tensor]] = {}
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        name = bare_name(name)
+        factor = _FACTOR.fullmatch(name)
+        if factor is None:
+            whole[name] = tensor
+        else:
+            found.setdefault(factor["module"], {})[factor["kind"]] = tensor
+    if not found and not whole:
+        raise UserError(f"{path} holds no tensors; copy it again")
+    factors = {f"{module}.weight": _factors(module, kinds, given, path) for module, kinds in found.items()}
+    return LoraAdapter(path, factors, whole)
+
+
+def _tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
+    path = next((directory / name for name in _FILES if (directory / name).exists()), None)
+    if path is None:
+        raise UserError(
+            f"{directory} has {CONFIG}, but neither {' nor '.join(_FILES)}; copy it from where that is from"
+        )
+    if path.suffix == ".bin":
+        return path, tensors_in(read_pickled(path), path)
+    try:
+        return path, load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged or cut off ({error}); download this file again") from None
+
+
+def _factors(module: str, kinds: Mapping[str, Tensor], config: Fields, path: Path) -> LoraFactors:
+    embedding = "lora_embedding_A" in kinds
+    names = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
+    down, up = (kinds.get(name) for name in names)
+    if down is None or up is None or min(down.ndim, up.ndim) < 2 or up[0].numel() != len(down):
+        raise UserError(f"{path}: {module} needs matrices {names[0]} [r, in] and {names[1]} [out, r]; copy it again")
+    alpha = _of_module(module, config.inner("alpha_pattern").raw if config.raw.get("alpha_pattern") else {})
+    alpha = config.number("lora_alpha", 8.0) if alpha is None else alpha
+    rank = len(down)
+    scale = alpha / (math.sqrt(rank) if config.raw.get("use_rslora") else rank)
+    return LoraFactors(down, up, scale, embedding)
+
+
+def _of_module(module: str, pattern: Mapping[str, object]) -> float | None:
+    """A module's own value, by PEFT's patterns: each is the end of a module's name."""
+    for key, value in pattern.items():
+        if isinstance(value, int | float) and re.fullmatch(rf"(.*\.)?({key})", module):
+            return float(value)
+    return None
