@@ -37,6 +37,7 @@ class SimulateSummary:
     success: Rate
     listened: Rate | None  # over the tasks for which it is known
     latency_s: dict[str, float]  # observation-to-action latency: p50, p95, p99, mean, max; empty without an action
+    picture_age_s: float | None  # mean over the episodes, see EpisodeResult; None: lockstep, or no action
     action_rate_hz: float  # actions per second of world time
     drops: dict[str, int]
     decode: DecodeTally
@@ -69,11 +70,13 @@ def summarise_episodes(episodes: Sequence[EpisodeResult], *, context: Mapping[st
     for episode in episodes:
         drops.update(episode.drops)
     world_s = sum(episode.time_s for episode in episodes)
+    ages_s = [episode.picture_age_s for episode in episodes if episode.picture_age_s is not None]
     return SimulateSummary(
         tasks=tasks,
         success=Rate(sum(episode.succeeded for episode in episodes), len(episodes)),
         listened=Rate(sum(rate.successes for rate in listened), sum(rate.n for rate in listened)) if listened else None,
         latency_s=percentiles(latency),
+        picture_age_s=float(np.mean(ages_s)) if ages_s else None,
         action_rate_hz=sum(episode.steps for episode in episodes) / world_s if world_s else 0.0,
         drops=dict(drops),
         decode=DecodeTally.sum(DecodeTally.of_json(episode.decode) for episode in episodes if episode.decode),

@@ -56,6 +56,9 @@ class EpisodeResult:
     # Per action, world time from its image to the moment it was taken (realtime), or the time that the policy needed
     # (lockstep).
     latency_s: tuple[float, ...] = ()
+    # Realtime: how old the picture is that the robot acts on, mean over world time from the first action on. Latency
+    # and period together: until its next action it acts on the last one's picture.
+    picture_age_s: float | None = None
     drops: dict[str, int] = field(default_factory=dict)  # observations without an action, by reason
     # Mean size of the change from action to action, normalised units per dimension but the gripper.
     roughness: float = 0.0
@@ -77,6 +80,7 @@ class _Episode:
     succeeded: bool = False
     actions: list[Action] = field(default_factory=list)  # that the robot took
     latency_s: list[float] = field(default_factory=list)  # of each of them
+    acted_s: list[float] = field(default_factory=list)  # realtime: world time at which each was taken
     drops: Counter[str] = field(default_factory=Counter)  # observations without an action, by reason
     silent: int = 0  # observations without an action since the last action
     tally: DecodeTally = field(default_factory=DecodeTally)
@@ -94,6 +98,13 @@ class _Episode:
         self.actions.append(action)
         self.tally.add(action.record)
         self.latency_s.append(latency_s)
+
+    def picture_age_s(self, end_s: float) -> float | None:
+        """See `EpisodeResult`; the episode has ended at this world time."""
+        if not self.acted_s or end_s <= self.acted_s[0]:
+            return None
+        held_s = np.diff([*self.acted_s, max(end_s, self.acted_s[-1])])
+        return float(held_s @ (np.array(self.latency_s) + held_s / 2) / held_s.sum())
 
 
 class Rollout:
@@ -158,6 +169,7 @@ class Rollout:
             steps=len(episode.actions),
             time_s=episode.passed * self._robot.control_dt,
             latency_s=tuple(episode.latency_s),
+            picture_age_s=episode.picture_age_s(episode.passed * self._robot.control_dt),
             drops=dict(episode.drops),
             roughness=_roughness(self._engine, episode.actions),
             acted_on=self._robot.acted_on(),
@@ -215,6 +227,8 @@ class Rollout:
                 episode.drop(outcome.reason)
                 continue
             looked_s = (outcome.observation.stamp_ns - _START_NS) * 1e-9
+            if seconds is None:
+                episode.acted_s.append(episode.thought_s)
             episode.act(outcome, episode.thought_s - looked_s if seconds is None else seconds)
             self._robot.take(outcome.values, episode.passed * self._robot.control_dt - looked_s)
 

@@ -59,6 +59,14 @@ def test_realtime_latency_is_the_time_from_the_picture_to_the_action(robot):
     assert result.steps == len(result.latency_s)
 
 
+def test_the_picture_that_is_followed_ages_until_the_next_action(robot):
+    (result,) = run(robot, Clock.REALTIME, 0.5, seeds=1)
+    # One frame at a time: the last action is followed while the next one, of a picture 0.5 s younger, is decided.
+    assert 0.75 - 1e-6 <= result.picture_age_s <= 0.825 + 1e-6
+    (waited,) = run(robot, Clock.LOCKSTEP, 0.5, seeds=1)
+    assert waited.picture_age_s is None
+
+
 def test_a_fast_policy_does_not_make_the_arm_faster(robot):
     lockstep = run(robot, Clock.LOCKSTEP, 0.01, seeds=4)
     realtime = run(robot, Clock.REALTIME, 0.001, seeds=4)

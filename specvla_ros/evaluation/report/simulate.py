@@ -139,11 +139,13 @@ def _latency(summary: SimulateSummary) -> str:
     realtime = summary.context["settings"]["clock"] == "realtime"
     usual = "from the picture to the action, in world time" if realtime else "that the policy needed"
     row = tuple(f"{summary.latency_s[name] * 1e3:.1f}" for name in ("p50", "p95", "p99", "mean"))
+    age = summary.picture_age_s
+    followed = "" if age is None else f" The picture that the robot acts on is {age * 1e3:.0f} ms old, mean over time."
     drops = "".join(f"; {count} × {escape(reason)}" for reason, count in summary.drops.items())
     return (
         f"<p class=note>Time {escape(summary.context.get('latency', usual))}.</p>"
         + table(("p50 ms", "p95 ms", "p99 ms", "mean ms"), [row])
-        + f"<p>{summary.action_rate_hz:.2f} actions per second of world time{drops}.</p>"
+        + f"<p>{summary.action_rate_hz:.2f} actions per second of world time{drops}.{followed}</p>"
     )
 
 
