@@ -147,7 +147,7 @@ def pack_layout(
             first = first_positions[:, span.start : span.stop]
             positions.append(first if ancestry is None else first + ancestry.depths)
         kv_rows.append(span.first_kv_row(slot_rows) + nodes)
-        of_chain = torch.full_like(nodes, -1 if span.sees_all else 0)
-        ancestors.append(of_chain if ancestry is None else ancestry.ancestors)
+        of_chain = -1 if span.sees_all else 0
+        ancestors.append(torch.full_like(nodes, of_chain) if ancestry is None else ancestry.ancestors)
     spans = tuple(span for span, _ in parts)
     return PackedLayout(spans, torch.cat(positions, dim=-1), torch.cat(kv_rows), torch.cat(ancestors))

@@ -185,10 +185,11 @@ class ScheduledRequest:
 
     def keep_visual(self) -> None:
         """Keeps the hidden states of the image's rows, for rules that look at them."""
-        start, visual = self.request.prefix_len, self.request.layout.visual_rows
-        rows = slice(max(0, visual.start - start), max(0, min(self.prompt_rows, visual.stop - start)))
-        if self.prompt_rows and rows.start < rows.stop:
-            self.request.visual.append(self.hidden[rows])
+        begin = self.request.prefix_len
+        for rows in self.request.layout.visual_rows:
+            start, stop = max(0, rows.start - begin), min(self.prompt_rows, rows.stop - begin)
+            if start < stop:
+                self.request.visual.append(self.hidden[start:stop])
 
     def verify_input(self, codec: Codec) -> VerifyInput:
         """What the verifier needs of its tree."""
@@ -217,7 +218,7 @@ class ScheduledRequest:
             max_depth=0,
             position=0,
             epoch=request.observation.epoch,
-            prompt=request.layout.ids,
+            layout=request.layout,
             mid_prompt=True,
             observation=request.observation,
         )
@@ -239,7 +240,7 @@ class ScheduledRequest:
             max_depth=codec.remaining(request.tokens) - 1,
             position=codec.position(request.tokens),
             epoch=request.observation.epoch,
-            prompt=request.layout.ids,
+            layout=request.layout,
             answer=tuple(request.tokens),
             in_text=codec.in_text(request.tokens),
             observation=request.observation,

@@ -79,6 +79,22 @@ class Observation:
             raise UserError(f"the policy needs images of the cameras {wanted}; given are those of {', '.join(given)}")
         return {name: given[name] for name in names}
 
+    def state_of(self, dims: int) -> np.ndarray:
+        """The robot's state, float [dims]; where none is read, empty.
+
+        Raises:
+            UserError: it is missing, of another length, or not finite.
+        """
+        state = self.state
+        if dims == 0:
+            return np.empty(0)
+        if state is None or state.shape != (dims,) or not np.isfinite(state).all():
+            given = "none is given" if state is None else f"given is one of shape {list(state.shape)}"
+            raise UserError(
+                f"the policy reads the robot's state, {dims} finite numbers in the units of its training data; {given}"
+            )
+        return state
+
     @property
     def image(self) -> np.ndarray:
         """The image of the only camera.

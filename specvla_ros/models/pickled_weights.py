@@ -2,6 +2,7 @@
 """PyTorch's own weight files (.bin, .pt), read with `weights_only`: tensors and plain values, nothing that acts."""
 
 import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,26 @@ def _load(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (RuntimeError, ValueError):  # files of before 2020 cannot be mapped
             return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def copy_weights(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> Iterator[float]:
+    """Copies each wanted tensor from the one of its name; yields the fraction that is done.
+
+    Args:
+        given: what the file has.
+        wanted: parameters, by their names in the file.
+        path: of the file, for the message.
+
+    Raises:
+        UserError: one is missing, or has another shape or no floating-point values.
+    """
+    for done, (name, tensor) in enumerate(wanted.items(), 1):
+        found = given.get(name)
+        if found is None or found.shape != tensor.shape or not found.is_floating_point():
+            has = "no such tensor" if found is None else f"one of shape {list(found.shape)}"
+            raise UserError(f"{path}: {name} must have shape {list(tensor.shape)}, and there is {has}")
+        tensor.copy_(found)
+        yield done / len(wanted)
 
 
 def tensors_in(value: Any, path: Path, where: str = "") -> dict[str, Tensor]:

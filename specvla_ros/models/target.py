@@ -49,7 +49,7 @@ class PromptLayout:
     Args:
         ids: the prompt's text as token ids.
         rows: length of the prompt in rows of the KV cache, those of the images included.
-        visual_rows: the rows that hold image embeddings.
+        visual_rows: the rows that hold image embeddings, in order, a range for each stretch of them.
         positions: int64 [axes, rows], the rows' RoPE positions for a model whose rows have several (M-RoPE); the rows
             after the prompt count up from the largest. None: they count up from 0.
         causal: each row sees only earlier ones; False: all rows see each other (a prefix language model).
@@ -57,13 +57,20 @@ class PromptLayout:
 
     ids: tuple[int, ...]
     rows: int
-    visual_rows: range
+    visual_rows: tuple[range, ...]
     positions: np.ndarray | None = None
     causal: bool = True
 
     def positions_of(self, start: int, stop: int) -> np.ndarray | None:
-        """RoPE positions of some of its rows, int64 [axes, stop - start]; None: they count up from 0."""
-        return None if self.positions is None else self.positions[:, start:stop]
+        """RoPE positions of some rows, of the prompt or of an answer without a branch behind it.
+
+        Returns:
+            int64 [axes, stop - start]; None: they count up from 0.
+        """
+        if self.positions is None:
+            return None
+        behind = np.arange(max(start, self.rows), max(stop, self.rows)) - self.rows + 1 + self.positions.max()
+        return np.concatenate((self.positions[:, start:stop], np.tile(behind, (len(self.positions), 1))), axis=1)
 
     def positions_behind(self, row: int, nodes: int) -> np.ndarray | None:
         """The RoPE position of a row after the prompt, once for each node of a tree that begins there.
@@ -71,10 +78,8 @@ class PromptLayout:
         Returns:
             int64 [axes, nodes], all the same; None: it is the row's number.
         """
-        if self.positions is None:
-            return None
-        after = int(self.positions.max()) + 1 + row - self.rows
-        return np.full((len(self.positions), nodes), after)
+        of_root = self.positions_of(row, row + 1)
+        return None if of_root is None else np.repeat(of_root, nodes, axis=1)
 
 
 class DecoderConfig(Protocol):

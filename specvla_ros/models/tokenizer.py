@@ -32,6 +32,22 @@ def read_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
+def require_tokenizer(directory: Path, hint: str = "copy it from where the weights are from") -> Tokenizer:
+    """The tokenizer.json of a directory that must have one.
+
+    Args:
+        directory: where it lies.
+        hint: what to do where it does not.
+
+    Raises:
+        UserError: it is missing, or cannot be read.
+    """
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        raise UserError(f"{path} is missing; {hint}")
+    return read_tokenizer(path)
+
+
 def check_tokenizer(tokenizer: Tokenizer, path: Path, vocab_size: int) -> None:
     """Tries a tokenizer.
 

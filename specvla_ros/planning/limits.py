@@ -172,7 +172,7 @@ def _run_scheduler(mode: Mode, prompt_rows: int, action_tokens: int, lengths: Ac
     """Drives the engine's scheduler with a runner that only counts."""
     settings = EngineSettings(mode=mode.decode_mode, max_in_flight=mode.max_in_flight, prefill_chunks=mode.chunks)
     mailbox, root = Mailbox(None), Tree.from_root(torch.zeros((), dtype=torch.int64))
-    layout = PromptLayout(ids=(), rows=prompt_rows, visual_rows=range(0))
+    layout = PromptLayout(ids=(), rows=prompt_rows, visual_rows=())
     zeros = np.zeros(action_tokens)
     codec = BinsCodec(ActionTokenizer(_VOCABULARY), ActionStatistics("", zeros, zeros, zeros > 0))
     scheduler = Scheduler(

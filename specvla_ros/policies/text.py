@@ -41,6 +41,7 @@ from specvla_ros.training.nano import NanoShape, write_nano
 from specvla_ros.training.trainer import write_json
 
 LONGEST_TEXT = 64  # tokens
+_LAYERS = NanoShape().layers  # the nano policy's own, whose weights it begins with
 _CELL_M, _ORIGIN_M = 0.04, (0.3, -0.2)
 _NEAR_M = 0.05
 _PLANS = {
@@ -90,13 +91,14 @@ def main(
     episodes: Annotated[int, typer.Option(help="Of the nano policy, to learn from.", min=1)] = 400,
     steps: Annotated[int, typer.Option(help="Of the optimiser.", min=1)] = 1000,
     batch: Annotated[int, typer.Option(help="Images of a step.", min=1)] = 24,
+    layers: Annotated[int, typer.Option(help="Of its language model; fewer make a draft model.", min=1)] = _LAYERS,
 ) -> None:
     """Train the text policy."""
     torch.manual_seed(0)
     nano = require_openvla(load_target(nano_policy(), device="cpu"))
     seen = _look(nano, episodes)
     texts = sorted({frame.text for frame in seen} | {" ".join(map(str, range(10)))})
-    _write_untrained(nano, out, texts)
+    _write_untrained(nano, out, texts, layers)
     policy = require_openvla(load_target(out, device="cpu"))
     samples = [_sample(policy, nano, frame) for frame in seen]
     stride = max(2, len(samples) // 200)
@@ -106,7 +108,8 @@ def main(
     accuracy = _accuracy(policy, held_out)
     save_weights(out / "model.safetensors", policy.model.checkpoint_tensors())
     card = {
-        "command": f"python -m specvla_ros.policies.text --episodes {episodes} --steps {steps} --batch {batch}",
+        "command": f"python -m specvla_ros.policies.text --episodes {episodes} --steps {steps} --batch {batch}"
+        f" --layers {layers}",
         "images": len(samples),
         "longest_answer": max(len(sample.answer) for sample in samples),
         "held_out_token_accuracy": accuracy,
@@ -142,10 +145,11 @@ def _look(nano: OpenVLATarget, episodes: int) -> list[Frame]:
     return seen
 
 
-def _write_untrained(nano: OpenVLATarget, out: Path, texts: list[str]) -> None:
+def _write_untrained(nano: OpenVLATarget, out: Path, texts: list[str], layers: int) -> None:
+    """The nano policy's weights, as many layers of its language model as are wanted, and rows for more words."""
     config = json.loads((nano.directory / "config.json").read_text(encoding="utf-8"))
     instructions = [task.instruction for task in TASKS]
-    write_nano(out, NanoShape(), [*instructions, *texts], config["norm_stats"], seed=0)
+    write_nano(out, NanoShape(layers=layers), [*instructions, *texts], config["norm_stats"], seed=0)
     model, known = OpenVLA(read_config(out)), nano.model.checkpoint_tensors()
     tensors = model.checkpoint_tensors()
     fresh = require_openvla(load_target(out, device="cpu"))

@@ -1,29 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LVSpec with its two drafters in the engine: forward by forward what its equations say of dense forwards."""
+"""LVSpec with its two drafters in the engine: forward by forward what its equations say of dense forwards.
 
-from dataclasses import dataclass, field
+With one picture in the prompt, and with several pictures of different sizes whose rows have several RoPE positions.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.draft_heads import policy_with_random_head
 from support.draft_models import FOLDER, with_model, write_draft_model
 from support.lvspec_reading import plain_reading
 from support.pipelines import poisoned
+from support.random_qwen_vl import SHAPES, add_vla0, write_qwen_vl
 from torch import Tensor
 
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.codecs.text import TextCodec
+from specvla_ros.models.generation import GreedyRules
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.models.qwen_vl.target import QwenVLTarget
+from specvla_ros.models.target import PromptLayout, Target
 from specvla_ros.speculation.accept import Acceptance, AcceptanceRule, AcceptReason, Verification
 from specvla_ros.speculation.rules.lvspec import LVSpec
 
-LONGEST_TEXT = 24
+LONGEST_TEXT, LONGEST_PROMPT = 24, 400
 FRAMES = 6
+VLA0 = """
+MODEL:
+  QWEN: {horizon: 1, num_cam: 3, rgb_img_size: '112,84', tiled_rgb_imgs: false, add_vision_id: true,
+         num_bins_actions: 500, history: 1, action_type: original}
+DATALOADER:
+  ROBOVERSE: {cfg_opts: 'IMAGE.crop_img:1.0:IMAGE.img_size:112'}
+"""
 DRAFTERS: dict[str, dict[str, Any]] = {
     "Std.-SD": dict(draft_model=FOLDER),
     "Self-SD": dict(draft_self_tokens=10),
@@ -31,11 +48,34 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
-    made = policy_with_random_head(tmp_path_factory.mktemp("writer"), seed=3, hidden_size=64, layers=2, text=1.4)
+@pytest.fixture(scope="module", params=["one picture", "three pictures"])
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    directory = tmp_path_factory.mktemp("writer")
+    make = of_one_picture if request.param == "one picture" else of_three_pictures
+    made = make(directory)
     write_draft_model(made, noise=0.3)
     return made
+
+
+def of_one_picture(directory: Path) -> Target:
+    return policy_with_random_head(directory, seed=3, hidden_size=64, layers=2, text=1.4)
+
+
+def of_three_pictures(directory: Path) -> Target:
+    """VLA-0's prompt; what it writes is taken for text, and hangs on what it sees."""
+    add_vla0(write_qwen_vl(directory, SHAPES[1], seed=5), config=VLA0)
+    tensors = load_file(directory / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.startswith("model.") and "norm" in name:
+            tensor.fill_(1.0)
+        elif name.startswith("model.layers."):
+            tensor *= 2.0
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    made = load_target(directory, device="cpu")
+    assert isinstance(made, QwenVLTarget)
+    made.model.to(torch.float64)
+    codec = TextCodec(made.codec.end_ids, made.decoder.config.vocab_size)  # type: ignore[attr-defined]
+    return replace(made, policy=replace(made.policy, codec=codec, generation=GreedyRules()))
 
 
 @dataclass
@@ -54,44 +94,47 @@ class Watching:
         return self.rule.accept(verification)
 
 
-def frame(stamp_ns: int) -> Observation:
-    image = np.random.default_rng(stamp_ns).integers(0, 256, (48, 64, 3), dtype=np.uint8)
-    return Observation(image, "put carrot on plate", stamp_ns)
+def frame(policy: Target, stamp_ns: int) -> Observation:
+    generator = np.random.default_rng(stamp_ns)
+    images = {name: generator.integers(0, 256, (48, 64, 3), dtype=np.uint8) for name in policy.cameras}
+    return Observation(images, "put carrot on plate", stamp_ns)
 
 
-def answers(policy: OpenVLATarget, settings: EngineSettings) -> list[tuple[Action, list[list[int]]]]:
+def answers(policy: Target, settings: EngineSettings) -> list[tuple[Action, list[list[int]]]]:
     """The actions of some frames, each with the chains that its forwards verified."""
-    engine = poisoned(policy, with_model(policy, settings))
+    engine = poisoned(policy, with_model(policy, replace(settings, max_text_tokens=LONGEST_PROMPT)))
     found = []
     for stamp in range(1, FRAMES + 1):
         watching = Watching(engine.rule_for(settings.acceptance))
         engine.verifier.set_rule(watching)
-        action = engine.act(frame(stamp))
+        action = engine.act(frame(policy, stamp))
         if isinstance(action, Action):
             found.append((action, watching.chains))
     assert len(found) >= 3, "the random policy writes too much: choose another seed"
     return found
 
 
-def dense(policy: OpenVLATarget, rows: Tensor) -> Tensor:
+def dense(policy: Target, layout: PromptLayout, rows: Tensor) -> Tensor:
     """[n, hidden], last hidden states of a whole sequence in one forward."""
     cache = new_cache(policy.decoder, slots=1, slot_rows=len(rows))
-    return packed_forward(policy.decoder, [Segment(0, 0, rows)], cache).hidden
+    segment = Segment(0, 0, rows, positions=layout.positions_of(0, len(rows)))
+    return packed_forward(policy.decoder, [segment], cache).hidden
 
 
 def committed_by_equations(
-    policy: OpenVLATarget, observation: Observation, chains: list[list[int]], rule: LVSpec
+    policy: Target, observation: Observation, chains: list[list[int]], rule: LVSpec
 ) -> list[list[int]]:
     """What each forward commits to, given what it was drafted."""
     layout = policy.prompt_layout(observation)
-    prompt, image = policy.prompt_embeddings(observation, layout.ids), 1 + np.arange(policy.image_tokens)
+    prompt, image = policy.prompt_embeddings(observation, layout.ids), np.concatenate([*layout.visual_rows])
+    assert len(image) == policy.image_tokens
     answer: list[int] = []
     commits: list[list[int]] = []
     for chain in chains:
         ids = torch.tensor([*answer, *chain], dtype=torch.int64)
-        hidden = dense(policy, torch.cat((prompt, policy.decoder.embed_tokens(ids))))
+        hidden = dense(policy, layout, torch.cat((prompt, policy.decoder.embed_tokens(ids))))
         before = len(prompt) + len(answer)
-        target = (hidden[before - 1 :] @ policy.decoder.lm_head.weight.T).argmax(dim=-1).tolist()
+        target = policy.decoder.logits(hidden[before - 1 :]).argmax(dim=-1).tolist()
         states = hidden.numpy()
         commits.append(plain_reading(chain, target, states[before:], states[image], rule)[1])
         answer += commits[-1]
@@ -99,7 +142,7 @@ def committed_by_equations(
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_forward_commits_what_the_equations_say(policy: OpenVLATarget, drafter: str) -> None:
+def test_every_forward_commits_what_the_equations_say(policy: Target, drafter: str) -> None:
     own = DRAFTERS[drafter]
     chosen = engine_settings_from(mode="spec", preset="lvspec-paper", max_reasoning_tokens=LONGEST_TEXT, **own)
     whys: set[AcceptReason] = set()
@@ -118,7 +161,7 @@ def test_every_forward_commits_what_the_equations_say(policy: OpenVLATarget, dra
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_with_nothing_loosened_it_is_plain_decoding(policy: OpenVLATarget, drafter: str) -> None:
+def test_with_nothing_loosened_it_is_plain_decoding(policy: Target, drafter: str) -> None:
     plain = EngineSettings(max_reasoning_tokens=LONGEST_TEXT)
     strict = engine_settings_from(
         mode="spec",

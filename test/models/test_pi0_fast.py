@@ -133,6 +133,28 @@ def test_answers_that_lerobot_reads_one_way_or_another(targets: dict[tuple[str, 
     assert taken == ["well formed", "'|' then rubbish", "zeros (pad) after '|'"]
 
 
+@pytest.mark.parametrize("lookup", [0, 8])
+def test_a_draft_model_reads_a_prompt_that_sees_itself_both_ways(lookup: int) -> None:
+    """The policy itself drafts, and is right; so it would not be if it read its prompt row by row."""
+    target = load_target(ORACLE / "checkpoint", device="cpu")
+    case = next(case for case in cases() if cameras_of(case) == target.cameras)
+    drafts = adjusted(DraftSettings(nodes=16), model=str(target.directory), model_lookup_tokens=lookup)
+    plain, drafted = (Engine(target, EngineSettings(mode, draft=drafts)) for mode in ("ar", "spec"))
+    ours, theirs = (engine.act(observation(case)) for engine in (drafted, plain))
+    assert isinstance(ours, Action) and isinstance(theirs, Action)
+    assert ours.tokens == theirs.tokens
+    *whole, _ = ours.record.accept_lengths
+    assert whole and set(whole) == {15}
+
+
+def test_a_draft_model_with_other_cameras_is_refused() -> None:
+    case = next(case for case in cases() if len(cameras_of(case)) == 1)
+    target = load_target(ORACLE / "checkpoint", device="cpu", cameras=cameras_of(case))
+    drafts = adjusted(DraftSettings(nodes=16), model=str(target.directory))
+    with pytest.raises(UserError, match=r"draft.model: .* is asked with images of the cameras"):
+        Engine(target, EngineSettings("spec", draft=drafts))
+
+
 def test_its_prompt_is_never_cut(targets: dict[tuple[str, ...], Pi0FastTarget]) -> None:
     target = target_of(cases()[0], targets)
     with pytest.raises(UserError, match="this policy's prompt sees itself both ways"):

@@ -114,7 +114,15 @@ def vla0(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def check_all_modes(target: QwenVLTarget) -> None:
-    drafts = adjusted(DraftSettings(nodes=12), temporal=True, prompt_lookup_tokens=4)
+    drafts = adjusted(
+        DraftSettings(nodes=12),
+        temporal=True,
+        prompt_lookup_tokens=4,
+        self_tokens=3,
+        self_image_share=0.3,
+        model=str(target.directory),
+        model_tokens=3,
+    )
     engines = {
         mode: Engine(
             as_text(target),

@@ -122,7 +122,7 @@ class TwoCameras:
         if tuple(observation.cameras) != CAMERAS or observation.state is None:
             raise UserError(f"this policy needs the cameras {', '.join(CAMERAS)} and a state")
         ids = tuple(20 + len(word) % 10 for word in observation.instruction.split())
-        return PromptLayout(ids, 3 + len(ids), range(2))
+        return PromptLayout(ids, 3 + len(ids), (range(2),))
 
     def prompt_embeddings(
         self, observation: Observation, prompt_ids: Sequence[int], vision: Any = None

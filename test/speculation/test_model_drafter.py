@@ -20,6 +20,7 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import PromptLayout
 from specvla_ros.speculation.drafters.model_drafter import ModelDrafter
 from specvla_ros.speculation.drafters.registry import DraftInput, DraftWork
 from specvla_ros.speculation.tree import Tree
@@ -31,11 +32,19 @@ LOOKUPS = (0, 1, 10)
 TARGET_ROWS = 9  # of the target's prompt, whose hidden states and embeddings the draft model never reads
 
 
+def prompt_layout(ids: tuple[int, ...]) -> PromptLayout:
+    return PromptLayout(ids, IMAGE + len(ids), (range(1, 1 + IMAGE),))
+
+
 class Model:
     """What a drafter asks of a target; its image rows are made of the image's first pixels."""
 
     def __init__(self, decoder: PackedDecoder = DECODER) -> None:
         self.decoder = decoder
+
+    def prompt_layout(self, observation: Observation) -> PromptLayout:
+        assert observation.prompt_ids is not None
+        return prompt_layout(observation.prompt_ids)
 
     def prompt_embeddings(self, observation: Observation, prompt_ids: tuple[int, ...]) -> Tensor:
         words = self.decoder.embed_tokens(torch.tensor(prompt_ids))
@@ -72,7 +81,7 @@ def asked(seed: int, slot: int, answer: tuple[int, ...], depth: int, *, begins: 
         torch.tensor(answer[-1]),
         depth,
         position=0,
-        prompt=made.prompt,
+        layout=prompt_layout(made.prompt),
         answer=answer,
         observation=made.observation,
     )
@@ -204,7 +213,7 @@ def counting() -> PackedDecoder:
 def test_text_that_repeats_itself_takes_fewer_forwards_to_the_same_chain(lookup: int, forwards: int) -> None:
     model: Any = Model(counting())
     made = ModelDrafter(model, tokens=25, slots=1, slot_rows=96, lookup=lookup)
-    request = replace(asked(1, 0, (3,), 25, begins=True), prompt=tuple(range(40)))
+    request = replace(asked(1, 0, (3,), 25, begins=True), layout=prompt_layout(tuple(range(40))))
     (tree,) = drafted(made, request)
     is_chain(tree, 3, tuple(range(4, 29)))
     assert made.work.model_forwards == forwards
@@ -224,6 +233,7 @@ def test_a_chain_ends_at_the_first_nan(lookup: int) -> None:
     made = drafter(lookup=lookup)
     nan = SimpleNamespace(
         decoder=DECODER,
+        prompt_layout=lambda _: PromptLayout((1, 2, 3), 3, ()),
         prompt_embeddings=lambda *_: torch.full((3, 32), float("nan"), dtype=torch.float64),
     )
     made._model = nan  # type: ignore[assignment]

@@ -17,6 +17,7 @@ from torch import Tensor
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.config import DecoderShape
+from specvla_ros.models.target import PromptLayout
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.drafters.self_draft import KEEPS
 from specvla_ros.speculation.drafters.self_drafter import (
@@ -78,7 +79,7 @@ def request(seed: int, slot: int, told: int, levels: int, *, since: int = -1) ->
         torch.tensor(made.answer[told]),
         levels,
         position=0,
-        prompt=made.prompt_ids,
+        layout=PromptLayout(made.prompt_ids, made.prompt_rows, (range(1, 1 + IMAGE),)),
     )
 
 
@@ -280,7 +281,9 @@ def test_without_an_image_nothing_is_left_out(keep: str) -> None:
     blind = SelfDrafter(DECODER, image_tokens=0, image_share=0.1, keep=keep, tokens=5, slots=4, slot_rows=SLOT_ROWS)
     words = DECODER.embed_tokens(torch.tensor([3, 1, 4, 1, 5]))
     hidden = hidden_of(words)
-    asked = DraftInput(0, 4, hidden[:4], words[1:], torch.tensor(5), 3, position=0, prompt=(3, 1, 4))
+    asked = DraftInput(
+        0, 4, hidden[:4], words[1:], torch.tensor(5), 3, position=0, layout=PromptLayout((3, 1, 4), 3, ())
+    )
     (tree,) = blind.draft([asked])
     said: list[int] = []
     while len(said) < 3:

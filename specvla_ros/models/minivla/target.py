@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
@@ -22,17 +22,17 @@ from specvla_ros.models.checkpoint import TARGETS, refuse_options
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec, select_statistics
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.vq import VqCodec, read_vq_vae
-from specvla_ros.models.config import DECODERS, DecoderShape, read_checkpoint_json, read_decoder_shape
+from specvla_ros.models.config import DECODERS, read_checkpoint_json, read_decoder_shape
 from specvla_ros.models.decoder import PackedDecoder, head_dtype
 from specvla_ros.models.generation import NO_RULES, GreedyRules
 from specvla_ros.models.observation import ONLY_CAMERA, Observation
 from specvla_ros.models.openvla.config import OpenVLAConfig, prismatic_towers
 from specvla_ros.models.openvla.image_processor import ImageProcessor, dinosiglip_processor
 from specvla_ros.models.openvla.model import OpenVLA
-from specvla_ros.models.pickled_weights import read_pickled, tensors_in
+from specvla_ros.models.pickled_weights import copy_weights, read_pickled, tensors_in
 from specvla_ros.models.settings import ALL_CAMERAS
 from specvla_ros.models.target import ImageEmbeddings, PromptLayout
-from specvla_ros.models.tokenizer import check_instruction, check_tokenizer, read_tokenizer, refuse_special_tokens
+from specvla_ros.models.tokenizer import check_instruction, check_tokenizer, refuse_special_tokens, require_tokenizer
 from specvla_ros.models.weights import Progress
 
 MODEL_TYPE = "prismatic-vla"
@@ -119,7 +119,7 @@ class MiniVLATarget:
         observation.of_cameras(self.cameras)
         ids = observation.prompt_ids
         ids = self.prompt_ids(observation.instruction) if ids is None else tuple(ids)
-        return PromptLayout(ids, len(ids) + self.image_tokens, range(1, 1 + self.image_tokens))
+        return PromptLayout(ids, len(ids) + self.image_tokens, (range(1, 1 + self.image_tokens),))
 
     def prompt_ids(self, instruction: str) -> tuple[int, ...]:
         """Prompt ids of an instruction.
@@ -187,15 +187,15 @@ def load_minivla(
     vla = raw.inner("vla")
     shown = _cameras(directory, cameras, vla.whole("image_sequence_len", 1, minimum=1, maximum=2))
     llm = _folder(directory, "llm", "config.json and tokenizer of the language model, such as Qwen/Qwen2.5-0.5B")
-    tokenizer = read_tokenizer(llm / "tokenizer.json") if (llm / "tokenizer.json").exists() else None
-    if tokenizer is None:
-        raise UserError(f"{llm / 'tokenizer.json'} is missing; copy it from where the language model is from")
+    tokenizer = require_tokenizer(llm)
     tokens = tokenizer.get_vocab_size() + _EXTRA_TOKENS
     shape = read_decoder_shape(read_checkpoint_json(llm / "config.json"), {"qwen2": DECODERS["qwen2"]})
     shape = replace(shape, vocab_size=tokens + -tokens % _ROW_MULTIPLE)
     check_tokenizer(tokenizer, llm / "tokenizer.json", shape.vocab_size)
     codec = _codec(directory, vla.text("action_tokenizer"), unnorm_key, tokens)
-    config = _model_config(directory, shape)
+    config = OpenVLAConfig(
+        prismatic_towers(raw), shape, pad_to_multiple_of=0, action_bins=2, norm_stats={}, vicuna=False
+    )
     with torch.device("meta"):
         model = MiniVLA(config, len(shown))
     model.to(dtype)
@@ -257,17 +257,11 @@ def _codec(directory: Path, name: str, unnorm_key: str, tokens: int) -> Codec:
     return VqCodec(vae, statistics, tokens)
 
 
-def _model_config(directory: Path, shape: DecoderShape) -> OpenVLAConfig:
-    raw = read_checkpoint_json(directory / "config.json")
-    towers = prismatic_towers(raw)
-    return OpenVLAConfig(towers, shape, pad_to_multiple_of=0, action_bins=2, norm_stats={}, vicuna=False)
-
-
-def _load(directory: Path, model: nn.Module, progress: Progress | None) -> None:
-    """Copies the weights of the newest .pt file.
+def _load(directory: Path, model: MiniVLA, progress: Progress | None) -> None:
+    """Copies the weights of the only .pt file.
 
     Raises:
-        UserError: there is none, or it does not hold this model's tensors.
+        UserError: there is none, or several, or it does not hold this model's tensors.
     """
     files = sorted((directory / "checkpoints").glob("*.pt"))
     if len(files) != 1:
@@ -279,15 +273,9 @@ def _load(directory: Path, model: nn.Module, progress: Progress | None) -> None:
     given: dict[str, Tensor] = {}
     for part, tensors in parts.items() if isinstance(parts, dict) else ():
         given |= {_renamed(name): tensor for name, tensor in tensors_in(tensors, path, f"model.{part}").items()}
-    wanted = model.checkpoint_tensors()  # type: ignore[operator]
-    for done, (name, tensor) in enumerate(wanted.items(), 1):
-        found = given.get(name)
-        if found is None or found.shape != tensor.shape or not found.is_floating_point():
-            has = "no such tensor" if found is None else f"one of shape {list(found.shape)}"
-            raise UserError(f"{path}: {name} must have shape {list(tensor.shape)}, and there is {has}")
-        tensor.copy_(found)
+    for done in copy_weights(given, model.checkpoint_tensors(), path):
         if progress is not None:
-            progress(f"reading {path.name}", done / len(wanted))
+            progress(f"reading {path.name}", done)
 
 
 def _renamed(name: str) -> str:

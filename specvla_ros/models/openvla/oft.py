@@ -6,6 +6,7 @@ prismatic/models/action_heads.py and projectors.py, prismatic/vla/constants.py; 
 which every row of the sequence sees every other.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -30,7 +31,7 @@ from specvla_ros.models.openvla.config import OpenVLAConfig
 from specvla_ros.models.openvla.image_processor import ImageProcessor, center_crop
 from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.openvla.prompt import PromptTokenizer
-from specvla_ros.models.pickled_weights import read_pickled, tensors_in
+from specvla_ros.models.pickled_weights import copy_weights, read_pickled, tensors_in
 from specvla_ros.models.settings import ALL_CAMERAS
 from specvla_ros.models.target import ImageEmbeddings, PromptLayout
 
@@ -178,22 +179,10 @@ class OFTTarget:
             UserError: an instruction that cannot be asked, images of other cameras, or no state of the right length.
         """
         observation.of_cameras(self.cameras)
-        self._state(observation)
+        observation.state_of(self.state_dims)
         ids = observation.prompt_ids
         ids = self.prompt.ids(observation.instruction) if ids is None else self.prompt.complete(ids)
-        return PromptLayout(ids, len(ids) + self.image_tokens, range(1, 1 + self._image_rows), causal=False)
-
-    def _state(self, observation: Observation) -> np.ndarray | None:
-        state = observation.state
-        if self.proprio is None:
-            return None
-        if state is None or state.shape != (self.state_dims,) or not np.isfinite(state).all():
-            given = "none is given" if state is None else f"given is one of shape {list(state.shape)}"
-            raise UserError(
-                f"the policy reads the robot's state, {self.state_dims} finite numbers in the units of its training "
-                f"data; {given}"
-            )
-        return self.proprio.normalised(state)
+        return PromptLayout(ids, len(ids) + self.image_tokens, (range(1, 1 + self._image_rows),), causal=False)
 
     def prompt_embeddings(
         self, observation: Observation, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None
@@ -203,8 +192,8 @@ class OFTTarget:
         images = [self.picture(image) for image in observation.of_cameras(self.cameras).values()]
         # Picture by picture: a captured tower has the size of one.
         rows = [(vision or self.model.image_embeddings)(self.image_processor(image)) for image in images]
-        state = self._state(observation)
-        if state is not None and self.proprio is not None:
+        if self.proprio is not None:
+            state = self.proprio.normalised(observation.state_of(self.state_dims))
             rows.append(self.proprio(torch.from_numpy(state).to(device, text.dtype)))
         nothing = torch.zeros(self.values, text.shape[1], dtype=text.dtype, device=device)
         return torch.cat((text[:1], *rows, text[1:-1], nothing, text[-1:]))
@@ -364,13 +353,5 @@ def _module(path: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _fill(module: nn.Module, path: Path, names: dict[str, str]) -> None:
-    saved = _module(path)
-    for ours, parameter in module.named_parameters():
-        found = saved.get(names[ours])
-        if found is None or found.shape != parameter.shape or not found.is_floating_point():
-            has = "no such tensor" if found is None else f"one of shape {list(found.shape)}"
-            raise UserError(
-                f"{path}: {names[ours]} must have shape {list(parameter.shape)}, as the statistics and config.json "
-                f"say, and there is {has}"
-            )
-        parameter.copy_(found)
+    wanted = {names[ours]: parameter.detach() for ours, parameter in module.named_parameters()}
+    deque(copy_weights(_module(path), wanted, path), maxlen=0)

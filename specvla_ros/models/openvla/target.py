@@ -221,7 +221,7 @@ class OpenVLATarget:
         _ = observation.image
         ids = observation.prompt_ids
         ids = self.prompt_ids(observation.instruction) if ids is None else self.prompt.complete(ids)
-        return PromptLayout(ids, len(ids) + self.image_tokens, range(1, 1 + self.image_tokens))
+        return PromptLayout(ids, len(ids) + self.image_tokens, (range(1, 1 + self.image_tokens),))
 
     def prompt_embeddings(
         self, observation: Observation, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None

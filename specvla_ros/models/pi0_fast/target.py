@@ -25,7 +25,7 @@ from specvla_ros.models.pi0_fast.model import PaliGemma, load_model
 from specvla_ros.models.pi0_fast.pictures import padded_picture
 from specvla_ros.models.settings import ALL_CAMERAS
 from specvla_ros.models.target import ImageEmbeddings, PromptLayout
-from specvla_ros.models.tokenizer import check_instruction, check_tokenizer, read_tokenizer, refuse_special_tokens
+from specvla_ros.models.tokenizer import check_instruction, check_tokenizer, refuse_special_tokens, require_tokenizer
 from specvla_ros.models.weights import Progress
 
 _EDGES = np.linspace(-1, 1, 257)[:-1]  # of the state's bins, as openpi's tokenizer has them
@@ -87,37 +87,26 @@ class Pi0FastTarget:
         observation.of_cameras(self.cameras)
         ids = observation.prompt_ids
         if ids is None:
-            ids = self.prompt_ids(observation.instruction, observation.state)
-        visual = range(self.image_tokens)
-        return PromptLayout(tuple(ids), self.image_tokens + len(ids), visual, causal=False)
+            ids = self.prompt_ids(observation.instruction, observation.state_of(self.state_dims))
+        return PromptLayout(tuple(ids), self.image_tokens + len(ids), (range(self.image_tokens),), causal=False)
 
-    def prompt_ids(self, instruction: str, state: np.ndarray | None) -> tuple[int, ...]:
+    def prompt_ids(self, instruction: str, state: np.ndarray) -> tuple[int, ...]:
         """Ids of a task and a state, <bos> last.
 
         Raises:
-            UserError: it is no plain text of a usable length, holds one of the tokenizer's special tokens, or the state
-                is not what the policy reads.
+            UserError: it is no plain text of a usable length, or holds one of the tokenizer's special tokens.
         """
         check_instruction(instruction)
         refuse_special_tokens(instruction, self.tokenizer)
         task = instruction.strip().replace("_", " ").replace("\n", " ")
-        ids = self.tokenizer.encode(f"Task: {task}, State: {' '.join(map(str, self._state_bins(state)))};\n").ids
+        bins = (np.digitize(self.state(state), _EDGES) - 1).tolist()
+        ids = self.tokenizer.encode(f"Task: {task}, State: {' '.join(map(str, bins))};\n").ids
         if len(ids) > self.prompt_tokens:
             raise UserError(
                 f"the prompt has {len(ids)} tokens, and the policy reads {self.prompt_tokens}: the robot's state, with "
                 "which it ends, would be lost; shorten the instruction"
             )
         return (*ids, self.bos_id)
-
-    def _state_bins(self, state: np.ndarray | None) -> list[int]:
-        if state is None or state.shape != (self.state_dims,) or not np.isfinite(state).all():
-            given = "none is given" if state is None else f"given is one of shape {list(state.shape)}"
-            raise UserError(
-                f"the policy reads the robot's state, {self.state_dims} finite numbers in the units of its training "
-                f"data; {given}"
-            )
-        bins: list[int] = (np.digitize(self.state(state), _EDGES) - 1).tolist()
-        return bins
 
     def prompt_embeddings(
         self, observation: Observation, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None
@@ -193,11 +182,10 @@ def load_pi0_fast(
 
 
 def _tokenizer(config: Pi0FastConfig) -> Tokenizer:
-    path = config.text_tokenizer / "tokenizer.json"
-    if not path.exists():
-        raise UserError(f"{path} is missing; copy PaliGemma's tokenizer there (google/paligemma-3b-pt-224)")
-    tokenizer = read_tokenizer(path)
-    check_tokenizer(tokenizer, path, config.decoder.vocab_size + 1)  # <image> is behind the model's own ids
+    hint = "copy PaliGemma's tokenizer there (google/paligemma-3b-pt-224)"
+    tokenizer = require_tokenizer(config.text_tokenizer, hint)
+    # <image> is behind the model's own ids.
+    check_tokenizer(tokenizer, config.text_tokenizer / "tokenizer.json", config.decoder.vocab_size + 1)
     return tokenizer
 
 

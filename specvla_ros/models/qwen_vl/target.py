@@ -30,8 +30,8 @@ from specvla_ros.models.tokenizer import (
     check_instruction,
     check_prompt_ids,
     check_tokenizer,
-    read_tokenizer,
     refuse_special_tokens,
+    require_tokenizer,
 )
 from specvla_ros.models.weights import Progress
 
@@ -106,13 +106,20 @@ class QwenVLTarget:
         ids = self.prompt_ids(observation.instruction) if ids is None else tuple(ids)
         check_prompt_ids(ids, self.decoder.config.vocab_size)
         grids = self._row_grids
-        places = ids.count(self.image_id)
+        places = len(self._image_places(ids))
         if places != len(grids):
             raise UserError(f"the prompt has {places} places for pictures, and there are {len(grids)}")
         positions = mrope_positions(ids, self.image_id, grids)
-        first = ids.index(self.image_id)
-        visual = range(first, first + grids[0][0] * grids[0][1])
-        return PromptLayout(ids, positions.shape[1], visual, positions)
+        visual, after = [], 0
+        for place, (height, width) in zip(self._image_places(ids), grids, strict=True):
+            start = place + after
+            visual.append(range(start, start + height * width))
+            after += height * width - 1
+        return PromptLayout(ids, positions.shape[1], tuple(visual), positions)
+
+    def _image_places(self, ids: Sequence[int]) -> list[int]:
+        """Where in a prompt's ids the pictures stand."""
+        return [place for place, token in enumerate(ids) if token == self.image_id]
 
     def prompt_ids(self, instruction: str) -> tuple[int, ...]:
         """Prompt ids of an instruction, a picture being one token.
@@ -130,9 +137,8 @@ class QwenVLTarget:
         patches = self.processor.patches(self.policy.pictures(observation.of_cameras(self.cameras)))
         rows = (vision or self.model.image_embeddings)(patches).split([h * w for h, w in self._row_grids])
         text = self.decoder.embed_tokens(to_device(prompt_ids, self.decoder.device))
-        places = [i for i, token in enumerate(prompt_ids) if token == self.image_id]
         parts, start = [], 0
-        for place, picture in zip(places, rows, strict=True):
+        for place, picture in zip(self._image_places(prompt_ids), rows, strict=True):
             parts += [text[start:place], picture.to(text.dtype)]
             start = place + 1
         return torch.cat([*parts, text[start:]])
@@ -205,7 +211,8 @@ def load_qwen_vl(
     refuse_options(directory, options)
     check_directory(directory)
     config = read_config(directory)
-    tokenizer = _tokenizer(directory, config.decoder.vocab_size)
+    tokenizer = require_tokenizer(directory)
+    check_tokenizer(tokenizer, directory / "tokenizer.json", config.decoder.vocab_size)
     processor = read_patch_processor(directory)
     policy = _policy(PolicyContext(directory, tokenizer, processor, unnorm_key, read_generation(directory)))
     chat = _chat(directory, numbers_pictures=policy.numbers_pictures)
@@ -224,15 +231,6 @@ def _policy(context: PolicyContext) -> ChatPolicy:
             "<robot_action_0> and on, VLA-0 has dataset_stats.pkl or dataset_stats.json with or beside it"
         )
     return policy
-
-
-def _tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
-    path = directory / "tokenizer.json"
-    if not path.exists():
-        raise UserError(f"{path} is missing; copy it from where the weights are from")
-    tokenizer = read_tokenizer(path)
-    check_tokenizer(tokenizer, path, vocab_size)
-    return tokenizer
 
 
 def _chat(directory: Path, *, numbers_pictures: bool) -> Callable[[Messages], str]:

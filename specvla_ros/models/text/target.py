@@ -28,7 +28,7 @@ from specvla_ros.models.decoder import PackedDecoder, decoder_tensors, head_dtyp
 from specvla_ros.models.generation import NO_RULES, GreedyRules, read_end_ids, read_generation
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import ImageEmbeddings, PromptLayout
-from specvla_ros.models.tokenizer import check_prompt_ids, check_tokenizer, read_tokenizer
+from specvla_ros.models.tokenizer import check_prompt_ids, check_tokenizer, require_tokenizer
 from specvla_ros.models.weights import Progress, check_weights, load_weights
 
 
@@ -70,7 +70,7 @@ class TextTarget:
         if not ids:
             raise UserError("the prompt is empty; say what the model shall go on from")
         check_prompt_ids(ids, self.decoder.config.vocab_size)
-        return PromptLayout(ids, len(ids), range(0))
+        return PromptLayout(ids, len(ids), ())
 
     def prompt_embeddings(
         self, observation: Observation, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None
@@ -134,6 +134,8 @@ def load_text(
     raw = read_checkpoint_json(directory / "config.json")
     config = read_decoder_shape(raw)
     generation = read_generation(directory)
+    tokenizer = require_tokenizer(directory)
+    check_tokenizer(tokenizer, directory / "tokenizer.json", config.vocab_size)
     with torch.device("meta"):
         decoder = PackedDecoder(config)
     check_weights(directory, decoder_tensors(decoder), unused=r"lm_head\.weight|.+\.inv_freq")
@@ -147,18 +149,9 @@ def load_text(
         directory=directory,
         decoder=decoder.eval().requires_grad_(False),
         codec=TextCodec(read_end_ids(directory), config.vocab_size),
-        tokenizer=_tokenizer(directory, config.vocab_size),
+        tokenizer=tokenizer,
         generation=generation,
     )
-
-
-def _tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
-    path = directory / "tokenizer.json"
-    if not path.exists():
-        raise UserError(f"{path} is missing; copy it from where the weights are from")
-    tokenizer = read_tokenizer(path)
-    check_tokenizer(tokenizer, path, vocab_size)
-    return tokenizer
 
 
 for family in DECODERS:

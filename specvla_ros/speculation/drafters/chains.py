@@ -27,6 +27,10 @@ class Chain:
         start: the slot's row that `inputs` begin at.
         inputs: [n, hidden], embeddings that the next forward reads; the next token is the one after the last.
         text: ids of prompt and answer, in which lookup looks; it adds the chain's own.
+        positions: int64 [axes, n], RoPE positions of `inputs` for a model whose rows have several; None: they count up
+            with the slot's rows.
+        both_ways: of `inputs`, how many at the beginning see each other both ways (the prompt of a prefix language
+            model).
         tokens: int64 [], one each.
         gains: [], log-probability of each token given those before it.
     """
@@ -37,6 +41,8 @@ class Chain:
     start: int
     inputs: Tensor
     text: list[int] = field(default_factory=list)
+    positions: Tensor | None = None
+    both_ways: int = 0
     tokens: list[Tensor] = field(default_factory=list)
     gains: list[Tensor] = field(default_factory=list)
 
@@ -45,7 +51,16 @@ class Chain:
         self.tokens += tokens.unbind()
         self.gains += gains.unbind()
         self.start += len(self.inputs) + len(tokens) - 1
-        self.inputs = embedding
+        self.inputs, self.both_ways = embedding, 0
+        if self.positions is not None:
+            self.positions = self.positions[:, -1:] + len(tokens)
+
+    def positions_with(self, guesses: int) -> Tensor | None:
+        """RoPE positions of `inputs` and of tokens guessed after them."""
+        if self.positions is None or not guesses:
+            return self.positions
+        behind = torch.arange(1, 1 + guesses, device=self.positions.device)
+        return torch.cat((self.positions, self.positions[:, -1:] + behind), dim=1)
 
     def finish(self) -> Tree:
         """The tokens below the root; none is valid from a NaN on."""
@@ -146,22 +161,30 @@ class ChainDecoder:
             guessed = self._decoder.embed_tokens(ids).split([len(guess) for guess in guesses])
             inputs = [torch.cat(pair) for pair in zip(inputs, guessed, strict=True)]
         spans: list[Span] = []
+        wanted: list[int] = []
         rows = 0
-        for chain, mine in zip(chains, inputs, strict=True):
+        for chain, mine, guess in zip(chains, inputs, guesses, strict=True):
             stop = chain.start + len(mine)
             if stop > self._slot_rows:
                 raise ValueError(f"row {stop - 1} of slot {chain.slot} lies beyond its {self._slot_rows} rows")
-            spans.append(Span(chain.slot, rows, len(mine), chain.start, is_tree=False))
+            spans += _spans(chain, rows, len(mine))
             rows += len(mine)
-        layout = pack_layout([(span, None) for span in spans], self._slot_rows, device)
-        wanted = [
-            row
-            for span, guess in zip(spans, guesses, strict=True)
-            for row in range(span.stop - 1 - len(guess), span.stop)
-        ]
+            wanted += range(rows - 1 - len(guess), rows)
+        positions = [chain.positions_with(len(guess)) for chain, guess in zip(chains, guesses, strict=True)]
+        own = [each for each in positions if each is not None]
+        first_positions = torch.cat(own, dim=1) if own else None
+        layout = pack_layout([(span, None) for span in spans], self._slot_rows, device, first_positions)
         self.forwards += 1
         self.rows += rows
         return self._decoder(torch.cat(inputs), layout, to_device(wanted, device), self.keys, self.values)
+
+
+def _spans(chain: Chain, row: int, rows: int) -> list[Span]:
+    """A chain's segments: the rows that see each other both ways, then the others."""
+    first, start = chain.both_ways, chain.start
+    both_ways = Span(chain.slot, row, first, start, is_tree=False, sees_all=True)
+    causal = Span(chain.slot, row + first, rows - first, start + first, is_tree=False)
+    return [span for span in (both_ways, causal) if span.length]
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

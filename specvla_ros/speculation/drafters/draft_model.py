@@ -54,10 +54,10 @@ def _model(context: DraftContext) -> Drafter | None:
     target = context.target
     model = _load(own, target)
     check_vocabulary(model, target)
-    if model.decoder.config.rope_axes > 1 or not model.causal_prompt:
+    if model.cameras not in ((), target.cameras):
         raise UserError(
-            f"draft.model: {model.directory} has several positions per row (M-RoPE) or a prompt that sees itself both "
-            "ways, and cannot draft yet"
+            f"draft.model: {model.directory} is asked with images of the cameras {', '.join(model.cameras)}, and the "
+            f"policy with {', '.join(target.cameras) or 'none'}"
         )
     slot_rows = context.slot_rows - target.image_tokens + model.image_tokens + own.tokens
     longest = model.decoder.config.max_position_embeddings
@@ -102,7 +102,7 @@ def check_vocabulary(model: Target, target: Target) -> None:
     if sizes[0] != sizes[1]:
         raise UserError(f"{refused}it has {sizes[0]} token ids, and the policy {sizes[1]}")
     ids = [each.codec.action_ids for each in (model, target)]
-    if ids[0] != ids[1]:
+    if all(each.bins > 1 for each in ids) and ids[0] != ids[1]:  # other codecs' actions are words of the vocabulary
         ranges = [f"{each.first} to {each.stop - 1} for {each.bins} bins" for each in ids]
         raise UserError(f"{refused}its action tokens are {ranges[0]}, and the policy's {ranges[1]}")
     if model.tokenizer is None or target.tokenizer is None:

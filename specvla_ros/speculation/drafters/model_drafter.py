@@ -2,13 +2,13 @@
 """Drafts a chain with a smaller model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from specvla_kernels.device import to_device
-from specvla_ros.models.target import Target
+from specvla_ros.models.target import PromptLayout, Target
 from specvla_ros.speculation.drafters.chains import Chain, ChainDecoder, common_prefix
 from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftWork
 from specvla_ros.speculation.tree import Tree
@@ -19,12 +19,12 @@ class _Slot:
     """What a slot of the draft model's KV cache holds.
 
     Attributes:
-        prompt_rows: of the draft model's own prompt; 0: not read yet.
+        layout: of the draft model's own prompt; None: not read yet.
         answer: tokens whose rows come after it.
         drafted: what was drafted after these; the rows of all but the last are there too.
     """
 
-    prompt_rows: int = 0
+    layout: PromptLayout | None = None
     answer: tuple[int, ...] = ()
     drafted: Sequence[Tensor] = field(default_factory=tuple)
 
@@ -94,19 +94,32 @@ class ModelDrafter(Drafter):
         if not wanted:
             return Chain(request.slot, root, 0, start=0, inputs=torch.empty(0, device=root.device))
         slot, decoder = self._slots[request.slot], self._model.decoder
-        start = slot.prompt_rows + len(slot.answer)
         inputs = decoder.embed_tokens(to_device(request.answer[len(slot.answer) :], decoder.device))
-        if not slot.prompt_rows:
-            prompt = self._prompt(request)
-            slot.prompt_rows = len(prompt)
-            inputs = torch.cat((prompt, inputs))
+        layout, start, both_ways = slot.layout, 0, 0
+        if layout is None:
+            layout, prompt = self._prompt(request)
+            slot.layout, inputs = layout, torch.cat((prompt, inputs))
+            both_ways = 0 if layout.causal else layout.rows
+        else:
+            start = layout.rows + len(slot.answer)
         slot.answer = request.answer
-        text = [*request.prompt, *request.answer]
-        return Chain(request.slot, root, wanted, start=start, inputs=inputs, text=text)
+        positions = layout.positions_of(start, start + len(inputs))
+        return Chain(
+            request.slot,
+            root,
+            wanted,
+            start=start,
+            inputs=inputs,
+            text=[*request.prompt, *request.answer],
+            positions=None if positions is None else to_device(positions.tolist(), decoder.device),
+            both_ways=both_ways,
+        )
 
-    def _prompt(self, request: DraftInput) -> Tensor:
-        """[n, hidden], the model's own embeddings of image and prompt."""
+    def _prompt(self, request: DraftInput) -> tuple[PromptLayout, Tensor]:
+        """The model's own rows of the images and the prompt's ids, and their embeddings [n, hidden]."""
         if request.observation is None:
             raise ValueError(f"slot {request.slot} has no observation for the draft model to see")
         self.images += 1
-        return self._model.prompt_embeddings(request.observation, request.prompt)
+        observation = replace(request.observation, prompt_ids=request.prompt)
+        layout = self._model.prompt_layout(observation)
+        return layout, self._model.prompt_embeddings(observation, layout.ids)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from specvla_kernels.graph_capture import Capture
     from specvla_ros.models.observation import Observation
-    from specvla_ros.models.target import Target
+    from specvla_ros.models.target import PromptLayout, Target
     from specvla_ros.speculation.settings import DraftSettings
     from specvla_ros.speculation.tree import Tree
 
@@ -88,7 +88,7 @@ class DraftInput:
         max_depth: of the tree: one less than the tokens still missing.
         position: action tokens committed so far, the root included: the dimension of the first drafted token.
         epoch: the instruction epoch.
-        prompt: ids of the prompt.
+        layout: the rows of the prompt; None: unknown, for drafters that look at nothing of it.
         answer: ids of the answer so far.
         mid_prompt: these rows are a chunk of the prompt that does not end it; nothing is drafted yet.
         in_text: the answer may still be text, which comes before the action.
@@ -103,11 +103,16 @@ class DraftInput:
     max_depth: int
     position: int
     epoch: int = 0
-    prompt: tuple[int, ...] = ()
+    layout: PromptLayout | None = None
     answer: tuple[int, ...] = ()
     mid_prompt: bool = False
     in_text: bool = False
     observation: Observation | None = None
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Ids of the prompt."""
+        return () if self.layout is None else self.layout.ids
 
 
 class Drafter(Protocol):

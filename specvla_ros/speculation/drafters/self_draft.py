@@ -4,14 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
 
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import parameter
 from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, drafter
-
-if TYPE_CHECKING:
-    from specvla_ros.models.decoder import PackedDecoder
 
 KEEPS = ("uniform", "similarity")
 
@@ -50,15 +46,15 @@ def _self(context: DraftContext) -> Drafter | None:
     own: SelfDraftSettings = context.own("self")
     if not own.tokens:
         return None
-    if context.target.decoder.config.rope_axes > 1 or not context.target.causal_prompt:
+    if not context.target.causal_prompt:
         raise UserError(
-            "draft.self_tokens leaves image rows out of the prompt, which this policy's positions (M-RoPE) or its "
-            "prompt, which sees itself both ways, do not allow: set it to 0"
+            "draft.self_tokens leaves image rows out of the prompt, and this policy's, which sees itself both ways, "
+            "may begin with them: set it to 0"
         )
     from specvla_ros.speculation.drafters.self_drafter import SelfDrafter
 
     return SelfDrafter(
-        cast("PackedDecoder", context.target.decoder),
+        context.target.decoder,
         image_tokens=context.target.image_tokens,
         image_share=own.image_share,
         keep=own.keep,

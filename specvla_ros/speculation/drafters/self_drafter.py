@@ -2,13 +2,14 @@
 """Drafts a chain with the target itself, which then sees only a share of the image."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvla_ros.models.decoder import PackedDecoder
+from specvla_kernels.device import to_device
+from specvla_ros.models.target import Decoder, PromptLayout
 from specvla_ros.speculation.drafters.chains import Chain, ChainDecoder
 from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftWork
 from specvla_ros.speculation.tree import Tree
@@ -17,18 +18,20 @@ from specvla_ros.speculation.tree import Tree
 class SelfDrafter(Drafter):
     """Decodes greedily with the target over a prompt from which most of the image is left out.
 
-    From SpecVLM (arXiv 2508.16201), whose draft model is given a tenth of the video's tokens, in their order and at
-    consecutive positions, as here. Which ones, SpecVLM decides in two stages: those that the prompt's text attends to
-    most, averaged over heads and layers, and others at even distances. LVSpec (arXiv 2604.05650, section 4 and
-    appendix C) takes those at even distances alone: `evenly_spaced_rows`. No attention weights leave the kernels here;
-    what comes near the first stage is `most_similar_rows`, by the last hidden states of the prefill.
+    From SpecVLM (arXiv 2508.16201), whose draft model is given a tenth of the video's tokens, of all its pictures
+    together, in their order and at consecutive positions, as here. Rows with several RoPE positions (M-RoPE) keep
+    theirs, which SpecVLM's published code does without. Which tokens, SpecVLM decides in two stages: those that the
+    prompt's text attends to most, averaged over heads and layers, and others at even distances. LVSpec (arXiv
+    2604.05650, section 4 and appendix C) takes those at even distances alone: `evenly_spaced_rows`. No attention
+    weights leave the kernels here; what comes near the first stage is `most_similar_rows`, by the last hidden states of
+    the prefill.
 
     A drafted token costs a forward of the whole target. Keys and values are the drafter's own: one slot per request as
     in the target's KV cache, shorter by the image rows that are left out.
 
     Args:
-        decoder: the target.
-        image_tokens: rows of the prompt that the image takes, after BOS.
+        decoder: the target; the first row of its prompts is text.
+        image_tokens: rows of the prompt that the images take.
         image_share: share of these rows that is kept; at least one is.
         keep: which ones, a name in `KEPT_ROWS`.
         tokens: maximum of a chain, 1 to 63.
@@ -43,7 +46,7 @@ class SelfDrafter(Drafter):
 
     def __init__(
         self,
-        decoder: PackedDecoder,
+        decoder: Decoder,
         *,
         image_tokens: int,
         image_share: float,
@@ -53,13 +56,12 @@ class SelfDrafter(Drafter):
         slot_rows: int,
     ) -> None:
         self._decoder = decoder
-        self._image_tokens = image_tokens
         self._rows_to_keep = KEPT_ROWS[keep]
         self._tokens = tokens
         self.kept_image_tokens = min(image_tokens, max(1, round(image_share * image_tokens)))
         self._dropped = image_tokens - self.kept_image_tokens
         self.chains = ChainDecoder(decoder, slots=slots, slot_rows=slot_rows - self._dropped + tokens)
-        self._owed: dict[int, Tensor] = {}  # by slot: rows that are committed, but not in the KV cache yet
+        self._owed: dict[int, _Rows] = {}  # by slot: rows that are committed, but not in the KV cache yet
         self._chunks: dict[int, list[DraftInput]] = {}  # by slot: of a prompt that has not ended
         self.fed_rows = 0
 
@@ -97,15 +99,15 @@ class SelfDrafter(Drafter):
             return Chain(request.slot, request.root, 0, start=0, inputs=request.following)
         first = len(request.hidden) == request.prefix_len
         before = self._owed.pop(request.slot, None)
-        rows = self._pruned(request) if first else request.following
+        rows = self._pruned(request) if first else self._committed(request)
         if before is not None and not first:
-            rows = torch.cat((before, rows))
+            rows = before.and_then(rows)
         wanted = max(0, min(limit, self._tokens, request.max_depth))
         if not wanted:
             self._owed[request.slot] = rows
         # The last row is the root's, which in the target's slot is number `prefix_len`.
-        start = request.prefix_len - self._dropped + 1 - len(rows)
-        return Chain(request.slot, request.root, wanted, start=start, inputs=rows)
+        start = request.prefix_len - self._dropped + 1 - len(rows.embeddings)
+        return Chain(request.slot, request.root, wanted, start=start, inputs=rows.embeddings, positions=rows.positions)
 
     def _joined(self, request: DraftInput) -> DraftInput:
         """A request with the earlier chunks of its prompt: which image rows are kept may be known at its end only."""
@@ -119,19 +121,56 @@ class SelfDrafter(Drafter):
             return replace(request, hidden=hidden, following=following)
         return request
 
-    def _pruned(self, request: DraftInput) -> Tensor:
-        """[n, hidden], embeddings of the prompt with its share of the image, and of what was committed after it."""
-        image, prompt_rows = self._image_tokens, self._image_tokens + len(request.prompt)
-        if not request.prompt or len(request.hidden) < prompt_rows:
+    def _committed(self, request: DraftInput) -> "_Rows":
+        """What was committed since the draft before."""
+        stop = request.prefix_len + 1
+        positions = self._positions(_layout(request), stop - len(request.following), stop)
+        return _Rows(request.following, positions)
+
+    def _pruned(self, request: DraftInput) -> "_Rows":
+        """The prompt with its share of the images, and what was committed after it."""
+        layout, hidden = _layout(request), request.hidden
+        if not layout.ids or len(hidden) < layout.rows:
             raise ValueError(
-                f"the first {len(request.hidden)} rows of slot {request.slot} lack some of the prompt's {prompt_rows}"
+                f"the first {len(hidden)} rows of slot {request.slot} lack some of the prompt's {layout.rows}"
             )
-        kept = self._rows_to_keep(
-            request.hidden[1 : 1 + image], request.hidden[1 + image : prompt_rows], self.kept_image_tokens
-        )
-        bos = self._decoder.embed_tokens.weight[request.prompt[0]]
-        after_bos = request.following  # the embedding after row 0 is that of row 1, the image's first
-        return torch.cat((bos[None], after_bos[:image][kept], after_bos[image:]))
+        visual = [row for rows in layout.visual_rows for row in rows]
+        after_images = visual[-1] + 1 if visual else layout.rows
+        images = to_device(visual, hidden.device)
+        kept = images[self._rows_to_keep(hidden[images], hidden[after_images : layout.rows], self.kept_image_tokens)]
+        stop = request.prefix_len + 1
+        others = to_device(sorted(set(range(stop)).difference(visual)), hidden.device)
+        order = torch.cat((others, kept)).sort().values
+        first = self._decoder.embed_tokens(to_device(layout.ids[:1], hidden.device))
+        positions = self._positions(layout, 0, stop)
+        # `following` holds the embeddings of all rows but the first.
+        embeddings = torch.cat((first, request.following))[order]
+        return _Rows(embeddings, None if positions is None else positions[:, order])
+
+    def _positions(self, layout: PromptLayout, start: int, stop: int) -> Tensor | None:
+        positions = layout.positions_of(start, stop)
+        return None if positions is None else to_device(positions.tolist(), self._decoder.device)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows that the drafter reads: [n, hidden], and RoPE positions [axes, n] where they do not count up."""
+
+    embeddings: Tensor
+    positions: Tensor | None
+
+    def and_then(self, others: "_Rows") -> "_Rows":
+        """Both, one after the other."""
+        positions = None
+        if self.positions is not None and others.positions is not None:
+            positions = torch.cat((self.positions, others.positions), dim=1)
+        return _Rows(torch.cat((self.embeddings, others.embeddings)), positions)
+
+
+def _layout(request: DraftInput) -> PromptLayout:
+    if request.layout is None:
+        raise ValueError(f"the request of slot {request.slot} does not say what rows its prompt has")
+    return request.layout
 
 
 def evenly_spaced_rows(image: Tensor, text: Tensor, kept: int) -> Tensor:
