@@ -2,10 +2,12 @@
 """LVSpec, its drafters, its baselines and its sweeps (arXiv 2604.05650), on a policy that writes text before it acts.
 
 python -m specvla_ros.policies.text --out text-policy
-python benchmarks/lvspec.py --text-policy text-policy --episodes 20 --workers 2
+python -m specvla_ros.policies.text --layers 2 --out text-2
+python -m specvla_ros.policies.text --layers 1 --out text-1
+python benchmarks/lvspec.py --text-policy text-policy --draft-policies text-2,text-1 --episodes 20 --workers 2
 
-Self-SD of the paper: the policy drafts a chain for itself with a tenth of the image's tokens, evenly spaced. All rows
-have the same starts. Success at the simulated table is the judge.
+Self-SD of the paper: the policy drafts a chain for itself with a tenth of the image's tokens, evenly spaced. Std.-SD: a
+smaller one of its family drafts. All rows have the same starts. Success at the simulated table is the judge.
 """
 
 import json
@@ -20,7 +22,7 @@ from typing import Annotated, Any
 import typer
 from acceptance_rules import rule_row
 from harness import Out, Seed, Work, Workers, finish, of_weights, result_head, show_progress
-from random_relaxation import RandomRelaxation
+from lvspec_baselines import EmbeddingRelevance, RandomRelaxation
 from results_page import RESULTS, weights_digest
 
 from specvla_ros.engine.engine import Engine
@@ -29,6 +31,7 @@ from specvla_ros.evaluation.frame_sources import Frame, simulation_source
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, policy_of
 from specvla_ros.evaluation.simulate_summary import Setting, SweepRow
 from specvla_ros.evaluation.sweep import sweep
+from specvla_ros.models.config import read_checkpoint_json
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 from specvla_ros.policies.bundled import nano_policy
@@ -48,7 +51,13 @@ def _random(context: RuleContext) -> RandomRelaxation:
     return made
 
 
-PAPER = engine_settings_from(mode="spec", preset="lvspec-paper", draft_self_tokens=K, max_reasoning_tokens=LONGEST_TEXT)
+@rule("lvspec_embeddings")
+def _embeddings(context: RuleContext) -> EmbeddingRelevance:
+    return EmbeddingRelevance.of_target(context.own("lvspec"), context.target)
+
+
+PRESET: dict[str, Any] = dict(mode="spec", preset="lvspec-paper", max_reasoning_tokens=LONGEST_TEXT)
+PAPER = engine_settings_from(**PRESET, draft_self_tokens=K)
 
 
 def loosened(name: str, **values: Any) -> Setting:
@@ -67,10 +76,26 @@ def by_lot(share: float) -> Setting:
     return drafted(name, adjusted(AcceptanceSettings("random"), **{"random.share": share}))
 
 
+def by_embeddings() -> Setting:
+    """LVSpec by the embeddings of tokens and image; its numbers are LVSpec's own."""
+    unshifted = adjusted(PAPER.acceptance, lvspec_shift=0)
+    return Setting(
+        "by embeddings, without shift", replace(PAPER, acceptance=replace(unshifted, rule="lvspec_embeddings"))
+    )
+
+
+def by_smaller(directory: Path) -> list[Setting]:
+    """A smaller policy of the family as the draft model, strictly and with LVSpec."""
+    layers = read_checkpoint_json(directory / "config.json").inner("text_config").whole("num_hidden_layers")
+    drafts = engine_settings_from(**PRESET, draft_model=str(directory), draft_model_tokens=K)
+    name = f"draft model of {layers} layers"
+    return [Setting(f"naive SD, {name}", replace(drafts, acceptance=STRICT)), Setting(f"LVSpec, {name}", drafts)]
+
+
 LVSPEC = Setting("LVSpec", PAPER)
 NO_SHIFT = loosened("LVSpec without shift", lvspec_shift=0)
 STRICT, FLY = AcceptanceSettings(), adjusted(AcceptanceSettings("fly"), **_FLY)
-# By what a table shows; a setting that is in several runs once. Tables 2 and 3 of the paper are without the shift.
+# By what a table shows; a setting that is in several runs once. Tables 2, 3 and 6 of the paper are without the shift.
 TABLES = {
     "LVSpec and its baselines (the paper's tables 1 and 2, figure 7)": [
         Setting("plain", replace(PAPER, mode="ar", acceptance=STRICT)),
@@ -93,13 +118,14 @@ TABLES = {
         NO_SHIFT,
         loosened("N 100", lvspec_shift=0, lvspec_top_n=100),
     ],
+    "Relevance from embeddings (the paper's table 6)": [NO_SHIFT, by_embeddings()],
     "K, drafted tokens": [
         *(drafted(f"K {k}", PAPER.acceptance, self_tokens=k, nodes=1 + k) for k in (2, 5)),
         LVSPEC,
         drafted("K 20", PAPER.acceptance, self_tokens=20, nodes=21),
     ],
 }
-SETTINGS = list({setting.name: setting for settings in TABLES.values() for setting in settings}.values())
+SIZES = "Sizes of the draft model (the paper's Std.-SD and appendix D)"
 
 
 def main(
@@ -108,13 +134,17 @@ def main(
     seed: Seed = 0,
     workers: Workers = 2,
     text_policy: Annotated[Path, typer.Option(help="Directory of the text policy.")] = Path("text-policy"),
+    draft_policies: Annotated[str, typer.Option(help="Comma-separated: directories of smaller ones.")] = "",
     work: Work = Path("lvspec-benchmark"),
     out: Out = RESULTS / "lvspec.json",
 ) -> None:
     """Runs the episodes that are missing, with every setting."""
     base = SimulateSettings(text_policy, engine=EngineSettings(max_reasoning_tokens=LONGEST_TEXT))
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
-    rows = sweep(base, SETTINGS, plan, work, show_progress)
+    smaller = [setting for name in draft_policies.split(",") if name for setting in by_smaller(Path(name))]
+    tables = TABLES | ({SIZES: [LVSPEC, *smaller]} if smaller else {})
+    settings = {setting.name: setting for rows in tables.values() for setting in rows}
+    rows = sweep(base, list(settings.values()), plan, work, show_progress)
     policy = policy_of(base)
     frames = list(islice(simulation_source(policy, seed, engine=base.engine), _TIMED_FRAMES))
     result = (
@@ -122,7 +152,7 @@ def main(
         | of_weights(nano_policy())
         | {
             "text_policy": _described(policy, text_policy),
-            "tables": {title: [setting.name for setting in settings] for title, settings in TABLES.items()},
+            "tables": {title: [setting.name for setting in shown] for title, shown in tables.items()},
             "rows": [_row(row, policy, frames) for row in rows],
         }
     )

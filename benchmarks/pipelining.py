@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pipelining and speculation buy together, at the stage times of devices that are emulated.
+"""What gives what: speculation alone, pipelining alone and both, at the stage times of devices that are emulated.
 
-python benchmarks/pipelining.py --episodes 60 --workers 2
+python -m specvla_ros.policies.text --out text-policy
+python benchmarks/pipelining.py --text-policy text-policy --episodes 16 --workers 2
 
-First the engine alone, a frame always waiting: latency and rate of each mode, with the nano policy's own acceptance.
-Then in closed loop, where the world moves on while the policy thinks: success and time to success, paired with plain
-decoding. An episode may take four times its task's time, since a slow policy is first of all late.
+With answers of 7 tokens (the nano policy) and of about 45 (the text policy), each with its own acceptance. First the
+engine alone, a frame always waiting: latency and rate of each mode. Then in closed loop, where the world moves on while
+the policy thinks: success and time to success, paired with plain decoding. An episode may take four times its task's
+time, since a slow policy is first of all late.
 """
 
 import json
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from harness import Episodes, Out, Seed, Work, Workers, finish, of_devices, of_weights, result_head, show_progress
-from results_page import RESULTS
+from results_page import RESULTS, weights_digest
 from saturated import Saturated, make_engine
 
 from specvla_ros.engine.outcome import Action, Drop
@@ -33,74 +35,117 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 from specvla_ros.policies.bundled import nano_policy
+from specvla_ros.policies.text import LONGEST_TEXT
 from specvla_ros.simulation.robot import ACTION_DT_S
 from specvla_ros.simulation.rollout import Clock, EpisodeResult, StageTimes, read_stage_times
 from specvla_ros.simulation.tasks import FRAME_FIRST_SEED, choose_tasks
-from specvla_ros.speculation.settings import DraftSettings, adjusted
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 from specvla_ros.speculation.tolerance import Tolerance
 
 Results = Mapping[tuple[str, int], EpisodeResult]
 
-DEVICES = ("orin", "rtx5090")
+DEVICES = ("orin", "rtx5090", "h100")
 TOLERANCE = Tolerance(5.0, 3.0)
-FRAMES = 600
 TIME_LIMIT = 4.0
 _WARM = 60  # frames until the pipeline is full and knows how many it should hold
+_STAGES = 48  # frames in flight of plain pipelining with long answers, a stage for each token
 
 
-def settings() -> dict[str, EngineSettings]:
-    """The modes that are compared."""
-    relaxed = TOLERANCE.acceptance
+@dataclass(frozen=True)
+class Subject:
+    """A policy, and the modes that it is decoded in.
+
+    Args:
+        directory: of its checkpoint.
+        modes: by the row's name.
+        frames: that the engine alone is given.
+    """
+
+    directory: Path
+    modes: Mapping[str, EngineSettings]
+    frames: int
+
+    @property
+    def in_closed_loop(self) -> dict[str, EngineSettings]:
+        """Of the modes that spread a prompt over several forwards, those with the fewest."""
+        return {name: mode for name, mode in self.modes.items() if mode.prefill_chunks <= 2}
+
+
+def subjects(text_policy: Path) -> dict[str, Subject]:
+    """Whose answers are how long, and how each of them is best drafted."""
     tree = adjusted(DraftSettings(nodes=16, depth=5), temporal=True)
     window = replace(tree, children="window_mass")
+    words = adjusted(DraftSettings(nodes=48), prompt_lookup_tokens=8, temporal=True)
+    relaxed = TOLERANCE.acceptance
+    composite = replace(relaxed, rule="composite")
+    writing = EngineSettings("ar", max_reasoning_tokens=LONGEST_TEXT)
     return {
-        "ar": EngineSettings("ar"),
-        "spec, strict": EngineSettings("spec", draft=tree),
-        "spec, relaxed": EngineSettings("spec", draft=window, acceptance=relaxed),
-        "pipeline": EngineSettings("pipeline"),
-        "pipeline, 2 chunks": EngineSettings("pipeline", prefill_chunks=2),
-        "pipeline, 3 chunks": EngineSettings("pipeline", prefill_chunks=3),
-        "specpipe, strict": EngineSettings("specpipe", draft=tree),
-        "specpipe, strict, 2 chunks": EngineSettings("specpipe", prefill_chunks=2, draft=tree),
-        "specpipe, relaxed": EngineSettings("specpipe", draft=window, acceptance=relaxed),
-        "specpipe, relaxed, 2 chunks": EngineSettings("specpipe", prefill_chunks=2, draft=window, acceptance=relaxed),
-        "specpipe, relaxed, 3 chunks": EngineSettings("specpipe", prefill_chunks=3, draft=window, acceptance=relaxed),
+        "nano": Subject(nano_policy(), _modes(EngineSettings("ar"), tree, window, relaxed), 600),
+        "text": Subject(text_policy, _modes(writing, words, words, composite, stages=_STAGES), 150),
+    }
+
+
+def _modes(
+    plain: EngineSettings, strict: DraftSettings, loose: DraftSettings, rule: AcceptanceSettings, *, stages: int = 0
+) -> dict[str, EngineSettings]:
+    spec, pipeline = replace(plain, mode="spec"), replace(plain, mode="pipeline", max_in_flight=stages)
+    specpipe = replace(plain, mode="specpipe")
+    return {
+        "ar": plain,
+        "spec, strict": replace(spec, draft=strict),
+        "spec, relaxed": replace(spec, draft=loose, acceptance=rule),
+        "pipeline": pipeline,
+        "pipeline, 3 chunks": replace(pipeline, prefill_chunks=3),
+        "specpipe, strict, 2 chunks": replace(specpipe, prefill_chunks=2, draft=strict),
+        "specpipe, relaxed, 2 chunks": replace(specpipe, prefill_chunks=2, draft=loose, acceptance=rule),
+        "specpipe, relaxed, 3 chunks": replace(specpipe, prefill_chunks=3, draft=loose, acceptance=rule),
     }
 
 
 def main(
     context: typer.Context,
-    episodes: Episodes = 60,
+    episodes: Episodes = 16,
     seed: Seed = 0,
     workers: Workers = 2,
+    text_policy: Annotated[Path, typer.Option(help="Directory of the text policy.")] = Path("text-policy"),
     work: Work = Path("pipelining-benchmark"),
     out: Out = RESULTS / "pipelining_nano.json",
 ) -> None:
     """Runs what is missing; no episodes: the engine alone."""
-    policy = load_target(nano_policy(), device="cpu")
-    frames = list(islice(simulation_source(policy, FRAME_FIRST_SEED), FRAMES))
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
-    devices = {}
-    for name in DEVICES:
-        device = read_stage_times(name)
-        saturated = {mode: _saturated(policy, chosen, frames, device) for mode, chosen in settings().items()}
-        print(json.dumps(saturated, indent=1), file=sys.stderr, flush=True)
-        closed = _closed_loop(name, plan, work / name) if episodes else {}
-        devices[name] = {"name": device.name, "frame_always_waiting": saturated, "closed_loop": closed}
+    policies = {name: _policy(name, subject, plan, work) for name, subject in subjects(text_policy).items()}
     result = (
         result_head(context)
         | of_weights(nano_policy())
         | of_devices(DEVICES)
         | {
             "tolerance": {"mm": TOLERANCE.mm, "degrees": TOLERANCE.degrees},
-            "frames": FRAMES,
             "time_limit": TIME_LIMIT,
             "first_seed": seed,
             "episodes_per_task": episodes,
-            "devices": devices,
+            "policies": policies,
         }
     )
     finish(result, out)
+
+
+def _policy(name: str, subject: Subject, plan: SimulatePlan, work: Path) -> dict[str, Any]:
+    policy = load_target(subject.directory, device="cpu")
+    plain = subject.modes["ar"]
+    frames = list(islice(simulation_source(policy, FRAME_FIRST_SEED, engine=plain), subject.frames))
+    devices: dict[str, Any] = {}
+    for device in DEVICES:
+        stages = read_stage_times(device)
+        alone = {mode: _saturated(policy, chosen, frames, stages) for mode, chosen in subject.modes.items()}
+        print(json.dumps(alone, indent=1), file=sys.stderr, flush=True)
+        closed = _closed_loop(device, subject, plan, work / name / device) if plan.episodes else {}
+        devices[device] = {"name": stages.name, "frame_always_waiting": alone, "closed_loop": closed}
+    return {
+        "weights": weights_digest(subject.directory),
+        "frames": subject.frames,
+        "tokens": devices[DEVICES[0]]["frame_always_waiting"]["ar"]["forwards_per_action"],
+        "devices": devices,
+    }
 
 
 def _saturated(policy: Target, chosen: EngineSettings, frames: Sequence[Frame], device: StageTimes) -> dict[str, Any]:
@@ -122,6 +167,7 @@ def _saturated(policy: Target, chosen: EngineSettings, frames: Sequence[Frame], 
         if not warm and len(run.admitted_s) == _WARM:
             warm, started_s = True, list(run.admitted_s.values())[-1]
             latency_s.clear()
+            actions.clear()
         for outcome, seconds in outcomes:
             drops += isinstance(outcome, Drop)
             if isinstance(outcome, Action):
@@ -144,11 +190,11 @@ def _observations(frames: Sequence[Frame]) -> Iterator[Observation]:
         yield Observation(image, instruction, stamp_ns=number, epoch=epoch)
 
 
-def _closed_loop(device: str, plan: SimulatePlan, work: Path) -> dict[str, Any]:
+def _closed_loop(device: str, subject: Subject, plan: SimulatePlan, work: Path) -> dict[str, Any]:
     rows: dict[str, Any] = {}
-    for mode, engine in settings().items():
+    for mode, engine in subject.in_closed_loop.items():
         base = SimulateSettings(
-            nano_policy(), clock=Clock.REALTIME, emulate=device, engine=engine, time_limit=TIME_LIMIT
+            subject.directory, clock=Clock.REALTIME, emulate=device, engine=engine, time_limit=TIME_LIMIT
         )
         out = work / mode.replace(", ", "_").replace(" ", "-")
         summary = simulate(base, plan, out, partial(show_progress, f"{device}, {mode}"))
@@ -159,6 +205,7 @@ def _closed_loop(device: str, plan: SimulatePlan, work: Path) -> dict[str, Any]:
             "in_time": sum(episode.succeeded and episode.time_s <= _allowed_s(episode) for episode in own.values()),
             **_times(plain, own),
             "latency_s": summary.latency_s,
+            "picture_age_s": summary.picture_age_s,
             "action_rate_hz": summary.action_rate_hz,
             "drops": summary.drops,
         }

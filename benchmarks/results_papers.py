@@ -285,7 +285,19 @@ def _breakdown_cells(devices: list[Result]) -> Cells:
 
 
 def _pipelining(result: Result) -> dict[str, Any]:
-    devices = list(result["devices"].values())
+    policies = list(result["policies"].values())
+    closed = [policy for policy in policies if any(device["closed_loop"] for device in policy["devices"].values())]
+    return {
+        "always_waiting": [
+            {"tokens": f"{policy['tokens']:.0f}", "frames": policy["frames"], "table": table(_waiting_cells(policy))}
+            for policy in policies
+        ],
+        "closed_loop": [_closed_loop(closed)] if closed else [],
+    }
+
+
+def _waiting_cells(policy: Result) -> Cells:
+    devices = list(policy["devices"].values())
     heads = ("actions/s", "forwards", "overtaken")
     cells = [["", *(head for device in devices for head in (f"{device['name']}: ms", *heads))]]
     for mode in devices[0]["frame_always_waiting"]:
@@ -294,27 +306,54 @@ def _pipelining(result: Result) -> dict[str, Any]:
             row += [f"{found['latency_s'] * 1e3:.0f}", f"{found['actions_per_s']:.1f}"]
             row += [f"{found['forwards_per_action']:.2f}", f"{found['overtaken']:.0%}"]
         cells.append(row)
-    closed = [device for device in devices if device["closed_loop"]]
-    return {"table": table(cells), "closed_loop": [_closed_loop(closed)] if closed else []}
+    return cells
 
 
-def _closed_loop(devices: list[Result]) -> dict[str, Any]:
+def _closed_loop(policies: list[Result]) -> dict[str, Any]:
+    devices = [(policy["tokens"], device) for policy in policies for device in policy["devices"].values()]
     return {
-        "starts": devices[0]["closed_loop"]["ar"]["success"]["episodes"],
-        "tables": "\n\n".join(table(_closed_cells(device)) for device in devices),
+        "starts": devices[0][1]["closed_loop"]["ar"]["success"]["episodes"],
+        "tables": "\n\n".join(table(_closed_cells(tokens, device)) for tokens, device in devices),
     }
 
 
-def _closed_cells(device: Result) -> Cells:
-    heads = ("success", "difference to ar", "in its own time", "time to success", "ar's time / its own")
-    cells = [[f"emulated {device['name']}", *heads, "latency p50 / p95, ms", "actions/s"]]
+def _closed_cells(tokens: float, device: Result) -> Cells:
+    speeds = ("in its own time", "picture followed, ms", "latency p50 / p95, ms", "actions/s")
+    outcomes = ("success", "difference to ar", "time to success", "ar's time / its own")
+    cells = [[f"{tokens:.0f} tokens, emulated {device['name']}", *speeds, *outcomes]]
     for mode, row in device["closed_loop"].items():
         against = "" if mode == "ar" else difference(row["against_ar"])
-        in_time = f"{row['in_time'] / row['success']['episodes']:.0%}"
+        in_time = f"{_in_time(row):.0%}"
         times = [if_any(row["time_to_success_s"], "{:.1f} s"), if_any(row["plain_time_over_own"], "{:.2f}")]
-        speed = [ms(row, "p50", "p95"), f"{row['action_rate_hz']:.1f}"]
-        cells.append([mode, rate(row["success"]), against, in_time, *times, *speed])
+        age = if_any(row["picture_age_s"] and row["picture_age_s"] * 1e3, "{:.0f}")
+        speed = [f"**{in_time}**", age, ms(row, "p50", "p95"), f"{row['action_rate_hz']:.1f}"]
+        cells.append([mode, *speed, rate(row["success"]), against, *times])
     return cells
+
+
+_ALONE = {
+    "ar": "plain decoding",
+    "spec, strict": "speculation alone",
+    "pipeline": "pipelining alone",
+    "specpipe, strict, 2 chunks": "both",
+}
+
+
+def what_gives_what(result: Result) -> str:
+    """The README's table: tasks done in their own time, and the mean age of the picture that the arm follows."""
+    columns = [
+        (policy["tokens"], device) for policy in result["policies"].values() for device in policy["devices"].values()
+    ]
+    cells = [["", *(f"{device['name'].removeprefix('NVIDIA ')}, {tokens:.0f} tokens" for tokens, device in columns)]]
+    for mode, name in _ALONE.items():
+        rows = [device["closed_loop"][mode] for _, device in columns]
+        cells.append([name, *(f"{_in_time(row):.0%}, {if_any(row['picture_age_s'], '{:.2f} s')}" for row in rows)])
+    return table(cells)
+
+
+def _in_time(row: Result) -> float:
+    share: float = row["in_time"] / row["success"]["episodes"]
+    return share
 
 
 VIEWS: Mapping[str, Callable[[Result], dict[str, Any]]] = {

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import typer
-from random_relaxation import RandomRelaxation
+from lvspec_baselines import RandomRelaxation
 from results_page import section
 from support.verifications import TreeCase, make_tree, verify_tree
 from typer.testing import CliRunner
@@ -40,7 +40,8 @@ FRAMES = [
         47,
     )  # on which drafts are wrong, and loosened and shifted ones accepted; other weights, other seeds
 ]
-LOSSLESS = ("naive SD", "SpecVLM", "SpecVLM, tokens by similarity", "lambda 0")
+SMALLER = "draft model of 4 layers"  # which is the policy itself
+LOSSLESS = ("naive SD", "SpecVLM", "SpecVLM, tokens by similarity", "lambda 0", f"naive SD, {SMALLER}")
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_every_setting_decodes_and_is_shown(
     app = typer.Typer(add_completion=False)
     app.command()(lvspec.main)
     out = tmp_path / "lvspec.json"
-    arguments = ["--text-policy", str(policy), "--out", str(out)]
+    arguments = ["--text-policy", str(policy), "--draft-policies", str(policy), "--out", str(out)]
     done = CliRunner().invoke(app, arguments, prog_name="lvspec.py", catch_exceptions=False)
     assert done.exit_code == 0, done.output
     result = json.loads(out.read_text())
@@ -91,7 +92,10 @@ def test_every_setting_decodes_and_is_shown(
     assert {name for names in result["tables"].values() for name in names} == set(rows) == set(tokens)
     assert all(tokens[name] == tokens["plain"] for name in LOSSLESS)
     assert all(rows[name]["agreement"] == 1 for name in ("plain", *LOSSLESS))
-    assert rows["naive SD"]["forwards_per_action"] == 2, "the prompt's, and one that accepts everything"
+    for name in ("naive SD", f"naive SD, {SMALLER}"):
+        assert rows[name]["forwards_per_action"] == 2, "the prompt's, and one that accepts everything"
+    assert rows["by embeddings, without shift"]["why"]["irrelevant"]
+    assert "shifted" not in rows["by embeddings, without shift"]["why"]
     assert {"irrelevant", "shifted"} <= rows["LVSpec"]["why"].keys() and "shifted" not in rows["N 1"]["why"]
     assert rows["random relaxation, 0.7"]["why"]["irrelevant"] and rows["FLy without window"]["why"]["deferred"]
     assert rows["K 2"]["forwards_per_action"] > rows["LVSpec"]["forwards_per_action"]

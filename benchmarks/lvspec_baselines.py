@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random relaxation, LVSpec's baseline (arXiv 2604.05650, figure 7): a mismatch is accepted by lot. For benchmarks."""
+"""What LVSpec is compared with in its paper (arXiv 2604.05650): mismatches accepted by lot, relevance of embeddings."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from specvla_ros.models.target import Target
 from specvla_ros.settings.parameter import parameter
 from specvla_ros.speculation.accept import Acceptance, AcceptReason, Verification
+from specvla_ros.speculation.rules.lvspec import LVSpec
 
 # Constants of splitmix64's last step, as signed numbers.
 _FACTORS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
@@ -18,7 +21,7 @@ _BITS = 53
 
 @dataclass(frozen=True)
 class RandomRelaxation:
-    """Accepts what the target chose itself, and each mismatch with the same probability, whatever it says.
+    """Random relaxation (figure 7): accepts what the target chose itself, and each mismatch with the same probability.
 
     The lot is drawn from the seed and from what is judged: the target's largest logit at the position, bit by bit, the
     token and its depth. So an episode is the same in whichever process and after whichever other it runs, which a
@@ -49,3 +52,43 @@ def _lots(verification: Verification, seed: int) -> Tensor:
     for shift, factor in _FACTORS:
         mixed = (mixed ^ (mixed >> shift & ((1 << (64 - shift)) - 1))) * factor
     return (mixed & ((1 << _BITS) - 1)).to(torch.float64) / (1 << _BITS)
+
+
+@dataclass(frozen=True)
+class EmbeddingRelevance:
+    """LVSpec by embeddings (table 6): the drafted tokens' and the image's as they go in, not as hidden states come out.
+
+    Args:
+        rule: LVSpec with its numbers.
+        embed: token ids to embeddings.
+        image: embeddings of the image that the projector gave last, [image_tokens, hidden]; one frame at a time.
+    """
+
+    rule: LVSpec
+    embed: Callable[[Tensor], Tensor]
+    image: "LastOutput"
+    needs_hidden: ClassVar[bool] = False
+    needs_visual: ClassVar[bool] = False
+
+    def accept(self, verification: Verification) -> Acceptance:
+        """See `LVSpec.accept`."""
+        image = self.image.value.reshape(1, -1, self.image.value.shape[-1])
+        return self.rule.accept(replace(verification, hidden=self.embed(verification.trees.tokens), visual=image))
+
+    @staticmethod
+    def of_target(rule: LVSpec, target: Target) -> "EmbeddingRelevance":
+        """For a policy of OpenVLA's architecture."""
+        image = LastOutput()
+        target.model.projector.register_forward_hook(image.keep)  # type: ignore[attr-defined]
+        return EmbeddingRelevance(rule, target.decoder.embed_tokens, image)
+
+
+@dataclass
+class LastOutput:
+    """What a module gave last."""
+
+    value: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def keep(self, _module: Any, _inputs: Any, output: Tensor) -> None:
+        """A forward hook."""
+        self.value = output
