@@ -219,8 +219,13 @@ def _fly(result: Result) -> dict[str, Any]:
         cells.append([row["name"], *counts, *times, *shares, *worth])
     forwards, time = result["goals"]["forwards"], result["goals"]["time"]
     training = result["draft_training"]
+    drafting = [row for row in rows if row["ours"] and row is not plain]
+    fastest = max(drafting, key=lambda row: float(row["plain_time_over_own"]["ratio"]))
+    slower = sum(row["plain_time_over_own"]["high"] < 1 for row in drafting)
     return {
         "table": table(cells),
+        "fastest": f"*{fastest['name']}*, {_interval(fastest['plain_time_over_own'])}",
+        "slower": f"{slower} of our {len(drafting)} rows",
         "parameters_m": {name: f"{n / 1e6:.0f}" for name, n in result["parameters"].items()},
         "gate_us": f"{1e6 * (result['gate_s']['fly'] - result['gate_s']['strict']):.0f}",
         "strict_us": f"{1e6 * result['gate_s']['strict']:.0f}",

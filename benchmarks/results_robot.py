@@ -4,7 +4,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from results_cells import Cells, Result, difference, ms, rate, table
+from results_cells import Cells, Result, difference, if_any, ms, rate, table
 
 
 def _simulation(result: Result) -> dict[str, Any]:
@@ -18,17 +18,17 @@ def _simulation(result: Result) -> dict[str, Any]:
         ("moved what the instruction names", lambda found: rate(found["listened"])),
         ("latency p50 / p95", lambda found: "" if found is lockstep else f"{ms(found, 'p50', 'p95')} ms"),
         ("actions per second", lambda found: f"{found['action_rate_hz']:.1f}"),
-        ("median time to success", lambda found: f"{_median_time(found):.1f} s"),
+        ("median time to success", lambda found: if_any(_median_time(found), "{:.1f} s")),
         ("p against lockstep", lambda found: "" if found is lockstep else f"{found['against_lockstep']['p']:.2g}"),
     ]
     cells += [[label, *map(text, columns.values())] for label, text in rows]
     return {"table": table(cells), "last_seed": result["first_seed"] + result["episodes_per_task"] - 1}
 
 
-def _median_time(found: Result) -> float:
-    """Mean over the tasks of the median world time of their successes."""
+def _median_time(found: Result) -> float | None:
+    """Mean over the tasks of the median world time of their successes; None without one."""
     times = [task["time_to_success_s"] for task in found["tasks"].values() if task["time_to_success_s"] is not None]
-    return sum(times) / len(times) if times else float("nan")
+    return sum(times) / len(times) if times else None
 
 
 def _driving(result: Result) -> dict[str, Any]:
