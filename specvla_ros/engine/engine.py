@@ -5,10 +5,12 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from specvla_ros.engine.ensemble import ChunkEnsemble
 from specvla_ros.engine.kv_cache import KVCache, allocate_cache
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.engine.request import Request
@@ -113,7 +115,7 @@ class Engine:
                 self.scheduler.commit(batch, commits)
                 self._draft(batch, commits)
                 self.scheduler.book_time(batch)
-            return self.scheduler.release()  # in the order of the stamps, each frame once
+            return self._ensemble.averaged(self.scheduler.release())  # in the order of the stamps, each frame once
         except Exception as error:  # whatever it is, the robot's node must outlive it
             _log.exception("a tick failed")
             detail = f"{type(error).__name__}: {error}"
@@ -133,6 +135,7 @@ class Engine:
         """Flushes, and takes any stamp next: for a clock that jumped, or another recording."""
         self.mailbox.take_any_stamp()
         self.drafter.forget()
+        self._ensemble.forget()
         return self.flush()
 
     def rule_for(self, settings: AcceptanceSettings) -> AcceptanceRule:
@@ -281,8 +284,10 @@ class Engine:
             raise UserError("this policy's prompt sees itself both ways, so it cannot be cut: set prefill_chunks to 1")
         codec = target.codec.with_text(settings.max_reasoning_tokens)
         rule = make_rule(settings.acceptance, target)
+        step_s = settings.chunk_step_s or codec.dt_s or 0.0
+        ensemble = ChunkEnsemble(codec, settings.ensemble, step_s)
         cache = allocate_cache(target, settings, codec.max_tokens)
-        drafter, fallback = _make_drafter(target, settings, cache.slot_rows)
+        drafter, fallback = _make_drafter(target, settings, cache.slot_rows, step_s)
         if fallback:
             settings = replace(settings, mode={"spec": "ar", "specpipe": "pipeline"}[settings.mode])
         drafter.set_tolerance(bins_of(settings.acceptance, target))
@@ -303,6 +308,7 @@ class Engine:
         self._codec, self._fallback = codec, fallback
         self.settings, self.cache, self.scheduler = settings, cache, scheduler
         self.runner, self.verifier, self.drafter = runner, verifier, drafter
+        self._ensemble = ensemble
 
 
 def _work_of(batch: Batch) -> TickWork:
@@ -314,15 +320,15 @@ def _work_of(batch: Batch) -> TickWork:
     )
 
 
-def _make_drafter(target: Target, settings: EngineSettings, slot_rows: int) -> tuple[Drafters, str]:
+def _make_drafter(target: Target, settings: EngineSettings, slot_rows: int, step_s: float) -> tuple[Drafters, str]:
     """What drafts; nothing, with the reason, where nothing can be had and the user allowed to go on without."""
-    slots = settings.slots
+    make = partial(Drafters, target, slots=settings.slots, slot_rows=slot_rows, chunk_step_s=step_s)
     if not settings.drafts:
-        return Drafters(target, None, slots=slots, slot_rows=slot_rows), ""
+        return make(None), ""
     try:
-        return Drafters(target, settings.draft, slots=slots, slot_rows=slot_rows), ""
+        return make(settings.draft), ""
     except UserError as error:
         if not settings.draft.fallback_to_ar:
             raise
         _log.warning("decoding plainly, as draft.fallback_to_ar allows: %s", error)
-        return Drafters(target, None, slots=slots, slot_rows=slot_rows), str(error)
+        return make(None), str(error)

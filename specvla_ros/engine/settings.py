@@ -69,6 +69,23 @@ class EngineSettings:
         minimum=0,
         maximum=4096,
     )
+    ensemble: int = parameter(
+        0,
+        "Answers whose chunks of actions are averaged where they overlap: the newest counts fully, each before it half "
+        "(VLA-0's evaluation takes 8); 0: none.",
+        minimum=0,
+        maximum=64,
+        writable=True,
+    )
+    chunk_step_s: float = parameter(
+        0.0,
+        "Time that one action of a chunk takes, for decode.ensemble and draft.chunk_shift; 0: as the checkpoint says, "
+        "or, where it does not, one action from picture to picture.",
+        unit="s",
+        minimum=0.0,
+        maximum=60.0,
+        writable=True,
+    )
     max_image_age_s: float = parameter(
         0.0,
         "An image older than this gets no action, and an action whose image has grown older is not published; "

@@ -36,15 +36,6 @@ class ChunkShiftSettings:
         "are asked again before the chunk's end.",
         name="chunk_shift",
     )
-    step_s: float = parameter(
-        0.0,
-        "Time that one action of a chunk takes, for draft.chunk_shift; 0: as the checkpoint says, or, where it does "
-        "not, one action from picture to picture.",
-        unit="s",
-        minimum=0.0,
-        maximum=60.0,
-        name="chunk_step_s",
-    )
 
 
 @dataclass(frozen=True)
@@ -145,4 +136,4 @@ def _chunk_shift(context: DraftContext) -> Drafter | None:
             "draft.chunk_shift is for policies that answer with several actions; this one gives a single one: "
             "set draft.temporal in its place"
         )
-    return ChunkShiftDrafter(codec, own.step_s or codec.dt_s or 0.0, context.target.decoder.device)
+    return ChunkShiftDrafter(codec, context.chunk_step_s, context.target.decoder.device)

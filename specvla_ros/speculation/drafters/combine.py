@@ -23,6 +23,7 @@ class Drafters:
         settings: None: nothing is drafted, as plain decoding wants it.
         slots: maximum of requests in flight.
         slot_rows: maximum of committed rows of a slot.
+        chunk_step_s: seconds that one action of a chunk takes; 0: unknown.
 
     Attributes:
         by_name: the drafters that the settings ask for, in the order in which they take nodes.
@@ -31,13 +32,15 @@ class Drafters:
         UserError: nothing to draft with, or a drafter does not fit the target.
     """
 
-    def __init__(self, target: Target, settings: DraftSettings | None, *, slots: int, slot_rows: int) -> None:
+    def __init__(
+        self, target: Target, settings: DraftSettings | None, *, slots: int, slot_rows: int, chunk_step_s: float = 0.0
+    ) -> None:
         self.by_name: dict[str, Drafter] = {}
         self._device = target.decoder.device
         self._nodes = settings.nodes if settings is not None else 1
         if settings is None:
             return
-        context = DraftContext(settings, target, slots, slot_rows)
+        context = DraftContext(settings, target, slots, slot_rows, chunk_step_s)
         made = {name: entry.make(context) for name, entry in DRAFTERS.entries().items()}
         self.by_name = {name: drafter for name, drafter in made.items() if drafter is not None}
         if not self.by_name:

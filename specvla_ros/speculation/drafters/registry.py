@@ -35,12 +35,14 @@ class DraftContext:
         target: the policy.
         slots: maximum of requests in flight.
         slot_rows: maximum of committed rows of a slot.
+        chunk_step_s: seconds that one action of a chunk takes; 0: unknown.
     """
 
     settings: DraftSettings
     target: Target
     slots: int
     slot_rows: int
+    chunk_step_s: float = 0.0
 
     def own(self, name: str) -> Any:
         """A drafter's own settings."""
