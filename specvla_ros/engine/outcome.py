@@ -14,6 +14,7 @@ class DropReason(str, Enum):
 
     BAD_IMAGE = "bad_image"  # size 0, wrong step, unknown encoding, undecodable bytes
     BAD_STAMP = "bad_stamp"  # stamp 0, negative, nanoseconds out of range, too far in the future
+    INCOMPLETE = "incomplete"  # another camera's image or the robot's state of that moment did not come
     OUT_OF_ORDER = "out_of_order"  # not newer than the last frame taken
     NO_INSTRUCTION = "no_instruction"  # nothing asked for yet
     PAUSED = "paused"  # it came while the policy was told to pause

@@ -27,6 +27,7 @@ from lifecycle_msgs.msg import Transition
 
 from specvla_ros.ros.autostart import Autostart, Step
 from specvla_ros.ros.policy.parameters import PolicyParameters
+from specvla_ros.ros.wiring import image_remappings, sensor_remappings
 from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.profiles import as_bool, as_number, merge_parameters
 
@@ -58,6 +59,11 @@ def policy_launch(profile: str = "") -> LaunchDescription:
             *(DeclareLaunchArgument(name, default_value="", description=text) for name, text in PARAMETERS.items()),
             DeclareLaunchArgument(
                 "image_topic", default_value="image", description="Raw images; compressed ones below it."
+            ),
+            DeclareLaunchArgument(
+                "sensor_topics",
+                default_value="",
+                description="Of further cameras and the state: NAME=TOPIC, comma-separated.",
             ),
             DeclareLaunchArgument("instruction_topic", default_value="instruction", description="std_msgs/String."),
             DeclareLaunchArgument("namespace", default_value="", description="Namespace of the node and its topics."),
@@ -110,8 +116,8 @@ def _start(context: LaunchContext, profile: str) -> list[Any]:
         namespace=argument("namespace"),
         parameters=[parameters],
         remappings=[
-            ("image", image_topic),
-            ("image/compressed", f"{image_topic}/compressed"),
+            *image_remappings("image", image_topic),
+            *sensor_remappings(argument("sensor_topics")),
             ("instruction", argument("instruction_topic")),
         ],
         ros_arguments=["--log-level", f"policy:={argument('log_level')}"],

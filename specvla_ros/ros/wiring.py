@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How driver, guard and live view are connected to a policy and a robot: what launch files and the demo share."""
+"""How policy, driver, guard and live view are connected to a robot: what launch files and the demo share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from specvla_ros.errors import UserError
 
 COMMANDS = ("pose", "twist", "joint_trajectory", "joint_positions", "gripper", "gripper_trajectory")
 Remaps = list[tuple[str, str]]
@@ -55,3 +57,26 @@ class RobotTopics:
     @property
     def _sent(self) -> Remaps:
         return [(f"guard/{name}", topic) for name, topic in self.commands.items()]
+
+
+def image_remappings(name: str, topic: str) -> Remaps:
+    """Of a camera's raw topic and the compressed one below it."""
+    return [(name, topic), (f"{name}/compressed", f"{topic}/compressed")]
+
+
+def sensor_remappings(text: str) -> Remaps:
+    """Those of `sensor_topics`: NAME=TOPIC of further cameras and of the state, comma-separated.
+
+    Raises:
+        UserError: it is written otherwise.
+    """
+    remappings: Remaps = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, topic = (each.strip() for each in part.partition("="))
+        if not (name and equals and topic):
+            raise UserError(
+                f"sensor_topics has '{part}', but it must be NAME=TOPIC, comma-separated, such as "
+                "wrist=/wrist/image_raw,state=/joint_states"
+            )
+        remappings += [(name, topic)] if name == "state" else image_remappings(f"{name}/image", topic)
+    return remappings

@@ -32,6 +32,7 @@ _INPUT_FAULTS = (
     DropReason.NO_INSTRUCTION,
     DropReason.BAD_IMAGE,
     DropReason.BAD_STAMP,
+    DropReason.INCOMPLETE,
     DropReason.OUT_OF_ORDER,
     DropReason.STALE,
 )
@@ -45,6 +46,7 @@ _INFERENCE_FAULTS = (
 _LOG_PERIOD_S = 5.0  # min time between two log messages of one reason
 _STAMPS = 51  # of the newest images, whose gaps show losses
 _FEWEST_GAPS = 10
+_TRANSPORTS = {"raw": 0, "compressed": 0}
 _LATENCIES = 500  # of the newest actions, for the percentiles
 
 
@@ -148,15 +150,19 @@ class InputHealth:
     """Whether images and an instruction come in, and what is wrong with them."""
 
     def __init__(self) -> None:
-        self._images = {"raw": 0, "compressed": 0}
+        self._images = dict(_TRANSPORTS)
         self._age_s = float("nan")
         self._stamps_ns: deque[int] = deque(maxlen=_STAMPS)
         self._last_image_s: float | None = None
         self._period_began_s = time.monotonic()
 
     def add_image(self, transport: str) -> None:
-        """Counts an image, whatever becomes of it."""
-        self._images[transport] += 1
+        """Counts an image, whatever becomes of it.
+
+        Args:
+            transport: by which it came, after its camera's name where there are several.
+        """
+        self._images[transport] = self._images.get(transport, 0) + 1
         self._last_image_s = time.monotonic()
 
     def add_frame(self, stamp_ns: int, age_s: float) -> None:
@@ -166,7 +172,7 @@ class InputHealth:
 
     def start_over(self) -> None:
         """Forgets all images, as on activation."""
-        self._images = dict.fromkeys(self._images, 0)
+        self._images = dict(_TRANSPORTS)
         self._stamps_ns.clear()
         self._age_s, self._last_image_s = float("nan"), None
 

@@ -62,10 +62,10 @@ def _other_clock(age_s: float) -> str:
     )
 
 
-# Per transport: message type, topic, decoder.
-_TOPICS: dict[str, tuple[type, str, Callable[[Any], np.ndarray]]] = {
-    "raw": (Image, "image", rgb_from_image),
-    "compressed": (CompressedImage, "image/compressed", rgb_from_compressed),
+# Per transport: message type, what the topic ends in, decoder.
+_TRANSPORTS: dict[str, tuple[type, str, Callable[[Any], np.ndarray]]] = {
+    "raw": (Image, "", rgb_from_image),
+    "compressed": (CompressedImage, "/compressed", rgb_from_compressed),
 }
 
 # One transport may run ahead of the other by some frames.
@@ -97,7 +97,7 @@ class Frame:
 
 
 class ImageInput:
-    """Subscribes to `image`, `image/compressed` or both, for as long as it lives.
+    """Subscribes to a camera's raw topic, the compressed one below it or both, for as long as it lives.
 
     A camera that publishes both sends each image twice: the second one is passed over.
 
@@ -105,6 +105,7 @@ class ImageInput:
         node: the node that subscribes.
         transport: raw, compressed or auto (both).
         reliability: best_effort, reliable or auto (what the publishers offer); `qos_overrides` of a topic win.
+        topic: of the raw images.
         on_message: called first, with the transport.
         on_frame: called with each image that could be read.
         on_bad: called with reason and detail for each one that could not.
@@ -119,18 +120,19 @@ class ImageInput:
         transport: str,
         reliability: str,
         *,
+        topic: str,
         on_message: Callable[[str], None],
         on_frame: Callable[[Frame], None],
         on_bad: Callable[[DropReason, str], None],
     ) -> None:
-        self._node = node
+        self._node, self._topic = node, topic
         self._clock = node.get_clock()
         self._on_message = on_message
         self._on_frame = on_frame
         self._on_bad = on_bad
         self._reliability = reliability
         self._told_grey = False
-        transports = tuple(_TOPICS) if transport == "auto" else (transport,)
+        transports = tuple(_TRANSPORTS) if transport == "auto" else (transport,)
         self._taken: dict[str, deque[Time]] = {name: deque(maxlen=_REMEMBERED) for name in transports}
         self._subscriptions: dict[str, Subscription] = {}
         for name in transports:
@@ -156,13 +158,17 @@ class ImageInput:
     def _wanted(self, transport: str, current: ReliabilityPolicy) -> ReliabilityPolicy:
         if self._reliability != "auto":
             return ReliabilityPolicy[self._reliability.upper()]
-        return offered_reliability(self._node, _TOPICS[transport][1]) or current
+        return offered_reliability(self._node, self._topic_of(transport)) or current
 
     def _override(self, transport: str) -> str:
-        return override_name(self._node, _TOPICS[transport][1], QoSPolicyKind.RELIABILITY)
+        return override_name(self._node, self._topic_of(transport), QoSPolicyKind.RELIABILITY)
+
+    def _topic_of(self, transport: str) -> str:
+        return self._topic + _TRANSPORTS[transport][1]
 
     def _subscribe(self, transport: str, reliability: ReliabilityPolicy) -> None:
-        kind, topic, to_rgb = _TOPICS[transport]
+        kind, _, to_rgb = _TRANSPORTS[transport]
+        topic = self._topic_of(transport)
 
         def on_image(message: Any) -> None:
             self._receive(message, transport, to_rgb)
@@ -201,6 +207,7 @@ class ImageInput:
         self._on_frame(Frame(rgb, stamp, message.header.frame_id, arrived_ns, received_ns))
 
 
-def declared_overrides(node: Node) -> list[str]:
-    """The `qos_overrides` that the image subscriptions of a node heed."""
-    return [override_name(node, topic, kind) for _, topic, _ in _TOPICS.values() for kind in IMAGE_OVERRIDES]
+def declared_overrides(node: Node, topic: str = "image") -> list[str]:
+    """The `qos_overrides` that the subscriptions of a camera heed."""
+    ends = (end for _, end, _ in _TRANSPORTS.values())
+    return [override_name(node, topic + end, kind) for end in ends for kind in IMAGE_OVERRIDES]

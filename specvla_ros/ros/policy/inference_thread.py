@@ -243,12 +243,12 @@ def load_engine(parameters: PolicyParameters, now_ns: Callable[[], int], progres
     try:
         from specvla_ros.engine.engine import Engine
         from specvla_ros.models.checkpoint import leave_a_core, load_target
-        from specvla_ros.models.target import require_actions, require_one_camera
+        from specvla_ros.models.target import require_actions
     except ModuleNotFoundError as error:
         raise missing_package(error) from None
     leave_a_core()
     policy = require_actions(load_target(parameters.checkpoint, **vars(parameters.model), progress=progress))
-    return Engine(require_one_camera(policy), parameters.engine, now_ns=now_ns)
+    return Engine(policy, parameters.engine, now_ns=now_ns)
 
 
 def _description(engine: Engine) -> dict[str, str]:

@@ -41,9 +41,10 @@ from specvla_ros.ros.policy.diagnostics import (
     loaded_status,
     not_loaded_status,
 )
-from specvla_ros.ros.policy.image_input import Frame, ImageInput, declared_overrides, stamp_problem
+from specvla_ros.ros.policy.image_input import declared_overrides, stamp_problem
 from specvla_ros.ros.policy.inference_thread import InferenceThread, Progress, load_engine
 from specvla_ros.ros.policy.instruction import Instruction, InstructionInput
+from specvla_ros.ros.policy.observation_input import Frames, ObservationInput, Senses
 from specvla_ros.ros.policy.parameters import READ_IN_ACTIVATE, PolicyParameters
 from specvla_ros.ros.qos import LATCHED_STATE
 from specvla_ros.ros.spinning import run_node
@@ -78,7 +79,7 @@ class PolicyNode(LifecycleNode):
         answer_impossible_transitions(self)
         self._thread: InferenceThread | None = None
         self._instruction: InstructionInput | None = None
-        self._images: ImageInput | None = None
+        self._inputs: ObservationInput | None = None
         self._active = False
         self._paused = False
         self._shut_down_s = math.inf
@@ -89,6 +90,7 @@ class PolicyNode(LifecycleNode):
         self._chosen = PolicyParameters()  # read when the node is configured
         self._meaning: ActionMeaning | None = None  # of the actions of the policy that is loaded
         self._tokenizer: Tokenizer | None = None  # likewise
+        self._senses = Senses()  # likewise
         try:
             declare_parameters(self, PolicyParameters, lifecycle=True)
         except UserError:
@@ -144,6 +146,7 @@ class PolicyNode(LifecycleNode):
         convention = chosen.action.convention(target.unnorm_key, target.codec.dt_s)
         self._meaning = ActionMeaning(convention, target.unnorm_key, chosen.base_frame)
         self._tokenizer = target.tokenizer
+        self._senses = Senses(target.cameras, target.state_dims)
         return engine
 
     def _wait_loaded(self, thread: InferenceThread) -> dict[str, str]:
@@ -164,12 +167,12 @@ class PolicyNode(LifecycleNode):
         self._publisher.start_over()
         try:
             chosen = read_parameters(self, PolicyParameters)
-            self._images = ImageInput(
+            self._inputs = ObservationInput(
                 self,
-                chosen.image_transport,
-                chosen.image_reliability,
+                self._senses,
+                chosen,
                 on_message=self._input_health.add_image,
-                on_frame=self._on_frame,
+                on_frames=self._on_frames,
                 on_bad=self._drop,
             )
         except UserError as error:
@@ -211,9 +214,9 @@ class PolicyNode(LifecycleNode):
     def _stop_answering(self) -> None:
         self._begin_epoch(forget_stamps=True)
         self._active = False
-        if self._images is not None:
-            self._images.destroy()
-            self._images = None
+        if self._inputs is not None:
+            self._inputs.destroy()
+            self._inputs = None
 
     def _release(self) -> bool:
         self._stop_answering()
@@ -226,7 +229,8 @@ class PolicyNode(LifecycleNode):
 
     # Inputs
 
-    def _on_frame(self, frame: Frame) -> None:
+    def _on_frames(self, frames: Frames) -> None:
+        frame = frames.lead
         if frame.arrived_ns < self._last_arrival_ns:  # rclpy tells of jumps of simulated time only
             self._start_over(f"the clock went back by {(self._last_arrival_ns - frame.arrived_ns) * _NS:.3f} s")
         self._last_arrival_ns = frame.arrived_ns
@@ -240,9 +244,10 @@ class PolicyNode(LifecycleNode):
         if problem is not None:
             self._drop(*problem)
             return
-        self._submit(frame)
+        self._submit(frames)
 
-    def _submit(self, frame: Frame) -> None:
+    def _submit(self, frames: Frames) -> None:
+        frame = frames.lead
         thread, instruction = self._thread, self._instruction
         if thread is None or instruction is None:  # cleaned up while this callback was on its way
             return
@@ -258,13 +263,14 @@ class PolicyNode(LifecycleNode):
             self._drop(DropReason.NO_INSTRUCTION, "publish one on the topic 'instruction' or set the parameter")
             return
         observation = Observation(
-            images=frame.rgb,
+            images=frames.images,
             instruction=wanted.text,
             stamp_ns=frame.stamp_ns,
             frame_id=frame.frame_id,
             epoch=epoch,
             received_ns=frame.received_ns,
             receive_s=frame.age_s,
+            state=frames.state,
         )
         thread.submit(observation)
 
@@ -328,8 +334,8 @@ class PolicyNode(LifecycleNode):
             thread.set_max_image_age(changed["max_image_age_s"])
 
     def _follow_publishers(self) -> None:
-        if self._images is not None:
-            self._images.follow_publishers()
+        if self._inputs is not None:
+            self._inputs.follow_publishers()
 
     # Called from the inference thread
 

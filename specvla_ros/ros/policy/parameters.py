@@ -9,10 +9,11 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.settings.parameter import parameter, section
 
+ALL_NUMBERS = ("all",)
 TRANSPORTS = ("auto", "raw", "compressed")
 RELIABILITIES = ("auto", "best_effort", "reliable")
 # The others that are not writable are read in configure.
-READ_IN_ACTIVATE = ("image_transport", "image_reliability")
+READ_IN_ACTIVATE = ("image_transport", "image_reliability", "sync_tolerance_s", "state_names")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,19 @@ class PolicyParameters:
         "QoS of the image subscriptions. auto: reliable where every publisher of the topic offers that, so that large "
         "images are not lost for one packet; it follows publishers that come later.",
         choices=RELIABILITIES,
+    )
+    sync_tolerance_s: float = parameter(
+        0.05,
+        "How far the stamps of the other cameras' images and of the robot's state may lie from the first camera's, for "
+        "a policy that looks at several.",
+        unit="s",
+        minimum=0.0,
+        maximum=10.0,
+    )
+    state_names: tuple[str, ...] = parameter(
+        ALL_NUMBERS,
+        "Names of the numbers of the topic `state` that the policy reads, in its order; all: every one, in the "
+        "message's.",
     )
     instruction: str = parameter("", "What the robot shall do until the topic `instruction` says otherwise.")
     action: ConventionSettings = section(ConventionSettings)

@@ -46,8 +46,8 @@ def test_a_reliability_that_was_chosen_stays(checkpoint: Path, chosen: str) -> N
     with robot(checkpoint, instruction=INSTRUCTION, image_reliability=chosen) as r:
         publisher = camera(r, other)
         r.start()
-        assert r.policy._images is not None
-        r.policy._images.follow_publishers()
+        assert r.policy._inputs is not None
+        r.policy._inputs.follow_publishers()
         assert reliability(r) == ReliabilityPolicy[chosen.upper()]
         r.user.destroy_publisher(publisher)
         assert r.policy.trigger_deactivate().name == "SUCCESS"
@@ -74,10 +74,10 @@ def test_overrides_of_the_qos_are_heeded_and_others_told(checkpoint: Path, capfd
         assert r.policy.trigger_configure().name == "SUCCESS"
         assert r.policy.trigger_activate().name == "SUCCESS"
         r.until(lambda: publisher.get_subscription_count())
-        assert r.policy._images is not None
-        r.policy._images.follow_publishers()
+        assert r.policy._inputs is not None
+        r.policy._inputs.follow_publishers()
         assert reliability(r, "/camera/image_raw") == ReliabilityPolicy.BEST_EFFORT
-        assert r.policy._images._subscriptions["raw"].qos_profile.depth == 3
+        assert r.policy._inputs._cameras["image"]._subscriptions["raw"].qos_profile.depth == 3
     said = capfd.readouterr().err
     assert "there is no parameter 'qos_overrides./image.subscription.reliability'; did you mean" in said
     assert said.count("there is no parameter") == 1
@@ -104,13 +104,13 @@ def test_a_grey_picture_is_answered_and_warned_of_once(checkpoint: Path, capfd: 
 def test_whatever_a_decoder_raises_costs_one_image(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from specvla_ros.ros.policy import image_input
 
-    kind, topic, _ = image_input._TOPICS["raw"]
+    kind, topic, _ = image_input._TRANSPORTS["raw"]
 
     def fail(_: Image) -> np.ndarray:
         raise RuntimeError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setitem(image_input._TOPICS, "raw", (kind, topic, fail))
+        patch.setitem(image_input._TRANSPORTS, "raw", (kind, topic, fail))
         with robot(checkpoint, instruction=INSTRUCTION, diagnostics_period_s=0.1) as r:
             r.start()
             r.images.publish(rgb_image(r.now_ns()))

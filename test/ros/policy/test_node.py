@@ -95,13 +95,13 @@ def test_each_frame_is_answered_once_with_its_own_stamp(checkpoint: Path) -> Non
 
 
 def test_no_stage_counts_what_another_has_counted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, topic, to_rgb = image_input._TOPICS["raw"]
+    kind, topic, to_rgb = image_input._TRANSPORTS["raw"]
 
     def slowly(message: Image) -> np.ndarray:
         time.sleep(0.05)  # as a large JPEG on a slow core
         return to_rgb(message)
 
-    monkeypatch.setitem(image_input._TOPICS, "raw", (kind, topic, slowly))
+    monkeypatch.setitem(image_input._TRANSPORTS, "raw", (kind, topic, slowly))
     with robot(checkpoint, instruction=INSTRUCTION) as r:
         r.start()
         action = r.act(rgb_image(r.now_ns()))

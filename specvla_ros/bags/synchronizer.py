@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts together what several sensors saw at about the same moment, by their stamps."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_NS = 1e-9
+_REMEMBERED = 64  # of each sensor: half a second of a state at 125 Hz
+
+
+@dataclass(frozen=True)
+class Matched:
+    """What belongs together.
+
+    Args:
+        lead: of the leading sensor.
+        others: of the others, by name.
+    """
+
+    lead: Any
+    others: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Unmatched:
+    """A sample of the leading sensor that went without the others.
+
+    Args:
+        lead: the sample.
+        why: whose sample was missing, in words.
+    """
+
+    lead: Any
+    why: str
+
+
+class Synchronizer:
+    """The leading sensor's samples, each with the nearest of every other sensor that has come.
+
+    A sample waits until all others have one within the tolerance of its stamp, whichever comes first on its way, and
+    at most until the leading sensor's next one: a policy wants the newest. Each of the leading sensor's samples ends
+    once, as Matched or as Unmatched, but for the one that still waits.
+
+    Args:
+        lead: name of the leading sensor.
+        others: names of the others; none: every sample is matched at once.
+        tolerance_s: of the stamps.
+    """
+
+    def __init__(self, lead: str, others: Sequence[str], tolerance_s: float) -> None:
+        self._lead, self._tolerance_s = lead, tolerance_s
+        self._recent: dict[str, deque[tuple[int, Any]]] = {name: deque(maxlen=_REMEMBERED) for name in others}
+        self._waiting: tuple[int, Any] | None = None
+
+    def add(self, name: str, stamp_ns: int, sample: Any) -> list[Matched | Unmatched]:
+        """Takes a sensor's sample; returns what has ended."""
+        ended: list[Matched | Unmatched] = []
+        if name == self._lead:
+            ended += self.give_up()
+            self._waiting = stamp_ns, sample
+        else:
+            self._recent[name].append((stamp_ns, sample))
+        if self._waiting is not None:
+            nearest = {other: self._nearest(other, self._waiting[0]) for other in self._recent}
+            if all(found is not None and self._near(found[0]) for found in nearest.values()):
+                others = {other: found[1] for other, found in nearest.items() if found is not None}
+                ended.append(Matched(self._waiting[1], others))
+                self._waiting = None
+        return ended
+
+    def give_up(self) -> list[Matched | Unmatched]:
+        """Ends the sample that waits."""
+        if self._waiting is None:
+            return []
+        (stamp_ns, sample), why = self._waiting, ""
+        for other in self._recent:
+            found = self._nearest(other, stamp_ns)
+            if found is None:
+                why = f"nothing of '{other}' has come"
+            elif not self._near(found[0]):
+                gap_s = abs(found[0] - stamp_ns) * _NS
+                why = f"nothing of '{other}' within {self._tolerance_s:g} s of it, the nearest is {gap_s:.3f} s away"
+        self._waiting = None
+        return [Unmatched(sample, why)]
+
+    def _nearest(self, other: str, stamp_ns: int) -> tuple[int, Any] | None:
+        return min(self._recent[other], key=lambda found: abs(found[0] - stamp_ns), default=None)
+
+    def _near(self, stamp_ns: int) -> bool:
+        assert self._waiting is not None
+        return abs(stamp_ns - self._waiting[0]) * _NS <= self._tolerance_s

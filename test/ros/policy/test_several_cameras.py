@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A policy of two cameras and the robot's state, over real DDS: OpenVLA-OFT, whose every answer is an action."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from builtin_interfaces.msg import Time
+from sensor_msgs.msg import Image, JointState
+from support.paths import ORACLES, needs
+from support.ros import Robot, rgb_image, robot
+
+from specvla_ros import Engine, EngineSettings, Observation
+from specvla_ros.engine.outcome import Action
+from specvla_ros.models.checkpoint import load_target
+
+CHECKPOINT = ORACLES / "oft_tiny_a" / "checkpoint"
+INSTRUCTION = "put the bowl on the plate"
+NAMES = ("x", "y", "z", "rx", "ry", "rz", "left", "right")
+pytestmark = needs(CHECKPOINT)
+
+
+def state_message(stamp: int, values: list[float], names: tuple[str, ...] = NAMES) -> JointState:
+    message = JointState(name=names, position=values)
+    message.header.stamp = Time(sec=stamp // 10**9, nanosec=stamp % 10**9)
+    return message
+
+
+def pixels(message: Image) -> np.ndarray:
+    return np.frombuffer(bytes(message.data), np.uint8).reshape(message.height, message.width, 3)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(load_target(CHECKPOINT, device="cpu"), EngineSettings())
+
+
+@pytest.fixture
+def running(request: pytest.FixtureRequest) -> Iterator[tuple[Robot, Any, Any]]:
+    """The robot, and what publishes the wrist's images and the state."""
+    parameters = getattr(request, "param", {})
+    units: dict[str, Any] = {"action.translation_unit": 1.0, "action.rotation_unit": 1.0}  # as they are decoded
+    with robot(CHECKPOINT, instruction=INSTRUCTION, **units, **parameters) as made:
+        wrist = made.user.create_publisher(Image, "wrist/image", 1)
+        state = made.user.create_publisher(JointState, "state", 10)
+        made.start()
+        made.until(lambda: wrist.get_subscription_count() and state.get_subscription_count())
+        yield made, wrist, state
+
+
+def has_acted(made: Robot, times: int) -> bool:
+    return len(made.actions) == times
+
+
+def answered(engine: Engine, front: Image, wrist: Image, state: list[float]) -> np.ndarray:
+    engine.reset()
+    images = {"image": pixels(front), "wrist": pixels(wrist)}
+    outcome = engine.act(Observation(images, INSTRUCTION, stamp_ns=1, state=np.array(state)))
+    assert isinstance(outcome, Action)
+    return outcome.actions
+
+
+@pytest.mark.parametrize("first", ["lead", "others"])
+def test_what_belongs_together_is_answered_as_in_process(
+    running: tuple[Robot, Any, Any], engine: Engine, first: str
+) -> None:
+    made, wrist, state = running
+    for seed in (1, 2):
+        now, values = made.now_ns(), np.random.default_rng(seed).normal(size=8).tolist()
+        front = rgb_image(now, seed=seed)
+        beside, measured = rgb_image(now - 20_000_000, seed=10 + seed), state_message(now + 10_000_000, values)
+        if first == "lead":
+            made.images.publish(front)
+            made.spin(0.1)
+        wrist.publish(beside)
+        state.publish(measured)
+        if first == "others":
+            made.spin(0.1)
+            made.images.publish(front)
+        made.until(partial(has_acted, made, seed))
+        action = made.actions[-1]
+        assert action.header.stamp == front.header.stamp and action.horizon == 8
+        found = np.array(action.values).reshape(8, 7)
+        np.testing.assert_allclose(found, answered(engine, front, beside, values), atol=1e-6)
+    assert not made.drops()
+
+
+def test_a_camera_that_is_missing_or_late_costs_the_frame_and_is_said(running: tuple[Robot, Any, Any]) -> None:
+    made, wrist, state = running
+    values = [0.0] * 8
+    for number in range(3):
+        now = made.now_ns()
+        state.publish(state_message(now, values))
+        if number == 1:
+            wrist.publish(rgb_image(now - 400_000_000, seed=3))
+        made.images.publish(rgb_image(now, seed=number))
+        made.spin(0.2)
+    made.until(lambda: made.drops().get("incomplete") == 2)
+    assert not made.actions, "no action without the wrist's picture"
+    made.until(lambda: made.diagnostics and "'wrist'" in made.diagnosis("inputs").message)
+    said = {value.key: value.value for value in made.diagnosis("inputs").values}
+    assert "wrist_raw_hz" in said and "image_raw_hz" in said
+
+
+@pytest.mark.parametrize("running", [{"state_names": ["right", *NAMES[:-1]]}], indirect=True)
+def test_the_state_is_read_by_its_names(running: tuple[Robot, Any, Any], engine: Engine) -> None:
+    made, wrist, state = running
+    now, values = made.now_ns(), [0.1 * i for i in range(8)]
+    front, beside = rgb_image(now, seed=1), rgb_image(now, seed=2)
+    wrist.publish(beside)
+    state.publish(state_message(now, values))
+    made.act(front)
+    found = np.array(made.actions[-1].values).reshape(8, 7)
+    np.testing.assert_allclose(found, answered(engine, front, beside, [values[-1], *values[:-1]]), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [([0.0] * 7, "it has 7 numbers, and the policy reads 8"), ([0.0] * 7 + [float("nan")], "that is not finite")],
+)
+def test_a_state_of_another_length_or_not_finite_is_no_state(
+    running: tuple[Robot, Any, Any], capfd: pytest.CaptureFixture[str], values: list[float], message: str
+) -> None:
+    made, wrist, state = running
+    for number in range(2):
+        now = made.now_ns()
+        wrist.publish(rgb_image(now, seed=2))
+        state.publish(state_message(now, values, NAMES[: len(values)]))
+        made.images.publish(rgb_image(now, seed=number))
+        made.spin(0.2)
+    made.until(lambda: made.drops().get("incomplete") == 1)
+    assert not made.actions
+    assert message in capfd.readouterr().err
