@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The frames of a bag: which topics are read, and each image with its instruction and its recorded action."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
+from specvla_ros.bags.image_message import stamp_ns
 from specvla_ros.bags.reader import Bag, BagMessage, Topic
+from specvla_ros.bags.state_message import JOINT_STATE
+from specvla_ros.bags.synchronizer import Matched, Synchronizer, Unmatched
 from specvla_ros.errors import UserError
 
 RAW_IMAGE = "sensor_msgs/msg/Image"
 COMPRESSED_IMAGE = "sensor_msgs/msg/CompressedImage"
 TEXT = "std_msgs/msg/String"
 NUMBERS = ("std_msgs/msg/Float32MultiArray", "std_msgs/msg/Float64MultiArray")
+
+STATE = "state"
 
 _COMPRESSED_SUFFIX = "/compressed"
 _DEFAULT_IMAGES = ("/camera/image_raw", "/camera/image_raw" + _COMPRESSED_SUFFIX)
@@ -28,6 +34,9 @@ class TopicChoice:
     instruction: str | None = None  # in place of a topic
     # recorded actions to compare with; default: /ground_truth/action, where the bag has it
     action_topic: str | None = None
+    cameras: Mapping[str, str] = field(default_factory=dict)  # topics of further cameras, by the policy's names
+    state_topic: str | None = None  # of the robot's state, for a policy that reads it
+    sync_tolerance_s: float = 0.05  # of their stamps, against the first camera's
 
 
 @dataclass(frozen=True)
@@ -38,15 +47,26 @@ class ReplayTopics:
     instruction: Topic | None  # None: the user gave the instruction
     action: Topic | None  # the recorded action to compare with; None: none
     note: str = ""  # what the user should know of the choice; empty: nothing
+    cameras: Mapping[str, Topic] = field(default_factory=dict)  # further ones
+    state: Topic | None = None
+    sync_tolerance_s: float = 0.05
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(topic.name for topic in (self.image, self.instruction, self.action) if topic is not None)
+        topics = (self.image, self.instruction, self.action, *self.sensors.values())
+        return tuple(topic.name for topic in topics if topic is not None)
+
+    @property
+    def sensors(self) -> dict[str, Topic]:
+        """What is put together with each image: further cameras by name, and the state."""
+        return {**self.cameras, **({STATE: self.state} if self.state is not None else {})}
 
 
 def choose_topics(bag: Bag, choice: TopicChoice) -> ReplayTopics:
     """Takes the topics named, and finds the others."""
     image = _named_image(bag, choice.image_topic) if choice.image_topic else _find_image(bag)
+    cameras = {name: _named_image(bag, topic) for name, topic in choice.cameras.items()}
+    state = _typed(bag, choice.state_topic, (JOINT_STATE,)) if choice.state_topic else None
     if choice.instruction is not None:
         instruction = None
     elif choice.instruction_topic:
@@ -62,7 +82,7 @@ def choose_topics(bag: Bag, choice: TopicChoice) -> ReplayTopics:
     note = ""
     if choice.image_topic and image.name != choice.image_topic:
         note = f"bag {bag.path} holds {choice.image_topic} only compressed: {image.name} is read"
-    return ReplayTopics(image, instruction, action, note)
+    return ReplayTopics(image, instruction, action, note, cameras, state, choice.sync_tolerance_s)
 
 
 @dataclass(frozen=True)
@@ -74,6 +94,9 @@ class BagFrame:
     instruction: str  # in force when the image was recorded; empty: none yet
     epoch: int  # 0 before the first instruction, bumped on each new one, as in the node
     recorded: tuple[float, ...] | None = None  # the first recorded action from this image on and before the next one
+    # of the other cameras and the state, by name; the nearest by their stamps
+    others: Mapping[str, BagMessage] = field(default_factory=dict)
+    missing: str = ""  # why there is nothing to answer: what of the others did not come; empty: all is there
 
 
 def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -> Iterator[BagFrame]:
@@ -81,12 +104,19 @@ def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -
     text, epoch = instruction or "", int(bool(instruction))
     index = 0
     newest: BagFrame | None = None
+    together = Synchronizer(topics.image.name, [*topics.sensors], topics.sync_tolerance_s)
+    sensors = {topic.name: name for name, topic in topics.sensors.items()}
     for message in _in_causal_order(bag, topics):
         if message.topic == topics.image.name:
             if newest is not None:
-                yield newest
+                yield _ended(newest, together.give_up())
             newest = BagFrame(index, message, text, epoch)
+            stamp = _stamp_ns(message) if sensors else 0  # which costs reading the whole message
+            newest = _ended(newest, together.add(message.topic, stamp, message))
             index += 1
+        elif message.topic in sensors:
+            ended = together.add(sensors[message.topic], _stamp_ns(message), message)
+            newest = _ended(newest, ended) if newest is not None else None
         elif topics.instruction is not None and message.topic == topics.instruction.name:
             received = str(message.message().data)
             if received != text or not epoch:
@@ -94,12 +124,28 @@ def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -
         elif newest is not None and newest.recorded is None:
             newest = replace(newest, recorded=tuple(float(value) for value in message.message().data))
     if newest is not None:
-        yield newest
+        yield _ended(newest, together.give_up())
+
+
+def _ended(frame: BagFrame, ended: list[Matched | Unmatched]) -> BagFrame:
+    """The frame with what came of its image, if that is known."""
+    for each in ended:
+        changes: Any = {"others": each.others} if isinstance(each, Matched) else {"missing": each.why}
+        frame = replace(frame, **changes)
+    return frame
+
+
+def _stamp_ns(message: BagMessage) -> int:
+    """A message's own stamp; the bag's time for one without."""
+    try:
+        return stamp_ns(message.message().header)
+    except UserError:
+        return message.time_ns
 
 
 def _in_causal_order(bag: Bag, topics: ReplayTopics) -> Iterator[BagMessage]:
     """In bag time; at equal times the instruction, then the image that it is for, then the action that answers it."""
-    names = (topics.instruction, topics.image, topics.action)
+    names = (topics.instruction, topics.image, *topics.sensors.values(), topics.action)
     rank = {topic.name: order for order, topic in enumerate(names) if topic is not None}
     for _, simultaneous in groupby(bag.messages(topics.names), key=lambda message: message.time_ns):
         yield from sorted(simultaneous, key=lambda message: rank[message.topic])

@@ -171,6 +171,13 @@ def _parse_state(text: str) -> "np.ndarray":
         raise UserError(f"--state must be numbers separated by commas, got {shown(text)}") from None
 
 
+def _camera_topic(text: str) -> tuple[str, str]:
+    name, _, topic = text.partition("=")
+    if not (name and topic):
+        raise UserError(f"--camera must be NAME=TOPIC, such as wrist=/wrist/image_raw; got {shown(text)}")
+    return name, topic
+
+
 @app.command()
 @takes_policy(publishes=True)
 def replay(
@@ -186,6 +193,17 @@ def replay(
     action_topic: Annotated[
         str, typer.Option(help="Recorded actions; empty: /ground_truth/action if it is there.")
     ] = "",
+    camera: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=TOPIC of a further camera, again for each, for a policy that looks at several."),
+    ] = None,
+    state_topic: Annotated[str, typer.Option(help="JointState, for a policy that reads the robot's state.")] = "",
+    state_names: Annotated[
+        str, typer.Option(help="Comma-separated: the state's numbers in the policy's order; empty: the message's.")
+    ] = "",
+    sync_tolerance_s: Annotated[
+        float, typer.Option(help="How far the others' stamps may lie from the first camera's.", min=0.0)
+    ] = 0.05,
     max_p95_latency_s: Annotated[float | None, typer.Option(help="Limit: 95 % of the frames answer in time.")] = None,
     max_drop_fraction: Annotated[float | None, typer.Option(help="Limit: frames without an action, 0 to 1.")] = None,
     max_bin_distance: Annotated[
@@ -203,7 +221,6 @@ def replay(
     from specvla_ros.bags.frames import TopicChoice
     from specvla_ros.evaluation.replay import check_replay, replay
     from specvla_ros.evaluation.replay_summary import Thresholds
-    from specvla_ros.models.target import require_one_camera
 
     out = out or Path(f"replay-{bag.resolve().stem}")
     thresholds = Thresholds(
@@ -217,14 +234,18 @@ def replay(
         instruction_topic=instruction_topic or None,
         instruction=instruction or None,
         action_topic=action_topic or None,
+        cameras=dict(map(_camera_topic, camera or ())),
+        state_topic=state_topic or None,
+        sync_tolerance_s=sync_tolerance_s,
     )
     check_replay(bag, out, topics)
     summary = replay(
-        require_one_camera(chosen.load()),
+        chosen.load(),
         chosen.engine,
         bag,
         out,
         topics=topics,
+        state_names=tuple(filter(None, state_names.split(","))),
         action=chosen.action,
         thresholds=thresholds,
         shown=shown_in(out, rerun, viewer),

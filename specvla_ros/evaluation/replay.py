@@ -3,7 +3,7 @@
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -14,10 +14,11 @@ import numpy as np
 from rich.console import Console
 
 from specvla_ros.bags.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
-from specvla_ros.bags.frames import BagFrame, ReplayTopics, TopicChoice, bag_frames, choose_topics
+from specvla_ros.bags.frames import STATE, BagFrame, ReplayTopics, TopicChoice, bag_frames, choose_topics
 from specvla_ros.bags.image_message import rgb_from_message, stamp_ns
 from specvla_ros.bags.reader import Bag, open_bag
 from specvla_ros.bags.recorder import BagRecorder
+from specvla_ros.bags.state_message import read_state
 from specvla_ros.control.convention import ActionConvention
 from specvla_ros.control.convention_settings import ConventionSettings
 from specvla_ros.engine.engine import Engine
@@ -60,6 +61,7 @@ class ReplayRun:
         directory: of the results; begun.
         start_ns: bag time that counts as 0 s.
         meaning: of the actions' numbers.
+        state_names: of the state's numbers, in the policy's order; empty: the message's.
         shown: where Rerun shows it; None: nowhere.
     """
 
@@ -71,6 +73,7 @@ class ReplayRun:
         frames_in_bag: int,
         start_ns: int,
         meaning: ActionMeaning,
+        state_names: Sequence[str],
         shown: RerunSettings | None,
     ) -> None:
         self._engine = engine
@@ -84,13 +87,13 @@ class ReplayRun:
         described = {key: str(value) for key, value in engine.target.describe().items()}
         self._recorder = BagRecorder(bag, described, meaning)
         self._lines = directory.append_to(FRAMES_FILE)
-        self._meaning = meaning
+        self._meaning, self._state_names = meaning, state_names
         self._shown = RerunRecording(shown) if shown is not None else None
 
     def play(self, frame: BagFrame) -> bool:
         """Answers one frame and writes the result at once; returns whether it was missing."""
         received_ns = time.monotonic_ns()
-        observed = _observe(frame, received_ns)
+        observed = _observe(frame, received_ns, self._engine.target, self._state_names)
         if frame.index < len(self._kept):
             self._restore(self._kept[frame.index], frame, observed)
             return False
@@ -159,9 +162,10 @@ class ReplayRun:
 
     def _add(self, record: FrameRecord, observed: Observation | FrameRecord, action: Action | None) -> None:
         self._columns.add(record)
-        self._pictures.add(record, observed.image if isinstance(observed, Observation) else None)
-        if self._shown is not None and isinstance(observed, Observation):
-            self._shown.add_image(observed.stamp_ns, observed.image)
+        image = next(iter(observed.cameras.values())) if isinstance(observed, Observation) else None
+        self._pictures.add(record, image)
+        if self._shown is not None and isinstance(observed, Observation) and image is not None:
+            self._shown.add_image(observed.stamp_ns, image)
         if action is None or record.seq is None or record.publish_s is None:
             return
         drop_counts = self._columns.drops.by_name()
@@ -183,21 +187,34 @@ class ReplayRun:
             self._shown.add_stats(action.observation.stamp_ns, SimpleNamespace(**stats))
 
 
-def _observe(frame: BagFrame, received_ns: int) -> Observation | FrameRecord:
-    """What the node does with an image, without ROS: the checks before the engine, in the same order."""
+def _observe(
+    frame: BagFrame, received_ns: int, policy: Target, state_names: Sequence[str]
+) -> Observation | FrameRecord:
+    """What the node does with images and state, without ROS: the checks before the engine, in the same order."""
+    lead, *others = policy.cameras
     try:
         message = frame.image.message()
-        rgb = rgb_from_message(message)
+        images = {lead: rgb_from_message(message)}
+        images |= {name: rgb_from_message(frame.others[name].message()) for name in others if not frame.missing}
     except UserError as error:
         return _dropped(frame, received_ns, DropReason.BAD_IMAGE, str(error))
     try:
         stamp = stamp_ns(message.header)
     except UserError as error:
         return _dropped(frame, received_ns, DropReason.BAD_STAMP, str(error))
+    if frame.missing:
+        return _dropped(frame, received_ns, DropReason.INCOMPLETE, frame.missing, stamp)
+    state = None
+    if policy.state_dims:
+        try:
+            state = read_state(frame.others[STATE].message(), state_names, policy.state_dims)
+        except UserError as error:
+            return _dropped(frame, received_ns, DropReason.INCOMPLETE, f"the state was refused: {error}", stamp)
     if not frame.epoch:
         return _dropped(frame, received_ns, DropReason.NO_INSTRUCTION, "recorded before any instruction", stamp)
     return Observation(
-        images=rgb,
+        images=images,
+        state=state,
         instruction=frame.instruction,
         stamp_ns=stamp,
         frame_id=message.header.frame_id,
@@ -239,6 +256,7 @@ def replay(
     out_dir: str | Path,
     *,
     topics: TopicChoice = _DEFAULT_TOPICS,
+    state_names: Sequence[str] = (),
     action: ConventionSettings = _KNOWN_DATASET,
     thresholds: Thresholds | None = None,
     shown: RerunSettings | None = None,
@@ -255,10 +273,12 @@ def replay(
         bag_path: the bag's directory or file.
         out_dir: directory of the results; made if missing, refused if it holds a whole replay or other results.
         topics: which of the bag's to read.
+        state_names: of the state's numbers, in the policy's order; empty: the message's.
         action: how the actions are meant, where the dataset is not known.
         shown: where Rerun shows it, from the first frame on; None: nowhere.
     """
     directory = _open_output(out_dir)
+    _check_senses(policy, topics)
     with open_bag(bag_path) as bag:
         chosen = choose_topics(bag, topics)
         if chosen.note:
@@ -283,6 +303,7 @@ def replay(
             frames_in_bag=chosen.image.count,
             start_ns=bag.start_ns,
             meaning=meaning,
+            state_names=state_names,
             shown=shown,
         )
         try:
@@ -296,6 +317,30 @@ def replay(
             raise
         with directory.reporting_errors(_HINT):
             return run.finish(incomplete=incomplete, **ending)
+
+
+def _check_senses(policy: Target, topics: TopicChoice) -> None:
+    """Whether the topics are those that the policy looks at.
+
+    Raises:
+        UserError: a camera's or the state's topic is missing, or is of none that the policy has.
+    """
+    lead, *others = policy.cameras
+    missing = [name for name in others if name not in topics.cameras]
+    if missing:
+        raise UserError(
+            f"{policy.directory} looks at the cameras {', '.join(policy.cameras)}: beside --image-topic, which is of "
+            f"'{lead}', say where '{missing[0]}' is: --camera {missing[0]}=TOPIC"
+        )
+    unknown = [name for name in topics.cameras if name not in others]
+    if unknown:
+        raise UserError(f"{policy.directory} has no further camera '{unknown[0]}'; leave --camera {unknown[0]}=… out")
+    if bool(policy.state_dims) != bool(topics.state_topic):
+        raise UserError(
+            f"{policy.directory} reads the robot's state: say where it is: --state-topic TOPIC"
+            if policy.state_dims
+            else f"{policy.directory} reads no state; leave --state-topic out"
+        )
 
 
 def _tell(text: str) -> None:
@@ -350,6 +395,7 @@ def _context(
             "image_topic": topics.image.name,
             "instruction_topic": topics.instruction.name if topics.instruction else None,
             "action_topic": topics.action.name if topics.action else None,
+            **{f"{name}_topic": topic.name for name, topic in topics.sensors.items()},
         },
         "settings": {**asdict(engine.settings), "instruction": instruction, "action": asdict(convention)},
         "policy": engine.target.describe(),

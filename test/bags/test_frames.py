@@ -2,6 +2,7 @@
 """What a replay reads is found, or asked for with the choices named."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import bags
@@ -11,7 +12,7 @@ from specvla_ros.bags.reader import open_bag
 from specvla_ros.errors import UserError
 
 
-def choose(path: Path, entries: list[bags.Entry], **names: str) -> ReplayTopics:
+def choose(path: Path, entries: list[bags.Entry], **names: Any) -> ReplayTopics:
     with open_bag(bags.write_bag(path / "bag", entries)) as bag:
         return choose_topics(bag, TopicChoice(**names))
 

@@ -173,7 +173,7 @@ def test_other_files_in_the_output_directory_do_no_harm(policy: OpenVLATarget, t
     ],
 )
 def test_a_replay_that_cannot_begin_leaves_nothing_behind(
-    policy: OpenVLATarget, tmp_path: Path, options: dict[str, str], words: str
+    policy: OpenVLATarget, tmp_path: Path, options: dict[str, Any], words: str
 ) -> None:
     path = bags.write_bag(tmp_path / "bag", bags.episode(1))
     with pytest.raises(UserError, match=words):

@@ -11,6 +11,7 @@ from rclpy.node import Node
 from sensor_msgs.msg import JointState
 
 from specvla_ros.bags.image_message import stamp_ns
+from specvla_ros.bags.state_message import read_state
 from specvla_ros.bags.synchronizer import Matched, Synchronizer, Unmatched
 from specvla_ros.engine.outcome import DropReason
 from specvla_ros.errors import UserError
@@ -143,30 +144,3 @@ class ObservationInput:
             state = others.pop(STATE_TOPIC, None)
             images = {camera: lead.rgb, **{name: frame.rgb for name, (_, frame) in others.items()}}
             self._on_frames(Frames(lead, {name: images[name] for name in self._senses.cameras}, state))
-
-
-def read_state(message: JointState, names: Sequence[str], dims: int) -> np.ndarray:
-    """The positions of a message in the policy's order, float64 [dims].
-
-    Args:
-        message: of joints, or of any named numbers.
-        names: the policy's order; empty: the message's own.
-        dims: numbers that the policy reads.
-
-    Raises:
-        UserError: numbers are missing, too many, or not finite.
-    """
-    values = list(message.position)
-    if names:
-        by_name = dict(zip(message.name, values, strict=False))
-        missing = [name for name in names if name not in by_name]
-        if missing:
-            raise UserError(f"it has no '{missing[0]}', which state_names asks for; it has {', '.join(by_name)}")
-        values = [by_name[name] for name in names]
-    if len(values) != dims:
-        hint = "" if names else "; set state_names to those that it reads, in its order"
-        raise UserError(f"it has {len(values)} numbers, and the policy reads {dims}{hint}")
-    state = np.array(values, dtype=np.float64)
-    if not np.isfinite(state).all():
-        raise UserError(f"it has a number that is not finite: {values}")
-    return state
