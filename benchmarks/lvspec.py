@@ -88,7 +88,7 @@ def by_smaller(directory: Path) -> list[Setting]:
     """A smaller policy of the family as the draft model, strictly and with LVSpec."""
     layers = read_checkpoint_json(directory / "config.json").inner("text_config").whole("num_hidden_layers")
     drafts = engine_settings_from(**PRESET, draft_model=str(directory), draft_model_tokens=K)
-    name = f"draft model of {layers} layers"
+    name = f"{layers}-layer draft model"
     return [Setting(f"naive SD, {name}", replace(drafts, acceptance=STRICT)), Setting(f"LVSpec, {name}", drafts)]
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/results.md: the text of benchmarks/results.md.in with the figures of the files in benchmarks/results.
 
+What README.md and docs/explanation/safety.md say of them is written too.
+
 python benchmarks/results_page.py
 
 The template's fields are Python's (`{tree_nodes}`, `{acceptance[name]}`). Text between `<!-- for NAME -->` and
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import results_papers
+import results_readme
 import results_robot
 import results_speed
 from results_cells import Result
@@ -27,8 +30,9 @@ from specvla_ros.planning.stage_times import stage_times
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results"
-SAFETY = ROOT / "docs" / "explanation" / "safety.md"
+SAFETY, README = ROOT / "docs" / "explanation" / "safety.md", ROOT / "README.md"
 _TRIED = re.compile(r"(?<=<!-- tried -->\n).*?(?=\n<!-- end of tried -->)", re.DOTALL)
+_HEADLINE = re.compile(r"(?<=<!-- headline -->\n).*?(?=\n<!-- end of headline -->)", re.DOTALL)
 _NANO = ROOT / "specvla_ros" / "policies" / "nano"
 # What its weights decide; the text policy is made from it.
 _OF_NANO = (
@@ -43,15 +47,16 @@ _OF_NANO = (
     "live_driving",
 )
 _EMULATED = ("simulation", "pipelining", "driving", "faults", "actionflow")  # what the devices' tables decide
-_TEMPLATE = Path(__file__).with_name("results.md.in")
+_TEMPLATE, _README_TEMPLATE = (Path(__file__).with_name(name) for name in ("results.md.in", "readme.md.in"))
 VIEWS = {**results_papers.VIEWS, **results_speed.VIEWS, **results_robot.VIEWS}  # a result's fields by its benchmark
 _TAG = re.compile(r"<!-- (?:for (?P<name>\w+)|end) -->")
 
 
 def main() -> None:
-    """Writes the page, and the figures that another page takes from a result."""
+    """Writes the page, and the figures that other pages take from a result."""
     PAGE.write_text(page(), encoding="utf-8")
     SAFETY.write_text(safety_page(), encoding="utf-8")
+    README.write_text(readme(), encoding="utf-8")
 
 
 def page() -> str:
@@ -68,6 +73,14 @@ def safety_page() -> str:
     """The page on safety, with the table of what was tried from the fault suite's result."""
     result = json.loads((RESULTS / "faults_sim.json").read_text(encoding="utf-8"))
     return _TRIED.sub(results_robot.faults_by_kind(result), SAFETY.read_text(encoding="utf-8"))
+
+
+def readme() -> str:
+    """The README, with the figures of its headline."""
+    files = {name: RESULTS / f"{name}.json" for name in ("emulation", "pipelining_nano", "driving_nano")}
+    results = {name.partition("_")[0]: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
+    text = _README_TEMPLATE.read_text(encoding="utf-8").strip("\n").format_map(results_readme.fields(results))
+    return _HEADLINE.sub(lambda _: text, README.read_text(encoding="utf-8"))
 
 
 def section(result: Result) -> str:

@@ -336,26 +336,6 @@ def _closed_cells(tokens: float, device: Result) -> Cells:
     return cells
 
 
-_ALONE = {
-    "ar": "plain decoding",
-    "spec, strict": "speculation alone",
-    "pipeline": "pipelining alone",
-    "specpipe, strict, 2 chunks": "both",
-}
-
-
-def what_gives_what(result: Result) -> str:
-    """The README's table: tasks done in their own time, and the mean age of the picture that the arm follows."""
-    columns = [
-        (policy["tokens"], device) for policy in result["policies"].values() for device in policy["devices"].values()
-    ]
-    cells = [["", *(f"{device['name'].removeprefix('NVIDIA ')}, {tokens:.0f} tokens" for tokens, device in columns)]]
-    for mode, name in _ALONE.items():
-        rows = [device["closed_loop"][mode] for _, device in columns]
-        cells.append([name, *(f"{_in_time(row):.0%}, {if_any(row['picture_age_s'], '{:.2f} s')}" for row in rows)])
-    return table(cells)
-
-
 def _in_time(row: Result) -> float:
     share: float = row["in_time"] / row["success"]["episodes"]
     return share

@@ -13,7 +13,7 @@ import pytest
 import torch
 from acceptance_trace import Trace, trace_lengths
 from harness import ColdTimer, command
-from results_page import PAGE, page, section
+from results_page import PAGE, README, page, readme, section
 from soak import MARGINS, Soak, soak_policy
 from spec_vla import PAPERS_R, threshold
 from support.text_models import write_text_model
@@ -165,6 +165,11 @@ def test_a_command_names_what_was_chosen():
 
 def test_the_results_page_is_up_to_date():
     assert PAGE.read_text(encoding="utf-8") == page(), "run python benchmarks/results_page.py"
+
+
+def test_the_readmes_figures_are_up_to_date():
+    assert README.read_text(encoding="utf-8") == readme(), "run python benchmarks/results_page.py"
+    assert "<!-- headline -->" in readme()
 
 
 def test_soak_passes(tmp_path: Path):

@@ -40,7 +40,7 @@ FRAMES = [
         47,
     )  # on which drafts are wrong, and loosened and shifted ones accepted; other weights, other seeds
 ]
-SMALLER = "draft model of 4 layers"  # which is the policy itself
+SMALLER = "4-layer draft model"  # which is the policy itself
 LOSSLESS = ("naive SD", "SpecVLM", "SpecVLM, tokens by similarity", "lambda 0", f"naive SD, {SMALLER}")
 
 
