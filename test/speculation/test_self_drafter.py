@@ -218,6 +218,69 @@ def test_a_slot_that_is_given_on_shows_nothing_of_its_last_request(
     same(tree, drafter(share).draft([request(next_, 2, 0, 5)])[0])
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 20),
+    first=st.integers(1, 6),
+    second=st.integers(1, 6),
+    told=st.integers(0, 4),
+    more=st.integers(1, 3),
+)
+def test_rows_with_several_positions_keep_theirs_and_pictures_are_pruned_together(
+    seed: int, first: int, second: int, told: int, more: int
+) -> None:
+    """Two pictures with text around them, M-RoPE; against the pruned rows at their own positions, without a cache."""
+    decoder = random_decoder(replace(CONFIG, rope_sections=(2, 1, 1)), seed=1, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    pictures = (range(1, 1 + first), range(2 + first, 2 + first + second))
+    rows = 4 + first + second
+    ids = torch.randint(50, (5 + told + more,), generator=generator)  # three of the prompt, then the answer
+    positions = torch.randint(0, 9, (3, rows), generator=generator)
+    layout = PromptLayout(tuple(ids[:4].tolist()), rows, pictures, positions.numpy())
+    behind = int(positions.max()) + 1 + torch.arange(20)
+    every = torch.cat((positions, behind.expand(3, -1)), dim=1)
+    embedded = torch.randn(rows, 32, generator=generator, dtype=torch.float64)
+    embedded[0] = decoder.embed_tokens(ids[:1])[0]
+    answer = decoder.embed_tokens(ids[4:])
+    whole = torch.cat((embedded, answer))
+    visual = [row for picture in pictures for row in picture]
+    kept = {visual[i] for i in evenly_spaced_rows(torch.empty(len(visual), 0), torch.empty(0, 0), 2).tolist()}
+    drafter_ = SelfDrafter(
+        decoder,
+        image_tokens=len(visual),
+        image_share=2 / len(visual),
+        keep="uniform",
+        tokens=3,
+        slots=1,
+        slot_rows=SLOT_ROWS,
+    )
+    since = 0
+    for committed in (1 + told, 1 + told + more):
+        stop = rows + committed - 1  # the last committed token is the root
+        asked = DraftInput(
+            0,
+            stop,
+            torch.zeros(stop - since, 32, dtype=torch.float64),
+            whole[since + 1 : stop + 1],
+            ids[4 + committed - 1],
+            3,
+            position=0,
+            layout=layout,
+        )
+        (tree,) = drafter_.draft([asked])
+        order = [row for row in range(stop + 1) if row not in visual or row in kept]
+        sequence, said = whole[order], []
+        at = every[:, order]
+        for _ in range(3):
+            cache = new_cache(decoder, slots=1, slot_rows=len(sequence))
+            segment = Segment(0, 0, sequence, positions=at.numpy())
+            said.append(int(packed_forward(decoder, [segment], cache).logits[0].argmax()))
+            sequence = torch.cat((sequence, decoder.embed_tokens(torch.tensor(said[-1:]))))
+            at = torch.cat((at, at[:, -1:] + 1), dim=1)
+        assert tree.tokens.tolist() == [int(ids[4 + committed - 1]), *said]
+        since = stop
+
+
 def test_the_chains_own_rows_are_never_read_again() -> None:
     made = drafter(0.5)
     first = request(4, 2, 3, 5)
