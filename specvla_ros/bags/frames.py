@@ -9,7 +9,7 @@ from typing import Any
 from specvla_ros.bags.image_message import stamp_ns
 from specvla_ros.bags.reader import Bag, BagMessage, Topic
 from specvla_ros.bags.state_message import JOINT_STATE
-from specvla_ros.bags.synchronizer import Matched, Synchronizer, Unmatched
+from specvla_ros.bags.synchronizer import TOLERANCE_S, Matched, Synchronizer, Unmatched
 from specvla_ros.errors import UserError
 
 RAW_IMAGE = "sensor_msgs/msg/Image"
@@ -36,7 +36,7 @@ class TopicChoice:
     action_topic: str | None = None
     cameras: Mapping[str, str] = field(default_factory=dict)  # topics of further cameras, by the policy's names
     state_topic: str | None = None  # of the robot's state, for a policy that reads it
-    sync_tolerance_s: float = 0.05  # of their stamps, against the first camera's
+    sync_tolerance_s: float = TOLERANCE_S  # of their stamps, against the first camera's
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ReplayTopics:
     note: str = ""  # what the user should know of the choice; empty: nothing
     cameras: Mapping[str, Topic] = field(default_factory=dict)  # further ones
     state: Topic | None = None
-    sync_tolerance_s: float = 0.05
+    sync_tolerance_s: float = TOLERANCE_S
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _NS = 1e-9
+TOLERANCE_S = 0.05  # of the stamps, where nobody says otherwise
 _REMEMBERED = 64  # of each sensor: half a second of a state at 125 Hz
 
 

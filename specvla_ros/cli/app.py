@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specvla_ros import __version__
+from specvla_ros.bags.synchronizer import TOLERANCE_S
 from specvla_ros.cli import experiments
 from specvla_ros.cli import plan as cli_plan
 from specvla_ros.cli.ending import one_line_endings
@@ -203,7 +204,7 @@ def replay(
     ] = "",
     sync_tolerance_s: Annotated[
         float, typer.Option(help="How far the others' stamps may lie from the first camera's.", min=0.0)
-    ] = 0.05,
+    ] = TOLERANCE_S,
     max_p95_latency_s: Annotated[float | None, typer.Option(help="Limit: 95 % of the frames answer in time.")] = None,
     max_drop_fraction: Annotated[float | None, typer.Option(help="Limit: frames without an action, 0 to 1.")] = None,
     max_bin_distance: Annotated[

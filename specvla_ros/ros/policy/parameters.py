@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+from specvla_ros.bags.synchronizer import TOLERANCE_S
 from specvla_ros.control.convention_settings import ConventionSettings
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
@@ -34,7 +35,7 @@ class PolicyParameters:
         choices=RELIABILITIES,
     )
     sync_tolerance_s: float = parameter(
-        0.05,
+        TOLERANCE_S,
         "How far the stamps of the other cameras' images and of the robot's state may lie from the first camera's, for "
         "a policy that looks at several.",
         unit="s",
