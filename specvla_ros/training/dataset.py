@@ -248,21 +248,23 @@ class Batches:
         return Batch(pixels, self._prompts[asked], self._lengths[asked], self._answers[torch.from_numpy(steps)])
 
 
-def action_chunks(data: DemonstrationSet, horizon: int) -> np.ndarray:
+def action_chunks(data: DemonstrationSet, horizon: int, action_range: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     """What each episode's own instruction asked for from each step on, float64 [steps, horizon, action_dim].
 
-    Behind an episode's end its last action stays.
+    Behind an episode's end its last action stays. Values beyond the usual range are clipped to it, as bins do it: a
+    few of them would give a FAST tokenizer more coefficients than it has ids.
     """
     own, steps = data.actions[:, 0], np.arange(len(data.actions))
     last = np.searchsorted(data.episode_of, data.episode_of, side="right") - 1
     chunks: np.ndarray = own[np.minimum(steps[:, None] + np.arange(horizon), last[:, None])]
-    return chunks
+    return chunks.clip(*action_range)
 
 
 def _chunk_answers(codec: Codec, data: DemonstrationSet) -> Tensor:
     """Int64 [steps, 1, longest answer]: each chunk's tokens and an end token, and PADDING."""
     end = min(codec.end_ids)  # type: ignore[attr-defined]
-    answers = [torch.tensor((*codec.encode(chunk), end)) for chunk in action_chunks(data, codec.horizon)]
+    chunks = action_chunks(data, codec.horizon, codec.action_range)
+    answers = [torch.tensor((*codec.encode(chunk), end)) for chunk in chunks]
     return pad_sequence(answers, batch_first=True, padding_value=PADDING)[:, None]
 
 

@@ -203,8 +203,11 @@ def test_settings_out_of_range_are_refused(change):
 
 def test_chunks_end_with_their_episode(bags, tmp_path):
     data = load_demonstrations(find_bags([bags]), tmp_path / "cache", 28)
-    chunks = action_chunks(data, 4)
+    everything = (np.full(7, -np.inf), np.full(7, np.inf))
+    chunks = action_chunks(data, 4, everything)
     assert chunks.shape == (120, 4, 7)
+    low, high = (np.quantile(data.actions, share) * np.ones(7) for share in (0.2, 0.8))
+    np.testing.assert_array_equal(action_chunks(data, 4, (low, high)), chunks.clip(low, high))
     for step in (0, 3, 5, 6, 119):
         last = 6 * (step // 6) + 5
         np.testing.assert_array_equal(chunks[step], data.actions[[min(step + k, last) for k in range(4)], 0])
