@@ -23,6 +23,13 @@ NodeProcess = subprocess.Popen[bytes]
 
 _ANSWER_S = 5.0
 _STOP_TIMEOUT_S = 15.0
+_STATES = {
+    State.PRIMARY_STATE_UNCONFIGURED: "unconfigured",
+    State.PRIMARY_STATE_INACTIVE: "inactive",
+    State.PRIMARY_STATE_FINALIZED: "finalized",
+    State.TRANSITION_STATE_CONFIGURING: "configuring",
+    State.TRANSITION_STATE_ACTIVATING: "activating",
+}
 _NEXT = {
     State.PRIMARY_STATE_UNCONFIGURED: Transition.TRANSITION_CONFIGURE,
     State.PRIMARY_STATE_INACTIVE: Transition.TRANSITION_ACTIVATE,
@@ -127,8 +134,10 @@ class LifecycleClient:
         deadline = time.monotonic() + timeout_s
         answer: Future[Any] | None = None
         requested, requested_s = 0, 0.0
+        seen = State.PRIMARY_STATE_UNKNOWN
         while alive() and time.monotonic() < deadline:
             state = self._state()
+            seen = state or seen
             if state == State.PRIMARY_STATE_ACTIVE:
                 return
             transition = _NEXT.get(state)
@@ -144,7 +153,19 @@ class LifecycleClient:
                     continue
             answer = self._change.call_async(ChangeState.Request(transition=Transition(id=transition)))
             requested, requested_s = transition, time.monotonic()
-        raise UserError(f"the node {self._name} did not come up; `specvla doctor` says what to fix")
+        if not alive():
+            raise UserError(f"the node {self._name} ended before it came up; {self._explanation}")
+        raise UserError(
+            f"the node {self._name} did not come up in {timeout_s:g} s: {self._how_far(seen)}; `specvla doctor` says "
+            "what to fix"
+        )
+
+    def _how_far(self, seen: int) -> str:
+        """What is known of a node that did not come up, from the last state that it answered."""
+        if seen:
+            return f"it was last heard to be {_STATES.get(seen, f'in state {seen}')}"
+        there = self._get.service_is_ready()
+        return "it never answered, though it offers its services" if there else "nobody offers its services"
 
     def _state(self) -> int:
         """The node's state; 0, unknown, when it does not answer."""

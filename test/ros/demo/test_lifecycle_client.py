@@ -94,7 +94,21 @@ def test_a_refusal_whose_answer_is_lost_is_asked_for_again(watcher: Node) -> Non
 
 
 def test_a_node_that_is_not_there_is_told(watcher: Node) -> None:
-    with pytest.raises(UserError, match="did not come up"):
+    with pytest.raises(UserError, match=r"nobody did not come up in 0\.1 s: nobody offers its services"):
         LifecycleClient(watcher, "/nobody").activate(lambda: True, 0.1)
-    with pytest.raises(UserError, match="did not come up"):
+    with pytest.raises(UserError, match="nobody ended before it came up"):
         LifecycleClient(watcher, "/nobody").activate(lambda: False, PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [(State.TRANSITION_STATE_CONFIGURING, "it was last heard to be configuring"), (0, "it never answered, though")],
+)
+def test_how_far_a_node_came_is_told(watcher: Node, state: int, said: str) -> None:
+    served = Served(watcher.context, lost=0)
+    served.state = state
+    try:
+        with pytest.raises(UserError, match=said):
+            LifecycleClient(watcher, "/served").activate(lambda: True, 6.0)
+    finally:
+        served.close()
