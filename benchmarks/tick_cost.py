@@ -26,9 +26,10 @@ from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.verifier import Verifier, VerifyInput
+from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.target import ForwardResult
-from specvla_ros.speculation.accept import AcceptanceRule, ActionIds
+from specvla_ros.speculation.accept import AcceptanceRule
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.rules.bin_distance import BinDistance

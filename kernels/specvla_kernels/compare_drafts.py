@@ -28,7 +28,7 @@ class Trees:
         valid: bool [requests, n]; False: never accepted.
         relaxable: bool [requests, n]; False: accepted only if it is the target's own choice.
         choices: int64 [requests, n], the target's greedy choice after each node; NO_TOKEN where its logits hold a NaN.
-        positions: int64 [requests], action tokens committed so far: the action dimension of the next one.
+        positions: int64 [requests], where each answer so far stands; of bins, the action dimension of the next token.
     """
 
     tokens: Tensor

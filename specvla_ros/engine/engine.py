@@ -299,6 +299,7 @@ class Engine:
             max_depth=codec.max_tokens,
             generation=target.generation,
             vocab_size=target.decoder.config.vocab_size,
+            distances=codec.distances,
         )
         runner = Runner(target, cache, settings, (verifier, drafter))
         root = Tree.from_root(torch.zeros((), dtype=torch.int64, device=target.decoder.device))

@@ -16,7 +16,7 @@ from specvla_kernels.device import blocks, to_device
 from specvla_kernels.graph_capture import Capture
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.kv_cache import KVCache
-from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.models.codecs.codec import ActionIds, TokenDistances
 from specvla_ros.models.generation import NO_RULES, GreedyRules, seen_ids
 from specvla_ros.speculation.accept import AcceptanceRule, Verification, accept, greedy_choice
 from specvla_ros.speculation.rules.strict import Strict
@@ -29,7 +29,7 @@ class VerifyInput:
 
     Args:
         tree: drafted tokens; its root may be the prompt's last row.
-        position: action tokens committed so far: the action dimension of the next one.
+        position: where the answer so far stands; see `Codec.position`.
         slot: the request's KV slot.
         root_row: the slot's row of the root.
         rule: decides which drafts are accepted.
@@ -115,6 +115,7 @@ class Verifier:
         max_depth: of a tree.
         generation: what is done to logits before the largest is taken.
         vocab_size: of the logits.
+        distances: how far apart tokens are; None: as ids of actions are.
     """
 
     def __init__(
@@ -127,8 +128,10 @@ class Verifier:
         max_depth: int,
         generation: GreedyRules = NO_RULES,
         vocab_size: int = 0,
+        distances: TokenDistances | None = None,
     ) -> None:
         self.rule = rule
+        self._distances = distances
         self._generation = generation
         self._vocab_size = vocab_size
         self._actions = actions
@@ -200,6 +203,8 @@ class Verifier:
             rows = torch.ones(1, n, dtype=torch.int64, device=device)
             rows[0, 0] = 0
             trees = _padded([Tree.from_root(first), self._padding], first.repeat(2), rows, first)
+            if self._distances is not None:
+                self._distances.compare(trees)  # uploads its tables
             for length in blocks(MIN_PATH, self._max_depth + 1):
                 verification = Verification(trees, self._actions, length - 1, torch.empty(0))
                 path = accept(Strict(), verification)
@@ -240,6 +245,7 @@ class Verifier:
                 visual=_padded_rows([_whole(parts[index].visual) for index in group.parts])
                 if group.rule.needs_visual
                 else None,
+                distances=self._distances,
             )
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from specvla_kernels import accept_tree as walk
 from specvla_kernels.accept_tree import accept_tree
-from specvla_kernels.compare_drafts import NO_TOKEN, Comparison, Trees, compare_drafts
-from specvla_ros.models.codecs.codec import ActionIds
+from specvla_kernels.compare_drafts import NO_TOKEN, Comparison, Trees
+from specvla_ros.models.codecs.codec import ActionIds, TokenDistances
 
 NOT_A_NUMBER = NO_TOKEN  # in place of a token: the target's logits hold a NaN
 
@@ -42,6 +42,7 @@ class Verification:
         hidden: [requests, n, hidden], the target's last hidden states, after the final norm; None where the rule does
             not need them.
         visual: [requests, image_tokens, hidden], those of the image's rows; likewise.
+        distances: how far apart tokens are; None: as ids of actions are.
     """
 
     trees: Trees
@@ -51,11 +52,18 @@ class Verification:
     rows: Tensor | None = None
     hidden: Tensor | None = None
     visual: Tensor | None = None
+    distances: TokenDistances | None = None
 
     @cached_property
     def comparison(self) -> Comparison:
         """Each node beside the target's own choice."""
-        return compare_drafts(self.trees, self.actions.first, self.actions.stop, self.actions.bins)
+        return self.actions.compare(self.trees)
+
+    @cached_property
+    def measured(self) -> Comparison:
+        """The same, with the codec's own distances; more launches where tokens are no bins."""
+        distances = self.distances
+        return self.comparison if distances in (None, self.actions) else distances.compare(self.trees)
 
     @property
     def exact(self) -> Tensor:
@@ -80,10 +88,12 @@ class Acceptance:
         mask: bool [requests, n, n] or [requests, 1, n]; row e, column j: on a path that ends at node e, node j may be
             committed. Read where j is an ancestor of e, or e itself; not at the root.
         reasons: int64 [requests, n], an AcceptReason for each node that is accepted.
+        comparison: what the rule looked at, and so what is reported; None: `Verification.comparison`.
     """
 
     mask: Tensor
     reasons: Tensor
+    comparison: Comparison | None = None
 
 
 class AcceptanceRule(Protocol):
@@ -110,9 +120,8 @@ def accept(rule: AcceptanceRule, verification: Verification) -> Tensor:
     Shapes depend on the trees' shapes alone and nothing is read back.
     """
     accepted = rule.accept(verification)
-    return accept_tree(
-        verification.trees, verification.comparison, accepted.mask, accepted.reasons, verification.max_depth
-    )
+    comparison = accepted.comparison or verification.comparison
+    return accept_tree(verification.trees, comparison, accepted.mask, accepted.reasons, verification.max_depth)
 
 
 def greedy_choice(logits: Tensor) -> Tensor:

@@ -99,7 +99,8 @@ class AcceptanceSettings:
     )
     bins: tuple[int, ...] = parameter(
         (0,),
-        "Tolerance of bin_distance: one number for all moving dimensions, or one for each.",
+        "Tolerance of bin_distance: one number for all moving dimensions, or one for each; of digits in units of a "
+        "number's last place, of FAST tokens in steps of a coefficient.",
         unit="bins",
         minimum=0,
         maximum=_MAX_BINS,

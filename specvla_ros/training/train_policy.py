@@ -18,7 +18,7 @@ from specvla_ros.evaluation.frame_sources import find_bags
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec, select_statistics
 from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER
-from specvla_ros.models.codecs.fast import fit_fast_tokenizer
+from specvla_ros.models.codecs.fast_tokenizer import fit_fast_tokenizer
 from specvla_ros.models.config import read_checkpoint_json
 from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla

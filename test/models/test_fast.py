@@ -22,7 +22,8 @@ from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.evaluation.replay_summary import compare
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.codec import CODEC_FOLDER as FOLDER
-from specvla_ros.models.codecs.fast import FastCodec, FastTokenizer, fit_fast_tokenizer, read_fast_tokenizer
+from specvla_ros.models.codecs.fast import FastCodec
+from specvla_ros.models.codecs.fast_tokenizer import FastTokenizer, fit_fast_tokenizer, read_fast_tokenizer
 from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.target import Target
 from specvla_ros.models.weights import save_weights
@@ -169,9 +170,8 @@ def test_a_fast_policy_of_other_dimensions_or_asked_for_what_it_has_not_is_refus
     with pytest.raises(UserError, match=r"leave model\.action_head"):
         load_target(directory, device="cpu", action_head=True)
     target = load_target(directory, device="cpu")
-    for acceptance in (AcceptanceSettings("bin_distance", tolerance_m=0.01), AcceptanceSettings(bins=(2,))):
-        with pytest.raises(UserError, match="for strict acceptance"):
-            Engine(target, EngineSettings("spec", acceptance=acceptance))
+    with pytest.raises(UserError, match=r"2 dimensions without units: set acceptance\.bins instead"):
+        Engine(target, EngineSettings("spec", acceptance=AcceptanceSettings("bin_distance", tolerance_m=0.01)))
     with pytest.raises(UserError, match=r"leave decode\.max_reasoning_tokens at 0"):
         Engine(target, EngineSettings(max_reasoning_tokens=8))
     edit_json(directory / FOLDER / "processor_config.json", lambda config: config.update(action_dim=7))

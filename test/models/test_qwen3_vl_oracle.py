@@ -19,7 +19,7 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.codecs.fast import read_fast_tokenizer
+from specvla_ros.models.codecs.fast_tokenizer import read_fast_tokenizer
 from specvla_ros.models.qwen_vl.config import QwenVLConfig, read_config
 from specvla_ros.models.qwen_vl.model import QwenVL, load_model
 from specvla_ros.models.qwen_vl.pictures import read_patch_processor

@@ -14,8 +14,8 @@ from support.no_read_back import no_read_back
 from support.static_forwards import recorded, use_table
 
 from specvla_kernels import packed_attention
+from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.config import DecoderShape
-from specvla_ros.speculation.accept import ActionIds
 from specvla_ros.speculation.drafters.children import WindowMass
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
 from specvla_ros.speculation.drafters.registry import DraftInput

@@ -8,7 +8,8 @@ import pytest
 import torch
 from support.verifications import make_tree, verify_tree
 
-from specvla_ros.speculation.accept import AcceptReason, ActionIds, accept
+from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.speculation.accept import AcceptReason, accept
 from specvla_ros.speculation.rules.fly import Fly
 
 _NO_ACTIONS = ActionIds(first=1000, stop=1001, bins=1)

@@ -13,7 +13,8 @@ from support.lvspec_reading import plain_reading
 from support.paths import ORACLES, needs
 from support.verifications import TreeCase, make_tree, one_hot, verify_tree
 
-from specvla_ros.speculation.accept import AcceptReason, ActionIds, accept
+from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.speculation.accept import AcceptReason, accept
 from specvla_ros.speculation.rules.lvspec import LVSpec
 
 RECORDED = ORACLES / "lvspec_rule_a"

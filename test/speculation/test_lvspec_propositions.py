@@ -12,7 +12,8 @@ import pytest
 import torch
 from support.verifications import make_tree, one_hot, verify_tree
 
-from specvla_ros.speculation.accept import ActionIds, accept
+from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.speculation.accept import accept
 from specvla_ros.speculation.rules.lvspec import LVSpec
 
 K = 10

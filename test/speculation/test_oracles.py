@@ -10,7 +10,8 @@ import torch
 from support.paths import ORACLES, needs
 from support.verifications import TreeCase, make_tree, one_hot, verify_tree
 
-from specvla_ros.speculation.accept import AcceptanceRule, ActionIds, accept
+from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.speculation.accept import AcceptanceRule, accept
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.fly import Fly
 from specvla_ros.speculation.rules.strict import Strict

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specvla_kernels.layout import Ancestry
 from specvla_ros.errors import UserError
-from specvla_ros.speculation.accept import ActionIds
+from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.speculation.drafters.branches import Branches
 from specvla_ros.speculation.drafters.children import Children, WindowMass, top_k
 from specvla_ros.speculation.drafters.prompt_lookup import look_up

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from specvla_kernels.compare_drafts import Trees
 from specvla_kernels.layout import Ancestry
-from specvla_ros.speculation.accept import ActionIds, Verification, greedy_choice
+from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.speculation.accept import Verification, greedy_choice
 from specvla_ros.speculation.tree import Tree
 
 VOCAB = 24

@@ -192,6 +192,10 @@ class BinsCodec:
         return ActionIds(tokenizer.first_id, tokenizer.vocab_size, bins=len(tokenizer.centers))
 
     @property
+    def distances(self) -> ActionIds:
+        return self.action_ids
+
+    @property
     def max_tokens(self) -> int:
         return self.max_text + self.dims + bool(self.end_ids)
 
@@ -296,16 +300,12 @@ def tolerance_in_bins(
     Raises:
         UserError: a tolerance smaller than one bin of its dimension, or statistics whose units are not known.
     """
-    if statistics.names != ACTION_NAMES:
-        raise UserError(
-            "acceptance.tolerance_m and acceptance.tolerance_rad need actions named x y z roll pitch yaw gripper; this "
-            f"checkpoint has {len(statistics.low)} dimensions without units: set acceptance.bins instead"
-        )
     bins = []
     widths = (statistics.high - statistics.low) / values
-    for name, width, scaled in zip(statistics.names, widths, statistics.mask, strict=True):
-        tolerance, unit = (metres, "m") if name in _METRES else (radians, "rad")
-        if not scaled:
+    limits = physical_limits(statistics, metres=metres, radians=radians)
+    for name, width, tolerance in zip(statistics.names, widths, limits, strict=True):
+        unit = "m" if name in _METRES else "rad"
+        if tolerance is None:
             bins.append(gripper_bins)
             continue
         if not tolerance or not width:  # a dimension that never moved in training has one value
@@ -320,6 +320,21 @@ def tolerance_in_bins(
             )
         bins.append(min(values - 1, whole))
     return tuple(bins)
+
+
+def physical_limits(statistics: ActionStatistics, *, metres: float, radians: float) -> list[float | None]:
+    """The tolerance of each dimension in its unit; None: the statistics do not scale it, as a gripper's.
+
+    Raises:
+        UserError: the dimensions' units are not known.
+    """
+    if statistics.names != ACTION_NAMES:
+        raise UserError(
+            "acceptance.tolerance_m and acceptance.tolerance_rad need actions named x y z roll pitch yaw gripper; this "
+            f"checkpoint has {len(statistics.low)} dimensions without units: set acceptance.bins instead"
+        )
+    of_names = [metres if name in _METRES else radians for name in statistics.names]
+    return [each if scaled else None for each, scaled in zip(of_names, statistics.mask, strict=True)]
 
 
 def _rounded_up(width: float) -> float:

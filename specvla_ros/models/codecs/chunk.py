@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What codecs of chunks share: action statistics, no text before the actions, and tokens without near neighbours."""
+"""What codecs of chunks share: action statistics, no text before the actions, and ids whose neighbours mean nothing."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -8,13 +8,13 @@ import numpy as np
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import ActionStatistics
-from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.models.codecs.codec import ActionIds, TokenDistances
 
 Self = TypeVar("Self", bound="ChunkCodec")
 
 
 class ChunkCodec:
-    """See `Codec`. Relaxed acceptance is refused: tokens with neighbouring ids stand for nothing alike.
+    """See `Codec`. Relaxed acceptance is refused, unless the codec knows how far its tokens are apart.
 
     Attributes:
         WRITES: what it writes, in words.
@@ -47,6 +47,10 @@ class ChunkCodec:
         """None whose neighbours are close: drafts and rules that count on that leave these alone."""
         return ActionIds(0, 0, bins=1)
 
+    @property
+    def distances(self) -> TokenDistances:
+        return self.action_ids
+
     def with_text(self: Self, max_text: int) -> Self:
         """See `Codec`.
 
@@ -61,9 +65,7 @@ class ChunkCodec:
         return self.statistics.normalise(actions)
 
     def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
-        raise UserError(
-            f"{self.WRITES} have no tolerance in metres and radians yet: leave it out, for strict acceptance"
-        )
+        raise UserError(f"{self.WRITES} have no tolerance in metres and radians: leave it out, for strict acceptance")
 
     def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
         """See `Codec`.

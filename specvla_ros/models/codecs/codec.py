@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from specvla_kernels.compare_drafts import Comparison, Trees, compare_drafts
 from specvla_ros.errors import UserError
 from specvla_ros.settings.registry import Registry
 
@@ -41,6 +42,24 @@ class ActionIds:
     def contain(self, tokens: Tensor) -> Tensor:
         """Bool of the shape of tokens."""
         return (tokens >= self.first) & (tokens < self.stop)
+
+    def compare(self, trees: Trees) -> Comparison:
+        """See `TokenDistances`; a dimension is a place among the action's tokens."""
+        return compare_drafts(trees, self.first, self.stop, self.bins)
+
+
+class TokenDistances(Protocol):
+    """How far apart two tokens of an answer are, on the device and without a read-back."""
+
+    def contain(self, tokens: Tensor) -> Tensor:
+        """Which tokens stand for actions: bool of the shape of tokens."""
+
+    def compare(self, trees: Trees) -> Comparison:
+        """Each drafted token beside the target's own choice.
+
+        Its `dimensions` count the codec's steps, as `Codec.bound` takes their tolerances; -1 where one token cannot
+        stand for the other within any bound. Its `distances` are in the codec's smallest steps.
+        """
 
 
 class Codec(Protocol):
@@ -71,6 +90,10 @@ class Codec(Protocol):
         """The token ids of action tokens."""
 
     @property
+    def distances(self) -> TokenDistances:
+        """How far apart two tokens are."""
+
+    @property
     def max_tokens(self) -> int:
         """Length of the longest answer."""
 
@@ -78,7 +101,7 @@ class Codec(Protocol):
         """The same codec for answers in which up to `max_text` tokens of text may come before the actions."""
 
     def position(self, tokens: Sequence[int]) -> int:
-        """Action tokens in an answer so far: the index of the next one."""
+        """Where an answer so far stands, as `distances` go on from it: of bins the index of the next action token."""
 
     def in_text(self, tokens: Sequence[int]) -> bool:
         """Whether the next token may be text."""
@@ -119,14 +142,14 @@ class Codec(Protocol):
         """Actions [horizon, dims] in the robot's units to the scale of the training data, about [-1, 1]."""
 
     def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
-        """The largest acceptance tolerance in bins per action token that stays within physical bounds.
+        """The largest acceptance tolerance, in steps as `bound` takes them, that stays within physical bounds.
 
         Raises:
             UserError: the bounds do not fit the policy's actions.
         """
 
     def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
-        """One tolerance in bins for all moving dimensions, or one per dimension, to one per action token.
+        """One tolerance for all moving dimensions, or one per dimension, to one for each step that `bound` takes.
 
         Raises:
             UserError: their number does not fit.
@@ -136,7 +159,8 @@ class Codec(Protocol):
         """How far an accepted action can be from the target's own: float64 [horizon, dims] in the robot's units.
 
         Args:
-            bins: acceptance tolerance per action token.
+            bins: acceptance tolerances: of bins one per action token, of digits one per number, of FAST one per
+                coefficient.
         """
 
 

@@ -6,16 +6,119 @@ Each value of the chunk, row by row, is a number from 0 to the number of bins; a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from specvla_kernels.compare_drafts import NO_TOKEN, Comparison, Trees
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics, read_statistics
+from specvla_ros.models.codecs.bins import ActionStatistics, read_statistics, spread_bins, tolerance_in_bins
 from specvla_ros.models.codecs.chunk import WrittenChunkCodec
 from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER, CODECS, CodecContext
 from specvla_ros.models.generation import read_end_ids
 from specvla_ros.settings.json_file import read_fields
+
+_MOST_UNITS = 9  # between two last digits
+_SPACE, _OTHER = 10, -1  # beside the digits' values
+
+
+@dataclass(frozen=True)
+class PlaceValues:
+    """How far two digits are apart in a number's units; see `TokenDistances`.
+
+    A digit may stand for another only where it is the number's last: where neither of the two numbers could go on and
+    still be at most the largest. An earlier digit says nothing of how far apart the numbers will be: `4 …` may become 4
+    and `5 …` 599.
+
+    Args:
+        digit_ids: the tokens of 0 to 9.
+        space_id: the token between two numbers.
+        largest: number that may be written.
+    """
+
+    digit_ids: tuple[int, ...]
+    space_id: int
+    largest: int
+
+    def contain(self, tokens: Tensor) -> Tensor:
+        """Digits, and what stands between numbers."""
+        return self._values(tokens) != _OTHER
+
+    def position(self, tokens: Sequence[int]) -> int:
+        """Numbers behind the next token, and what is written of its own: see `_at`."""
+        spaces = [i for i, token in enumerate(tokens) if token == self.space_id]
+        values = {token: value for value, token in enumerate(self.digit_ids)}
+        written = [values[token] for token in tokens[spaces[-1] + 1 if spaces else 0 :] if token in values]
+        begun = int("".join(map(str, written))) + 1 if written else 0
+        return len(spaces) * self._stride + min(begun, self._stride - 1)
+
+    @property
+    def _stride(self) -> int:
+        """Of positions from number to number: nothing written yet, any number, and what is too large for one."""
+        return self.largest + 3
+
+    def compare(self, trees: Trees) -> Comparison:
+        """See `TokenDistances`: dimensions count the numbers, distances are units of a number."""
+        is_root = trees.parents < 0
+        wanted = torch.where(is_root, NO_TOKEN, trees.choices.gather(1, trees.parents.clamp(min=0)))
+        drafted, own = self._values(trees.tokens), self._values(wanted)
+        index, written, begun = self._at(trees, drafted)
+        pairs = torch.stack((drafted, own))
+        numbers = written * 10 + pairs
+        last = _is_digit(pairs) & (numbers <= self.largest) & ((numbers * 10 > self.largest) | (numbers == 0))
+        near = last.all(dim=0) & ~(begun & (written == 0)) & ~is_root
+        different = (trees.tokens != wanted).to(torch.int64)
+        return Comparison(
+            wanted=wanted,
+            exact=(trees.tokens == wanted) & ~is_root,
+            distances=torch.where(is_root, 0, torch.where(near, (drafted - own).abs(), different)),
+            dimensions=torch.where(near, index, -1),
+        )
+
+    def _at(self, trees: Trees, drafted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Where each node's token stands: which number, what is written of it before, and whether anything is.
+
+        Args:
+            trees: the drafts.
+            drafted: int64 [requests, n], values of their tokens.
+
+        Returns:
+            int64, int64 and bool, [requests, n] each.
+        """
+        depths = trees.depths
+        before = trees.on_path & (depths[:, None] < depths[:, :, None]) & (depths[:, None] > 0)
+        spaces = before & (drafted == _SPACE)[:, None]
+        last_space = torch.where(spaces, depths[:, None], 0).amax(dim=2)
+        own = before & (depths[:, None] > last_space[:, :, None]) & _is_digit(drafted)[:, None]
+        places = (depths[:, :, None] - 1 - depths[:, None]).clamp(0, len(str(self.largest)))
+        written = torch.where(own, drafted[:, None] * 10**places, 0).sum(dim=2)
+        # The root's number goes on where no space is drafted.
+        begun = (trees.positions % self._stride)[:, None].where(last_space == 0, 0)
+        shift = 10 ** (depths - 1).clamp(0, len(str(self.largest)))
+        written = written + (begun - 1).clamp(min=0) * shift
+        index = trees.positions[:, None] // self._stride + spaces.sum(dim=2)
+        return index, written, own.any(dim=2) | (begun > 0)
+
+    def _values(self, tokens: Tensor) -> Tensor:
+        """Digits' values, _SPACE and _OTHER."""
+        table = _value_table(self.digit_ids, self.space_id, tokens.device)
+        return table[tokens.clamp(max=len(table) - 1)]
+
+
+def _is_digit(values: Tensor) -> Tensor:
+    return (values >= 0) & (values < _SPACE)
+
+
+@cache  # uploaded once: in a tick, a copy waits for the device
+def _value_table(digit_ids: tuple[int, ...], space_id: int, device: torch.device) -> Tensor:
+    """int64 [n]: what tokens stand for; the last entry is for all beyond, and for NO_TOKEN."""
+    table = torch.full((max(*digit_ids, space_id) + 2,), _OTHER)
+    table[list(digit_ids)] = torch.arange(10)
+    table[space_id] = _SPACE
+    return table.to(device)
 
 
 @dataclass(frozen=True)
@@ -23,7 +126,10 @@ class DigitsCodec(WrittenChunkCodec):
     """Answers of digits and spaces, and an end token. See `Codec`.
 
     What VLA-0's own code makes an action of though it is none (numbers left out, too many of them, beyond the range, or
-    the middle of the range for what it cannot read) is refused. Relaxed acceptance has no bound here yet.
+    the middle of the range for what it cannot read) is refused.
+
+    Relaxed acceptance takes another last digit of a number, `PlaceValues` says when. So an accepted number lies at most
+    so many units off as its tolerance says, and never more than nine.
 
     Args:
         digit_ids: the tokens of 0 to 9.
@@ -46,6 +152,25 @@ class DigitsCodec(WrittenChunkCodec):
     bins: int
     limit: int
     dt_s: float | None = None
+
+    @property
+    def distances(self) -> "PlaceValues":
+        return PlaceValues(self.digit_ids, self.space_id, self.bins)
+
+    def position(self, tokens: Sequence[int]) -> int:
+        return self.distances.position(tokens)
+
+    def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
+        units = tolerance_in_bins(self.statistics, self.bins, metres=metres, radians=radians, gripper_bins=gripper_bins)
+        return units * self.horizon
+
+    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
+        return spread_bins(bins, self.statistics.mask.tolist(), gripper_bins) * self.horizon
+
+    def bound(self, bins: Sequence[int]) -> np.ndarray:
+        low, high = self.action_range
+        units = np.minimum(bins, _MOST_UNITS).reshape(self.horizon, len(self.names))
+        return units * (high - low) / self.bins
 
     @property
     def max_tokens(self) -> int:

@@ -1,205 +1,107 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FAST (Pertsch et al., arXiv 2501.09747): a chunk of actions as the byte-pair encoding of its cosine transform.
+"""Answers of FAST tokens, and how far from the target's own action a relaxed one may be."""
 
-Every dimension's values over the chunk are transformed (DCT-II, orthonormal), scaled and rounded; the coefficients, row
-by row, are characters of a string that byte-level BPE shortens. So the answers of one policy have different lengths.
-"""
-
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
-from tokenizers import ByteLevelBPETokenizer, Tokenizer
-from tokenizers.trainers import BpeTrainer
+import torch
+from torch import Tensor
 
+from specvla_kernels.compare_drafts import NO_TOKEN, Comparison, Trees
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import MAX_VALUE, ActionStatistics, read_statistics
+from specvla_ros.models.codecs.bins import ActionStatistics, physical_limits, read_statistics, spread_bins
 from specvla_ros.models.codecs.chunk import WrittenChunkCodec
 from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER, CODECS, CodecContext
+from specvla_ros.models.codecs.fast_tokenizer import HALF, FastTokenizer, cosines, read_fast_tokenizer
 from specvla_ros.models.generation import read_end_ids
-from specvla_ros.models.tokenizer import read_tokenizer
 from specvla_ros.settings.json_file import read_fields
-
-_TOKENIZER = "tokenizer.json"
-_HALF = "\N{REPLACEMENT CHARACTER}"  # what a lost half of a two-byte character decodes to
-_MAX_CODE = 0x10FFFF
-_SURROGATES = range(0xD800, 0xE000)  # code points that are no characters
 
 
 @dataclass(frozen=True)
-class FastTokenizer:
-    """The published tokenizer: chunks of normalised actions to ids from 0 to `vocab_size` - 1, and back.
+class CoefficientDistances:
+    """How far two FAST tokens are apart, in steps of a coefficient; see `TokenDistances`.
 
-    Where the original makes an action of what is none (it fills a wrong number of coefficients with zeros, and reads
-    half a character as the coefficient 65533 less its offset), this one refuses; so it does what encoding would lose.
-
-    Args:
-        bpe: its byte-level BPE.
-        scale: what the coefficients are multiplied by before they are rounded.
-        min_token: the coefficient that is character 0.
-    """
-
-    bpe: Tokenizer
-    scale: float
-    min_token: int
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids."""
-        return self.bpe.get_vocab_size()
-
-    def encode(self, actions: np.ndarray) -> tuple[int, ...]:
-        """Normalised actions [horizon, dims], about [-1, 1], to ids.
-
-        Raises:
-            UserError: they are not finite, or lie so far outside of what the tokenizer was fitted on that it has no
-                characters for them.
-        """
-        text = "".join(map(self._character, _coefficients(actions, self.scale).flatten().tolist()))
-        ids: tuple[int, ...] = tuple(self.bpe.encode(text).ids)
-        if self.bpe.decode(list(ids), skip_special_tokens=False) != text:
-            raise UserError(
-                "an action is outside of what this FAST tokenizer was fitted on and would be lost: normalise it, or "
-                "fit the tokenizer on actions like it"
-            )
-        return ids
-
-    def _character(self, coefficient: int) -> str:
-        code = coefficient - self.min_token
-        if not 0 <= code <= _MAX_CODE or code in _SURROGATES:
-            raise UserError(
-                f"an action has a coefficient of {coefficient}, and this FAST tokenizer begins at {self.min_token}: "
-                "normalise it, or fit the tokenizer on actions like it"
-            )
-        return chr(code)
-
-    def problem(self, ids: Sequence[int], horizon: int, dims: int) -> str:
-        """Why ids stand for no chunk, in words; empty: they do."""
-        other = next((i for i in ids if not 0 <= i < self.vocab_size), None)
-        if other is not None:
-            return f"{other} is no FAST token"
-        text = self._text(ids)
-        if _HALF in text:
-            return "a FAST character is cut in half"
-        if len(text) != horizon * dims:
-            return f"{len(text)} FAST coefficients in place of {horizon} x {dims}"
-        return ""
-
-    def decode(self, ids: Sequence[int], horizon: int, dims: int) -> np.ndarray:
-        """Ids to normalised actions, float64 [horizon, dims].
-
-        Raises:
-            UserError: they stand for no chunk of that shape.
-        """
-        problem = self.problem(ids, horizon, dims)
-        if problem:
-            raise UserError(problem)
-        coefficients = np.array([ord(character) + self.min_token for character in self._text(ids)], dtype=np.float64)
-        actions: np.ndarray = _cosines(horizon).T @ (coefficients.reshape(horizon, dims) / self.scale)
-        return actions
-
-    def _text(self, ids: Sequence[int]) -> str:
-        # All at once: a character may be two tokens. And without the clean-up of spaces that the released files ask
-        # for, which takes away characters that stand for coefficients.
-        text: str = self.bpe.decode(list(ids), skip_special_tokens=False)
-        return text
-
-    def save(self, directory: Path, **shape: int) -> None:
-        """Writes it as the released tokenizer's files are.
-
-        Args:
-            directory: made if it is missing.
-            shape: `time_horizon` and `action_dim` of the chunks, where the file shall say them.
-        """
-        directory.mkdir(parents=True, exist_ok=True)
-        self.bpe.save(str(directory / _TOKENIZER))
-        config = {"scale": self.scale, "vocab_size": self.vocab_size, "min_token": self.min_token}
-        (directory / CODEC_FILE).write_text(json.dumps(config | shape, indent=2) + "\n", encoding="utf-8")
-
-
-def _coefficients(actions: np.ndarray, scale: float) -> np.ndarray:
-    """[horizon, dims] to int64 of the same shape."""
-    if actions.ndim != 2 or not np.isfinite(actions).all() or np.abs(actions).max(initial=0.0) > MAX_VALUE:
-        raise UserError("FAST encodes chunks [horizon, dims] of finite, normalised actions")
-    return np.around(_cosines(len(actions)) @ actions * scale).astype(np.int64)
-
-
-def _cosines(horizon: int) -> np.ndarray:
-    """The orthonormal DCT-II as a matrix, float64 [horizon, horizon]; its transpose is the inverse."""
-    frequency, time = np.arange(horizon)[:, None], np.arange(horizon)
-    matrix = np.sqrt(2 / horizon) * np.cos(np.pi * frequency * (2 * time + 1) / (2 * horizon))
-    matrix[0] /= np.sqrt(2)
-    return matrix
-
-
-def fit_fast_tokenizer(chunks: Iterable[np.ndarray], *, scale: float = 10.0, vocab_size: int = 1024) -> FastTokenizer:
-    """A tokenizer of one's own actions, as the published one's `fit` makes it.
+    One may stand for the other where both are as many whole characters, and these differ in one place alone.
 
     Args:
-        chunks: normalised actions, [horizon, dims] each.
-        scale: the larger, the finer the actions and the longer the answers; the paper's is 10.
-        vocab_size: number of ids, as many as there are coefficients at least; the paper's is 1024.
-
-    Raises:
-        UserError: there is no chunk, or they have more different coefficients than there are ids.
+        tokenizer: ids from 0 on to coefficients.
+        first_id: the policy's token of FAST id 0.
+        counts_up: whether its tokens count up from there, or down.
     """
-    found = [_coefficients(chunk, scale) for chunk in chunks]
-    if not found:
-        raise UserError("a FAST tokenizer is fitted on chunks of actions, and there are none")
-    low, high = min(int(each.min()) for each in found), max(int(each.max()) for each in found)
-    if high - low >= vocab_size:
-        raise UserError(
-            f"the actions have coefficients from {low} to {high}, more than {vocab_size} ids can tell apart: take more "
-            "ids, or a smaller scale"
+
+    tokenizer: FastTokenizer
+    first_id: int
+    counts_up: bool
+
+    def contain(self, tokens: Tensor) -> Tensor:
+        """The FAST tokens."""
+        ids = self._ids(tokens)
+        return (ids >= 0) & (ids < self.tokenizer.vocab_size)
+
+    def _ids(self, tokens: Tensor) -> Tensor:
+        return tokens - self.first_id if self.counts_up else self.first_id - tokens
+
+    def position(self, tokens: Sequence[int]) -> int:
+        """Coefficients that tokens stand for: the index of the next one."""
+        begun = [*map(_begun, self.tokenizer.token_bytes)]
+        ids = (token - self.first_id if self.counts_up else self.first_id - token for token in tokens)
+        return sum(begun[i] for i in ids if 0 <= i < len(begun))
+
+    def compare(self, trees: Trees) -> Comparison:
+        """See `TokenDistances`: dimensions count the coefficients, distances are steps of one."""
+        is_root = trees.parents < 0
+        wanted = torch.where(is_root, NO_TOKEN, trees.choices.gather(1, trees.parents.clamp(min=0)))
+        coefficients, lengths, begun = _coefficient_table(self.tokenizer, trees.tokens.device)
+        drafted, own = (
+            torch.where(self.contain(tokens), self._ids(tokens), len(begun) - 1) for tokens in (trees.tokens, wanted)
+        )
+        apart = (coefficients[drafted] - coefficients[own]).abs()  # [requests, n, longest token]
+        whole = (lengths[drafted] == lengths[own]) & (lengths[own] > 0) & ~is_root
+        near = whole & ((apart > 0).sum(dim=2) == 1)
+        before = trees.on_path & (trees.depths[:, None] < trees.depths[:, :, None]) & (trees.depths[:, None] > 0)
+        start = trees.positions[:, None] + torch.where(before, begun[drafted][:, None], 0).sum(dim=2)
+        different = (trees.tokens != wanted).to(torch.int64)
+        return Comparison(
+            wanted=wanted,
+            exact=(trees.tokens == wanted) & ~is_root,
+            distances=torch.where(is_root, 0, torch.where(near, apart.amax(dim=2), different)),
+            dimensions=torch.where(near, start + apart.argmax(dim=2), -1),
         )
 
-    def texts() -> Iterator[str]:
-        for coefficients in found:
-            yield "".join(map(chr, (coefficients.flatten() - low).tolist()))
 
-    bpe = ByteLevelBPETokenizer()
-    trainer = BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        show_progress=False,
-        special_tokens=[],
-        initial_alphabet=[chr(i) for i in range(high - low + 1)],
-        max_token_length=10000,
-    )
-    bpe._tokenizer.train_from_iterator(texts(), trainer=trainer)
-    return FastTokenizer(bpe._tokenizer, scale, low)
+@lru_cache(maxsize=4)  # uploaded once: in a tick, a copy waits for the device
+def _coefficient_table(tokenizer: FastTokenizer, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each id, and at the end of what is none, all int64.
 
-
-def read_fast_tokenizer(directory: Path) -> FastTokenizer:
-    """The tokenizer in a directory: the released layout, or LeRobot's, which has a folder for its BPE.
-
-    Raises:
-        UserError: a file is missing or malformed.
+    Returns:
+        its coefficients [ids + 1, longest token], 0 behind a shorter one; how many they are [ids + 1], 0 where the
+        token is not whole characters; the characters that begin in it [ids + 1].
     """
-    fields = read_fields(
-        directory / CODEC_FILE,
-        missing=f"{directory} must hold the policy's FAST tokenizer, with {CODEC_FILE} and {_TOKENIZER}",
-        hint="; copy it again",
-    )
-    nested = directory / "bpe_tokenizer" / _TOKENIZER
-    path = nested if nested.exists() else directory / _TOKENIZER
-    if not path.exists():
-        raise UserError(f"{path} is missing; copy the FAST tokenizer from where the weights are from")
-    return FastTokenizer(
-        bpe=read_tokenizer(path),
-        scale=fields.number("scale", above=0.0),
-        min_token=fields.whole("min_token", minimum=-_MAX_CODE, maximum=_MAX_CODE),
-    )
+    texts = [token.decode("utf-8", errors="replace") for token in tokenizer.token_bytes]
+    codes = [[] if HALF in text else [ord(character) for character in text] for text in texts]
+    begun = [*map(_begun, tokenizer.token_bytes)]
+    table = torch.zeros(len(texts) + 1, max(1, *map(len, codes)), dtype=torch.int64)
+    for row, code in zip(table, codes, strict=False):
+        row[: len(code)] = torch.tensor(code, dtype=torch.int64)
+    lengths = torch.tensor([*map(len, codes), 0])
+    return table.to(device), lengths.to(device), torch.tensor([*begun, 0]).to(device)
+
+
+def _begun(token: bytes) -> int:
+    """Characters that begin in it: bytes that do not go on with one."""
+    return sum(byte & 0xC0 != 0x80 for byte in token)
 
 
 @dataclass(frozen=True)
 class FastCodec(WrittenChunkCodec):
     """Answers of FAST tokens and an end token, which may begin with always the same words. See `Codec`.
 
-    Relaxed acceptance has no bound here yet, as neighbouring ids stand for nothing alike: bins and metres are refused.
+    Relaxed acceptance takes a token whose coefficients differ from those of the target's own in one place,
+    `CoefficientDistances` says when. The inverse transform is linear, so each action of the chunk then lies within a
+    bound: see `bound`.
 
     Args:
         tokenizer: ids from 0 on to normalised actions.
@@ -226,18 +128,69 @@ class FastCodec(WrittenChunkCodec):
     beginning: tuple[int, ...] = ()
 
     @property
+    def distances(self) -> "CoefficientDistances":
+        return CoefficientDistances(self.tokenizer, self.first_id, self.counts_up)
+
+    def position(self, tokens: Sequence[int]) -> int:
+        """Coefficients so far."""
+        return self.distances.position(tokens[self._beginning_of(tokens) :])
+
+    def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
+        """See `Codec`. Each dimension's tolerance is shared out from the lowest frequency on, a step at a time."""
+        limits = physical_limits(self.statistics, metres=metres, radians=radians)
+        steps = np.zeros((self.horizon, len(self.names)), dtype=np.int64)
+        for dim, limit in enumerate(limits):
+            if limit is None:
+                steps[:, dim] = gripper_bins
+            elif limit and self._half_range[dim]:
+                steps[:, dim] = self._shared_out(limit / self._half_range[dim], dim)
+        return tuple(steps.flatten().tolist())
+
+    def _shared_out(self, limit: float, dim: int) -> np.ndarray:
+        """Steps per coefficient, int64 [horizon], that move no normalised action by more than the limit."""
+        each = np.abs(cosines(self.horizon)) / self.tokenizer.scale  # [frequency, time]
+        steps, moved = np.zeros(self.horizon, dtype=np.int64), np.zeros(self.horizon)
+        fits = True
+        while fits:
+            fits = False
+            for frequency, by in enumerate(each):
+                if (moved + by).max() <= limit * (1 + 1e-12):
+                    steps[frequency] += 1
+                    moved, fits = moved + by, True
+        if not steps.any():
+            least = each.max(axis=1).min() * self._half_range[dim]
+            raise UserError(
+                f"a tolerance below {least:.3g} (m or rad) is smaller than one step of any FAST coefficient of "
+                f"{self.names[dim]}: raise it, or set it to 0 for strict"
+            )
+        return steps
+
+    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
+        return spread_bins(bins, self.statistics.mask.tolist(), gripper_bins) * self.horizon
+
+    def bound(self, bins: Sequence[int]) -> np.ndarray:
+        steps = np.asarray(bins).reshape(self.horizon, len(self.names)) / self.tokenizer.scale
+        moved: np.ndarray = np.abs(cosines(self.horizon)).T @ steps * self._half_range
+        return moved
+
+    @property
+    def _half_range(self) -> np.ndarray:
+        """Of each dimension, in the robot's units: what a normalised action is multiplied by."""
+        return np.where(self.statistics.mask, (self.statistics.high - self.statistics.low) / 2, 1.0)
+
+    @property
     def max_tokens(self) -> int:
         """A character of its own for each coefficient, of two bytes at most below 2048, and the end token."""
         longest = len(self.beginning) + 2 * self.horizon * len(self.names) + 1
         return longest if self.limit is None else min(longest, self.limit)
 
     def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        return tuple(tokens[self._begun(tokens) :][: -1 if tokens[-1] in self.end_ids else None])
+        return tuple(tokens[self._beginning_of(tokens) :][: -1 if tokens[-1] in self.end_ids else None])
 
     def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        return tuple(tokens[: self._begun(tokens)])
+        return tuple(tokens[: self._beginning_of(tokens)])
 
-    def _begun(self, tokens: Sequence[int]) -> int:
+    def _beginning_of(self, tokens: Sequence[int]) -> int:
         """Tokens of the beginning, where it is there."""
         n = len(self.beginning)
         return n if tuple(tokens[:n]) == self.beginning else 0
@@ -245,7 +198,7 @@ class FastCodec(WrittenChunkCodec):
     def problem(self, tokens: Sequence[int]) -> str:
         if tokens[-1] not in self.end_ids:
             return f"the answer has no end after {len(tokens)} tokens"
-        if self._begun(tokens) < len(self.beginning):
+        if self._beginning_of(tokens) < len(self.beginning):
             return "the answer does not begin as the policy's answers do"
         return self.tokenizer.problem(self._fast_ids(self.action_tokens(tokens)), self.horizon, len(self.names))
 
@@ -269,8 +222,8 @@ class FastCodec(WrittenChunkCodec):
     def _bytes(self, token: int) -> int:
         """Of coefficients' characters that a token stands for; a token of the beginning counts as one."""
         (i,) = self._fast_ids((token,))
-        found = self.tokenizer.bpe.id_to_token(i) if 0 <= i < self.tokenizer.vocab_size else None
-        return len(found) if found else 1
+        found = self.tokenizer.token_bytes
+        return len(found[i]) or 1 if 0 <= i < len(found) else 1
 
     def _fast_ids(self, tokens: Sequence[int]) -> tuple[int, ...]:
         step = 1 if self.counts_up else -1

@@ -38,6 +38,10 @@ class TextCodec:
         return ActionIds(self.vocab_size, self.vocab_size, bins=1)
 
     @property
+    def distances(self) -> ActionIds:
+        return self.action_ids
+
+    @property
     def max_tokens(self) -> int:
         return self.max_text
 

@@ -15,7 +15,8 @@ from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import TARGETS, refuse_options
 from specvla_ros.models.codecs.codec import Codec
-from specvla_ros.models.codecs.fast import FastCodec, read_fast_tokenizer
+from specvla_ros.models.codecs.fast import FastCodec
+from specvla_ros.models.codecs.fast_tokenizer import read_fast_tokenizer
 from specvla_ros.models.config import check_directory
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.generation import NO_RULES, GreedyRules

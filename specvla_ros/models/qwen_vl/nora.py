@@ -13,7 +13,8 @@ import numpy as np
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import ActionStatistics, select_statistics
-from specvla_ros.models.codecs.fast import FastCodec, FastTokenizer, read_fast_tokenizer
+from specvla_ros.models.codecs.fast import FastCodec
+from specvla_ros.models.codecs.fast_tokenizer import FastTokenizer, read_fast_tokenizer
 from specvla_ros.models.config import read_checkpoint_json
 from specvla_ros.models.generation import USUAL_NEW_TOKENS, read_end_ids
 from specvla_ros.models.observation import ONLY_CAMERA

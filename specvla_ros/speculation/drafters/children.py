@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specvla_ros.speculation.accept import ActionIds
+from specvla_ros.models.codecs.codec import ActionIds
 
 # From log-probabilities [b, vocab] and the children's action dimensions, int64 [b], to tokens and scores, both [b, k].
 Children = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

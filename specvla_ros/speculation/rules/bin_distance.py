@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from specvla_ros.speculation.rules.registry import RuleContext, rule
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from specvla_ros.speculation.accept import Acceptance, Verification
 
 
@@ -20,13 +23,27 @@ class BinDistance:
     Distances are between bins, not ids: the two lowest action ids decode alike. The published code compares raw ids of
     any token, so that with r = 9 it also takes ids that are no actions, and the -1 that pads its shorter paths.
 
+    Other codecs count in their own steps: digits in units of a number's last place, FAST in steps of a coefficient.
+
     Args:
-        bins: r per action dimension; a dimension beyond the last is strict.
+        bins: r per step of the codec, of bins per action dimension; a dimension beyond the last is strict.
+        device: where the model is, or each verification copies the tolerances there.
     """
 
     bins: tuple[int, ...]
+    device: torch.device | str = field(default="cpu", compare=False, repr=False)
     needs_hidden: ClassVar[bool] = False
     needs_visual: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _ = self.tolerances  # uploaded now: met in a tick, the copy would wait for the device
+
+    @cached_property
+    def tolerances(self) -> Tensor:
+        """int64 [dimensions + 2]: each r, 0 for all beyond, and for what has no dimension -1, which nothing is near."""
+        import torch
+
+        return torch.tensor((*self.bins, 0, -1), device=self.device)
 
     def accept(self, verification: Verification) -> Acceptance:
         """Exact tokens, and action tokens within the tolerance of their dimension."""
@@ -34,18 +51,14 @@ class BinDistance:
 
         from specvla_ros.speculation.accept import Acceptance, AcceptReason
 
-        exact, dimensions = verification.exact, verification.comparison.dimensions
-        # r as a step function of the dimension, -1 for text, which is never near: its numbers travel with the launches,
-        # where a table would be a copy from the host.
-        tolerance = torch.full_like(dimensions, -1)
-        for first, (before, r) in enumerate(pairwise((-1, *self.bins, 0))):
-            if r != before:
-                tolerance = torch.where(dimensions >= first, r, tolerance)
-        near = verification.comparison.distances <= tolerance
+        measured = verification.measured
+        exact, dimensions = measured.exact, measured.dimensions
+        tolerances = self.tolerances.to(dimensions.device)[dimensions.clamp(max=len(self.bins))]
+        near = measured.distances <= tolerances
         reasons = torch.where(exact, int(AcceptReason.EXACT), int(AcceptReason.NEAR))
-        return Acceptance((exact | near)[:, None], reasons)
+        return Acceptance((exact | near)[:, None], reasons, measured)
 
 
 @rule("bin_distance", order=10)
 def _bin_distance(context: RuleContext) -> BinDistance:
-    return BinDistance(context.bins)
+    return BinDistance(context.bins, context.target.decoder.device)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Composite:
     """Chooses a rule by the class of the drafted token and of the target's own choice at its position.
 
-    Both actions: the action rule. Both text: strict if one of them holds a digit, else the text rule. One of each is
-    never accepted: the target alone decides where the text ends.
+    Both actions: the action rule, strict where the codec knows no distance between them. Both text: strict if one of
+    them holds a digit, else the text rule. One of each is never accepted: the target alone decides where the text ends.
 
     Args:
         action: for action tokens.
@@ -49,16 +49,18 @@ class Composite:
 
         from specvla_ros.speculation.accept import Acceptance, AcceptReason
 
-        tokens, wanted = verification.trees.tokens, verification.comparison.wanted
-        is_action = verification.comparison.dimensions >= 0
-        mixed = verification.actions.contain(tokens) ^ verification.actions.contain(wanted)
+        measured, actions = verification.measured, verification.distances or verification.actions
+        tokens, wanted = verification.trees.tokens, measured.wanted
+        is_action = measured.dimensions >= 0
+        of_actions, wants_action = actions.contain(tokens), actions.contain(wanted)
+        mixed = of_actions ^ wants_action
         numbers = self.numbers.to(tokens.device)
-        number = numbers[tokens.clamp(min=0)] | numbers[wanted.clamp(min=0)]
+        number = numbers[tokens.clamp(min=0)] | numbers[wanted.clamp(min=0)] | of_actions
         action, text, exact = (rule.accept(verification) for rule in (self.action, self.text, Strict()))
         words = torch.where(number[:, None], exact.mask, text.mask)
         mask = torch.where(is_action[:, None], action.mask, words) & ~mixed[:, None]
         words = torch.where(number, int(AcceptReason.EXACT), text.reasons)
-        return Acceptance(mask, torch.where(is_action, action.reasons, words))
+        return Acceptance(mask, torch.where(is_action, action.reasons, words), measured)
 
 
 def number_tokens(tokenizer: Tokenizer | None, vocab_size: int) -> Tensor:

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FAST's tokenizer (Pertsch et al., arXiv 2501.09747): the byte-pair encoding of a chunk's cosine transform.
+
+Every dimension's values over the chunk are transformed (DCT-II, orthonormal), scaled and rounded; the coefficients, row
+by row, are characters of a string that byte-level BPE shortens. So the answers of one policy have different lengths.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
+from tokenizers.trainers import BpeTrainer
+
+from specvla_ros.errors import UserError
+from specvla_ros.models.codecs.bins import MAX_VALUE
+from specvla_ros.models.codecs.codec import CODEC_FILE
+from specvla_ros.models.tokenizer import read_tokenizer
+from specvla_ros.settings.json_file import read_fields
+
+_TOKENIZER = "tokenizer.json"
+HALF = "\N{REPLACEMENT CHARACTER}"  # what a lost half of a two-byte character decodes to
+_MAX_CODE = 0x10FFFF
+_SURROGATES = range(0xD800, 0xE000)  # code points that are no characters
+
+
+@dataclass(frozen=True)
+class FastTokenizer:
+    """The published tokenizer: chunks of normalised actions to ids from 0 to `vocab_size` - 1, and back.
+
+    Where the original makes an action of what is none (it fills a wrong number of coefficients with zeros, and reads
+    half a character as the coefficient 65533 less its offset), this one refuses; so it does what encoding would lose.
+
+    Args:
+        bpe: its byte-level BPE.
+        scale: what the coefficients are multiplied by before they are rounded.
+        min_token: the coefficient that is character 0.
+    """
+
+    bpe: Tokenizer
+    scale: float
+    min_token: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids."""
+        return self.bpe.get_vocab_size()
+
+    def encode(self, actions: np.ndarray) -> tuple[int, ...]:
+        """Normalised actions [horizon, dims], about [-1, 1], to ids.
+
+        Raises:
+            UserError: they are not finite, or lie so far outside of what the tokenizer was fitted on that it has no
+                characters for them.
+        """
+        text = "".join(map(self._character, _coefficients(actions, self.scale).flatten().tolist()))
+        ids: tuple[int, ...] = tuple(self.bpe.encode(text).ids)
+        if self.bpe.decode(list(ids), skip_special_tokens=False) != text:
+            raise UserError(
+                "an action is outside of what this FAST tokenizer was fitted on and would be lost: normalise it, or "
+                "fit the tokenizer on actions like it"
+            )
+        return ids
+
+    def _character(self, coefficient: int) -> str:
+        code = coefficient - self.min_token
+        if not 0 <= code <= _MAX_CODE or code in _SURROGATES:
+            raise UserError(
+                f"an action has a coefficient of {coefficient}, and this FAST tokenizer begins at {self.min_token}: "
+                "normalise it, or fit the tokenizer on actions like it"
+            )
+        return chr(code)
+
+    def problem(self, ids: Sequence[int], horizon: int, dims: int) -> str:
+        """Why ids stand for no chunk, in words; empty: they do."""
+        other = next((i for i in ids if not 0 <= i < self.vocab_size), None)
+        if other is not None:
+            return f"{other} is no FAST token"
+        text = self._text(ids)
+        if HALF in text:
+            return "a FAST character is cut in half"
+        if len(text) != horizon * dims:
+            return f"{len(text)} FAST coefficients in place of {horizon} x {dims}"
+        return ""
+
+    def decode(self, ids: Sequence[int], horizon: int, dims: int) -> np.ndarray:
+        """Ids to normalised actions, float64 [horizon, dims].
+
+        Raises:
+            UserError: they stand for no chunk of that shape.
+        """
+        problem = self.problem(ids, horizon, dims)
+        if problem:
+            raise UserError(problem)
+        coefficients = np.array([ord(character) + self.min_token for character in self._text(ids)], dtype=np.float64)
+        actions: np.ndarray = cosines(horizon).T @ (coefficients.reshape(horizon, dims) / self.scale)
+        return actions
+
+    def _text(self, ids: Sequence[int]) -> str:
+        # All at once: a character may be two tokens. And without the clean-up of spaces that the released files ask
+        # for, which takes away characters that stand for coefficients.
+        text: str = self.bpe.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    @cached_property
+    def token_bytes(self) -> tuple[bytes, ...]:
+        """What each id adds to the string, as UTF-8."""
+        bytes_of = {symbol: byte for byte, symbol in _byte_symbols().items()}
+        texts = (self.bpe.id_to_token(i) or "" for i in range(self.vocab_size))
+        return tuple(
+            bytes(bytes_of[symbol] for symbol in text) if bytes_of.keys() >= set(text) else text.encode()
+            for text in texts
+        )
+
+    def save(self, directory: Path, **shape: int) -> None:
+        """Writes it as the released tokenizer's files are.
+
+        Args:
+            directory: made if it is missing.
+            shape: `time_horizon` and `action_dim` of the chunks, where the file shall say them.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        self.bpe.save(str(directory / _TOKENIZER))
+        config = {"scale": self.scale, "vocab_size": self.vocab_size, "min_token": self.min_token}
+        (directory / CODEC_FILE).write_text(json.dumps(config | shape, indent=2) + "\n", encoding="utf-8")
+
+
+def _byte_symbols() -> dict[int, str]:
+    """The printable character that byte-level BPE writes for each byte (Radford et al. 2019, GPT-2)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def _coefficients(actions: np.ndarray, scale: float) -> np.ndarray:
+    """[horizon, dims] to int64 of the same shape."""
+    if actions.ndim != 2 or not np.isfinite(actions).all() or np.abs(actions).max(initial=0.0) > MAX_VALUE:
+        raise UserError("FAST encodes chunks [horizon, dims] of finite, normalised actions")
+    return np.around(cosines(len(actions)) @ actions * scale).astype(np.int64)
+
+
+def cosines(horizon: int) -> np.ndarray:
+    """The orthonormal DCT-II as a matrix, float64 [horizon, horizon]; its transpose is the inverse."""
+    frequency, time = np.arange(horizon)[:, None], np.arange(horizon)
+    matrix = np.sqrt(2 / horizon) * np.cos(np.pi * frequency * (2 * time + 1) / (2 * horizon))
+    matrix[0] /= np.sqrt(2)
+    return matrix
+
+
+def fit_fast_tokenizer(chunks: Iterable[np.ndarray], *, scale: float = 10.0, vocab_size: int = 1024) -> FastTokenizer:
+    """A tokenizer of one's own actions, as the published one's `fit` makes it.
+
+    Args:
+        chunks: normalised actions, [horizon, dims] each.
+        scale: the larger, the finer the actions and the longer the answers; the paper's is 10.
+        vocab_size: number of ids, as many as there are coefficients at least; the paper's is 1024.
+
+    Raises:
+        UserError: there is no chunk, or they have more different coefficients than there are ids.
+    """
+    found = [_coefficients(chunk, scale) for chunk in chunks]
+    if not found:
+        raise UserError("a FAST tokenizer is fitted on chunks of actions, and there are none")
+    low, high = min(int(each.min()) for each in found), max(int(each.max()) for each in found)
+    if high - low >= vocab_size:
+        raise UserError(
+            f"the actions have coefficients from {low} to {high}, more than {vocab_size} ids can tell apart: take more "
+            "ids, or a smaller scale"
+        )
+
+    def texts() -> Iterator[str]:
+        for coefficients in found:
+            yield "".join(map(chr, (coefficients.flatten() - low).tolist()))
+
+    bpe = ByteLevelBPETokenizer()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=[],
+        initial_alphabet=[chr(i) for i in range(high - low + 1)],
+        max_token_length=10000,
+    )
+    bpe._tokenizer.train_from_iterator(texts(), trainer=trainer)
+    return FastTokenizer(bpe._tokenizer, scale, low)
+
+
+def read_fast_tokenizer(directory: Path) -> FastTokenizer:
+    """The tokenizer in a directory: the released layout, or LeRobot's, which has a folder for its BPE.
+
+    Raises:
+        UserError: a file is missing or malformed.
+    """
+    fields = read_fields(
+        directory / CODEC_FILE,
+        missing=f"{directory} must hold the policy's FAST tokenizer, with {CODEC_FILE} and {_TOKENIZER}",
+        hint="; copy it again",
+    )
+    nested = directory / "bpe_tokenizer" / _TOKENIZER
+    path = nested if nested.exists() else directory / _TOKENIZER
+    if not path.exists():
+        raise UserError(f"{path} is missing; copy the FAST tokenizer from where the weights are from")
+    return FastTokenizer(
+        bpe=read_tokenizer(path),
+        scale=fields.number("scale", above=0.0),
+        min_token=fields.whole("min_token", minimum=-_MAX_CODE, maximum=_MAX_CODE),
+    )
