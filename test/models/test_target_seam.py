@@ -40,6 +40,7 @@ class DigitCodec:
     dt_s = 0.1
     action_range = (np.zeros(2), np.full(2, 99.0))
     action_ids = ActionIds(DIGITS.start, DIGITS.stop, bins=10)
+    distances = action_ids
     max_tokens = 8
 
     def with_text(self, max_text: int) -> "DigitCodec":
