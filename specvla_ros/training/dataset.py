@@ -33,7 +33,7 @@ from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.training.trainer import write_json
 
 PADDING = -100  # behind answers; PyTorch's cross-entropy leaves it out
-_VERSION = 1
+_VERSION = 2
 _MANY_BAGS = 64
 _VALIDATION_SHARE = 20  # one episode in so many
 
@@ -50,6 +50,7 @@ class DemonstrationSet:
     actions: np.ndarray  # float64 [steps, asked, action_dim], in the robot's units
     instruction_of: np.ndarray  # int64 [steps, asked], index into `instructions`
     episode_of: np.ndarray  # int64 [steps], counts the bags
+    time_ns: np.ndarray  # int64 [steps], of the pictures
     instructions: tuple[str, ...]  # sorted, each once
 
     @property
@@ -82,6 +83,7 @@ def load_demonstrations(
         actions=np.load(cache / "actions.npy"),
         instruction_of=np.load(cache / "instruction_of.npy"),
         episode_of=np.load(cache / "episode_of.npy"),
+        time_ns=np.load(cache / "time_ns.npy"),
         instructions=tuple(described["instructions"]),
     )
 
@@ -93,6 +95,7 @@ class _Steps:
     images: np.ndarray
     actions: np.ndarray
     texts: tuple[tuple[str, ...], ...]
+    time_ns: tuple[int, ...]
 
 
 def _fill(
@@ -103,6 +106,7 @@ def _fill(
     actions: list[np.ndarray] = []
     texts: list[tuple[str, ...]] = []
     episodes: list[int] = []
+    times: list[int] = []
     with (cache / "images.raw").open("wb") as images:
         for episode, (bag, steps) in enumerate(zip(bags, _read(bags, size), strict=True)):
             if any(len(asked) != len((texts or steps.texts)[0]) for asked in steps.texts):
@@ -114,6 +118,7 @@ def _fill(
             actions += list(steps.actions)
             texts += steps.texts
             episodes += [episode] * len(steps.texts)
+            times += steps.time_ns
             if on_progress is not None:
                 on_progress(episode + 1, len(bags))
     if not actions:
@@ -127,6 +132,7 @@ def _fill(
     np.save(cache / "actions.npy", np.array(actions))
     np.save(cache / "instruction_of.npy", np.array([[index_of[text] for text in asked] for asked in texts]))
     np.save(cache / "episode_of.npy", np.array(episodes, dtype=np.int64))
+    np.save(cache / "time_ns.npy", np.array(times, dtype=np.int64))
     described = {"fingerprint": fingerprint, "instructions": instructions, "bags": len(bags), "steps": len(actions)}
     write_json(cache / "index.json", described)
 
@@ -144,6 +150,7 @@ def _read_bag(bag: Path, size: int) -> _Steps:
     images: list[np.ndarray] = []
     actions: list[np.ndarray] = []
     texts: list[tuple[str, ...]] = []
+    times: list[int] = []
     with open_bag(bag) as reader:
         topics = choose_topics(reader, TopicChoice())
         if topics.action is None:
@@ -160,8 +167,9 @@ def _read_bag(bag: Path, size: int) -> _Steps:
             images.append(np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)))
             actions.append(np.array(answers))
             texts.append((normalise_instruction(frame.instruction), *hindsight))
+            times.append(frame.image.time_ns)
         reader.warn_of_damage()
-    return _Steps(np.array(images, dtype=np.uint8), np.array(actions), tuple(texts))
+    return _Steps(np.array(images, dtype=np.uint8), np.array(actions), tuple(texts), tuple(times))
 
 
 def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:
@@ -248,22 +256,49 @@ class Batches:
         return Batch(pixels, self._prompts[asked], self._lengths[asked], self._answers[torch.from_numpy(steps)])
 
 
-def action_chunks(data: DemonstrationSet, horizon: int, action_range: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """What each episode's own instruction asked for from each step on, float64 [steps, horizon, action_dim].
+def action_chunks(
+    data: DemonstrationSet, horizon: int, action_range: tuple[np.ndarray, np.ndarray], step_s: float | None
+) -> np.ndarray:
+    """What each episode's own instruction asked for from each picture on, float64 [steps, horizon, action_dim].
 
     Behind an episode's end its last action stays. Values beyond the usual range are clipped to it, as bins do it: a
     few of them would give a FAST tokenizer more coefficients than it has ids.
+
+    Args:
+        data: the demonstrations.
+        horizon: actions of a chunk.
+        action_range: smallest and largest usual value of each dimension.
+        step_s: seconds from action to action, whatever the pictures' rate: the picture nearest to each is looked at;
+            None: from picture to picture.
     """
-    own, steps = data.actions[:, 0], np.arange(len(data.actions))
+    steps = np.arange(len(data.actions))
+    rows = steps[:, None] + np.arange(horizon)
+    if step_s is not None:
+        rows = np.concatenate([_rows_at(data.time_ns, mine, horizon, step_s) for mine in _by_episode(data.episode_of)])
     last = np.searchsorted(data.episode_of, data.episode_of, side="right") - 1
-    chunks: np.ndarray = own[np.minimum(steps[:, None] + np.arange(horizon), last[:, None])]
+    chunks: np.ndarray = data.actions[:, 0][np.minimum(rows, last[:, None])]
     return chunks.clip(*action_range)
+
+
+def _by_episode(episode_of: np.ndarray) -> list[np.ndarray]:
+    """The steps of each."""
+    return np.split(np.arange(len(episode_of)), np.flatnonzero(np.diff(episode_of)) + 1)
+
+
+def _rows_at(time_ns: np.ndarray, mine: np.ndarray, horizon: int, step_s: float) -> np.ndarray:
+    """Of an episode's steps, those nearest to each action of each one's chunk: int64 [its steps, horizon]."""
+    times = time_ns[mine]
+    wanted = times[:, None] + np.rint(np.arange(horizon) * step_s * 1e9).astype(np.int64)
+    behind = np.searchsorted(times, wanted).clip(1, len(times) - 1) if len(times) > 1 else np.zeros_like(wanted)
+    before = np.maximum(behind - 1, 0)
+    nearer = np.where(wanted - times[before] <= times[behind] - wanted, before, behind)
+    return mine[nearer]
 
 
 def _chunk_answers(codec: Codec, data: DemonstrationSet) -> Tensor:
     """Int64 [steps, 1, longest answer]: each chunk's tokens and an end token, and PADDING."""
     end = min(codec.end_ids)  # type: ignore[attr-defined]
-    chunks = action_chunks(data, codec.horizon, codec.action_range)
+    chunks = action_chunks(data, codec.horizon, codec.action_range, codec.dt_s)
     answers = [torch.tensor((*codec.encode(chunk), end)) for chunk in chunks]
     return pad_sequence(answers, batch_first=True, padding_value=PADDING)[:, None]
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specvla_ros.control.datasets import known_dataset
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import find_bags
 from specvla_ros.models.checkpoint import load_target
@@ -173,14 +174,16 @@ def _choose_codec(out: Path, data: DemonstrationSet, training: PolicyTraining) -
     """Makes an untrained checkpoint one that writes chunks; its tokens for bins become those of the codec."""
     fields = read_checkpoint_json(out / "config.json")
     write_json(out / "config.json", fields.raw | {"action_codec": training.codec, "eos_token_id": END_ID})
-    shape = {"time_horizon": training.horizon, "action_dim": data.actions.shape[-1]}
+    statistics = select_statistics(fields.inner("norm_stats").raw, "")
+    known = known_dataset(statistics.unnorm_key)
+    step_s = known.dt_s if known else None
+    shape = {"time_horizon": training.horizon, "action_dim": data.actions.shape[-1], "dt_s": step_s}
     folder = out / CODEC_FOLDER
     if training.codec == "digits":
         folder.mkdir(exist_ok=True)
         write_json(folder / CODEC_FILE, shape | {"bins": _NUMBERS})
         return
-    statistics = select_statistics(fields.inner("norm_stats").raw, "")
-    chunks = action_chunks(data, training.horizon, (statistics.low, statistics.high))
+    chunks = action_chunks(data, training.horizon, (statistics.low, statistics.high), step_s)
     tokenizer = fit_fast_tokenizer(statistics.normalise(chunks), scale=_FAST_SCALE, vocab_size=_FAST_IDS)
     tokenizer.save(folder, **shape)
 

@@ -4,6 +4,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,13 +205,28 @@ def test_settings_out_of_range_are_refused(change):
 def test_chunks_end_with_their_episode(bags, tmp_path):
     data = load_demonstrations(find_bags([bags]), tmp_path / "cache", 28)
     everything = (np.full(7, -np.inf), np.full(7, np.inf))
-    chunks = action_chunks(data, 4, everything)
+    chunks = action_chunks(data, 4, everything, None)
     assert chunks.shape == (120, 4, 7)
     low, high = (np.quantile(data.actions, share) * np.ones(7) for share in (0.2, 0.8))
-    np.testing.assert_array_equal(action_chunks(data, 4, (low, high)), chunks.clip(low, high))
+    np.testing.assert_array_equal(action_chunks(data, 4, (low, high), None), chunks.clip(low, high))
     for step in (0, 3, 5, 6, 119):
         last = 6 * (step // 6) + 5
         np.testing.assert_array_equal(chunks[step], data.actions[[min(step + k, last) for k in range(4)], 0])
+
+
+def test_a_chunks_actions_are_so_many_seconds_apart_whatever_the_pictures_rate(bags, tmp_path):
+    data = load_demonstrations(find_bags([bags]), tmp_path / "cache", 28)
+    rng = np.random.default_rng(0)
+    gaps = rng.choice([50_000_000, 100_000_000, 200_000_000], len(data.actions))
+    data = replace(data, time_ns=np.cumsum(gaps))
+    everything = (np.full(7, -np.inf), np.full(7, np.inf))
+    chunks = action_chunks(data, 4, everything, 0.2)
+    for step in range(len(chunks)):
+        mine = np.flatnonzero(data.episode_of == data.episode_of[step])
+        for k, action in enumerate(chunks[step]):
+            wanted = data.time_ns[step] + k * 200_000_000
+            nearest = mine[np.abs(data.time_ns[mine] - wanted).argmin()]  # the earlier of two as near
+            np.testing.assert_array_equal(action, data.actions[nearest, 0])
 
 
 @pytest.mark.parametrize("codec", ["digits", "fast"])

@@ -233,7 +233,7 @@ DIGIT_TOKENS = 11
 
 @CODECS.register("digits")
 def _digits(context: CodecContext) -> DigitsCodec:
-    """Of this package's own format: `action_tokenizer/processor_config.json` says `time_horizon` and `bins`."""
+    """Of this package's own format: `action_tokenizer/processor_config.json` says the fields that are read here."""
     path = context.directory / CODEC_FOLDER / CODEC_FILE
     fields = read_fields(path, missing="it must say time_horizon and bins", hint="; copy it again")
     if context.vocab_size <= DIGIT_TOKENS:
@@ -247,4 +247,5 @@ def _digits(context: CodecContext) -> DigitsCodec:
         horizon=fields.whole("time_horizon", minimum=1, maximum=1 << 10),
         bins=fields.whole("bins", minimum=1, maximum=10**6),
         limit=1 << 14,
+        dt_s=fields.number("dt_s", None, above=0.0),
     )

@@ -246,4 +246,5 @@ def _fast(context: CodecContext) -> FastCodec:
             "belong to different policies"
         )
     horizon = fields.whole("time_horizon", minimum=1, maximum=1 << 10)
-    return FastCodec(tokenizer, statistics, horizon, context.vocab_size - 1, read_end_ids(context.directory))
+    end_ids, dt_s = read_end_ids(context.directory), fields.number("dt_s", None, above=0.0)
+    return FastCodec(tokenizer, statistics, horizon, context.vocab_size - 1, end_ids, dt_s)

@@ -115,12 +115,13 @@ class FastTokenizer:
             for text in texts
         )
 
-    def save(self, directory: Path, **shape: int) -> None:
+    def save(self, directory: Path, **shape: float | None) -> None:
         """Writes it as the released tokenizer's files are.
 
         Args:
             directory: made if it is missing.
-            shape: `time_horizon` and `action_dim` of the chunks, where the file shall say them.
+            shape: `time_horizon` and `action_dim` of the chunks, and `dt_s` from action to action, where the file shall
+                say them.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self.bpe.save(str(directory / _TOKENIZER))
