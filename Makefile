@@ -9,6 +9,8 @@ TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 # The demo's arm: table, or panda or ur5e through driver and guard.
 ROBOT ?=
+# What drives it: a policy of this package (nano, digits, fast) or a checkpoint's directory.
+POLICY ?=
 
 ROS_REQUIREMENTS := requirements/ros$(OTHER_ROS).txt
 BIN := $(VENV)/bin
@@ -26,8 +28,8 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 help:  ## Show what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
 
-demo: build $(GL) $(if $(filter-out table,$(ROBOT)),$(ROBOTS))  ## Show a simulated arm do what it is told (ROBOT=panda: through driver and guard)
-	@$(RUN) $(BIN)/specvla demo $(if $(ROBOT),--robot $(ROBOT))
+demo: build $(GL) $(if $(filter-out table,$(ROBOT)),$(ROBOTS))  ## Show a simulated arm do what it is told (ROBOT=panda: through driver and guard; POLICY=digits)
+	@$(RUN) $(BIN)/specvla demo $(if $(ROBOT),--robot $(ROBOT)) $(if $(POLICY),--policy $(POLICY))
 
 test: build $(TESTING) $(GL)  ## Run all tests (about 10 minutes on 2 cores)
 	@$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile

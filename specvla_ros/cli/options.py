@@ -93,17 +93,18 @@ def takes_policy(
 
 
 def _policy_options(given: Mapping[str, Any], *, publishes: bool) -> PolicyOptions:
-    from specvla_ros.policies.bundled import nano_policy
+    from specvla_ros.policies.bundled import find_policy
 
     plain = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
     names = [declared.path[0] for declared in walk(ModelSettings())]
     model: dict[str, Any] = {
         name: tuple(plain[name]) if isinstance(plain[name], list) else plain[name] for name in names
     }
-    assignments, file = plain.get("param") or (), plain.get("params_file")
+    checkpoint, decoding = find_policy(plain["checkpoint"])
+    assignments, file = plain.get("param") or (), plain.get("params_file") or decoding
     of_actions = [each for each in assignments if publishes and each.startswith(ConventionSettings.ROS_PREFIX)]
     return PolicyOptions(
-        plain["checkpoint"] or nano_policy(),
+        checkpoint,
         ModelSettings(**model),
         engine_settings_from(
             mode=plain["mode"] or "",
@@ -139,7 +140,8 @@ def _model_option(declared: Declared) -> inspect.Parameter:
 
 
 def _checkpoint(*flags: str) -> inspect.Parameter:
-    text = "Checkpoint of the policy, a Hugging Face directory. Default: the nano policy of this package."
+    text = "Checkpoint of the policy: a Hugging Face directory, or the name of one of this package, such as digits. "
+    "Default: nano."
     return _option("checkpoint", Path | None, None, "Model", "--checkpoint", "--policy", *flags, help=text)
 
 

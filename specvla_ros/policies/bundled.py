@@ -1,14 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy that comes with the package."""
+"""The policies that come with the package."""
 
 from pathlib import Path
 
 from specvla_ros.errors import UserError
 
+DECODING_FILE = "decoding.yaml"
+"""Of a bundled policy that is best decoded otherwise than by default: a ROS parameter file."""
+_NANO = "nano"
+
 
 def nano_policy() -> Path:
-    """Checkpoint directory of the nano policy."""
-    directory = Path(__file__).parent / "nano"
+    """Checkpoint directory of the nano policy, whose answers are single actions in bins."""
+    return bundled_policy(_NANO)
+
+
+def bundled_policy(name: str) -> Path:
+    """Checkpoint directory of a policy that comes with the package.
+
+    Raises:
+        UserError: its weights are not there.
+    """
+    directory = _folder() / name
     if not (directory / "model.safetensors").exists():
-        raise UserError(f"the nano policy is not in {directory}: name a checkpoint with --policy")
+        raise UserError(f"the {name} policy is not in {directory}: name a checkpoint with --policy")
     return directory
+
+
+def bundled_names() -> tuple[str, ...]:
+    """Of all that are there."""
+    return tuple(sorted(path.parent.name for path in _folder().glob("*/model.safetensors")))
+
+
+def find_policy(given: Path | None) -> tuple[Path, Path | None]:
+    """The checkpoint that a user means, and how it is best decoded.
+
+    Args:
+        given: a checkpoint's directory, or the name of a bundled policy where there is no such directory; None: nano.
+
+    Returns:
+        its directory, and a parameter file; None: as by default.
+    """
+    named = given is None or (given.name in bundled_names() and given.parent == Path() and not given.exists())
+    if not named:
+        assert given is not None
+        return given, None
+    directory = bundled_policy(_NANO if given is None else given.name)
+    decoding = directory / DECODING_FILE
+    return directory, decoding if decoding.exists() else None
+
+
+def _folder() -> Path:
+    return Path(__file__).parent

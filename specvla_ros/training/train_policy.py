@@ -82,6 +82,7 @@ _MUON_SCALE = "match_rms_adamw"  # so that both optimisers take one learning rat
 
 CODEC_CHOICES = ("bins", "digits", "fast")
 _NUMBERS = 1000  # the largest that digits write, as VLA-0's
+_POSITIONS = 1024  # prompt, answer and draft of 8 actions in digits
 _FAST_IDS = 256  # as many as the nano policy has tokens for actions
 _FAST_SCALE = 20.0  # twice the paper's: half its rounding, a third more tokens
 
@@ -173,7 +174,9 @@ def _write_untrained(out: Path, data: DemonstrationSet, training: PolicyTraining
 def _choose_codec(out: Path, data: DemonstrationSet, training: PolicyTraining) -> None:
     """Makes an untrained checkpoint one that writes chunks; its tokens for bins become those of the codec."""
     fields = read_checkpoint_json(out / "config.json")
-    write_json(out / "config.json", fields.raw | {"action_codec": training.codec, "eos_token_id": END_ID})
+    decoder = fields.inner("text_config").raw | {"max_position_embeddings": _POSITIONS}
+    changed = {"action_codec": training.codec, "eos_token_id": END_ID, "text_config": decoder}
+    write_json(out / "config.json", fields.raw | changed)
     statistics = select_statistics(fields.inner("norm_stats").raw, "")
     known = known_dataset(statistics.unnorm_key)
     step_s = known.dt_s if known else None

@@ -12,7 +12,7 @@ from sensor_msgs.msg import Image
 from std_msgs.msg import Bool, Empty, String
 from std_srvs.srv import Trigger
 
-from specvla_msgs.msg import SimEpisode, VlaAction
+from specvla_msgs.msg import DecodeStats, Reasoning, SimEpisode, VlaAction
 from specvla_ros.bags.image_message import rgb_from_image
 from specvla_ros.ros.demo.record import DemoRecord
 from specvla_ros.ros.qos import ACTION, DIAGNOSTICS, INSTRUCTION, LATCHED_INSTRUCTION, NEWEST_IMAGE
@@ -82,6 +82,8 @@ class Operator(Node):
         self._clears = False
         self._instruction = self.create_publisher(String, "/instruction", LATCHED_INSTRUCTION)
         self.create_subscription(VlaAction, "/policy/action", record.on_action, ACTION)
+        self.create_subscription(DecodeStats, "/policy/decode_stats", record.on_stats, ACTION)
+        self.create_subscription(Reasoning, "/policy/reasoning", record.on_reasoning, ACTION)
         self.create_subscription(SimEpisode, "/sim_robot/episode", record.on_episode, LATCHED_INSTRUCTION)
         self.create_subscription(Image, IMAGE_TOPIC, self._on_image, NEWEST_IMAGE)
         if not commanded:

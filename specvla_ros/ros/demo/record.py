@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specvla_msgs.msg import SimEpisode, VlaAction
+from specvla_msgs.msg import DecodeStats, Reasoning, SimEpisode, VlaAction
 from specvla_ros.evaluation.provenance import head
 from specvla_ros.evaluation.report.simulate import Film, write_simulate_report
 from specvla_ros.evaluation.rerun_recording import RECORDING_FILE
@@ -29,6 +29,11 @@ def thinking_s(action: VlaAction) -> float:
     Not `latency_s`: simulated time has the step of /clock, which is longer than that.
     """
     return float(action.wait_s + action.vision_s + action.prefill_s + action.decode_s + action.publish_s)
+
+
+def first_values(action: VlaAction) -> list[float]:
+    """Of the action that is due first, where the answer holds several."""
+    return list(action.values[: len(action.names)])
 
 
 class DemoRecord:
@@ -52,6 +57,8 @@ class DemoRecord:
         self.episodes: list[EpisodeResult] = []
         self.episode: SimEpisode | None = None
         self.action: VlaAction | None = None
+        self.stats: DecodeStats | None = None
+        self.text = ""
         self.recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         self._actions: list[VlaAction] = []
         self._film: Film | None = None
@@ -62,6 +69,14 @@ class DemoRecord:
         self.action = action
         self.recent.append((action.header.stamp.sec + action.header.stamp.nanosec * 1e-9, thinking_s(action)))
         self._actions.append(action)
+
+    def on_stats(self, stats: DecodeStats) -> None:
+        """Takes how the action was decoded."""
+        self.stats = stats
+
+    def on_reasoning(self, reasoning: Reasoning) -> None:
+        """Takes what the policy wrote before an action."""
+        self.text = reasoning.text
 
     def on_image(self, image: np.ndarray) -> None:
         """Takes a picture, RGB uint8: the first episode of each task is filmed."""
@@ -133,5 +148,5 @@ class DemoRecord:
     def _roughness(self) -> float:
         if len(self._actions) < 2:
             return 0.0
-        normalised = np.array([self._statistics.normalise(np.array(action.values)) for action in self._actions])
+        normalised = np.array([self._statistics.normalise(np.array(first_values(action))) for action in self._actions])
         return float(np.abs(np.diff(normalised[:, :-1], axis=0)).mean())

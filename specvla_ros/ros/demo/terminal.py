@@ -13,7 +13,7 @@ from rich.text import Text
 
 from specvla_msgs.msg import SimEpisode
 from specvla_ros.ros.demo.operator import Motion
-from specvla_ros.ros.demo.record import DemoRecord
+from specvla_ros.ros.demo.record import DemoRecord, first_values
 from specvla_ros.simulation.tasks import TASKS
 
 try:
@@ -108,9 +108,15 @@ def picture(record: DemoRecord, motion: Motion | None, typed: TypedLine, warning
         p50 = float(np.median([latency for _, latency in record.recent])) * 1e3
         now.add_row("policy", f"{record.action_rate_hz:.1f} actions/s, {p50:.0f} ms from image to action")
         values = "  ".join(
-            f"{name} {value:+.3f}" for name, value in zip(record.action.names, record.action.values, strict=True)
+            f"{name} {value:+.3f}" for name, value in zip(record.action.names, first_values(record.action), strict=True)
         )
-        now.add_row("action", values)
+        more = f"  … {record.action.horizon} of them" if record.action.horizon > 1 else ""
+        now.add_row("action", values + more)
+    if record.stats is not None:
+        tokens, forwards = sum(record.stats.tokens_per_forward), record.stats.forwards
+        now.add_row("decoded", f"{tokens} tokens in {forwards} forwards, {record.stats.tau:.1f} per forward")
+    if record.text:
+        now.add_row("it wrote", Text(record.text))
     if motion is not None:
         now.add_row("driver", Text(motion.driver))
         now.add_row("guard", Text(motion.guard, style=_COLOURS.get(motion.guard.partition(":")[0], "")))
