@@ -118,6 +118,16 @@ def test_whatever_a_decoder_raises_costs_one_image(checkpoint: Path, monkeypatch
             r.until(lambda: any("RuntimeError: broken" in s.message for d in r.diagnostics for s in d.status))
 
 
+def told_of(period_s: float, kept: float, jitter: float, pause_s: float, seed: int) -> tuple[str, int]:
+    """What is told of images of which a share arrives, with a pause in the middle; and how many were looked at."""
+    random = np.random.default_rng(seed)
+    taken_s = np.arange(500) * period_s
+    taken_s[250:] += pause_s
+    arrived = random.random(500) < kept
+    stamps = (taken_s + random.uniform(0, jitter, 500) * period_s)[arrived][-51:]
+    return images_lost((stamps * 1e9).astype(np.int64).tolist()), len(stamps)
+
+
 @given(
     period_ms=st.integers(5, 500),
     kept=st.floats(0.0, 1.0),
@@ -125,16 +135,16 @@ def test_whatever_a_decoder_raises_costs_one_image(checkpoint: Path, monkeypatch
     pause_s=st.floats(0.0, 100.0),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_losses_are_told_by_the_stamps_alone(
+def test_nothing_is_told_of_a_camera_that_loses_little_or_has_sent_little(
     period_ms: int, kept: float, jitter: float, pause_s: float, seed: int
 ) -> None:
-    random = np.random.default_rng(seed)
-    taken_s = np.arange(500) * period_ms * 1e-3
-    taken_s[250:] += pause_s
-    arrived = random.random(500) < kept
-    stamps = (taken_s + random.uniform(0, jitter, 500) * period_ms * 1e-3)[arrived][-51:]
-    told = images_lost((stamps * 1e9).astype(np.int64).tolist())
-    if kept > 0.9 or len(stamps) < 10:
+    told, images = told_of(period_ms * 1e-3, kept, jitter, pause_s, seed)
+    if kept > 0.9 or images < 10:
         assert told == ""
-    elif 0.15 < kept < 0.3 and len(stamps) == 51 and jitter < 0.05:
-        assert "the camera takes" in told
+
+
+def test_losses_are_told_by_the_stamps_alone() -> None:
+    """Of 50 gaps chance may leave too few at the camera's own period, so that one case in a hundred stays untold."""
+    cases = np.random.default_rng(0).uniform([5e-3, 0.15, 0, 0], [0.5, 0.3, 0.05, 100], (1000, 4))
+    told = [told_of(*case, seed)[0] for seed, case in enumerate(cases.tolist())]
+    assert np.mean(["the camera takes" in each for each in told]) > 0.97
