@@ -25,7 +25,8 @@ from specvla_ros.speculation.accept import greedy_choice
 SHARD_SAMPLES = 256
 MIN_FRAMES = SHARD_SAMPLES + 1  # a shard to train on and one to validate with
 _BATCH = 16  # requests of one packed forward
-_NAMES = ("lengths", "prompts", "hidden", "tokens")
+_NAMES = ("lengths", "answers", "prompts", "hidden", "tokens")
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,9 @@ class Sample:
     """One answer of the target."""
 
     prompt: Tensor  # [prompt_len, hidden], the prompt's embeddings
-    # [prompt_len + action_dim - 1, hidden], after the final norm: of the prompt, then of each action token but the
-    # last.
+    # [prompt_len + n - 1, hidden], after the final norm: of the prompt, then of each token of the answer but the last.
     hidden: Tensor
-    tokens: Tensor  # int64 [action_dim], the answer
+    tokens: Tensor  # int64 [n], the answer
 
 
 @torch.inference_mode()
@@ -48,27 +48,27 @@ def answer(policy: OpenVLATarget, frames: Sequence[Frame]) -> list[Sample]:
     prompts = [
         policy.prompt_embeddings(Observation(image, asked, 1), policy.prompt_ids(asked)) for image, asked in frames
     ]
-    decoder, dim = policy.decoder, policy.action_dim
-    cache = new_cache(decoder, slots=len(prompts), slot_rows=max(map(len, prompts)) + dim)
+    decoder, codec = policy.decoder, policy.codec
+    cache = new_cache(decoder, slots=len(prompts), slot_rows=max(map(len, prompts)) + codec.max_tokens)
     result = packed_forward(decoder, [Segment(slot, 0, prompt) for slot, prompt in enumerate(prompts)], cache)
     hidden = [[rows] for rows in result.hidden.split([len(prompt) for prompt in prompts])]
-    tokens = [greedy_choice(result.logits)]
+    answers = [[token] for token in greedy_choice(result.logits).tolist()]
     root = Ancestry.from_parents((-1,), decoder.device)
-    for step in range(dim - 1):
+    while going := [slot for slot, tokens in enumerate(answers) if not codec.end(tokens, len(tokens) - 1)]:
+        newest = torch.tensor([answers[slot][-1] for slot in going], device=decoder.device)
+        rows = [len(prompts[slot]) + len(answers[slot]) - 1 for slot in going]
         roots = [
-            Segment(slot, len(prompt) + step, tokens[-1][slot : slot + 1], root) for slot, prompt in enumerate(prompts)
+            Segment(slot, row, newest[i : i + 1], root) for i, (slot, row) in enumerate(zip(going, rows, strict=True))
         ]
         result = packed_forward(decoder, roots, cache)
-        for mine, row in zip(hidden, result.hidden.split(1), strict=True):
-            mine.append(row)
-        tokens.append(greedy_choice(result.logits))
-    answers = torch.stack(tokens, dim=1)
-    first = policy.action_tokenizer.first_id
-    meant = ((answers >= first) & (answers < policy.action_tokenizer.vocab_size)).all(1).tolist()
+        chosen = greedy_choice(result.logits).tolist()
+        for slot, row, token in zip(going, result.hidden.split(1), chosen, strict=True):
+            hidden[slot].append(row)
+            answers[slot].append(token)
     return [
-        Sample(prompt, torch.cat(mine), one)
-        for prompt, mine, one, good in zip(prompts, hidden, answers, meant, strict=True)
-        if good
+        Sample(prompt, torch.cat(mine), torch.tensor(tokens))
+        for prompt, mine, tokens in zip(prompts, hidden, answers, strict=True)
+        if not codec.problem(tokens)
     ]
 
 
@@ -83,7 +83,7 @@ class FeatureStore:
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "features.json"
-        text = json.dumps(described, indent=2, sort_keys=True) + "\n"
+        text = json.dumps(described | {"format": _FORMAT}, indent=2, sort_keys=True) + "\n"
         if path.exists() and path.read_text(encoding="utf-8") != text:
             raise UserError(
                 f"{directory} holds features of another target or other data (see {path}); choose another --out, or "
@@ -132,9 +132,10 @@ class FeatureStore:
         kept = torch.bfloat16  # half the disk; the training adds more noise than the rounding
         tensors = {
             "lengths": torch.tensor([len(sample.prompt) for sample in samples]),
+            "answers": torch.tensor([len(sample.tokens) for sample in samples]),
             "prompts": torch.cat([sample.prompt for sample in samples]).to("cpu", kept),
             "hidden": torch.cat([sample.hidden for sample in samples]).to("cpu", kept),
-            "tokens": torch.stack([sample.tokens for sample in samples]).cpu(),
+            "tokens": torch.cat([sample.tokens for sample in samples]).cpu(),
         }
         path = self._directory / f"shard-{len(self.shards):05d}.safetensors"
         partial = path.with_suffix(".partial")
@@ -149,13 +150,10 @@ class FeatureStore:
 def read_shard(path: Path) -> list[Sample]:
     """A shard's samples, bfloat16, on the CPU."""
     with safe_open(path, framework="pt") as file:
-        lengths, prompts, hidden, tokens = (file.get_tensor(name) for name in _NAMES)
-    sizes = lengths.tolist()
-    beyond = tokens.shape[1] - 1
-    return [
-        Sample(*tensors)
-        for tensors in zip(prompts.split(sizes), hidden.split([size + beyond for size in sizes]), tokens, strict=True)
-    ]
+        lengths, answers, prompts, hidden, tokens = (file.get_tensor(name) for name in _NAMES)
+    rows = (lengths + answers - 1).tolist()
+    parts = prompts.split(lengths.tolist()), hidden.split(rows), tokens.split(answers.tolist())
+    return [Sample(*tensors) for tensors in zip(*parts, strict=True)]
 
 
 def shuffled_samples(shards: Sequence[Path], *, seed: int, epoch: int, at_once: int = 8) -> Iterator[Sample]:

@@ -98,7 +98,7 @@ class DraftValidation:
 
     epoch: int  # number of passes over the features before it
     tau: float  # tokens committed per verification forward
-    # Mean accepted drafts by the dimension of the first drafted token (Spec-VLA, Table 3).
+    # Mean accepted drafts by the place of the first drafted token in the answer (Spec-VLA, Table 3).
     accept_length_by_place: tuple[tuple[int, float], ...]
     samples: int  # answers that were drafted
 
@@ -153,7 +153,8 @@ def _replay(policy: OpenVLATarget, drafter: EagleDrafter, sample: Sample) -> lis
                     following=following[fed:prefix],
                     root=tokens[dim - 1],
                     max_depth=answer - dim - 1,
-                    position=dim,
+                    position=policy.codec.position(goal[:dim]),
+                    in_text=policy.codec.in_text(goal[:dim]),
                 )
             ]
         )[0]

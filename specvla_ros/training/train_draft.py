@@ -157,7 +157,7 @@ class _DraftTask:
         self.optimisers: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(self.trained.parameters(), lr=training.learning_rate, betas=_BETAS, weight_decay=0.0)
         ]
-        self.model = _DraftLoss(policy, self.trained, own_steps=min(training.own_steps, policy.action_dim - 1))
+        self.model = _DraftLoss(policy, self.trained, own_steps=training.own_steps)
         self.samples = sum(1 for _ in self._epoch(0))
         self.batch_size = training.batch_size
         self.validate_every = self.samples // training.batch_size
@@ -214,13 +214,27 @@ class _DraftLoss(nn.Module):
         positions = torch.arange(batch.hidden.shape[1], device=batch.hidden.device)
         cos, sin = decoder.rotation(positions)
         predictions = draft_features(
-            self.head, batch.following, noisy, batch.padding, cos, sin, answer=answer, steps=self._own_steps
+            self.head,
+            batch.following,
+            noisy,
+            batch.padding,
+            cos,
+            sin,
+            answer=answer,
+            steps=min(self._own_steps, answer),
         )
         with torch.no_grad():
             probabilities = decoder.logits(batch.goal.flatten(0, 1)).softmax(-1).view(*batch.goal.shape[:2], -1)
+        there = batch.there
         weights = [_LATER_STEP**step for step in range(len(predictions))]
         losses = [
-            weight * draft_loss(predicted, batch.goal[:, step:], probabilities[:, step:], decoder.lm_head.weight)
+            weight
+            * draft_loss(
+                predicted[there[:, step:]],
+                batch.goal[:, step:][there[:, step:]],
+                probabilities[:, step:][there[:, step:]],
+                decoder.lm_head.weight,
+            )
             for step, (weight, predicted) in enumerate(zip(weights, predictions, strict=True))
         ]
         return torch.stack(losses).sum() / sum(weights)
@@ -230,9 +244,9 @@ def draft_loss(predicted: Tensor, features: Tensor, probabilities: Tensor, lm_he
     """1.0 smooth-L1 of the features and 0.1 cross-entropy with the target's distribution, means (Spec-VLA section 5.1).
 
     Args:
-        predicted: [batch, rows, hidden], the head's hidden states.
-        features: [batch, rows, hidden], the target's.
-        probabilities: [batch, rows, vocab], the target's distribution at each row.
+        predicted: [rows, hidden], the head's hidden states.
+        features: [rows, hidden], the target's.
+        probabilities: [rows, vocab], the target's distribution at each row.
         lm_head: [vocab, hidden], the target's.
     """
     logits = F.linear(predicted, lm_head.to(predicted.dtype))
@@ -242,11 +256,12 @@ def draft_loss(predicted: Tensor, features: Tensor, probabilities: Tensor, lm_he
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Samples of one batch, padded on the left so that their answers are aligned."""
+    """Samples of one batch, padded on both sides so that their answers begin in the same row."""
 
     following: Tensor  # float32 [batch, rows, hidden], the embedding of the token after each row
     hidden: Tensor  # float32 [batch, rows, hidden], the target's state at each row
     goal: Tensor  # float32 [batch, answer rows, hidden], the target's state after each of the answer's rows
+    there: Tensor  # bool [batch, answer rows]; False: padding behind a shorter answer
     padding: Tensor  # int64 [batch], number of padding rows at the left end
     prompt_rows: int  # rows before the answer's
 
@@ -254,20 +269,24 @@ class DraftBatch:
 def collate(samples: Sequence[Sample], embed: nn.Embedding) -> DraftBatch:
     """Makes a batch on the target's device."""
     device = embed.weight.device
-    answer = len(samples[0].tokens) - 1
+    answer = max(len(sample.tokens) for sample in samples) - 1
     longest = max(len(sample.prompt) for sample in samples)
     padding = [longest - len(sample.prompt) for sample in samples]
-    following, hidden, goal = [], [], []
-    for sample, pad in zip(samples, padding, strict=True):
+    following, hidden, goal, there = [], [], [], []
+    for sample, left in zip(samples, padding, strict=True):
+        mine = len(sample.tokens) - 1
+        right = answer - mine
         answered = embed(sample.tokens[:-1].to(device)).detach().float()
         prompt, states = sample.prompt.to(device).float(), sample.hidden.to(device).float()
-        following.append(F.pad(torch.cat((prompt[1:], answered)), (0, 0, pad, 0)))
-        hidden.append(F.pad(states[:-1], (0, 0, pad, 0)))
-        goal.append(states[-answer:])
+        following.append(F.pad(torch.cat((prompt[1:], answered)), (0, 0, left, right)))
+        hidden.append(F.pad(states[:-1], (0, 0, left, right)))
+        goal.append(F.pad(states[len(prompt) :], (0, 0, 0, right)))
+        there.append(torch.arange(answer, device=device) < mine)
     return DraftBatch(
         torch.stack(following),
         torch.stack(hidden),
         torch.stack(goal),
+        torch.stack(there),
         torch.tensor(padding, device=device),
         prompt_rows=longest - 1,
     )

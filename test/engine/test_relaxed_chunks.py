@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from support.checkpoints import edit_json
 from support.launches import Launches
 from support.random_checkpoint import write_random_checkpoint
+from support.random_fast import AnyFast
 from support.scripted_drafts import Scripted
 from support.verifications import make_tree, verify_tree
 
@@ -212,13 +213,6 @@ class _AnyDigits(DigitsCodec):
         return np.zeros((self.horizon, len(self.names)))
 
 
-class _AnyFast(FastCodec):
-    """Lets every answer through."""
-
-    problem = _AnyDigits.problem
-    decode = _AnyDigits.decode
-
-
 @pytest.fixture(scope="module", params=["digits", "fast"])
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     """A random policy whose tokens are those of its codec; few of its answers are chunks, and all are let through."""
@@ -242,7 +236,7 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     assert isinstance(own, DigitsCodec | FastCodec)
     values = {field.name: getattr(own, field.name) for field in fields(own)} | {"limit": 24}
     if isinstance(own, FastCodec):
-        return replace(target, codec=_AnyFast(**values))
+        return replace(target, codec=AnyFast(**values))
     target = replace(target, codec=_AnyDigits(**values))
     answers = (Engine(target, EngineSettings()).act(seen(seed)) for seed in range(4))
     often = Counter(token for each in answers if isinstance(each, Action) for token in each.tokens).most_common(1)[0][0]

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.checkpoints import edit_json
 from support.paths import ORACLES, needs
-from support.random_checkpoint import write_random_checkpoint
+from support.random_fast import DIMS, HORIZON, write_fast_policy
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
@@ -24,9 +23,7 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.codec import CODEC_FOLDER as FOLDER
 from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.codecs.fast_tokenizer import FastTokenizer, fit_fast_tokenizer, read_fast_tokenizer
-from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.target import Target
-from specvla_ros.models.weights import save_weights
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 ORACLE = ORACLES / "fast_tokenizer_a"
@@ -111,24 +108,7 @@ def test_a_fit_gives_the_originals_tokenizer(name: str, tmp_path: Path) -> None:
 # A policy
 
 
-HORIZON, DIMS, END, IDS = 2, 2, 2, 24
 FRAMES = range(1, 61)
-
-
-def write_fast_policy(directory: Path) -> Path:
-    """A random policy that answers with FAST tokens and an end token; some stand for two actions of two values."""
-    write_random_checkpoint(directory, hidden_size=64, layers=2, text=1.0)
-    rng = np.random.default_rng(0)
-    fit_fast_tokenizer(rng.uniform(-0.2, 0.2, (400, HORIZON, DIMS)), scale=4.0, vocab_size=IDS).save(directory / FOLDER)
-    edit_json(directory / FOLDER / "processor_config.json", lambda config: config.update(time_horizon=HORIZON))
-    edit_json(directory / "config.json", lambda config: config.update(action_codec="fast", eos_token_id=END))
-    weights = load_file(directory / "model.safetensors")
-    head = weights["language_model.lm_head.weight"]
-    last = read_config(directory).token_vocab_size
-    head[[row for row in range(len(head)) if row != END and not last - IDS <= row < last]] = 0.0
-    head[END] *= 2.0  # else its answers are too long
-    save_weights(directory / "model.safetensors", weights)
-    return directory
 
 
 @pytest.fixture(scope="module")

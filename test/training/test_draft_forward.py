@@ -18,11 +18,11 @@ HEAD = random_head(DECODER, seed=1)
 ANSWER = 6
 
 
-def sample(seed: int, prompt: int) -> Sample:
+def sample(seed: int, prompt: int, answer: int = ANSWER) -> Sample:
     generator = torch.Generator().manual_seed(seed)
     embeddings = torch.randn(prompt, 32, generator=generator)
-    hidden = torch.randn(prompt + ANSWER, 32, generator=generator)
-    return Sample(embeddings, hidden, torch.randint(50, (ANSWER + 1,), generator=generator))
+    hidden = torch.randn(prompt + answer, 32, generator=generator)
+    return Sample(embeddings, hidden, torch.randint(50, (answer + 1,), generator=generator))
 
 
 class Served:
@@ -72,3 +72,17 @@ def test_a_batch_lines_the_answers_up() -> None:
     torch.testing.assert_close(batch.goal[1], second.hidden[-ANSWER:])
     embedded = DECODER.embed_tokens(second.tokens[:-1]).float()
     torch.testing.assert_close(batch.following[1, 5:], torch.cat((second.prompt[1:], embedded)))
+
+
+def test_a_shorter_answer_is_padded_and_predicted_as_if_it_were_alone() -> None:
+    longer, shorter = sample(1, 4), sample(2, 9, answer=3)
+    both, alone = (collate(samples, DECODER.embed_tokens) for samples in ([longer, shorter], [shorter]))
+    assert both.there.tolist() == [[True] * ANSWER, [True] * 3 + [False] * 3]
+    torch.testing.assert_close(both.goal[1][both.there[1]], alone.goal[0])
+    predicted = []
+    for batch, answer in ((both, ANSWER), (alone, 3)):
+        following, hidden = batch.following.double(), batch.hidden.double()
+        rotation = DECODER.rotation(torch.arange(following.shape[1]))
+        predicted.append(draft_features(HEAD, following, hidden, batch.padding, *rotation, answer=answer, steps=3))
+    for step, (padded, own) in enumerate(zip(*predicted, strict=True)):
+        torch.testing.assert_close(padded[1, : 3 - step], own[0], atol=1e-6, rtol=1e-6)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from support.checkpoints import load_openvla
 from support.draft_heads import random_head
 from support.patience import wait_until
 from support.random_checkpoint import write_random_checkpoint
+from support.random_fast import AnyFast, write_fast_policy
 
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
@@ -26,6 +28,7 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import Frame
+from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.eagle_head import load_draft_head
@@ -70,6 +73,24 @@ def test_features_are_what_the_engine_decodes(policy: OpenVLATarget) -> None:
         cache = new_cache(policy.decoder, slots=1, slot_rows=len(whole))
         hidden = packed_forward(policy.decoder, [Segment(0, 0, whole)], cache).hidden
         torch.testing.assert_close(sample.hidden, hidden, atol=1e-4, rtol=1e-4)
+
+
+def test_answers_of_any_length_are_what_the_engine_decodes(tmp_path: Path) -> None:
+    target = load_openvla(write_fast_policy(tmp_path / "fast"), device="cpu")
+    values = {field.name: getattr(target.codec, field.name) for field in fields(FastCodec)}
+    target = replace(target, codec=AnyFast(**values))
+    wanted = list(frames(40))
+    samples, plain = answer(target, wanted), Engine(target, EngineSettings())
+    actions = [plain.act(Observation(image, asked, stamp_ns=i)) for i, (image, asked) in enumerate(wanted, 1)]
+    for sample, action in zip(samples, actions, strict=True):
+        assert isinstance(action, Action)
+        assert target.codec.action_tokens(sample.tokens.tolist()) == action.tokens
+    assert len({len(sample.tokens) for sample in samples}) > 2
+    store = FeatureStore(tmp_path / "features", {})
+    store.fill(target, frames(40), limit_bytes=1e9)
+    for read, sample in zip(read_shard(store.shards[0]), samples, strict=True):
+        assert read.tokens.equal(sample.tokens) and len(read.hidden) == len(read.prompt) + len(read.tokens) - 1
+        torch.testing.assert_close(read.hidden.float(), sample.hidden, atol=2e-2, rtol=2e-2)
 
 
 def test_a_store_goes_on_behind_its_last_whole_shard(policy: OpenVLATarget, tmp_path: Path, small_shards: None) -> None:

@@ -146,5 +146,8 @@ def test_nothing_is_told_of_a_camera_that_loses_little_or_has_sent_little(
 def test_losses_are_told_by_the_stamps_alone() -> None:
     """Of 50 gaps chance may leave too few at the camera's own period, so that one case in a hundred stays untold."""
     cases = np.random.default_rng(0).uniform([5e-3, 0.15, 0, 0], [0.5, 0.3, 0.05, 100], (1000, 4))
-    told = [told_of(*case, seed)[0] for seed, case in enumerate(cases.tolist())]
+    told = [
+        told_of(period_s, kept, jitter, pause_s, seed)[0]
+        for seed, (period_s, kept, jitter, pause_s) in enumerate(cases.tolist())
+    ]
     assert np.mean(["the camera takes" in each for each in told]) > 0.97
