@@ -228,16 +228,32 @@ def test_every_pair_of_sizes_that_is_allowed_fits_a_forward() -> None:
             assert DraftSettings(top_k=k, depth=depth).beam_nodes <= 64
 
 
-def test_temporal_text_goes_on_as_the_last_answer_did() -> None:
+def test_temporal_text_goes_on_where_this_answer_is() -> None:
     drafter = TemporalDrafter(ACTIONS)
-    drafter.observe(3, (1, 2, 3, 4, 2, 5, 12, 20), (12, 20), stamp_ns=1)
-    assert drafter.text(3, (), 4) == (1, 2, 3, 4)
-    assert drafter.text(3, (9, 2, 3), 9) == (4, 2, 5, 12, 20)
-    assert drafter.text(3, (9, 2), 2) == (5, 12), "the last of two places"
-    assert drafter.text(3, (9,), 2) == ()
-    assert drafter.text(4, (), 4) == (), "of another instruction"
+    assert drafter.text((), 4) == drafter.text((9,), 4) == ()
+    drafter.observe(3, (1, 2, 3, 4, 2, 3, 5, 12, 20), (12, 20), stamp_ns=1)
+    assert drafter.text((), 4) == (1, 2, 3, 4)
+    assert drafter.text((1, 9), 2) == (3, 4), "what has changed is a token, and goes on in its place"
+    assert drafter.text((1, 2, 3), 9) == (4, 2, 3, 5, 12, 20), "the nearer of two places"
+    assert drafter.text((1, 2, 3, 4, 8, 9, 2, 3), 9) == (5, 12, 20), "words more, then the nearer of two places"
+    assert drafter.text((9, 9, 2, 3, 4), 2) == (2, 3), "the longest match, wherever it is"
+    assert drafter.text((7, 7, 7, 2), 2) == (2, 3), "a single token that comes again is no sign"
+    assert drafter.text((1,) * 12, 2) == (), "longer than the answer before"
     drafter.forget()
-    assert drafter.text(3, (), 4) == ()
+    assert drafter.text((), 4) == ()
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=20), st.data())
+def test_an_answer_that_repeats_the_one_before_is_drafted_whole_from_everywhere(
+    before: list[int], data: st.DataObject
+) -> None:
+    drafter = TemporalDrafter(ACTIONS)
+    drafter.observe(0, tuple(before), (), stamp_ns=1)
+    at = data.draw(st.integers(0, len(before)))
+    assert drafter.text(before[:at], 99) == tuple(before[at:])
+    changed = data.draw(st.integers(0, len(before) - 1))
+    other = [*before[:changed], 9]  # one token changed, and what comes again elsewhere is not looked for
+    assert drafter.text(other, 99) == tuple(before[changed + 1 :])
 
 
 def random_tree(data: st.DataObject, nodes: int) -> Tree:

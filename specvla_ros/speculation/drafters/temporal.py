@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from specvla_ros.settings.parameter import parameter
 from specvla_ros.speculation.drafters.branches import Branches
-from specvla_ros.speculation.drafters.prompt_lookup import look_up
 from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, DraftInput, drafter
 
 if TYPE_CHECKING:
@@ -17,6 +16,9 @@ if TYPE_CHECKING:
 
     from specvla_ros.models.codecs.codec import ActionIds
     from specvla_ros.speculation.tree import Tree
+
+
+_FEWEST, _LONGEST = 2, 3  # tokens by which a place in the answer before is found again
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class TemporalSettings:
 
 
 class TemporalDrafter(Drafter):
-    """Remembers the last two actions of an instruction epoch, and the text before the last.
+    """Remembers the last two actions of an instruction epoch, and the last answer whole, with its text.
 
     A robot's actions change little from frame to frame, so that the last one, held, or the line through the last two is
     often right, above all in the dimensions that rest; and most of what a policy writes before it acts, it wrote one
@@ -65,7 +67,7 @@ class TemporalDrafter(Drafter):
             if request.in_text:
                 # After a prompt nothing else drafts; later, text leaves half of the nodes to the others.
                 tokens = limit if last or not request.answer else limit // 2
-                chains = [self.text(request.epoch, request.answer, tokens)]
+                chains = [self.text(request.answer, tokens)]
             else:
                 chains = self.chains(request.epoch, request.position)
             branches = Branches.from_chains(chains, max_depth=request.max_depth, max_nodes=limit - 1)
@@ -76,22 +78,22 @@ class TemporalDrafter(Drafter):
         """The whole of the last answer."""
         import torch
 
-        chains = [self.text(epoch, (), nodes)] if in_text else self.chains(epoch, 0)
+        chains = [self.text((), nodes)] if in_text else self.chains(epoch, 0)
         branches = Branches.from_chains(chains, max_depth=max_depth, max_nodes=nodes - 1)
         root = torch.zeros(1, dtype=torch.int64, device=self._device)
         return branches.tree(root, relaxable=False) if len(branches) else None
 
-    def text(self, epoch: int, answer: Sequence[int], tokens: int) -> tuple[int, ...]:
-        """What followed in the last answer: its beginning, or what came after the last tokens of this one.
+    def text(self, answer: Sequence[int], tokens: int) -> tuple[int, ...]:
+        """What followed in the last answer from the place that this one has reached.
+
+        In whatever epoch that was: another instruction's text has the same form.
 
         Args:
-            epoch: of this answer.
-            answer: its tokens so far.
+            answer: this answer's tokens so far.
             tokens: maximum of drafted tokens.
         """
-        if epoch != self._epoch:
-            return ()
-        return look_up(self._answer, answer, tokens) if answer else self._answer[:tokens]
+        at = resume(self._answer, answer)
+        return self._answer[at : at + tokens]
 
     def chains(self, epoch: int, position: int) -> list[tuple[int, ...]]:
         """What the action tokens from dimension `position` on might be: held, then extrapolated where that differs."""
@@ -107,6 +109,24 @@ class TemporalDrafter(Drafter):
     def _beyond(self, before: int, last: int) -> int:
         token = 2 * last - before  # ids fall by one from bin to bin
         return max(self._actions.first, min(self._actions.stop - 1, token))
+
+
+def resume(before: Sequence[int], answer: Sequence[int]) -> int:
+    """Where the answer before goes on from a committed beginning that may differ from its own: an index of `before`.
+
+    Behind the longest match of the last tokens, two or three; of several as long, the one that is the fewest tokens
+    from the same place: the same words come again and again, and an answer is mostly as long as the one before. At the
+    same place where there is none: a number has changed, and one like it elsewhere is no sign.
+    """
+    here = len(answer)
+
+    def matched(at: int) -> int:
+        pairs = zip(reversed(before[:at]), reversed(answer[-_LONGEST:]), strict=False)
+        return next((i for i, (one, other) in enumerate(pairs) if one != other), min(at, here, _LONGEST))
+
+    places = range(1, len(before) + 1) if here else ()
+    best = max(places, key=lambda at: (matched(at), -abs(at - here)), default=0)
+    return best if here and matched(best) >= _FEWEST else min(here, len(before))
 
 
 @drafter("temporal", settings=TemporalSettings, order=10)
