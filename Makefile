@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 # The demo's arm: table, or panda or ur5e through driver and guard.
 ROBOT ?=
-# What drives it: a policy of this package (nano, digits, fast) or a checkpoint's directory.
+# What drives it: a checkpoint's directory, or the name of a policy that comes with the package. Empty: nano.
 POLICY ?=
 
 ROS_REQUIREMENTS := requirements/ros$(OTHER_ROS).txt
@@ -28,7 +28,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 help:  ## Show what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
 
-demo: build $(GL) $(if $(filter-out table,$(ROBOT)),$(ROBOTS))  ## Show a simulated arm do what it is told (ROBOT=panda: through driver and guard; POLICY=digits)
+demo: build $(GL) $(if $(filter-out table,$(ROBOT)),$(ROBOTS))  ## Show a simulated arm do what it is told (ROBOT=panda: through driver and guard; POLICY=a checkpoint)
 	@$(RUN) $(BIN)/specvla demo $(if $(ROBOT),--robot $(ROBOT)) $(if $(POLICY),--policy $(POLICY))
 
 test: build $(TESTING) $(GL)  ## Run all tests (about 10 minutes on 2 cores)

@@ -140,8 +140,7 @@ def _model_option(declared: Declared) -> inspect.Parameter:
 
 
 def _checkpoint(*flags: str) -> inspect.Parameter:
-    text = "Checkpoint of the policy: a Hugging Face directory, or the name of one of this package, such as digits. "
-    "Default: nano."
+    text = "Checkpoint of the policy: a Hugging Face directory. Default: the nano policy of this package."
     return _option("checkpoint", Path | None, None, "Model", "--checkpoint", "--policy", *flags, help=text)
 
 
