@@ -40,15 +40,18 @@ class Sample:
 
 
 @torch.inference_mode()
-def answer(policy: OpenVLATarget, frames: Sequence[Frame]) -> list[Sample]:
+def answer(policy: OpenVLATarget, frames: Sequence[Frame], max_text: int = 0) -> list[Sample]:
     """Has the target answer, greedily, with all frames in one packed forward per token.
 
     Frames that it answers with anything but an action are left out.
+
+    Args:
+        max_text: tokens of text at most before its actions.
     """
     prompts = [
         policy.prompt_embeddings(Observation(image, asked, 1), policy.prompt_ids(asked)) for image, asked in frames
     ]
-    decoder, codec = policy.decoder, policy.codec
+    decoder, codec = policy.decoder, policy.codec.with_text(max_text)
     cache = new_cache(decoder, slots=len(prompts), slot_rows=max(map(len, prompts)) + codec.max_tokens)
     result = packed_forward(decoder, [Segment(slot, 0, prompt) for slot, prompt in enumerate(prompts)], cache)
     hidden = [[rows] for rows in result.hidden.split([len(prompt) for prompt in prompts])]
@@ -100,6 +103,7 @@ class FeatureStore:
         policy: OpenVLATarget,
         frames: Iterable[Frame],
         *,
+        max_text: int,
         limit_bytes: float,
         on_frame: Callable[[int], None] | None = None,
     ) -> None:
@@ -109,6 +113,7 @@ class FeatureStore:
 
         Args:
             frames: the frames, always in the same order.
+            max_text: tokens of text at most before the actions of an answer.
             limit_bytes: limit of all shards together, bytes.
         """
         source = iter(frames)
@@ -118,7 +123,7 @@ class FeatureStore:
             samples: list[Sample] = []
             taken = 0
             while taken < SHARD_SAMPLES and (batch := list(islice(source, min(_BATCH, SHARD_SAMPLES - taken)))):
-                samples += answer(policy, batch)
+                samples += answer(policy, batch, max_text)
                 taken += len(batch)
                 if on_frame is not None:
                     on_frame(done + taken)

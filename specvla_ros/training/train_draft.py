@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
 from specvla_ros.bags.reader import open_bag
+from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import (
     SIMULATION,
@@ -91,6 +92,7 @@ def collect_features(
     *,
     seed: int,
     frames: int,
+    max_text: int = 0,
     max_bytes: float,
     on_frame: Callable[[int], None] | None = None,
 ) -> list[Path]:
@@ -99,18 +101,24 @@ def collect_features(
     Args:
         data: bags, or directories of bags; None: what the target does in simulation.
         frames: the most that the target is asked.
+        max_text: tokens of text at most before its actions.
         max_bytes: limit of the features on disk, bytes.
 
     Raises:
         UserError: no usable data, or `out` holds features of something else.
     """
     named = sorted(str(bag.resolve()) for bag in find_bags(data)) if data is not None else [SIMULATION]
-    described = {"target": file_hashes(sorted(policy.directory.glob("*.safetensors"))), "data": named, "seed": seed}
+    weights = file_hashes(sorted(policy.directory.glob("*.safetensors")))
+    described = {"target": weights, "data": named, "seed": seed, "max_text": max_text}
     store = FeatureStore(out / STATE_DIRECTORY / "features", described)
+    engine = EngineSettings(max_reasoning_tokens=max_text)
     source = (
-        bag_source(find_bags(data), seed) if data is not None else simulation_source(policy, FRAME_FIRST_SEED + seed)
+        bag_source(find_bags(data), seed)
+        if data is not None
+        else simulation_source(policy, FRAME_FIRST_SEED + seed, engine=engine)
     )
-    store.fill(policy, islice(require_frames(source), frames), limit_bytes=max_bytes, on_frame=on_frame)
+    asked = islice(require_frames(source), frames)
+    store.fill(policy, asked, max_text=max_text, limit_bytes=max_bytes, on_frame=on_frame)
     return store.shards
 
 
@@ -225,18 +233,12 @@ class _DraftLoss(nn.Module):
         )
         with torch.no_grad():
             probabilities = decoder.logits(batch.goal.flatten(0, 1)).softmax(-1).view(*batch.goal.shape[:2], -1)
-        there = batch.there
         weights = [_LATER_STEP**step for step in range(len(predictions))]
-        losses = [
-            weight
-            * draft_loss(
-                predicted[there[:, step:]],
-                batch.goal[:, step:][there[:, step:]],
-                probabilities[:, step:][there[:, step:]],
-                decoder.lm_head.weight,
-            )
-            for step, (weight, predicted) in enumerate(zip(weights, predictions, strict=True))
-        ]
+        losses = []
+        for step, (weight, predicted) in enumerate(zip(weights, predictions, strict=True)):
+            there = batch.there[:, step:]
+            goal, wanted = batch.goal[:, step:][there], probabilities[:, step:][there]
+            losses.append(weight * draft_loss(predicted[there], goal, wanted, decoder.lm_head.weight))
         return torch.stack(losses).sum() / sum(weights)
 
 

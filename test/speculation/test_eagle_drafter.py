@@ -26,7 +26,7 @@ CONFIG = DecoderShape(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings
 DECODER = random_decoder(CONFIG, seed=0, dtype=torch.float64)
 HEAD = random_head(DECODER, seed=1)
 SETTINGS = DraftSettings(top_k=3, depth=4, nodes=12)
-WINDOW = WindowMass.from_actions(3, ActionIds(30, 46, 15), 7, torch.device("cpu"))
+WINDOW = WindowMass.from_actions(3, ActionIds(30, 46, 15), 7, torch.device("cpu"), text=True)
 WINDOW.tolerate((2,) * 7)
 
 
@@ -145,9 +145,10 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> EagleDrafter:
     return made
 
 
-# Drafts behind each other: by slot, rows that are new and levels. A request that would be too long begins anew.
+# Drafts behind each other: by slot, rows that are new, levels, whether they may be text. A request that would be too
+# long begins anew.
 ROUNDS = st.lists(
-    st.dictionaries(st.integers(0, 3), st.tuples(st.integers(1, 12), st.integers(0, 5)), min_size=1),
+    st.dictionaries(st.integers(0, 3), st.tuples(st.integers(1, 12), st.integers(0, 5), st.booleans()), min_size=1),
     min_size=1,
     max_size=5,
 )
@@ -156,18 +157,18 @@ ROUNDS = st.lists(
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ROUNDS)
 def test_a_captured_draft_gives_the_same_trees(
-    captured: EagleDrafter, rounds: list[dict[int, tuple[int, int]]]
+    captured: EagleDrafter, rounds: list[dict[int, tuple[int, int, bool]]]
 ) -> None:
     """Any number of requests, of rows and of levels, draft behind draft on the same memory."""
     pairs: list[tuple[Tree, Tree]] = []
     fed: dict[int, int] = {}
     for wanted in rounds:
         requests, whole = [], []
-        for slot, (new, levels) in wanted.items():
+        for slot, (new, levels, text) in wanted.items():
             first = fed.get(slot, 0) if fed.get(slot, 0) + new <= 30 else 0
             fed[slot] = first + new
-            requests.append(request(slot, slot, first + new, first, levels))
-            whole.append(request(slot, slot, first + new, 0, levels))
+            requests.append(replace(request(slot, slot, first + new, first, levels), in_text=text))
+            whole.append(replace(request(slot, slot, first + new, 0, levels), in_text=text))
         trees = captured.draft(requests)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(packed_attention, "has_kernels", lambda _: False)
@@ -176,16 +177,6 @@ def test_a_captured_draft_gives_the_same_trees(
     for tree, other in pairs:  # at the end: a later draft must leave them alone
         same(tree, other)
         assert tree.ancestry.ancestors.equal(other.ancestry.ancestors) and tree.valid.equal(other.valid)
-
-
-def test_what_may_be_text_is_drafted_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = [replace(request(1, 0, 5, 0, 4), in_text=True, position=0), request(2, 1, 9, 0, 4)]
-    expected = drafter(children=WINDOW).draft(requests)
-    use_table(monkeypatch)
-    made = drafter(children=WINDOW)
-    made.capture(recorded)
-    for tree, other in zip(made.draft(requests), expected, strict=True):
-        same(tree, other)
 
 
 def test_a_tree_of_its_root_alone_is_not_grown() -> None:

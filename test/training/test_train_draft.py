@@ -87,10 +87,22 @@ def test_answers_of_any_length_are_what_the_engine_decodes(tmp_path: Path) -> No
         assert target.codec.action_tokens(sample.tokens.tolist()) == action.tokens
     assert len({len(sample.tokens) for sample in samples}) > 2
     store = FeatureStore(tmp_path / "features", {})
-    store.fill(target, frames(40), limit_bytes=1e9)
+    store.fill(target, frames(40), max_text=0, limit_bytes=1e9)
     for read, sample in zip(read_shard(store.shards[0]), samples, strict=True):
         assert read.tokens.equal(sample.tokens) and len(read.hidden) == len(read.prompt) + len(read.tokens) - 1
         torch.testing.assert_close(read.hidden.float(), sample.hidden, atol=2e-2, rtol=2e-2)
+
+
+def test_answers_with_text_before_the_action_are_what_the_engine_decodes(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, seed=1, hidden_size=64, layers=2, text=1.2)
+    writer, wanted = load_openvla(tmp_path, device="cpu"), list(frames(30))
+    plain = Engine(writer, EngineSettings(max_reasoning_tokens=24))
+    outcomes = [plain.act(Observation(image, asked, stamp_ns=i)) for i, (image, asked) in enumerate(wanted, 1)]
+    actions = [each for each in outcomes if isinstance(each, Action)]
+    samples = answer(writer, wanted, max_text=24)
+    assert len(samples) == len(actions) and {len(each.text_tokens) > 0 for each in actions} == {True, False}
+    for sample, action in zip(samples, actions, strict=True):
+        assert tuple(sample.tokens.tolist()) == action.text_tokens + action.tokens
 
 
 def test_a_store_goes_on_behind_its_last_whole_shard(policy: OpenVLATarget, tmp_path: Path, small_shards: None) -> None:
@@ -102,13 +114,13 @@ def test_a_store_goes_on_behind_its_last_whole_shard(policy: OpenVLATarget, tmp_
 
     store = FeatureStore(tmp_path, {"a": 1})
     with pytest.raises(KeyboardInterrupt):
-        store.fill(policy, cut_short(), limit_bytes=1e9)
+        store.fill(policy, cut_short(), max_text=0, limit_bytes=1e9)
     assert len(store.shards) == 2
     seen: list[int] = []
-    FeatureStore(tmp_path, {"a": 1}).fill(policy, frames(50), limit_bytes=1e9, on_frame=seen.append)
+    FeatureStore(tmp_path, {"a": 1}).fill(policy, frames(50), max_text=0, limit_bytes=1e9, on_frame=seen.append)
     assert (seen[0], seen[-1], len(store.shards)) == (48, 50, 4)
     whole = FeatureStore(tmp_path / "whole", {})
-    whole.fill(policy, frames(50), limit_bytes=1e9)
+    whole.fill(policy, frames(50), max_text=0, limit_bytes=1e9)
     for ours, theirs in zip(store.shards, whole.shards, strict=True):
         assert all(tensor.equal(load_file(theirs)[name]) for name, tensor in load_file(ours).items())
     with pytest.raises(UserError, match="another target or other data"):
@@ -119,9 +131,9 @@ def test_the_disk_is_bounded_and_an_epoch_holds_every_sample_once(
     policy: OpenVLATarget, tmp_path: Path, small_shards: None
 ) -> None:
     store = FeatureStore(tmp_path, {})
-    store.fill(policy, frames(200), limit_bytes=1)
+    store.fill(policy, frames(200), max_text=0, limit_bytes=1)
     assert len(store.shards) == 1
-    store.fill(policy, frames(40), limit_bytes=1e9)
+    store.fill(policy, frames(40), max_text=0, limit_bytes=1e9)
     every = sorted(sample.hidden.float().sum().item() for shard in store.shards for sample in read_shard(shard))
     orders = [[s.hidden.float().sum().item() for s in shuffled_samples(store.shards, seed=0, epoch=e)] for e in (0, 1)]
     assert sorted(orders[0]) == sorted(orders[1]) == every
@@ -137,7 +149,7 @@ def test_training_goes_on_where_it_stopped_and_teaches(
 ) -> None:
     # Few pictures again and again, so that a few epochs must teach something.
     store = FeatureStore(tmp_path / "features", {})
-    store.fill(policy, (frame for _ in range(8) for frame in frames(8)), limit_bytes=1e9)
+    store.fill(policy, (frame for _ in range(8) for frame in frames(8)), max_text=0, limit_bytes=1e9)
     chosen = DraftTraining(epochs=12, batch_size=8, learning_rate=4e-3, own_steps=3)
     whole = train_draft.train_draft(policy, store.shards, tmp_path / "whole", chosen)
 
@@ -171,7 +183,7 @@ def test_another_training_in_the_same_place_is_refused(
     policy: OpenVLATarget, tmp_path: Path, small_shards: None
 ) -> None:
     store = FeatureStore(tmp_path / "features", {})
-    store.fill(policy, frames(40), limit_bytes=1e9)
+    store.fill(policy, frames(40), max_text=0, limit_bytes=1e9)
 
     def stop(_: Progress) -> None:
         raise _Stop

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from specvla_ros.models.codecs.codec import ActionIds
 
+IN_TEXT = -(1 << 20)
+"""Below 0, however deep a tree grows from it: in place of an action dimension where the child may be text."""
+
 # From log-probabilities [b, vocab] and the children's action dimensions, int64 [b], to tokens and scores, both [b, k].
 Children = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -40,16 +43,20 @@ class WindowMass:
         k: children per node.
         actions: ids of action tokens.
         bins: int64 [dimensions + 1], r per action dimension; the last is for every dimension beyond.
+        text: whether children may be text; where they may, in dimension `IN_TEXT`, they are the k likeliest tokens.
     """
 
     k: int
     actions: ActionIds
     bins: Tensor
+    text: bool = False
 
     @staticmethod
-    def from_actions(k: int, actions: ActionIds, dimensions: int, device: torch.device) -> "WindowMass":
+    def from_actions(
+        k: int, actions: ActionIds, dimensions: int, device: torch.device, *, text: bool = False
+    ) -> "WindowMass":
         """Without tolerance in any of the action's dimensions."""
-        return WindowMass(k, actions, torch.zeros(dimensions + 1, dtype=torch.int64, device=device))
+        return WindowMass(k, actions, torch.zeros(dimensions + 1, dtype=torch.int64, device=device), text)
 
     def tolerate(self, bins: Sequence[int]) -> None:
         """Takes another r per action dimension, 0 beyond them, in the same memory: a captured draft reads it."""
@@ -57,6 +64,13 @@ class WindowMass:
 
     def __call__(self, log_probs: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and scores [b, k]; -inf where no mass is left."""
+        tokens, scores = self._actions(log_probs, dimensions.clamp(min=0) if self.text else dimensions)
+        if not self.text:
+            return tokens, scores
+        likeliest, is_text = log_probs.topk(self.k, dim=-1), (dimensions < 0)[:, None]
+        return torch.where(is_text, likeliest.indices, tokens), torch.where(is_text, likeliest.values, scores)
+
+    def _actions(self, log_probs: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
         r = self.bins[dimensions.clamp(max=len(self.bins) - 1), None]
         left = self._by_bin(log_probs)
         bins = torch.arange(left.shape[-1], device=left.device)

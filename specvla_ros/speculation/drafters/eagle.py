@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specvla_kernels.device import to_device
 from specvla_kernels.graph_capture import Capture, check_rows, randomize
 from specvla_kernels.layout import Ancestry, Span, pack_layout
 from specvla_ros.models.decoder import PackedDecoder
@@ -52,7 +51,7 @@ class StaticDraft:
         """What `TreeGrower.grow` gives, to rounding; nothing is read back.
 
         Args:
-            inputs: one per request, each of at most `MAX_ROWS` rows; none may be text.
+            inputs: one per request, each of at most `MAX_ROWS` rows.
             nodes: maximum of each tree, the root included.
         """
         numbers = torch.tensor(DraftStart.numbers(inputs, nodes), pin_memory=self._numbers.is_cuda)
@@ -130,7 +129,7 @@ class EagleDrafter(Drafter):
         settings: size of the trees.
         slots: maximum of requests in flight.
         slot_rows: maximum of committed rows of a slot.
-        children: how a node's children are chosen; by default, and where text may come, the likeliest.
+        children: how a node's children are chosen; by default the likeliest.
         captured_depth: maximum depth of the trees that `capture` is for.
 
     Attributes:
@@ -199,8 +198,7 @@ class EagleDrafter(Drafter):
             self._feed(inputs)
             return [Tree.from_root(request.root) for request in inputs]
         max_nodes, deepest = [limit for _, limit in sizes.values()], max(depth for depth, _ in sizes.values())
-        in_text = any(request.in_text for request in growing)
-        static = None if in_text else self._captured.get((len(growing), deepest))
+        static = self._captured.get((len(growing), deepest))
         if static is None:
             grown = self._grow(inputs, growing, max_nodes, deepest)
         else:
@@ -260,10 +258,8 @@ class EagleDrafter(Drafter):
         """Feeds all requests' rows and grows the trees of some, launch by launch."""
         fed = self._feed(inputs)
         self.forwards += depth - 1
-        texts = [request.in_text for request in growing]
-        in_text = to_device(texts, self._decoder.device, torch.bool) if any(texts) else None
         predicted = torch.stack([fed[request.slot] for request in growing])
-        return self._grower.grow(DraftStart.from_inputs(growing, nodes), predicted, depth, in_text)
+        return self._grower.grow(DraftStart.from_inputs(growing, nodes), predicted, depth)
 
 
 def _newest(request: DraftInput) -> DraftInput:

@@ -21,14 +21,15 @@ def _head(context: DraftContext) -> Drafter | None:
     from specvla_ros.speculation.drafters.eagle import EagleDrafter
     from specvla_ros.speculation.drafters.eagle_head import load_draft_head
 
-    settings, codec = context.settings, context.target.codec
+    settings, codec = context.settings, context.codec
     decoder = cast("PackedDecoder", context.target.decoder)
     if decoder.config.deepstack:
         raise UserError("a draft head cannot draft for a model whose pictures have features for its first layers yet")
     head = load_draft_head(directory, decoder)
     window = None
     if settings.children == "window_mass":
-        window = WindowMass.from_actions(settings.top_k, codec.action_ids, codec.max_tokens, decoder.device)
+        dimensions, text = context.target.codec.max_tokens, codec.in_text(())
+        window = WindowMass.from_actions(settings.top_k, codec.action_ids, dimensions, decoder.device, text=text)
     return EagleDrafter(
         head,
         decoder,

@@ -11,7 +11,7 @@ from specvla_kernels.attention_plan import AttentionPlan, plan_attention
 from specvla_kernels.device import to_device
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.speculation.drafters.children import Children, top_k
+from specvla_ros.speculation.drafters.children import IN_TEXT, Children
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.tree import Tree
@@ -191,7 +191,7 @@ class DraftStart:
         rows: int64 [requests], how many of these are new.
         max_depths: int64 [requests], of the trees.
         nodes: int64 [requests], maximum of the trees' nodes, the root included.
-        dimensions: int64 [requests], the action dimension of the first drafted tokens.
+        dimensions: int64 [requests], the action dimension of the first drafted tokens; IN_TEXT where they may be text.
         roots: int64 [requests], the last committed tokens.
         spans: slot and prefix_len of each request once more, on the host; empty where nothing may depend on them.
     """
@@ -220,11 +220,14 @@ class DraftStart:
     @staticmethod
     def numbers(inputs: Sequence[DraftInput], nodes: Sequence[int]) -> list[tuple[int, ...]]:
         """The fields before `roots`, in their order: for each of the six a number per request."""
-        rows = [
-            (request.slot, request.prefix_len, len(request.hidden), request.max_depth, limit, request.position)
-            for request, limit in zip(inputs, nodes, strict=True)
+        return [
+            tuple(request.slot for request in inputs),
+            tuple(request.prefix_len for request in inputs),
+            tuple(len(request.hidden) for request in inputs),
+            tuple(request.max_depth for request in inputs),
+            tuple(nodes),
+            tuple(IN_TEXT if request.in_text else request.position for request in inputs),
         ]
-        return [*zip(*rows, strict=True)]
 
     @staticmethod
     def on_device(numbers: Tensor, roots: Tensor) -> "DraftStart":
@@ -266,7 +269,6 @@ class TreeGrower:
         self._decoder = decoder
         self._k = k
         self._nodes = nodes
-        self._any_token = top_k(k)
         self._children = children
         self._slot_rows = slot_rows
         self._plans: dict[tuple[int, int, bool], AttentionPlan] = {}
@@ -301,14 +303,13 @@ class TreeGrower:
         states = self.forward(following.flatten(0, 1), hidden.flatten(0, 1), layout).view_as(hidden)
         return states.gather(1, last[:, :, None].expand(-1, -1, states.shape[2]))[:, 0]
 
-    def grow(self, start: DraftStart, predicted: Tensor, depth: int, in_text: Tensor | None = None) -> GrownTrees:
+    def grow(self, start: DraftStart, predicted: Tensor, depth: int) -> GrownTrees:
         """Trees after committed rows that the head has seen.
 
         Args:
             start: the requests.
             predicted: [trees, hidden], the head's states after the last committed rows.
             depth: of the deepest tree, at least one.
-            in_text: bool [trees], whether the drafted tokens may be text; None: none may.
         """
         growth, beams = TreeGrowth(start.roots, start.max_depths), Beams(start.max_depths)
         states = predicted[:, None]
@@ -316,7 +317,7 @@ class TreeGrower:
             if drafted:
                 beams.add(growth, states)
                 states = self._over(beams, start)[:, -self._k :]
-            growth.expand(*self._children_of(states, start.dimensions + drafted, in_text))
+            growth.expand(*self._children_of(states, start.dimensions + drafted))
         return growth.finish(start.nodes, self._nodes)
 
     def _layout(
@@ -355,16 +356,11 @@ class TreeGrower:
         following = self._decoder.embed_tokens(beams.tokens.flatten())
         return self.forward(following, beams.states.flatten(0, 1), layout).view_as(beams.states)
 
-    def _children_of(self, states: Tensor, dimensions: Tensor, in_text: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _children_of(self, states: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and scores [trees, beam, k] after states [trees, beam, hidden]."""
         trees, beam = states.shape[:2]
         log_probs = self._decoder.logits(states.flatten(0, 1)).log_softmax(dim=-1)
-        dimensions = dimensions.repeat_interleave(beam)
-        tokens, scores = self._children(log_probs, dimensions)
-        if in_text is not None:
-            is_text = in_text.repeat_interleave(beam)[:, None]
-            any_tokens, any_scores = self._any_token(log_probs, dimensions)
-            tokens, scores = torch.where(is_text, any_tokens, tokens), torch.where(is_text, any_scores, scores)
+        tokens, scores = self._children(log_probs, dimensions.repeat_interleave(beam))
         return tokens.view(trees, beam, -1), scores.view(trees, beam, -1)
 
     def _plan(self, slots: Tensor, first_rows: Tensor, n: int, is_tree: bool) -> AttentionPlan:
