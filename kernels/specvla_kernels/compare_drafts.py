@@ -47,6 +47,17 @@ class Trees:
         nodes = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         return (self.ancestors[:, :, None] >> nodes) & 1 == 1
 
+    @property
+    def drafted_before(self) -> Tensor:
+        """Bool [requests, n, n]: column j is a drafted ancestor of row e, neither e itself nor the root."""
+        depths = self.depths
+        return self.on_path & (depths[:, None] < depths[:, :, None]) & (depths[:, None] > 0)
+
+    @property
+    def wanted(self) -> Tensor:
+        """int64 [requests, n], the target's choice after each node's parent; NO_TOKEN at the root."""
+        return torch.where(self.parents < 0, NO_TOKEN, self.choices.gather(1, self.parents.clamp(min=0)))
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -65,6 +76,27 @@ class Comparison:
     distances: Tensor
     dimensions: Tensor
 
+    @staticmethod
+    def where_near(trees: Trees, wanted: Tensor, near: Tensor, apart: Tensor, dimensions: Tensor) -> "Comparison":
+        """Of tokens that are no bins: distances where two are near, elsewhere a difference counts 1.
+
+        Args:
+            trees: the drafts.
+            wanted: `trees.wanted`.
+            near: bool [requests, n], whether the token may stand for the wanted one; not looked at at the root.
+            apart: int64 [requests, n], how far they are then apart.
+            dimensions: int64 [requests, n], and in which dimension.
+        """
+        drafted = trees.parents >= 0
+        near = near & drafted
+        different = (trees.tokens != wanted).to(torch.int64)
+        return Comparison(
+            wanted=wanted,
+            exact=(trees.tokens == wanted) & drafted,
+            distances=torch.where(drafted, torch.where(near, apart, different), 0),
+            dimensions=torch.where(near, dimensions, -1),
+        )
+
 
 def compare_drafts(trees: Trees, first: int, stop: int, bins: int) -> Comparison:
     """Compares every node with the target.
@@ -82,7 +114,7 @@ def compare_drafts(trees: Trees, first: int, stop: int, bins: int) -> Comparison
 def compare_drafts_reference(trees: Trees, first: int, stop: int, bins: int) -> Comparison:
     """`compare_drafts` in PyTorch."""
     tokens, is_root = trees.tokens, trees.parents < 0
-    wanted = torch.where(is_root, NO_TOKEN, trees.choices.gather(1, trees.parents.clamp(min=0)))
+    wanted = trees.wanted
     is_action, wants_action = ((ids >= first) & (ids < stop) & ~is_root for ids in (tokens, wanted))
     token_bin, wanted_bin = ((stop - 1 - ids).clamp(0, bins - 1) for ids in (tokens, wanted))
     text = torch.where(is_action ^ wants_action, bins, (tokens != wanted).to(torch.int64))

@@ -28,12 +28,16 @@ from specvla_ros.bags.reader import Bag, open_bag
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.codecs.codec import Codec
+from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.openvla.prompt import normalise_instruction
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.training.trainer import write_json
 
 PADDING = -100  # behind answers; PyTorch's cross-entropy leaves it out
 _VERSION = 2
+# Of an action's usual range, as digits are taught it; a millimetre at the table. What is finer in demonstrations is how
+# the arm happened to follow, and a policy can only learn it by heart.
+_DIGIT_STEPS = 100
 _MANY_BAGS = 64
 _VALIDATION_SHARE = 20  # one episode in so many
 
@@ -299,8 +303,16 @@ def _chunk_answers(codec: Codec, data: DemonstrationSet) -> Tensor:
     """Int64 [steps, 1, longest answer]: each chunk's tokens and an end token, and PADDING."""
     end = min(codec.end_ids)  # type: ignore[attr-defined]
     chunks = action_chunks(data, codec.horizon, codec.action_range, codec.dt_s)
+    if isinstance(codec, DigitsCodec):
+        chunks = _rounded(chunks, *codec.action_range)
     answers = [torch.tensor((*codec.encode(chunk), end)) for chunk in chunks]
     return pad_sequence(answers, batch_first=True, padding_value=PADDING)[:, None]
+
+
+def _rounded(chunks: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Actions to the nearest of evenly spaced ones."""
+    step = np.where(high > low, high - low, 1.0) / _DIGIT_STEPS
+    return low + np.rint((chunks - low) / step) * step
 
 
 def shuffled(steps: np.ndarray, batch_size: int, *, seed: int, start: int = 0) -> Iterator[np.ndarray]:

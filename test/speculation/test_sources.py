@@ -181,6 +181,16 @@ def test_branches_join_what_they_share() -> None:
     assert len(Branches.from_chains([], max_depth=3, max_nodes=2)) == 0
 
 
+def test_chains_that_grow_together_end_together() -> None:
+    chains = [(1, 2, 3, 4), (1, 5, 6, 7), (), (8,)]
+    whole = Branches.level_by_level(chains, max_depth=9, max_nodes=9)
+    nodes = [*zip(whole.tokens, whole.parents, strict=True)]
+    assert nodes == [(1, -1), (8, -1), (2, 0), (5, 0), (3, 2), (6, 3), (4, 4), (7, 5)]
+    assert Branches.level_by_level(chains, max_depth=9, max_nodes=4).tokens == (1, 8, 2, 5)
+    assert Branches.level_by_level(chains, max_depth=9, max_nodes=5).tokens == (1, 8, 2, 5, 3)
+    assert Branches.level_by_level(chains, max_depth=1, max_nodes=9).tokens == (1, 8)
+
+
 def test_branches_hang_below_the_root_of_any_tree() -> None:
     growth = growth_of(2)
     for level in range(2):

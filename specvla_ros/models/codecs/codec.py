@@ -10,7 +10,7 @@ that makes it from a `CodecContext`, registered by name; another package adds on
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -60,6 +60,14 @@ class TokenDistances(Protocol):
         Its `dimensions` count the codec's steps, as `Codec.bound` takes their tolerances; -1 where one token cannot
         stand for the other within any bound. Its `distances` are in the codec's smallest steps.
         """
+
+
+@runtime_checkable
+class SaysNumbers(Protocol):
+    """What a codec gives beside, whose answers say one number of an action after the other."""
+
+    def begun(self, tokens: Sequence[int]) -> np.ndarray:
+        """The numbers that the beginning of an answer says in whole, float64 [n], action by action, in robot units."""
 
 
 class Codec(Protocol):

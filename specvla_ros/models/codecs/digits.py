@@ -7,13 +7,14 @@ Each value of the chunk, row by row, is a number from 0 to the number of bins; a
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specvla_kernels.compare_drafts import NO_TOKEN, Comparison, Trees
+from specvla_kernels.compare_drafts import Comparison, Trees
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import ActionStatistics, read_statistics, spread_bins, tolerance_in_bins
 from specvla_ros.models.codecs.chunk import WrittenChunkCodec
@@ -62,21 +63,14 @@ class PlaceValues:
 
     def compare(self, trees: Trees) -> Comparison:
         """See `TokenDistances`: dimensions count the numbers, distances are units of a number."""
-        is_root = trees.parents < 0
-        wanted = torch.where(is_root, NO_TOKEN, trees.choices.gather(1, trees.parents.clamp(min=0)))
+        wanted = trees.wanted
         drafted, own = self._values(trees.tokens), self._values(wanted)
         index, written, begun = self._at(trees, drafted)
         pairs = torch.stack((drafted, own))
         numbers = written * 10 + pairs
         last = _is_digit(pairs) & (numbers <= self.largest) & ((numbers * 10 > self.largest) | (numbers == 0))
-        near = last.all(dim=0) & ~(begun & (written == 0)) & ~is_root
-        different = (trees.tokens != wanted).to(torch.int64)
-        return Comparison(
-            wanted=wanted,
-            exact=(trees.tokens == wanted) & ~is_root,
-            distances=torch.where(is_root, 0, torch.where(near, (drafted - own).abs(), different)),
-            dimensions=torch.where(near, index, -1),
-        )
+        near = last.all(dim=0) & ~(begun & (written == 0))
+        return Comparison.where_near(trees, wanted, near, (drafted - own).abs(), index)
 
     def _at(self, trees: Trees, drafted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Where each node's token stands: which number, what is written of it before, and whether anything is.
@@ -88,8 +82,7 @@ class PlaceValues:
         Returns:
             int64, int64 and bool, [requests, n] each.
         """
-        depths = trees.depths
-        before = trees.on_path & (depths[:, None] < depths[:, :, None]) & (depths[:, None] > 0)
+        depths, before = trees.depths, trees.drafted_before
         spaces = before & (drafted == _SPACE)[:, None]
         last_space = torch.where(spaces, depths[:, None], 0).amax(dim=2)
         own = before & (depths[:, None] > last_space[:, :, None]) & _is_digit(drafted)[:, None]
@@ -201,6 +194,13 @@ class DigitsCodec(WrittenChunkCodec):
         numbers = np.array([int(word) for word in self._words(tokens)], dtype=np.float64)
         low, high = self.action_range
         return low + (high - low) * (numbers / self.bins).reshape(self.horizon, len(self.names))
+
+    def begun(self, tokens: Sequence[int]) -> np.ndarray:
+        """See `SaysNumbers`; nothing from the first word on that is no number."""
+        words = [*takewhile(str.isdigit, self._words(tokens)[:-1])][: self.horizon * len(self.names)]
+        low, high = self.action_range
+        place = np.arange(len(words)) % len(self.names)
+        return low[place] + (high - low)[place] * np.array(words, dtype=np.float64) / self.bins
 
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
         """Values beyond the range of the training data are clipped to it; in float32, as the original rounds."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specvla_kernels.compare_drafts import NO_TOKEN, Comparison, Trees
+from specvla_kernels.compare_drafts import Comparison, Trees
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import ActionStatistics, physical_limits, read_statistics, spread_bins
 from specvla_ros.models.codecs.chunk import WrittenChunkCodec
@@ -46,30 +46,22 @@ class CoefficientDistances:
 
     def position(self, tokens: Sequence[int]) -> int:
         """Coefficients that tokens stand for: the index of the next one."""
-        begun = [*map(_begun, self.tokenizer.token_bytes)]
+        begun = self.tokenizer.characters_begun
         ids = (token - self.first_id if self.counts_up else self.first_id - token for token in tokens)
         return sum(begun[i] for i in ids if 0 <= i < len(begun))
 
     def compare(self, trees: Trees) -> Comparison:
         """See `TokenDistances`: dimensions count the coefficients, distances are steps of one."""
-        is_root = trees.parents < 0
-        wanted = torch.where(is_root, NO_TOKEN, trees.choices.gather(1, trees.parents.clamp(min=0)))
+        wanted = trees.wanted
         coefficients, lengths, begun = _coefficient_table(self.tokenizer, trees.tokens.device)
         drafted, own = (
             torch.where(self.contain(tokens), self._ids(tokens), len(begun) - 1) for tokens in (trees.tokens, wanted)
         )
         apart = (coefficients[drafted] - coefficients[own]).abs()  # [requests, n, longest token]
-        whole = (lengths[drafted] == lengths[own]) & (lengths[own] > 0) & ~is_root
+        whole = (lengths[drafted] == lengths[own]) & (lengths[own] > 0)
         near = whole & ((apart > 0).sum(dim=2) == 1)
-        before = trees.on_path & (trees.depths[:, None] < trees.depths[:, :, None]) & (trees.depths[:, None] > 0)
-        start = trees.positions[:, None] + torch.where(before, begun[drafted][:, None], 0).sum(dim=2)
-        different = (trees.tokens != wanted).to(torch.int64)
-        return Comparison(
-            wanted=wanted,
-            exact=(trees.tokens == wanted) & ~is_root,
-            distances=torch.where(is_root, 0, torch.where(near, apart.amax(dim=2), different)),
-            dimensions=torch.where(near, start + apart.argmax(dim=2), -1),
-        )
+        start = trees.positions[:, None] + torch.where(trees.drafted_before, begun[drafted][:, None], 0).sum(dim=2)
+        return Comparison.where_near(trees, wanted, near, apart.amax(dim=2), start + apart.argmax(dim=2))
 
 
 @lru_cache(maxsize=4)  # uploaded once: in a tick, a copy waits for the device
@@ -82,17 +74,11 @@ def _coefficient_table(tokenizer: FastTokenizer, device: torch.device) -> tuple[
     """
     texts = [token.decode("utf-8", errors="replace") for token in tokenizer.token_bytes]
     codes = [[] if HALF in text else [ord(character) for character in text] for text in texts]
-    begun = [*map(_begun, tokenizer.token_bytes)]
     table = torch.zeros(len(texts) + 1, max(1, *map(len, codes)), dtype=torch.int64)
     for row, code in zip(table, codes, strict=False):
         row[: len(code)] = torch.tensor(code, dtype=torch.int64)
     lengths = torch.tensor([*map(len, codes), 0])
-    return table.to(device), lengths.to(device), torch.tensor([*begun, 0]).to(device)
-
-
-def _begun(token: bytes) -> int:
-    """Characters that begin in it: bytes that do not go on with one."""
-    return sum(byte & 0xC0 != 0x80 for byte in token)
+    return table.to(device), lengths.to(device), torch.tensor([*tokenizer.characters_begun, 0]).to(device)
 
 
 @dataclass(frozen=True)

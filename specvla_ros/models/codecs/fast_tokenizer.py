@@ -115,6 +115,11 @@ class FastTokenizer:
             for text in texts
         )
 
+    @cached_property
+    def characters_begun(self) -> tuple[int, ...]:
+        """How many characters begin in each id's bytes: those bytes that do not go on with one."""
+        return tuple(sum(byte & 0xC0 != 0x80 for byte in token) for token in self.token_bytes)
+
     def save(self, directory: Path, **shape: float | None) -> None:
         """Writes it as the released tokenizer's files are.
 

@@ -48,6 +48,19 @@ class Branches:
                 node = nodes[node, token]
         return Branches(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes))
 
+    @staticmethod
+    def level_by_level(chains: Sequence[Sequence[int]], *, max_depth: int, max_nodes: int) -> Branches:
+        """Joins chains that grow together: where nodes run out, all of them end at the same depth, or one before."""
+        nodes: dict[tuple[int, int], int] = {}
+        ends = [-1] * len(chains)
+        for depth in range(max_depth):
+            for i, chain in enumerate(chains):
+                if depth < len(chain) and ((node := (ends[i], chain[depth])) in nodes or len(nodes) < max_nodes):
+                    ends[i] = nodes.setdefault(node, len(nodes))
+            if len(nodes) >= max_nodes:
+                break
+        return Branches(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes))
+
     @property
     def depth(self) -> int:
         """Nodes on the longest branch."""

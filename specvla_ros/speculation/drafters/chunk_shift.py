@@ -4,6 +4,10 @@
 A policy that answers each picture with a chunk of actions says most of them again a picture later, one or more steps
 further on. The chunk before, without what has passed and encoded anew, is therefore close to the next answer. Ours:
 nothing published drafts across the overlap of chunks. Verified strictly, it changes no token.
+
+Where an answer says its numbers one after the other, those that are committed say more of the rest: as far as they are
+off the chunk before, the numbers behind them are likely off as well; and where the arm holds still, they go on as they
+are, which needs no chunk before. All three guesses are drafted side by side.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, Dra
 if TYPE_CHECKING:
     import torch
 
-    from specvla_ros.models.codecs.codec import Codec
+    from specvla_ros.models.codecs.codec import Codec, SaysNumbers
     from specvla_ros.speculation.tree import Tree
 
 
@@ -61,10 +65,15 @@ class ChunkShiftDrafter(Drafter):
     """
 
     def __init__(self, codec: Codec, step_s: float, device: torch.device | None = None) -> None:
+        from specvla_ros.models.codecs.codec import SaysNumbers  # torch comes with it
+
         self._codec = codec
+        self._numbers: SaysNumbers | None = codec if isinstance(codec, SaysNumbers) else None
         self._step_s = step_s
         self._device = device
         self._last: _Chunk | None = None
+        still = np.tile(np.mean(codec.action_range, axis=0), (codec.horizon, 1))
+        self._unknown = _Chunk(epoch=-1, stamp_ns=0, actions=still, before=(), behind=())
         self._encoded: dict[int, tuple[int, ...]] = {}  # by actions that have passed
 
     def observe(self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int) -> None:
@@ -81,13 +90,13 @@ class ChunkShiftDrafter(Drafter):
         self._last, self._encoded = None, {}
 
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
-        """A chain per request: what the shifted answer has behind the place that the request's has reached."""
+        """A chain for each guess: what it has behind the place that the request's answer has reached."""
         trees = []
         for request, limit in zip(inputs, nodes, strict=True):
             stamp_ns = request.observation.stamp_ns if request.observation is not None else 0
-            whole = self.answer(request.epoch, stamp_ns)
-            rest = whole[self._codec.resume(whole, request.answer) :] if whole and not request.mid_prompt else ()
-            branches = Branches.from_chains([rest], max_depth=request.max_depth, max_nodes=limit - 1)
+            guesses = self._guesses(request.epoch, stamp_ns, request.answer) if not request.mid_prompt else []
+            rests = [guess[self._codec.resume(guess, request.answer) :] for guess in guesses]
+            branches = Branches.level_by_level(rests, max_depth=request.max_depth, max_nodes=limit - 1)
             trees.append(branches.tree(request.root, relaxable=False))
         return trees
 
@@ -109,20 +118,59 @@ class ChunkShiftDrafter(Drafter):
         last = self._last
         if last is None or last.epoch != epoch:
             return ()
-        passed = round((stamp_ns - last.stamp_ns) * 1e-9 / self._step_s) if self._step_s else 1
-        passed = min(max(passed, 0), len(last.actions) - 1)
+        passed = self._passed(last, stamp_ns)
         if passed not in self._encoded:
-            self._encoded[passed] = self._shifted(last, passed)
+            self._encoded[passed] = self._encode(last, _shifted(last.actions, passed))
         return self._encoded[passed]
 
-    def _shifted(self, last: _Chunk, passed: int) -> tuple[int, ...]:
-        """The last action stands for those that the chunk does not say yet."""
-        held = np.repeat(last.actions[-1:], passed, axis=0)
+    def _guesses(self, epoch: int, stamp_ns: int, answer: Sequence[int]) -> list[tuple[int, ...]]:
+        """Whole answers that may go on from a committed beginning."""
+        shifted = self.answer(epoch, stamp_ns)
+        begun = self._numbers.begun(answer) if self._numbers is not None else np.empty(0)
+        if not len(begun):
+            return [shifted]
+        last = self._last or self._unknown
+        if last.epoch == epoch:
+            expected = _shifted(last.actions, self._passed(last, stamp_ns))
+        else:  # another instruction: where the arm was left
+            expected = np.repeat(last.actions[-1:], len(last.actions), axis=0)
+        return [shifted, *(self._encode(last, chunk) for chunk in _as_begun(expected, begun))]
+
+    def _passed(self, last: _Chunk, stamp_ns: int) -> int:
+        """Actions since the chunk before."""
+        passed = round((stamp_ns - last.stamp_ns) * 1e-9 / self._step_s) if self._step_s else 1
+        return min(max(passed, 0), len(last.actions) - 1)
+
+    def _encode(self, last: _Chunk, actions: np.ndarray) -> tuple[int, ...]:
+        """A whole answer; empty: there is none of such a chunk."""
         try:
-            tokens = self._codec.encode(np.concatenate((last.actions[passed:], held)))
-        except UserError:  # no tokens for such a chunk: nothing to draft
+            tokens = self._codec.encode(actions)
+        except UserError:
             return ()
         return (*last.before, *tokens, *last.behind)
+
+
+def _shifted(actions: np.ndarray, passed: int) -> np.ndarray:
+    """A chunk some actions later; its last action stands for those that it does not say yet."""
+    return np.concatenate((actions[passed:], np.repeat(actions[-1:], passed, axis=0)))
+
+
+def _as_begun(shifted: np.ndarray, begun: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Chunks that go on from a beginning: as far off as its newest numbers are, and holding these.
+
+    Args:
+        shifted: float64 [horizon, dims], the chunk before.
+        begun: float64 [n], the first numbers of the new one, action by action.
+    """
+    dims, n = shifted.shape[1], len(begun)
+    newest = shifted.copy().reshape(-1)
+    newest[:n] = begun
+    at = np.arange(newest.size)
+    place = np.where(at < n, at, (at - n) % dims + n - dims)  # the newest number of the same dimension
+    known = place >= 0
+    held = np.where(known, newest[place], newest)
+    off = np.where(known, newest[place] - shifted.reshape(-1)[place], 0.0)
+    return (shifted.reshape(-1) + off).reshape(shifted.shape), held.reshape(shifted.shape)
 
 
 @drafter("chunk_shift", settings=ChunkShiftSettings, order=5)

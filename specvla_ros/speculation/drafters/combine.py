@@ -8,6 +8,7 @@ import torch
 
 from specvla_kernels.graph_capture import Capture
 from specvla_ros.errors import UserError
+from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.target import Target
 from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, DraftInput, DraftWork
 from specvla_ros.speculation.registry import DRAFTERS
@@ -21,6 +22,7 @@ class Drafters:
     Args:
         target: the policy.
         settings: None: nothing is drafted, as plain decoding wants it.
+        codec: of the answers.
         slots: maximum of requests in flight.
         slot_rows: maximum of committed rows of a slot.
         chunk_step_s: seconds that one action of a chunk takes; 0: unknown.
@@ -33,14 +35,21 @@ class Drafters:
     """
 
     def __init__(
-        self, target: Target, settings: DraftSettings | None, *, slots: int, slot_rows: int, chunk_step_s: float = 0.0
+        self,
+        target: Target,
+        settings: DraftSettings | None,
+        *,
+        codec: Codec,
+        slots: int,
+        slot_rows: int,
+        chunk_step_s: float,
     ) -> None:
         self.by_name: dict[str, Drafter] = {}
         self._device = target.decoder.device
         self._nodes = settings.nodes if settings is not None else 1
         if settings is None:
             return
-        context = DraftContext(settings, target, slots, slot_rows, chunk_step_s)
+        context = DraftContext(settings, target, slots, slot_rows, chunk_step_s, codec)
         made = {name: entry.make(context) for name, entry in DRAFTERS.entries().items()}
         self.by_name = {name: drafter for name, drafter in made.items() if drafter is not None}
         if not self.by_name:

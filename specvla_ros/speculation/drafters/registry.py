@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specvla_kernels.graph_capture import Capture
+    from specvla_ros.models.codecs.codec import Codec
     from specvla_ros.models.observation import Observation
     from specvla_ros.models.target import PromptLayout, Target
     from specvla_ros.speculation.settings import DraftSettings
@@ -36,13 +37,15 @@ class DraftContext:
         slots: maximum of requests in flight.
         slot_rows: maximum of committed rows of a slot.
         chunk_step_s: seconds that one action of a chunk takes; 0: unknown.
+        codec: of the answers: the policy's, with as much text as may come.
     """
 
     settings: DraftSettings
     target: Target
     slots: int
     slot_rows: int
-    chunk_step_s: float = 0.0
+    chunk_step_s: float
+    codec: Codec
 
     def own(self, name: str) -> Any:
         """A drafter's own settings."""

@@ -121,7 +121,7 @@ def resume(before: Sequence[int], answer: Sequence[int]) -> int:
     here = len(answer)
 
     def matched(at: int) -> int:
-        pairs = zip(reversed(before[:at]), reversed(answer[-_LONGEST:]), strict=False)
+        pairs = zip(reversed(before[max(0, at - _LONGEST) : at]), reversed(answer[-_LONGEST:]), strict=False)
         return next((i for i, (one, other) in enumerate(pairs) if one != other), min(at, here, _LONGEST))
 
     places = range(1, len(before) + 1) if here else ()
