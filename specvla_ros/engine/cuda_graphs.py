@@ -96,7 +96,8 @@ class ForwardSizes:
     """Which forwards an engine's settings can lead to.
 
     Args:
-        slots: maximum of requests in flight; at most one of them has rows of its prompt in a forward.
+        slots: maximum of requests in flight, a question's too; at most one of them has rows of its prompt in a
+            forward that are more than a tree has.
         nodes: maximum in a tree, the root included; also of what is verified after a prompt.
         chunks: rows of a prompt that a forward may carry, ascending, at least one.
     """
@@ -110,7 +111,7 @@ class ForwardSizes:
         """Those of a policy whose prompts may have any length that a slot has rows for."""
         prompts = range(policy.image_tokens + 1, policy.image_tokens + settings.max_text_tokens + 1)
         chunks = {rows for length in prompts for rows in _chunks(length, settings.chunks)}
-        return ForwardSizes(settings.slots, settings.tree_nodes, tuple(sorted(chunks)))
+        return ForwardSizes(settings.kv_slots, settings.tree_nodes, tuple(sorted(chunks)))
 
     @property
     def segments(self) -> int:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from specvla_ros.engine.asking import Asking
 from specvla_ros.engine.ensemble import ChunkEnsemble
 from specvla_ros.engine.kv_cache import KVCache, allocate_cache
-from specvla_ros.engine.outcome import Drop, DropReason, Outcome
+from specvla_ros.engine.outcome import Drop, DropReason, Outcome, Question
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Batch, Mailbox, Scheduler
@@ -60,6 +61,7 @@ class Engine:
     verifier: Verifier
     drafter: Drafters
     _codec: Codec
+    _asking: Asking | None
     _fallback: str
 
     def __init__(self, target: Target, settings: EngineSettings, now_ns: Callable[[], int] | None = None) -> None:
@@ -77,8 +79,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether an observation waits or is in flight."""
-        return self.mailbox.waiting or bool(self.scheduler.requests)
+        """Whether an observation waits or is in flight, or a question about one is being answered."""
+        return self.mailbox.waiting or bool(self.scheduler.requests) or (self._asking is not None and self._asking.busy)
 
     @property
     def in_flight(self) -> int:
@@ -93,6 +95,16 @@ class Engine:
     def submit(self, observation: Observation) -> list[Drop]:
         """Puts the newest observation before the engine; one that still waited is dropped for it."""
         return self.mailbox.submit(observation)
+
+    def ask(self, question: Question) -> None:
+        """Has a question answered about the next frame that is begun, beside its action, or about the newest in flight.
+
+        Raises:
+            UserError: none can be asked, another is not answered yet, or the policy cannot be asked this.
+        """
+        if self._asking is None:
+            raise UserError("no question can be asked: set decode.ask_tokens to the length of the longest answer")
+        self._asking.ask(question)
 
     def act(self, observation: Observation) -> Outcome:
         """Decodes one observation to its end."""
@@ -112,6 +124,8 @@ class Engine:
             batch = self.scheduler.schedule()  # newest frame; chunks; trees
             if batch.shares:
                 commits = self._forward(batch)
+                if self._asking is not None:
+                    self._asking.begin(batch.shares, self.verifier.rule)
                 self.scheduler.commit(batch, commits)
                 self._draft(batch, commits)
                 self.scheduler.book_time(batch)
@@ -119,6 +133,8 @@ class Engine:
         except Exception as error:  # whatever it is, the robot's node must outlive it
             _log.exception("a tick failed")
             detail = f"{type(error).__name__}: {error}"
+            if self._asking is not None:
+                self._asking.drop(f"the engine failed: {detail}")
             drops = [replace(drop, detail=detail) for drop in self.flush(DropReason.ENGINE_FAULT)]
             return self.scheduler.release() + drops
 
@@ -167,8 +183,10 @@ class Engine:
         Raises:
             UserError: the settings do not fit the policy or the device's memory; it goes on as before.
         """
-        before, graphs = self.scheduler, self.runner.graphs
+        before, graphs, asking = self.scheduler, self.runner.graphs, self._asking
         self._set_up(settings)
+        if asking is not None:
+            asking.drop("decoding was changed meanwhile: ask again")
         if graphs.warm:
             self.runner.graphs.warm_up()
         return before.flush(DropReason.MODE_CHANGED)
@@ -218,7 +236,7 @@ class Engine:
             if share.begins:
                 share.request.rule = self.verifier.rule
         verified = batch.verified
-        trees = [share.verify_input(self._codec) for share in verified]
+        trees = [share.verify_input() for share in verified]
         prepared = self.verifier.prepare(trees)
         logits = self.runner.run(batch)
         commits = self.verifier.verify(logits, [share.tree_hidden for share in verified], trees, prepared)
@@ -232,9 +250,7 @@ class Engine:
             self.drafter.observe(answer.epoch, answer.tokens, answer.action, stamp_ns=answer.stamp_ns)
         embed, going_on = self.target.decoder.embed_tokens, self.scheduler.requests
         committed = zip(batch.verified, commits, strict=True)
-        inputs = [
-            share.draft_input(commit, self._codec, embed) for share, commit in committed if share.request in going_on
-        ]
+        inputs = [share.draft_input(commit, embed) for share, commit in committed if share.request in going_on]
         inputs += [share.chunk_input() for share in batch.shares if not share.verifies and share.request in going_on]
         if not inputs:
             return
@@ -284,10 +300,12 @@ class Engine:
             raise UserError("this policy's prompt sees itself both ways, so it cannot be cut: set prefill_chunks to 1")
         codec = target.codec.with_text(settings.max_reasoning_tokens)
         rule = make_rule(settings.acceptance, target)
+        root = Tree.from_root(torch.zeros((), dtype=torch.int64, device=target.decoder.device))
         step_s = settings.chunk_step_s or codec.dt_s or 0.0
         ensemble = ChunkEnsemble(codec, settings.ensemble, step_s)
-        cache = allocate_cache(target, settings, codec.max_tokens)
-        drafter, fallback = _make_drafter(target, settings, cache.slot_rows, step_s)
+        cache = allocate_cache(target, settings, max(codec.max_tokens, settings.ask_tokens))
+        asking = Asking(target, settings, cache, root) if settings.ask_tokens else None
+        drafter, fallback = _make_drafter(target, settings, codec, cache.slot_rows, step_s)
         if fallback:
             settings = replace(settings, mode={"spec": "ar", "specpipe": "pipeline"}[settings.mode])
         drafter.set_tolerance(bins_of(settings.acceptance, target))
@@ -302,14 +320,20 @@ class Engine:
             distances=codec.distances,
         )
         runner = Runner(target, cache, settings, (verifier, drafter))
-        root = Tree.from_root(torch.zeros((), dtype=torch.int64, device=target.decoder.device))
         scheduler = Scheduler(
-            settings, self.mailbox, cache, codec, root=root, lay_out=self._lay_out, draft_prompt=self._draft_prompt
+            settings,
+            self.mailbox,
+            cache,
+            codec,
+            root=root,
+            lay_out=self._lay_out,
+            draft_prompt=self._draft_prompt,
+            asking=asking,
         )
         self._codec, self._fallback = codec, fallback
         self.settings, self.cache, self.scheduler = settings, cache, scheduler
         self.runner, self.verifier, self.drafter = runner, verifier, drafter
-        self._ensemble = ensemble
+        self._ensemble, self._asking = ensemble, asking
 
 
 def _work_of(batch: Batch) -> TickWork:
@@ -321,9 +345,11 @@ def _work_of(batch: Batch) -> TickWork:
     )
 
 
-def _make_drafter(target: Target, settings: EngineSettings, slot_rows: int, step_s: float) -> tuple[Drafters, str]:
+def _make_drafter(
+    target: Target, settings: EngineSettings, codec: Codec, slot_rows: int, step_s: float
+) -> tuple[Drafters, str]:
     """What drafts; nothing, with the reason, where nothing can be had and the user allowed to go on without."""
-    make = partial(Drafters, target, slots=settings.slots, slot_rows=slot_rows, chunk_step_s=step_s)
+    make = partial(Drafters, target, codec=codec, slots=settings.slots, slot_rows=slot_rows, chunk_step_s=step_s)
     if not settings.drafts:
         return make(None), ""
     try:

@@ -28,6 +28,7 @@ class Request:
         slot: its KV slot.
         layout: the rows of its prompt.
         wait_s: seconds from receipt to admission.
+        codec: how its answer ends.
         tree: what the next forward verifies. Its root is the last committed token, whose keys and values are not
             written yet; after a prompt it is the prompt's last row, and its token is not read.
         acceptance: name of its acceptance rule.
@@ -36,6 +37,7 @@ class Request:
         prefix_len: committed rows of the slot.
         tokens: committed answer tokens.
         visual: last hidden states of the image's rows, chunk by chunk, where the acceptance rule asks for them.
+        asked: it is a question's, no frame's.
         actions: float64 [horizon, dims], of a policy whose head gives them; None: its tokens stand for them.
 
     The rest is the record of its ticks, for DecodeStats.
@@ -46,12 +48,14 @@ class Request:
     layout: PromptLayout
     wait_s: float
     tree: Tree
+    codec: Codec
     acceptance: str = "strict"
     rule: AcceptanceRule = field(default_factory=Strict)
     prompt: Tensor = field(default_factory=lambda: torch.empty(0))
     prefix_len: int = 0
     tokens: list[int] = field(default_factory=list)
     visual: list[Tensor] = field(default_factory=list)
+    asked: bool = False
     actions: Tensor | None = None
     bins_off: list[int] = field(default_factory=list)
     why: list[int] = field(default_factory=list)
@@ -191,18 +195,18 @@ class ScheduledRequest:
             if start < stop:
                 self.request.visual.append(self.hidden[start:stop])
 
-    def verify_input(self, codec: Codec) -> VerifyInput:
+    def verify_input(self) -> VerifyInput:
         """What the verifier needs of its tree."""
         request = self.request
-        position = codec.position(request.tokens)
         return VerifyInput(
             tree=request.tree,
-            position=position,
+            position=request.codec.position(request.tokens),
             slot=request.slot,
             root_row=request.root_row,
             rule=request.rule,
             visual=request.visual,
             ids=(*request.layout.ids, *request.tokens),
+            any_id=request.asked,
         )
 
     def chunk_input(self) -> DraftInput:
@@ -223,9 +227,9 @@ class ScheduledRequest:
             observation=request.observation,
         )
 
-    def draft_input(self, commit: Commit, codec: Codec, embed: Callable[[Tensor], Tensor]) -> DraftInput:
+    def draft_input(self, commit: Commit, embed: Callable[[Tensor], Tensor]) -> DraftInput:
         """What a drafter needs of the rows that `commit` has made final."""
-        request = self.request
+        request, codec = self.request, self.request.codec
         hidden = self.tree_hidden[commit.nodes_on_device]
         following = embed(commit.tokens_on_device)
         if self.prompt_rows:

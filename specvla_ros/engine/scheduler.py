@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from specvla_ros.engine.asking import Asking
 from specvla_ros.engine.kv_cache import SlotPool
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.request import Request, ScheduledRequest
@@ -147,6 +148,7 @@ class Scheduler:
         root: the tree of a request that has committed nothing, one node.
         lay_out: an observation's prompt; raises UserError for one that the policy cannot be given.
         draft_prompt: the tree that the end of a request's prompt verifies.
+        asking: answers questions beside the requests; None: none can be asked.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class Scheduler:
         root: Tree,
         lay_out: Callable[[Observation], PromptLayout],
         draft_prompt: Callable[[Request], Tree],
+        asking: Asking | None = None,
     ) -> None:
         self.settings = settings
         self.requests: list[Request] = []
@@ -168,6 +171,7 @@ class Scheduler:
         self._root = root
         self._lay_out = lay_out
         self._draft_prompt = draft_prompt
+        self._asking = asking
         self._forwards = 0.0  # per finished request, mean; 0: none yet
         self._held: list[Action] = []
         self._drops: list[Drop] = []
@@ -178,8 +182,8 @@ class Scheduler:
 
         More would only wait longer for the same rate; how many it takes is learnt from the requests that finished.
         """
-        needed = math.ceil(self._forwards / self.settings.chunks - 1e-9) if self._forwards else self._slots.slots
-        return max(1, min(self._slots.slots, needed))
+        needed = math.ceil(self._forwards / self.settings.chunks - 1e-9) if self._forwards else self.settings.slots
+        return max(1, min(self.settings.slots, needed))
 
     @property
     def has_room(self) -> bool:
@@ -194,7 +198,8 @@ class Scheduler:
         for share in shares:
             if share.ends_prompt:  # not earlier: what is known of earlier answers grows meanwhile
                 share.request.tree = self._draft_prompt(share.request)
-        return Batch(shares)
+        asked = self._asking.share() if self._asking is not None else None
+        return Batch([*shares, asked] if asked is not None else shares)
 
     def commit(self, batch: Batch, commits: Sequence[Commit]) -> None:
         """Makes a forward's rows and tokens final, oldest frame first; `batch.finished` gets the completed actions.
@@ -205,7 +210,9 @@ class Scheduler:
         """
         for share, commit in zip(batch.verified, commits, strict=True):
             request = share.request
-            if NOT_A_NUMBER in commit.tokens:
+            if self._asking is not None and request.asked:
+                self._asking.commit(request, commit)
+            elif NOT_A_NUMBER in commit.tokens:
                 self._drop(request, DropReason.NOT_FINITE, "the policy's logits hold NaN")
             elif self._completes(request, commit):
                 request.book_time(batch.elapsed_s, batch.vision_s, prefill=share.prompt_rows > 0)
@@ -271,7 +278,8 @@ class Scheduler:
         wait_s = (time.monotonic_ns() - received_ns) * 1e-9 if received_ns else 0.0
         slot = self._slots.take()
         assert slot is not None
-        self.requests.append(Request(observation, slot, layout, wait_s, self._root, self.settings.acceptance.rule))
+        rule = self.settings.acceptance.rule
+        self.requests.append(Request(observation, slot, layout, wait_s, self._root, self._codec, rule))
 
     def _completes(self, request: Request, commit: Commit) -> bool:
         """Makes a request's tokens final; True when its answer is complete."""

@@ -36,6 +36,7 @@ class VerifyInput:
         visual: last hidden states of the image's rows, [n, hidden] for each chunk of the prompt, those of this forward
             added by it; empty where the rule does not need them.
         ids: of prompt and answer up to the root.
+        any_id: its answer may be any text, whatever ids the policy's own answers are kept to.
     """
 
     tree: Tree
@@ -45,6 +46,7 @@ class VerifyInput:
     rule: AcceptanceRule
     visual: Sequence[Tensor] = ()
     ids: Sequence[int] = ()
+    any_id: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class Verifier:
             return []
         groups = prepared.groups
         trees = [(part.tree.tokens, part.tree.ancestry) for part in parts]
-        logits = self._generation.apply(logits, trees, prepared.seen)
+        logits = self._generation.apply(logits, trees, prepared.seen, [part.any_id for part in parts])
         verifications = self._verifications(logits, hidden, parts, groups)
         paths = [accept(group.rule, seen) for group, seen in zip(groups, verifications, strict=True)]
         for group, path in zip(groups, paths, strict=True):

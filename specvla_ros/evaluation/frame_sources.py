@@ -17,8 +17,10 @@ from specvla_ros.errors import UserError
 from specvla_ros.evaluation.simulate import TABLE, make_robot, tasks_of
 from specvla_ros.models.target import Target
 from specvla_ros.simulation.rollout import Clock, Rollout, tick_time
+from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, adjusted
 
 SIMULATION = "sim"
+_LONG_ANSWER = 16  # tokens, from which drafts pay even on a CPU
 
 Frame = tuple[np.ndarray, str]  # RGB uint8 [height, width, 3], and the instruction
 
@@ -57,7 +59,7 @@ def simulation_source(
     tasks: Sequence[str] = (),
     engine: EngineSettings | None = None,
 ) -> Iterator[Frame]:
-    """The camera's images while the policy drives a simulated arm with plain decoding, task after task, without end.
+    """The camera's images while the policy drives a simulated arm by its own choices, task after task, without end.
 
     Args:
         first_seed: of the first episode's start; the others follow.
@@ -68,7 +70,7 @@ def simulation_source(
     names = tasks_of(world, tasks)
     seen: list[Frame] = []
     rollout = Rollout(
-        Engine(policy, replace(engine or EngineSettings(), mode="ar")),
+        Engine(policy, _lossless(policy, engine or EngineSettings())),
         make_robot(world),
         Clock.LOCKSTEP,
         tick_time(None),
@@ -78,6 +80,16 @@ def simulation_source(
         rollout.run(names[episode % len(names)], first_seed + episode)
         yield from seen
         seen.clear()
+
+
+def _lossless(policy: Target, engine: EngineSettings) -> EngineSettings:
+    """Plain decoding; of long answers what gives the same tokens sooner, without any training."""
+    codec = policy.codec.with_text(engine.max_reasoning_tokens)
+    if codec.max_tokens <= _LONG_ANSWER:
+        return replace(engine, mode="ar")
+    chunks = codec.horizon > 1
+    drafts = adjusted(DraftSettings(nodes=48, head=NO_HEAD), chunk_shift=chunks, temporal=not chunks)
+    return replace(engine, mode="spec", draft=drafts, acceptance=AcceptanceSettings())
 
 
 def require_frames(source: Iterator[Frame]) -> Iterator[Frame]:

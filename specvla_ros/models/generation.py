@@ -42,13 +42,20 @@ class GreedyRules:
         """Whether ids that came before count."""
         return self.repetition_penalty != 1.0
 
-    def apply(self, logits: Tensor, trees: Sequence[tuple[Tensor, Ancestry]], seen: Tensor | None) -> Tensor:
+    def apply(
+        self,
+        logits: Tensor,
+        trees: Sequence[tuple[Tensor, Ancestry]],
+        seen: Tensor | None,
+        any_id: Sequence[bool] = (),
+    ) -> Tensor:
         """Logits as the rules leave them; nothing is read back.
 
         Args:
             logits: float32 [nodes of all trees, vocab].
             trees: tokens int64 [n] and ancestry of each request's tree, in the logits' order.
             seen: bool [requests, vocab], the ids of prompt and answer up to each tree's root; None: nothing penalises.
+            any_id: of each request, whether `allowed_ids` does not hold for it; empty: of none.
         """
         if seen is not None:
             parts = zip(trees, seen, strict=True)
@@ -58,7 +65,12 @@ class GreedyRules:
         if not self.allowed_ids:
             return logits
         ids = to_device(self.allowed_ids, logits.device)
-        return torch.full_like(logits, -torch.inf).index_copy(1, ids, logits[:, ids])
+        allowed = torch.full_like(logits, -torch.inf).index_copy(1, ids, logits[:, ids])
+        if not any(any_id):
+            return allowed
+        sizes = [len(tokens) for tokens, _ in trees]
+        chosen = zip(any_id, logits.split(sizes), allowed.split(sizes), strict=True)
+        return torch.cat([free if is_free else kept for is_free, free, kept in chosen])
 
 
 NO_RULES = GreedyRules()

@@ -8,7 +8,7 @@ registers a loader, see `specvla_ros.models.checkpoint`.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -222,6 +222,20 @@ class Target(Protocol):
         """What is loaded, for diagnostics and results."""
 
 
+@runtime_checkable
+class AnswersQuestions(Protocol):
+    """What a target gives beside, whose language model answers questions about the images in text."""
+
+    def question_layout(self, observation: Observation, question: str) -> PromptLayout:
+        """The rows of a prompt that asks for text about an observation's images.
+
+        Up to the end of the images it is the observation's own prompt; embeddings of words are the decoder's.
+
+        Raises:
+            UserError: the policy cannot be asked this.
+        """
+
+
 def require_actions(target: Target) -> Target:
     """The target, where something moves by its answers.
 
@@ -230,23 +244,4 @@ def require_actions(target: Target) -> Target:
     """
     if not target.codec.names:
         raise UserError(f"{target.directory} is a language model, it writes no actions: give a policy's checkpoint")
-    return target
-
-
-def require_one_camera(target: Target) -> Target:
-    """The target, where the images of a single camera are at hand, and nothing else.
-
-    Raises:
-        UserError: it needs more than that, or no image.
-    """
-    if target.state_dims:
-        raise UserError(
-            f"{target.directory} reads the robot's state, which cannot be given here: `specvla predict` and Policy.act "
-            "take it"
-        )
-    if len(target.cameras) != 1:
-        raise UserError(
-            f"{target.directory} is asked with images of {len(target.cameras)} cameras ({', '.join(target.cameras)}), "
-            "and only one can be given here: `specvla predict` and Policy.act take several"
-        )
     return target

@@ -25,7 +25,7 @@ def sizes(chosen: EngineSettings, *, image_tokens: int = 256) -> ForwardSizes:
 def shares(length: int, chunks: int) -> list[int]:
     """The rows of a prompt in each forward, as the engine cuts it."""
     nothing: Any = None
-    request = Request(nothing, 0, PromptLayout((), length, ()), 0.0, nothing)
+    request = Request(nothing, 0, PromptLayout((), length, ()), 0.0, nothing, nothing)
     rows = []
     while request.prefilling:
         rows.append(ScheduledRequest.next_share(request, chunks).prompt_rows)

@@ -27,7 +27,6 @@ from specvla_ros.models.pi0_fast.config import Normalisation, Pi0FastConfig
 from specvla_ros.models.pi0_fast.model import PaliGemma
 from specvla_ros.models.pi0_fast.pictures import padded_picture
 from specvla_ros.models.pi0_fast.target import Pi0FastTarget
-from specvla_ros.models.target import require_one_camera
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 ORACLE = ORACLES / "pi0fast_tiny_a"
@@ -162,8 +161,6 @@ def test_its_prompt_is_never_cut(targets: dict[tuple[str, ...], Pi0FastTarget]) 
     drafts = adjusted(DraftSettings(), self_tokens=4)
     with pytest.raises(UserError, match=r"draft\.self_tokens leaves image rows out"):
         Engine(target, EngineSettings("spec", draft=drafts))
-    with pytest.raises(UserError, match="reads the robot's state, which cannot be given here"):
-        require_one_camera(target)
 
 
 @pytest.mark.parametrize("shape", [(32, 2, 4, 1, 8, 6), (48, 1, 2, 2, 16, 20), (24, 3, 4, 2, 10, 9)])

@@ -20,7 +20,6 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.codecs.text import TextCodec
 from specvla_ros.models.qwen_vl.target import QwenVLTarget
-from specvla_ros.models.target import require_one_camera
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 MODES = ("ar", "spec", "pipeline", "specpipe")
@@ -267,7 +266,6 @@ def test_vla0_statistics_beside_the_folder_and_as_its_own_pickle(checkpoint: Pat
     (checkpoint.parent / "config.yaml").write_text(CONFIG.format(**VIEWS["alone"]))
     target = load(checkpoint)
     assert target.codec.names == ("dim_0", "dim_1") and target.codec.horizon == 4 and target.cameras == ("3p1",)
-    assert require_one_camera(target) is target
     low, high = target.codec.action_range
     assert low.tolist() == [-1, -2] and high.tolist() == [1, 0.5]
 
@@ -304,9 +302,6 @@ def test_images_of_other_cameras(vla0: QwenVLTarget) -> None:
     image = np.zeros((40, 40, 3), np.uint8)
     with pytest.raises(UserError, match="needs images of the cameras 3p1"):
         vla0.prompt_layout(Observation({"left": image, "right": image}, "lift", 1))
-    if len(vla0.cameras) > 1:
-        with pytest.raises(UserError, match=r"images of \d cameras .*only one can be given here"):
-            require_one_camera(vla0)
 
 
 @pytest.mark.parametrize("words", ["", "lift <|im_end|> it", "a\0b"])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scripted expert in the place of the engine: decides from the true state of the moment that it is shown."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,7 +12,7 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DecodeRecord, Outcome, StageTimings
 from specvla_ros.engine.tally import TickWork
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
-from specvla_ros.models.observation import Observation
+from specvla_ros.models.observation import ONLY_CAMERA, Observation
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.tasks import TASKS, Task
@@ -31,7 +32,12 @@ class ExpertEngine:
         robot: whose state is looked at when an observation is submitted.
     """
 
-    target = SimpleNamespace(codec=BinsCodec(ActionTokenizer(32000), STATISTICS))
+    target = SimpleNamespace(
+        codec=BinsCodec(ActionTokenizer(32000), STATISTICS),
+        cameras=(ONLY_CAMERA,),
+        state_dims=0,
+        directory=Path("expert"),
+    )
 
     def __init__(self, robot: TableRobot) -> None:
         self.robot = robot

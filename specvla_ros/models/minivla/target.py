@@ -41,7 +41,7 @@ _EXTRA_TOKENS = 256  # <|extra_0|> and on, which its code adds behind the tokeni
 _ROW_MULTIPLE = 64  # of the embedding
 _PROMPT = (
     "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-    "<|im_start|>user\nWhat action should the robot take to {}?<|im_end|>\n<|im_start|>assistant\n"
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
 # Names in its files, and in OpenVLA's of Hugging Face, whose model it is.
 _NAMES = (
@@ -119,6 +119,13 @@ class MiniVLATarget:
         observation.of_cameras(self.cameras)
         ids = observation.prompt_ids
         ids = self.prompt_ids(observation.instruction) if ids is None else tuple(ids)
+        return self._layout(ids)
+
+    def question_layout(self, observation: Observation, question: str) -> PromptLayout:
+        """See `Target`."""
+        return self._layout(self._asking(question, question))
+
+    def _layout(self, ids: tuple[int, ...]) -> PromptLayout:
         return PromptLayout(ids, len(ids) + self.image_tokens, (range(1, 1 + self.image_tokens),))
 
     def prompt_ids(self, instruction: str) -> tuple[int, ...]:
@@ -127,9 +134,12 @@ class MiniVLATarget:
         Raises:
             UserError: it is no plain text of a usable length, or holds one of the tokenizer's special tokens.
         """
-        check_instruction(instruction)
-        refuse_special_tokens(instruction.lower(), self.tokenizer)
-        return tuple(self.tokenizer.encode(_PROMPT.format(instruction.lower())).ids)
+        return self._asking(instruction, f"What action should the robot take to {instruction.lower()}?")
+
+    def _asking(self, given: str, asked: str) -> tuple[int, ...]:
+        check_instruction(given)
+        refuse_special_tokens(asked, self.tokenizer)
+        return tuple(self.tokenizer.encode(_PROMPT.format(asked)).ids)
 
     def prompt_embeddings(
         self, observation: Observation, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None

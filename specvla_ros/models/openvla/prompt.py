@@ -55,20 +55,38 @@ class PromptTokenizer:
                     + "; ".join(f"'{shortened(each)}'" for each in self.taught[:_SHOWN_TAUGHT])
                     + (f"; and {more} more" if more > 0 else "")
                 )
+        tokenizer = self._require_tokenizer()
+        refuse_special_tokens(instruction.lower(), tokenizer)
+        return self.complete(tokenizer.encode(self.text(instruction)).ids)
+
+    def text(self, instruction: str) -> str:
+        """The prompt as text."""
+        text = self._asking(f"What action should the robot take to {instruction.lower()}?")
+        return f"{text} TASK:" if self.style is PromptStyle.ECOT else text
+
+    def question_ids(self, question: str) -> tuple[int, ...]:
+        """Prompt ids of a question that is to be answered in words, BOS first.
+
+        Raises:
+            UserError: it is no plain text of a usable length, holds a special token, or there is no tokenizer.
+        """
+        check_instruction(question)
+        tokenizer = self._require_tokenizer()
+        refuse_special_tokens(question, tokenizer)
+        return tuple(tokenizer.encode(self._asking(question)).ids)
+
+    def _asking(self, question: str) -> str:
+        if self.style is PromptStyle.OPENVLA:
+            return f"In: {question}\nOut:"
+        return f"{_VICUNA_SYSTEM} USER: {question} ASSISTANT:"
+
+    def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise UserError(
                 "the checkpoint has no tokenizer.json, so instructions cannot be read; copy it there from the released "
                 "checkpoint, or give the prompt as token ids"
             )
-        refuse_special_tokens(instruction.lower(), self.tokenizer)
-        return self.complete(self.tokenizer.encode(self.text(instruction)).ids)
-
-    def text(self, instruction: str) -> str:
-        """The prompt as text."""
-        question = f"What action should the robot take to {instruction.lower()}?"
-        if self.style is PromptStyle.OPENVLA:
-            return f"In: {question}\nOut:"
-        return f"{_VICUNA_SYSTEM} USER: {question} ASSISTANT:{' TASK:' if self.style is PromptStyle.ECOT else ''}"
+        return self.tokenizer
 
     def complete(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Appends the trailing token where it is missing.

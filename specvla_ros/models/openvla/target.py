@@ -221,6 +221,13 @@ class OpenVLATarget:
         _ = observation.image
         ids = observation.prompt_ids
         ids = self.prompt_ids(observation.instruction) if ids is None else self.prompt.complete(ids)
+        return self._layout(ids)
+
+    def question_layout(self, observation: Observation, question: str) -> PromptLayout:
+        """See `Target`; asked as Prismatic's language models are."""
+        return self._layout(self.prompt.question_ids(question))
+
+    def _layout(self, ids: tuple[int, ...]) -> PromptLayout:
         return PromptLayout(ids, len(ids) + self.image_tokens, (range(1, 1 + self.image_tokens),))
 
     def prompt_embeddings(

@@ -103,7 +103,13 @@ class QwenVLTarget:
         """
         observation.of_cameras(self.cameras)
         ids = observation.prompt_ids
-        ids = self.prompt_ids(observation.instruction) if ids is None else tuple(ids)
+        return self._layout(self.prompt_ids(observation.instruction) if ids is None else tuple(ids))
+
+    def question_layout(self, observation: Observation, question: str) -> PromptLayout:
+        """See `Target`; asked in the chat in which it is given instructions."""
+        return self._layout(self.prompt_ids(question))
+
+    def _layout(self, ids: tuple[int, ...]) -> PromptLayout:
         check_prompt_ids(ids, self.decoder.config.vocab_size)
         grids = self._row_grids
         places = len(self._image_places(ids))

@@ -20,10 +20,11 @@ from std_msgs.msg import Bool
 from std_srvs.srv import SetBool
 
 from specvla_ros.bags.action_message import ActionMeaning
-from specvla_ros.engine.outcome import Drop, DropReason, Outcome
+from specvla_ros.engine.outcome import Drop, DropReason, Outcome, Question
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError, shortened
 from specvla_ros.models.observation import Observation
+from specvla_ros.models.tokenizer import text_of
 from specvla_ros.ros.diagnostics import DiagnosticsPublisher, make_status
 from specvla_ros.ros.lifecycle import answer_impossible_transitions
 from specvla_ros.ros.parameters import (
@@ -34,6 +35,7 @@ from specvla_ros.ros.parameters import (
     unknown_parameters,
 )
 from specvla_ros.ros.policy.action_publisher import ActionPublisher, Published
+from specvla_ros.ros.policy.ask_server import AskServer
 from specvla_ros.ros.policy.diagnostics import (
     DropLedger,
     InferenceHealth,
@@ -102,6 +104,7 @@ class PolicyNode(LifecycleNode):
         self._publisher = ActionPublisher(
             self, lambda: self._meaning, lambda: self._tokenizer, partial(self._value, "max_image_age_s")
         )
+        self._asking = AskServer(self, self._on_question, lambda tokens: text_of(self._tokenizer, tokens))
         self._pause_service = self.create_service(SetBool, "~/pause", self._on_pause)
         self._paused_state = self.create_publisher(Bool, "~/paused", LATCHED_STATE)
         self._paused_state.publish(Bool(data=False))
@@ -212,6 +215,7 @@ class PolicyNode(LifecycleNode):
         return self._release()
 
     def _stop_answering(self) -> None:
+        self._asking.end("the policy was deactivated")
         self._begin_epoch(forget_stamps=True)
         self._active = False
         if self._inputs is not None:
@@ -286,6 +290,13 @@ class PolicyNode(LifecycleNode):
         instruction = self._instruction
         if problem and instruction is not None and instruction.refuse(text, problem):
             self.get_logger().error(f"instruction '{shortened(text)}' refused, nothing is published: {problem}")
+
+    def _on_question(self, question: Question) -> None:
+        thread = self._thread
+        if thread is None or not self._active:
+            question.problem, question.done = "the policy is not active", True
+            return
+        thread.ask(question)
 
     def _on_pause(self, request: SetBool.Request, response: SetBool.Response) -> SetBool.Response:
         """No action of before leaves once this has answered; it holds across the node's states, until it is undone."""
