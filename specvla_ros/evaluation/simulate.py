@@ -20,7 +20,7 @@ from specvla_ros.evaluation.simulate_summary import SimulateSummary, summarise_e
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.settings import ModelSettings
-from specvla_ros.models.target import Target, require_one_camera
+from specvla_ros.models.target import Target
 from specvla_ros.simulation.arms import TABLE_ARM, choose_arm
 from specvla_ros.simulation.episode_pool import run_episodes
 from specvla_ros.simulation.robot import SimulatedRobot
@@ -90,7 +90,7 @@ def _engine_and_robot(settings: SimulateSettings, process: int) -> tuple[Engine,
 def policy_of(settings: SimulateSettings) -> Target:
     """Loads the policy; without a key it takes the action statistics that have the name of the LIBERO suite."""
     key = settings.model.unnorm_key or ("" if settings.world == TABLE else settings.world)
-    return require_one_camera(load_target(settings.policy, **vars(settings.model) | {"unnorm_key": key}))
+    return load_target(settings.policy, **vars(settings.model) | {"unnorm_key": key})
 
 
 def make_robot(world: str, robot: str = TABLE_ARM.name, follow: str = "", interface: str = "pose") -> SimulatedRobot:

@@ -21,6 +21,7 @@ import numpy as np
 from specvla_ros.errors import UserError
 
 ROBOSUITE = "1.5.2"  # as in requirements/robots.txt
+WRIST_CAMERA = "wrist"
 _TABLE = Path(__file__).parent / "assets" / "table.xml"
 _FINGER_COLOUR = (0.0, 0.9, 0.85, 1.0)  # as in the table's file
 _HULL_GROUP = 3  # geoms that collide and are not drawn, as MuJoCo's viewers have it
@@ -85,12 +86,14 @@ class Arm:
             UserError: MuJoCo cannot compile it, or the package with the arm's model is missing.
         """
         with self._compiling():
-            if self.build is _table_arm:  # the file as it is: its arm stands there
-                return mujoco.MjModel.from_xml_path(str(_TABLE))
             scene = mujoco.MjSpec.from_file(str(_TABLE))
+            if self.build is _table_arm:  # the file as it is: its arm stands there
+                _look_from_the_wrist(scene)
+                return scene.compile()
             scene.delete(scene.body("link0"))
             scene.option.timestep = 0.002  # the grippers' links are too light for our arm's 5 ms
             scene.attach(self.build(), frame=scene.worldbody.add_frame(), prefix="")
+            _look_from_the_wrist(scene)
             return scene.compile()
 
     def kinematics(self) -> str:
@@ -172,6 +175,13 @@ class _Parts:
     colour: tuple[float, float, float, float]
     fingers: tuple[str, str]
     linkage: _Linkage | None = None
+
+
+def _look_from_the_wrist(scene: mujoco.MjSpec) -> None:
+    """A camera beside the hand that looks along the fingers; it moves with them."""
+    pinch = scene.site("pinch")
+    camera = pinch.parent.add_camera(name=WRIST_CAMERA, pos=[0.07, 0, -0.13], xyaxes=[0, 1, 0, 0.94, 0, 0.34], fovy=60)
+    camera.set_frame(pinch.parent.add_frame(pos=pinch.pos, quat=pinch.quat))
 
 
 def _robosuite(parts: _Parts) -> mujoco.MjSpec:

@@ -163,6 +163,8 @@ class LiberoRobot:
     control_dt = 1.0 / CONTROL_HZ
     action_dt = 1.0 / CONTROL_HZ
     largest_translation = 0.9375  # largest 99 % quantile in the statistics of the fine-tuned checkpoints
+    cameras: tuple[str, ...] = (CAMERA,)
+    state_names: tuple[str, ...] = ()
     instruction = ""  # of this episode
 
     def __init__(self, image_size: int = IMAGE_SIZE) -> None:
@@ -199,7 +201,10 @@ class LiberoRobot:
         for _ in range(SETTLE_STEPS):
             self.advance()
 
-    def look(self) -> np.ndarray:
+    def feel(self) -> np.ndarray:
+        return np.empty(0)
+
+    def look(self, camera: str | None = None) -> np.ndarray:
         """The camera's picture turned by 180°, RGB uint8 [size, size, 3]: upright, and mirrored as in the training."""
         if self._picture is None:
             self._make_current()

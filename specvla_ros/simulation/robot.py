@@ -6,10 +6,10 @@ from typing import Protocol
 import numpy as np
 
 from specvla_ros.control.displacement import DisplacementFollower, ImageGoal
-from specvla_ros.simulation.arms import TABLE_ARM, Arm
+from specvla_ros.simulation.arms import TABLE_ARM, WRIST_CAMERA, Arm
 from specvla_ros.simulation.osc import CONTROL_HZ, SCALE
 from specvla_ros.simulation.tasks import Task, WorldState, acted_on, choose_tasks, draw_layout
-from specvla_ros.simulation.world import Camera, World
+from specvla_ros.simulation.world import FRONT_CAMERA, Camera, World
 
 IMAGE_SIZE = 224
 ACTION_DT_S = 0.2  # a policy of about 5 Hz over a controller of 20 Hz
@@ -22,11 +22,15 @@ class SimulatedRobot(Protocol):
         control_dt: seconds that one `advance` takes in the world.
         action_dt: seconds over which an action's displacements are meant: the period of the training data.
         largest_translation: of the training data, in the unit of the actions; a policy of another robot shows by it.
+        cameras: what its cameras are called, that of the whole scene first.
+        state_names: what the numbers of its state are called; empty: none can be read.
     """
 
     control_dt: float
     action_dt: float
     largest_translation: float
+    cameras: tuple[str, ...]
+    state_names: tuple[str, ...]
 
     @property
     def instruction(self) -> str:
@@ -43,8 +47,11 @@ class SimulatedRobot(Protocol):
             UserError: there is no such task, or the suite has no such initial state.
         """
 
-    def look(self) -> np.ndarray:
-        """The camera's picture as the policy expects it, RGB uint8 [height, width, 3]."""
+    def look(self, camera: str | None = None) -> np.ndarray:
+        """A camera's picture as the policy expects it, RGB uint8 [height, width, 3]; None: that of the whole scene."""
+
+    def feel(self) -> np.ndarray:
+        """Its state, float64, a number for each of `state_names`."""
 
     def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
         """Starts to follow an action; a newer one replaces it.
@@ -73,17 +80,22 @@ class SimulatedRobot(Protocol):
 
 
 class TableRobot:
-    """One table with one arm and one camera of `image_size` pixels squared; see SimulatedRobot for the methods."""
+    """One table with one arm, a camera in front of it and one at its wrist, both of `image_size` pixels squared.
+
+    See SimulatedRobot for the methods. Its state are the positions of its joints, as its joint states have them.
+    """
 
     control_dt = 1.0 / CONTROL_HZ
     action_dt = ACTION_DT_S
     largest_translation = 0.05
+    cameras: tuple[str, ...] = (FRONT_CAMERA, WRIST_CAMERA)
 
     def __init__(self, image_size: int = IMAGE_SIZE, arm: Arm = TABLE_ARM) -> None:
         self.world = World(arm)
         self._camera = Camera(self.world, image_size, image_size)
         self._follower = DisplacementFollower(CONTROL_HZ, SCALE)
         self._goal = ImageGoal(CONTROL_HZ, SCALE)
+        self.state_names = arm.joint_names
         self.task: Task = choose_tasks([])[0]
 
     @property
@@ -101,8 +113,11 @@ class TableRobot:
         self._goal.reset(self.world.goal)
         self._start = self.world.state()
 
-    def look(self) -> np.ndarray:
-        return self._camera.render()
+    def look(self, camera: str | None = None) -> np.ndarray:
+        return self._camera.render(camera or FRONT_CAMERA)
+
+    def feel(self) -> np.ndarray:
+        return self.world.joint_state()[0]
 
     def take(self, values: np.ndarray, age_s: float = 0.0) -> None:
         """Starts to follow an action: metres and radians over 0.2 s, base frame; gripper 1 opens, 0 closes.

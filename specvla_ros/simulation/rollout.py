@@ -13,7 +13,9 @@ import numpy as np
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.tally import DecodeTally, TickWork
+from specvla_ros.errors import UserError
 from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import Target
 from specvla_ros.planning.device import read_device
 from specvla_ros.planning.stage_times import StageTimes, stage_times
 from specvla_ros.simulation.robot import SimulatedRobot
@@ -116,6 +118,9 @@ class Rollout:
         on_step: called after each `control_dt` of the world, for a film.
         on_look: called with each observation that the engine is given.
         time_limit: multiple of the task's time after which an episode has failed.
+
+    Raises:
+        UserError: the policy is asked with more than the robot has.
     """
 
     def __init__(
@@ -128,6 +133,7 @@ class Rollout:
         on_look: Callable[[Observation], None] | None = None,
         time_limit: float = 1.0,
     ) -> None:
+        _check_senses(engine.target, robot)
         self._engine = engine
         self._robot = robot
         self._step = self._lockstep if clock is Clock.LOCKSTEP else self._realtime
@@ -207,10 +213,12 @@ class Rollout:
 
     def _observe(self, episode: _Episode) -> Observation:
         episode.pictured = episode.passed
+        robot, target = self._robot, self._engine.target
         observation = Observation(
-            images=self._robot.look(),
+            images={name: robot.look(camera) for name, camera in zip(target.cameras, robot.cameras, strict=False)},
             instruction=episode.instruction,
-            stamp_ns=_START_NS + round(episode.passed * self._robot.control_dt * 1e9),
+            stamp_ns=_START_NS + round(episode.passed * robot.control_dt * 1e9),
+            state=robot.feel() if target.state_dims else None,
         )
         if self._on_look is not None:
             self._on_look(observation)
@@ -239,6 +247,21 @@ class Rollout:
             episode.succeeded = self._robot.succeeded()
             if self._on_step is not None:
                 self._on_step()
+
+
+def _check_senses(policy: Target, robot: SimulatedRobot) -> None:
+    """Refuses a policy that is asked with more than the robot has."""
+    if not policy.cameras or len(policy.cameras) > len(robot.cameras):
+        raise UserError(
+            f"{policy.directory} is asked with images of {len(policy.cameras)} cameras ({', '.join(policy.cameras)}), "
+            f"and this robot has {len(robot.cameras)}: {', '.join(robot.cameras)}"
+        )
+    felt = len(robot.state_names)
+    if policy.state_dims not in (0, felt):
+        raise UserError(
+            f"{policy.directory} reads a state of {policy.state_dims} numbers, and this robot's has {felt}"
+            + (f": {', '.join(robot.state_names)}" if felt else "")
+        )
 
 
 def _roughness(engine: Engine, actions: list[Action]) -> float:

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 # Otherwise MuJoCo writes its warnings to a file in whatever directory the process runs in.
 mujoco.set_mju_user_warning(lambda message: _log.warning("MuJoCo: %s", message))
 
-CAMERA = "front"
+FRONT_CAMERA = "front"
 _OFF_TABLE_M = 5.0
 _MOVABLE = (*CUBES, "block", *DISTRACTORS)
 
@@ -43,7 +43,7 @@ class World:
         self.model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET
         self.data = mujoco.MjData(self.model)
         self._osc = OscPose(self.model, arm)
-        self._camera = self.model.camera(CAMERA)
+        self._camera = self.model.camera(FRONT_CAMERA)
         self._camera_position = self._camera.pos.copy()
         self._camera_quaternion = self._camera.quat.copy()
         names = [str(self.model.body(index).name) for index in range(self.model.nbody)]
@@ -154,7 +154,7 @@ def upright_error(rotation: np.ndarray, yaw: float) -> np.ndarray:
 
 
 class Camera:
-    """The table's camera. Belongs to the thread that made it: an OpenGL context cannot be shared."""
+    """Draws what the table's cameras see. Belongs to the thread that made it: an OpenGL context cannot be shared."""
 
     def __init__(self, world: World, width: int, height: int) -> None:
         backend = require_gl()
@@ -172,9 +172,9 @@ class Camera:
         # after it, and fails.
         atexit.register(self._free)
 
-    def render(self) -> np.ndarray:
-        """The present picture, uint8 [height, width, 3], RGB."""
-        self._renderer.update_scene(self._world.data, CAMERA)
+    def render(self, name: str = FRONT_CAMERA) -> np.ndarray:
+        """A camera's present picture, uint8 [height, width, 3], RGB."""
+        self._renderer.update_scene(self._world.data, name)
         return self._renderer.render().copy()
 
     def close(self) -> None:

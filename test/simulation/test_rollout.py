@@ -2,6 +2,7 @@
 """Time in an episode: what the policy's slowness costs, and what it must not change."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from support.pace import invented_pace
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.tally import TickWork
 from specvla_ros.errors import UserError
+from specvla_ros.models.observation import Observation
 from specvla_ros.planning.device import read_device
 from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.rollout import Clock, Rollout, TickTime, read_stage_times
@@ -73,6 +75,37 @@ def test_a_fast_policy_does_not_make_the_arm_faster(robot):
     for waited, moved in zip(lockstep, realtime, strict=True):
         assert moved.steps > 2 * waited.steps
         assert moved.time_s > 0.6 * waited.time_s
+
+
+def test_a_policy_of_two_cameras_and_a_state_is_given_them(robot):
+    class TwoCameras(ExpertEngine):
+        target = SimpleNamespace(**vars(ExpertEngine.target) | {"cameras": ("agent", "hand"), "state_dims": 9})
+
+    looked: list[Observation] = []
+    engine = as_engine(TwoCameras(robot))
+    rollout = Rollout(engine, robot, Clock.LOCKSTEP, pace(0.1), on_look=looked.append)
+    assert rollout.run("lift_red", 0).succeeded
+    for seen in looked:
+        assert [*seen.cameras] == ["agent", "hand"] and seen.state is not None and seen.state.shape == (9,)
+    assert not np.array_equal(looked[0].cameras["agent"], looked[0].cameras["hand"])
+    newest, (positions, _) = looked[-1].state, robot.world.joint_state()
+    assert newest is not None and np.abs(newest - positions).max() < 0.2, "joint positions of a moment before"
+    assert np.abs(looked[0].state - newest).max() > 0.05
+
+
+@pytest.mark.parametrize(
+    ("needs", "why"),
+    [
+        ({"cameras": ("a", "b", "c")}, r"images of 3 cameras \(a, b, c\), and this robot has 2: front, wrist"),
+        ({"cameras": ()}, "images of 0 cameras"),
+        ({"state_dims": 8}, "a state of 8 numbers, and this robot's has 9: joint1, joint2"),
+    ],
+)
+def test_a_policy_that_needs_more_than_the_robot_has_is_refused(robot, needs, why):
+    expert = ExpertEngine(robot)
+    expert.target = SimpleNamespace(**vars(ExpertEngine.target) | needs)
+    with pytest.raises(UserError, match=why):
+        Rollout(as_engine(expert), robot, Clock.LOCKSTEP, pace(0.1))
 
 
 def test_policy_without_actions_ends_the_episode_and_never_moves_the_robot(robot):

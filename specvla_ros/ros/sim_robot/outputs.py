@@ -56,16 +56,17 @@ class Pace:
 
 
 IMAGE_TOPIC = "/camera/image_raw"
+WRIST_TOPIC = "/wrist/image_raw"
 # Reliable, so that subscribers of either kind get it.
 _STREAM = QoSProfile(depth=5, reliability=ReliabilityPolicy.RELIABLE)
 # Latched, for who comes later; and deep enough that an end is not overwritten by the next start.
 _EPISODE = QoSProfile(depth=10, reliability=ReliabilityPolicy.RELIABLE, durability=DurabilityPolicy.TRANSIENT_LOCAL)
-_FRAME_ID = "camera"
+_FRAME_IDS = ("camera", "wrist")  # of each camera's pictures
 _JPEG_QUALITY = 90
 
 
 class SimOutputs:
-    """The robot's camera, joints and clock, and how its episodes go.
+    """The robot's cameras, joints and clock, and how its episodes go.
 
     Args:
         node: the node that publishes.
@@ -74,8 +75,12 @@ class SimOutputs:
 
     def __init__(self, node: Node, robot: TableRobot) -> None:
         self._robot = robot
-        self._raw = node.create_publisher(Image, IMAGE_TOPIC, _STREAM)
-        self._compressed = node.create_publisher(CompressedImage, f"{IMAGE_TOPIC}/compressed", _STREAM)
+        topics = dict(zip(robot.cameras, (IMAGE_TOPIC, WRIST_TOPIC), strict=True))
+        self._raw = {name: node.create_publisher(Image, topic, _STREAM) for name, topic in topics.items()}
+        self._compressed = {
+            name: node.create_publisher(CompressedImage, f"{topic}/compressed", _STREAM)
+            for name, topic in topics.items()
+        }
         self._tool = node.create_publisher(PoseStamped, "~/tool_pose", _STREAM)
         self._joints = node.create_publisher(JointState, "/joint_states", _STREAM)
         self._clock = node.create_publisher(Clock, "/clock", CLOCK)
@@ -83,20 +88,25 @@ class SimOutputs:
 
     @property
     def image_topics(self) -> tuple[str, str]:
-        """The raw and the compressed one, as remapped."""
-        return self._raw.topic_name, self._compressed.topic_name
+        """The raw and the compressed one of the first camera, as remapped."""
+        first = self._robot.cameras[0]
+        return self._raw[first].topic_name, self._compressed[first].topic_name
 
     def image(self, now_ns: int) -> None:
-        """Publishes what the camera sees, if anybody wants to know."""
-        raw, compressed = (topic.get_subscription_count() > 0 for topic in (self._raw, self._compressed))
-        if not (raw or compressed):
+        """Publishes what each camera sees, if anybody wants to know."""
+        for camera, frame_id in zip(self._robot.cameras, _FRAME_IDS, strict=True):
+            self._image(camera, Header(stamp=_stamp(now_ns), frame_id=frame_id))
+
+    def _image(self, camera: str, header: Header) -> None:
+        raw, compressed = self._raw[camera], self._compressed[camera]
+        wanted = [topic for topic in (raw, compressed) if topic.get_subscription_count() > 0]
+        if not wanted:
             return
-        picture = self._robot.look()
-        header = Header(stamp=_stamp(now_ns), frame_id=_FRAME_ID)
-        if raw:
-            self._raw.publish(_raw(header, picture))
-        if compressed:
-            self._compressed.publish(CompressedImage(header=header, format="jpeg", data=array("B", _jpeg(picture))))
+        picture = self._robot.look(camera)
+        if raw in wanted:
+            raw.publish(_raw(header, picture))
+        if compressed in wanted:
+            compressed.publish(CompressedImage(header=header, format="jpeg", data=array("B", _jpeg(picture))))
 
     def clock(self, now_ns: int) -> None:
         """Publishes the time."""

@@ -170,6 +170,19 @@ def test_lockstep_episodes_succeed_and_the_world_waits_for_each_action() -> None
         assert late[0].data == s.told == "lift the red cube"
 
 
+def test_the_wrists_pictures_have_the_stamps_of_the_cameras() -> None:
+    with scene(clock="lockstep", episodes=1) as s:
+        seen: list[Image | CompressedImage] = []
+        for kind, topic in ((Image, "/wrist/image_raw"), (CompressedImage, "/wrist/image_raw/compressed")):
+            s.user.create_subscription(kind, topic, seen.append, NEWEST_IMAGE)
+        s.until(lambda: len(seen) >= 6 and {type(each) for each in seen} == {Image, CompressedImage})
+        assert {each.header.frame_id for each in seen} == {"wrist"}
+        s.until(lambda: s.images and s.images[-1] >= stamp_ns(seen[-1].header))
+        assert stamp_ns(seen[-1].header) in s.images
+        raw = next(each for each in seen if isinstance(each, Image))
+        assert np.abs(rgb_from_image(raw).astype(int) - s.pictures[0]).mean() > 10, "another place to look from"
+
+
 def test_one_action_is_one_period_of_the_world() -> None:
     with scene(silent) as s:
         s.until(lambda: s.images)
