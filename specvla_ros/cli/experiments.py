@@ -32,6 +32,7 @@ app = typer.Typer()
 
 _TOLERANCES = ("0.5mm,0.3deg", "1mm,0.6deg", "2mm,1.1deg", "3mm,1.7deg", "5mm,3deg")
 _NODES = (8, 16, 32, 50)
+_SHOWN_PLACES = 16  # of an answer; the file has all
 
 
 @contextmanager
@@ -293,6 +294,9 @@ def train_draft(
     ],
     out: Annotated[Path, typer.Option(help="The draft head's directory; a training cut short goes on.")],
     frames: Annotated[int, typer.Option(help="Images at most that the target is asked about.", min=1)] = 20000,
+    max_reasoning_tokens: Annotated[
+        int, typer.Option(help="Text at most that the target writes before it acts, in tokens.", min=0)
+    ] = 0,
     max_gb: Annotated[
         float, typer.Option(help="Maximum of disk for features, in GB; they are removed at the end.")
     ] = 20.0,
@@ -325,6 +329,7 @@ def train_draft(
             out,
             seed=seed,
             frames=frames,
+            max_text=max_reasoning_tokens,
             max_bytes=max_gb * 1e9,
             on_frame=lambda done: bar.update(asking, completed=done),
         )
@@ -337,10 +342,11 @@ def train_draft(
             found = progress.validation
             if found is not None and found.epoch > shown:
                 shown = found.epoch
-                places = ", ".join(f"{place}: {length:.2f}" for place, length in found.accept_length_by_place)
+                of_places = found.accept_length_by_place
+                places = ", ".join(f"{place}: {length:.2f}" for place, length in of_places)
                 bar.console.print(
-                    f"epoch {found.epoch}: τ {found.tau:.2f} on {found.samples} held-out answers; "
-                    f"accept length by place {places}"
+                    f"epoch {found.epoch}: τ {found.tau:.2f} on {found.samples} held-out answers"
+                    + (f"; accept length by place {places}" if len(of_places) <= _SHOWN_PLACES else "")
                 )
 
         training.train_draft(policy, shards, out, settings, show)

@@ -140,7 +140,10 @@ def _model_option(declared: Declared) -> inspect.Parameter:
 
 
 def _checkpoint(*flags: str) -> inspect.Parameter:
-    text = "Checkpoint of the policy: a Hugging Face directory. Default: the nano policy of this package."
+    from specvla_ros.policies.bundled import bundled_names
+
+    names = ", ".join(bundled_names())
+    text = f"Checkpoint of the policy: a Hugging Face directory, or one of this package: {names}. Default: nano."
     return _option("checkpoint", Path | None, None, "Model", "--checkpoint", "--policy", *flags, help=text)
 
 

@@ -41,11 +41,9 @@ def find_policy(given: Path | None) -> tuple[Path, Path | None]:
     Returns:
         its directory, and a parameter file; None: as by default.
     """
-    named = given is None or (given.name in bundled_names() and given.parent == Path() and not given.exists())
-    if not named:
-        assert given is not None
+    if given is not None and (given.exists() or str(given) not in bundled_names()):
         return given, None
-    directory = bundled_policy(_NANO if given is None else given.name)
+    directory = bundled_policy(str(given or _NANO))
     decoding = directory / DECODING_FILE
     return directory, decoding if decoding.exists() else None
 

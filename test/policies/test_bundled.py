@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policies that come with the package, and how they are named."""
 
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.outcome import Action
+from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
+from specvla_ros.evaluation.frame_sources import simulation_source
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.observation import Observation
 from specvla_ros.policies import bundled
 from specvla_ros.policies.bundled import DECODING_FILE, bundled_names, bundled_policy, find_policy, nano_policy
 
@@ -40,3 +47,21 @@ def test_one_without_weights_says_what_to_do(shipped: Path) -> None:
     for missing in (nano_policy, lambda: bundled_policy("unfinished"), lambda: find_policy(None)):
         with pytest.raises(UserError, match="name a checkpoint with --policy"):
             missing()
+
+
+@pytest.mark.parametrize("name", bundled_names())
+def test_a_bundled_policy_is_decoded_as_it_says_and_loses_nothing(name: str) -> None:
+    directory, decoding = find_policy(Path(name))
+    assert (directory / "README.md").read_text(encoding="utf-8").startswith("# ")
+    policy = load_target(directory, device="cpu")
+    chosen = engine_settings_from(params_file=decoding) if decoding is not None else EngineSettings("spec")
+    assert chosen.drafts and chosen.acceptance.rule == "strict"
+    drafting, plain = Engine(policy, chosen), Engine(policy, EngineSettings())
+    forwards = []
+    for stamp_ns, (image, instruction) in enumerate(islice(simulation_source(policy, 4000), 6), start=1):
+        seen = Observation(image, instruction, stamp_ns=stamp_ns * 10**8)
+        ours, theirs = drafting.act(seen), plain.act(seen)
+        assert isinstance(ours, Action) and isinstance(theirs, Action)
+        assert ours.tokens == theirs.tokens
+        forwards.append(ours.record.forwards / theirs.record.forwards)
+    assert sum(forwards) / len(forwards) < 0.7
