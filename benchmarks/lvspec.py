@@ -27,7 +27,7 @@ from results_page import RESULTS, weights_digest
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
-from specvla_ros.evaluation.frame_sources import Frame, simulation_source
+from specvla_ros.evaluation.frame_sources import simulation_source
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, policy_of
 from specvla_ros.evaluation.simulate_summary import Setting, SweepRow
 from specvla_ros.evaluation.sweep import sweep
@@ -169,7 +169,7 @@ def _described(policy: Target, directory: Path) -> dict[str, Any]:
     }
 
 
-def _row(row: SweepRow, policy: Target, frames: Sequence[Frame]) -> dict[str, Any]:
+def _row(row: SweepRow, policy: Target, frames: Sequence[Observation]) -> dict[str, Any]:
     settings = row.setting.engine
     share = rule_share(policy, settings, frames) if settings.mode == "spec" else None
     return rule_row(row) | {"rule_share_of_tick": share}
@@ -198,16 +198,16 @@ class RuleClock:
         return accepted
 
 
-def rule_share(policy: Target, settings: EngineSettings, frames: Sequence[Frame]) -> float:
+def rule_share(policy: Target, settings: EngineSettings, frames: Sequence[Observation]) -> float:
     """Share of a frame's ticks that the rule takes, vision and drafting included; median of the frames, on a CPU."""
     engine = Engine(policy, settings)
     engine.warm_up()
     clock = RuleClock(engine.verifier.rule)
     engine.verifier.set_rule(clock)
     shares = []
-    for stamp, (image, instruction) in enumerate(frames, start=1):
+    for stamp, frame in enumerate(frames, start=1):
         clock.seconds, started = 0.0, time.perf_counter()
-        engine.act(Observation(image, instruction, stamp))
+        engine.act(replace(frame, stamp_ns=stamp))
         shares.append(clock.seconds / (time.perf_counter() - started))
     return median(shares)
 

@@ -28,7 +28,7 @@ from saturated import Saturated, make_engine
 from specvla_ros.engine.outcome import Action, Drop
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import TickWork
-from specvla_ros.evaluation.frame_sources import Frame, simulation_source
+from specvla_ros.evaluation.frame_sources import simulation_source
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import compare_episodes
 from specvla_ros.models.checkpoint import load_target
@@ -148,7 +148,9 @@ def _policy(name: str, subject: Subject, plan: SimulatePlan, work: Path) -> dict
     }
 
 
-def _saturated(policy: Target, chosen: EngineSettings, frames: Sequence[Frame], device: StageTimes) -> dict[str, Any]:
+def _saturated(
+    policy: Target, chosen: EngineSettings, frames: Sequence[Observation], device: StageTimes
+) -> dict[str, Any]:
     """The engine alone, by the device's clock."""
     now_s = started_s = 0.0
 
@@ -182,12 +184,12 @@ def _saturated(policy: Target, chosen: EngineSettings, frames: Sequence[Frame], 
     }
 
 
-def _observations(frames: Sequence[Frame]) -> Iterator[Observation]:
+def _observations(frames: Sequence[Observation]) -> Iterator[Observation]:
     epoch, current = 0, ""
-    for number, (image, instruction) in enumerate(frames, start=1):
-        epoch += instruction != current
-        current = instruction
-        yield Observation(image, instruction, stamp_ns=number, epoch=epoch)
+    for number, frame in enumerate(frames, start=1):
+        epoch += frame.instruction != current
+        current = frame.instruction
+        yield replace(frame, stamp_ns=number, epoch=epoch)
 
 
 def _closed_loop(device: str, subject: Subject, plan: SimulatePlan, work: Path) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
 from specvla_ros.evaluation.simulate_summary import Setting
 from specvla_ros.evaluation.sweep import sweep
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.tasks import FRAME_FIRST_SEED
@@ -82,8 +81,8 @@ def _case(policy: Target) -> dict[str, Any]:
     """One action forward by forward (figure 5), of the frame where the paper's threshold saves most forwards."""
     strict, relaxed = (Engine(policy, threshold(r)) for r in (0, PAPERS_R))
     best: tuple[Action, Action] | None = None
-    for number, (image, instruction) in enumerate(islice(simulation_source(policy, FRAME_FIRST_SEED), _CASE_FRAMES)):
-        observation = Observation(image, instruction, stamp_ns=number + 1, epoch=number)
+    for number, frame in enumerate(islice(simulation_source(policy, FRAME_FIRST_SEED), _CASE_FRAMES)):
+        observation = replace(frame, stamp_ns=number + 1, epoch=number)
         first, second = (engine.act(observation) for engine in (strict, relaxed))
         if isinstance(first, Action) and isinstance(second, Action):
             saved = first.record.forwards - second.record.forwards

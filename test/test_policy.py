@@ -88,7 +88,7 @@ def test_bad_input_is_told_before_anything_is_decoded(directory: Path) -> None:
         policy.act(pictures(1)[0], " ")
     with pytest.raises(UserError, match="uint8 RGB image"):
         policy.act(np.zeros((8, 8), np.uint8), ASKED)
-    with pytest.raises(UserError, match="one camera image is needed, got 2: left, right"):
+    with pytest.raises(UserError, match="needs images of the cameras image; given are those of left, right"):
         policy.engine.target.prompt_layout(
             frame(1, 0).__class__({"left": pictures(1)[0], "right": pictures(1)[0]}, ASKED, 1)
         )

@@ -5,7 +5,7 @@ import io
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from rosbags.interfaces import Qos, QosDurability, QosHistory, QosLiveliness, Qo
 from rosbags.rosbag2 import StoragePlugin, Writer
 from rosbags.typesys import Stores, get_typestore
 
-IMAGE_TOPIC = "/camera/image_raw/compressed"
 INSTRUCTION_TOPIC = "/instruction"
 ACTION_TOPIC = "/ground_truth/action"
+CAMERA_TOPIC = "/{}/image_raw/compressed"  # NAME; the first is called FIRST_CAMERA
+FIRST_CAMERA = "camera"
+STATE_TOPIC = "/joint_states"
 # What the expert would have done at each moment under another instruction (NAME: the other task).
 HINDSIGHT_ACTION_TOPIC = "/hindsight/{}/action"
 HINDSIGHT_INSTRUCTION_TOPIC = "/hindsight/{}/instruction"
@@ -44,6 +46,9 @@ class DemonstrationRecord:
     instruction: str
     times_s: Sequence[float]  # the images' times from 0, seconds
     hindsight: Mapping[str, Hindsight]  # the expert under other instructions, by the name of the other task
+    cameras: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)  # further ones by name, as `images`
+    state_names: tuple[str, ...] = ()  # empty: no state is recorded
+    states: Sequence[np.ndarray] = ()  # one per image, float64 [state_names]
 
 
 def write_demonstration(directory: Path, record: DemonstrationRecord) -> None:
@@ -73,7 +78,9 @@ def _write(directory: Path, record: DemonstrationRecord) -> None:
         def write(connection: Any, at: int, message: Any) -> None:
             writer.write(connection, at, store.serialize_cdr(message, connection.msgtype))
 
-        images = channel(IMAGE_TOPIC, "sensor_msgs/msg/CompressedImage")
+        pictures = {FIRST_CAMERA: record.images} | {**record.cameras}
+        cameras = {name: channel(CAMERA_TOPIC.format(name), "sensor_msgs/msg/CompressedImage") for name in pictures}
+        joints = channel(STATE_TOPIC, "sensor_msgs/msg/JointState") if record.state_names else None
         instructions = {INSTRUCTION_TOPIC: record.instruction}
         actions = {ACTION_TOPIC: record.actions}
         for name, hindsight in record.hindsight.items():
@@ -85,12 +92,18 @@ def _write(directory: Path, record: DemonstrationRecord) -> None:
             )
         channels = {topic: channel(topic, "std_msgs/msg/Float64MultiArray") for topic in actions}
         layout = types["std_msgs/msg/MultiArrayLayout"](dim=[], data_offset=0)
-        for i, image in enumerate(record.images):
+        for i in range(len(record.images)):
             at = _START_NS + round(record.times_s[i] * 1e9)
             stamp = types["builtin_interfaces/msg/Time"](sec=at // 10**9, nanosec=at % 10**9)
-            header = types["std_msgs/msg/Header"](stamp=stamp, frame_id="camera")
-            compressed = types["sensor_msgs/msg/CompressedImage"](header=header, format="jpeg", data=_jpeg(image))
-            write(images, at, compressed)
+            for name, images in pictures.items():
+                header = types["std_msgs/msg/Header"](stamp=stamp, frame_id=name)
+                data = _jpeg(images[i])
+                write(cameras[name], at, types["sensor_msgs/msg/CompressedImage"](header, format="jpeg", data=data))
+            if joints is not None:
+                header, none = types["std_msgs/msg/Header"](stamp=stamp, frame_id=""), np.empty(0)
+                names, state = [*record.state_names], np.asarray(record.states[i], dtype=np.float64)
+                message = types[joints.msgtype](header, name=names, position=state, velocity=none, effort=none)
+                write(joints, at, message)
             for topic, values in actions.items():
                 data = np.asarray(values[i], dtype=np.float64)
                 write(channels[topic], at, types["std_msgs/msg/Float64MultiArray"](layout=layout, data=data))

@@ -144,8 +144,11 @@ def _stamp_ns(message: BagMessage) -> int:
 
 
 def _in_causal_order(bag: Bag, topics: ReplayTopics) -> Iterator[BagMessage]:
-    """In bag time; at equal times the instruction, then the image that it is for, then the action that answers it."""
-    names = (topics.instruction, topics.image, *topics.sensors.values(), topics.action)
+    """In bag time; at equal times the instruction, what the other sensors saw, the image, the action that answers it.
+
+    The first camera's image last: it takes the nearest of the others that there are, and these are the nearest.
+    """
+    names = (topics.instruction, *topics.sensors.values(), topics.image, topics.action)
     rank = {topic.name: order for order, topic in enumerate(names) if topic is not None}
     for _, simultaneous in groupby(bag.messages(topics.names), key=lambda message: message.time_ns):
         yield from sorted(simultaneous, key=lambda message: rank[message.topic])

@@ -14,7 +14,20 @@ from specvla_ros.bags.synchronizer import TOLERANCE_S
 from specvla_ros.cli import experiments
 from specvla_ros.cli import plan as cli_plan
 from specvla_ros.cli.ending import one_line_endings
-from specvla_ros.cli.options import PolicyOptions, Rerun, Robot, Tasks, Viewer, shown_in, takes_policy
+from specvla_ros.cli.options import (
+    Cameras,
+    PolicyOptions,
+    Rerun,
+    Robot,
+    StateNames,
+    StateTopic,
+    Tasks,
+    Viewer,
+    camera_topics,
+    names_of,
+    shown_in,
+    takes_policy,
+)
 from specvla_ros.errors import UserError
 from specvla_ros.settings.json_file import shown
 from specvla_ros.settings.parameter import values_of
@@ -172,13 +185,6 @@ def _parse_state(text: str) -> "np.ndarray":
         raise UserError(f"--state must be numbers separated by commas, got {shown(text)}") from None
 
 
-def _camera_topic(text: str) -> tuple[str, str]:
-    name, _, topic = text.partition("=")
-    if not (name and topic):
-        raise UserError(f"--camera must be NAME=TOPIC, such as wrist=/wrist/image_raw; got {shown(text)}")
-    return name, topic
-
-
 @app.command()
 @takes_policy(publishes=True)
 def replay(
@@ -194,14 +200,9 @@ def replay(
     action_topic: Annotated[
         str, typer.Option(help="Recorded actions; empty: /ground_truth/action if it is there.")
     ] = "",
-    camera: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME=TOPIC of a further camera, again for each, for a policy that looks at several."),
-    ] = None,
-    state_topic: Annotated[str, typer.Option(help="JointState, for a policy that reads the robot's state.")] = "",
-    state_names: Annotated[
-        str, typer.Option(help="Comma-separated: the state's numbers in the policy's order; empty: the message's.")
-    ] = "",
+    camera: Cameras = None,
+    state_topic: StateTopic = "",
+    state_names: StateNames = "",
     sync_tolerance_s: Annotated[
         float, typer.Option(help="How far the others' stamps may lie from the first camera's.", min=0.0)
     ] = TOLERANCE_S,
@@ -235,7 +236,7 @@ def replay(
         instruction_topic=instruction_topic or None,
         instruction=instruction or None,
         action_topic=action_topic or None,
-        cameras=dict(map(_camera_topic, camera or ())),
+        cameras=camera_topics(camera),
         state_topic=state_topic or None,
         sync_tolerance_s=sync_tolerance_s,
     )
@@ -246,7 +247,7 @@ def replay(
         bag,
         out,
         topics=topics,
-        state_names=tuple(filter(None, state_names.split(","))),
+        state_names=names_of(state_names),
         action=chosen.action,
         thresholds=thresholds,
         shown=shown_in(out, rerun, viewer),

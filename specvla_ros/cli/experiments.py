@@ -13,16 +13,21 @@ import typer
 from rich.console import Console
 
 from specvla_ros.cli.options import (
+    Cameras,
     Emulate,
     Episodes,
     PolicyOptions,
     Robot,
     Robots,
     Seed,
+    StateNames,
+    StateTopic,
     Tasks,
     Workers,
     World,
+    camera_topics,
     check_accelerate,
+    names_of,
     takes_policy,
 )
 from specvla_ros.errors import UserError
@@ -182,10 +187,14 @@ def collect(
         typer.Option(help="Checkpoint that acts while the expert says what it should have done (DAgger)."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the first start; default: far from those of `simulate`.")] = None,
+    all_sensors: Annotated[
+        bool, typer.Option("--all-sensors", help="Record the wrist camera and the joints' state too.")
+    ] = False,
     workers: Workers = 0,
     ray: Ray = False,
 ) -> None:
     """Record demonstrations by the scripted experts, as ROS 2 bags."""
+    from specvla_ros.policies.bundled import find_policy
     from specvla_ros.simulation.collect import collect as run
     from specvla_ros.simulation.tasks import DEMONSTRATION_FIRST_SEED
 
@@ -196,8 +205,9 @@ def collect(
             episodes=episodes,
             robots=robot or ["table"],
             noise=noise,
-            policy=policy,
+            policy=find_policy(policy)[0] if policy else None,
             first_seed=DEMONSTRATION_FIRST_SEED if seed is None else seed,
+            all_sensors=all_sensors,
             workers=workers,
             ray=ray,
             on_progress=lambda done, wanted: advance(done, wanted, "demonstrations"),
@@ -242,10 +252,15 @@ def train_policy(
         str, typer.Option(help="How it writes its actions: bins (a single action), digits or fast (chunks).")
     ] = "bins",
     horizon: Annotated[int, typer.Option(help="Actions of a chunk.", min=1)] = 8,
+    camera: Cameras = None,
+    state_topic: StateTopic = "",
+    state_names: StateNames = "",
 ) -> None:
     """Train a nano OpenVLA by behaviour cloning; several GPUs: accelerate launch -m specvla_ros.cli train-policy."""
     check_accelerate()
+    from specvla_ros.policies.bundled import find_policy
     from specvla_ros.training import train_policy as training
+    from specvla_ros.training.dataset import Sensors
 
     settings = training.PolicyTraining(
         steps=steps,
@@ -254,9 +269,10 @@ def train_policy(
         seed=seed,
         validate_every=validate_every,
         unnorm_key=unnorm_key,
-        init=init,
+        init=str(find_policy(Path(init))[0]) if init else "",
         codec=codec,
         horizon=horizon,
+        sensors=Sensors(camera_topics(camera), state_topic, names_of(state_names)),
     )
     with progress_bar() as bar:
         reading = bar.add_task("reading bags", total=None)

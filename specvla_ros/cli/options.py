@@ -16,6 +16,7 @@ from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_f
 from specvla_ros.errors import UserError
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.planning.device import known_devices
+from specvla_ros.settings.json_file import shown
 from specvla_ros.settings.parameter import Declared, walk, with_values
 from specvla_ros.settings.profiles import merge_parameters, read_assignments
 
@@ -42,6 +43,14 @@ Rerun = Annotated[
 ]
 Viewer = Annotated[
     str, typer.Option(help="Show it in Rerun's viewer meanwhile: spawn opens one; or the address of one that listens.")
+]
+Cameras = Annotated[
+    list[str] | None,
+    typer.Option(help="NAME=TOPIC of a further camera, again for each, for a policy that looks at several."),
+]
+StateTopic = Annotated[str, typer.Option(help="JointState, for a policy that reads the robot's state.")]
+StateNames = Annotated[
+    str, typer.Option(help="Comma-separated: the state's numbers in the policy's order; empty: the message's.")
 ]
 Workers = Annotated[int, typer.Option(help="Worker processes; 0: this one alone.", min=0)]
 
@@ -187,6 +196,24 @@ _DECODING = [
         help="ROS parameter file (a profile) with decode.*, draft.*, acceptance.*",
     ),
 ]
+
+
+def camera_topics(given: Sequence[str] | None) -> dict[str, str]:
+    """Topics of further cameras, by their names.
+
+    Raises:
+        UserError: one is not NAME=TOPIC.
+    """
+    parts = {text: text.partition("=") for text in given or ()}
+    for text, (name, _, topic) in parts.items():
+        if not (name and topic):
+            raise UserError(f"--camera must be NAME=TOPIC, such as wrist=/wrist/image_raw; got {shown(text)}")
+    return {name: topic for name, _, topic in parts.values()}
+
+
+def names_of(given: str) -> tuple[str, ...]:
+    """Names that stand between commas."""
+    return tuple(filter(None, given.split(",")))
 
 
 def shown_in(out: Path, rerun: bool, viewer: str) -> "RerunSettings | None":

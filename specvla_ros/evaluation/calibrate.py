@@ -12,7 +12,6 @@ from specvla_ros.errors import UserError
 from specvla_ros.evaluation.calibration import Calibration, Candidate, Limits, Trial, best_by_tolerance, deviation
 from specvla_ros.evaluation.frame_sources import (
     SIMULATION,
-    Frame,
     bag_source,
     find_bags,
     require_frames,
@@ -24,6 +23,7 @@ from specvla_ros.evaluation.run_directory import REPORT_FILE, RunDirectory
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import compare_episodes
 from specvla_ros.evaluation.sweep import FrameRun, run_side_by_side
+from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 from specvla_ros.settings.parameter import values_of
 from specvla_ros.settings.profiles import write_parameters
@@ -76,7 +76,7 @@ OnProgress = Callable[[str, int, int], None]  # the stage, how much of it is don
 
 def collect_frames(
     policy: Target, base: SimulateSettings, data: Sequence[str] | None, plan: CalibratePlan, frames: int
-) -> list[Frame]:
+) -> list[Observation]:
     """At most `frames` frames: of bags and directories of bags, or for `sim` and None of what the policy simulates."""
     if not data or list(data) == [SIMULATION]:
         tasks = plan.episodes.tasks if plan.episodes else ()
@@ -91,7 +91,7 @@ def collect_frames(
 def calibrate(
     policy: Target,
     base: SimulateSettings,
-    frames: Sequence[Frame],
+    frames: Sequence[Observation],
     plan: CalibratePlan,
     out: Path,
     on_progress: OnProgress = lambda stage, done, wanted: None,
@@ -183,7 +183,7 @@ def _try_on_frames(
     policy: Target,
     plain: Trial,
     groups: Sequence[Sequence[Trial]],
-    frames: Sequence[Frame],
+    frames: Sequence[Observation],
     plan: CalibratePlan,
     on_progress: OnProgress,
 ) -> list[Candidate]:

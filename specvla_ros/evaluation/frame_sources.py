@@ -15,14 +15,13 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.simulate import TABLE, make_robot, tasks_of
+from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 from specvla_ros.simulation.rollout import Clock, Rollout, tick_time
 from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, adjusted
 
 SIMULATION = "sim"
 _LONG_ANSWER = 16  # tokens, from which drafts pay even on a CPU
-
-Frame = tuple[np.ndarray, str]  # RGB uint8 [height, width, 3], and the instruction
 
 
 def find_bags(directories: Sequence[Path]) -> tuple[Path, ...]:
@@ -40,14 +39,14 @@ def find_bags(directories: Sequence[Path]) -> tuple[Path, ...]:
     return tuple(bags)
 
 
-def bag_source(bags: Sequence[Path], seed: int) -> Iterator[Frame]:
+def bag_source(bags: Sequence[Path], seed: int) -> Iterator[Observation]:
     """Every image of every bag with the instruction in force, bags in a random order that the seed fixes."""
     for i in np.random.default_rng(seed).permutation(len(bags)):
         with open_bag(bags[i]) as bag:
             topics = choose_topics(bag, TopicChoice())
             for frame in bag_frames(bag, topics):
                 if frame.instruction:
-                    yield rgb_from_message(frame.image.message()), frame.instruction
+                    yield Observation(rgb_from_message(frame.image.message()), frame.instruction, frame.index + 1)
             bag.warn_of_damage()
 
 
@@ -58,8 +57,8 @@ def simulation_source(
     world: str = TABLE,
     tasks: Sequence[str] = (),
     engine: EngineSettings | None = None,
-) -> Iterator[Frame]:
-    """The camera's images while the policy drives a simulated arm by its own choices, task after task, without end.
+) -> Iterator[Observation]:
+    """What the policy sees while the policy drives a simulated arm by its own choices, task after task, without end.
 
     Args:
         first_seed: of the first episode's start; the others follow.
@@ -68,13 +67,13 @@ def simulation_source(
         engine: settings of which prompt and text lengths are taken.
     """
     names = tasks_of(world, tasks)
-    seen: list[Frame] = []
+    seen: list[Observation] = []
     rollout = Rollout(
         Engine(policy, _lossless(policy, engine or EngineSettings())),
         make_robot(world),
         Clock.LOCKSTEP,
         tick_time(None),
-        on_look=lambda observation: seen.append((observation.image, observation.instruction)),
+        on_look=seen.append,
     )
     for episode in count():
         rollout.run(names[episode % len(names)], first_seed + episode)
@@ -92,7 +91,7 @@ def _lossless(policy: Target, engine: EngineSettings) -> EngineSettings:
     return replace(engine, mode="spec", draft=drafts, acceptance=AcceptanceSettings())
 
 
-def require_frames(source: Iterator[Frame]) -> Iterator[Frame]:
+def require_frames(source: Iterator[Observation]) -> Iterator[Observation]:
     """The same frames; a source without one is refused."""
     first = next(source, None)
     if first is None:

@@ -15,7 +15,7 @@ from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import DecodeTally
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.frame_sources import Frame, simulation_source
+from specvla_ros.evaluation.frame_sources import simulation_source
 from specvla_ros.evaluation.report.sweep import write_sweep_report
 from specvla_ros.evaluation.run_directory import REPORT_FILE, RunDirectory
 from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, policy_of, read_episodes, simulate
@@ -53,7 +53,7 @@ class FrameRun:
 def run_side_by_side(
     policy: Target,
     settings: Mapping[str, EngineSettings],
-    frames: Sequence[Frame],
+    frames: Sequence[Observation],
     *,
     rounds: int = 3,
     pace: TickTime | None = None,
@@ -81,10 +81,10 @@ def run_side_by_side(
         for engine in engines.values():
             engine.reset()
         epoch, previous = again * len(frames) + 1, ""
-        for number, (image, instruction) in enumerate(frames):
-            epoch += instruction != previous
-            previous = instruction
-            observation = Observation(image, instruction, stamp_ns=number + 1, epoch=epoch)
+        for number, frame in enumerate(frames):
+            epoch += frame.instruction != previous
+            previous = frame.instruction
+            observation = replace(frame, stamp_ns=number + 1, epoch=epoch)
             for name, engine in engines.items():
                 outcome, seconds = _decode(engine, observation, pace)
                 runs[name].seconds.append(seconds)

@@ -58,8 +58,9 @@ class ModelCost:
     pair_operations: int  # operations of attention for one pair of query and key, all layers and heads
     draft_values: int  # weights of an EAGLE head for this decoder: its fusion and its one layer
     draft_kv_values: int  # keys and values of one token in that layer
-    prompt_rows: int  # rows of a prompt: the image's patches and about 34 text tokens
+    prompt_rows: int  # rows of a prompt: the images' patches, a state's tokens and about 34 text tokens
     action_tokens: int  # tokens of an answer
+    pictures: int = 1  # of a prompt, one of each camera
 
     def memory_bytes(self, weights: WeightFormat, dtype_bytes: int, *, draft: bool) -> float:
         """Memory of all weights, with or without the draft head's [bytes]."""
@@ -85,11 +86,12 @@ def model_cost(config: OpenVLAConfig) -> ModelCost:
         vision_layers=sum(tower.depth - 1 for tower in config.towers),
         vision_operations=sum(_tower_operations(tower) for tower in config.towers)
         + 2 * projector * config.image_tokens,
+        pictures=len(config.cameras),
         kv_values=llama.num_hidden_layers * kv_values,
         pair_operations=llama.num_hidden_layers * 4 * llama.num_attention_heads * llama.head_dim,
         draft_values=2 * llama.hidden_size**2 + layer,
         draft_kv_values=kv_values,
-        prompt_rows=config.image_tokens + _TEXT_TOKENS,
+        prompt_rows=len(config.cameras) * config.image_tokens + config.state_dims + _TEXT_TOKENS,
         action_tokens=_action_tokens(config.norm_stats),
     )
 
@@ -194,9 +196,9 @@ def forward_parts(forward: Forward, model: ModelCost, weights: WeightFormat, dty
 
 
 def vision_part(model: ModelCost, dtype_bytes: int) -> Part:
-    """Towers and projector, over one image."""
-    read = float(model.vision_values * dtype_bytes)
-    return Part("vision", read, model.vision_operations, model.prompt_rows, layers=model.vision_layers)
+    """Towers and projector, over the pictures of one prompt, one after the other."""
+    read, n = float(model.vision_values * dtype_bytes), model.pictures
+    return Part("vision", n * read, n * model.vision_operations, model.prompt_rows, layers=n * model.vision_layers)
 
 
 def _attention_operations(forward: Forward, model: ModelCost) -> float:

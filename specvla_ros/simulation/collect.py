@@ -58,6 +58,7 @@ class Demonstration:
     directory: Path
     noise: float
     policy: Path | None = None  # that acts; None: the expert
+    all_sensors: bool = False  # its further cameras and its state too
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def collect(
     noise: float = 1.0,
     policy: Path | None = None,
     first_seed: int = DEMONSTRATION_FIRST_SEED,
+    all_sensors: bool = False,
     workers: int = 0,
     ray: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
@@ -92,6 +94,7 @@ def collect(
         noise: 0 none, 1 as the shipped policy was trained with.
         policy: checkpoint that acts while the expert labels; None: the expert acts.
         first_seed: of the layouts.
+        all_sensors: the robot's further cameras and its state are recorded too.
         workers: processes; 0: this one.
         ray: on a Ray cluster.
         on_progress: called with the episodes done and wanted.
@@ -101,7 +104,15 @@ def collect(
         choose_arm(robot).model()  # a missing package is said here, and not by a worker
     # One robot after the other: a process keeps the one that it made last.
     wanted = [
-        Demonstration(robot, task.name, first_seed + i, out / bag_name(robot, task.name, first_seed + i), noise, policy)
+        Demonstration(
+            robot=robot,
+            task=task.name,
+            seed=first_seed + i,
+            directory=out / bag_name(robot, task.name, first_seed + i),
+            noise=noise,
+            policy=policy,
+            all_sensors=all_sensors,
+        )
         for robot in robots
         for i in range(episodes)
         for task in chosen
@@ -132,6 +143,8 @@ def demonstrate_and_record(job: Demonstration) -> bool:
     rng = np.random.default_rng([job.seed, sum(map(ord, job.task))])
     robot.reset(job.task, job.seed)
     images: list[np.ndarray] = []
+    further: dict[str, list[np.ndarray]] = {camera: [] for camera in robot.cameras[1:] if job.all_sensors}
+    states: list[np.ndarray] = []
     actions: list[np.ndarray] = []
     others: dict[str, list[np.ndarray]] = {task.name: [] for task in TASKS if task.name != job.task}
     times_s: list[float] = []
@@ -150,9 +163,12 @@ def demonstrate_and_record(job: Demonstration) -> bool:
                 if task.name in others:
                     others[task.name].append(demonstrate(task, state))
             images.append(robot.look())
+            for camera, seen in further.items():
+                seen.append(robot.look(camera))
+            states.append(robot.feel())
             actions.append(action)
             times_s.append(passed * robot.control_dt)
-            done, lasting = actor.act(action, lies=_lies(state, robot.task), image=images[-1], passed=passed)
+            done, lasting = actor.act(action, lies=_lies(state, robot.task), robot=robot, passed=passed)
             robot.take(done)
             for _ in range(lasting):
                 robot.advance()
@@ -162,7 +178,10 @@ def demonstrate_and_record(job: Demonstration) -> bool:
         return False
     try:
         hindsight = {task.name: Hindsight(task.instruction, others[task.name]) for task in TASKS if task.name in others}
-        record = DemonstrationRecord(images, actions, robot.instruction, times_s, hindsight)
+        names = robot.state_names if job.all_sensors else ()
+        record = DemonstrationRecord(
+            images, actions, robot.instruction, times_s, hindsight, cameras=further, state_names=names, states=states
+        )
         write_demonstration(job.directory, record)
     except OSError as error:
         full = error.errno == errno.ENOSPC
@@ -223,19 +242,18 @@ class _PolicyInTurn:
 
     def __init__(self, rng: np.random.Generator, job: Demonstration, per_action: int) -> None:
         assert job.policy is not None
-        (self._task,) = choose_tasks([job.task])
         self._rng, self._expert = rng, _Disturbed(rng, job.noise, per_action)
-        self._engine = _engine(job.policy, os.getpid())
+        self._engine = _engine(job.policy, _robot(job.robot, os.getpid()), os.getpid())
         self._engine.reset()
         self._turn_ends, self._policy_acts = 0, False
 
-    def act(self, action: np.ndarray, *, lies: bool, image: np.ndarray, passed: int) -> tuple[np.ndarray, int]:
+    def act(self, action: np.ndarray, *, lies: bool, robot: TableRobot, passed: int) -> tuple[np.ndarray, int]:
         """What is done, float64 [7], and for how many steps.
 
         Args:
             action: the expert's.
             lies: whether the cube lies on the table.
-            image: that the policy sees.
+            robot: that the policy looks from.
             passed: steps of the episode so far.
         """
         if passed >= self._turn_ends:
@@ -243,7 +261,7 @@ class _PolicyInTurn:
             self._policy_acts = bool(self._rng.random() < _POLICY_SHARE)
         if not self._policy_acts:
             return self._expert.act(action, lies=lies)
-        return _decided(self._engine, image, self._task.instruction, stamp_ns=passed + 1), 1
+        return _decided(self._engine, robot, stamp_ns=passed + 1), 1
 
 
 def _lies(state: WorldState, task: Task) -> bool:
@@ -255,22 +273,25 @@ def bag_name(robot: str, task: str, seed: int) -> str:
     return ("" if robot == TABLE_ARM.name else f"{robot}-") + f"{task}-{seed:07d}"
 
 
-def _decided(engine: "Engine", image: np.ndarray, instruction: str, *, stamp_ns: int) -> np.ndarray:
+def _decided(engine: "Engine", robot: TableRobot, *, stamp_ns: int) -> np.ndarray:
     """What a policy does, float64 [7]; it stands still where it has no answer."""
     from specvla_ros.engine.outcome import Action
-    from specvla_ros.models.observation import Observation
+    from specvla_ros.simulation.rollout import observe
 
-    outcome = engine.act(Observation(image, instruction, stamp_ns=stamp_ns))
+    outcome = engine.act(observe(robot, engine.target, robot.instruction, stamp_ns))
     return outcome.values if isinstance(outcome, Action) else np.array([0.0] * 6 + [1.0])
 
 
 @lru_cache(maxsize=1)
-def _engine(policy: Path, process: int) -> "Engine":
+def _engine(policy: Path, robot: TableRobot, process: int) -> "Engine":
     from specvla_ros.engine.engine import Engine
     from specvla_ros.engine.settings import EngineSettings
     from specvla_ros.models.checkpoint import load_target
+    from specvla_ros.simulation.rollout import check_senses
 
-    return Engine(load_target(policy, device="cpu"), EngineSettings())
+    engine = Engine(load_target(policy, device="cpu"), EngineSettings())
+    check_senses(engine.target, robot)
+    return engine
 
 
 @lru_cache(maxsize=1)

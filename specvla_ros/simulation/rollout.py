@@ -133,7 +133,7 @@ class Rollout:
         on_look: Callable[[Observation], None] | None = None,
         time_limit: float = 1.0,
     ) -> None:
-        _check_senses(engine.target, robot)
+        check_senses(engine.target, robot)
         self._engine = engine
         self._robot = robot
         self._step = self._lockstep if clock is Clock.LOCKSTEP else self._realtime
@@ -213,13 +213,8 @@ class Rollout:
 
     def _observe(self, episode: _Episode) -> Observation:
         episode.pictured = episode.passed
-        robot, target = self._robot, self._engine.target
-        observation = Observation(
-            images={name: robot.look(camera) for name, camera in zip(target.cameras, robot.cameras, strict=False)},
-            instruction=episode.instruction,
-            stamp_ns=_START_NS + round(episode.passed * robot.control_dt * 1e9),
-            state=robot.feel() if target.state_dims else None,
-        )
+        stamp_ns = _START_NS + round(episode.passed * self._robot.control_dt * 1e9)
+        observation = observe(self._robot, self._engine.target, episode.instruction, stamp_ns)
         if self._on_look is not None:
             self._on_look(observation)
         return observation
@@ -249,8 +244,22 @@ class Rollout:
                 self._on_step()
 
 
-def _check_senses(policy: Target, robot: SimulatedRobot) -> None:
-    """Refuses a policy that is asked with more than the robot has."""
+def observe(robot: SimulatedRobot, policy: Target, instruction: str, stamp_ns: int) -> Observation:
+    """What the policy is asked with: a picture of as many cameras as it has, in the robot's order, and the state."""
+    return Observation(
+        images={name: robot.look(camera) for name, camera in zip(policy.cameras, robot.cameras, strict=False)},
+        instruction=instruction,
+        stamp_ns=stamp_ns,
+        state=robot.feel() if policy.state_dims else None,
+    )
+
+
+def check_senses(policy: Target, robot: SimulatedRobot) -> None:
+    """Refuses a policy that is asked with more than the robot has.
+
+    Raises:
+        UserError: it has fewer cameras, or a state of another length.
+    """
     if not policy.cameras or len(policy.cameras) > len(robot.cameras):
         raise UserError(
             f"{policy.directory} is asked with images of {len(policy.cameras)} cameras ({', '.join(policy.cameras)}), "

@@ -17,11 +17,11 @@ from specvla_ros.models.openvla.model import OpenVLA
 def action_logits(model: OpenVLA, pixels: Tensor, prompt_ids: Tensor, lengths: Tensor, answers: Tensor) -> Tensor:
     """Logits of every action token, each after the true tokens before it (teacher forcing).
 
-    All instructions of an image share its rows: a sequence is BOS, the image, then one branch per instruction that sees
-    those rows and itself. Each branch gives what a sequence of its own would.
+    All instructions of a step share its images' rows: a sequence is BOS, the images, then one branch per instruction
+    that sees those rows and itself. Each branch gives what a sequence of its own would.
 
     Args:
-        pixels: [batch, 3 * towers, size, size], normalised.
+        pixels: [batch, cameras, 3 * towers, size, size], normalised.
         prompt_ids: int64 [batch, asked, n], BOS first, padded on the right.
         lengths: int64 [batch, asked], ids of each prompt that are not padding.
         answers: int64 [batch, asked, action_dim], the action tokens, or answers of different lengths; what is below 0
@@ -31,7 +31,7 @@ def action_logits(model: OpenVLA, pixels: Tensor, prompt_ids: Tensor, lengths: T
         [batch, asked, action_dim, vocab].
     """
     batch, asked, dim = answers.shape
-    image = image_embeddings(model, pixels)
+    image = image_embeddings(model, pixels.flatten(0, 1)).unflatten(0, (batch, -1)).flatten(1, 2)
     prefix = 1 + image.shape[1]
     # The answer follows its prompt at once; padding comes after both, where causal attention hides it. The last token
     # of the answer predicts nothing.

@@ -3,13 +3,15 @@
 
 import hashlib
 import json
+import logging
 import multiprocessing
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +24,10 @@ from specvla_ros.bags.demonstrations import (
     HINDSIGHT_ACTION_TOPIC,
     HINDSIGHT_INSTRUCTION_TOPIC,
 )
-from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
+from specvla_ros.bags.frames import STATE, BagFrame, TopicChoice, bag_frames, choose_topics
 from specvla_ros.bags.image_message import rgb_from_message
 from specvla_ros.bags.reader import Bag, open_bag
+from specvla_ros.bags.state_message import read_state
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.codecs.codec import Codec
@@ -34,7 +37,7 @@ from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.training.trainer import write_json
 
 PADDING = -100  # behind answers; PyTorch's cross-entropy leaves it out
-_VERSION = 2
+_VERSION = 3
 # Of an action's usual range, as digits are taught it; a millimetre at the table. What is finer in demonstrations is how
 # the arm happened to follow, and a policy can only learn it by heart.
 _DIGIT_STEPS = 100
@@ -42,15 +45,39 @@ _MANY_BAGS = 64
 _VALIDATION_SHARE = 20  # one episode in so many
 
 
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sensors:
+    """What is read of bags beside the first camera's images.
+
+    Args:
+        cameras: image topics of further cameras, by the policy's names for them, in its order.
+        state_topic: JointState; empty: no state.
+        state_names: the state's numbers in the policy's order; empty: the message's own.
+    """
+
+    cameras: Mapping[str, str] = field(default_factory=dict)
+    state_topic: str = ""
+    state_names: tuple[str, ...] = ()
+
+    @property
+    def topics(self) -> TopicChoice:
+        """Of a bag."""
+        return TopicChoice(cameras=self.cameras, state_topic=self.state_topic or None)
+
+
 @dataclass(frozen=True)
 class DemonstrationSet:
     """All steps of all demonstrations.
 
-    A step is one picture with one action for each instruction that is known for it: that of its episode, and those of
-    the bag's hindsight topics. All steps have the same number of instructions.
+    A step is one picture of each camera with one action for each instruction that is known for it: that of its
+    episode, and those of the bag's hindsight topics. All steps have the same number of instructions.
     """
 
-    images: np.ndarray  # uint8 [steps, size, size, 3], mapped from a file
+    images: np.ndarray  # uint8 [steps, cameras, size, size, 3], mapped from a file
+    states: np.ndarray  # float64 [steps, state_dims]
     actions: np.ndarray  # float64 [steps, asked, action_dim], in the robot's units
     instruction_of: np.ndarray  # int64 [steps, asked], index into `instructions`
     episode_of: np.ndarray  # int64 [steps], counts the bags
@@ -64,26 +91,32 @@ class DemonstrationSet:
 
 
 def load_demonstrations(
-    bags: Sequence[Path], cache: Path, size: int, on_progress: Callable[[int, int], None] | None = None
+    bags: Sequence[Path],
+    cache: Path,
+    size: int,
+    sensors: Sensors,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> DemonstrationSet:
     """Reads bags into `cache`, or maps what is there from an earlier call with the same bags.
 
     Args:
         bags: bags with images, an instruction, and a recorded action of seven values per image.
         size: side of the images in pixels; they are squeezed as OpenVLA's image processor does it (bicubic, on bytes).
+        sensors: what is read beside the first camera's images.
         on_progress: called with bags read and their number.
 
     Raises:
-        UserError: a bag lacks actions, or they are not seven finite numbers.
+        UserError: a bag lacks actions, or they are not seven finite numbers; or it has no such camera or state.
     """
     names = "\n".join(f"{bag.resolve()} {(bag / 'metadata.yaml').stat().st_mtime_ns}" for bag in bags)
-    fingerprint = hashlib.sha256(f"{_VERSION} {size}\n{names}".encode()).hexdigest()
+    fingerprint = hashlib.sha256(f"{_VERSION} {size} {sensors}\n{names}".encode()).hexdigest()
     index = cache / "index.json"
     if not index.exists() or json.loads(index.read_text())["fingerprint"] != fingerprint:
-        _fill(bags, cache, size, fingerprint, on_progress)
+        _fill(bags, cache, size, sensors, fingerprint, on_progress)
     described = json.loads(index.read_text())
     return DemonstrationSet(
         images=np.load(cache / "images.npy", mmap_mode="r"),
+        states=np.load(cache / "states.npy"),
         actions=np.load(cache / "actions.npy"),
         instruction_of=np.load(cache / "instruction_of.npy"),
         episode_of=np.load(cache / "episode_of.npy"),
@@ -97,29 +130,45 @@ class _Steps:
     """One bag's steps; see DemonstrationSet."""
 
     images: np.ndarray
+    states: np.ndarray
     actions: np.ndarray
     texts: tuple[tuple[str, ...], ...]
     time_ns: tuple[int, ...]
+    left_out: str = ""  # what is missing of images that are no steps, and of how many
 
 
 def _fill(
-    bags: Sequence[Path], cache: Path, size: int, fingerprint: str, on_progress: Callable[[int, int], None] | None
+    bags: Sequence[Path],
+    cache: Path,
+    size: int,
+    sensors: Sensors,
+    fingerprint: str,
+    on_progress: Callable[[int, int], None] | None,
 ) -> None:
     shutil.rmtree(cache, ignore_errors=True)
     cache.mkdir(parents=True)
     actions: list[np.ndarray] = []
+    states: list[np.ndarray] = []
     texts: list[tuple[str, ...]] = []
     episodes: list[int] = []
     times: list[int] = []
     with (cache / "images.raw").open("wb") as images:
-        for episode, (bag, steps) in enumerate(zip(bags, _read(bags, size), strict=True)):
+        for episode, (bag, steps) in enumerate(zip(bags, _read(bags, size, sensors), strict=True)):
+            if steps.left_out:
+                _log.warning("bag %s: %s", bag, steps.left_out)
             if any(len(asked) != len((texts or steps.texts)[0]) for asked in steps.texts):
                 raise UserError(
                     f"bag {bag} has {len(steps.texts[0])} instructions per image, the bags before it {len(texts[0])}: "
                     "train on bags of one kind"
                 )
+            if states and len(steps.states) and steps.states.shape[1] != len(states[0]):
+                raise UserError(
+                    f"bag {bag}: a state on {sensors.state_topic} of {steps.states.shape[1]} numbers, in the bags "
+                    f"before it {len(states[0])}: name those to read with --state-names"
+                )
             images.write(steps.images.tobytes())
             actions += list(steps.actions)
+            states += list(steps.states)
             texts += steps.texts
             episodes += [episode] * len(steps.texts)
             times += steps.time_ns
@@ -129,11 +178,13 @@ def _fill(
         raise UserError(f"the {len(bags)} bags hold no image with an instruction and a recorded action")
     raw = cache / "images.raw"
     # NumPy's header before the pixels, so that they can be mapped.
-    np.save(cache / "images.npy", np.memmap(raw, dtype=np.uint8, mode="r", shape=(len(actions), size, size, 3)))
+    shape = (len(actions), 1 + len(sensors.cameras), size, size, 3)
+    np.save(cache / "images.npy", np.memmap(raw, dtype=np.uint8, mode="r", shape=shape))
     raw.unlink()
     instructions = sorted({text for asked in texts for text in asked})
     index_of = {text: index for index, text in enumerate(instructions)}
     np.save(cache / "actions.npy", np.array(actions))
+    np.save(cache / "states.npy", np.array(states))
     np.save(cache / "instruction_of.npy", np.array([[index_of[text] for text in asked] for asked in texts]))
     np.save(cache / "episode_of.npy", np.array(episodes, dtype=np.int64))
     np.save(cache / "time_ns.npy", np.array(times, dtype=np.int64))
@@ -141,39 +192,63 @@ def _fill(
     write_json(cache / "index.json", described)
 
 
-def _read(bags: Sequence[Path], size: int) -> Iterator[_Steps]:
+def _read(bags: Sequence[Path], size: int, sensors: Sensors) -> Iterator[_Steps]:
     """The bags in their order, read on all cores where there are many."""
     if len(bags) < _MANY_BAGS:
-        yield from (_read_bag(bag, size) for bag in bags)
+        yield from (_read_bag(bag, size, sensors) for bag in bags)
         return
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(_read_bag, bags, [size] * len(bags), chunksize=16)
+        yield from pool.map(_read_bag, bags, [size] * len(bags), [sensors] * len(bags), chunksize=16)
 
 
-def _read_bag(bag: Path, size: int) -> _Steps:
-    images: list[np.ndarray] = []
+def _read_bag(bag: Path, size: int, sensors: Sensors) -> _Steps:
+    images: list[list[np.ndarray]] = []
+    states: list[np.ndarray] = []
+    missing: list[str] = []
     actions: list[np.ndarray] = []
     texts: list[tuple[str, ...]] = []
     times: list[int] = []
     with open_bag(bag) as reader:
-        topics = choose_topics(reader, TopicChoice())
+        topics = choose_topics(reader, sensors.topics)
         if topics.action is None:
             raise UserError(f"bag {bag} has no recorded actions on {ACTION_TOPIC}: nothing to learn from")
         hindsight = _hindsight(reader)
         for frame in bag_frames(reader, topics):
+            if frame.missing:
+                missing.append(frame.missing)
+                continue
             others = [answers.get(frame.image.time_ns) for answers in hindsight.values()]
             if frame.recorded is None or not frame.instruction or any(other is None for other in others):
                 continue
             answers = [frame.recorded, *(other for other in others if other is not None)]
             if any(len(answer) != 7 for answer in answers) or not np.isfinite(answers).all():
                 raise UserError(f"bag {bag}, image {frame.index}: the recorded action must be 7 finite numbers")
-            image = Image.fromarray(rgb_from_message(frame.image.message()))
-            images.append(np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)))
+            seen = [frame.image, *(frame.others[name] for name in sensors.cameras)]
+            images.append([_squeezed(message.message(), size) for message in seen])
+            states.append(_state(bag, frame, sensors))
             actions.append(np.array(answers))
             texts.append((normalise_instruction(frame.instruction), *hindsight))
             times.append(frame.image.time_ns)
         reader.warn_of_damage()
-    return _Steps(np.array(images, dtype=np.uint8), np.array(actions), tuple(texts), tuple(times))
+    left_out = f"{len(missing)} images are left out, the first as {missing[0]}" if missing else ""
+    return _Steps(np.array(images, np.uint8), np.array(states), np.array(actions), tuple(texts), tuple(times), left_out)
+
+
+def _squeezed(message: Any, size: int) -> np.ndarray:
+    """An image message as uint8 [size, size, 3]."""
+    image = Image.fromarray(rgb_from_message(message))
+    return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC))
+
+
+def _state(bag: Path, frame: BagFrame, sensors: Sensors) -> np.ndarray:
+    """The robot's state at a frame, float64 [state_dims]; empty where none is read."""
+    if not sensors.state_topic:
+        return np.empty(0)
+    message = frame.others[STATE].message()
+    try:
+        return read_state(message, sensors.state_names, len(sensors.state_names or message.position))
+    except UserError as error:
+        raise UserError(f"bag {bag}, image {frame.index}: its state cannot be read: {error}") from None
 
 
 def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:
@@ -194,11 +269,17 @@ def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:
     return {texts[name]: actions[found[name]] for name in sorted(texts)}
 
 
-def action_statistics(actions: np.ndarray) -> dict[str, object]:
+def action_statistics(actions: np.ndarray) -> dict[str, Any]:
     """The action statistics of OpenVLA's config.json, of float64 [..., 7]: 1st and 99th percentile, gripper kept."""
     low, high = np.quantile(actions.reshape(-1, actions.shape[-1]), (0.01, 0.99), axis=0)
     low[-1], high[-1] = 0.0, 1.0
     return {"action": {"q01": low.tolist(), "q99": high.tolist(), "mask": [True] * (len(low) - 1) + [False]}}
+
+
+def state_statistics(states: np.ndarray) -> dict[str, Any]:
+    """Those of the robot's state, float64 [steps, dims], under the name that OpenVLA-OFT gives them."""
+    low, high = np.quantile(states, (0.01, 0.99), axis=0)
+    return {"proprio": {"q01": low.tolist(), "q99": high.tolist(), "mask": [True] * len(low)}}
 
 
 _BRIGHTNESS = 0.1
@@ -209,7 +290,7 @@ _TINT = 0.05
 class Batch:
     """Some steps of demonstrations, each with every instruction that is known for it."""
 
-    pixels: Tensor  # float32 [batch, 3 * towers, size, size], normalised
+    pixels: Tensor  # float32 [batch, cameras, 3 * towers, size, size], normalised
     prompt_ids: Tensor  # int64 [batch, asked, n], padded on the right
     lengths: Tensor  # int64 [batch, asked], ids that are not padding
     answers: Tensor  # int64 [batch, asked, n], the tokens of each answer; PADDING behind shorter ones
@@ -231,6 +312,7 @@ class Batches:
         self._prompts = torch.zeros(len(prompts), int(self._lengths.max()), dtype=torch.int64)
         for row, ids in zip(self._prompts, prompts, strict=True):
             row[: len(ids)] = torch.tensor(ids)
+        self._states = torch.from_numpy(policy.state.ids(data.states)) if policy.state is not None else None
         if isinstance(policy.codec, BinsCodec):
             normalised = policy.statistics.normalise(data.actions)
             self._answers = torch.from_numpy(policy.action_tokenizer.encode(normalised))
@@ -250,14 +332,20 @@ class Batches:
         """
         order = np.argsort(steps)  # the file is read from front to back
         steps = steps[order]
-        pixels = torch.from_numpy(self._images[steps]).permute(0, 3, 1, 2).float().div_(255.0)
+        pixels = torch.from_numpy(self._images[steps]).permute(0, 1, 4, 2, 3).float().div_(255.0)
         if augment is not None:
-            gain = augment.uniform(1 - _BRIGHTNESS, 1 + _BRIGHTNESS, (len(steps), 1, 1, 1))
-            tint = augment.uniform(-_TINT, _TINT, (len(steps), 3, 1, 1))
+            cameras = pixels.shape[1]
+            gain = augment.uniform(1 - _BRIGHTNESS, 1 + _BRIGHTNESS, (len(steps), cameras, 1, 1, 1))
+            tint = augment.uniform(-_TINT, _TINT, (len(steps), cameras, 3, 1, 1))
             pixels.mul_(torch.from_numpy(gain)).add_(torch.from_numpy(tint)).clamp_(0.0, 1.0)
-        pixels = (pixels.repeat(1, self._towers, 1, 1) - self._mean) / self._std
-        asked = torch.from_numpy(self._instruction_of[steps])
-        return Batch(pixels, self._prompts[asked], self._lengths[asked], self._answers[torch.from_numpy(steps)])
+        pixels = (pixels.repeat(1, 1, self._towers, 1, 1) - self._mean) / self._std
+        asked, rows = torch.from_numpy(self._instruction_of[steps]), torch.from_numpy(steps)
+        prompts, lengths = self._prompts[asked], self._lengths[asked]
+        if self._states is not None:
+            states = self._states[rows][:, None].expand(-1, asked.shape[1], -1)
+            prompts = torch.cat((prompts[..., :1], states, prompts[..., 1:]), dim=-1)
+            lengths = lengths + states.shape[-1]
+        return Batch(pixels, prompts, lengths, self._answers[rows])
 
 
 def action_chunks(

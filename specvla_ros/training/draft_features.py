@@ -17,7 +17,6 @@ from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.frame_sources import Frame
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.accept import greedy_choice
@@ -40,7 +39,7 @@ class Sample:
 
 
 @torch.inference_mode()
-def answer(policy: OpenVLATarget, frames: Sequence[Frame], max_text: int = 0) -> list[Sample]:
+def answer(policy: OpenVLATarget, frames: Sequence[Observation], max_text: int = 0) -> list[Sample]:
     """Has the target answer, greedily, with all frames in one packed forward per token.
 
     Frames that it answers with anything but an action are left out.
@@ -48,9 +47,7 @@ def answer(policy: OpenVLATarget, frames: Sequence[Frame], max_text: int = 0) ->
     Args:
         max_text: tokens of text at most before its actions.
     """
-    prompts = [
-        policy.prompt_embeddings(Observation(image, asked, 1), policy.prompt_ids(asked)) for image, asked in frames
-    ]
+    prompts = [policy.prompt_embeddings(frame, policy.prompt_layout(frame).ids) for frame in frames]
     decoder, codec = policy.decoder, policy.codec.with_text(max_text)
     cache = new_cache(decoder, slots=len(prompts), slot_rows=max(map(len, prompts)) + codec.max_tokens)
     result = packed_forward(decoder, [Segment(slot, 0, prompt) for slot, prompt in enumerate(prompts)], cache)
@@ -101,7 +98,7 @@ class FeatureStore:
     def fill(
         self,
         policy: OpenVLATarget,
-        frames: Iterable[Frame],
+        frames: Iterable[Observation],
         *,
         max_text: int,
         limit_bytes: float,

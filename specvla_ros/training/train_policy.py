@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Behaviour cloning of a small policy."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec, select_st
 from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER
 from specvla_ros.models.codecs.fast_tokenizer import fit_fast_tokenizer
 from specvla_ros.models.config import read_checkpoint_json
+from specvla_ros.models.observation import ONLY_CAMERA
 from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.weights import save_weights
@@ -30,10 +32,12 @@ from specvla_ros.training.dataset import (
     Batch,
     Batches,
     DemonstrationSet,
+    Sensors,
     action_chunks,
     action_statistics,
     load_demonstrations,
     shuffled,
+    state_statistics,
 )
 from specvla_ros.training.nano import END_ID, NanoShape, write_nano
 from specvla_ros.training.trainer import (
@@ -100,6 +104,7 @@ class PolicyTraining:
     init: str = ""  # checkpoint whose weights, words and action statistics to begin with; empty: random weights
     codec: str = "bins"  # how it writes its actions: `bins` (one action), `digits` or `fast` (chunks)
     horizon: int = 8  # actions of a chunk
+    sensors: Sensors = field(default_factory=Sensors)  # what it reads beside the first camera's images
     shape: NanoShape = field(default_factory=NanoShape)
 
     def __post_init__(self) -> None:
@@ -146,6 +151,7 @@ def train_policy(
             bags,
             out / STATE_DIRECTORY / "demonstrations",
             read_config(Path(training.init)).towers[0].image_size if training.init else training.shape.image_size,
+            training.sensors,
             on_reading if accelerator.is_main_process else None,
         )
     episodes = int(demonstrations.episode_of.max()) + 1
@@ -154,7 +160,8 @@ def train_policy(
             f"{len(demonstrations.images)} steps in {episodes} episodes are too few to train on and to "
             "validate with: at least 20 episodes are needed; `specvla collect` records more"
         )
-    described = asdict(training) | {"demonstration_steps": len(demonstrations.images), "episodes": episodes}
+    settings = json.loads(json.dumps(asdict(training)))  # as they are read again
+    described = settings | {"demonstration_steps": len(demonstrations.images), "episodes": episodes}
     begin_or_resume(accelerator, out, described, lambda: _write_untrained(out, demonstrations, training))
     return Trainer(accelerator, _PolicyTask(accelerator, demonstrations, out, training), out).run(on_progress)
 
@@ -167,8 +174,23 @@ def _write_untrained(out: Path, data: DemonstrationSet, training: PolicyTraining
     else:
         norm_stats = {training.unnorm_key: action_statistics(data.actions)}
         write_nano(out, training.shape, data.instructions, norm_stats, seed=training.seed)
+    if training.sensors != Sensors():
+        _choose_sensors(out, data, training.sensors)
     if training.codec != "bins":
         _choose_codec(out, data, training)
+
+
+def _choose_sensors(out: Path, data: DemonstrationSet, sensors: Sensors) -> None:
+    """Makes an untrained checkpoint one of several cameras, or with a state."""
+    fields = read_checkpoint_json(out / "config.json")
+    cameras = [*dict.fromkeys((ONLY_CAMERA, *sensors.cameras))]
+    if len(cameras) != data.images.shape[1]:
+        raise UserError(f"a further camera cannot be called {ONLY_CAMERA}, which is the first one's name")
+    changed = fields.raw | {"cameras": cameras, "state_dims": data.states.shape[1]}
+    if data.states.shape[1]:
+        norm_stats = fields.inner("norm_stats").raw
+        changed["norm_stats"] = {key: of | state_statistics(data.states) for key, of in norm_stats.items()}
+    write_json(out / "config.json", changed)
 
 
 def _choose_codec(out: Path, data: DemonstrationSet, training: PolicyTraining) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,7 +35,11 @@ from specvla_ros.speculation.accept import AcceptReason, Verification
 from specvla_ros.speculation.registry import RULES
 
 FRAMES = [
-    (np.random.default_rng(seed).integers(0, 256, (224, 224, 3), dtype=np.uint8), TASKS[seed % len(TASKS)].instruction)
+    Observation(
+        np.random.default_rng(seed).integers(0, 256, (224, 224, 3), dtype=np.uint8),
+        TASKS[seed % len(TASKS)].instruction,
+        stamp_ns=1,
+    )
     for seed in (
         1,
         21,
@@ -60,8 +65,8 @@ def few_frames(tokens: dict[str, list[tuple[int, ...]]]) -> Any:
         policy, rows = policy_of(base), []
         for setting in settings:
             tally, engine = DecodeTally(), Engine(policy, setting.engine)
-            for stamp, (image, instruction) in enumerate(FRAMES, start=1):
-                action = engine.act(Observation(image, instruction, stamp))
+            for stamp, frame in enumerate(FRAMES, start=1):
+                action = engine.act(replace(frame, stamp_ns=stamp))
                 assert isinstance(action, Action), action
                 tally.add(action.record)
                 tokens.setdefault(setting.name, []).append(action.tokens)

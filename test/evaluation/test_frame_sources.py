@@ -25,6 +25,6 @@ def test_what_a_policy_does_is_decoded_without_loss(name: str, monkeypatch: pyte
     ours = list(islice(simulation_source(policy, 4000, engine=relaxed), 12))
     monkeypatch.setattr(frame_sources, "_lossless", lambda _, engine: replace(engine, mode="ar"))
     plain = islice(simulation_source(policy, 4000), 12)
-    for (image, instruction), (expected, asked) in zip(ours, plain, strict=True):
-        np.testing.assert_array_equal(image, expected)
-        assert instruction == asked
+    for frame, expected in zip(ours, plain, strict=True):
+        np.testing.assert_array_equal(frame.image, expected.image)
+        assert frame.instruction == expected.instruction

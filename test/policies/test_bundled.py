@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policies that come with the package, and how they are named."""
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import simulation_source
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.observation import Observation
 from specvla_ros.policies import bundled
 from specvla_ros.policies.bundled import DECODING_FILE, bundled_names, bundled_policy, find_policy, nano_policy
 
@@ -58,8 +58,8 @@ def test_a_bundled_policy_is_decoded_as_it_says_and_loses_nothing(name: str) -> 
     assert chosen.drafts and chosen.acceptance.rule == "strict"
     drafting, plain = Engine(policy, chosen), Engine(policy, EngineSettings())
     forwards = []
-    for stamp_ns, (image, instruction) in enumerate(islice(simulation_source(policy, 4000), 6), start=1):
-        seen = Observation(image, instruction, stamp_ns=stamp_ns * 10**8)
+    for stamp_ns, frame in enumerate(islice(simulation_source(policy, 4000), 6), start=1):
+        seen = replace(frame, stamp_ns=stamp_ns * 10**8)
         ours, theirs = drafting.act(seen), plain.act(seen)
         assert isinstance(ours, Action) and isinstance(theirs, Action)
         assert ours.tokens == theirs.tokens

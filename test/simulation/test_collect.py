@@ -20,7 +20,7 @@ from specvla_ros.simulation.collect import collect
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.tasks import DEMONSTRATION_FIRST_SEED, TASKS
-from specvla_ros.training.dataset import load_demonstrations
+from specvla_ros.training.dataset import Sensors, load_demonstrations
 
 pytestmark = needs_gl
 
@@ -92,9 +92,30 @@ def test_a_policy_that_acts_is_asked_with_every_picture(tmp_path):
     assert (times == 50_000_000).mean() > 0.3  # its turns
 
 
+def test_all_sensors_are_recorded_at_every_picture(tmp_path):
+    collect(tmp_path, tasks=["lift_red"], episodes=1, noise=0.0, all_sensors=True)
+    bag = tmp_path / f"lift_red-{DEMONSTRATION_FIRST_SEED}"
+    choice = TopicChoice(cameras={"wrist": "/wrist/image_raw"}, state_topic="/joint_states")
+    with open_bag(bag) as reader:
+        recorded = list(bag_frames(reader, choose_topics(reader, choice)))
+    assert len(recorded) == len(frames(bag)) and not any(frame.missing for frame in recorded)
+    robot = TableRobot()
+    robot.reset("lift_red", DEMONSTRATION_FIRST_SEED)
+    for frame, passed_ns in zip(recorded, np.diff([each.image.time_ns for each in recorded]), strict=False):
+        joints = frame.others["state"].message()
+        assert tuple(joints.name) == robot.state_names
+        np.testing.assert_allclose(joints.position, robot.feel())
+        wrist = rgb_from_compressed(frame.others["wrist"].message()).astype(int)
+        assert np.abs(wrist - robot.look("wrist")).mean() < 3 < np.abs(wrist - robot.look()).mean()
+        robot.take(np.array(frame.recorded))
+        for _ in range(round(passed_ns / 50e6)):
+            robot.advance()
+    robot.close()
+
+
 def test_every_picture_is_labelled_for_every_instruction(tmp_path):
     collect(tmp_path, tasks=["push_green"], episodes=1, noise=0.0)
-    data = load_demonstrations([tmp_path / f"push_green-{DEMONSTRATION_FIRST_SEED}"], tmp_path / "cache", 32)
+    data = load_demonstrations([tmp_path / f"push_green-{DEMONSTRATION_FIRST_SEED}"], tmp_path / "cache", 32, Sensors())
     assert data.instructions == tuple(sorted(task.instruction for task in TASKS))
     assert data.actions.shape[1:] == (len(TASKS), 7)
     robot = TableRobot(image_size=32)

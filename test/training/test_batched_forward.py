@@ -52,7 +52,7 @@ def test_every_branch_gives_the_logits_of_the_served_model(policy):
     lengths = torch.tensor([[len(prompt) for prompt in prompts]] * 3)
     first = policy.action_tokenizer.first_id
     answers = torch.from_numpy(rng.integers(first, first + 256, (3, 2, 7)))
-    pixels = torch.stack([policy.image_processor(image) for image in images]).double()
+    pixels = torch.stack([policy.image_processor(image) for image in images]).double()[:, None]
 
     trained = action_logits(policy.model, pixels, ids, lengths, answers)
 

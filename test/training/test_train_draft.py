@@ -27,7 +27,6 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.frame_sources import Frame
 from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
@@ -49,10 +48,10 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
     return load_openvla(directory, device="cpu")
 
 
-def frames(n: int) -> Iterator[Frame]:
+def frames(n: int) -> Iterator[Observation]:
     for i in range(n):
         image = np.random.default_rng(i).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-        yield image, f"put carrot {'on plate' if i % 3 else 'away'}"
+        yield Observation(image, f"put carrot {'on plate' if i % 3 else 'away'}", stamp_ns=i + 1)
 
 
 @pytest.fixture
@@ -64,8 +63,8 @@ def test_features_are_what_the_engine_decodes(policy: OpenVLATarget) -> None:
     wanted = list(frames(3))
     samples = answer(policy, wanted)
     assert len(samples) == 3
-    for (image, asked), sample in zip(wanted, samples, strict=True):
-        action = Engine(policy, EngineSettings()).act(Observation(image, asked, stamp_ns=1))
+    for frame, sample in zip(wanted, samples, strict=True):
+        action = Engine(policy, EngineSettings()).act(frame)
         assert isinstance(action, Action)
         assert tuple(sample.tokens.tolist()) == action.tokens
         behind = policy.decoder.embed_tokens(sample.tokens[:-1])
@@ -81,7 +80,7 @@ def test_answers_of_any_length_are_what_the_engine_decodes(tmp_path: Path) -> No
     target = replace(target, codec=AnyFast(**values))
     wanted = list(frames(40))
     samples, plain = answer(target, wanted), Engine(target, EngineSettings())
-    actions = [plain.act(Observation(image, asked, stamp_ns=i)) for i, (image, asked) in enumerate(wanted, 1)]
+    actions = [plain.act(frame) for frame in wanted]
     for sample, action in zip(samples, actions, strict=True):
         assert isinstance(action, Action)
         assert target.codec.action_tokens(sample.tokens.tolist()) == action.tokens
@@ -97,7 +96,7 @@ def test_answers_with_text_before_the_action_are_what_the_engine_decodes(tmp_pat
     write_random_checkpoint(tmp_path, seed=1, hidden_size=64, layers=2, text=1.2)
     writer, wanted = load_openvla(tmp_path, device="cpu"), list(frames(30))
     plain = Engine(writer, EngineSettings(max_reasoning_tokens=24))
-    outcomes = [plain.act(Observation(image, asked, stamp_ns=i)) for i, (image, asked) in enumerate(wanted, 1)]
+    outcomes = [plain.act(frame) for frame in wanted]
     actions = [each for each in outcomes if isinstance(each, Action)]
     samples = answer(writer, wanted, max_text=24)
     assert len(samples) == len(actions) and {len(each.text_tokens) > 0 for each in actions} == {True, False}
@@ -106,7 +105,7 @@ def test_answers_with_text_before_the_action_are_what_the_engine_decodes(tmp_pat
 
 
 def test_a_store_goes_on_behind_its_last_whole_shard(policy: OpenVLATarget, tmp_path: Path, small_shards: None) -> None:
-    def cut_short() -> Iterator[Frame]:
+    def cut_short() -> Iterator[Observation]:
         for i, frame in enumerate(frames(50)):
             if i == 40:
                 raise KeyboardInterrupt
@@ -172,8 +171,8 @@ def test_training_goes_on_where_it_stopped_and_teaches(
     load_draft_head(tmp_path / "again", policy.decoder)
     drafted = Engine(policy, EngineSettings("spec", draft=DraftSettings(head=str(tmp_path / "again"))))
     forwards = 0
-    for image, asked in frames(8):
-        action = drafted.act(Observation(image, asked, stamp_ns=drafted.mailbox.last_stamp_ns + 1))
+    for frame in frames(8):
+        action = drafted.act(frame)
         assert isinstance(action, Action)
         forwards += action.record.forwards
     assert forwards < 8 * 5, "the engine must reap what the validation promised"

@@ -21,7 +21,7 @@ from specvla_ros.evaluation.frame_sources import find_bags
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer
 from specvla_ros.speculation.settings import DraftSettings, adjusted
-from specvla_ros.training.dataset import action_chunks, action_statistics, load_demonstrations, shuffled
+from specvla_ros.training.dataset import Sensors, action_chunks, action_statistics, load_demonstrations, shuffled
 from specvla_ros.training.nano import NanoShape
 from specvla_ros.training.train_policy import PolicyTraining, action_loss, train_policy
 from specvla_ros.training.trainer import STATE_DIRECTORY
@@ -59,15 +59,15 @@ def training(**changes) -> PolicyTraining:
 
 
 def test_bags_become_arrays_once(bags, tmp_path):
-    data = load_demonstrations(find_bags([bags]), tmp_path / "cache", 28)
-    assert data.images.shape == (120, 28, 28, 3) and data.actions.shape == (120, 2, 7)
+    data = load_demonstrations(find_bags([bags]), tmp_path / "cache", 28, Sensors())
+    assert data.images.shape == (120, 1, 28, 28, 3) and data.actions.shape == (120, 2, 7)
     assert data.instructions == (LEFT, RIGHT)
     np.testing.assert_allclose(data.actions[:, 0, 0], -data.actions[:, 1, 0])
-    brightness = data.images.mean((1, 2, 3)) / 200
+    brightness = data.images.mean((1, 2, 3, 4)) / 200
     np.testing.assert_allclose(brightness, data.actions[:, 0, 0] / 0.05, atol=0.01)
     assert data.validation.sum() == 6 and data.validation[-1]
     stamp = (tmp_path / "cache" / "images.npy").stat().st_mtime_ns
-    load_demonstrations(find_bags([bags]), tmp_path / "cache", 28)
+    load_demonstrations(find_bags([bags]), tmp_path / "cache", 28, Sensors())
     assert (tmp_path / "cache" / "images.npy").stat().st_mtime_ns == stamp
 
 
@@ -83,6 +83,67 @@ def test_trained_policy_is_a_checkpoint_that_follows_image_and_instruction(bags,
         policy.prompt_ids("go up")
     assert policy.prompt_ids("Go  LEFT.") == policy.prompt_ids("go left")
     assert history[-1].accuracy[6] > 0.95  # the gripper hangs on the instruction alone
+
+
+BOTH = Sensors({"wrist": "/wrist/image_raw"}, "/joint_states", ("turn", "reach"))
+
+
+def write_bags_of_all_sensors(directory: Path, *, bags: int = 20, steps: int = 6) -> None:
+    """The wrist's picture says how far, and of the state the number `turn` in which direction."""
+    rng = np.random.default_rng(1)
+    for i in range(bags):
+        far, turn = rng.uniform(0.2, 1.0, steps), rng.choice((-1.0, 1.0), steps)
+        wrist = [np.full((40, 40, 3), round(200 * each), dtype=np.uint8) for each in far]
+        nothing = [np.zeros((40, 40, 3), np.uint8)] * steps
+        actions = [np.array([0.05 * a * b, 0.02, 0, 0, 0, 0, float(b > 0)]) for a, b in zip(far, turn, strict=True)]
+        states = [np.array([0.3, each]) for each in turn]
+        times = [0.2 * k for k in range(steps)]
+        names = ("reach", "turn")
+        record = DemonstrationRecord(nothing, actions, LEFT, times, {}, {"wrist": wrist}, names, states)
+        write_demonstration(directory / f"bag-{i:02d}", record)
+
+
+def test_a_policy_of_two_cameras_with_a_state_learns_from_both(tmp_path):
+    write_bags_of_all_sensors(tmp_path / "bags")
+    data = load_demonstrations(find_bags([tmp_path / "bags"]), tmp_path / "cache", 28, BOTH)
+    assert data.images.shape == (120, 2, 28, 28, 3) and data.states.shape == (120, 2)
+    np.testing.assert_array_equal(data.states[:, 0], np.sign(data.actions[:, 0, 0]))  # `turn` first
+    assert data.images[:, 0].max() == 0 < data.images[:, 1].min()
+
+    class Stop(Exception):
+        pass
+
+    def stop(progress):
+        if progress.step == 50:
+            raise Stop
+
+    settings = training(steps=250, sensors=BOTH)
+    with pytest.raises(Stop):
+        train_policy([tmp_path / "bags"], tmp_path / "policy", settings, on_progress=stop)
+    train_policy([tmp_path / "bags"], tmp_path / "policy", settings)
+    policy = load_openvla(tmp_path / "policy")
+    assert policy.cameras == ("image", "wrist") and policy.state_dims == 2
+    engine = Engine(policy, EngineSettings())
+    black = np.zeros((40, 40, 3), np.uint8)
+
+    def act(far: float, turn: float) -> np.ndarray:
+        images = {"image": black, "wrist": np.full((40, 40, 3), round(200 * far), np.uint8)}
+        stamp = engine.mailbox.last_stamp_ns + 1
+        action = engine.act(Observation(images, LEFT, stamp, state=np.array([turn, 0.3])))
+        assert isinstance(action, Action), action
+        return action.values
+
+    assert act(0.5, 1.0)[6] == pytest.approx(1, abs=0.1) and act(0.5, -1.0)[6] == pytest.approx(0, abs=0.1)
+    assert act(0.9, 1.0)[0] > act(0.3, 1.0)[0] + 0.01 > act(0.9, -1.0)[0]
+
+
+def test_a_bag_without_what_shall_be_read_is_refused_by_name(bags, tmp_path):
+    with pytest.raises(UserError, match="no messages on topic '/wrist/image_raw'"):
+        load_demonstrations(find_bags([bags]), tmp_path / "cache", 28, BOTH)
+    write_bags_of_all_sensors(tmp_path / "bags", bags=1)
+    other = replace(BOTH, state_names=("lift",))
+    with pytest.raises(UserError, match=r"its state cannot be read: it has no 'lift'.* it has reach, turn"):
+        load_demonstrations(find_bags([tmp_path / "bags"]), tmp_path / "cache", 28, other)
 
 
 def test_training_that_was_stopped_goes_on_as_if_it_had_not_been(bags, tmp_path):
@@ -159,7 +220,9 @@ def test_data_that_is_not_there_or_not_enough_is_named(bags, tmp_path):
     write_bags(tmp_path / "mixed" / "a", bags=1)
     write_bags(tmp_path / "mixed" / "b", bags=1, hindsight=False)
     with pytest.raises(UserError, match="train on bags of one kind"):
-        load_demonstrations(find_bags([tmp_path / "mixed" / "a", tmp_path / "mixed" / "b"]), tmp_path / "cache", 28)
+        load_demonstrations(
+            find_bags([tmp_path / "mixed" / "a", tmp_path / "mixed" / "b"]), tmp_path / "cache", 28, Sensors()
+        )
 
 
 def test_order_is_the_same_wherever_it_begins():
@@ -203,7 +266,7 @@ def test_settings_out_of_range_are_refused(change):
 
 
 def test_chunks_end_with_their_episode(bags, tmp_path):
-    data = load_demonstrations(find_bags([bags]), tmp_path / "cache", 28)
+    data = load_demonstrations(find_bags([bags]), tmp_path / "cache", 28, Sensors())
     everything = (np.full(7, -np.inf), np.full(7, np.inf))
     chunks = action_chunks(data, 4, everything, None)
     assert chunks.shape == (120, 4, 7)
@@ -215,7 +278,7 @@ def test_chunks_end_with_their_episode(bags, tmp_path):
 
 
 def test_a_chunks_actions_are_so_many_seconds_apart_whatever_the_pictures_rate(bags, tmp_path):
-    data = load_demonstrations(find_bags([bags]), tmp_path / "cache", 28)
+    data = load_demonstrations(find_bags([bags]), tmp_path / "cache", 28, Sensors())
     rng = np.random.default_rng(0)
     gaps = rng.choice([50_000_000, 100_000_000, 200_000_000], len(data.actions))
     data = replace(data, time_ns=np.cumsum(gaps))

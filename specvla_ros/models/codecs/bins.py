@@ -86,8 +86,8 @@ class ActionStatistics:
         return np.where(self.mask, 2 * (values - self.low) / width - np.isfinite(width), values)
 
 
-def select_statistics(norm_stats: Mapping[str, Any], unnorm_key: str) -> ActionStatistics:
-    """The statistics under a key; an empty key means the only one there is.
+def select_statistics(norm_stats: Mapping[str, Any], unnorm_key: str, kind: str = "action") -> ActionStatistics:
+    """The statistics of actions, or of another `kind` of vector, under a key; an empty key means the only one there is.
 
     A fine-tuned LIBERO checkpoint may hold `NAME_no_noops` for the suite NAME; that is found too, as in OpenVLA's
     evaluation.
@@ -106,9 +106,9 @@ def select_statistics(norm_stats: Mapping[str, Any], unnorm_key: str) -> ActionS
         unnorm_key = f"{unnorm_key}_no_noops"
     if unnorm_key not in norm_stats:
         raise UserError(f"unnorm_key '{unnorm_key}' is not in this checkpoint; it has: {known}")
-    where = f"norm_stats[{shown(unnorm_key)}]['action']"
+    where = f"norm_stats[{shown(unnorm_key)}]['{kind}']"
     statistics = norm_stats[unnorm_key]
-    action = statistics.get("action") if isinstance(statistics, Mapping) else None
+    action = statistics.get(kind) if isinstance(statistics, Mapping) else None
     if not isinstance(action, Mapping) or not {"q01", "q99"} <= action.keys():
         raise UserError(f"{where} needs the lists q01 and q99")
     low, high = (_numbers(action[name], f"{where}['{name}']") for name in ("q01", "q99"))

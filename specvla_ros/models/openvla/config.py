@@ -19,6 +19,7 @@ from specvla_ros.models.config import (
     read_checkpoint_json,
     read_decoder_shape,
 )
+from specvla_ros.models.observation import ONLY_CAMERA
 from specvla_ros.settings.json_file import Fields, shown
 
 
@@ -35,6 +36,8 @@ class OpenVLAConfig:
         vicuna: whether its language model is Vicuna: OpenVLA v0.1's and ECoT's, which are asked differently.
         instructions: all that the policy was taught, where config.json lists them (this package's addition).
         action_codec: name of its codec, see `specvla_ros.models.codecs` (this package's addition).
+        cameras: those that it is asked with, in their order (this package's addition; not OFT's).
+        state_dims: numbers of the robot's state that its prompt holds as bins (this package's addition).
     """
 
     towers: tuple[VisionTowerConfig, ...]
@@ -45,6 +48,8 @@ class OpenVLAConfig:
     vicuna: bool
     instructions: tuple[str, ...] = ()
     action_codec: str = "bins"
+    cameras: tuple[str, ...] = (ONLY_CAMERA,)
+    state_dims: int = 0
 
     @property
     def token_vocab_size(self) -> int:
@@ -53,7 +58,7 @@ class OpenVLAConfig:
 
     @property
     def image_tokens(self) -> int:
-        """Rows that the image takes in the prompt."""
+        """Rows that a picture takes in the prompt."""
         return self.towers[0].patches
 
 
@@ -73,6 +78,7 @@ _SIGLIP = {
 }
 
 
+_MAX_STATE = 1024  # numbers
 _MAX_PIXELS = 4096  # more than any model has, see config.py
 
 
@@ -97,7 +103,11 @@ def read_config(directory: Path) -> OpenVLAConfig:
         vicuna="vicuna" in raw.text("llm_backbone_id", ""),
         instructions=tuple(raw.list_of("instructions", str, "a list of texts", ())),
         action_codec=raw.text("action_codec", "bins"),
+        cameras=tuple(raw.list_of("cameras", str, "a list of names", (ONLY_CAMERA,))),
+        state_dims=raw.whole("state_dims", 0, maximum=_MAX_STATE),
     )
+    if not config.cameras or len({*config.cameras} - {""}) != len(config.cameras):
+        raise raw.wrong("cameras", "a list of different names")
     if config.token_vocab_size <= config.action_bins:
         raise UserError(
             f"{raw.path}: text_config.vocab_size {config.llama.vocab_size} leaves no token for text beside "

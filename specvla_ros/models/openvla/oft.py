@@ -308,7 +308,7 @@ def _bounds(statistics: dict[str, Any], kind: str, names: tuple[str, str], direc
     if not isinstance(given, dict) or not {*names} <= given.keys():
         raise UserError(f"{directory}: dataset_statistics.json needs {' and '.join(names)} of {kind}")
     fields = {"q01": given[names[0]], "q99": given[names[1]], **({"mask": given["mask"]} if "mask" in given else {})}
-    found = select_statistics({kind: {"action": fields}}, kind)
+    found = select_statistics({"": {kind: fields}}, "", kind)
     return _Bounds(found.low, found.high, found.mask)
 
 

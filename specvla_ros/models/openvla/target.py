@@ -14,11 +14,11 @@ from torch import Tensor
 from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import TARGETS, refuse_options
-from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
+from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec, select_statistics
 from specvla_ros.models.codecs.codec import Codec, CodecContext, make_codec
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder, head_dtype, layer_tensors
 from specvla_ros.models.generation import NO_RULES, GreedyRules, read_end_ids, read_generation
-from specvla_ros.models.observation import ONLY_CAMERA, Observation
+from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.config import OPENVLA_TYPES, OpenVLAConfig, read_config
 from specvla_ros.models.openvla.image_processor import ImageProcessor, read_image_processor
 from specvla_ros.models.openvla.model import OpenVLA
@@ -129,8 +129,33 @@ def _bytes_needed(model: OpenVLA, quantization: str) -> float:
 
 
 @dataclass(frozen=True)
+class StateTokens:
+    """The robot's state in the prompt: each number as the bin token that stands for it in an action.
+
+    Args:
+        tokenizer: of the bins.
+        statistics: of the state's numbers in the training data; what lies outside their range takes its last bin.
+    """
+
+    tokenizer: ActionTokenizer
+    statistics: ActionStatistics
+
+    @property
+    def dims(self) -> int:
+        """Numbers, and tokens."""
+        return len(self.statistics.low)
+
+    def ids(self, states: np.ndarray) -> np.ndarray:
+        """Float [..., dims] in the units of the training data to int64 of the same shape."""
+        return self.tokenizer.encode(self.statistics.normalise(states))
+
+
+@dataclass(frozen=True)
 class OpenVLATarget:
-    """A checkpoint, ready to decode. Holds no state between images."""
+    """A checkpoint, ready to decode. Holds no state between observations.
+
+    Its prompt is BOS | the cameras' images | the state's tokens | the rest of the text.
+    """
 
     directory: Path
     model: OpenVLA
@@ -139,9 +164,18 @@ class OpenVLATarget:
     codec: Codec
     quantization: str = "none"
     generation: GreedyRules = NO_RULES
-    cameras: tuple[str, ...] = (ONLY_CAMERA,)
-    state_dims: int = 0
+    state: StateTokens | None = None
     head: None = None
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Those that it is asked with, in its own order."""
+        return self.model.config.cameras
+
+    @property
+    def state_dims(self) -> int:
+        """Numbers of the robot's state that it reads; 0: none."""
+        return 0 if self.state is None else self.state.dims
 
     @property
     def bins(self) -> BinsCodec:
@@ -201,8 +235,8 @@ class OpenVLATarget:
 
     @property
     def image_tokens(self) -> int:
-        """Rows of the prompt that the image takes."""
-        return self.model.config.image_tokens
+        """Rows of the prompt that the images take."""
+        return len(self.cameras) * self.model.config.image_tokens
 
     def prompt_ids(self, instruction: str) -> tuple[int, ...]:
         """Prompt ids of an instruction.
@@ -213,14 +247,17 @@ class OpenVLATarget:
         return self.prompt.ids(instruction)
 
     def prompt_layout(self, observation: Observation) -> PromptLayout:
-        """BOS, the image, the rest of the text; see `Target`.
+        """See `Target`.
 
         Raises:
-            UserError: several camera images, an empty instruction, or no tokenizer.
+            UserError: images of other cameras, no state of the right length, an empty instruction, or no tokenizer.
         """
-        _ = observation.image
+        observation.of_cameras(self.cameras)
+        state = observation.state_of(self.state_dims)
         ids = observation.prompt_ids
         ids = self.prompt_ids(observation.instruction) if ids is None else self.prompt.complete(ids)
+        if self.state is not None:
+            ids = (ids[0], *self.state.ids(state).tolist(), *ids[1:])
         return self._layout(ids)
 
     def question_layout(self, observation: Observation, question: str) -> PromptLayout:
@@ -236,20 +273,26 @@ class OpenVLATarget:
         """The prompt as the decoder reads it.
 
         Args:
-            observation: its only camera's image is read.
+            observation: its images are read.
             prompt_ids: [n], BOS first.
             vision: the image embeddings' implementation; None: the model's own.
 
         Returns:
             [n + image_tokens, hidden].
         """
-        embeddings = (vision or self.model.image_embeddings)(self.image_processor(observation.image))
-        return self.model.prompt_embeddings(embeddings, to_device(prompt_ids, self.decoder.device))
+        embed = vision or self.model.image_embeddings
+        # Picture by picture: a captured tower has the size of one.
+        rows = [embed(self.image_processor(image)) for image in observation.of_cameras(self.cameras).values()]
+        images = rows[0] if len(rows) == 1 else torch.cat(rows)
+        return self.model.prompt_embeddings(images, to_device(prompt_ids, self.decoder.device))
 
     def blank_observation(self) -> Observation:
-        """A black image and a prompt of one token."""
+        """Black images, a state of zeros and a prompt of one token."""
         image = np.zeros((self.model.config.towers[0].image_size,) * 2 + (3,), np.uint8)
-        return Observation(image, "", stamp_ns=1, prompt_ids=self.prompt.complete((1,)))
+        ids = self.prompt.complete((1,))
+        return Observation(
+            dict.fromkeys(self.cameras, image), "", stamp_ns=1, prompt_ids=ids, state=np.zeros(self.state_dims)
+        )
 
     def action(self, tokens: Sequence[int]) -> np.ndarray:
         """Action tokens [action_dim] to float64 values in the robot's units."""
@@ -317,8 +360,11 @@ def load_openvla(
     config = read_config(directory)
     generation = read_generation(directory)
     oft = read_oft(directory, config, unnorm_key, cameras)
-    if oft is None and cameras not in (ALL_CAMERAS, (ONLY_CAMERA,)):
-        raise UserError(f"{directory}: this policy has one camera; leave model.cameras out")
+    if oft is None and cameras not in (ALL_CAMERAS, config.cameras):
+        raise UserError(
+            f"{directory}: this policy is asked with {', '.join(config.cameras)}, neither more nor fewer; leave "
+            "model.cameras out"
+        )
     style = _prompt_style(prompt, config, directory)
     codec = (
         oft.codec
@@ -362,7 +408,21 @@ def load_openvla(
         codec=codec,
         quantization=quantization,
         generation=generation,
+        state=_state_tokens(config, directory, unnorm_key) if config.state_dims else None,
     )
+
+
+def _state_tokens(config: OpenVLAConfig, directory: Path, unnorm_key: str) -> StateTokens:
+    try:
+        statistics = select_statistics(config.norm_stats, unnorm_key, "proprio")
+    except UserError as error:
+        raise UserError(f"{directory}: {error}") from None
+    if len(statistics.low) != config.state_dims:
+        raise UserError(
+            f"{directory}: config.json gives state_dims {config.state_dims} and statistics of {len(statistics.low)} "
+            "numbers under proprio: they must be as many"
+        )
+    return StateTokens(ActionTokenizer(config.token_vocab_size, config.action_bins), statistics)
 
 
 def _oft_target(

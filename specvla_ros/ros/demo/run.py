@@ -14,17 +14,18 @@ from rich.console import Console
 from rich.live import Live
 
 from specvla_msgs.msg import SimEpisode
+from specvla_ros.errors import UserError
 from specvla_ros.evaluation.rerun_recording import RECORDING_FILE, RerunSettings
 from specvla_ros.evaluation.simulate_summary import SimulateSummary
 from specvla_ros.evaluation.statistics import Rate
-from specvla_ros.models.openvla.config import read_config
+from specvla_ros.models.openvla.config import OpenVLAConfig, read_config
 from specvla_ros.models.openvla.prompt import normalise_instruction
 from specvla_ros.ros.demo.operator import Operator
 from specvla_ros.ros.demo.processes import LifecycleClient, NodeProcesses
 from specvla_ros.ros.demo.record import DemoRecord
 from specvla_ros.ros.demo.robot import DemoRobot
 from specvla_ros.ros.demo.terminal import CLEAR_KEY, STOP_KEY, TypedLine, picture
-from specvla_ros.ros.sim_robot.outputs import IMAGE_TOPIC
+from specvla_ros.ros.sim_robot.outputs import IMAGE_TOPIC, JOINTS_TOPIC, WRIST_TOPIC
 from specvla_ros.settings.parameter import values_of
 from specvla_ros.settings.profiles import write_parameters
 from specvla_ros.simulation.gl import require_gl
@@ -37,6 +38,8 @@ _CONFIGURE_TIMEOUT_S = 120.0
 _SILENCE_S = 60.0  # limit without news of an episode
 _CLOCK = "realtime"
 _CAMERA = [("image", IMAGE_TOPIC), ("image/compressed", f"{IMAGE_TOPIC}/compressed")]
+# A policy of several cameras is shown the robot's in their order; the first is always the one above.
+_FURTHER, _STATE = (WRIST_TOPIC,), [("state", JOINTS_TOPIC)]
 
 
 def run_demo(
@@ -71,7 +74,8 @@ def run_demo(
     require_gl()
     chosen = [task.name for task in choose_tasks(tasks)]
     robot.arm.build()  # says what is missing
-    taught = read_config(policy).instructions
+    config = read_config(policy)
+    senses, taught = _senses(policy, config), config.instructions
     # A simulated policy must not be heard by a robot on the network.
     os.environ.setdefault("ROS_AUTOMATIC_DISCOVERY_RANGE", "LOCALHOST")
     record = DemoRecord(out, policy, robot.commanded)
@@ -84,7 +88,7 @@ def run_demo(
     finished = False
     try:
         with NodeProcesses() as nodes:
-            _start(nodes, out, robot, chosen, episodes, seed, shown)
+            _start(nodes, out, robot, chosen, episodes, seed, shown, senses)
             _bring_up(nodes, operator, out, robot)
             finished = _show(console, record, operator, nodes, robot, taught)
     except (KeyboardInterrupt, ExternalShutdownException):
@@ -107,6 +111,18 @@ def _introduction(robot: DemoRobot) -> str:
     return f"[bold]specvla demo[/bold]: {arm} ⇄ ROS 2 topics ⇄ {between}an OpenVLA policy, trained for this table"
 
 
+def _senses(policy: Path, config: OpenVLAConfig) -> list[tuple[str, str]]:
+    """Remaps of what the policy is asked with to what the simulated robot publishes."""
+    further = config.cameras[1:]
+    if len(further) > len(_FURTHER):
+        raise UserError(f"{policy} is asked with images of {len(config.cameras)} cameras, and this robot has 2")
+    topics = dict(zip((f"{name}/image" for name in further), _FURTHER, strict=False))
+    remaps = [
+        pair for ours, its in topics.items() for pair in ((ours, its), (f"{ours}/compressed", f"{its}/compressed"))
+    ]
+    return [*_CAMERA, *remaps, *(_STATE if config.state_dims else ())]
+
+
 def _start(
     nodes: NodeProcesses,
     out: Path,
@@ -115,9 +131,10 @@ def _start(
     episodes: int,
     seed: int,
     shown: RerunSettings | None,
+    senses: list[tuple[str, str]],
 ) -> None:
     """Starts all that may run before the policy can act."""
-    nodes.start("policy.node", params_file=out / PARAMETERS_FILE, remaps=_CAMERA)
+    nodes.start("policy.node", params_file=out / PARAMETERS_FILE, remaps=senses)
     names = ", ".join(tasks)
     nodes.start(
         "sim_robot.node",

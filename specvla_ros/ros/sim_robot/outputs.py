@@ -57,6 +57,7 @@ class Pace:
 
 IMAGE_TOPIC = "/camera/image_raw"
 WRIST_TOPIC = "/wrist/image_raw"
+JOINTS_TOPIC = "/joint_states"
 # Reliable, so that subscribers of either kind get it.
 _STREAM = QoSProfile(depth=5, reliability=ReliabilityPolicy.RELIABLE)
 # Latched, for who comes later; and deep enough that an end is not overwritten by the next start.
@@ -82,7 +83,7 @@ class SimOutputs:
             for name, topic in topics.items()
         }
         self._tool = node.create_publisher(PoseStamped, "~/tool_pose", _STREAM)
-        self._joints = node.create_publisher(JointState, "/joint_states", _STREAM)
+        self._joints = node.create_publisher(JointState, JOINTS_TOPIC, _STREAM)
         self._clock = node.create_publisher(Clock, "/clock", CLOCK)
         self._episodes = node.create_publisher(SimEpisode, "~/episode", _EPISODE)
 

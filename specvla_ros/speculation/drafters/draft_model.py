@@ -59,6 +59,11 @@ def _model(context: DraftContext) -> Drafter | None:
             f"draft.model: {model.directory} is asked with images of the cameras {', '.join(model.cameras)}, and the "
             f"policy with {', '.join(target.cameras) or 'none'}"
         )
+    if model.state_dims not in (0, target.state_dims):
+        raise UserError(
+            f"draft.model: {model.directory} reads {model.state_dims} numbers of the robot's state, and the policy "
+            f"{target.state_dims}"
+        )
     slot_rows = context.slot_rows - target.image_tokens + model.image_tokens + own.tokens
     longest = model.decoder.config.max_position_embeddings
     if slot_rows > longest:
