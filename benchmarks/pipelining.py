@@ -4,7 +4,12 @@
 python -m specvla_ros.policies.text --out text-policy
 python benchmarks/pipelining.py --text-policy text-policy --episodes 16 --workers 2
 
-With answers of 7 tokens (the nano policy) and of about 45 (the text policy), each with its own acceptance. First the
+specvla train-policy --data DEMONSTRATIONS --init digits --codec digits --horizon 2 --steps 700 --learning-rate 0.0008
+                     --out two-actions
+python benchmarks/pipelining.py --chunks --two-actions two-actions --episodes 3 --out results/pipelining_chunks.json
+
+With answers of 7 tokens (the nano policy) and of about 45 (the text policy), each with its own acceptance; with chunks
+of actions as 26 FAST tokens (the fast policy), as 56 digits (two actions) and as 220 (the digits policy). First the
 engine alone, a frame always waiting: latency and rate of each mode. Then in closed loop, where the world moves on while
 the policy thinks: success and time to success, paired with plain decoding. An episode may take four times its task's
 time, since a slow policy is first of all late.
@@ -34,21 +39,22 @@ from specvla_ros.evaluation.simulate_summary import compare_episodes
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
-from specvla_ros.policies.bundled import nano_policy
+from specvla_ros.policies.bundled import bundled_policy, nano_policy
 from specvla_ros.policies.text import LONGEST_TEXT
 from specvla_ros.simulation.robot import ACTION_DT_S
 from specvla_ros.simulation.rollout import Clock, EpisodeResult, StageTimes, read_stage_times
 from specvla_ros.simulation.tasks import FRAME_FIRST_SEED, choose_tasks
-from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
+from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, adjusted
 from specvla_ros.speculation.tolerance import Tolerance
 
 Results = Mapping[tuple[str, int], EpisodeResult]
 
 DEVICES = ("orin", "rtx5090", "h100")
+_DEVICES_OF_CHUNKS = DEVICES[:2]
 TOLERANCE = Tolerance(5.0, 3.0)
 TIME_LIMIT = 4.0
 _WARM = 60  # frames until the pipeline is full and knows how many it should hold
-_STAGES = 48  # frames in flight of plain pipelining with long answers, a stage for each token
+_STAGES = 48  # frames in flight at most of plain pipelining with long answers
 
 
 @dataclass(frozen=True)
@@ -59,11 +65,13 @@ class Subject:
         directory: of its checkpoint.
         modes: by the row's name.
         frames: that the engine alone is given.
+        writes: what its answers are.
     """
 
     directory: Path
     modes: Mapping[str, EngineSettings]
     frames: int
+    writes: str
 
     @property
     def in_closed_loop(self) -> dict[str, EngineSettings]:
@@ -80,9 +88,28 @@ def subjects(text_policy: Path) -> dict[str, Subject]:
     composite = replace(relaxed, rule="composite")
     writing = EngineSettings("ar", max_reasoning_tokens=LONGEST_TEXT)
     return {
-        "nano": Subject(nano_policy(), _modes(EngineSettings("ar"), tree, window, relaxed), 600),
-        "text": Subject(text_policy, _modes(writing, words, words, composite, stages=_STAGES), 150),
+        "nano": Subject(nano_policy(), _modes(EngineSettings("ar"), tree, window, relaxed), 600, "an action in bins"),
+        "text": Subject(
+            text_policy, _modes(writing, words, words, composite, stages=_STAGES), 150, "text, then an action in bins"
+        ),
     }
+
+
+def subjects_of_chunks(two_actions: Path) -> dict[str, Subject]:
+    """Policies that write chunks; lossless rows alone."""
+    fast = adjusted(DraftSettings(), chunk_shift=True)
+    digits = adjusted(DraftSettings(nodes=64, head=NO_HEAD), chunk_shift=True)
+    eight = bundled_policy("digits")
+    return {
+        "fast": Subject(bundled_policy("fast"), _lossless_modes(fast), 150, "eight actions in FAST tokens"),
+        "digits-2": Subject(two_actions, _lossless_modes(digits), 120, "two actions in digits"),
+        "digits": Subject(eight, _lossless_modes(digits), 90, "eight actions in digits"),
+    }
+
+
+def _lossless_modes(drafts: DraftSettings) -> dict[str, EngineSettings]:
+    modes = _modes(EngineSettings("ar"), drafts, drafts, AcceptanceSettings(), stages=_STAGES)
+    return {name: mode for name, mode in modes.items() if "relaxed" not in name and mode.prefill_chunks <= 2}
 
 
 def _modes(
@@ -108,16 +135,22 @@ def main(
     seed: Seed = 0,
     workers: Workers = 2,
     text_policy: Annotated[Path, typer.Option(help="Directory of the text policy.")] = Path("text-policy"),
+    chunks: Annotated[
+        bool, typer.Option("--chunks", help="The policies that write chunks, without relaxed rows.")
+    ] = False,
+    two_actions: Annotated[Path, typer.Option(help="Directory of the policy of two actions.")] = Path("two-actions"),
     work: Work = Path("pipelining-benchmark"),
     out: Out = RESULTS / "pipelining_nano.json",
 ) -> None:
     """Runs what is missing; no episodes: the engine alone."""
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
-    policies = {name: _policy(name, subject, plan, work) for name, subject in subjects(text_policy).items()}
+    chosen = subjects_of_chunks(two_actions) if chunks else subjects(text_policy)
+    devices = _DEVICES_OF_CHUNKS if chunks else DEVICES
+    policies = {name: _policy(name, subject, devices, plan, work) for name, subject in chosen.items()}
     result = (
         result_head(context)
         | of_weights(nano_policy())
-        | of_devices(DEVICES)
+        | of_devices(devices)
         | {
             "tolerance": {"mm": TOLERANCE.mm, "degrees": TOLERANCE.degrees},
             "time_limit": TIME_LIMIT,
@@ -129,12 +162,12 @@ def main(
     finish(result, out)
 
 
-def _policy(name: str, subject: Subject, plan: SimulatePlan, work: Path) -> dict[str, Any]:
+def _policy(name: str, subject: Subject, names: Sequence[str], plan: SimulatePlan, work: Path) -> dict[str, Any]:
     policy = load_target(subject.directory, device="cpu")
     plain = subject.modes["ar"]
     frames = list(islice(simulation_source(policy, FRAME_FIRST_SEED, engine=plain), subject.frames))
     devices: dict[str, Any] = {}
-    for device in DEVICES:
+    for device in names:
         stages = read_stage_times(device)
         alone = {mode: _saturated(policy, chosen, frames, stages) for mode, chosen in subject.modes.items()}
         print(json.dumps(alone, indent=1), file=sys.stderr, flush=True)
@@ -142,8 +175,9 @@ def _policy(name: str, subject: Subject, plan: SimulatePlan, work: Path) -> dict
         devices[device] = {"name": stages.name, "frame_always_waiting": alone, "closed_loop": closed}
     return {
         "weights": weights_digest(subject.directory),
+        "writes": subject.writes,
         "frames": subject.frames,
-        "tokens": devices[DEVICES[0]]["frame_always_waiting"]["ar"]["forwards_per_action"],
+        "tokens": devices[names[0]]["frame_always_waiting"]["ar"]["forwards_per_action"],
         "devices": devices,
     }
 
