@@ -25,12 +25,19 @@ from specvla_ros.settings.profiles import as_number
 
 IMAGE_TOPIC = "/camera/image_raw"
 INSTRUCTION_TOPIC = "/instruction"
+# For a policy of two cameras, or that reads the joints.
+SENSOR_TOPICS = "wrist=/wrist/image_raw,state=/joint_states"
 
 
 def generate_launch_description() -> LaunchDescription:
     """Takes all arguments of bringup too, with profile:=cpu; the topics and the clock are the simulated robot's."""
     bringup = Path(get_package_share_directory("specvla_ros"), "launch", "bringup.launch.py")
-    forced = {"use_sim_time": "true", "image_topic": IMAGE_TOPIC, "instruction_topic": INSTRUCTION_TOPIC}
+    forced = {
+        "use_sim_time": "true",
+        "image_topic": IMAGE_TOPIC,
+        "instruction_topic": INSTRUCTION_TOPIC,
+        "sensor_topics": SENSOR_TOPICS,
+    }
     arguments = [
         DeclareLaunchArgument(
             "checkpoint",

@@ -109,7 +109,8 @@ def main(
     started = time.monotonic()
     _train(policy, [sample for i, sample in enumerate(samples) if i % stride], steps, batch)
     accuracy = _accuracy(policy, held_out)
-    save_weights(out / "model.safetensors", policy.model.checkpoint_tensors())
+    tensors = policy.model.checkpoint_tensors()
+    save_weights(out / "model.safetensors", {name: tensor.bfloat16() for name, tensor in tensors.items()})
     card = {
         "command": f"python -m specvla_ros.policies.text --episodes {episodes} --steps {steps} --batch {batch}"
         f" --layers {layers}",
@@ -153,6 +154,8 @@ def _write_untrained(nano: OpenVLATarget, out: Path, texts: list[str], layers: i
     config = json.loads((nano.directory / "config.json").read_text(encoding="utf-8"))
     instructions = [task.instruction for task in TASKS]
     write_nano(out, NanoShape(layers=layers), [*instructions, *texts], config["norm_stats"], seed=0)
+    written = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    write_json(out / "config.json", written | {"instructions": instructions})  # the texts gave words alone
     model, known = OpenVLA(read_config(out)), nano.model.checkpoint_tensors()
     tensors = model.checkpoint_tensors()
     fresh = require_openvla(load_target(out, device="cpu"))

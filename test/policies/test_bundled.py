@@ -55,10 +55,11 @@ def test_a_bundled_policy_is_decoded_as_it_says_and_loses_nothing(name: str) -> 
     assert (directory / "README.md").read_text(encoding="utf-8").startswith("# ")
     policy = load_target(directory, device="cpu")
     chosen = engine_settings_from(params_file=decoding) if decoding is not None else EngineSettings("spec")
+    alone = replace(chosen, mode="ar")
     assert chosen.drafts and chosen.acceptance.rule == "strict"
-    drafting, plain = Engine(policy, chosen), Engine(policy, EngineSettings())
+    drafting, plain = Engine(policy, chosen), Engine(policy, alone)
     forwards = []
-    for stamp_ns, frame in enumerate(islice(simulation_source(policy, 4000), 6), start=1):
+    for stamp_ns, frame in enumerate(islice(simulation_source(policy, 4000, engine=chosen), 6), start=1):
         seen = replace(frame, stamp_ns=stamp_ns * 10**8)
         ours, theirs = drafting.act(seen), plain.act(seen)
         assert isinstance(ours, Action) and isinstance(theirs, Action)
