@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Relaxed acceptance of digits and FAST tokens: which tokens are near, by loops; what it does to actions, in bounds."""
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
-from support.checkpoints import edit_json
 from support.launches import Launches
-from support.random_checkpoint import write_random_checkpoint
-from support.random_fast import AnyFast
+from support.random_chunks import any_chunks
 from support.scripted_drafts import Scripted
 from support.verifications import make_tree, verify_tree
 
@@ -24,15 +20,13 @@ from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
-from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionStatistics
-from specvla_ros.models.codecs.codec import CODEC_FOLDER, Codec
+from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.codecs.fast_tokenizer import HALF, FastTokenizer, fit_fast_tokenizer
 from specvla_ros.models.openvla.config import read_config
-from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
-from specvla_ros.models.weights import save_weights
+from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 HORIZON, END = 4, 40
@@ -203,45 +197,9 @@ def test_a_tolerance_too_small_for_one_step_says_what_is_not() -> None:
 # With random models
 
 
-class _AnyDigits(DigitsCodec):
-    """Lets every answer through."""
-
-    def problem(self, tokens: Sequence[int]) -> str:
-        return ""
-
-    def decode(self, tokens: Sequence[int]) -> np.ndarray:
-        return np.zeros((self.horizon, len(self.names)))
-
-
 @pytest.fixture(scope="module", params=["digits", "fast"])
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
-    """A random policy whose tokens are those of its codec; few of its answers are chunks, and all are let through."""
-    directory = tmp_path_factory.mktemp("policy")
-    write_random_checkpoint(directory, hidden_size=64, layers=2)
-    tokens = 11
-    (directory / CODEC_FOLDER).mkdir()
-    (directory / CODEC_FOLDER / "processor_config.json").write_text('{"time_horizon": 2, "bins": 9}')
-    if request.param == "fast":
-        chunks = np.random.default_rng(0).uniform(-1, 1, (400, 2, 7))
-        tokenizer = fit_fast_tokenizer(chunks, vocab_size=80)
-        tokenizer.save(directory / CODEC_FOLDER, time_horizon=2)
-        tokens = tokenizer.vocab_size
-    edit_json(directory / "config.json", lambda config: config.update(action_codec=request.param, eos_token_id=2))
-    weights = load_file(directory / "model.safetensors")
-    last = read_config(directory).token_vocab_size
-    weights["language_model.lm_head.weight"][: last - tokens] = 0.0
-    save_weights(directory / "model.safetensors", weights)
-    target = require_openvla(load_target(directory, device="cpu"))
-    own = target.codec
-    assert isinstance(own, DigitsCodec | FastCodec)
-    values = {field.name: getattr(own, field.name) for field in fields(own)} | {"limit": 24}
-    if isinstance(own, FastCodec):
-        return replace(target, codec=AnyFast(**values))
-    target = replace(target, codec=_AnyDigits(**values))
-    answers = (Engine(target, EngineSettings()).act(seen(seed)) for seed in range(4))
-    often = Counter(token for each in answers if isinstance(each, Action) for token in each.tokens).most_common(1)[0][0]
-    ids = tuple(i for i in (*own.digit_ids, own.space_id) if i != often)  # else it hardly writes a space
-    return replace(target, codec=_AnyDigits(**values | {"space_id": often, "digit_ids": ids}))
+    return any_chunks(tmp_path_factory.mktemp("policy"), request.param)
 
 
 def seen(seed: int) -> Observation:

@@ -7,28 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import copy_checkpoint, edit_json, load_openvla, write_checkpoint
+from support.checkpoints import SENSORS_CAMERAS as CAMERAS
+from support.checkpoints import copy_checkpoint, edit_json, load_openvla, with_sensors, write_checkpoint
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.settings import NO_HEAD, DraftSettings, adjusted
 
-CAMERAS = ("image", "left", "wrist")
-PROPRIO = {"q01": [-1.0, 0.0], "q99": [1.0, 0.08], "mask": [True, True]}
 ASKED = "put the carrot on the plate"
-
-
-def with_sensors(directory: Path, **changes: Any) -> Path:
-    """The checkpoint with three cameras and two numbers of state."""
-
-    def edit(config: dict[str, Any]) -> None:
-        config |= {"cameras": CAMERAS, "state_dims": 2} | changes
-        for statistics in config["norm_stats"].values():
-            statistics["proprio"] = PROPRIO
-
-    edit_json(directory / "config.json", edit)
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -50,3 +50,19 @@ def shard(directory: Path) -> list[str]:
     (directory / "model.safetensors.index.json").write_text("{}")
     edit_json(directory / "model.safetensors.index.json", lambda index: index.update(weight_map=weight_map))
     return sorted(set(weight_map.values()))
+
+
+SENSORS_CAMERAS = ("image", "left", "wrist")
+
+
+def with_sensors(directory: Path, **changes: Any) -> Path:
+    """A checkpoint of the same weights with three cameras and two numbers of state."""
+    proprio = {"q01": [-1.0, 0.0], "q99": [1.0, 0.08], "mask": [True, True]}
+
+    def edit(config: dict[str, Any]) -> None:
+        config |= {"cameras": SENSORS_CAMERAS, "state_dims": 2} | changes
+        for statistics in config["norm_stats"].values():
+            statistics["proprio"] = proprio
+
+    edit_json(directory / "config.json", edit)
+    return directory

@@ -28,6 +28,8 @@ def _head(context: DraftContext) -> Drafter | None:
     head = load_draft_head(directory, decoder)
     window = None
     if settings.children == "window_mass":
+        if codec.action_ids.first >= codec.action_ids.stop:
+            raise UserError("draft.children window_mass counts bins, which this policy does not write: set it to top_k")
         dimensions, text = context.target.codec.max_tokens, codec.in_text(())
         window = WindowMass.from_actions(settings.top_k, codec.action_ids, dimensions, decoder.device, text=text)
     return EagleDrafter(

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strict speculation gives the plain decoder's answers: every kind of policy, with every drafter, in every mode.
+
+What does not go together is refused, and stands here: a pair that is neither decoded nor listed fails.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from support.checkpoints import load_openvla, with_sensors
+from support.draft_heads import policy_with_random_head, write_random_head
+from support.draft_models import FOLDER, with_model, write_draft_model
+from support.paths import ORACLES
+from support.random_checkpoint import write_random_checkpoint
+from support.random_chunks import any_chunks
+from support.random_qwen_vl import FAST_IDS, SHAPES, add_nora, add_vla0, write_qwen_vl
+
+from specvla_ros import Engine, EngineSettings, Observation, UserError
+from specvla_ros.engine.outcome import Action, Outcome
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.codecs.text import TextCodec
+from specvla_ros.models.decoder import PackedDecoder
+from specvla_ros.models.pi0_fast.target import Pi0FastTarget
+from specvla_ros.models.qwen_vl.target import QwenVLTarget
+from specvla_ros.models.target import Target
+from specvla_ros.speculation.settings import DraftSettings, adjusted
+
+FRAMES = 6
+NODES = 12
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of policy, and how it is decoded."""
+
+    make: Callable[[Path], Target]
+    settings: EngineSettings = field(default_factory=EngineSettings)
+
+
+def _bins(directory: Path) -> Target:
+    return policy_with_random_head(directory, seed=3, hidden_size=64, layers=2)
+
+
+def _text(directory: Path) -> Target:
+    return policy_with_random_head(directory, seed=1, hidden_size=64, layers=2, text=1.2)
+
+
+def _sensors(directory: Path) -> Target:
+    write_random_checkpoint(directory, seed=5, hidden_size=64, layers=2)
+    return load_openvla(with_sensors(directory), device="cpu")
+
+
+def _chunks(codec: str) -> Callable[[Path], Target]:
+    def make(directory: Path) -> Target:
+        return any_chunks(directory, codec)
+
+    return make
+
+
+def _qwen(directory: Path) -> Target:
+    """Whatever its answers stand for."""
+    target = load_target(directory, device="cpu")
+    assert isinstance(target, QwenVLTarget)
+    codec = TextCodec(target.codec.end_ids, target.decoder.config.vocab_size)  # type: ignore[attr-defined]
+    return replace(target, policy=replace(target.policy, codec=codec))
+
+
+def _nora(directory: Path) -> Target:
+    return _qwen(add_nora(write_qwen_vl(directory, SHAPES[0], seed=0, actions=FAST_IDS)))
+
+
+def _vla0(directory: Path) -> Target:
+    return _qwen(add_vla0(write_qwen_vl(directory, SHAPES[1], seed=8, penalty=5.0)))
+
+
+def _oracle(directory: Path, name: str) -> Path:
+    """A copy of one that is shared, to write into."""
+    if not (ORACLES / name).exists():
+        pytest.skip(f"{ORACLES / name} is not here")
+    shutil.copytree(ORACLES / name, directory / name, copy_function=shutil.copyfile)
+    for path in (directory / name).rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return directory / name / "checkpoint"
+
+
+def _pi0_fast(directory: Path) -> Target:
+    """Whatever its answers stand for: they break its grammar."""
+    target = load_target(_oracle(directory, "pi0fast_tiny_a"), device="cpu")
+    assert isinstance(target, Pi0FastTarget)
+    return replace(target, codec=TextCodec(frozenset({1}), target.decoder.config.vocab_size))
+
+
+def _minivla(directory: Path) -> Target:
+    return load_target(_oracle(directory, "minivla_tiny_a"), device="cpu")
+
+
+_WRITES = EngineSettings("ar", max_reasoning_tokens=24)
+_QWEN = EngineSettings("ar", max_reasoning_tokens=24, max_text_tokens=400)
+KINDS = {
+    "bins": Kind(_bins),
+    "text, then bins": Kind(_text, _WRITES),
+    "three cameras and a state": Kind(_sensors),
+    "chunks in FAST tokens": Kind(_chunks("fast")),
+    "chunks in digits": Kind(_chunks("digits")),
+    "nora": Kind(_nora, _QWEN),
+    "vla-0": Kind(_vla0, _QWEN),
+    "pi0-fast": Kind(_pi0_fast, _WRITES),
+    "minivla": Kind(_minivla),
+}
+NONE = DraftSettings(nodes=NODES, head="none")
+DRAFTS = {
+    "head": DraftSettings(nodes=NODES, top_k=3, depth=4),
+    "head, window mass": DraftSettings(nodes=NODES, top_k=3, depth=4, children="window_mass"),
+    "temporal": adjusted(NONE, temporal=True),
+    "prompt lookup": adjusted(NONE, prompt_lookup_tokens=4),
+    "self": adjusted(NONE, self_tokens=3, self_image_share=0.3),
+    "model": adjusted(NONE, model=FOLDER, model_tokens=4),
+    "chunk shift": adjusted(NONE, chunk_shift=True),
+    "several": adjusted(NONE, temporal=True, prompt_lookup_tokens=4, self_tokens=3),
+}
+# What is refused, and with which words.
+_BINS = ("bins", "text, then bins", "three cameras and a state")
+_SINGLE = ("bins", "text, then bins", "three cameras and a state", "nora", "vla-0", "pi0-fast")
+REFUSED = {(kind, "chunk shift"): "this one gives a single one: set draft.temporal" for kind in _SINGLE}
+REFUSED |= {(kind, "head, window mass"): "counts bins" for kind in KINDS if kind not in _BINS}
+REFUSED |= {("pi0-fast", draft): "draft.self_tokens leaves image rows out" for draft in ("self", "several")}
+MODES: dict[str, dict[str, Any]] = {
+    "spec": {"mode": "spec"},
+    "spec, two chunks": {"mode": "spec", "prefill_chunks": 2},
+    "specpipe": {"mode": "specpipe"},
+    "specpipe, two chunks": {"mode": "specpipe", "prefill_chunks": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Target]:
+    """The policies so far, by the name of their kind."""
+    return {}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, made: dict[str, Target], tmp_path_factory: pytest.TempPathFactory) -> str:
+    name: str = request.param
+    if name not in made:
+        target = made[name] = KINDS[name].make(tmp_path_factory.mktemp("target"))
+        write_random_head(target.directory / "draft", cast("PackedDecoder", target.decoder))
+        if (target.directory / "model.safetensors").exists():
+            write_draft_model(target, noise=0.05)
+    return name
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[tuple[Any, ...]]]:
+    """What plain decoding gives, by the name of the kind."""
+    return {}
+
+
+def seen(target: Target, seed: int) -> Observation:
+    """Something of every sensor that it is asked with; every other time the same as before."""
+    rng = np.random.default_rng(seed // 2)
+    images = {name: rng.integers(0, 256, (48, 64, 3), dtype=np.uint8) for name in target.cameras}
+    state = rng.uniform(-0.5, 0.5, target.state_dims)
+    return Observation(images, "put the carrot away", stamp_ns=seed + 1, state=state)
+
+
+def essence(outcome: Outcome) -> tuple[Any, ...]:
+    if isinstance(outcome, Action):
+        return outcome.observation.stamp_ns, outcome.text_tokens, outcome.tokens
+    return outcome.observation.stamp_ns, outcome.reason, outcome.detail
+
+
+def decoded(engine: Engine, target: Target) -> Iterator[tuple[Any, ...]]:
+    """All that becomes of the frames, of which several are in flight where the mode allows it."""
+    found: list[Outcome] = []
+    for seed in range(FRAMES):
+        found += engine.submit(seen(target, seed))
+        while not engine.has_room:
+            found += engine.tick()
+        found += engine.tick()
+    while engine.busy:
+        found += engine.tick()
+    return map(essence, sorted(found, key=lambda outcome: outcome.observation.stamp_ns))
+
+
+def plain(kind: str, target: Target, known: dict[str, list[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
+    if kind not in known:
+        engine = Engine(target, KINDS[kind].settings)
+        known[kind] = [essence(engine.act(seen(target, seed))) for seed in range(FRAMES)]
+        lengths = {len(tokens) for _, *answer in known[kind] for tokens in answer if isinstance(tokens, tuple)}
+        assert max(lengths) > 2, "the random policy says nothing: choose another seed"
+    return known[kind]
+
+
+def engine_of(kind: str, target: Target, draft: str, **mode: Any) -> Engine:
+    settings = replace(KINDS[kind].settings, in_order=True, draft=DRAFTS[draft], **mode)
+    if (target.directory / FOLDER).exists() or draft != "model":
+        return Engine(target, with_model(target, settings))
+    # Of this kind no other one is written here: it drafts for itself.
+    return Engine(target, replace(settings, draft=adjusted(settings.draft, model=str(target.directory))))
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_strict_speculation_equals_plain_decoding(
+    kind: str, draft: str, made: dict[str, Target], expected: dict[str, list[tuple[Any, ...]]]
+) -> None:
+    target = made[kind]
+    if (kind, draft) in REFUSED:
+        with pytest.raises(UserError, match=REFUSED[kind, draft]):
+            engine_of(kind, target, draft, mode="spec")
+        return
+    modes = {name: mode for name, mode in MODES.items() if target.causal_prompt or "prefill_chunks" not in mode}
+    for name, mode in modes.items():
+        engine = engine_of(kind, target, draft, **mode)
+        assert [*decoded(engine, target)] == plain(kind, target, expected), name
+
+
+def test_pipelining_equals_plain_decoding(
+    kind: str, made: dict[str, Target], expected: dict[str, list[tuple[Any, ...]]]
+) -> None:
+    target = made[kind]
+    for chunks in (1, 2) if target.causal_prompt else (1,):
+        engine = engine_of(kind, target, "head", mode="pipeline", prefill_chunks=chunks)
+        assert [*decoded(engine, target)] == plain(kind, target, expected), chunks
