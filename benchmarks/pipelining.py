@@ -6,7 +6,8 @@ python benchmarks/pipelining.py --text-policy text-policy --episodes 16 --worker
 
 specvla train-policy --data DEMONSTRATIONS --init digits --codec digits --horizon 2 --steps 700 --learning-rate 0.0008
                      --out two-actions
-python benchmarks/pipelining.py --chunks --two-actions two-actions --episodes 3 --out results/pipelining_chunks.json
+python benchmarks/pipelining.py --chunks --two-actions two-actions --episodes 3
+                                --out benchmarks/results/pipelining_of_chunks.json
 
 With answers of 7 tokens (the nano policy) and of about 45 (the text policy), each with its own acceptance; with chunks
 of actions as 26 FAST tokens (the fast policy), as 56 digits (two actions) and as 220 (the digits policy). First the

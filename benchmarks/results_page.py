@@ -77,8 +77,8 @@ def safety_page() -> str:
 
 def readme() -> str:
     """The README, with the figures of its headline."""
-    files = {name: RESULTS / f"{name}.json" for name in ("emulation", "pipelining_nano", "driving_nano")}
-    results = {name.partition("_")[0]: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
+    names = ("emulation", "pipelining_nano", "pipelining_of_chunks", "driving_nano")
+    results = {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names}
     text = _README_TEMPLATE.read_text(encoding="utf-8").strip("\n").format_map(results_readme.fields(results))
     return _HEADLINE.sub(lambda _: text, README.read_text(encoding="utf-8"))
 

@@ -298,6 +298,8 @@ def _pipelining(result: Result) -> dict[str, Any]:
             for policy in policies
         ],
         "closed_loop": [_closed_loop(closed)] if closed else [],
+        "chunks": "nano" not in result["policies"],
+        "actions": "nano" in result["policies"],
     }
 
 

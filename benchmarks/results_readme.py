@@ -7,6 +7,7 @@ from typing import Any
 from results_cells import Result, if_any, table
 
 # Lossless rows alone: no headline credits a mechanism with what a relaxed rule gains.
+_DEVICES = {"orin": "Orin", "rtx5090": "RTX 5090"}
 _ALONE = {
     "ar": "plain decoding",
     "spec, strict": "speculation alone",
@@ -19,22 +20,23 @@ def fields(results: Mapping[str, Result]) -> dict[str, Any]:
     """Those of the template.
 
     Args:
-        results: of the benchmarks `emulation`, `pipelining` and `driving`.
+        results: by the names of their files.
     """
     measured_s = next(
         figure["value"] / 1e3
         for figure in results["emulation"]["figures"]
         if (figure["system"], figure["device"]) == ("ActionFlow, baseline", "orin")
     )
-    short, long = (f"{policy['tokens']:.0f}" for policy in results["pipelining"]["policies"].values())
-    driving: list[Result] = results["driving"]["rows"]
+    pipelining = [results[name] for name in ("pipelining_nano", "pipelining_of_chunks")]
+    policies = {name: policy for result in pipelining for name, policy in result["policies"].items()}
+    driving: list[Result] = results["driving_nano"]["rows"]
     on_desktop = [_percent(driving, "rtx5090", mode, "driver, pose") for mode in ("ar", "spec", "pipeline", "specpipe")]
     return {
         "published_hz": f"{1 / measured_s:.2f}",
         "published_s": f"{measured_s:.1f}",
-        "short": short,
-        "long": long,
-        "table": _what_gives_what(results["pipelining"]),
+        "tokens": {name: f"{policy['tokens']:.0f}" for name, policy in policies.items()},
+        "table": _what_gives_what(sorted(policies.values(), key=lambda policy: policy["tokens"])),
+        "paired": [_starts(result) for result in pipelining],
         "starts": driving[0]["success"]["episodes"],
         **{mode: _percent(driving, "orin", mode, "driver, pose") for mode in ("ar", "spec", "pipeline", "specpipe")},
         "low": min(on_desktop),
@@ -43,18 +45,23 @@ def fields(results: Mapping[str, Result]) -> dict[str, Any]:
     }
 
 
-def _what_gives_what(result: Result) -> str:
+def _what_gives_what(policies: list[Result]) -> str:
     """Tasks done in their own time, and the mean age of the picture that the arm follows."""
-    policies = result["policies"].values()
-    columns = [(policy["tokens"], device) for policy in policies for device in policy["devices"].values()]
-    names = (f"{device['name'].rpartition('NVIDIA ')[2]}, {tokens:.0f} tokens" for tokens, device in columns)
-    cells = [["", *names]]
-    for mode, name in _ALONE.items():
-        rows = [device["closed_loop"][mode] for _, device in columns]
-        shares = [row["in_time"] / row["success"]["episodes"] for row in rows]
-        ages = [if_any(row["picture_age_s"], ", {:.2f} s") for row in rows]
-        cells.append([name, *(f"{share:.0%}{age}" for share, age in zip(shares, ages, strict=True))])
+    cells = [["tokens of an answer", *(f"{policy['tokens']:.0f}" for policy in policies)]]
+    for device, shown in _DEVICES.items():
+        for mode, name in _ALONE.items():
+            rows = [policy["devices"][device]["closed_loop"][mode] for policy in policies]
+            shares = [row["in_time"] / row["success"]["episodes"] for row in rows]
+            ages = [if_any(row["picture_age_s"], ", {:.2f} s") for row in rows]
+            cells.append([f"{shown}, {name}", *(f"{share:.0%}{age}" for share, age in zip(shares, ages, strict=True))])
     return table(cells)
+
+
+def _starts(result: Result) -> int:
+    """Of each cell."""
+    device = next(iter(next(iter(result["policies"].values()))["devices"].values()))
+    starts: int = device["closed_loop"]["ar"]["success"]["episodes"]
+    return starts
 
 
 def _percent(rows: list[Result], device: str, mode: str, follower: str) -> int:

@@ -186,9 +186,36 @@ def test_what_is_committed_says_more_of_the_numbers_behind_it() -> None:
 def test_an_instructions_first_chunk_goes_on_with_what_it_begins_with() -> None:
     drafter = ChunkShiftDrafter(SHORT, 1.0)
     assert drafted(drafter, "503 600 720 ") == {"503 600 720"}
-    assert drafted(drafter, "503 6") == {"00 500 503 500 500"}, "the middle of the range"
+    others = {f"{digit}0 " for digit in range(1, 10)}
+    assert drafted(drafter, "503 6") == {"00 500 503 500 500"} | others, "the middle of the range"
     drafter.observe(1, (*BEFORE, END), BEFORE, stamp_ns=SECOND)
     assert drafted(drafter, "503 6", epoch=2) == {"20 990 503 620 990."}, "where the arm was left"
+
+
+@pytest.mark.parametrize(
+    ("answer", "others"),
+    [
+        ("12 7", ()),  # where the first draft's number ends, so would this one
+        ("12 4 3", ()),  # begun as a draft begins it
+        ("12 4 ", ()),  # nothing is begun
+        ("12 4 4", ("15 ", "25 ", "35 ", "45 ", "55 ", "65 ", "75 ", "85 ", "95 ")),  # nearest to the first draft's 0
+        ("12 4 385 1", ("1.", "3.", "0.", "4.", "5.", "6.", "7.", "8.", "9.")),  # to its end, with what ends the answer
+    ],
+)
+def test_a_number_that_no_draft_begins_so_may_go_on_with_every_other_digit(
+    answer: str, others: tuple[str, ...]
+) -> None:
+    drafts = [(), (*numbers("12 4 305 62"), END), (*numbers("12 4 395 70"), END)]
+    chains = DIGITS.otherwise(drafts, numbers(answer))
+    assert tuple("".join({10: " ", END: "."}.get(token, str(token)) for token in chain) for chain in chains) == others
+
+
+def test_they_stand_beside_the_other_branches() -> None:
+    drafter = ChunkShiftDrafter(SHORT, 1.0)
+    drafter.observe(1, (*BEFORE, END), BEFORE, stamp_ns=SECOND)
+    assert drafted(drafter, "5") == {"00 600 700 510 620 990."}
+    others = {f"{digit}0 " for digit in range(1, 10)}
+    assert drafted(drafter, "4") == {"00 600 700 510 620 990."} | others
 
 
 @pytest.mark.parametrize("answer", ["", " ", "  5 6", "7  8 1", "12 5", "1 2 3 4 5 6 7 8 9 10 11 12 "])

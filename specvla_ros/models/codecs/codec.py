@@ -69,6 +69,9 @@ class SaysNumbers(Protocol):
     def begun(self, tokens: Sequence[int]) -> np.ndarray:
         """The numbers that the beginning of an answer says in whole, float64 [n], action by action, in robot units."""
 
+    def otherwise(self, drafts: Sequence[Sequence[int]], answer: Sequence[int]) -> list[tuple[int, ...]]:
+        """How the number that an answer has begun may go on to its end, where no draft begins it so; else nothing."""
+
 
 class Codec(Protocol):
     """Tokens to actions [horizon, dims] and back."""

@@ -202,6 +202,20 @@ class DigitsCodec(WrittenChunkCodec):
         place = np.arange(len(words)) % len(self.names)
         return low[place] + (high - low)[place] * np.array(words, dtype=np.float64) / self.bins
 
+    def otherwise(self, drafts: Sequence[Sequence[int]], answer: Sequence[int]) -> list[tuple[int, ...]]:
+        """See `SaysNumbers`: another next digit, the nearest first, and then as the first draft's number goes on."""
+        written = [*takewhile(self.digit_ids.__contains__, reversed(answer))][::-1]
+        begun = [(draft, self.resume(draft, answer)) for draft in drafts if draft]
+        if not written or any([*draft[at - len(written) : at]] == written for draft, at in begun):
+            return []
+        rest = next((tuple(draft[at:]) for draft, at in begun), ())
+        if not rest or rest[0] not in self.digit_ids:
+            return []
+        stop = rest.index(self.space_id) + 1 if self.space_id in rest else len(rest)
+        drafted = self.digit_ids.index(rest[0])
+        others = sorted({*range(10)} - {drafted}, key=lambda digit: (abs(digit - drafted), digit))
+        return [(self.digit_ids[digit], *rest[1:stop]) for digit in others]
+
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
         """Values beyond the range of the training data are clipped to it; in float32, as the original rounds."""
         low, high = (each.astype(np.float32) for each in self.action_range)

@@ -26,6 +26,7 @@ from specvla_ros.ros.demo.record import DemoRecord
 from specvla_ros.ros.demo.robot import DemoRobot
 from specvla_ros.ros.demo.terminal import CLEAR_KEY, STOP_KEY, TypedLine, picture
 from specvla_ros.ros.sim_robot.outputs import IMAGE_TOPIC, JOINTS_TOPIC, WRIST_TOPIC
+from specvla_ros.ros.wiring import Remaps, image_remappings
 from specvla_ros.settings.parameter import values_of
 from specvla_ros.settings.profiles import write_parameters
 from specvla_ros.simulation.gl import require_gl
@@ -37,7 +38,7 @@ DRIVER_LOG, GUARD_LOG = "driver.log", "guard.log"
 _CONFIGURE_TIMEOUT_S = 120.0
 _SILENCE_S = 60.0  # limit without news of an episode
 _CLOCK = "realtime"
-_CAMERA = [("image", IMAGE_TOPIC), ("image/compressed", f"{IMAGE_TOPIC}/compressed")]
+_CAMERA = image_remappings("image", IMAGE_TOPIC)
 # A policy of several cameras is shown the robot's in their order; the first is always the one above.
 _FURTHER, _STATE = (WRIST_TOPIC,), [("state", JOINTS_TOPIC)]
 
@@ -111,16 +112,16 @@ def _introduction(robot: DemoRobot) -> str:
     return f"[bold]specvla demo[/bold]: {arm} ⇄ ROS 2 topics ⇄ {between}an OpenVLA policy, trained for this table"
 
 
-def _senses(policy: Path, config: OpenVLAConfig) -> list[tuple[str, str]]:
+def _senses(policy: Path, config: OpenVLAConfig) -> Remaps:
     """Remaps of what the policy is asked with to what the simulated robot publishes."""
     further = config.cameras[1:]
     if len(further) > len(_FURTHER):
-        raise UserError(f"{policy} is asked with images of {len(config.cameras)} cameras, and this robot has 2")
-    topics = dict(zip((f"{name}/image" for name in further), _FURTHER, strict=False))
-    remaps = [
-        pair for ours, its in topics.items() for pair in ((ours, its), (f"{ours}/compressed", f"{its}/compressed"))
-    ]
-    return [*_CAMERA, *remaps, *(_STATE if config.state_dims else ())]
+        robot = 1 + len(_FURTHER)
+        raise UserError(f"{policy} is asked with images of {len(config.cameras)} cameras, and this robot has {robot}")
+    remaps = list(_CAMERA)
+    for name, topic in zip(further, _FURTHER, strict=False):
+        remaps += image_remappings(f"{name}/image", topic)
+    return [*remaps, *(_STATE if config.state_dims else ())]
 
 
 def _start(
@@ -131,7 +132,7 @@ def _start(
     episodes: int,
     seed: int,
     shown: RerunSettings | None,
-    senses: list[tuple[str, str]],
+    senses: Remaps,
 ) -> None:
     """Starts all that may run before the policy can act."""
     nodes.start("policy.node", params_file=out / PARAMETERS_FILE, remaps=senses)

@@ -7,7 +7,8 @@ nothing published drafts across the overlap of chunks. Verified strictly, it cha
 
 Where an answer says its numbers one after the other, those that are committed say more of the rest: as far as they are
 off the chunk before, the numbers behind them are likely off as well; and where the arm holds still, they go on as they
-are, which needs no chunk before. All three guesses are drafted side by side.
+are, which needs no chunk before. All three guesses are drafted side by side; of a number that none of them begins as it
+is begun, so is every other next digit.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ class ChunkShiftDrafter(Drafter):
             stamp_ns = request.observation.stamp_ns if request.observation is not None else 0
             guesses = self._guesses(request.epoch, stamp_ns, request.answer) if not request.mid_prompt else []
             rests = [guess[self._codec.resume(guess, request.answer) :] for guess in guesses]
+            if guesses and self._numbers is not None:
+                rests += self._numbers.otherwise(guesses, request.answer)
             branches = Branches.level_by_level(rests, max_depth=request.max_depth, max_nodes=limit - 1)
             trees.append(branches.tree(request.root, relaxable=False))
         return trees
