@@ -258,7 +258,6 @@ def train_policy(
 ) -> None:
     """Train a nano OpenVLA by behaviour cloning; several GPUs: accelerate launch -m specvla_ros.cli train-policy."""
     check_accelerate()
-    from specvla_ros.policies.bundled import find_policy
     from specvla_ros.training import train_policy as training
     from specvla_ros.training.dataset import Sensors
 
@@ -269,7 +268,7 @@ def train_policy(
         seed=seed,
         validate_every=validate_every,
         unnorm_key=unnorm_key,
-        init=str(find_policy(Path(init))[0]) if init else "",
+        init=init,
         codec=codec,
         horizon=horizon,
         sensors=Sensors(camera_topics(camera), state_topic, names_of(state_names)),

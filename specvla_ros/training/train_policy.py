@@ -26,6 +26,7 @@ from specvla_ros.models.observation import ONLY_CAMERA
 from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.weights import save_weights
+from specvla_ros.policies.bundled import find_policy
 from specvla_ros.training.batched_forward import action_logits
 from specvla_ros.training.dataset import (
     PADDING,
@@ -101,7 +102,9 @@ class PolicyTraining:
     seed: int = 0  # of weights, order and augmentation
     validate_every: int = 500  # steps between validations, each of which also saves the state to resume from
     unnorm_key: str = "specvla_table"  # name of the action statistics
-    init: str = ""  # checkpoint whose weights, words and action statistics to begin with; empty: random weights
+    init: str = (
+        ""  # checkpoint or bundled name whose weights, words and statistics to begin with; empty: random
+    )
     codec: str = "bins"  # how it writes its actions: `bins` (one action), `digits` or `fast` (chunks)
     horizon: int = 8  # actions of a chunk
     sensors: Sensors = field(default_factory=Sensors)  # what it reads beside the first camera's images
@@ -144,13 +147,13 @@ def train_policy(
     """
     from accelerate import Accelerator
 
-    bags = find_bags(data)
+    bags, init = find_bags(data), _init(training)
     accelerator = Accelerator(mixed_precision=precision())
     with accelerator.main_process_first():  # the others then find the cache filled
         demonstrations = load_demonstrations(
             bags,
             out / STATE_DIRECTORY / "demonstrations",
-            read_config(Path(training.init)).towers[0].image_size if training.init else training.shape.image_size,
+            read_config(init).towers[0].image_size if init is not None else training.shape.image_size,
             training.sensors,
             on_reading if accelerator.is_main_process else None,
         )
@@ -166,11 +169,17 @@ def train_policy(
     return Trainer(accelerator, _PolicyTask(accelerator, demonstrations, out, training), out).run(on_progress)
 
 
+def _init(training: PolicyTraining) -> Path | None:
+    """The checkpoint to begin with."""
+    return find_policy(Path(training.init))[0] if training.init else None
+
+
 def _write_untrained(out: Path, data: DemonstrationSet, training: PolicyTraining) -> None:
     if (out / "config.json").exists():
         raise UserError(f"{out} holds a checkpoint already; choose another --out")
-    if training.init:
-        _copy_checkpoint(Path(training.init), out, data.instructions)
+    init = _init(training)
+    if init is not None:
+        _copy_checkpoint(init, out, data.instructions)
     else:
         norm_stats = {training.unnorm_key: action_statistics(data.actions)}
         write_nano(out, training.shape, data.instructions, norm_stats, seed=training.seed)

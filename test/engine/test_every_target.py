@@ -30,7 +30,7 @@ from specvla_ros.models.qwen_vl.target import QwenVLTarget
 from specvla_ros.models.target import Target
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
-FRAMES = 6
+FRAMES = 4
 NODES = 12
 
 

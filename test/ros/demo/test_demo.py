@@ -16,11 +16,14 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+from support.checkpoints import copy_checkpoint, with_sensors
 from support.gl import needs_gl
 from support.patience import PATIENCE_S, wait_until
 
 from specvla_ros.errors import UserError
+from specvla_ros.models.openvla.config import read_config
 from specvla_ros.policies.bundled import nano_policy
+from specvla_ros.ros.demo.run import _senses
 
 COMMAND = [sys.executable, "-m", "specvla_ros.cli.app", "demo", "--episodes", "1"]
 
@@ -193,3 +196,22 @@ def test_missing_shipped_policy_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr("specvla_ros.policies.bundled.__file__", str(tmp_path / "shipped.py"))
     with pytest.raises(UserError, match="name a checkpoint with --policy"):
         nano_policy()
+
+
+@needs_gl
+def test_a_policy_of_two_cameras_with_a_state_is_shown_all_of_it(tmp_path):
+    run = subprocess.run(
+        [*COMMAND, "--out", str(tmp_path / "out"), "--policy", "wrist", "--task", "lift_red"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        cwd=tmp_path,
+    )
+    assert "the arm did" in run.stdout, run.stdout + run.stderr
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["action_rate_hz"] > 1
+
+
+def test_a_policy_of_more_cameras_than_the_robot_has_is_refused(tmp_path):
+    copied = with_sensors(copy_checkpoint(nano_policy(), tmp_path / "three"))
+    with pytest.raises(UserError, match="asked with images of 3 cameras, and this robot has 2"):
+        _senses(copied, read_config(copied))
