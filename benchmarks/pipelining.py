@@ -6,7 +6,7 @@ python benchmarks/pipelining.py --text-policy text-policy --episodes 16 --worker
 
 specvla train-policy --data DEMONSTRATIONS --init digits --codec digits --horizon 2 --steps 700 --learning-rate 0.0008
                      --out two-actions
-python benchmarks/pipelining.py --chunks --two-actions two-actions --episodes 3
+python benchmarks/pipelining.py --answers chunks --two-actions two-actions --episodes 3
                                 --out benchmarks/results/pipelining_of_chunks.json
 
 With answers of 7 tokens (the nano policy) and of about 45 (the text policy), each with its own acceptance; with chunks
@@ -21,6 +21,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -56,6 +57,16 @@ TOLERANCE = Tolerance(5.0, 3.0)
 TIME_LIMIT = 4.0
 _WARM = 60  # frames until the pipeline is full and knows how many it should hold
 _STAGES = 48  # frames in flight at most of plain pipelining with long answers
+
+
+class Answers(str, Enum):
+    """What the policies answer with."""
+
+    ACTIONS = "actions"
+    CHUNKS = "chunks"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -136,15 +147,16 @@ def main(
     seed: Seed = 0,
     workers: Workers = 2,
     text_policy: Annotated[Path, typer.Option(help="Directory of the text policy.")] = Path("text-policy"),
-    chunks: Annotated[
-        bool, typer.Option("--chunks", help="The policies that write chunks, without relaxed rows.")
-    ] = False,
+    answers: Annotated[Answers, typer.Option(help="Of which policies: single actions, or chunks (lossless rows).")] = (
+        Answers.ACTIONS
+    ),
     two_actions: Annotated[Path, typer.Option(help="Directory of the policy of two actions.")] = Path("two-actions"),
     work: Work = Path("pipelining-benchmark"),
     out: Out = RESULTS / "pipelining_nano.json",
 ) -> None:
     """Runs what is missing; no episodes: the engine alone."""
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
+    chunks = answers is Answers.CHUNKS
     chosen = subjects_of_chunks(two_actions) if chunks else subjects(text_policy)
     devices = _DEVICES_OF_CHUNKS if chunks else DEVICES
     policies = {name: _policy(name, subject, devices, plan, work) for name, subject in chosen.items()}

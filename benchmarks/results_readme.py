@@ -37,6 +37,8 @@ def fields(results: Mapping[str, Result]) -> dict[str, Any]:
         "tokens": {name: f"{policy['tokens']:.0f}" for name, policy in policies.items()},
         "table": _what_gives_what(sorted(policies.values(), key=lambda policy: policy["tokens"])),
         "paired": [_starts(result) for result in pipelining],
+        "time_limit": f"{pipelining[0]['time_limit']:g}",
+        "in_the_end": {mode: _in_the_end(policies, mode) for mode in ("ar", "spec, strict")},
         "starts": driving[0]["success"]["episodes"],
         **{mode: _percent(driving, "orin", mode, "driver, pose") for mode in ("ar", "spec", "pipeline", "specpipe")},
         "low": min(on_desktop),
@@ -55,6 +57,14 @@ def _what_gives_what(policies: list[Result]) -> str:
             ages = [if_any(row["picture_age_s"], ", {:.2f} s") for row in rows]
             cells.append([f"{shown}, {name}", *(f"{share:.0%}{age}" for share, age in zip(shares, ages, strict=True))])
     return table(cells)
+
+
+def _in_the_end(policies: Mapping[str, Result], mode: str) -> str:
+    """Success on the Orin within the time limit, of the policies whose answers are long, the shortest first."""
+    long = sorted((policies[name] for name in policies if name != "nano"), key=lambda policy: policy["tokens"])
+    rates = [policy["devices"]["orin"]["closed_loop"][mode]["success"]["rate"] for policy in long]
+    shown = [f"{rate:.0%}" for rate in rates]
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def _starts(result: Result) -> int:

@@ -102,9 +102,7 @@ class PolicyTraining:
     seed: int = 0  # of weights, order and augmentation
     validate_every: int = 500  # steps between validations, each of which also saves the state to resume from
     unnorm_key: str = "specvla_table"  # name of the action statistics
-    init: str = (
-        ""  # checkpoint or bundled name whose weights, words and statistics to begin with; empty: random
-    )
+    init: str = ""  # checkpoint or bundled name whose weights, words and statistics to begin with; empty: random
     codec: str = "bins"  # how it writes its actions: `bins` (one action), `digits` or `fast` (chunks)
     horizon: int = 8  # actions of a chunk
     sensors: Sensors = field(default_factory=Sensors)  # what it reads beside the first camera's images
