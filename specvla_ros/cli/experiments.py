@@ -258,6 +258,7 @@ def train_policy(
 ) -> None:
     """Train a nano OpenVLA by behaviour cloning; several GPUs: accelerate launch -m specvla_ros.cli train-policy."""
     check_accelerate()
+    from specvla_ros.policies.bundled import find_policy
     from specvla_ros.training import train_policy as training
     from specvla_ros.training.dataset import Sensors
 
@@ -294,6 +295,7 @@ def train_policy(
             data,
             out,
             settings,
+            init=find_policy(Path(init))[0] if init else None,
             on_reading=lambda done, wanted: bar.update(reading, completed=done, total=wanted),
             on_progress=show,
         )

@@ -26,7 +26,6 @@ from specvla_ros.models.observation import ONLY_CAMERA
 from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.weights import save_weights
-from specvla_ros.policies.bundled import find_policy
 from specvla_ros.training.batched_forward import action_logits
 from specvla_ros.training.dataset import (
     PADDING,
@@ -102,7 +101,7 @@ class PolicyTraining:
     seed: int = 0  # of weights, order and augmentation
     validate_every: int = 500  # steps between validations, each of which also saves the state to resume from
     unnorm_key: str = "specvla_table"  # name of the action statistics
-    init: str = ""  # checkpoint or bundled name whose weights, words and statistics to begin with; empty: random
+    init: str = ""  # checkpoint whose weights, words and statistics to begin with; empty: random
     codec: str = "bins"  # how it writes its actions: `bins` (one action), `digits` or `fast` (chunks)
     horizon: int = 8  # actions of a chunk
     sensors: Sensors = field(default_factory=Sensors)  # what it reads beside the first camera's images
@@ -130,6 +129,7 @@ def train_policy(
     out: Path,
     training: PolicyTraining,
     *,
+    init: Path | None = None,
     on_reading: Callable[[int, int], None] | None = None,
     on_progress: Callable[[Progress[Validation]], None] | None = None,
 ) -> list[Validation]:
@@ -138,6 +138,7 @@ def train_policy(
     Args:
         data: bags, or directories of bags.
         out: the checkpoint's directory, with the training state in a folder of it until the end.
+        init: where `training.init` lies; None: it is the directory.
         on_reading: called with the number of bags read and of all.
 
     Raises:
@@ -145,7 +146,8 @@ def train_policy(
     """
     from accelerate import Accelerator
 
-    bags, init = find_bags(data), _init(training)
+    init = init or (Path(training.init) if training.init else None)
+    bags = find_bags(data)
     accelerator = Accelerator(mixed_precision=precision())
     with accelerator.main_process_first():  # the others then find the cache filled
         demonstrations = load_demonstrations(
@@ -163,19 +165,13 @@ def train_policy(
         )
     settings = json.loads(json.dumps(asdict(training)))  # as they are read again
     described = settings | {"demonstration_steps": len(demonstrations.images), "episodes": episodes}
-    begin_or_resume(accelerator, out, described, lambda: _write_untrained(out, demonstrations, training))
+    begin_or_resume(accelerator, out, described, lambda: _write_untrained(out, demonstrations, training, init))
     return Trainer(accelerator, _PolicyTask(accelerator, demonstrations, out, training), out).run(on_progress)
 
 
-def _init(training: PolicyTraining) -> Path | None:
-    """The checkpoint to begin with."""
-    return find_policy(Path(training.init))[0] if training.init else None
-
-
-def _write_untrained(out: Path, data: DemonstrationSet, training: PolicyTraining) -> None:
+def _write_untrained(out: Path, data: DemonstrationSet, training: PolicyTraining, init: Path | None) -> None:
     if (out / "config.json").exists():
         raise UserError(f"{out} holds a checkpoint already; choose another --out")
-    init = _init(training)
     if init is not None:
         _copy_checkpoint(init, out, data.instructions)
     else:
