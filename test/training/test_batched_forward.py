@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import load_openvla
+from support.checkpoints import load_openvla, with_sensors
 
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
@@ -12,6 +12,7 @@ from specvla_ros.engine.kv_cache import KVCache, new_cache
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.training.batched_forward import action_logits
+from specvla_ros.training.dataset import Batches, DemonstrationSet
 from specvla_ros.training.nano import NanoShape, write_nano
 
 INSTRUCTIONS = ("lift the red cube", "put the red cube on the block now")
@@ -60,3 +61,34 @@ def test_every_branch_gives_the_logits_of_the_served_model(policy):
         for place, text in enumerate(INSTRUCTIONS):
             served = served_logits(policy, image, text, answers[i, place].tolist())
             torch.testing.assert_close(trained[i, place], served.double(), rtol=1e-6, atol=1e-6)
+
+
+@torch.no_grad()
+def test_pictures_and_state_stand_where_the_served_prompt_has_them(tmp_path):
+    shape = NanoShape(
+        image_size=28, patch_size=14, vision_dim=32, vision_depth=3, hidden_size=64, layers=3, head_dim=16
+    )
+    write_nano(tmp_path, shape, INSTRUCTIONS, STATISTICS, seed=3)
+    policy = load_openvla(with_sensors(tmp_path), device="cpu")
+    policy.model.double()
+    rng = np.random.default_rng(1)
+    steps, cameras = 3, len(policy.cameras)
+    data = DemonstrationSet(
+        images=rng.integers(0, 256, (steps, cameras, 28, 28, 3), dtype=np.uint8),
+        states=rng.uniform(-1, 1, (steps, 2)),
+        actions=rng.uniform(-1, 1, (steps, 2, 7)),
+        instruction_of=np.array([[0, 1]] * steps),
+        episode_of=np.zeros(steps, np.int64),
+        time_ns=np.arange(steps),
+        instructions=INSTRUCTIONS,
+    )
+    batch = Batches(policy, data).make(np.arange(steps))
+    trained = action_logits(policy.model, batch.pixels.double(), batch.prompt_ids, batch.lengths, batch.answers)
+    for step in range(steps):
+        images = dict(zip(policy.cameras, data.images[step], strict=True))
+        for place, text in enumerate(INSTRUCTIONS):
+            seen = Observation(images, text, 1, state=data.states[step])
+            prompt = policy.prompt_embeddings(seen, policy.prompt_layout(seen).ids)
+            cache: KVCache = new_cache(policy.decoder, slots=1, slot_rows=64)
+            served = packed_forward(policy.decoder, [Segment(0, 0, prompt)], cache).logits
+            torch.testing.assert_close(trained[step, place, :1], served.double(), rtol=1e-5, atol=1e-5)
