@@ -323,6 +323,9 @@ def train_draft(
     own_steps: Annotated[
         int, typer.Option(help="Tokens deep that the head learns from its own features; 1: from the target's.", min=1)
     ] = 1,
+    parallel_depth: Annotated[
+        int, typer.Option(help="Tokens drafted in one forward (P-EAGLE); 1: a tree grows level by level.", min=1)
+    ] = 1,
     seed: Annotated[int, typer.Option(help="Of weights, order and noise.")] = 0,
 ) -> None:
     """Train an EAGLE draft head on the target's own answers; several GPUs: accelerate launch -m specvla_ros.cli …."""
@@ -334,7 +337,7 @@ def train_draft(
 
     if SIMULATION in data and len(data) > 1:
         raise UserError("--data sim cannot be mixed with bags: train twice, or choose one")
-    settings = training.DraftTraining(epochs, batch_size, learning_rate, own_steps, seed)
+    settings = training.DraftTraining(epochs, batch_size, learning_rate, own_steps, parallel_depth, seed)
     bags = None if data == [SIMULATION] else [Path(each) for each in data]
     training.check_frames(bags, frames)
     policy = require_openvla(load_target(chosen.checkpoint, **vars(chosen.model)))

@@ -3,7 +3,7 @@
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -35,7 +35,7 @@ def draft_features(
     Row i takes the embedding of the token after it and the hidden state at it, and predicts the hidden state after it.
     In step 1 the input state is the target's. In step s the s-1 newest states of a row's history are the head's own, as
     they are when it drafts the s-th token of a tree (training-time test: HASS, EAGLE-3). Earlier rows are seen as the
-    target made them.
+    target made them. A parallel head's rows are masks from step 2 on, in place of token and state.
 
     Args:
         following: [batch, rows, hidden], embeddings of the following tokens.
@@ -57,20 +57,22 @@ def draft_features(
     keys: list[Tensor] = []
     values: list[Tensor] = []
 
-    def predict(following: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, visible: Tensor) -> Tensor:
-        x = head.fc(torch.cat((following, hidden), dim=-1))
+    def predict(x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor) -> Tensor:
         q, k, v = queries_keys_values(head.layer, x, cos, sin)
         keys.append(k)
         values.append(v)
         x = attend(head.layer, x, q, torch.cat(keys, dim=2), torch.cat(values, dim=2), visible[:, None])
         return mlp(head.layer, x)
 
-    results = [predict(following, hidden, cos, sin, seen)[:, -answer:]]
+    results = [predict(head.fuse(following, hidden), cos, sin, seen)[:, -answer:]]
     cos, sin, following = cos[-answer:], sin[-answer:], following[:, -answer:]
     for step in range(1, steps):
         visible = _visible(padding, rows, answer, step)
-        # Row a of the answer is fed with what row a-1 predicted in the step before.
-        results.append(predict(following[:, step:], results[-1][:, :-1], cos[step:], sin[step:], visible))
+        if head.parallel_depth > 1:
+            fed = head.mask_rows[step - 1].expand(len(padding), answer - step, -1)
+        else:  # row a of the answer is fed with what row a-1 predicted in the step before
+            fed = head.fuse(following[:, step:], results[-1][:, :-1])
+        results.append(predict(fed, cos[step:], sin[step:], visible))
     return results
 
 
@@ -111,6 +113,8 @@ def validate_draft(policy: OpenVLATarget, head: EagleHead, samples: Iterable[Sam
     samples, held-out answers, the first few hundred are used.
     """
     settings = DraftSettings()
+    if head.parallel_depth > 1:
+        settings = replace(settings, depth=min(settings.depth, head.parallel_depth))
     head = copy.deepcopy(head).to(policy.decoder.dtype)  # as it will run
     drafter: EagleDrafter | None = None
     found: dict[int, list[int]] = {}

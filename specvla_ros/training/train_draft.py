@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specvla_kernels.layout import MAX_TREE_NODES
 from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
 from specvla_ros.bags.reader import open_bag
 from specvla_ros.engine.settings import EngineSettings
@@ -57,10 +58,16 @@ class DraftTraining:
     # Depth in drafted tokens to which the head is trained on its own features (training-time test); 1: on the
     # target's only, as in EAGLE and Spec-VLA.
     own_steps: int = 1
+    # Tokens that the head drafts in one forward (P-EAGLE); 1: it grows a tree level by level.
+    parallel_depth: int = 1
     seed: int = 0  # of weights, order and noise
 
     def __post_init__(self) -> None:
-        check_settings(self, ("epochs", "batch_size", "own_steps"))
+        check_settings(self, ("epochs", "batch_size", "own_steps", "parallel_depth"))
+        if self.own_steps > 1 and self.parallel_depth > 1:
+            raise UserError("--own-steps is for heads that grow trees level by level: leave it out for a parallel one")
+        if self.parallel_depth >= MAX_TREE_NODES:
+            raise UserError(f"--parallel-depth {self.parallel_depth}: a tree is {MAX_TREE_NODES - 1} deep at most")
 
 
 def check_frames(data: Sequence[Path] | None, frames: int) -> None:
@@ -160,12 +167,12 @@ class _DraftTask:
         self._out = out
         self._seed = training.seed
         torch.manual_seed(training.seed)
-        self.trained = EagleHead(policy.decoder.config).to(policy.decoder.device)
+        self.trained = EagleHead(policy.decoder.config, training.parallel_depth).to(policy.decoder.device)
         _initialise(self.trained)
         self.optimisers: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(self.trained.parameters(), lr=training.learning_rate, betas=_BETAS, weight_decay=0.0)
         ]
-        self.model = _DraftLoss(policy, self.trained, own_steps=training.own_steps)
+        self.model = _DraftLoss(policy, self.trained, steps=max(training.own_steps, training.parallel_depth))
         self.samples = sum(1 for _ in self._epoch(0))
         self.batch_size = training.batch_size
         self.validate_every = self.samples // training.batch_size
@@ -207,11 +214,11 @@ class _DraftTask:
 class _DraftLoss(nn.Module):
     """The loss of a batch; only the head's weights are its own."""
 
-    def __init__(self, policy: OpenVLATarget, head: EagleHead, own_steps: int) -> None:
+    def __init__(self, policy: OpenVLATarget, head: EagleHead, steps: int) -> None:
         super().__init__()
         self.head = head
         self._decoder = (policy.decoder,)  # in a tuple, so that the target is no part of this module
-        self._own_steps = own_steps
+        self._steps = steps
 
     def forward(self, samples: list[Sample], noise: torch.Generator) -> Tensor:
         (decoder,) = self._decoder
@@ -229,7 +236,7 @@ class _DraftLoss(nn.Module):
             cos,
             sin,
             answer=answer,
-            steps=min(self._own_steps, answer),
+            steps=min(self._steps, answer),
         )
         with torch.no_grad():
             probabilities = decoder.logits(batch.goal.flatten(0, 1)).softmax(-1).view(*batch.goal.shape[:2], -1)

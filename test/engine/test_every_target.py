@@ -113,9 +113,11 @@ KINDS = {
     "minivla": Kind(_minivla),
 }
 NONE = DraftSettings(nodes=NODES, head="none")
+PARALLEL = "parallel-draft"  # a head that drafts all levels at once, in the target's directory
 DRAFTS = {
     "head": DraftSettings(nodes=NODES, top_k=3, depth=4),
     "head, window mass": DraftSettings(nodes=NODES, top_k=3, depth=4, children="window_mass"),
+    "parallel head": DraftSettings(nodes=NODES, top_k=3, depth=4, head=PARALLEL),
     "temporal": adjusted(NONE, temporal=True),
     "prompt lookup": adjusted(NONE, prompt_lookup_tokens=4),
     "self": adjusted(NONE, self_tokens=3, self_image_share=0.3),
@@ -148,7 +150,9 @@ def kind(request: pytest.FixtureRequest, made: dict[str, Target], tmp_path_facto
     name: str = request.param
     if name not in made:
         target = made[name] = KINDS[name].make(tmp_path_factory.mktemp("target"))
-        write_random_head(target.directory / "draft", cast("PackedDecoder", target.decoder))
+        decoder = cast("PackedDecoder", target.decoder)
+        write_random_head(target.directory / "draft", decoder)
+        write_random_head(target.directory / PARALLEL, decoder, parallel_depth=4)
         if (target.directory / "model.safetensors").exists():
             write_draft_model(target, noise=0.05)
     return name
@@ -197,7 +201,10 @@ def plain(kind: str, target: Target, known: dict[str, list[tuple[Any, ...]]]) ->
 
 
 def engine_of(kind: str, target: Target, draft: str, **mode: Any) -> Engine:
-    settings = replace(KINDS[kind].settings, in_order=True, draft=DRAFTS[draft], **mode)
+    drafts = DRAFTS[draft]
+    if drafts.head == PARALLEL:
+        drafts = replace(drafts, head=str(target.directory / PARALLEL))
+    settings = replace(KINDS[kind].settings, in_order=True, draft=drafts, **mode)
     if (target.directory / FOLDER).exists() or draft != "model":
         return Engine(target, with_model(target, settings))
     # Of this kind no other one is written here: it drafts for itself.

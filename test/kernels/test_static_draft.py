@@ -22,24 +22,24 @@ pytest.importorskip("triton")
 DECODER = random_decoder(
     DecoderShape(32, 40, 1, 4, 2, 16, vocab_size=50, max_position_embeddings=128), device=str(DEVICE)
 )
-HEAD = random_head(DECODER, seed=1)
+HEADS = {"levels": random_head(DECODER, seed=1), "parallel": random_head(DECODER, seed=1, parallel_depth=3)}
 SLOTS = 3
 
 
-def drafter() -> EagleDrafter:
+def drafter(kind: str) -> EagleDrafter:
     chosen = DraftSettings(top_k=3, depth=3, nodes=9)
-    return EagleDrafter(HEAD, DECODER, chosen, slots=SLOTS, slot_rows=40, captured_depth=5)
+    return EagleDrafter(HEADS[kind], DECODER, chosen, slots=SLOTS, slot_rows=40, captured_depth=5)
 
 
-def captured() -> EagleDrafter:
-    made = drafter()
+def captured(kind: str) -> EagleDrafter:
+    made = drafter(kind)
     capture = capture_on(made._grower.keys) or rerun
     with kernels(True), torch.inference_mode():
         assert made.capture(capture) == SLOTS * 3
     return made
 
 
-CAPTURED = captured()
+CAPTURED = {kind: captured(kind) for kind in HEADS}
 
 
 @st.composite
@@ -54,17 +54,19 @@ def requests(draw: st.DrawFn) -> list[DraftInput]:
     return made
 
 
+@pytest.mark.parametrize("kind", HEADS)
 @settings(max_examples=12 if DEVICE.type == "cpu" else 200, deadline=None)
 @given(st.lists(requests(), min_size=1, max_size=2))
 @torch.inference_mode()
-def test_static_drafts_are_drafts(several: list[list[DraftInput]]) -> None:
-    for store in (CAPTURED._grower.keys, CAPTURED._grower.values):
+def test_static_drafts_are_drafts(kind: str, several: list[list[DraftInput]]) -> None:
+    made = CAPTURED[kind]
+    for store in (made._grower.keys, made._grower.values):
         store.fill_(torch.nan)
     for inputs in several:
         with kernels(True), no_read_back():
-            trees = CAPTURED.draft(inputs)
+            trees = made.draft(inputs)
         with kernels(False):
-            expected = drafter().draft(inputs)
+            expected = drafter(kind).draft(inputs)
         for tree, other in zip(trees, expected, strict=True):
             torch.testing.assert_close(tree.log_probs, other.log_probs, atol=1e-4, rtol=1e-4)
             assert tree.tokens.equal(other.tokens) and tree.depth == other.depth

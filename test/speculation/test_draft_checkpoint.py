@@ -13,7 +13,7 @@ from support.draft_heads import random_head, write_random_head
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.config import DecoderShape
-from specvla_ros.speculation.drafters.eagle_head import load_draft_head
+from specvla_ros.speculation.drafters.eagle_head import load_draft_head, save_draft_head
 
 DECODER = random_decoder(DecoderShape(32, 64, 2, 4, 2, 8, vocab_size=50), seed=0, dtype=torch.float32)
 
@@ -38,6 +38,20 @@ def test_both_formats_give_the_head_back(head: Path) -> None:
             assert tensor.equal(expected[name].bfloat16().float()), name
         if (head / "model.safetensors").exists():
             as_published(head)
+
+
+def test_a_parallel_head_comes_back_with_its_masks(tmp_path: Path) -> None:
+    made = random_head(DECODER, seed=5, parallel_depth=4)
+    save_draft_head(tmp_path, made)
+    loaded = load_draft_head(tmp_path, DECODER)
+    assert loaded.parallel_depth == 4 and loaded.mask_rows.equal(made.mask_rows.bfloat16().float())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"parallel_depth": 3}))
+    with pytest.raises(UserError, match="mask_rows"):
+        load_draft_head(tmp_path, DECODER)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"parallel_depth": 0}))
+    with pytest.raises(UserError, match="parallel_depth"):
+        load_draft_head(tmp_path, DECODER)
 
 
 def test_a_head_of_another_target_is_refused(head: Path) -> None:

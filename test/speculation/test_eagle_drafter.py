@@ -14,24 +14,33 @@ from support.no_read_back import no_read_back
 from support.static_forwards import recorded, use_table
 
 from specvla_kernels import packed_attention
+from specvla_kernels.layout import Span, pack_layout
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.speculation.drafters.children import WindowMass
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
+from specvla_ros.speculation.drafters.eagle_head import EagleHead
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
 
 CONFIG = DecoderShape(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)
 DECODER = random_decoder(CONFIG, seed=0, dtype=torch.float64)
-HEAD = random_head(DECODER, seed=1)
+HEADS = {"levels": random_head(DECODER, seed=1), "parallel": random_head(DECODER, seed=1, parallel_depth=5)}
 SETTINGS = DraftSettings(top_k=3, depth=4, nodes=12)
 WINDOW = WindowMass.from_actions(3, ActionIds(30, 46, 15), 7, torch.device("cpu"), text=True)
 WINDOW.tolerate((2,) * 7)
 
 
-def drafter(**arguments: Any) -> EagleDrafter:
-    made = EagleDrafter(HEAD, DECODER, SETTINGS, slots=4, slot_rows=40, captured_depth=9, **arguments)
+@pytest.fixture(scope="module", params=[*HEADS.values()], ids=[*HEADS])
+def head(request: pytest.FixtureRequest) -> EagleHead:
+    """One that grows trees level by level, and one that drafts all levels in one forward."""
+    made: EagleHead = request.param
+    return made
+
+
+def drafter(head: EagleHead, **arguments: Any) -> EagleDrafter:
+    made = EagleDrafter(head, DECODER, SETTINGS, slots=4, slot_rows=40, captured_depth=9, **arguments)
     made._grower.keys.fill_(float("nan"))
     made._grower.values.fill_(float("nan"))
     return made
@@ -59,62 +68,64 @@ def same(one: Tree, other: Tree) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 30), st.integers(0, 5)), min_size=1, max_size=4))
-def test_several_requests_at_once_get_what_each_gets_alone(wanted: list[tuple[int, int, int]]) -> None:
+def test_several_requests_at_once_get_what_each_gets_alone(head: EagleHead, wanted: list[tuple[int, int, int]]) -> None:
     requests = [request(seed, slot, prefix, 0, levels) for slot, (seed, prefix, levels) in enumerate(wanted)]
-    together = drafter().draft(requests)
+    together = drafter(head).draft(requests)
     for each, tree in zip(requests, together, strict=True):
-        same(tree, drafter().draft([each])[0])
+        same(tree, drafter(head).draft([each])[0])
         assert len(tree) <= SETTINGS.nodes and tree.depth == min(each.max_depth, SETTINGS.depth)
         assert tree.tokens[0] == each.root
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 99), st.lists(st.integers(1, 30), min_size=1, max_size=4, unique=True), st.integers(0, 4))
-def test_rows_fed_in_any_split_give_the_same_tree(seed: int, ends: list[int], levels: int) -> None:
+def test_rows_fed_in_any_split_give_the_same_tree(head: EagleHead, seed: int, ends: list[int], levels: int) -> None:
     ends.sort()
-    stepwise, first = drafter(), 0
+    stepwise, first = drafter(head), 0
     for end in ends:
         # In between a tree is grown too: its scratch rows are written over.
         (tree,) = stepwise.draft([request(seed, 2, end, first, levels)])
         first = end
-    same(tree, drafter().draft([request(seed, 2, ends[-1], 0, levels)])[0])
+    same(tree, drafter(head).draft([request(seed, 2, ends[-1], 0, levels)])[0])
 
 
-def test_a_trees_scratch_rows_are_never_read_again() -> None:
-    made = drafter()
+def test_a_trees_scratch_rows_are_never_read_again(head: EagleHead) -> None:
+    made = drafter(head)
     made.draft([request(5, 2, 9, 0, 4), request(6, 0, 30, 0, 4)])
     for slot, prefix in ((2, 9), (0, 30)):
         made._grower.keys[slot, prefix:] = made._grower.values[slot, prefix:] = float("nan")
     trees = made.draft([request(5, 2, 12, 9, 4), request(6, 0, 31, 30, 4)])
-    same(trees[0], drafter().draft([request(5, 2, 12, 0, 4)])[0])
-    same(trees[1], drafter().draft([request(6, 0, 31, 0, 4)])[0])
+    same(trees[0], drafter(head).draft([request(5, 2, 12, 0, 4)])[0])
+    same(trees[1], drafter(head).draft([request(6, 0, 31, 0, 4)])[0])
 
 
-def test_node_limits_are_each_requests_own() -> None:
-    trees = drafter().draft([request(1, 0, 5, 0, 4), request(2, 1, 9, 0, 4)], nodes=[4, 9])
+def test_node_limits_are_each_requests_own(head: EagleHead) -> None:
+    trees = drafter(head).draft([request(1, 0, 5, 0, 4), request(2, 1, 9, 0, 4)], nodes=[4, 9])
     for tree, seed, prefix, nodes in zip(trees, (1, 2), (5, 9), (4, 9), strict=True):
-        alone = EagleDrafter(HEAD, DECODER, replace(SETTINGS, nodes=nodes), slots=1, slot_rows=40)
+        alone = EagleDrafter(head, DECODER, replace(SETTINGS, nodes=nodes), slots=1, slot_rows=40)
         same(tree, alone.draft([request(seed, 0, prefix, 0, 4)])[0])
         assert len(tree) == nodes
 
 
-def test_where_text_may_come_any_token_is_drafted() -> None:
+def test_where_text_may_come_any_token_is_drafted(head: EagleHead) -> None:
     text, action = replace(request(1, 0, 5, 0, 4), in_text=True, position=0), request(2, 1, 9, 0, 4)
     for requests in ([text, action], [text]):
-        trees = drafter(children=WINDOW).draft(requests)
-        same(trees[0], drafter().draft([text])[0])
+        trees = drafter(head, children=WINDOW).draft(requests)
+        same(trees[0], drafter(head).draft([text])[0])
         if len(trees) > 1:
-            same(trees[1], drafter(children=WINDOW).draft([action])[0])
+            same(trees[1], drafter(head, children=WINDOW).draft([action])[0])
     first, stop = WINDOW.actions.first, WINDOW.actions.stop
     assert any(not first <= token < stop for token in trees[0].tokens[1:].tolist())
 
 
 @pytest.mark.parametrize("on_replay", [False, True])
-def test_no_position_is_beyond_the_targets_last(on_replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_position_is_beyond_the_targets_last(
+    head: EagleHead, on_replay: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tree that has all its levels is computed with those that have not; so are rows that no request has."""
     short = random_decoder(replace(CONFIG, max_position_embeddings=12), seed=0, dtype=torch.float64)
-    made = EagleDrafter(HEAD, short, SETTINGS, slots=2, slot_rows=12, captured_depth=9)
-    expected = drafter().draft([request(1, 0, 10, 0, 1), request(2, 1, 5, 0, 4)])
+    made = EagleDrafter(head, short, SETTINGS, slots=2, slot_rows=12, captured_depth=9)
+    expected = drafter(head).draft([request(1, 0, 10, 0, 1), request(2, 1, 5, 0, 4)])
     if on_replay:
         use_table(monkeypatch)
         made.capture(recorded)
@@ -125,8 +136,8 @@ def test_no_position_is_beyond_the_targets_last(on_replay: bool, monkeypatch: py
 
 
 @pytest.mark.parametrize("children", [None, WINDOW], ids=["top_k", "window"])
-def test_a_tree_grows_without_a_read_back(children: Any) -> None:
-    made = drafter(children=children)
+def test_a_tree_grows_without_a_read_back(head: EagleHead, children: Any) -> None:
+    made = drafter(head, children=children)
     requests = [request(3, 0, 7, 0, 4)]
     with no_read_back():
         (tree,) = made.draft(requests)
@@ -134,10 +145,10 @@ def test_a_tree_grows_without_a_read_back(children: Any) -> None:
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> EagleDrafter:
+def captured(head: EagleHead, monkeypatch: pytest.MonkeyPatch) -> EagleDrafter:
     """A drafter whose drafts are run again where a GPU would replay them."""
     use_table(monkeypatch)
-    made = EagleDrafter(HEAD, DECODER, SETTINGS, slots=4, slot_rows=40, children=WINDOW, captured_depth=9)
+    made = EagleDrafter(head, DECODER, SETTINGS, slots=4, slot_rows=40, children=WINDOW, captured_depth=9)
     assert made.capture(recorded) == 4 * SETTINGS.depth
     made._grower.keys.fill_(float("nan"))
     made._grower.values.fill_(float("nan"))
@@ -157,7 +168,7 @@ ROUNDS = st.lists(
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ROUNDS)
 def test_a_captured_draft_gives_the_same_trees(
-    captured: EagleDrafter, rounds: list[dict[int, tuple[int, int, bool]]]
+    head: EagleHead, captured: EagleDrafter, rounds: list[dict[int, tuple[int, int, bool]]]
 ) -> None:
     """Any number of requests, of rows and of levels, draft behind draft on the same memory."""
     pairs: list[tuple[Tree, Tree]] = []
@@ -172,17 +183,42 @@ def test_a_captured_draft_gives_the_same_trees(
         trees = captured.draft(requests)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(packed_attention, "has_kernels", lambda _: False)
-            expected = drafter(children=WINDOW).draft(whole)
+            expected = drafter(head, children=WINDOW).draft(whole)
         pairs += zip(trees, expected, strict=True)
     for tree, other in pairs:  # at the end: a later draft must leave them alone
         same(tree, other)
         assert tree.ancestry.ancestors.equal(other.ancestry.ancestors) and tree.valid.equal(other.valid)
 
 
-def test_a_tree_of_its_root_alone_is_not_grown() -> None:
-    made = drafter()
+def test_a_tree_of_its_root_alone_is_not_grown(head: EagleHead) -> None:
+    made = drafter(head)
     (tree,) = made.draft([request(1, 0, 5, 0, 4)], nodes=[1])
     assert len(tree) == 1 and tree.depth == 0
     assert made.forwards == 1, "the head saw its rows"
-    alone = EagleDrafter(HEAD, DECODER, replace(SETTINGS, nodes=1), slots=1, slot_rows=40, captured_depth=5)
+    alone = EagleDrafter(head, DECODER, replace(SETTINGS, nodes=1), slots=1, slot_rows=40, captured_depth=5)
     assert alone.capture(recorded) == 0
+
+
+@torch.inference_mode()
+def test_a_parallel_head_drafts_all_levels_in_one_forward() -> None:
+    """Against the definition: the head over the committed rows and a mask per later level, one row at a time."""
+    made = drafter(HEADS["parallel"])
+    (tree,) = made.draft([request(3, 1, 7, 0, 4)])
+    assert made.forwards == 1
+    again = HEADS["parallel"]
+    hidden, following = rows(3, 40)
+    keys, values = torch.empty(2, 1, 20, 2, 8, dtype=torch.float64)
+    fused = torch.cat((again.fuse(following[:7], hidden[:7]), again.mask_rows[:3]))
+    states = []
+    for row in range(len(fused)):
+        layout = pack_layout([(Span(0, 0, 1, row, is_tree=False), None)], 20, fused.device)
+        states.append(again(fused[row : row + 1], layout, DECODER.rotation(layout.positions), keys, values))
+    levels = DECODER.logits(torch.cat(states[6:])).log_softmax(dim=-1)
+    likeliest = levels.topk(SETTINGS.top_k)
+    depths, parents, log_probs = tree.ancestry.depths.tolist(), tree.ancestry.parents.tolist(), tree.log_probs.tolist()
+    for node in range(1, len(tree)):
+        level = levels[depths[node] - 1]
+        assert tree.tokens[node] in likeliest.indices[depths[node] - 1]
+        gained = float(level[tree.tokens[node]])
+        assert log_probs[node] == pytest.approx(log_probs[parents[node]] + gained, abs=1e-5)
+    assert tree.depth == 4 and max(depths) > 1

@@ -13,8 +13,8 @@ from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
 
 
-def random_head(decoder: PackedDecoder, *, seed: int = 0) -> EagleHead:
-    head = EagleHead(decoder.config).to(decoder.dtype).requires_grad_(False)
+def random_head(decoder: PackedDecoder, *, seed: int = 0, parallel_depth: int = 1) -> EagleHead:
+    head = EagleHead(decoder.config, parallel_depth).to(decoder.dtype).requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for parameter in head.parameters():
         values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -22,8 +22,8 @@ def random_head(decoder: PackedDecoder, *, seed: int = 0) -> EagleHead:
     return head
 
 
-def write_random_head(directory: Path, decoder: PackedDecoder, *, seed: int = 0) -> Path:
-    save_draft_head(directory, random_head(decoder, seed=seed))
+def write_random_head(directory: Path, decoder: PackedDecoder, *, seed: int = 0, parallel_depth: int = 1) -> Path:
+    save_draft_head(directory, random_head(decoder, seed=seed, parallel_depth=parallel_depth))
     return directory
 
 

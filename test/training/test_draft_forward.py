@@ -8,6 +8,7 @@ from support.draft_heads import random_head
 
 from specvla_kernels.layout import Span, pack_layout
 from specvla_ros.models.config import DecoderShape
+from specvla_ros.speculation.drafters.eagle_head import EagleHead
 from specvla_ros.training.draft_features import Sample
 from specvla_ros.training.draft_model import draft_features
 from specvla_ros.training.train_draft import collate
@@ -15,6 +16,7 @@ from specvla_ros.training.train_draft import collate
 CONFIG = DecoderShape(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)
 DECODER = random_decoder(CONFIG, seed=0, dtype=torch.float64)
 HEAD = random_head(DECODER, seed=1)
+PARALLEL = random_head(DECODER, seed=1, parallel_depth=5)
 ANSWER = 6
 
 
@@ -28,24 +30,26 @@ def sample(seed: int, prompt: int, answer: int = ANSWER) -> Sample:
 class Served:
     """The head over its keys and values, a row at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, head: EagleHead) -> None:
+        self._head = head
         self._keys, self._values = (torch.full((1, 64, 2, 8), float("nan"), dtype=torch.float64) for _ in range(2))
         self._row = 0
 
-    def feed(self, following: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        span = Span(0, 0, len(following), self._row, is_tree=False)
-        layout = pack_layout([(span, None)], 64, following.device)
-        self._row += len(following)
-        return HEAD(following, hidden, layout, DECODER.rotation(layout.positions), self._keys, self._values)
+    def feed(self, fused: torch.Tensor) -> torch.Tensor:
+        span = Span(0, 0, len(fused), self._row, is_tree=False)
+        layout = pack_layout([(span, None)], 64, fused.device)
+        self._row += len(fused)
+        return self._head(fused, layout, DECODER.rotation(layout.positions), self._keys, self._values)
 
 
+@pytest.mark.parametrize("head", [HEAD, PARALLEL], ids=["levels", "parallel"])
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_each_step_is_what_a_tree_of_that_depth_is_fed_with(steps: int) -> None:
+def test_each_step_is_what_a_tree_of_that_depth_is_fed_with(steps: int, head: EagleHead) -> None:
     samples = [sample(1, 9), sample(2, 4)]
     batch = collate(samples, DECODER.embed_tokens)
     following, hidden = batch.following.double(), batch.hidden.double()
     cos, sin = DECODER.rotation(torch.arange(following.shape[1]))
-    features = draft_features(HEAD, following, hidden, batch.padding, cos, sin, answer=ANSWER, steps=steps)
+    features = draft_features(head, following, hidden, batch.padding, cos, sin, answer=ANSWER, steps=steps)
     assert len(features) == steps
     for i, pad in enumerate(batch.padding.tolist()):
         real_following, real_hidden = following[i, pad:], hidden[i, pad:]
@@ -53,11 +57,12 @@ def test_each_step_is_what_a_tree_of_that_depth_is_fed_with(steps: int) -> None:
         for step, predicted in enumerate(features):
             assert predicted.shape == (2, ANSWER - step, 32)
             for place in range(step, ANSWER):
-                served = Served()
+                served = Served(head)
                 known = prompt + place - step + 1
-                out = served.feed(real_following[:known], real_hidden[:known])[-1:]
-                for own in range(known, known + step):
-                    out = served.feed(real_following[own : own + 1], out)
+                out = served.feed(head.fuse(real_following[:known], real_hidden[:known]))[-1:]
+                for i_own, own in enumerate(range(known, known + step)):
+                    mask = head.mask_rows[i_own : i_own + 1]
+                    out = served.feed(mask if len(mask) else head.fuse(real_following[own : own + 1], out))
                 torch.testing.assert_close(
                     predicted[i, place - step], out[0], atol=1e-6, rtol=1e-6
                 )  # rotations are float32

@@ -178,6 +178,27 @@ def test_training_goes_on_where_it_stopped_and_teaches(
     assert forwards < 8 * 5, "the engine must reap what the validation promised"
 
 
+def test_a_parallel_head_is_taught_and_drafts_in_one_forward(
+    policy: OpenVLATarget, tmp_path: Path, small_shards: None
+) -> None:
+    store = FeatureStore(tmp_path / "features", {})
+    store.fill(policy, (frame for _ in range(8) for frame in frames(8)), max_text=0, limit_bytes=1e9)
+    chosen = DraftTraining(epochs=12, batch_size=8, learning_rate=4e-3, parallel_depth=5)
+    found = train_draft.train_draft(policy, store.shards, tmp_path / "head", chosen)
+    assert found[-1].tau > found[0].tau and found[-1].tau > 2
+    assert load_draft_head(tmp_path / "head", policy.decoder).mask_rows.norm(dim=1).gt(0).all()
+    engine = Engine(policy, EngineSettings("spec", draft=DraftSettings(head=str(tmp_path / "head"))))
+    forwards = 0
+    for frame in frames(8):
+        action = engine.act(frame)
+        assert isinstance(action, Action)
+        forwards += action.record.forwards
+    assert forwards < 8 * 5
+    assert engine.drafter.work.head_forwards <= forwards, "one forward of the head for each of the target's"
+    with pytest.raises(UserError, match=r"drafts 5 tokens in one forward: set draft\.depth to that at most, it is 6"):
+        Engine(policy, EngineSettings("spec", draft=DraftSettings(head=str(tmp_path / "head"), depth=6)))
+
+
 def test_another_training_in_the_same_place_is_refused(
     policy: OpenVLATarget, tmp_path: Path, small_shards: None
 ) -> None:
@@ -195,6 +216,10 @@ def test_another_training_in_the_same_place_is_refused(
         train_draft.train_draft(policy, store.shards[:1], tmp_path / "few", DraftTraining())
     with pytest.raises(UserError, match="--learning-rate"):
         DraftTraining(learning_rate=2.0)
+    with pytest.raises(UserError, match="--own-steps is for heads that grow trees level by level"):
+        DraftTraining(own_steps=2, parallel_depth=5)
+    with pytest.raises(UserError, match="--parallel-depth 64: a tree is 63 deep at most"):
+        DraftTraining(parallel_depth=64)
 
 
 def test_the_loss_is_one_of_the_features_and_a_tenth_of_the_tokens() -> None:

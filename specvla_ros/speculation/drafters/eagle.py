@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The EAGLE draft head as a drafter: it keeps its own keys and values, and grows a tree per request."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specvla_kernels.graph_capture import Capture, check_rows, randomize
 from specvla_kernels.layout import Ancestry, Span, pack_layout
@@ -64,7 +65,7 @@ class StaticDraft:
     def run(self) -> GrownTrees:
         """What is captured, launch by launch: the last draft once more."""
         start = DraftStart.on_device(self._numbers, self._roots)
-        predicted = self._grower.predict(start, self._following, self._hidden)
+        predicted = self._grower.predict(start, self._following, self._hidden, self._depth)
         return self._grower.grow(start, predicted, self._depth)
 
     def _fill(self, memory: Tensor, rows: Sequence[Tensor]) -> None:
@@ -155,7 +156,7 @@ class EagleDrafter(Drafter):
         self.committed_rows = slot_rows
         self.forwards = 0
         self._slots = slots
-        self._slot_rows = slot_rows + max(settings.beam_nodes, MAX_ROWS)
+        self._slot_rows = slot_rows + max(settings.beam_nodes, MAX_ROWS + settings.depth)
         self._captured: dict[tuple[int, int], StaticDraft] = {}  # by number of trees that grow, and depth
         self._grower = TreeGrower(
             head,
@@ -204,7 +205,7 @@ class EagleDrafter(Drafter):
         else:
             left = dict.fromkeys(sizes, MAX_ROWS)
             self._feed([rows for request in inputs if (rows := _but_newest(request, left.get(request.slot, 0)))])
-            self.forwards += deepest
+            self.forwards += self._forwards(deepest)
             grown = static([_newest(request) for request in growing], max_nodes)
         k = self._settings.top_k
         trees = iter(grown.split([(tree_size(depth, k, limit), depth) for depth, limit in sizes.values()]))
@@ -236,29 +237,48 @@ class EagleDrafter(Drafter):
         check_trees(found, static.run(), dtype=torch.float32, what=what)
         check_trees(found, expected, dtype=self._decoder.dtype, what=what)
 
-    def _feed(self, inputs: Sequence[DraftInput]) -> dict[int, Tensor]:
-        """The head over the newly committed rows: by slot, the state [hidden] after the last of them."""
+    def _forwards(self, depth: int) -> int:
+        """Of the head for trees so deep."""
+        return depth if self._grower.parallel_depth == 1 else 1
+
+    def _feed(self, inputs: Sequence[DraftInput], depths: Mapping[int, int] | None = None) -> dict[int, Tensor]:
+        """The head over the newly committed rows and the masks behind them.
+
+        Args:
+            inputs: the requests.
+            depths: of the trees that will grow, by slot; the others have no masks.
+
+        Returns:
+            By slot, the states [1 + masks, hidden] after the last committed row and each mask.
+        """
         if not inputs:
             return {}
-        parts: list[tuple[Span, Ancestry | None]] = []
-        start = 0
-        for request in inputs:
-            rows = len(request.hidden)
-            parts.append((Span(request.slot, start, rows, request.prefix_len - rows, is_tree=False), None))
-            start += rows
         following = torch.cat([request.following for request in inputs])
+        fused = self._grower.fuse(following, torch.cat([request.hidden for request in inputs]))
+        parts: list[tuple[Span, Ancestry | None]] = []
+        packed: list[Tensor] = []
+        wanted: list[int] = []  # states of each request
+        start = 0
+        for request, rows in zip(inputs, fused.split([len(request.hidden) for request in inputs]), strict=True):
+            masks = self._grower.masks((depths or {}).get(request.slot, 1))
+            first, n = request.prefix_len - len(rows), len(rows) + len(masks)
+            parts.append((Span(request.slot, start, n, first, is_tree=False), None))
+            packed += [rows, masks]
+            wanted.append(1 + len(masks))
+            start += n
         self.forwards += 1
-        layout = pack_layout(parts, self._slot_rows, following.device)
-        hidden = self._grower.forward(following, torch.cat([request.hidden for request in inputs]), layout)
-        return {span.slot: hidden[span.stop - 1] for span, _ in parts}
+        states = self._grower.forward(torch.cat(packed), pack_layout(parts, self._slot_rows, fused.device))
+        return {span.slot: states[span.stop - n : span.stop] for (span, _), n in zip(parts, wanted, strict=True)}
 
     def _grow(
         self, inputs: Sequence[DraftInput], growing: Sequence[DraftInput], nodes: Sequence[int], depth: int
     ) -> GrownTrees:
         """Feeds all requests' rows and grows the trees of some, launch by launch."""
-        fed = self._feed(inputs)
-        self.forwards += depth - 1
-        predicted = torch.stack([fed[request.slot] for request in growing])
+        depths = {request.slot: min(request.max_depth, depth) for request in growing}
+        fed = self._feed(inputs, depths)
+        self.forwards += self._forwards(depth) - 1
+        # No level beyond a tree's own is kept, so any state will do there.
+        predicted = pad_sequence([fed[request.slot] for request in growing], batch_first=True)
         return self._grower.grow(DraftStart.from_inputs(growing, nodes), predicted, depth)
 
 

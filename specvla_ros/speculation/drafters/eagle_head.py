@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from specvla_kernels.layout import PackedLayout
+from specvla_kernels.layout import MAX_TREE_NODES, PackedLayout
 from specvla_ros.errors import UserError
 from specvla_ros.models.config import MAX_WIDTH, DecoderShape, DecoderVariant, read_checkpoint_json
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
@@ -24,30 +24,49 @@ class EagleHead(nn.Module):
 
     No norm in front of the attention and none after the layer; embeddings and output head are the target's.
 
+    A parallel head drafts all levels of a tree in one forward, as P-EAGLE does (arXiv 2602.01469): where neither the
+    token nor the state is known yet, its rows are learned masks. P-EAGLE has one mask token and one mask state for all
+    depths; after the fusion that is one row, and here each depth has its own.
+
     Args:
         config: the layer's shape; it is Llama's, whatever the target's variant.
+        parallel_depth: tokens that one forward drafts; 1: the next one, so that a tree grows level by level.
+
+    Attributes:
+        mask_rows: [parallel_depth - 1, hidden], the rows in place of `fuse`'s; row i leads to token i + 2.
     """
 
-    def __init__(self, config: DecoderShape) -> None:
+    mask_rows: Tensor
+
+    def __init__(self, config: DecoderShape, parallel_depth: int = 1) -> None:
         super().__init__()
         self.config = config = replace(config, variant=DecoderVariant())
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size)
         self.layer = DecoderLayer(config, input_norm=False)
+        self.parallel_depth = parallel_depth
+        masks = torch.zeros(parallel_depth - 1, config.hidden_size)
+        if parallel_depth > 1:
+            self.mask_rows = nn.Parameter(masks)
+        else:
+            self.register_buffer("mask_rows", masks, persistent=False)
+
+    def fuse(self, following: Tensor, hidden: Tensor) -> Tensor:
+        """The layer's input.
+
+        Args:
+            following: [..., hidden], embedding of the token after each row.
+            hidden: [..., hidden], the target's state at each row, or the head's own where the target has none yet.
+        """
+        fused: Tensor = self.fc(torch.cat((following, hidden), dim=-1))
+        return fused
 
     def forward(
-        self,
-        following: Tensor,
-        hidden: Tensor,
-        layout: PackedLayout,
-        rotation: tuple[Tensor, Tensor],
-        keys: Tensor,
-        values: Tensor,
+        self, fused: Tensor, layout: PackedLayout, rotation: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
     ) -> Tensor:
         """One packed forward.
 
         Args:
-            following: [n_rows, hidden], embedding of the token after each row.
-            hidden: [n_rows, hidden], the target's state at each row, or the head's own where the target has none yet.
+            fused: [n_rows, hidden], of `fuse`, or masks.
             layout: where the segments lie.
             rotation: cosines and sines of the rows, see `PackedDecoder.rotation`.
             keys: [slots, slot_rows, kv_heads, head_dim], written in place.
@@ -56,7 +75,6 @@ class EagleHead(nn.Module):
         Returns:
             [n_rows, hidden], the state after each row, as the head predicts it.
         """
-        fused: Tensor = self.fc(torch.cat((following, hidden), dim=-1))
         out: Tensor = self.layer(fused, *rotation, layout, keys, values)
         return out
 
@@ -78,6 +96,8 @@ class EagleHead(nn.Module):
             "layers.0.mlp.up_proj.weight": up,
             "layers.0.mlp.down_proj.weight": layer.down.weight,
         }
+        if self.parallel_depth > 1:
+            tensors["mask_rows"] = self.mask_rows
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
@@ -92,9 +112,9 @@ def load_draft_head(directory: Path, decoder: PackedDecoder) -> EagleHead:
     """
     if not directory.is_dir():
         raise UserError(f"draft.head: {directory} does not exist; give the folder that holds the head's config.json")
-    config = _config(directory, decoder.config)
+    config, parallel_depth = _config(directory, decoder.config)
     with torch.device("meta"):
-        head = EagleHead(config)
+        head = EagleHead(config, parallel_depth)
     head.to(decoder.dtype).to_empty(device=decoder.device)
     tensors = head.checkpoint_tensors()
     pickled = directory / "pytorch_model.bin"
@@ -122,11 +142,14 @@ def save_draft_head(directory: Path, head: EagleHead) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     config = asdict(head.config) | {"model_type": "llama", "num_hidden_layers": 1, "fc_bias": True}
     del config["variant"]  # model_type says it
+    if head.parallel_depth > 1:
+        config["parallel_depth"] = head.parallel_depth
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_weights(directory / "model.safetensors", {n: t.bfloat16().cpu() for n, t in head.checkpoint_tensors().items()})
 
 
-def _config(directory: Path, target: DecoderShape) -> DecoderShape:
+def _config(directory: Path, target: DecoderShape) -> tuple[DecoderShape, int]:
+    """The shape, and the tokens that one forward drafts."""
     path = directory / "config.json"
     if not path.exists():
         raise UserError(
@@ -166,7 +189,7 @@ def _config(directory: Path, target: DecoderShape) -> DecoderShape:
             f"{path}: head_dim {config.head_dim} and rope_theta {config.rope_theta:g} are not the target's "
             f"({target.head_dim}, {target.rope_theta:g}): the head was made for another target"
         )
-    return config
+    return config, raw.whole("parallel_depth", 1, minimum=1, maximum=MAX_TREE_NODES)
 
 
 def _unpickle(path: Path) -> dict[str, Tensor]:

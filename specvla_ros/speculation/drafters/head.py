@@ -26,6 +26,11 @@ def _head(context: DraftContext) -> Drafter | None:
     if decoder.config.deepstack:
         raise UserError("a draft head cannot draft for a model whose pictures have features for its first layers yet")
     head = load_draft_head(directory, decoder)
+    if 1 < head.parallel_depth < settings.depth:
+        raise UserError(
+            f"{directory} drafts {head.parallel_depth} tokens in one forward: set draft.depth to that at most, it is "
+            f"{settings.depth}"
+        )
     window = None
     if settings.children == "window_mass":
         if codec.action_ids.first >= codec.action_ids.stop:

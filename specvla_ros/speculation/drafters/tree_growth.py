@@ -252,6 +252,7 @@ class TreeGrower:
         keys: [slots, slot_rows, kv_heads, head_dim].
         values: like keys.
         hidden_size: size of a state.
+        parallel_depth: tokens that one forward drafts.
     """
 
     def __init__(
@@ -274,51 +275,88 @@ class TreeGrower:
         self._plans: dict[tuple[int, int, bool], AttentionPlan] = {}
         config = head.config
         self.hidden_size = config.hidden_size
+        self.parallel_depth = head.parallel_depth
         shape = (slots, slot_rows, config.num_key_value_heads, config.head_dim)
         self.keys = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
         self.values = torch.empty_like(self.keys)
 
-    def forward(self, following: Tensor, hidden: Tensor, layout: PackedLayout) -> Tensor:
+    def masks(self, depth: int) -> Tensor:
+        """[n, hidden], the rows behind the last committed one for a tree so deep; none of a head that grows levels."""
+        return self._head.mask_rows[: depth - 1]
+
+    def fuse(self, following: Tensor, hidden: Tensor) -> Tensor:
+        """See EagleHead."""
+        return self._head.fuse(following, hidden)
+
+    def forward(self, fused: Tensor, layout: PackedLayout) -> Tensor:
         """The head over packed rows; see EagleHead."""
         rotation = self._decoder.rotation(layout.positions)
-        out: Tensor = self._head(following, hidden, layout, rotation, self.keys, self.values)
+        out: Tensor = self._head(fused, layout, rotation, self.keys, self.values)
         return out
 
-    def predict(self, start: DraftStart, following: Tensor, hidden: Tensor) -> Tensor:
-        """The head over each request's newest committed rows.
+    def predict(self, start: DraftStart, following: Tensor, hidden: Tensor, depth: int) -> Tensor:
+        """The head over each request's newest committed rows, and the masks behind them.
 
         Args:
             start: the requests, `rows` of each; without spans, which are those of trees.
             following: [trees, n, hidden], as in EagleHead; the first `rows` of each request count. The others are
                 computed too, into rows of its slot that are not committed.
             hidden: like following.
+            depth: of the deepest tree.
 
         Returns:
-            [trees, hidden], the head's states after each request's last row.
+            [trees, 1 + masks, hidden], the head's states after each request's last row and its masks.
         """
         assert not start.spans
-        nodes = torch.arange(following.shape[1], device=following.device)
-        last = start.rows[:, None] - 1
-        layout = self._layout(start, start.prefix_lens - start.rows, nodes.minimum(last))
-        states = self.forward(following.flatten(0, 1), hidden.flatten(0, 1), layout).view_as(hidden)
-        return states.gather(1, last[:, :, None].expand(-1, -1, states.shape[2]))[:, 0]
+        trees, n, size = following.shape
+        masks = self.masks(depth)
+        later = len(masks)
+        # In a slot the masks follow the last row that counts; the rows that do not come behind them.
+        place = torch.arange(n + later, device=following.device).expand(trees, -1)
+        rows = start.rows[:, None]
+        order = torch.where(place < rows, place, torch.where(place < rows + later, n + place - rows, place - later))
+        fused = torch.cat((self.fuse(following, hidden), masks.expand(trees, -1, -1)), dim=1)
+        fused = fused.gather(1, order[:, :, None].expand(-1, -1, size))
+        # No position beyond a tree's own depth: it may not exist.
+        deepest = rows + start.max_depths[:, None].clamp(min=1, max=1 + later) - 2
+        layout = self._layout(start, start.prefix_lens - start.rows, place.minimum(deepest))
+        states = self.forward(fused.flatten(0, 1), layout).view_as(fused)
+        ends = rows - 1 + torch.arange(1 + later, device=rows.device)
+        return states.gather(1, ends[:, :, None].expand(-1, -1, size))
 
     def grow(self, start: DraftStart, predicted: Tensor, depth: int) -> GrownTrees:
         """Trees after committed rows that the head has seen.
 
         Args:
             start: the requests.
-            predicted: [trees, hidden], the head's states after the last committed rows.
+            predicted: [trees, n, hidden], the head's states after the last committed rows; of a parallel head also
+                after each of the tree's masks.
             depth: of the deepest tree, at least one.
         """
-        growth, beams = TreeGrowth(start.roots, start.max_depths), Beams(start.max_depths)
-        states = predicted[:, None]
+        growth = TreeGrowth(start.roots, start.max_depths)
+        if self.parallel_depth > 1:
+            self._expand_all(growth, start, predicted[:, :depth])
+        else:
+            self._expand_levels(growth, start, predicted, depth)
+        return growth.finish(start.nodes, self._nodes)
+
+    def _expand_levels(self, growth: TreeGrowth, start: DraftStart, states: Tensor, depth: int) -> None:
+        """A forward of the head per level, over the beam that the level before has left."""
+        beams = Beams(start.max_depths)
         for drafted in range(depth):
             if drafted:
                 beams.add(growth, states)
                 states = self._over(beams, start)[:, -self._k :]
-            growth.expand(*self._children_of(states, start.dimensions + drafted))
-        return growth.finish(start.nodes, self._nodes)
+            dimensions = (start.dimensions + drafted)[:, None].expand(-1, states.shape[1])
+            growth.expand(*self._children_of(states, dimensions))
+
+    def _expand_all(self, growth: TreeGrowth, start: DraftStart, states: Tensor) -> None:
+        """Every level from one forward: what follows a node depends on its depth, not on the path to it."""
+        levels = torch.arange(states.shape[1], device=states.device)
+        tokens, scores = self._children_of(states, start.dimensions[:, None] + levels)
+        for token, score in zip(tokens.unbind(1), scores.unbind(1), strict=True):
+            beam = growth.beam_tokens.shape[1]
+            growth.expand(*(each[:, None].expand(-1, beam, -1) for each in (token, score)))
 
     def _layout(
         self, start: DraftStart, first_rows: Tensor, offsets: Tensor, ancestors: Tensor | None = None
@@ -353,15 +391,14 @@ class TreeGrower:
         """
         assert beams.states is not None
         layout = self._layout(start, start.prefix_lens, beams.depths, beams.ancestors)
-        following = self._decoder.embed_tokens(beams.tokens.flatten())
-        return self.forward(following, beams.states.flatten(0, 1), layout).view_as(beams.states)
+        fused = self.fuse(self._decoder.embed_tokens(beams.tokens.flatten()), beams.states.flatten(0, 1))
+        return self.forward(fused, layout).view_as(beams.states)
 
     def _children_of(self, states: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and scores [trees, beam, k] after states [trees, beam, hidden]."""
-        trees, beam = states.shape[:2]
+        """Tokens and scores [trees, n, k] after states [trees, n, hidden] in dimensions [trees, n]."""
         log_probs = self._decoder.logits(states.flatten(0, 1)).log_softmax(dim=-1)
-        tokens, scores = self._children(log_probs, dimensions.repeat_interleave(beam))
-        return tokens.view(trees, beam, -1), scores.view(trees, beam, -1)
+        tokens, scores = self._children(log_probs, dimensions.flatten())
+        return tokens.view(*dimensions.shape, -1), scores.view(*dimensions.shape, -1)
 
     def _plan(self, slots: Tensor, first_rows: Tensor, n: int, is_tree: bool) -> AttentionPlan:
         """The attention's table where the device alone knows the rows."""
