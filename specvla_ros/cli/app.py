@@ -11,7 +11,7 @@ import typer
 
 from specvla_ros import __version__
 from specvla_ros.bags.synchronizer import TOLERANCE_S
-from specvla_ros.cli import experiments
+from specvla_ros.cli import experiments, training
 from specvla_ros.cli import plan as cli_plan
 from specvla_ros.cli.ending import one_line_endings
 from specvla_ros.cli.options import (
@@ -49,6 +49,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(experiments.app)
+app.add_typer(training.app)
 app.add_typer(cli_plan.app)
 
 

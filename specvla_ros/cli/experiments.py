@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that simulate, train and tune: `simulate`, `compare`, `collect`, `train-*`, `sweep` and `calibrate`."""
+"""The commands that simulate and tune: `simulate`, `compare`, `robot-model`, `sweep` and `calibrate`."""
 
 import json
-import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -13,39 +10,24 @@ import typer
 from rich.console import Console
 
 from specvla_ros.cli.options import (
-    Cameras,
     Emulate,
     Episodes,
     PolicyOptions,
+    Ray,
     Robot,
-    Robots,
     Seed,
-    StateNames,
-    StateTopic,
     Tasks,
     Workers,
     World,
-    camera_topics,
-    check_accelerate,
-    names_of,
     takes_policy,
 )
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.terminal import print_table, progress_bar
+from specvla_ros.evaluation.terminal import print_table, progress
 
 app = typer.Typer()
 
 _TOLERANCES = ("0.5mm,0.3deg", "1mm,0.6deg", "2mm,1.1deg", "3mm,1.7deg", "5mm,3deg")
 _NODES = (8, 16, 32, 50)
-_SHOWN_PLACES = 16  # of an answer; the file has all
-
-
-@contextmanager
-def _progress(description: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar, and what advances it: how much is done, how much there is, and what it is."""
-    with progress_bar() as bar:
-        line = bar.add_task(description, total=None)
-        yield lambda done, wanted, what: bar.update(line, completed=done, total=wanted, description=what)
 
 
 class FollowOption(str, Enum):
@@ -70,9 +52,6 @@ class ClockOption(str, Enum):
 
     LOCKSTEP = "lockstep"
     REALTIME = "realtime"
-
-
-Ray = Annotated[bool, typer.Option("--ray", help="Spread the episodes over a Ray cluster (RAY_ADDRESS).")]
 
 
 @app.command()
@@ -125,7 +104,7 @@ def simulate(
     )
     leave_a_core()
     plan = SimulatePlan(tuple(task or ()), episodes, seed, films, workers, ray)
-    with _progress("episodes") as advance:
+    with progress("episodes") as advance:
         successes: list[bool] = []
 
         def show(result: EpisodeResult, done: int, wanted: int) -> None:
@@ -175,50 +154,6 @@ def compare(
     typer.echo(f"both succeed alike: p = {comparison.p:.3g} (exact McNemar test, two-sided)")
 
 
-@app.command()
-def collect(
-    out: Annotated[Path, typer.Option(help="Directory of the bags; those that are there are kept.")],
-    episodes: Annotated[int, typer.Option(help="Per task and robot.", min=1)] = 100,
-    robot: Robots = None,
-    task: Tasks = None,
-    noise: Annotated[float, typer.Option(help="Injected into what the expert does (DART); 0: none.", min=0.0)] = 1.0,
-    policy: Annotated[
-        Path | None,
-        typer.Option(help="Checkpoint that acts while the expert says what it should have done (DAgger)."),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the first start; default: far from those of `simulate`.")] = None,
-    all_sensors: Annotated[
-        bool, typer.Option("--all-sensors", help="Record the wrist camera and the joints' state too.")
-    ] = False,
-    workers: Workers = 0,
-    ray: Ray = False,
-) -> None:
-    """Record demonstrations by the scripted experts, as ROS 2 bags."""
-    from specvla_ros.policies.bundled import find_policy
-    from specvla_ros.simulation.collect import collect as run
-    from specvla_ros.simulation.tasks import DEMONSTRATION_FIRST_SEED
-
-    with _progress("demonstrations") as advance:
-        result = run(
-            out,
-            tasks=list(task or ()),
-            episodes=episodes,
-            robots=robot or ["table"],
-            noise=noise,
-            policy=find_policy(policy)[0] if policy else None,
-            first_seed=DEMONSTRATION_FIRST_SEED if seed is None else seed,
-            all_sensors=all_sensors,
-            workers=workers,
-            ray=ray,
-            on_progress=lambda done, wanted: advance(done, wanted, "demonstrations"),
-        )
-    typer.echo(f"{result.kept} of {result.wanted} demonstrations in {out}, {result.new} of them new")
-    if result.failed:
-        typer.echo(
-            f"{'the simulation diverged' if policy else 'the expert failed'} in {result.failed}, which are not kept"
-        )
-
-
 @app.command("robot-model")
 def robot_model(
     robot: Robot,
@@ -235,143 +170,6 @@ def robot_model(
     typer.echo(
         f"{out}: joints {' '.join(arm.joints)}; tool pinch; speeds {' '.join(f'{each:g}' for each in arm.speed)}"
     )
-
-
-@app.command("train-policy")
-def train_policy(
-    data: Annotated[list[Path], typer.Option(help="Bags, or directories of bags; again for more.")],
-    out: Annotated[Path, typer.Option(help="The checkpoint's directory; a training cut short goes on.")],
-    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 10000,
-    batch_size: Annotated[int, typer.Option(help="Images, over all processes.", min=1)] = 32,
-    learning_rate: Annotated[float, typer.Option(help="At its peak.")] = 1.5e-3,
-    seed: Annotated[int, typer.Option(help="Of weights, order and augmentation.")] = 0,
-    validate_every: Annotated[int, typer.Option(help="Steps between validations.", min=1)] = 500,
-    unnorm_key: Annotated[str, typer.Option(help="Name of the action statistics.")] = "specvla_table",
-    init: Annotated[str, typer.Option(help="Checkpoint to go on from, with its words and statistics.")] = "",
-    codec: Annotated[
-        str, typer.Option(help="How it writes its actions: bins (a single action), digits or fast (chunks).")
-    ] = "bins",
-    horizon: Annotated[int, typer.Option(help="Actions of a chunk.", min=1)] = 8,
-    camera: Cameras = None,
-    state_topic: StateTopic = "",
-    state_names: StateNames = "",
-) -> None:
-    """Train a nano OpenVLA by behaviour cloning; several GPUs: accelerate launch -m specvla_ros.cli train-policy."""
-    check_accelerate()
-    from specvla_ros.policies.bundled import find_policy
-    from specvla_ros.training import train_policy as training
-    from specvla_ros.training.dataset import Sensors
-
-    settings = training.PolicyTraining(
-        steps=steps,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        seed=seed,
-        validate_every=validate_every,
-        unnorm_key=unnorm_key,
-        init=init,
-        codec=codec,
-        horizon=horizon,
-        sensors=Sensors(camera_topics(camera), state_topic, names_of(state_names)),
-    )
-    with progress_bar() as bar:
-        reading = bar.add_task("reading bags", total=None)
-        line = bar.add_task("training", total=steps)
-
-        def show(progress: training.Progress) -> None:
-            text = f"loss {progress.loss:.3f}, {progress.samples_per_s:.0f} samples/s"
-            bar.update(line, completed=progress.step, description=text)
-            found = progress.validation
-            if found is not None and found.step == progress.step:
-                accuracy = " ".join(f"{each:.2f}" for each in found.accuracy)
-                distance = " ".join(f"{each:.1f}" for each in found.bin_distance)
-                per_dimension = f"; per dimension token accuracy {accuracy}, bins off {distance}"
-                bar.console.print(
-                    f"step {found.step}, {found.seconds / 60:.0f} min: validation loss {found.loss:.3f}"
-                    + (per_dimension if distance else f", token accuracy {accuracy}")
-                )
-
-        training.train_policy(
-            data,
-            out,
-            settings,
-            init=find_policy(Path(init))[0] if init else None,
-            on_reading=lambda done, wanted: bar.update(reading, completed=done, total=wanted),
-            on_progress=show,
-        )
-    typer.echo(f"the checkpoint is in {out}; try it: specvla simulate --policy {out} --out {out}-simulated")
-
-
-@app.command("train-draft")
-@takes_policy(decodes=False)
-def train_draft(
-    chosen: PolicyOptions,
-    data: Annotated[
-        list[str], typer.Option(help="Bags or directories of bags; or `sim`: what the target does at the table.")
-    ],
-    out: Annotated[Path, typer.Option(help="The draft head's directory; a training cut short goes on.")],
-    frames: Annotated[int, typer.Option(help="Images at most that the target is asked about.", min=1)] = 20000,
-    max_reasoning_tokens: Annotated[
-        int, typer.Option(help="Text at most that the target writes before it acts, in tokens.", min=0)
-    ] = 0,
-    max_gb: Annotated[
-        float, typer.Option(help="Maximum of disk for features, in GB; they are removed at the end.")
-    ] = 20.0,
-    epochs: Annotated[int, typer.Option(help="Passes over the features.", min=1)] = 20,
-    batch_size: Annotated[int, typer.Option(help="Answers, over all processes.", min=1)] = 16,
-    learning_rate: Annotated[float, typer.Option(help="At its peak; 5e-5 suits 7 B targets.")] = 5e-5,
-    own_steps: Annotated[
-        int, typer.Option(help="Tokens deep that the head learns from its own features; 1: from the target's.", min=1)
-    ] = 1,
-    parallel_depth: Annotated[
-        int, typer.Option(help="Tokens drafted in one forward (P-EAGLE); 1: a tree grows level by level.", min=1)
-    ] = 1,
-    seed: Annotated[int, typer.Option(help="Of weights, order and noise.")] = 0,
-) -> None:
-    """Train an EAGLE draft head on the target's own answers; several GPUs: accelerate launch -m specvla_ros.cli …."""
-    check_accelerate()
-    from specvla_ros.evaluation.frame_sources import SIMULATION
-    from specvla_ros.models.checkpoint import load_target
-    from specvla_ros.models.openvla.target import require_openvla
-    from specvla_ros.training import train_draft as training
-
-    if SIMULATION in data and len(data) > 1:
-        raise UserError("--data sim cannot be mixed with bags: train twice, or choose one")
-    settings = training.DraftTraining(epochs, batch_size, learning_rate, own_steps, parallel_depth, seed)
-    bags = None if data == [SIMULATION] else [Path(each) for each in data]
-    training.check_frames(bags, frames)
-    policy = require_openvla(load_target(chosen.checkpoint, **vars(chosen.model)))
-    with progress_bar() as bar:
-        asking = bar.add_task("asking the target", total=frames)
-        shards = training.collect_features(
-            policy,
-            bags,
-            out,
-            seed=seed,
-            frames=frames,
-            max_text=max_reasoning_tokens,
-            max_bytes=max_gb * 1e9,
-            on_frame=lambda done: bar.update(asking, completed=done),
-        )
-        line = bar.add_task("training", total=None)
-        shown = 0
-
-        def show(progress: training.Progress[training.DraftValidation]) -> None:
-            nonlocal shown
-            bar.update(line, completed=progress.step, total=progress.steps, description=f"loss {progress.loss:.4f}")
-            found = progress.validation
-            if found is not None and found.epoch > shown:
-                shown = found.epoch
-                of_places = found.accept_length_by_place
-                places = ", ".join(f"{place}: {length:.2f}" for place, length in of_places)
-                bar.console.print(
-                    f"epoch {found.epoch}: τ {found.tau:.2f} on {found.samples} held-out answers"
-                    + (f"; accept length by place {places}" if len(of_places) <= _SHOWN_PLACES else "")
-                )
-
-        training.train_draft(policy, shards, out, settings, show)
-    parts = ("--policy", chosen.checkpoint, "--mode", "spec", "-p", f"draft.head:={out}", "--out", f"{out}-simulated")
-    typer.echo(f"the draft head is in {out}; try it: specvla simulate {shlex.join(map(str, parts))}")
 
 
 @app.command()
@@ -398,7 +196,7 @@ def sweep(
     plan = SimulatePlan(tuple(task or ()), episodes, seed, films=0, workers=workers)
     leave_a_core()
     settings = relaxation_settings(chosen.engine, bins or [1, 3, 5, 9, 15])
-    with _progress("episodes") as advance:
+    with progress("episodes") as advance:
         rows = run(base, settings, plan, out, lambda name, _, done, wanted: advance(done, wanted, name))
     print_table(
         ("setting", "success", "only plain / only this", "τ", "forwards", "ms", "speed-up"),
@@ -471,7 +269,7 @@ def calibrate(
     )
     leave_a_core()
     loaded = policy_of(base)
-    with _progress("looking for frames") as advance:
+    with progress("looking for frames") as advance:
         images = calibration.collect_frames(loaded, base, data, plan, frames)
         found = calibration.calibrate(
             loaded, base, images, plan, out, lambda stage, done, wanted: advance(done, wanted, stage)

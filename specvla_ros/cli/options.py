@@ -53,6 +53,7 @@ StateNames = Annotated[
     str, typer.Option(help="Comma-separated: the state's numbers in the policy's order; empty: the message's.")
 ]
 Workers = Annotated[int, typer.Option(help="Worker processes; 0: this one alone.", min=0)]
+Ray = Annotated[bool, typer.Option("--ray", help="Spread the episodes over a Ray cluster (RAY_ADDRESS).")]
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def simulation_source(
     names = tasks_of(world, tasks)
     seen: list[Observation] = []
     rollout = Rollout(
-        Engine(policy, _lossless(policy, engine or EngineSettings())),
+        Engine(policy, lossless(policy, engine or EngineSettings())),
         make_robot(world),
         Clock.LOCKSTEP,
         tick_time(None),
@@ -81,8 +81,8 @@ def simulation_source(
         seen.clear()
 
 
-def _lossless(policy: Target, engine: EngineSettings) -> EngineSettings:
-    """Plain decoding; of long answers what gives the same tokens sooner, without any training."""
+def lossless(policy: Target, engine: EngineSettings) -> EngineSettings:
+    """Settings of plain decoding; of long answers what gives the same tokens sooner, without any training."""
     codec = policy.codec.with_text(engine.max_reasoning_tokens)
     if codec.max_tokens <= _LONG_ANSWER:
         return replace(engine, mode="ar")

@@ -39,6 +39,14 @@ def progress_bar(*, shown: bool = True) -> Progress:
     )
 
 
+@contextmanager
+def progress(description: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar, and what advances it: how much is done, how much there is, and what it is."""
+    with progress_bar() as bar:
+        line = bar.add_task(description, total=None)
+        yield lambda done, wanted, what: bar.update(line, completed=done, total=wanted, description=what)
+
+
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints a table to stdout whose cells are never cut or wrapped, however narrow the terminal."""
     table = Table(box=box.SIMPLE_HEAD)

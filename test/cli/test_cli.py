@@ -236,6 +236,16 @@ def test_training_counts_its_images_before_it_asks_the_target(tmp_path: Path) ->
     assert not (tmp_path / "draft").exists()
 
 
+def test_a_policy_is_asked_for_its_answers(tmp_path: Path) -> None:
+    bag = write_bag(tmp_path / "bag", episode(instruction="lift the red cube"))
+    out = tmp_path / "answers.npz"
+    command = ("collect-answers", "--policy", "digits", "--data", bag, "--out", out, "--device", "cpu")
+    done = specvla(*command, "--frames", "3")
+    assert done.returncode == 0, done.stderr
+    assert f"to 3 images are in {out}" in " ".join(done.stdout.split())
+    refused(specvla(*command[:2], "nano", *command[3:]), "gives a single one: set draft.temporal")
+
+
 @pytest.mark.skipif(not INSTALLED.exists(), reason="the scripts are not installed")
 def test_an_installed_script_runs_the_python_that_it_was_installed_with(tmp_path: Path) -> None:
     done = subprocess.run([INSTALLED, "--version"], capture_output=True, text=True, timeout=60, env={}, cwd=tmp_path)

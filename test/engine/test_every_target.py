@@ -22,12 +22,14 @@ from support.random_qwen_vl import FAST_IDS, SHAPES, add_nora, add_vla0, write_q
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action, Outcome
+from specvla_ros.evaluation.collect_answers import collect_answers
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.text import TextCodec
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.pi0_fast.target import Pi0FastTarget
 from specvla_ros.models.qwen_vl.target import QwenVLTarget
 from specvla_ros.models.target import Target
+from specvla_ros.speculation.drafters.earlier_answers import ANSWERS_FILE, save_answers
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 FRAMES = 4
@@ -153,6 +155,9 @@ def kind(request: pytest.FixtureRequest, made: dict[str, Target], tmp_path_facto
         decoder = cast("PackedDecoder", target.decoder)
         write_random_head(target.directory / "draft", decoder)
         write_random_head(target.directory / PARALLEL, decoder, parallel_depth=4)
+        if target.codec.horizon > 1:  # what chunk shift looks up: half of what is asked
+            answers = collect_answers(target, [seen(target, seed) for seed in range(0, FRAMES, 2)]).answers
+            save_answers(target.directory / ANSWERS_FILE, [*answers])
         if (target.directory / "model.safetensors").exists():
             write_draft_model(target, noise=0.05)
     return name

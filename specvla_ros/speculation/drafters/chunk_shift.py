@@ -9,12 +9,17 @@ Where an answer says its numbers one after the other, those that are committed s
 off the chunk before, the numbers behind them are likely off as well; and where the arm holds still, they go on as they
 are, which needs no chunk before. All three guesses are drafted side by side; of a number that none of them begins as it
 is begun, so is every other next digit.
+
+Beside them goes what an earlier answer of the policy said behind the same tokens, where a file of them is there
+(`earlier_answers.py`): it knows how chunks go on whose beginning the chunk before did not foresee, and the first of an
+episode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,13 +27,17 @@ import numpy as np
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import parameter
 from specvla_ros.speculation.drafters.branches import Branches
+from specvla_ros.speculation.drafters.earlier_answers import ANSWERS_FILE, EarlierAnswers, load_answers
 from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, DraftInput, drafter
 
 if TYPE_CHECKING:
     import torch
 
     from specvla_ros.models.codecs.codec import Codec, SaysNumbers
+    from specvla_ros.models.target import Target
     from specvla_ros.speculation.tree import Tree
+
+NO_ANSWERS = "none"
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,12 @@ class ChunkShiftSettings:
         "Draft the chunk of actions before, shifted by what has passed since. For policies that answer with chunks and "
         "are asked again before the chunk's end.",
         name="chunk_shift",
+    )
+    answers: str = parameter(
+        "",
+        "With draft.chunk_shift: file of the policy's earlier answers, of which one that goes on from the same tokens "
+        f"is drafted too; empty: {ANSWERS_FILE} of the checkpoint if it is there; none: no file.",
+        name="answers",
     )
 
 
@@ -63,15 +78,23 @@ class ChunkShiftDrafter(Drafter):
         codec: of the policy.
         step_s: seconds that an action takes; 0: an action has passed from picture to picture, whenever they came.
         device: of the trees.
+        earlier: answers of the policy from before; None: none are looked up.
     """
 
-    def __init__(self, codec: Codec, step_s: float, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        step_s: float,
+        device: torch.device | None = None,
+        earlier: EarlierAnswers | None = None,
+    ) -> None:
         from specvla_ros.models.codecs.codec import SaysNumbers  # torch comes with it
 
         self._codec = codec
         self._numbers: SaysNumbers | None = codec if isinstance(codec, SaysNumbers) else None
         self._step_s = step_s
         self._device = device
+        self._earlier = earlier
         self._last: _Chunk | None = None
         still = np.tile(np.mean(codec.action_range, axis=0), (codec.horizon, 1))
         self._unknown = _Chunk(epoch=-1, stamp_ns=0, actions=still, before=(), behind=())
@@ -97,6 +120,8 @@ class ChunkShiftDrafter(Drafter):
             stamp_ns = request.observation.stamp_ns if request.observation is not None else 0
             guesses = self._guesses(request.epoch, stamp_ns, request.answer) if not request.mid_prompt else []
             rests = [guess[self._codec.resume(guess, request.answer) :] for guess in guesses]
+            if self._earlier is not None and request.answer:
+                rests.append(self._going_on(request.answer))
             if guesses and self._numbers is not None:
                 rests += self._numbers.otherwise(guesses, request.answer)
             branches = Branches.level_by_level(rests, max_depth=request.max_depth, max_nodes=limit - 1)
@@ -138,6 +163,12 @@ class ChunkShiftDrafter(Drafter):
         else:  # another instruction: where the arm was left
             expected = np.repeat(last.actions[-1:], len(last.actions), axis=0)
         return [shifted, *(self._encode(last, chunk) for chunk in _as_begun(expected, begun))]
+
+    def _going_on(self, answer: Sequence[int]) -> tuple[int, ...]:
+        """What an earlier answer said behind the same tokens."""
+        assert self._earlier is not None
+        rest = self._earlier.going_on(answer)
+        return (*rest, *self._last.behind) if rest and self._last is not None else rest
 
     def _passed(self, last: _Chunk, stamp_ns: int) -> int:
         """Actions since the chunk before."""
@@ -187,4 +218,12 @@ def _chunk_shift(context: DraftContext) -> Drafter | None:
             "draft.chunk_shift is for policies that answer with several actions; this one gives a single one: "
             "set draft.temporal in its place"
         )
-    return ChunkShiftDrafter(codec, context.chunk_step_s, context.target.decoder.device)
+    earlier = _earlier_answers(own, context.target)
+    return ChunkShiftDrafter(codec, context.chunk_step_s, context.target.decoder.device, earlier)
+
+
+def _earlier_answers(own: ChunkShiftSettings, target: Target) -> EarlierAnswers | None:
+    path = Path(own.answers).expanduser() if own.answers else target.directory / ANSWERS_FILE
+    if own.answers == NO_ANSWERS or not (own.answers or path.exists()):
+        return None
+    return load_answers(path, target.decoder.config.vocab_size)
