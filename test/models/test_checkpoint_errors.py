@@ -355,3 +355,10 @@ def test_decoding_that_is_not_plainly_greedy(checkpoint: Path, name: str, value:
     load_target(checkpoint, device="cpu")
     edit_json(checkpoint / "generation_config.json", lambda given: given.update({name: value}))
     refuse(checkpoint, rf"generation_config\.json: {name} is .* changes what it answers")
+
+
+def test_a_run_of_starvla_is_refused_by_name(tmp_path: Path) -> None:
+    for name in ("config.yaml", "dataset_statistics.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=r"training run of StarVLA .* run it with StarVLA's own server"):
+        load_target(tmp_path)
