@@ -121,7 +121,9 @@ def subjects_of_chunks(two_actions: Path) -> dict[str, Subject]:
 
 def _lossless_modes(drafts: DraftSettings) -> dict[str, EngineSettings]:
     modes = _modes(EngineSettings("ar"), drafts, drafts, AcceptanceSettings(), stages=_STAGES)
-    return {name: mode for name, mode in modes.items() if "relaxed" not in name and mode.prefill_chunks <= 2}
+    chosen = {name: mode for name, mode in modes.items() if "relaxed" not in name and mode.prefill_chunks <= 2}
+    both = "specpipe, strict, 2 chunks"
+    return chosen | {f"{both}, in order": replace(chosen[both], in_order=True)}
 
 
 def _modes(

@@ -147,7 +147,8 @@ def check_directory(directory: Path) -> None:
             f"{directory} holds an adapter (adapter_config.json) without the model that it adapts: copy or link its "
             "base model's files beside it (cp -rs $PWD/BASE/. ADAPTER), and it is merged while it is loaded"
         )
-    if (directory / "config.yaml").exists() and (directory / "dataset_statistics.json").exists():
+    run = directory / "config.yaml"
+    if not (directory / "config.json").exists() and run.exists() and "\nframework:" in "\n" + run.read_text("utf-8"):
         raise UserError(
             f"{directory} is a training run of StarVLA (QwenFast and its like): the tokenizer is not in it, nor how "
             "actions are scaled, which its code knows by the name of the data; run it with StarVLA's own server"

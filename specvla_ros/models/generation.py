@@ -7,6 +7,7 @@ own path.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -64,8 +65,7 @@ class GreedyRules:
             logits = torch.where(counted, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
         if not self.allowed_ids:
             return logits
-        ids = to_device(self.allowed_ids, logits.device)
-        allowed = torch.full_like(logits, -torch.inf).index_copy(1, ids, logits[:, ids])
+        allowed = logits.masked_fill(_others(self.allowed_ids, logits.shape[1], logits.device), -torch.inf)
         if not any(any_id):
             return allowed
         sizes = [len(tokens) for tokens, _ in trees]
@@ -74,6 +74,14 @@ class GreedyRules:
 
 
 NO_RULES = GreedyRules()
+
+
+@cache  # uploaded once: in a tick, a copy waits for the device
+def _others(allowed_ids: tuple[int, ...], vocab: int, device: torch.device) -> Tensor:
+    """Bool [vocab]: all ids but these."""
+    others = torch.ones(vocab, dtype=torch.bool)
+    others[list(allowed_ids)] = False
+    return others.to(device)
 
 
 def _seen_at_nodes(tokens: Tensor, ancestry: Ancestry, before: Tensor) -> Tensor:

@@ -358,7 +358,6 @@ def test_decoding_that_is_not_plainly_greedy(checkpoint: Path, name: str, value:
 
 
 def test_a_run_of_starvla_is_refused_by_name(tmp_path: Path) -> None:
-    for name in ("config.yaml", "dataset_statistics.json"):
-        (tmp_path / name).write_text("{}")
+    (tmp_path / "config.yaml").write_text("run_id: one\nframework:\n  name: QwenFast\n")
     with pytest.raises(UserError, match=r"training run of StarVLA .* run it with StarVLA's own server"):
         load_target(tmp_path)

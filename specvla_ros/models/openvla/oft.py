@@ -6,7 +6,6 @@ prismatic/models/action_heads.py and projectors.py, prismatic/vla/constants.py; 
 which every row of the sequence sees every other.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -354,4 +353,5 @@ def _module(path: Path) -> dict[str, Tensor]:
 @torch.no_grad()
 def _fill(module: nn.Module, path: Path, names: dict[str, str]) -> None:
     wanted = {names[ours]: parameter.detach() for ours, parameter in module.named_parameters()}
-    deque(copy_weights(_module(path), wanted, path), maxlen=0)
+    for _ in copy_weights(_module(path), wanted, path):
+        pass  # it yields after each tensor, for progress
