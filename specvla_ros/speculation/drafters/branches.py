@@ -49,16 +49,29 @@ class Branches:
         return Branches(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes))
 
     @staticmethod
-    def level_by_level(chains: Sequence[Sequence[int]], *, max_depth: int, max_nodes: int) -> Branches:
-        """Joins chains that grow together: where nodes run out, all of them end at the same depth, or one before."""
+    def level_by_level(
+        chains: Sequence[Sequence[int]], *, max_depth: int, max_nodes: int, paces: Sequence[int] = ()
+    ) -> Branches:
+        """Joins chains that grow together: where nodes run out, all of them end at the same depth, or one before.
+
+        Args:
+            chains: drafted tokens, the first after the root.
+            max_depth: tokens taken of each chain.
+            max_nodes: in all.
+            paces: tokens that each chain grows by in its turn, and so its share of the nodes; by default one.
+        """
         nodes: dict[tuple[int, int], int] = {}
-        ends = [-1] * len(chains)
-        for depth in range(max_depth):
+        ends, grown, growing = [-1] * len(chains), [0] * len(chains), True
+        while growing and len(nodes) < max_nodes:
+            growing = False
             for i, chain in enumerate(chains):
-                if depth < len(chain) and ((node := (ends[i], chain[depth])) in nodes or len(nodes) < max_nodes):
+                for token in chain[grown[i] : min(grown[i] + (paces[i] if paces else 1), max_depth)]:
+                    node = (ends[i], token)
+                    if node not in nodes and len(nodes) >= max_nodes:
+                        break
                     ends[i] = nodes.setdefault(node, len(nodes))
-            if len(nodes) >= max_nodes:
-                break
+                    grown[i] += 1
+                    growing = True
         return Branches(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes))
 
     @property

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from specvla_ros.speculation.tree import Tree
 
 NO_ANSWERS = "none"
+_EARLIER_PACE = 2  # the earlier answer's share of the nodes, against one for each guess: it is right for longer
 
 
 @dataclass(frozen=True)
@@ -120,11 +121,14 @@ class ChunkShiftDrafter(Drafter):
             stamp_ns = request.observation.stamp_ns if request.observation is not None else 0
             guesses = self._guesses(request.epoch, stamp_ns, request.answer) if not request.mid_prompt else []
             rests = [guess[self._codec.resume(guess, request.answer) :] for guess in guesses]
+            paces = [1] * len(rests)
             if self._earlier is not None and request.answer:
                 rests.append(self._going_on(request.answer))
+                paces.append(_EARLIER_PACE)
             if guesses and self._numbers is not None:
                 rests += self._numbers.otherwise(guesses, request.answer)
-            branches = Branches.level_by_level(rests, max_depth=request.max_depth, max_nodes=limit - 1)
+            paces += [1] * (len(rests) - len(paces))
+            branches = Branches.level_by_level(rests, max_depth=request.max_depth, max_nodes=limit - 1, paces=paces)
             trees.append(branches.tree(request.root, relaxable=False))
         return trees
 
