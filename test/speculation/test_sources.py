@@ -189,9 +189,10 @@ def test_chains_that_grow_together_end_together() -> None:
     assert Branches.level_by_level(chains, max_depth=9, max_nodes=4).tokens == (1, 8, 2, 5)
     assert Branches.level_by_level(chains, max_depth=9, max_nodes=5).tokens == (1, 8, 2, 5, 3)
     assert Branches.level_by_level(chains, max_depth=1, max_nodes=9).tokens == (1, 8)
-    faster = {"max_depth": 9, "paces": (2, 1, 1, 1)}
-    assert Branches.level_by_level(chains, max_nodes=5, **faster).tokens == (1, 2, 8, 3, 4)
-    assert sorted(Branches.level_by_level(chains, max_nodes=9, **faster).tokens) == sorted(whole.tokens)
+    faster = (2, 1, 1, 1)
+    assert Branches.level_by_level(chains, max_depth=9, max_nodes=5, paces=faster).tokens == (1, 2, 8, 3, 4)
+    again = Branches.level_by_level(chains, max_depth=9, max_nodes=9, paces=faster)
+    assert sorted(again.tokens) == sorted(whole.tokens)
 
 
 def test_branches_hang_below_the_root_of_any_tree() -> None:
