@@ -342,7 +342,7 @@ def stage_cases(decoder: PackedDecoder, draft_head: EagleHead, batch: Batch, cac
     yield case("output head", lambda: decoder.logits(wanted), head)
     yield case(
         "draft head, one forward",
-        lambda: draft_head(following, x, layout, rotation, keys[0], values[0]),
+        lambda: draft_head(draft_head.fuse(following, x), layout, rotation, keys[0], values[0]),
         drafting,
         attended,
     )
