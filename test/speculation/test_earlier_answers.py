@@ -62,6 +62,11 @@ def test_they_come_back_from_their_file(tmp_path: Path) -> None:
     save_answers(tmp_path / "answers.npz", answers)
     again = load_answers(tmp_path / "answers.npz", vocab_size=10)
     assert again.going_on((5, 6, 7)) == () and again.going_on((1, 6)) in {(7,), (9,)} and again.going_on((3,)) == ()
+    save_answers(tmp_path / "without an ending", answers)
+    assert load_answers(tmp_path / "without an ending", vocab_size=10).going_on((8, 6)) in {(7,), (9,)}
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written .* give another --out"):
+        save_answers(tmp_path / "file" / "answers.npz", answers)
     save_answers(tmp_path / "none.npz", [])
     assert load_answers(tmp_path / "none.npz", vocab_size=10).going_on((5,)) == ()
 

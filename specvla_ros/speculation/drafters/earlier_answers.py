@@ -20,7 +20,6 @@ from specvla_ros.errors import UserError
 ANSWERS_FILE = "earlier_answers.npz"
 """In a checkpoint's directory."""
 _LONGEST = 32  # tokens of a match; REST takes 16
-_TOKENS, _LENGTHS = "tokens", "lengths"
 
 
 class EarlierAnswers:
@@ -80,12 +79,21 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def save_answers(path: Path, answers: Sequence[Sequence[int]]) -> None:
-    """Writes answers to a file."""
+    """Writes answers to a file, at once or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     tokens = np.array([token for answer in answers for token in answer], dtype=np.int32)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(
-        path, allow_pickle=False, **{_TOKENS: tokens, _LENGTHS: np.array([len(a) for a in answers], np.int32)}
-    )
+    lengths = np.array([len(answer) for answer in answers], dtype=np.int32)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:  # by name, numpy would add an ending of its own
+            np.savez_compressed(file, tokens=tokens, lengths=lengths)
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); give another --out") from None
 
 
 def load_answers(path: Path, vocab_size: int) -> EarlierAnswers:
@@ -97,7 +105,7 @@ def load_answers(path: Path, vocab_size: int) -> EarlierAnswers:
     again = "make it with `specvla collect-answers`"
     try:
         with np.load(path, allow_pickle=False) as file:
-            tokens, lengths = (file[name].astype(np.int64) for name in (_TOKENS, _LENGTHS))
+            tokens, lengths = (file[name].astype(np.int64) for name in ("tokens", "lengths"))
     except FileNotFoundError:
         raise UserError(f"draft.answers: {path} does not exist; {again}") from None
     except (EOFError, KeyError, OSError, ValueError, zipfile.BadZipFile) as error:
