@@ -65,7 +65,7 @@ def test_they_come_back_from_their_file(tmp_path: Path) -> None:
     save_answers(tmp_path / "without an ending", answers)
     assert load_answers(tmp_path / "without an ending", vocab_size=10).going_on((8, 6)) in {(7,), (9,)}
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written .* give another --out"):
+    with pytest.raises(UserError, match=r"cannot be written .* give another --out"):
         save_answers(tmp_path / "file" / "answers.npz", answers)
     save_answers(tmp_path / "none.npz", [])
     assert load_answers(tmp_path / "none.npz", vocab_size=10).going_on((5,)) == ()
