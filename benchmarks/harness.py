@@ -34,6 +34,7 @@ Workers = Annotated[int, typer.Option(help="Processes that simulate.", min=1)]
 Work = Annotated[Path, typer.Option(help="Directory of the episodes; a run goes on where it was.")]
 
 Call = Callable[[], object]
+FRAMES_FIRST_SEED = 500_000  # of the images that are decoded alone: nothing has learned from them
 _FLUSHED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}  # more than the caches; on a GPU also longer than a launch takes
 _WARM_UPS = 3
 _WIDTH = 120  # of what is shown: tables are wide

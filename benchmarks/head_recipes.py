@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from harness import Out, Work, finish, of_weights, result_head, take_turns
+from harness import FRAMES_FIRST_SEED, Out, Work, finish, of_weights, result_head, take_turns
 from results_page import RESULTS
 
 from specvla_ros import Action, Engine, EngineSettings, Observation
@@ -34,7 +34,6 @@ from specvla_ros.training.train_draft import DraftTraining, collect_features, tr
 from specvla_ros.training.trainer import Progress
 
 _MAX_BYTES = 20e9
-_FIRST_SEED = 500_000  # of the episodes whose images are timed: neither trained on nor evaluated elsewhere
 _IMAGES = 100
 _TURNS = 9
 _PLAIN = "ar"
@@ -86,7 +85,7 @@ def main(
                 }
             )
     heads = {row["name"]: str(work / f"head-{number}") for number, row in enumerate(rows)}
-    timed = _timed(target, heads, list(islice(simulation_source(target, _FIRST_SEED), _IMAGES)))
+    timed = _timed(target, heads, list(islice(simulation_source(target, FRAMES_FIRST_SEED), _IMAGES)))
     ar_s = timed[_PLAIN]["action_s"]
     rows = [row | timed[row["name"]] for row in rows]
     figures = {"frames": frames, "epochs": epochs, "images": _IMAGES, "ar_s": ar_s, "rows": rows}

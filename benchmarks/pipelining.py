@@ -28,7 +28,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from harness import Episodes, Out, Seed, Work, Workers, finish, of_devices, of_weights, result_head, show_progress
+from harness import (
+    FRAMES_FIRST_SEED,
+    Episodes,
+    Out,
+    Seed,
+    Work,
+    Workers,
+    finish,
+    of_devices,
+    of_weights,
+    result_head,
+    show_progress,
+)
 from results_page import RESULTS, weights_digest
 from saturated import Saturated, make_engine
 
@@ -45,7 +57,7 @@ from specvla_ros.policies.bundled import bundled_policy, nano_policy
 from specvla_ros.policies.text import LONGEST_TEXT
 from specvla_ros.simulation.robot import ACTION_DT_S
 from specvla_ros.simulation.rollout import Clock, EpisodeResult, StageTimes, read_stage_times
-from specvla_ros.simulation.tasks import FRAME_FIRST_SEED, choose_tasks
+from specvla_ros.simulation.tasks import choose_tasks
 from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, adjusted
 from specvla_ros.speculation.tolerance import Tolerance
 
@@ -180,7 +192,7 @@ def main(
 def _policy(name: str, subject: Subject, names: Sequence[str], plan: SimulatePlan, work: Path) -> dict[str, Any]:
     policy = load_target(subject.directory, device="cpu")
     plain = subject.modes["ar"]
-    frames = list(islice(simulation_source(policy, FRAME_FIRST_SEED, engine=plain), subject.frames))
+    frames = list(islice(simulation_source(policy, FRAMES_FIRST_SEED, engine=plain), subject.frames))
     devices: dict[str, Any] = {}
     for device in names:
         stages = read_stage_times(device)
