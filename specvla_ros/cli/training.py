@@ -232,6 +232,10 @@ def collect_answers(
 
     bags = _bags(data)
     policy = require_actions(load_target(chosen.checkpoint, **vars(chosen.model)))
+    if bags is not None and (len(policy.cameras) > 1 or policy.state_dims):
+        raise UserError(
+            f"{policy.directory} looks at more than one camera, and bags are read with one here: give --data sim"
+        )
     source = (
         bag_source(find_bags(bags), seed) if bags is not None else simulation_source(policy, FRAME_FIRST_SEED + seed)
     )
