@@ -59,6 +59,7 @@ def _rate(rate_hz: float, gripper: GripperSign | None = None, source: str = _RAT
 
 
 _BRIDGE = _metric(f"BridgeData V2, arXiv 2308.12952 (5 Hz); {_TRANSFORMS}; {_SIMPLER}", 5, Rotation.RPY)
+_FRACTAL = _metric(f"RT-1, arXiv 2212.06817 (3 Hz); {_TRANSFORMS}; {_SIMPLER}", 3, Rotation.RPY)
 # Inputs of robosuite's OSC_POSE controller: 1 is 0.05 m or 0.5 rad.
 _LIBERO = Dataset(
     f"LIBERO libero/envs/env_wrapper.py (20 Hz); robosuite controllers/config/osc_pose.json; {_TRANSFORMS}",
@@ -89,7 +90,9 @@ DATASETS: dict[str, Dataset] = {
     "bridge_orig": _BRIDGE,
     "bridge_dataset": _BRIDGE,
     "bridge_oxe": _BRIDGE,
-    "fractal20220817_data": _metric(f"RT-1, arXiv 2212.06817 (3 Hz); {_TRANSFORMS}; {_SIMPLER}", 3, Rotation.RPY),
+    "oxe_bridge": _BRIDGE,  # StarVLA's name
+    "fractal20220817_data": _FRACTAL,
+    "oxe_rt1": _FRACTAL,
     "libero_spatial": _LIBERO,
     "libero_object": _LIBERO,
     "libero_goal": _LIBERO,

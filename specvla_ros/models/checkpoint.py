@@ -19,13 +19,13 @@ from specvla_ros.models import settings
 from specvla_ros.models.config import check_directory, read_checkpoint_json
 from specvla_ros.models.target import Target
 from specvla_ros.models.weights import Progress
-from specvla_ros.settings.json_file import Fields
 from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.registry import Registry
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in settings.DTYPES if name != "auto"}
 _FAMILIES = ("openvla", "text", "qwen_vl", "pi0_fast", "minivla")
 TARGETS = Registry("specvla_ros.targets", [f"specvla_ros.models.{family}.target" for family in _FAMILIES])
+STARVLA_RUN = "starvla-run"  # no config.json says so
 _USUAL = settings.ModelSettings()
 
 
@@ -77,8 +77,15 @@ def load_target(
     return target
 
 
-def _model_type(config: Fields) -> str:
-    """Of a config.json: its model_type; what LeRobot calls type; native Prismatic files describe a `vla` instead."""
+def _model_type(directory: Path) -> str:
+    """Of a config.json: its model_type; what LeRobot calls type; native Prismatic files describe a `vla` instead.
+
+    A StarVLA run has none, but a config.yaml.
+    """
+    run = directory / "config.yaml"
+    if not (directory / "config.json").exists() and run.exists() and "\nframework:" in "\n" + run.read_text("utf-8"):
+        return STARVLA_RUN
+    config = read_checkpoint_json(directory / "config.json")
     if "model_type" in config.raw:
         return config.text("model_type")
     if "vla" in config.raw:
@@ -109,8 +116,7 @@ def _loader(directory: Path) -> Callable[..., Any]:
         UserError: it is no checkpoint, or of no family that is known.
     """
     check_directory(directory)
-    config = read_checkpoint_json(directory / "config.json")
-    model_type = _model_type(config)
+    model_type = _model_type(directory)
     families = TARGETS.entries()
     if model_type not in families:
         known = ", ".join(f"'{name}'" for name in sorted(families))

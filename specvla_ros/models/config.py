@@ -147,12 +147,6 @@ def check_directory(directory: Path) -> None:
             f"{directory} holds an adapter (adapter_config.json) without the model that it adapts: copy or link its "
             "base model's files beside it (cp -rs $PWD/BASE/. ADAPTER), and it is merged while it is loaded"
         )
-    run = directory / "config.yaml"
-    if not (directory / "config.json").exists() and run.exists() and "\nframework:" in "\n" + run.read_text("utf-8"):
-        raise UserError(
-            f"{directory} is a training run of StarVLA (QwenFast and its like): the tokenizer is not in it, nor how "
-            "actions are scaled, which its code knows by the name of the data; run it with StarVLA's own server"
-        )
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.json")]):
         try:
             file = path.open("rb")
@@ -164,6 +158,23 @@ def check_directory(directory: Path) -> None:
                     f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` in {directory}, or download "
                     "the checkpoint again"
                 )
+
+
+def folder_beside(directory: Path, name: str, what: str) -> Path:
+    """A folder of files that a checkpoint needs and does not bring: in it, or beside it.
+
+    Args:
+        directory: the checkpoint.
+        name: of the folder.
+        what: that it must hold, for the message.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = next((each for each in (directory / name, directory.resolve().parent / name) if each.is_dir()), None)
+    if found is None:
+        raise UserError(f"{directory / name} is missing: it must hold {what}")
+    return found
 
 
 def read_checkpoint_json(path: Path) -> Fields:

@@ -46,7 +46,7 @@ def load_weights(directory: Path, tensors: Mapping[str, Tensor], progress: Progr
 
     Args:
         directory: holds model.safetensors, or shards with model.safetensors.index.json; or the same of
-            pytorch_model.bin. An adapter beside them is merged.
+            pytorch_model.bin. An adapter beside them is merged. Or one file of either kind.
         tensors: destinations by checkpoint name; names in the files that are not here are not read.
         progress: called with what is read and the fraction of the tensors done.
 
@@ -135,6 +135,8 @@ def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def _files(directory: Path, names: Iterable[str]) -> dict[Path, list[str]]:
     """Which file holds each tensor."""
     names = list(names)
+    if directory.is_file():
+        return {directory: names}
     index = _index(directory)
     if index is None:
         single = next((directory / name for name in _SINGLES if (directory / name).exists()), None)
@@ -197,7 +199,7 @@ def _copy(path: Path, names: list[str], tensors: Mapping[str, Tensor], adapter: 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """A file of weights; what the libraries make of damage becomes a message."""
-    if path.suffix == ".bin":
+    if path.suffix in (".bin", ".pt"):
         yield _Pickled(tensors_in(read_pickled(path), path))
         return
     try:

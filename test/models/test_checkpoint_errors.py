@@ -163,7 +163,7 @@ def test_an_index_that_lists_too_little(checkpoint: Path) -> None:
     [
         (
             dict(model_type="bert"),
-            "only 'gemma', 'llama', 'openvla', 'pi0_fast', 'prismatic', .*'qwen3', 'qwen3_vl' checkpoints",
+            "only 'gemma', 'llama', 'openvla', 'pi0_fast', .*'qwen3', 'qwen3_vl', 'starvla-run' checkpoints",
         ),
         (dict(tiny_timm_model_kwargs=None, timm_model_ids=["resnet50", "vit"]), "'resnet50' is not supported; known"),
         (dict(timm_model_ids=["vit_so400m_patch14_siglip_224"]), "disagree on the number of vision towers"),
@@ -355,9 +355,3 @@ def test_decoding_that_is_not_plainly_greedy(checkpoint: Path, name: str, value:
     load_target(checkpoint, device="cpu")
     edit_json(checkpoint / "generation_config.json", lambda given: given.update({name: value}))
     refuse(checkpoint, rf"generation_config\.json: {name} is .* changes what it answers")
-
-
-def test_a_run_of_starvla_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("run_id: one\nframework:\n  name: QwenFast\n")
-    with pytest.raises(UserError, match=r"training run of StarVLA .* run it with StarVLA's own server"):
-        load_target(tmp_path)

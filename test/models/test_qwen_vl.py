@@ -175,7 +175,8 @@ def refuse(directory: Path, message: str, **options: Any) -> None:
 
 
 def test_a_model_that_is_no_policy(checkpoint: Path) -> None:
-    refuse(checkpoint, "the tokenizer is not with it: copy physical-intelligence/fast to .*action_tokenizer")
+    (checkpoint / "norm_stats.json").write_text('{"bridge": {"action": {"q01": [0.0], "q99": [1.0]}}}')
+    refuse(checkpoint, "their tokenizer is not with it: copy physical-intelligence/fast to .*action_tokenizer")
     write_qwen_vl(checkpoint, SHAPES[0], seed=1)
     refuse(checkpoint, "is a Qwen-VL checkpoint, but no policy that is known: NORA has .*VLA-0 has")
 

@@ -62,12 +62,14 @@ class ActionStatistics:
         low: float64 [action_dim], the 1st percentile of the training actions.
         high: float64 [action_dim], the 99th.
         mask: bool [action_dim]; False: the dimension is used as it is (a gripper in [0, 1]).
+        switches: indices of such dimensions that are 1 above a half, and else 0.
     """
 
     unnorm_key: str
     low: np.ndarray
     high: np.ndarray
     mask: np.ndarray
+    switches: tuple[int, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,7 +80,9 @@ class ActionStatistics:
     def unnormalise(self, values: np.ndarray) -> np.ndarray:
         """Normalised values [action_dim] in [-1, 1] to the robot's units, float64, not clipped."""
         scaled = 0.5 * (values + 1) * (self.high - self.low) + self.low
-        return np.where(self.mask, scaled, values)
+        found = np.where(self.mask, scaled, values)
+        found[list(self.switches)] = found[list(self.switches)] > 0.5
+        return found
 
     def normalise(self, values: np.ndarray) -> np.ndarray:
         """The inverse; a dimension that never moved in training (high = low) gives 0."""

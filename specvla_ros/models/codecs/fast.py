@@ -157,6 +157,8 @@ class FastCodec(WrittenChunkCodec):
     def bound(self, bins: Sequence[int]) -> np.ndarray:
         steps = np.asarray(bins).reshape(self.horizon, len(self.names)) / self.tokenizer.scale
         moved: np.ndarray = np.abs(cosines(self.horizon)).T @ steps * self._half_range
+        switches = list(self.statistics.switches)
+        moved[:, switches] = moved[:, switches] > 0  # over, or not at all
         return moved
 
     @property

@@ -22,7 +22,7 @@ from specvla_ros.models.checkpoint import TARGETS, refuse_options
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec, select_statistics
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.vq import VqCodec, read_vq_vae
-from specvla_ros.models.config import DECODERS, read_checkpoint_json, read_decoder_shape
+from specvla_ros.models.config import DECODERS, folder_beside, read_checkpoint_json, read_decoder_shape
 from specvla_ros.models.decoder import PackedDecoder, head_dtype
 from specvla_ros.models.generation import NO_RULES, GreedyRules
 from specvla_ros.models.observation import ONLY_CAMERA, Observation
@@ -196,7 +196,7 @@ def load_minivla(
     raw = read_checkpoint_json(directory / "config.json")
     vla = raw.inner("vla")
     shown = _cameras(directory, cameras, vla.whole("image_sequence_len", 1, minimum=1, maximum=2))
-    llm = _folder(directory, "llm", "config.json and tokenizer of the language model, such as Qwen/Qwen2.5-0.5B")
+    llm = folder_beside(directory, "llm", "config.json and tokenizer of the language model, such as Qwen/Qwen2.5-0.5B")
     tokenizer = require_tokenizer(llm)
     tokens = tokenizer.get_vocab_size() + _EXTRA_TOKENS
     shape = read_decoder_shape(read_checkpoint_json(llm / "config.json"), {"qwen2": DECODERS["qwen2"]})
@@ -233,13 +233,6 @@ def _cameras(directory: Path, asked: tuple[str, ...], usual: int) -> tuple[str, 
     return asked
 
 
-def _folder(directory: Path, name: str, what: str) -> Path:
-    found = next((each for each in (directory / name, directory.resolve().parent / name) if each.is_dir()), None)
-    if found is None:
-        raise UserError(f"{directory / name} is missing: it must hold {what}")
-    return found
-
-
 def _codec(directory: Path, name: str, unnorm_key: str, tokens: int) -> Codec:
     """Of the action tokenizer that config.json names; `extra` ones use the tokens at the vocabulary's end."""
     try:
@@ -254,7 +247,7 @@ def _codec(directory: Path, name: str, unnorm_key: str, tokens: int) -> Codec:
             f"{directory / 'config.json'}: vla.action_tokenizer is '{name}'; known are extra_action_tokenizer and "
             "those that end with _vq_extra_action_tokenizer"
         )
-    vq = _folder(directory, "vq", "the folder of the VQ-VAE that the policy was trained with")
+    vq = folder_beside(directory, "vq", "the folder of the VQ-VAE that the policy was trained with")
     folders = [each for each in sorted(vq.iterdir()) if each.is_dir()]
     if len(folders) != 1:
         raise UserError(f"{vq} must hold one folder, that of the policy's own VQ-VAE; it has {len(folders)}")

@@ -12,7 +12,7 @@ from specvla_ros.models.decoder import PackedDecoder, decoder_tensors, head_dtyp
 from specvla_ros.models.qwen_vl.config import QwenVLConfig
 from specvla_ros.models.weights import Progress, check_weights, load_weights, tensor_names
 
-_UNUSED = r"lm_head\.weight|.+\.inv_freq"
+_UNUSED = r"(.+\.)?lm_head\.weight|.+\.inv_freq"
 
 
 class QwenVL(nn.Module):
@@ -50,14 +50,24 @@ def _tower_class(config: QwenVLConfig) -> Any:
 
 
 def load_model(
-    directory: Path,
+    weights: Path,
     config: QwenVLConfig,
     grid: tuple[tuple[int, int], ...],
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress | None,
+    prefix: str = "",
 ) -> QwenVL:
     """The model of a checkpoint, ready to decode.
+
+    Args:
+        weights: its directory, or the file that holds them.
+        config: of the checkpoint.
+        grid: patches of each picture, (height, width).
+        device: where the weights go.
+        dtype: precision of the weights.
+        progress: called with what is being done and the fraction of the tensors read.
+        prefix: of each tensor's name in the files.
 
     Raises:
         UserError: the weights are incomplete or do not fit the config.
@@ -66,25 +76,25 @@ def load_model(
         model = QwenVL(config, ())
     model.to(dtype)
     model.decoder.lm_head.to(head_dtype(dtype, device))
-    nested = any(name.startswith("model.language_model.") for name in tensor_names(directory))
-    check_weights(directory, _tensors(model, nested=nested), unused=_UNUSED)
+    nested = any(name.startswith(f"{prefix}model.language_model.") for name in tensor_names(weights))
+    check_weights(weights, _tensors(model, prefix, nested=nested), unused=_UNUSED)
     model.to_empty(device=device)
     if config.decoder.tie_word_embeddings:
         model.decoder.lm_head.weight = model.decoder.embed_tokens.weight
     _fill_buffers(model.visual, config)
     model._grid = torch.tensor([(1, *sides) for sides in grid])
-    load_weights(directory, _tensors(model, nested=nested), progress)
+    load_weights(weights, _tensors(model, prefix, nested=nested), progress)
     return model.eval().requires_grad_(False)
 
 
-def _tensors(model: QwenVL, *, nested: bool) -> dict[str, Tensor]:
+def _tensors(model: QwenVL, prefix: str, *, nested: bool) -> dict[str, Tensor]:
     """Every tensor by its name in the checkpoint: the hub's flat layout, or that of newer transformers."""
     visual = "model.visual" if nested else "visual"
     tensors = {f"{visual}.{name}": parameter.detach() for name, parameter in model.visual.named_parameters()}
     text = decoder_tensors(model.decoder)
     if nested:
         text = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in text.items()}
-    return tensors | text
+    return {prefix + name: tensor for name, tensor in (tensors | text).items()}
 
 
 def _fill_buffers(tower: nn.Module, config: QwenVLConfig) -> None:

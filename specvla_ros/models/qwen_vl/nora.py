@@ -7,24 +7,19 @@ range) is refused here.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import ActionStatistics, select_statistics
-from specvla_ros.models.codecs.fast import FastCodec
-from specvla_ros.models.codecs.fast_tokenizer import FastTokenizer, read_fast_tokenizer
 from specvla_ros.models.config import read_checkpoint_json
-from specvla_ros.models.generation import USUAL_NEW_TOKENS, read_end_ids
+from specvla_ros.models.generation import USUAL_NEW_TOKENS
 from specvla_ros.models.observation import ONLY_CAMERA
 from specvla_ros.models.qwen_vl.pictures import resized
 from specvla_ros.models.qwen_vl.policy import IMAGE, ChatPolicy, Messages, PolicyContext
+from specvla_ros.models.qwen_vl.robot_actions import has_robot_actions, robot_action_codec
 
-_FIRST, _NTH = "<robot_action_0>", "<robot_action_{}>"
 _SIDE = 224  # of its picture, whose aspect ratio is not kept
-_FOLDERS = ("action_tokenizer", "fast_tokenizer", "../fast_tokenizer")
-_HORIZON = 1  # NORA's; NORA-Long's file says another
 
 
 def nora(context: PolicyContext) -> ChatPolicy | None:
@@ -33,23 +28,13 @@ def nora(context: PolicyContext) -> ChatPolicy | None:
     Raises:
         UserError: a file of it is missing, or does not fit the others.
     """
-    first = context.tokenizer.token_to_id(_FIRST)
-    if first is None:
+    if not has_robot_actions(context.tokenizer):
         return None
-    tokenizer, horizon = _fast_tokenizer(context.directory)
-    last = _NTH.format(tokenizer.vocab_size - 1)
-    if context.tokenizer.token_to_id(last) != first + tokenizer.vocab_size - 1:
-        raise UserError(
-            f"{context.directory}: the FAST tokenizer has {tokenizer.vocab_size} ids, but the vocabulary does not go "
-            f"on from {_FIRST} to {last}: they belong to different policies"
-        )
-    codec = FastCodec(
-        tokenizer=tokenizer,
-        statistics=_statistics(context),
-        horizon=horizon,
-        first_id=first,
-        end_ids=read_end_ids(context.directory),
-        counts_up=True,
+    codec = robot_action_codec(
+        context,
+        context.directory,
+        _statistics(context),
+        horizon=None,  # NORA's is one; NORA-Long's file says another
         limit=context.generation.max_new_tokens or USUAL_NEW_TOKENS,
     )
     processor = context.processor
@@ -72,18 +57,6 @@ def nora(context: PolicyContext) -> ChatPolicy | None:
 
 def _messages(instruction: str) -> Messages:
     return [{"role": "user", "content": [IMAGE, {"type": "text", "text": instruction}]}]
-
-
-def _fast_tokenizer(directory: Path) -> tuple[FastTokenizer, int]:
-    folders = [directory / name for name in _FOLDERS]
-    found = next((folder for folder in folders if folder.is_dir()), None)
-    if found is None:
-        raise UserError(
-            f"{directory} is a NORA checkpoint, which writes FAST tokens, and the tokenizer is not with it: copy "
-            f"physical-intelligence/fast to {folders[0]} (hf download physical-intelligence/fast --local-dir …)"
-        )
-    config = read_checkpoint_json(found / "processor_config.json")
-    return read_fast_tokenizer(found), config.whole("time_horizon", _HORIZON, minimum=1, maximum=1 << 10)
 
 
 def _statistics(context: PolicyContext) -> ActionStatistics:

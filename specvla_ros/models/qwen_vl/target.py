@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import TARGETS, refuse_options
+from specvla_ros.models.checkpoint import STARVLA_RUN, TARGETS, refuse_options
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.config import check_directory, read_checkpoint_json
 from specvla_ros.models.decoder import PackedDecoder
@@ -24,6 +25,7 @@ from specvla_ros.models.qwen_vl.model import QwenVL, load_model
 from specvla_ros.models.qwen_vl.nora import nora
 from specvla_ros.models.qwen_vl.pictures import PatchProcessor, read_patch_processor
 from specvla_ros.models.qwen_vl.policy import ChatPolicy, Messages, PolicyContext
+from specvla_ros.models.qwen_vl.starvla import qwen_fast, read_run
 from specvla_ros.models.qwen_vl.vla0 import vla0
 from specvla_ros.models.target import ImageEmbeddings, PromptLayout
 from specvla_ros.models.tokenizer import (
@@ -215,16 +217,53 @@ def load_qwen_vl(
         UserError: anything about the directory or an argument that does not fit, before weights are read if possible.
     """
     refuse_options(directory, options)
+    return _load(directory, directory, _policy, unnorm_key, device, dtype, progress)
+
+
+def load_starvla(
+    directory: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    unnorm_key: str,
+    progress: Progress | None,
+    **options: Any,
+) -> QwenVLTarget:
+    """Loads StarVLA's QwenFast from the folder of its training run.
+
+    Args:
+        directory: see `read_run`.
+        device, dtype, unnorm_key, progress, options: as of `load_qwen_vl`.
+
+    Raises:
+        UserError: as of `load_qwen_vl`.
+    """
+    refuse_options(directory, options)
+    run = read_run(directory)
+    make = partial(qwen_fast, run)
+    return _load(run.vlm, run.weights, make, unnorm_key, device, dtype, progress, prefix="qwen_vl_interface.model.")
+
+
+def _load(
+    directory: Path,
+    weights: Path,
+    make: Callable[[PolicyContext], ChatPolicy],
+    unnorm_key: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress | None,
+    prefix: str = "",
+) -> QwenVLTarget:
     check_directory(directory)
     config = read_config(directory)
     tokenizer = require_tokenizer(directory)
     check_tokenizer(tokenizer, directory / "tokenizer.json", config.decoder.vocab_size)
     processor = read_patch_processor(directory)
-    policy = _policy(PolicyContext(directory, tokenizer, processor, unnorm_key, read_generation(directory)))
+    policy = make(PolicyContext(directory, tokenizer, processor, unnorm_key, read_generation(directory)))
     chat = _chat(directory, numbers_pictures=policy.numbers_pictures)
     side = processor.patch_size
     grid = tuple((height // side, width // side) for height, width in policy.picture_sizes)
-    model = load_model(directory, config, grid, device, dtype, progress)
+    model = load_model(weights, config, grid, device, dtype, progress, prefix)
     return QwenVLTarget(directory, model, tokenizer, chat, processor, policy, config.image_id)
 
 
@@ -282,3 +321,4 @@ def _template(directory: Path) -> str:
 
 for family in QWEN_VL_TYPES:
     TARGETS.register(family)(load_qwen_vl)
+TARGETS.register(STARVLA_RUN)(load_starvla)
