@@ -40,6 +40,26 @@ class TopicChoice:
 
 
 @dataclass(frozen=True)
+class Sensors:
+    """What is read of bags beside the first camera's images.
+
+    Args:
+        cameras: image topics of further cameras, by the policy's names for them, in its order.
+        state_topic: JointState; empty: no state.
+        state_names: the state's numbers in the policy's order; empty: the message's own.
+    """
+
+    cameras: Mapping[str, str] = field(default_factory=dict)
+    state_topic: str = ""
+    state_names: tuple[str, ...] = ()
+
+    @property
+    def topics(self) -> TopicChoice:
+        """Of a bag."""
+        return TopicChoice(cameras=self.cameras, state_topic=self.state_topic or None)
+
+
+@dataclass(frozen=True)
 class ReplayTopics:
     """What a replay reads."""
 

@@ -10,15 +10,19 @@ import typer
 from rich.console import Console
 
 from specvla_ros.cli.options import (
+    Cameras,
     Emulate,
     Episodes,
     PolicyOptions,
     Ray,
     Robot,
     Seed,
+    StateNames,
+    StateTopic,
     Tasks,
     Workers,
     World,
+    sensors_of,
     takes_policy,
 )
 from specvla_ros.errors import UserError
@@ -247,6 +251,9 @@ def calibrate(
     seed: Seed = 0,
     workers: Workers = 0,
     emulate: Emulate = "",
+    camera: Cameras = None,
+    state_topic: StateTopic = "",
+    state_names: StateNames = "",
 ) -> None:
     """Choose tolerance and draft tree from evidence, and write them as a ROS 2 parameter file."""
     from specvla_ros.evaluation import calibrate as calibration
@@ -270,7 +277,9 @@ def calibrate(
     leave_a_core()
     loaded = policy_of(base)
     with progress("looking for frames") as advance:
-        images = calibration.collect_frames(loaded, base, data, plan, frames)
+        images = calibration.collect_frames(
+            loaded, base, data, plan, frames, sensors_of(camera, state_topic, state_names)
+        )
         found = calibration.calibrate(
             loaded, base, images, plan, out, lambda stage, done, wanted: advance(done, wanted, stage)
         )

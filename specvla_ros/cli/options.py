@@ -21,6 +21,7 @@ from specvla_ros.settings.parameter import Declared, walk, with_values
 from specvla_ros.settings.profiles import merge_parameters, read_assignments
 
 if TYPE_CHECKING:
+    from specvla_ros.bags.frames import Sensors
     from specvla_ros.evaluation.rerun_recording import RerunSettings
     from specvla_ros.models.target import Target
 
@@ -210,6 +211,17 @@ def camera_topics(given: Sequence[str] | None) -> dict[str, str]:
         if not (name and topic):
             raise UserError(f"--camera must be NAME=TOPIC, such as wrist=/wrist/image_raw; got {shown(text)}")
     return {name: topic for name, _, topic in parts.values()}
+
+
+def sensors_of(cameras: Sequence[str] | None, state_topic: str, state_names: str) -> "Sensors":
+    """What is read of bags beside the first camera's images, as the options say.
+
+    Raises:
+        UserError: as of `camera_topics`.
+    """
+    from specvla_ros.bags.frames import Sensors
+
+    return Sensors(camera_topics(cameras), state_topic, names_of(state_names))
 
 
 def names_of(given: str) -> tuple[str, ...]:

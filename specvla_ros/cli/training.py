@@ -16,9 +16,8 @@ from specvla_ros.cli.options import (
     StateTopic,
     Tasks,
     Workers,
-    camera_topics,
     check_accelerate,
-    names_of,
+    sensors_of,
     takes_policy,
 )
 from specvla_ros.errors import UserError
@@ -96,7 +95,6 @@ def train_policy(
     check_accelerate()
     from specvla_ros.policies.bundled import find_policy
     from specvla_ros.training import train_policy as training
-    from specvla_ros.training.dataset import Sensors
 
     settings = training.PolicyTraining(
         steps=steps,
@@ -108,7 +106,7 @@ def train_policy(
         init=init,
         codec=codec,
         horizon=horizon,
-        sensors=Sensors(camera_topics(camera), state_topic, names_of(state_names)),
+        sensors=sensors_of(camera, state_topic, state_names),
     )
     with progress_bar() as bar:
         reading = bar.add_task("reading bags", total=None)
@@ -163,6 +161,9 @@ def train_draft(
         int, typer.Option(help="Tokens drafted in one forward (P-EAGLE); 1: a tree grows level by level.", min=1)
     ] = 1,
     seed: Annotated[int, typer.Option(help="Of weights, order and noise.")] = 0,
+    camera: Cameras = None,
+    state_topic: StateTopic = "",
+    state_names: StateNames = "",
 ) -> None:
     """Train an EAGLE draft head on the target's own answers; several GPUs: accelerate launch -m specvla_ros.cli …."""
     check_accelerate()
@@ -184,6 +185,7 @@ def train_draft(
             frames=frames,
             max_text=max_reasoning_tokens,
             max_bytes=max_gb * 1e9,
+            sensors=sensors_of(camera, state_topic, state_names),
             on_frame=lambda done: bar.update(asking, completed=done),
         )
         line = bar.add_task("training", total=None)
@@ -219,28 +221,24 @@ def collect_answers(
     ] = None,
     frames: Annotated[int, typer.Option(help="Images at most that the policy is asked about.", min=1)] = 2500,
     seed: Annotated[int, typer.Option(help="Of the bags' order, or of the first episode's start.", min=0)] = 0,
+    camera: Cameras = None,
+    state_topic: StateTopic = "",
+    state_names: StateNames = "",
 ) -> None:
     """Record a policy's answers, in which draft.chunk_shift looks up how the next ones go on."""
     from itertools import islice
 
     from specvla_ros.evaluation.collect_answers import collect_answers as collect
-    from specvla_ros.evaluation.frame_sources import bag_source, find_bags, require_frames, simulation_source
+    from specvla_ros.evaluation.frame_sources import frame_source
     from specvla_ros.models.checkpoint import load_target
     from specvla_ros.models.target import require_actions
-    from specvla_ros.simulation.tasks import FRAME_FIRST_SEED
     from specvla_ros.speculation.drafters.earlier_answers import ANSWERS_FILE, save_answers
 
     bags = _bags(data)
     policy = require_actions(load_target(chosen.checkpoint, **vars(chosen.model)))
-    if bags is not None and (len(policy.cameras) > 1 or policy.state_dims):
-        raise UserError(
-            f"{policy.directory} looks at more than one camera, and bags are read with one here: give --data sim"
-        )
-    source = (
-        bag_source(find_bags(bags), seed) if bags is not None else simulation_source(policy, FRAME_FIRST_SEED + seed)
-    )
+    source = frame_source(policy, bags, seed, sensors_of(camera, state_topic, state_names))
     with progress("asking the policy") as advance:
-        found = collect(policy, islice(require_frames(source), frames), lambda done: advance(done, frames, ""))
+        found = collect(policy, islice(source, frames), lambda done: advance(done, frames, ""))
     path = out or policy.directory / ANSWERS_FILE
     save_answers(path, [*found.answers])
     left_out = "".join(f"; {count} without an action: {reason}" for reason, count in found.dropped.items())

@@ -7,16 +7,11 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+from specvla_ros.bags.frames import Sensors
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.calibration import Calibration, Candidate, Limits, Trial, best_by_tolerance, deviation
-from specvla_ros.evaluation.frame_sources import (
-    SIMULATION,
-    bag_source,
-    find_bags,
-    require_frames,
-    simulation_source,
-)
+from specvla_ros.evaluation.frame_sources import SIMULATION, frame_source
 from specvla_ros.evaluation.provenance import head
 from specvla_ros.evaluation.report.sweep import write_calibration_report
 from specvla_ros.evaluation.run_directory import REPORT_FILE, RunDirectory
@@ -28,7 +23,6 @@ from specvla_ros.models.target import Target
 from specvla_ros.settings.parameter import values_of
 from specvla_ros.settings.profiles import write_parameters
 from specvla_ros.simulation.rollout import EpisodeResult, read_stage_times, tick_time
-from specvla_ros.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.speculation.rules.registry import bins_of
 from specvla_ros.speculation.settings import AcceptanceSettings
 from specvla_ros.speculation.tolerance import Tolerance
@@ -75,17 +69,21 @@ OnProgress = Callable[[str, int, int], None]  # the stage, how much of it is don
 
 
 def collect_frames(
-    policy: Target, base: SimulateSettings, data: Sequence[str] | None, plan: CalibratePlan, frames: int
+    policy: Target,
+    base: SimulateSettings,
+    data: Sequence[str] | None,
+    plan: CalibratePlan,
+    frames: int,
+    sensors: Sensors,
 ) -> list[Observation]:
     """At most `frames` frames: of bags and directories of bags, or for `sim` and None of what the policy simulates."""
-    if not data or list(data) == [SIMULATION]:
-        tasks = plan.episodes.tasks if plan.episodes else ()
-        source = simulation_source(policy, FRAME_FIRST_SEED, world=base.world, tasks=tasks, engine=base.engine)
-    elif SIMULATION in data:
+    given = [SIMULATION] if not data else list(data)
+    if SIMULATION in given and len(given) > 1:
         raise UserError("--data sim cannot be mixed with bags: choose one")
-    else:
-        source = bag_source(find_bags([Path(path) for path in data]), seed=0)
-    return list(islice(require_frames(source), frames))
+    bags = None if given == [SIMULATION] else [Path(path) for path in given]
+    tasks = plan.episodes.tasks if plan.episodes else ()
+    source = frame_source(policy, bags, 0, sensors, world=base.world, tasks=tasks, engine=base.engine)
+    return list(islice(source, frames))
 
 
 def calibrate(

@@ -1,26 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frames to decode: from bags, or from what the policy itself does in simulation."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
 
-from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
+from specvla_ros.bags.frames import STATE, BagFrame, Sensors, bag_frames, choose_topics
 from specvla_ros.bags.image_message import rgb_from_message
 from specvla_ros.bags.reader import open_bag
+from specvla_ros.bags.state_message import read_state
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
+from specvla_ros.evaluation.replay import check_senses
 from specvla_ros.evaluation.simulate import TABLE, make_robot, tasks_of
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 from specvla_ros.simulation.rollout import Clock, Rollout, tick_time
+from specvla_ros.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, adjusted
 
+_log = logging.getLogger(__name__)
+
 SIMULATION = "sim"
+_CAMERA_ALONE = Sensors()
 _LONG_ANSWER = 16  # tokens, from which drafts pay even on a CPU
 
 
@@ -39,15 +46,67 @@ def find_bags(directories: Sequence[Path]) -> tuple[Path, ...]:
     return tuple(bags)
 
 
-def bag_source(bags: Sequence[Path], seed: int) -> Iterator[Observation]:
-    """Every image of every bag with the instruction in force, bags in a random order that the seed fixes."""
+def frame_source(
+    policy: Target,
+    data: Sequence[Path] | None,
+    seed: int,
+    sensors: Sensors = _CAMERA_ALONE,
+    *,
+    world: str = TABLE,
+    tasks: Sequence[str] = (),
+    engine: EngineSettings | None = None,
+) -> Iterator[Observation]:
+    """Frames to ask a policy about; without one it is refused.
+
+    Args:
+        policy: whose cameras and state are wanted.
+        data: bags, or directories of bags; None: what the policy does in simulation.
+        seed: of the bags' order, or behind how many starts the simulation's first is.
+        sensors: what is read of bags beside the first camera's images.
+        world, tasks, engine: of the simulation, see `simulation_source`.
+
+    Raises:
+        UserError: there is none, or the sensors are not the policy's.
+    """
+    if data is None:
+        if sensors != _CAMERA_ALONE:
+            raise UserError("--camera, --state-topic and --state-names are of bags; with --data sim leave them out")
+        source = simulation_source(policy, FRAME_FIRST_SEED + seed, world=world, tasks=tasks, engine=engine)
+    else:
+        check_senses(policy, sensors.cameras, sensors.state_topic)
+        source = bag_source(policy, find_bags(data), seed, sensors)
+    first = next(source, None)
+    if first is None:
+        raise UserError("the data hold no image with an instruction: nothing to ask the target about")
+    return chain([first], source)
+
+
+def bag_source(policy: Target, bags: Sequence[Path], seed: int, sensors: Sensors) -> Iterator[Observation]:
+    """Every image of every bag with the instruction in force and what else the policy looks at, bags in random order.
+
+    An image whose other sensors did not come in time is left out, and counted in a warning.
+    """
+    lead, *others = policy.cameras
     for i in np.random.default_rng(seed).permutation(len(bags)):
+        missing: list[str] = []
         with open_bag(bags[i]) as bag:
-            topics = choose_topics(bag, TopicChoice())
+            topics = choose_topics(bag, sensors.topics)
             for frame in bag_frames(bag, topics):
-                if frame.instruction:
-                    yield Observation(rgb_from_message(frame.image.message()), frame.instruction, frame.index + 1)
+                if frame.missing:
+                    missing.append(frame.missing)
+                elif frame.instruction:
+                    seen = {lead: frame.image} | {name: frame.others[name] for name in others}
+                    images = {name: rgb_from_message(message.message()) for name, message in seen.items()}
+                    yield Observation(images, frame.instruction, frame.index + 1, state=_state(policy, frame, sensors))
             bag.warn_of_damage()
+        if missing:
+            _log.warning("bag %s: %d images are left out, the first as %s", bags[i], len(missing), missing[0])
+
+
+def _state(policy: Target, frame: BagFrame, sensors: Sensors) -> np.ndarray | None:
+    if not policy.state_dims:
+        return None
+    return read_state(frame.others[STATE].message(), sensors.state_names, policy.state_dims)
 
 
 def simulation_source(
@@ -89,12 +148,3 @@ def lossless(policy: Target, engine: EngineSettings) -> EngineSettings:
     chunks = codec.horizon > 1
     drafts = adjusted(DraftSettings(nodes=48, head=NO_HEAD), chunk_shift=chunks, temporal=not chunks)
     return replace(engine, mode="spec", draft=drafts, acceptance=AcceptanceSettings())
-
-
-def require_frames(source: Iterator[Observation]) -> Iterator[Observation]:
-    """The same frames; a source without one is refused."""
-    first = next(source, None)
-    if first is None:
-        raise UserError("the data hold no image with an instruction: nothing to ask the target about")
-    yield first
-    yield from source

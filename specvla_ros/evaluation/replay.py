@@ -278,7 +278,7 @@ def replay(
         shown: where Rerun shows it, from the first frame on; None: nowhere.
     """
     directory = _open_output(out_dir)
-    _check_senses(policy, topics)
+    check_senses(policy, topics.cameras, topics.state_topic)
     with open_bag(bag_path) as bag:
         chosen = choose_topics(bag, topics)
         if chosen.note:
@@ -319,23 +319,28 @@ def replay(
             return run.finish(incomplete=incomplete, **ending)
 
 
-def _check_senses(policy: Target, topics: TopicChoice) -> None:
+def check_senses(policy: Target, cameras: Mapping[str, str], state_topic: str | None) -> None:
     """Whether the topics are those that the policy looks at.
+
+    Args:
+        policy: the policy.
+        cameras: topics of further cameras, by the policy's names.
+        state_topic: of the robot's state; empty or None: none.
 
     Raises:
         UserError: a camera's or the state's topic is missing, or is of none that the policy has.
     """
     lead, *others = policy.cameras
-    missing = [name for name in others if name not in topics.cameras]
+    missing = [name for name in others if name not in cameras]
     if missing:
         raise UserError(
-            f"{policy.directory} looks at the cameras {', '.join(policy.cameras)}: beside --image-topic, which is of "
+            f"{policy.directory} looks at the cameras {', '.join(policy.cameras)}: beside the image topic, which is of "
             f"'{lead}', say where '{missing[0]}' is: --camera {missing[0]}=TOPIC"
         )
-    unknown = [name for name in topics.cameras if name not in others]
+    unknown = [name for name in cameras if name not in others]
     if unknown:
         raise UserError(f"{policy.directory} has no further camera '{unknown[0]}'; leave --camera {unknown[0]}=… out")
-    if bool(policy.state_dims) != bool(topics.state_topic):
+    if bool(policy.state_dims) != bool(state_topic):
         raise UserError(
             f"{policy.directory} reads the robot's state: say where it is: --state-topic TOPIC"
             if policy.state_dims

@@ -7,9 +7,9 @@ import logging
 import multiprocessing
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from specvla_ros.bags.demonstrations import (
     HINDSIGHT_ACTION_TOPIC,
     HINDSIGHT_INSTRUCTION_TOPIC,
 )
-from specvla_ros.bags.frames import STATE, BagFrame, TopicChoice, bag_frames, choose_topics
+from specvla_ros.bags.frames import STATE, BagFrame, Sensors, bag_frames, choose_topics
 from specvla_ros.bags.image_message import rgb_from_message
 from specvla_ros.bags.reader import Bag, open_bag
 from specvla_ros.bags.state_message import read_state
@@ -46,26 +46,6 @@ _VALIDATION_SHARE = 20  # one episode in so many
 
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Sensors:
-    """What is read of bags beside the first camera's images.
-
-    Args:
-        cameras: image topics of further cameras, by the policy's names for them, in its order.
-        state_topic: JointState; empty: no state.
-        state_names: the state's numbers in the policy's order; empty: the message's own.
-    """
-
-    cameras: Mapping[str, str] = field(default_factory=dict)
-    state_topic: str = ""
-    state_names: tuple[str, ...] = ()
-
-    @property
-    def topics(self) -> TopicChoice:
-        """Of a bag."""
-        return TopicChoice(cameras=self.cameras, state_topic=self.state_topic or None)
 
 
 @dataclass(frozen=True)

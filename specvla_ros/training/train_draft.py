@@ -13,20 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specvla_kernels.layout import MAX_TREE_NODES
-from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
+from specvla_ros.bags.frames import Sensors, TopicChoice, bag_frames, choose_topics
 from specvla_ros.bags.reader import open_bag
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.frame_sources import (
-    SIMULATION,
-    bag_source,
-    find_bags,
-    require_frames,
-    simulation_source,
-)
+from specvla_ros.evaluation.frame_sources import SIMULATION, find_bags, frame_source
 from specvla_ros.evaluation.provenance import file_hashes
 from specvla_ros.models.openvla.target import OpenVLATarget
-from specvla_ros.simulation.tasks import FRAME_FIRST_SEED
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
 from specvla_ros.training.draft_features import MIN_FRAMES, FeatureStore, Sample, shuffled_samples
 from specvla_ros.training.draft_model import DraftValidation, draft_features, validate_draft
@@ -45,6 +38,7 @@ _WARM_UP = 2000
 _CLIP = 0.5
 _BETAS = (0.9, 0.95)
 _NOISE = 0.2 * 512  # EAGLE: uniform, this wide, over the length of the sequence
+_CAMERA_ALONE = Sensors()
 _HELD_OUT = 20  # one shard in so many, and at least one
 
 
@@ -101,6 +95,7 @@ def collect_features(
     frames: int,
     max_text: int = 0,
     max_bytes: float,
+    sensors: Sensors = _CAMERA_ALONE,
     on_frame: Callable[[int], None] | None = None,
 ) -> list[Path]:
     """Asks the target about frames and keeps its features below `out`; called again it resumes where it stopped.
@@ -110,6 +105,7 @@ def collect_features(
         frames: the most that the target is asked.
         max_text: tokens of text at most before its actions.
         max_bytes: limit of the features on disk, bytes.
+        sensors: what is read of bags beside the first camera's images.
 
     Raises:
         UserError: no usable data, or `out` holds features of something else.
@@ -117,14 +113,10 @@ def collect_features(
     named = sorted(str(bag.resolve()) for bag in find_bags(data)) if data is not None else [SIMULATION]
     weights = file_hashes(sorted(policy.directory.glob("*.safetensors")))
     described = {"target": weights, "data": named, "seed": seed, "max_text": max_text}
+    described |= {"sensors": str(sensors)} if sensors != _CAMERA_ALONE else {}
     store = FeatureStore(out / STATE_DIRECTORY / "features", described)
     engine = EngineSettings(max_reasoning_tokens=max_text)
-    source = (
-        bag_source(find_bags(data), seed)
-        if data is not None
-        else simulation_source(policy, FRAME_FIRST_SEED + seed, engine=engine)
-    )
-    asked = islice(require_frames(source), frames)
+    asked = islice(frame_source(policy, data, seed, sensors, engine=engine), frames)
     store.fill(policy, asked, max_text=max_text, limit_bytes=max_bytes, on_frame=on_frame)
     return store.shards
 

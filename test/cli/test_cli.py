@@ -244,7 +244,7 @@ def test_a_policy_is_asked_for_its_answers(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert f"to 3 images are in {out}" in " ".join(done.stdout.split())
     refused(specvla(*command[:2], "nano", *command[3:]), "gives a single one: set draft.temporal")
-    refused(specvla(*command[:2], "wrist", *command[3:]), "looks at more than one camera, and bags are read with one")
+    refused(specvla(*command[:2], "wrist", *command[3:]), "say where 'wrist' is: --camera wrist=TOPIC")
 
 
 @pytest.mark.skipif(not INSTALLED.exists(), reason="the scripts are not installed")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.gl import needs_gl
 
+from specvla_ros.bags.frames import Sensors
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.calibrate import PROFILE_FILE, CalibratePlan, calibrate, collect_frames, write_profile
@@ -132,7 +133,7 @@ def test_the_most_relaxed_setting_within_the_limits_is_chosen(tmp_path: Path):
     # Of three pairs nothing is certain: all of the success may be lost.
     wide = Limits(loss_points=100, p95_mm=1000, p95_deg=1000, gripper_share=1)
     plan = CalibratePlan((none, near, far), nodes=(8,), limits=wide, emulate="orin")
-    frames = collect_frames(policy, base, None, plan, 30)
+    frames = collect_frames(policy, base, None, plan, 30, Sensors())
     anything = calibrate(policy, base, frames, plan, tmp_path / "wide")
     assert anything.chosen.trial.tolerance == far and anything.chosen.speed_up > 1
     assert anything.candidates[0].trial.name == "ar" and anything.candidates[0].speed_up == 1.0
@@ -162,4 +163,4 @@ def test_the_most_relaxed_setting_within_the_limits_is_chosen(tmp_path: Path):
 
 def test_sim_and_bags_do_not_mix(tmp_path: Path):
     with pytest.raises(UserError, match="cannot be mixed"):
-        collect_frames(None, SimulateSettings(tmp_path), ["sim", "bag"], CalibratePlan((), ()), 1)  # type: ignore[arg-type]
+        collect_frames(None, SimulateSettings(tmp_path), ["sim", "bag"], CalibratePlan((), ()), 1, Sensors())  # type: ignore[arg-type]

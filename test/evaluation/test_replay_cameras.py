@@ -12,11 +12,12 @@ from support.paths import ORACLES, needs
 from typer.testing import CliRunner
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
-from specvla_ros.bags.frames import TopicChoice
+from specvla_ros.bags.frames import Sensors, TopicChoice
 from specvla_ros.bags.state_message import JOINT_STATE
 from specvla_ros.cli.app import app
 from specvla_ros.control.convention_settings import ConventionSettings
 from specvla_ros.engine.outcome import Action
+from specvla_ros.evaluation.frame_sources import frame_source
 from specvla_ros.evaluation.replay import replay
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.target import Target
@@ -86,6 +87,25 @@ def test_frames_are_put_together_and_answered_as_in_process(policy: Target, tmp_
         outcome = engine.act(seen)
         assert isinstance(outcome, Action) and line["stamp_ns"] == taken
         np.testing.assert_allclose(line["values"], outcome.values, atol=1e-9)
+
+
+def test_frames_to_ask_about_are_those_of_a_replay(
+    policy: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bag = bags.write_bag(tmp_path / "bag", episode())
+    sensors = Sensors(TOPICS.cameras, "/joint_states", tuple(f"joint_{i}" for i in range(8)))
+    frames = [*frame_source(policy, [bag], 0, sensors)]
+    assert f"bag {bag}: 1 images are left out, the first as nothing of 'wrist'" in caplog.text
+    for index, frame in zip((i for i in range(FRAMES) if i != MISSING), frames, strict=True):
+        taken = bags.START_NS + index * bags.PERIOD_NS
+        assert list(frame.images) == ["image", "wrist"] and frame.state is not None
+        np.testing.assert_array_equal(frame.images["image"], bags.pixels(index))
+        np.testing.assert_array_equal(frame.images["wrist"], bags.pixels(100 + index))
+        np.testing.assert_allclose(frame.state, state_of(taken + 4 * MS), atol=1e-12)
+    with pytest.raises(UserError, match="reads the robot's state: say where it is"):
+        frame_source(policy, [bag], 0, Sensors(TOPICS.cameras))
+    with pytest.raises(UserError, match="with --data sim leave them out"):
+        frame_source(policy, None, 0, sensors)
 
 
 def test_the_state_is_read_by_its_names(policy: Target, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from support.gl import needs_gl
 from support.patience import wait_until
 
 from specvla_ros.bags import demonstrations as demonstration_bag
-from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
+from specvla_ros.bags.frames import Sensors, TopicChoice, bag_frames, choose_topics
 from specvla_ros.bags.image_message import rgb_from_compressed
 from specvla_ros.bags.reader import open_bag
 from specvla_ros.errors import UserError
@@ -20,7 +20,7 @@ from specvla_ros.simulation.collect import collect
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.tasks import DEMONSTRATION_FIRST_SEED, TASKS
-from specvla_ros.training.dataset import Sensors, load_demonstrations
+from specvla_ros.training.dataset import load_demonstrations
 
 pytestmark = needs_gl
 

@@ -15,13 +15,14 @@ from support.checkpoints import load_openvla
 
 from specvla_ros import Engine, EngineSettings, Observation
 from specvla_ros.bags.demonstrations import DemonstrationRecord, Hindsight, write_demonstration
+from specvla_ros.bags.frames import Sensors
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import find_bags
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer
 from specvla_ros.speculation.settings import DraftSettings, adjusted
-from specvla_ros.training.dataset import Sensors, action_chunks, action_statistics, load_demonstrations, shuffled
+from specvla_ros.training.dataset import action_chunks, action_statistics, load_demonstrations, shuffled
 from specvla_ros.training.nano import NanoShape
 from specvla_ros.training.train_policy import PolicyTraining, action_loss, train_policy
 from specvla_ros.training.trainer import STATE_DIRECTORY

@@ -6,17 +6,15 @@ dataloader/gr00t_lerobot/transform/state_action.py, and the data_config.py and e
 that class makes of an answer that is no chunk (coefficients of zero, text between the tokens left out) is refused here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import cv2
 import numpy as np
 import yaml
 from PIL import Image
 
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, missing_package
 from specvla_ros.models.codecs.bins import MAX_VALUE, ActionStatistics
 from specvla_ros.models.config import folder_beside, read_checkpoint_json
 from specvla_ros.models.observation import ONLY_CAMERA
@@ -144,10 +142,10 @@ def qwen_fast(run: Run, context: PolicyContext) -> ChatPolicy:
     )
     processor = context.processor
     sides = processor.fitted(_SIDE, _SIDE, processor.min_pixels, processor.max_pixels)
-    prompt = _prompt(run)
+    prompt, sent = _prompt(run), _sent(averaged=robot.averaged)
 
     def show(images: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        return [resized(_sent(image, averaged=robot.averaged), *sides) for image in images.values()]
+        return [resized(sent(image), *sides) for image in images.values()]
 
     def messages(instruction: str) -> Messages:
         text = {"type": "text", "text": prompt.replace(_PLACE, instruction)}
@@ -243,11 +241,17 @@ def _statistics(key: str, raw: Fields, robot: RobotData) -> ActionStatistics:
     return ActionStatistics(key, low, high, mask, switches)
 
 
-def _sent(image: np.ndarray, *, averaged: bool) -> np.ndarray:
-    """A camera's picture as an evaluation client sends it, uint8 RGB [_SIDE, _SIDE, 3]; aspect ratio not kept."""
-    if image.shape[:2] == (_SIDE, _SIDE):
-        return image
-    if averaged:
-        smaller: Any = cv2.resize(image, (_SIDE, _SIDE), interpolation=cv2.INTER_AREA)
-        return np.asarray(smaller)
-    return np.asarray(Image.fromarray(image).resize((_SIDE, _SIDE), Image.Resampling.BILINEAR))
+def _sent(*, averaged: bool) -> Callable[[np.ndarray], np.ndarray]:
+    """From a camera's picture to what an evaluation client sends, uint8 RGB [_SIDE, _SIDE, 3]; aspect ratio not kept.
+
+    Raises:
+        UserError: OpenCV is not installed.
+    """
+    if not averaged:
+        size = (_SIDE, _SIDE)
+        return lambda image: np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BILINEAR))
+    try:
+        import cv2
+    except ModuleNotFoundError as error:
+        raise missing_package(error) from None
+    return lambda image: np.asarray(cv2.resize(image, (_SIDE, _SIDE), interpolation=cv2.INTER_AREA))
