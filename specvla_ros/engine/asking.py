@@ -101,6 +101,8 @@ class Asking:
             return
         for share in reversed(shares):
             frame = share.request
+            if frame.observation.stream != question.stream:
+                continue
             images = frame.layout.visual_rows[-1].stop
             if frame.prefix_len + share.prompt_rows >= images:
                 question.observation = frame.observation

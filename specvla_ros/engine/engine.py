@@ -13,10 +13,11 @@ import torch
 from specvla_ros.engine.asking import Asking
 from specvla_ros.engine.ensemble import ChunkEnsemble
 from specvla_ros.engine.kv_cache import KVCache, allocate_cache
+from specvla_ros.engine.mailbox import Mailbox
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome, Question
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.runner import Runner
-from specvla_ros.engine.scheduler import Batch, Mailbox, Scheduler
+from specvla_ros.engine.scheduler import Batch, Scheduler
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import TickWork
 from specvla_ros.engine.verifier import Commit, Verifier
@@ -89,11 +90,39 @@ class Engine:
 
     @property
     def has_room(self) -> bool:
-        """Whether an observation submitted now would be admitted by the next tick."""
-        return self.scheduler.has_room
+        """Whether an observation of the only robot, submitted now, would be admitted by the next tick."""
+        return self.room_for("")
+
+    def room_for(self, stream: str) -> bool:
+        """Whether an observation of a stream may be begun by the next tick, if no other's turn comes first."""
+        return self.scheduler.room_for(stream)
+
+    def open(self, stream: str, *, budget_s: float = 0.0, priority: int = 0) -> None:
+        """Takes a robot in, or gives one that is there another budget; without it, its first observation does.
+
+        Args:
+            stream: its name.
+            budget_s: in which its frames should be answered, from their arrival on: of several that wait, that with
+                the earliest deadline is begun.
+            priority: streams of a higher one come first, whatever the budgets.
+
+        Raises:
+            UserError: there are as many as decode.streams says.
+        """
+        if not self.mailbox.open(stream, budget_s=budget_s, priority=priority):
+            raise UserError(
+                f"decode.streams is {self.settings.streams}, and as many robots are there: close one, or raise it"
+            )
+
+    def close(self, stream: str) -> list[Drop]:
+        """Lets a robot go: drops what waits and is in flight, and gives its place to another."""
+        self.drafter.forget(stream)
+        self._ensemble.forget(stream)
+        reason = DropReason.EPOCH_CHANGED
+        return self.scheduler.flush(reason, stream=stream) + self.mailbox.close(stream, reason)
 
     def submit(self, observation: Observation) -> list[Drop]:
-        """Puts the newest observation before the engine; one that still waited is dropped for it."""
+        """Puts the newest observation of its stream before the engine; one that still waited is dropped for it."""
         return self.mailbox.submit(observation)
 
     def ask(self, question: Question) -> None:
@@ -121,7 +150,8 @@ class Engine:
         """
         self._work = TickWork()
         try:
-            batch = self.scheduler.schedule()  # newest frame; chunks; trees
+            batch = self.scheduler.schedule()  # newest frames; chunks; trees
+            self._embed(batch)
             if batch.shares:
                 commits = self._forward(batch)
                 if self._asking is not None:
@@ -138,21 +168,28 @@ class Engine:
             drops = [replace(drop, detail=detail) for drop in self.flush(DropReason.ENGINE_FAULT)]
             return self.scheduler.release() + drops
 
-    def flush(self, reason: DropReason = DropReason.EPOCH_CHANGED, *, before_epoch: float = math.inf) -> list[Drop]:
+    def flush(
+        self,
+        reason: DropReason = DropReason.EPOCH_CHANGED,
+        *,
+        before_epoch: float = math.inf,
+        stream: str | None = None,
+    ) -> list[Drop]:
         """Drops what waits and what is in flight, at once.
 
         Args:
             reason: the drops' reason.
             before_epoch: epoch whose frames stay; by default none do.
+            stream: of this robot alone; None: of all.
         """
-        return self.scheduler.flush(reason, before_epoch) + self.mailbox.drop(reason, before_epoch)
+        return self.scheduler.flush(reason, before_epoch, stream) + self.mailbox.drop(reason, before_epoch, stream)
 
-    def reset(self) -> list[Drop]:
-        """Flushes, and takes any stamp next: for a clock that jumped, or another recording."""
-        self.mailbox.take_any_stamp()
-        self.drafter.forget()
-        self._ensemble.forget()
-        return self.flush()
+    def reset(self, stream: str | None = None) -> list[Drop]:
+        """Flushes, and takes any stamp next: for a clock that jumped, or another recording; None: of all robots."""
+        self.mailbox.take_any_stamp(stream)
+        self.drafter.forget(stream)
+        self._ensemble.forget(stream)
+        return self.flush(stream=stream)
 
     def rule_for(self, settings: AcceptanceSettings) -> AcceptanceRule:
         """The acceptance rule that settings describe, for this policy.
@@ -202,7 +239,7 @@ class Engine:
             outcome = self.act(self.target.blank_observation())
         finally:
             self.mailbox.now_ns = now_ns
-        self.reset()
+        self.close("")
         if isinstance(outcome, Drop) and outcome.reason is not DropReason.NOT_AN_ACTION:
             raise UserError(f"the policy failed on a black test image: {outcome.reason.value}: {outcome.detail}")
         self.runner.graphs.warm_up()
@@ -229,6 +266,15 @@ class Engine:
         }
         return self.target.describe() | described | {name: text for name, text in optional.items() if text}
 
+    def _embed(self, batch: Batch) -> None:
+        """Computes the prompts that begin. One that cannot be costs its own frame, and no other robot's."""
+        for share in [share for share in batch.shares if share.begins]:
+            try:
+                self.runner.embed(share.request)
+            except Exception as error:
+                _log.exception("a prompt could not be computed")
+                self.scheduler.fail(batch, share, f"{type(error).__name__}: {error}")
+
     def _forward(self, batch: Batch) -> list[Commit]:
         """Runs a batch and chooses what its requests commit."""
         self._work = _work_of(batch)
@@ -247,7 +293,9 @@ class Engine:
     def _draft(self, batch: Batch, commits: list[Commit]) -> None:
         """Grows the trees that the next forward verifies, and lets the drafters learn from finished answers."""
         for answer in batch.finished:
-            self.drafter.observe(answer.epoch, answer.tokens, answer.action, stamp_ns=answer.stamp_ns)
+            self.drafter.observe(
+                answer.epoch, answer.tokens, answer.action, stamp_ns=answer.stamp_ns, stream=answer.stream
+            )
         embed, going_on = self.target.decoder.embed_tokens, self.scheduler.requests
         committed = zip(batch.verified, commits, strict=True)
         inputs = [share.draft_input(commit, embed) for share, commit in committed if share.request in going_on]
@@ -267,7 +315,11 @@ class Engine:
         codec = self._codec
         asked = request.observation
         return self.drafter.draft_prompt(
-            asked.epoch, max_depth=codec.max_tokens, in_text=codec.in_text(()), stamp_ns=asked.stamp_ns
+            asked.epoch,
+            max_depth=codec.max_tokens,
+            in_text=codec.in_text(()),
+            stamp_ns=asked.stamp_ns,
+            stream=asked.stream,
         )
 
     def _lay_out(self, observation: Observation) -> PromptLayout:
@@ -330,6 +382,7 @@ class Engine:
             draft_prompt=self._draft_prompt,
             asking=asking,
         )
+        self.mailbox.limit = settings.streams
         self._codec, self._fallback = codec, fallback
         self.settings, self.cache, self.scheduler = settings, cache, scheduler
         self.runner, self.verifier, self.drafter = runner, verifier, drafter

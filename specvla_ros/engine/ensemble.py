@@ -21,7 +21,7 @@ _GRIPPER = ACTION_NAMES[-1]
 
 
 class ChunkEnsemble:
-    """Remembers the newest answers of an instruction epoch, as they were decoded.
+    """Remembers the newest answers of each robot's instruction epoch, as they were decoded.
 
     Args:
         codec: of the policy.
@@ -43,11 +43,11 @@ class ChunkEnsemble:
         if answers > 1 and _GRIPPER in codec.names:
             column, (low, high) = codec.names.index(_GRIPPER), codec.action_range
             self._gripper = column, float(low[column]), float(high[column])
-        self._older: list[Action] = []
+        self._older: dict[str, list[Action]] = {}  # by stream
 
-    def forget(self) -> None:
-        """As before the first answer."""
-        self._older = []
+    def forget(self, stream: str | None = None) -> None:
+        """As before the first answer of a stream; None: of all."""
+        self._older = {} if stream is None else {name: each for name, each in self._older.items() if name != stream}
 
     def averaged(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """The outcomes, oldest frame first; each action averaged with those before it."""
@@ -57,13 +57,14 @@ class ChunkEnsemble:
 
     def _average(self, action: Action) -> Action:
         epoch, stamp_ns = action.observation.epoch, action.observation.stamp_ns
-        older = [each for each in self._older if each.observation.epoch == epoch]
+        stream = action.observation.stream
+        older = [each for each in self._older.get(stream, ()) if each.observation.epoch == epoch]
         total, weight = action.actions.copy(), np.ones(len(action.actions))
         for back, before in enumerate(reversed(older), start=1):
             rest = before.actions[self._passed(stamp_ns - before.observation.stamp_ns, back) :][: len(total)]
             total[: len(rest)] += _OLDER * rest
             weight[: len(rest)] += _OLDER
-        self._older = [*older, action][-(self._answers - 1) :]
+        self._older[stream] = [*older, action][-(self._answers - 1) :]
         return replace(action, actions=self._grasping(total / weight[:, None]))
 
     def _passed(self, ns: int, back: int) -> int:

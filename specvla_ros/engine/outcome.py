@@ -17,6 +17,7 @@ class DropReason(str, Enum):
     INCOMPLETE = "incomplete"  # another camera's image or the robot's state of that moment did not come
     OUT_OF_ORDER = "out_of_order"  # not newer than the last frame taken
     NO_INSTRUCTION = "no_instruction"  # nothing asked for yet
+    TOO_MANY_STREAMS = "too_many_streams"  # of another robot than those that the engine has slots for
     PAUSED = "paused"  # it came while the policy was told to pause
     BAD_INSTRUCTION = "bad_instruction"  # empty, or longer than a slot holds
     STALE = "stale"  # older than the staleness limit before it was begun
@@ -132,6 +133,7 @@ class Question:
 
     Attributes:
         text: the question.
+        stream: of the robot whose images it is about.
         observation: whose images it is answered about; None: no frame has been begun since it was asked.
         tokens: of the answer so far, without its end.
         forwards: that carried rows of it.
@@ -141,6 +143,7 @@ class Question:
     """
 
     text: str
+    stream: str = ""
     observation: Observation | None = None
     tokens: list[int] = field(default_factory=list)
     forwards: int = 0

@@ -225,6 +225,7 @@ class ScheduledRequest:
             layout=request.layout,
             mid_prompt=True,
             observation=request.observation,
+            stream=request.observation.stream,
         )
 
     def draft_input(self, commit: Commit, embed: Callable[[Tensor], Tensor]) -> DraftInput:
@@ -248,6 +249,7 @@ class ScheduledRequest:
             answer=tuple(request.tokens),
             in_text=codec.in_text(request.tokens),
             observation=request.observation,
+            stream=request.observation.stream,
         )
 
     @property

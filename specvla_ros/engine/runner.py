@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the batch of a tick: vision for the request that begins, then one packed forward; captured or eager.
+"""Runs a tick: vision for the request that begins, then one packed forward of the batch; captured or eager.
 
 The only place that knows which: sizes that were captured as CUDA graphs are replayed, all others run eagerly.
 """
@@ -22,6 +22,7 @@ from specvla_ros.engine.cuda_graphs import (
     check_segments,
 )
 from specvla_ros.engine.kv_cache import KVCache
+from specvla_ros.engine.request import Request
 from specvla_ros.engine.scheduler import Batch
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.target import Decoder, ForwardResult, Target, VisionModel
@@ -49,8 +50,20 @@ class Runner:
         self.forwards = Forwards(target.decoder, cache, ForwardSizes.from_settings(target, settings))
         self.graphs = Graphs(cache.keys, (self.forwards, self.vision, *others))
 
+    def embed(self, request: Request) -> None:
+        """Computes a request's prompt: images and words.
+
+        Raises:
+            ValueError: it has other rows than it was laid out with.
+        """
+        self._clock.start()
+        request.prompt = self._target.prompt_embeddings(request.observation, request.layout.ids, self.vision)
+        self._clock.stop()
+        if len(request.prompt) != request.layout.rows:
+            raise ValueError(f"a prompt of {request.layout.rows} rows has {len(request.prompt)} embeddings")
+
     def run(self, batch: Batch) -> Tensor:
-        """Computes a batch; its shares get their hidden states.
+        """Computes a batch whose prompts are embedded; its shares get their hidden states.
 
         Args:
             batch: at least one share.
@@ -58,14 +71,6 @@ class Runner:
         Returns:
             float32 [nodes of all verified trees, vocab], the logits, shares in order.
         """
-        for share in batch.shares:
-            if share.begins:
-                request = share.request
-                self._clock.start()
-                request.prompt = self._target.prompt_embeddings(request.observation, request.layout.ids, self.vision)
-                self._clock.stop()
-                if len(request.prompt) != request.layout.rows:
-                    raise ValueError(f"a prompt of {request.layout.rows} rows has {len(request.prompt)} embeddings")
         segments = [share.segments() for share in batch.shares]
         result = self.forwards([segment for mine in segments for segment in mine])
         rows = [sum(map(len, mine)) for mine in segments]

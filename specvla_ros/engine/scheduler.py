@@ -6,7 +6,6 @@ It works on the host alone, with numbers of rows and tokens, so that planning ca
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import numpy as np
 
 from specvla_ros.engine.asking import Asking
 from specvla_ros.engine.kv_cache import SlotPool
+from specvla_ros.engine.mailbox import Mailbox
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.request import Request, ScheduledRequest
 from specvla_ros.engine.settings import EngineSettings
@@ -30,80 +30,19 @@ _log = logging.getLogger(__name__)
 _MEMORY = 0.9  # of the mean number of forwards per request: about the last ten requests
 
 
-class Mailbox:
-    """Holds the newest observation until a slot is free. Any thread may submit.
-
-    Args:
-        now_ns: the clock of the observations' stamps; None switches the staleness limit off.
-
-    Attributes:
-        last_stamp_ns: stamp of the last observation taken in; only newer ones are.
-    """
-
-    def __init__(self, now_ns: Callable[[], int] | None) -> None:
-        self.now_ns = now_ns
-        self.last_stamp_ns = 0
-        self._waiting: Observation | None = None
-        self._lock = threading.Lock()
-
-    @property
-    def waiting(self) -> bool:
-        """Whether an observation waits."""
-        return self._waiting is not None
-
-    def submit(self, observation: Observation) -> list[Drop]:
-        """Takes the newest observation in; one that still waited is dropped for it."""
-        with self._lock:
-            if observation.stamp_ns <= self.last_stamp_ns:
-                age_s = (self.last_stamp_ns - observation.stamp_ns) * 1e-9
-                return [Drop(observation, DropReason.OUT_OF_ORDER, f"{age_s:.3f} s before the last frame taken")]
-            superseded, self._waiting = self._waiting, observation
-            self.last_stamp_ns = observation.stamp_ns
-        return [Drop(superseded, DropReason.SUPERSEDED)] if superseded is not None else []
-
-    def take(self, max_age_s: float) -> Observation | Drop | None:
-        """The observation that waits, dropped if it is older than a limit; 0: no limit."""
-        with self._lock:
-            observation, self._waiting = self._waiting, None
-        if observation is None:
-            return None
-        return self.dropped_for_age(observation, max_age_s, DropReason.STALE) or observation
-
-    def dropped_for_age(self, observation: Observation, max_age_s: float, reason: DropReason) -> Drop | None:
-        """The drop of an observation that is older than a limit by now; 0: no limit."""
-        if not max_age_s or self.now_ns is None:
-            return None
-        age_s = (self.now_ns() - observation.stamp_ns) * 1e-9
-        if age_s <= max_age_s:
-            return None
-        return Drop(observation, reason, f"{age_s:.3f} s old, the limit is {max_age_s:g} s")
-
-    def drop(self, reason: DropReason, before_epoch: float = math.inf) -> list[Drop]:
-        """Drops the observation that waits, if it is of an earlier epoch."""
-        with self._lock:
-            observation = self._waiting
-            if observation is None or observation.epoch >= before_epoch:
-                return []
-            self._waiting = None
-        return [Drop(observation, reason)]
-
-    def take_any_stamp(self) -> None:
-        """Forgets the last stamp: for a clock that jumped, or another recording."""
-        with self._lock:
-            self.last_stamp_ns = 0
-
-
 @dataclass(frozen=True)
 class FinishedAnswer:
     """An answer that stands for an action, as drafters learn from it.
 
     Args:
+        stream: of which robot.
         epoch: the instruction epoch.
         tokens: the whole answer.
         action: the action tokens in which it ends.
         stamp_ns: of its picture.
     """
 
+    stream: str
     epoch: int
     tokens: tuple[int, ...]
     action: tuple[int, ...]
@@ -138,11 +77,13 @@ class Batch:
 
 
 class Scheduler:
-    """Keeps requests in the order of their frames.
+    """Keeps requests in the order in which their frames were begun: of one robot, the order of their stamps.
+
+    Robots share the forwards and nothing else: what one of them is asked, overtakes, flushes or breaks is its own.
 
     Args:
         settings: how the engine decodes.
-        mailbox: where the newest observation waits.
+        mailbox: where the newest observation of each robot waits.
         slots: the KV slots that requests hold.
         codec: when an answer is complete, and which action it stands for.
         root: the tree of a request that has committed nothing, one node.
@@ -178,18 +119,20 @@ class Scheduler:
 
     @property
     def target_in_flight(self) -> int:
-        """Requests to keep in flight: as many as are finished at the rate at which prompts can begin.
+        """Requests of a robot to keep in flight: as many as are finished at the rate at which its prompts can begin.
 
         More would only wait longer for the same rate; how many it takes is learnt from the requests that finished.
+        Robots begin their prompts by turns.
         """
-        needed = math.ceil(self._forwards / self.settings.chunks - 1e-9) if self._forwards else self.settings.slots
-        return max(1, min(self.settings.slots, needed))
+        most = self.settings.slots_per_stream
+        prompts = self.settings.chunks * max(1, len(self._mailbox.streams))
+        needed = math.ceil(self._forwards / prompts - 1e-9) if self._forwards else most
+        return max(1, min(most, needed))
 
-    @property
-    def has_room(self) -> bool:
-        """Whether the next tick may begin a prompt: one at a time."""
+    def room_for(self, stream: str) -> bool:
+        """Whether the next tick may begin a prompt of a robot: one prompt at a time."""
         prefilling = any(request.prefilling for request in self.requests)
-        return bool(self._slots.free_slots) and len(self.requests) < self.target_in_flight and not prefilling
+        return bool(self._slots.free_slots) and len(self._of(stream)) < self.target_in_flight and not prefilling
 
     def schedule(self) -> Batch:
         """Admits the newest frame if there is room, and gives each request its share of the next forward."""
@@ -233,10 +176,12 @@ class Scheduler:
 
         The age is looked at again: a stopped process, a slow policy or a clock that jumped ages what is in flight.
         """
-        oldest = min((request.observation.stamp_ns for request in self.requests), default=math.inf)
+        oldest: dict[str, int] = {}  # by stream
+        for request in reversed(self.requests):
+            oldest[request.observation.stream] = request.observation.stamp_ns
         self._held.sort(key=lambda action: action.observation.stamp_ns)
-        ready = [action for action in self._held if action.observation.stamp_ns < oldest]
-        del self._held[: len(ready)]
+        ready = [each for each in self._held if _stamp(each) < oldest.get(each.observation.stream, math.inf)]
+        self._held = [each for each in self._held if _stamp(each) >= oldest.get(each.observation.stream, math.inf)]
         drops, self._drops = self._drops, []
         ended: list[Outcome] = [*drops]
         for action in ready:
@@ -245,24 +190,37 @@ class Scheduler:
             ended.append(too_old or action)
         return ended
 
-    def flush(self, reason: DropReason, before_epoch: float = math.inf) -> list[Drop]:
-        """Drops everything of earlier epochs in flight, actions that wait for older ones included."""
-        actions = [action for action in self._held if action.observation.epoch < before_epoch]
-        requests = [request for request in self.requests if request.observation.epoch < before_epoch]
-        self._held = [action for action in self._held if action.observation.epoch >= before_epoch]
-        for request in requests:
+    def flush(self, reason: DropReason, before_epoch: float = math.inf, stream: str | None = None) -> list[Drop]:
+        """Drops everything of earlier epochs in flight, actions that wait for older ones included.
+
+        Args:
+            reason: the drops' reason.
+            before_epoch: epoch whose frames stay.
+            stream: of this robot alone; None: of all.
+        """
+
+        def void(observation: Observation) -> bool:
+            return observation.epoch < before_epoch and stream in (None, observation.stream)
+
+        dropped = [action.observation for action in self._held if void(action.observation)]
+        self._held = [action for action in self._held if not void(action.observation)]
+        for request in [each for each in self.requests if void(each.observation)]:
             self._remove(request)
-        void = [action.observation for action in actions] + [request.observation for request in requests]
-        return [Drop(observation, reason) for observation in void]
+            dropped.append(request.observation)
+        return [Drop(observation, reason) for observation in dropped]
+
+    def fail(self, batch: Batch, share: ScheduledRequest, detail: str) -> None:
+        """Takes a request out of a batch, and out of flight, that could not be computed; the others go on."""
+        batch.shares.remove(share)
+        if not share.request.asked:
+            self._drop(share.request, DropReason.ENGINE_FAULT, detail)
 
     def _admit(self) -> None:
-        """Gives the waiting observation a slot, if its prompt may begin now."""
-        if not self._mailbox.waiting or not self.has_room:
-            return
-        observation = self._mailbox.take(self.settings.max_image_age_s)
-        if isinstance(observation, Drop):
+        """Gives the observation whose turn it is a slot, if its prompt may begin now."""
+        observation = self._mailbox.take(self.settings.max_image_age_s, self.room_for)
+        while isinstance(observation, Drop):
             self._drops.append(observation)
-            return
+            observation = self._mailbox.take(self.settings.max_image_age_s, self.room_for)
         if observation is None:
             return
         try:
@@ -317,21 +275,26 @@ class Scheduler:
         self._forwards = _MEMORY * self._forwards + (1 - _MEMORY) * forwards if self._forwards else forwards
         self._held.append(action)
         stamp_ns = request.observation.stamp_ns
-        batch.finished.append(FinishedAnswer(request.observation.epoch, tuple(request.tokens), tokens, stamp_ns))
+        asked = request.observation
+        batch.finished.append(FinishedAnswer(asked.stream, asked.epoch, tuple(request.tokens), tokens, stamp_ns))
         if not self.settings.in_order:
-            for older in [other for other in self.requests if other.observation.stamp_ns < stamp_ns]:
+            for older in [other for other in self._of(asked.stream) if other.observation.stamp_ns < stamp_ns]:
                 self._drop(older, DropReason.OVERTAKEN)
 
     def _drop_overtaken(self) -> None:
         """Takes out what a newer request has caught up with: it would be overtaken, or finish in the same forward."""
         if self.settings.in_order:
             return
-        furthest = -1
+        furthest: dict[str, int] = {}  # by stream
         for request in reversed(self.requests.copy()):
-            if len(request.tokens) <= furthest:
+            stream = request.observation.stream
+            if len(request.tokens) <= furthest.get(stream, -1):
                 self._drop(request, DropReason.OVERTAKEN)
             if request.tokens:
-                furthest = max(furthest, len(request.tokens))
+                furthest[stream] = max(furthest.get(stream, -1), len(request.tokens))
+
+    def _of(self, stream: str) -> list[Request]:
+        return [request for request in self.requests if request.observation.stream == stream]
 
     def _drop(self, request: Request, reason: DropReason, detail: str = "") -> None:
         self._remove(request)
@@ -340,3 +303,7 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         self.requests.remove(request)
         self._slots.give_back(request.slot)
+
+
+def _stamp(action: Action) -> int:
+    return action.observation.stamp_ns

@@ -40,10 +40,17 @@ class EngineSettings:
     )
     max_in_flight: int = parameter(
         0,
-        f"Maximum of requests in flight in pipeline and specpipe; 0: {_SLOTS['pipeline']} and {_SLOTS['specpipe']}.",
+        "Maximum of requests in flight of a robot in pipeline and specpipe; 0: "
+        f"{_SLOTS['pipeline']} and {_SLOTS['specpipe']}.",
         minimum=0,
         maximum=64,
         writable=True,
+    )
+    streams: int = parameter(
+        1,
+        "Robots whose frames are decoded together, each with requests in flight of its own: KV slots for all of them.",
+        minimum=1,
+        maximum=64,
     )
     prefill_chunks: int = parameter(
         1, "Forwards over which pipeline and specpipe spread a prompt.", minimum=1, maximum=16, writable=True
@@ -149,9 +156,14 @@ class EngineSettings:
         return self.draft.nodes if self.drafts else 1
 
     @property
+    def slots_per_stream(self) -> int:
+        """Maximum of requests of one stream in flight."""
+        return self.max_in_flight or _SLOTS[self.mode] if self.mode in _PIPELINED else 1
+
+    @property
     def slots(self) -> int:
         """Maximum of requests in flight."""
-        return self.max_in_flight or _SLOTS[self.mode] if self.mode in _PIPELINED else 1
+        return self.streams * self.slots_per_stream
 
     @property
     def kv_slots(self) -> int:

@@ -27,6 +27,7 @@ class Observation:
         receive_s: seconds from the stamp to receipt on the clock of the stamp; 0 when read from a bag in process.
         state: float [dims], the robot's proprioceptive state in the units of the training data, for policies that
             read it.
+        stream: name of the robot. Stamps and epochs of one stream mean nothing to another.
 
     Raises:
         UserError: no image, an image that is empty or not uint8 RGB, or a stamp that is no positive whole number.
@@ -41,6 +42,7 @@ class Observation:
     receive_s: float = 0.0
     prompt_ids: tuple[int, ...] | None = None
     state: np.ndarray | None = None
+    stream: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.images, Mapping):

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from specvla_ros.engine.kv_cache import SlotPool
+from specvla_ros.engine.mailbox import Mailbox
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.scheduler import Batch, Mailbox, Scheduler
+from specvla_ros.engine.scheduler import Batch, Scheduler
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import Commit
 from specvla_ros.errors import UserError

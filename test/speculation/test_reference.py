@@ -59,7 +59,9 @@ class Scribble(Drafter):
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
         return [self.tree(request.root, request.answer) for request in inputs]
 
-    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, nodes: int, stamp_ns: int) -> Tree:
+    def draft_prompt(
+        self, epoch: int, *, max_depth: int, in_text: bool, nodes: int, stamp_ns: int, stream: str = ""
+    ) -> Tree:
         return self.tree(torch.zeros((), dtype=torch.int64), ())
 
     def tree(self, root: torch.Tensor, answer: Sequence[int]) -> Tree:

@@ -155,6 +155,10 @@ def test_temporal_holds_and_extrapolates_within_one_epoch() -> None:
     assert drafter.chains(1, 1) == []
     drafter.observe(1, (13, 13, 13), (13, 13, 13), stamp_ns=1)
     assert drafter.chains(1, 0) == [(13, 13, 13)], "an action of another epoch is no slope"
+    drafter.observe(1, (11, 11, 11), (11, 11, 11), stamp_ns=1, stream="another robot")
+    assert drafter.chains(1, 0) == [(13, 13, 13)], "another robot's action is no draft of this one's"
+    drafter.forget("another robot")
+    assert drafter.chains(1, 0, "another robot") == [] and drafter.chains(1, 0)
     drafter.forget()
     assert drafter.chains(1, 0) == []
 

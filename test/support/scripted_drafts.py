@@ -25,7 +25,7 @@ class Scripted:
     def draft(self, inputs: Sequence[DraftInput]) -> list[Tree]:
         return [self._tree(each.root, len(each.answer), each.max_depth) for each in inputs]
 
-    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, stamp_ns: int) -> Tree:
+    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, stamp_ns: int, stream: str = "") -> Tree:
         return self._tree(torch.zeros((), dtype=torch.int64), 0, max_depth)
 
     def _tree(self, root: torch.Tensor, place: int, levels: int) -> Tree:
@@ -45,10 +45,12 @@ class Scripted:
         relaxable = torch.tensor([draw(st.integers(0, 4)) > 0 for _ in tokens])
         return Tree(torch.tensor(tokens), ancestry, log_probs, torch.tensor(valid), relaxable, depth=max(depths))
 
-    def observe(self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int) -> None:
+    def observe(
+        self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int, stream: str = ""
+    ) -> None:
         pass
 
-    def forget(self) -> None:
+    def forget(self, stream: str | None = None) -> None:
         pass
 
     def set_tolerance(self, bins: tuple[int, ...]) -> None:

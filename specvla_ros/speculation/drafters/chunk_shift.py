@@ -18,7 +18,7 @@ episode.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,10 +68,11 @@ class _Chunk:
     actions: np.ndarray
     before: tuple[int, ...]
     behind: tuple[int, ...]
+    encoded: dict[int, tuple[int, ...]] = field(default_factory=dict)  # whole answers by actions that have passed
 
 
 class ChunkShiftDrafter(Drafter):
-    """Remembers the newest chunk of an instruction epoch.
+    """Remembers the newest chunk of each robot.
 
     Its drafts are never relaxed: accepted because it is near, a chunk would be followed for ever.
 
@@ -96,34 +97,35 @@ class ChunkShiftDrafter(Drafter):
         self._step_s = step_s
         self._device = device
         self._earlier = earlier
-        self._last: _Chunk | None = None
+        self._last: dict[str, _Chunk] = {}  # by stream
         still = np.tile(np.mean(codec.action_range, axis=0), (codec.horizon, 1))
         self._unknown = _Chunk(epoch=-1, stamp_ns=0, actions=still, before=(), behind=())
-        self._encoded: dict[int, tuple[int, ...]] = {}  # by actions that have passed
 
-    def observe(self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int) -> None:
+    def observe(
+        self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int, stream: str = ""
+    ) -> None:
         """Takes a finished answer; of several in flight the newest stays."""
-        if self._last is not None and self._last.epoch == epoch and self._last.stamp_ns >= stamp_ns:
+        last = self._last.get(stream)
+        if last is not None and last.epoch == epoch and last.stamp_ns >= stamp_ns:
             return
         text = len(self._codec.text_tokens(answer))
         behind = answer[text + len(action) :]
-        self._last = _Chunk(epoch, stamp_ns, self._codec.decode(action), answer[:text], behind)
-        self._encoded = {}
+        self._last[stream] = _Chunk(epoch, stamp_ns, self._codec.decode(action), answer[:text], behind)
 
-    def forget(self) -> None:
+    def forget(self, stream: str | None = None) -> None:
         """As before the first answer."""
-        self._last, self._encoded = None, {}
+        self._last = {} if stream is None else {name: each for name, each in self._last.items() if name != stream}
 
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
         """A chain for each guess: what it has behind the place that the request's answer has reached."""
         trees = []
         for request, limit in zip(inputs, nodes, strict=True):
             stamp_ns = request.observation.stamp_ns if request.observation is not None else 0
-            guesses = self._guesses(request.epoch, stamp_ns, request.answer) if not request.mid_prompt else []
+            guesses = [] if request.mid_prompt else self._guesses(request, stamp_ns)
             rests = [guess[self._codec.resume(guess, request.answer) :] for guess in guesses]
             paces = [1] * len(rests)
             if self._earlier is not None and request.answer:
-                rests.append(self._going_on(request.answer))
+                rests.append(self._going_on(request))
                 paces.append(_EARLIER_PACE)
             if guesses and self._numbers is not None:
                 rests += self._numbers.otherwise(guesses, request.answer)
@@ -132,47 +134,52 @@ class ChunkShiftDrafter(Drafter):
             trees.append(branches.tree(request.root, relaxable=False))
         return trees
 
-    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, nodes: int, stamp_ns: int) -> Tree | None:
+    def draft_prompt(
+        self, epoch: int, *, max_depth: int, in_text: bool, nodes: int, stamp_ns: int, stream: str = ""
+    ) -> Tree | None:
         """The shifted answer from its beginning."""
         import torch
 
-        branches = Branches.from_chains([self.answer(epoch, stamp_ns)], max_depth=max_depth, max_nodes=nodes - 1)
+        chains = [self.answer(epoch, stamp_ns, stream)]
+        branches = Branches.from_chains(chains, max_depth=max_depth, max_nodes=nodes - 1)
         root = torch.zeros(1, dtype=torch.int64, device=self._device)
         return branches.tree(root, relaxable=False) if len(branches) else None
 
-    def answer(self, epoch: int, stamp_ns: int) -> tuple[int, ...]:
+    def answer(self, epoch: int, stamp_ns: int, stream: str = "") -> tuple[int, ...]:
         """The whole answer that is drafted for a picture; empty: none.
 
         Args:
             epoch: of the picture.
             stamp_ns: its stamp.
+            stream: of which robot.
         """
-        last = self._last
+        last = self._last.get(stream)
         if last is None or last.epoch != epoch:
             return ()
         passed = self._passed(last, stamp_ns)
-        if passed not in self._encoded:
-            self._encoded[passed] = self._encode(last, _shifted(last.actions, passed))
-        return self._encoded[passed]
+        if passed not in last.encoded:
+            last.encoded[passed] = self._encode(last, _shifted(last.actions, passed))
+        return last.encoded[passed]
 
-    def _guesses(self, epoch: int, stamp_ns: int, answer: Sequence[int]) -> list[tuple[int, ...]]:
+    def _guesses(self, request: DraftInput, stamp_ns: int) -> list[tuple[int, ...]]:
         """Whole answers that may go on from a committed beginning."""
-        shifted = self.answer(epoch, stamp_ns)
-        begun = self._numbers.begun(answer) if self._numbers is not None else np.empty(0)
+        shifted = self.answer(request.epoch, stamp_ns, request.stream)
+        begun = self._numbers.begun(request.answer) if self._numbers is not None else np.empty(0)
         if not len(begun):
             return [shifted]
-        last = self._last or self._unknown
-        if last.epoch == epoch:
+        last = self._last.get(request.stream, self._unknown)
+        if last.epoch == request.epoch:
             expected = _shifted(last.actions, self._passed(last, stamp_ns))
         else:  # another instruction: where the arm was left
             expected = np.repeat(last.actions[-1:], len(last.actions), axis=0)
         return [shifted, *(self._encode(last, chunk) for chunk in _as_begun(expected, begun))]
 
-    def _going_on(self, answer: Sequence[int]) -> tuple[int, ...]:
+    def _going_on(self, request: DraftInput) -> tuple[int, ...]:
         """What an earlier answer said behind the same tokens."""
         assert self._earlier is not None
-        rest = self._earlier.going_on(answer)
-        return (*rest, *self._last.behind) if rest and self._last is not None else rest
+        rest = self._earlier.going_on(request.answer)
+        last = self._last.get(request.stream, self._unknown)
+        return (*rest, *last.behind) if rest else rest
 
     def _passed(self, last: _Chunk, stamp_ns: int) -> int:
         """Actions since the chunk before."""

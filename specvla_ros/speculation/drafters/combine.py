@@ -81,12 +81,14 @@ class Drafters:
             left = [nodes - len(tree) + 1 for nodes, tree in zip(left, drafted, strict=True)]
         return [_joined(mine) for mine in trees]
 
-    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, stamp_ns: int) -> Tree:
+    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, stamp_ns: int, stream: str = "") -> Tree:
         """What a prompt's own forward may verify; see `Drafter.draft_prompt`."""
         left = self._nodes
         trees = [Tree.from_root(torch.zeros(1, dtype=torch.int64, device=self._device))]
         for drafter in self.by_name.values():
-            tree = drafter.draft_prompt(epoch, max_depth=max_depth, in_text=in_text, nodes=left, stamp_ns=stamp_ns)
+            tree = drafter.draft_prompt(
+                epoch, max_depth=max_depth, in_text=in_text, nodes=left, stamp_ns=stamp_ns, stream=stream
+            )
             if tree is not None:
                 trees.append(tree)
                 left -= len(tree) - 1
@@ -97,15 +99,17 @@ class Drafters:
         for drafter in self.by_name.values():
             drafter.set_tolerance(bins)
 
-    def observe(self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int) -> None:
-        """Gives every drafter a finished answer and the action in which it ends."""
+    def observe(
+        self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int, stream: str = ""
+    ) -> None:
+        """Gives every drafter a finished answer of a stream and the action in which it ends."""
         for drafter in self.by_name.values():
-            drafter.observe(epoch, answer, action, stamp_ns=stamp_ns)
+            drafter.observe(epoch, answer, action, stamp_ns=stamp_ns, stream=stream)
 
-    def forget(self) -> None:
-        """Lets every drafter forget earlier answers."""
+    def forget(self, stream: str | None = None) -> None:
+        """Lets every drafter forget the earlier answers of a stream; None: of all."""
         for drafter in self.by_name.values():
-            drafter.forget()
+            drafter.forget(stream)
 
     def capture(self, capture: Capture) -> int:
         """See Capturable."""

@@ -98,6 +98,7 @@ class DraftInput:
         mid_prompt: these rows are a chunk of the prompt that does not end it; nothing is drafted yet.
         in_text: the answer may still be text, which comes before the action.
         observation: what is answered, for drafters that look at it themselves; None: they cannot.
+        stream: of which robot.
     """
 
     slot: int
@@ -113,6 +114,7 @@ class DraftInput:
     mid_prompt: bool = False
     in_text: bool = False
     observation: Observation | None = None
+    stream: str = ""
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -137,7 +139,9 @@ class Drafter(Protocol):
             last: whether no drafter comes after this one; others leave nodes to it.
         """
 
-    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, nodes: int, stamp_ns: int) -> Tree | None:
+    def draft_prompt(
+        self, epoch: int, *, max_depth: int, in_text: bool, nodes: int, stamp_ns: int, stream: str = ""
+    ) -> Tree | None:
         """What a prompt's own forward may verify, without hidden states; None: nothing.
 
         Args:
@@ -146,6 +150,7 @@ class Drafter(Protocol):
             in_text: the answer may begin with text.
             nodes: maximum, the root included. The root stands for the prompt's last row; its token is not read.
             stamp_ns: of the picture.
+            stream: of which robot; what its answers were is drafted for it alone.
         """
         return None
 
@@ -153,12 +158,14 @@ class Drafter(Protocol):
         """Takes what acceptance tolerates, in bins per action token."""
         return
 
-    def observe(self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int) -> None:
-        """Takes a finished answer, the action in which it ends, and the stamp of its picture."""
+    def observe(
+        self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int, stream: str = ""
+    ) -> None:
+        """Takes a finished answer of a stream, the action in which it ends, and the stamp of its picture."""
         return
 
-    def forget(self) -> None:
-        """Forgets earlier answers."""
+    def forget(self, stream: str | None = None) -> None:
+        """Forgets the earlier answers of a stream; None: of all."""
         return
 
     def capture(self, capture: Capture) -> int:

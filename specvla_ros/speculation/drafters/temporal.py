@@ -28,8 +28,21 @@ class TemporalSettings:
     enabled: bool = parameter(False, "Draft the previous action too, held and extrapolated.", name="temporal")
 
 
+@dataclass(frozen=True)
+class _Memory:
+    """Of one stream: the last two actions of an instruction epoch, and the last answer whole."""
+
+    epoch: int = 0
+    last: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
+    answer: tuple[int, ...] = ()
+
+
+_NOTHING = _Memory()
+
+
 class TemporalDrafter(Drafter):
-    """Remembers the last two actions of an instruction epoch, and the last answer whole, with its text.
+    """Remembers the last two actions of a robot's instruction epoch, and the last answer whole, with its text.
 
     A robot's actions change little from frame to frame, so that the last one, held, or the line through the last two is
     often right, above all in the dimensions that rest; and most of what a policy writes before it acts, it wrote one
@@ -46,19 +59,19 @@ class TemporalDrafter(Drafter):
     def __init__(self, actions: ActionIds, device: torch.device | None = None) -> None:
         self._actions = actions
         self._device = device
-        self._epoch = 0
-        self._last: tuple[int, ...] = ()
-        self._before: tuple[int, ...] = ()
-        self._answer: tuple[int, ...] = ()
+        self._of: dict[str, _Memory] = {}  # by stream
 
-    def observe(self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int) -> None:
+    def observe(
+        self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int, stream: str = ""
+    ) -> None:
         """Takes a finished answer and the action that it ends in."""
-        self._before = self._last if epoch == self._epoch else ()
-        self._epoch, self._last, self._answer = epoch, action, answer
+        known = self._of.get(stream, _NOTHING)
+        before = known.last if epoch == known.epoch else ()
+        self._of[stream] = _Memory(epoch, action, before, answer)
 
-    def forget(self) -> None:
+    def forget(self, stream: str | None = None) -> None:
         """As before the first action."""
-        self._last = self._before = self._answer = ()
+        self._of = {} if stream is None else {name: each for name, each in self._of.items() if name != stream}
 
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
         """What the last answer suggests for each request."""
@@ -67,23 +80,25 @@ class TemporalDrafter(Drafter):
             if request.in_text:
                 # After a prompt nothing else drafts; later, text leaves half of the nodes to the others.
                 tokens = limit if last or not request.answer else limit // 2
-                chains = [self.text(request.answer, tokens)]
+                chains = [self.text(request.answer, tokens, request.stream)]
             else:
-                chains = self.chains(request.epoch, request.position)
+                chains = self.chains(request.epoch, request.position, request.stream)
             branches = Branches.from_chains(chains, max_depth=request.max_depth, max_nodes=limit - 1)
             trees.append(branches.tree(request.root, relaxable=False))
         return trees
 
-    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, nodes: int, stamp_ns: int) -> Tree | None:
+    def draft_prompt(
+        self, epoch: int, *, max_depth: int, in_text: bool, nodes: int, stamp_ns: int, stream: str = ""
+    ) -> Tree | None:
         """The whole of the last answer."""
         import torch
 
-        chains = [self.text((), nodes)] if in_text else self.chains(epoch, 0)
+        chains = [self.text((), nodes, stream)] if in_text else self.chains(epoch, 0, stream)
         branches = Branches.from_chains(chains, max_depth=max_depth, max_nodes=nodes - 1)
         root = torch.zeros(1, dtype=torch.int64, device=self._device)
         return branches.tree(root, relaxable=False) if len(branches) else None
 
-    def text(self, answer: Sequence[int], tokens: int) -> tuple[int, ...]:
+    def text(self, answer: Sequence[int], tokens: int, stream: str = "") -> tuple[int, ...]:
         """What followed in the last answer from the place that this one has reached.
 
         In whatever epoch that was: another instruction's text has the same form.
@@ -91,18 +106,21 @@ class TemporalDrafter(Drafter):
         Args:
             answer: this answer's tokens so far.
             tokens: maximum of drafted tokens.
+            stream: of which robot.
         """
-        at = resume(self._answer, answer)
-        return self._answer[at : at + tokens]
+        before = self._of.get(stream, _NOTHING).answer
+        at = resume(before, answer)
+        return before[at : at + tokens]
 
-    def chains(self, epoch: int, position: int) -> list[tuple[int, ...]]:
+    def chains(self, epoch: int, position: int, stream: str = "") -> list[tuple[int, ...]]:
         """What the action tokens from dimension `position` on might be: held, then extrapolated where that differs."""
-        if not self._last or epoch != self._epoch:
+        known = self._of.get(stream, _NOTHING)
+        if not known.last or epoch != known.epoch:
             return []
-        held = self._last[position:]
+        held = known.last[position:]
         chains = [held] if held else []
-        if self._before:
-            line = tuple(map(self._beyond, self._before[position:], held))
+        if known.before:
+            line = tuple(map(self._beyond, known.before[position:], held))
             chains += [line] if line != held else []
         return chains
 

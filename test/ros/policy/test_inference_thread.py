@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from support.patience import PATIENCE_S, wait_until
 
+from specvla_ros.engine.mailbox import Mailbox
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
-from specvla_ros.engine.scheduler import Mailbox
 from specvla_ros.errors import UserError
 from specvla_ros.models.observation import Observation
 from specvla_ros.ros.policy import inference_thread

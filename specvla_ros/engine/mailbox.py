@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where observations wait for a slot: the newest of each robot, and which of them is begun next."""
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specvla_ros.engine.outcome import Drop, DropReason
+from specvla_ros.models.observation import Observation
+
+
+@dataclass
+class _Stream:
+    """One robot's place.
+
+    Attributes:
+        budget_s: in which its frames should be answered, from their arrival on.
+        priority: streams of a higher one are begun first, whatever the budgets.
+        last_stamp_ns: stamp of the last observation taken in; only newer ones are.
+        waiting: the newest observation.
+        since_ns: `time.monotonic_ns()` since which one waits. A newer one takes the place of an older one and keeps
+            its turn, so that a fast camera neither gains nor loses by its rate.
+    """
+
+    budget_s: float = 0.0
+    priority: int = 0
+    last_stamp_ns: int = 0
+    waiting: Observation | None = None
+    since_ns: int = 0
+
+    @property
+    def turn(self) -> tuple[int, float]:
+        """The smallest is begun next: by deadline, on this machine's clock alone, whatever the robots' clocks say."""
+        return -self.priority, self.since_ns + self.budget_s * 1e9
+
+
+class Mailbox:
+    """Holds the newest observation of each stream until a slot is free. Any thread may submit.
+
+    Args:
+        now_ns: the clock of the observations' stamps; None switches the staleness limit off.
+
+    Attributes:
+        limit: streams that may be there at once.
+    """
+
+    def __init__(self, now_ns: Callable[[], int] | None) -> None:
+        self.now_ns = now_ns
+        self.limit = 1
+        self._streams: dict[str, _Stream] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an observation waits."""
+        return any(stream.waiting is not None for stream in [*self._streams.values()])
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of those that are there: opened, or with an observation taken in since they were closed."""
+        return tuple(self._streams)
+
+    @property
+    def last_stamp_ns(self) -> int:
+        """The newest stamp of an observation taken in."""
+        return max((stream.last_stamp_ns for stream in [*self._streams.values()]), default=0)
+
+    def open(self, name: str, *, budget_s: float, priority: int) -> bool:
+        """Makes a place for a stream, or changes one's; False: there are as many as may be."""
+        with self._lock:
+            stream = self._place(name)
+            if stream is not None:
+                stream.budget_s, stream.priority = budget_s, priority
+            return stream is not None
+
+    def close(self, name: str, reason: DropReason) -> list[Drop]:
+        """Gives a stream's place to another."""
+        with self._lock:
+            stream = self._streams.pop(name, None)
+        observation = stream.waiting if stream is not None else None
+        return [Drop(observation, reason)] if observation is not None else []
+
+    def submit(self, observation: Observation) -> list[Drop]:
+        """Takes the newest observation of its stream in; one that still waited is dropped for it."""
+        with self._lock:
+            stream = self._place(observation.stream)
+            if stream is None:
+                detail = f"decode.streams is {self.limit}, and {', '.join(map(repr, self._streams))} came before"
+                return [Drop(observation, DropReason.TOO_MANY_STREAMS, detail)]
+            if observation.stamp_ns <= stream.last_stamp_ns:
+                age_s = (stream.last_stamp_ns - observation.stamp_ns) * 1e-9
+                return [Drop(observation, DropReason.OUT_OF_ORDER, f"{age_s:.3f} s before the last frame taken")]
+            superseded, stream.waiting = stream.waiting, observation
+            stream.last_stamp_ns = observation.stamp_ns
+            if superseded is None:
+                stream.since_ns = time.monotonic_ns()
+        return [Drop(superseded, DropReason.SUPERSEDED)] if superseded is not None else []
+
+    def take(self, max_age_s: float, room: Callable[[str], bool] = lambda _: True) -> Observation | Drop | None:
+        """The observation whose turn it is, dropped if it is older than a limit; None: none may be begun.
+
+        Args:
+            max_age_s: the limit; 0: none.
+            room: whether a frame of a stream may be begun.
+        """
+        with self._lock:
+            ready = [each for name, each in self._streams.items() if each.waiting is not None and room(name)]
+            if not ready:
+                return None
+            stream = min(ready, key=lambda each: each.turn)
+            observation, stream.waiting = stream.waiting, None
+        assert observation is not None
+        return self.dropped_for_age(observation, max_age_s, DropReason.STALE) or observation
+
+    def dropped_for_age(self, observation: Observation, max_age_s: float, reason: DropReason) -> Drop | None:
+        """The drop of an observation that is older than a limit by now; 0: no limit."""
+        if not max_age_s or self.now_ns is None:
+            return None
+        age_s = (self.now_ns() - observation.stamp_ns) * 1e-9
+        if age_s <= max_age_s:
+            return None
+        return Drop(observation, reason, f"{age_s:.3f} s old, the limit is {max_age_s:g} s")
+
+    def drop(self, reason: DropReason, before_epoch: float = math.inf, only: str | None = None) -> list[Drop]:
+        """Drops the observations that wait, if they are of an earlier epoch.
+
+        Args:
+            reason: the drops' reason.
+            before_epoch: epoch whose frames stay.
+            only: of this stream; None: of all.
+        """
+        void = []
+        with self._lock:
+            for name, stream in self._streams.items():
+                waits = stream.waiting is not None and stream.waiting.epoch < before_epoch
+                if waits and only in (None, name):
+                    void.append(stream.waiting)
+                    stream.waiting = None
+        return [Drop(observation, reason) for observation in void if observation is not None]
+
+    def take_any_stamp(self, only: str | None = None) -> None:
+        """Forgets the last stamp of a stream, None: of all: for a clock that jumped, or another recording."""
+        with self._lock:
+            for name, stream in self._streams.items():
+                if only in (None, name):
+                    stream.last_stamp_ns = 0
+
+    def _place(self, name: str) -> _Stream | None:
+        """A stream's place, made if there is room for one more. The lock is held."""
+        if name not in self._streams and len(self._streams) < self.limit:
+            self._streams[name] = _Stream()
+        return self._streams.get(name)

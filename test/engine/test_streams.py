@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several robots in one engine: strict is lossless for each, and what one does touches no other."""
+
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.checkpoints import load_openvla
+from support.random_checkpoint import write_random_checkpoint
+
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.errors import UserError
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.speculation.settings import DraftSettings, adjusted
+
+ROBOTS = ("left", "right", "third")
+MODES = ("ar", "spec", "pipeline", "specpipe")
+DRAFTS = adjusted(DraftSettings(nodes=8), temporal=True)
+OWN_DOING = {DropReason.SUPERSEDED, DropReason.OVERTAKEN}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> OpenVLATarget:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_random_checkpoint(directory, seed=3)
+    return load_openvla(directory, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def plain(policy: OpenVLATarget) -> dict[int, tuple[int, ...]]:
+    """The plain decoder's answers by picture."""
+    engine = Engine(policy, EngineSettings())
+    answers = {}
+    for picture in range(8):
+        action = engine.act(frame("", picture + 1, picture))
+        assert isinstance(action, Action)
+        answers[picture] = action.tokens
+    assert len(set(answers.values())) > 3
+    return answers
+
+
+def frame(robot: str, stamp_ns: int, picture: int, epoch: int = 0) -> Observation:
+    rng = np.random.default_rng(picture)
+    image = rng.integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    return Observation(image, f"put carrot {picture % 3}", stamp_ns, epoch=epoch, stream=robot)
+
+
+def made(policy: OpenVLATarget, mode: str, streams: int = len(ROBOTS), **changes: object) -> Engine:
+    return Engine(policy, EngineSettings(mode, streams=streams, draft=DRAFTS, **changes))  # type: ignore[arg-type]
+
+
+def rest(engine: Engine) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    while engine.busy:
+        outcomes += engine.tick()
+    return outcomes
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("frame"), st.sampled_from(ROBOTS), st.integers(0, 7)),
+        st.tuples(st.just("tick"), st.just(""), st.integers(1, 4)),
+        st.tuples(st.sampled_from(["reset", "close", "instruction", "clock"]), st.sampled_from(ROBOTS), st.just(0)),
+    ),
+    min_size=8,
+    max_size=60,
+)
+
+
+@settings(max_examples=40)
+@given(
+    events=EVENTS,
+    mode=st.sampled_from(MODES),
+    chunks=st.sampled_from([1, 2]),
+    in_order=st.booleans(),
+)
+def test_each_robots_answers_are_the_plain_decoders(
+    policy: OpenVLATarget,
+    plain: dict[int, tuple[int, ...]],
+    events: list[tuple[str, str, int]],
+    mode: str,
+    chunks: int,
+    in_order: bool,
+) -> None:
+    """Robots come and go, are told otherwise, and their clocks jump back."""
+    engine = made(policy, mode, prefill_chunks=chunks, in_order=in_order)
+    stamps: defaultdict[str, int] = defaultdict(int)
+    epochs: Counter[str] = Counter()
+    pictures: dict[int, int] = {}
+    submitted: list[Observation] = []
+    outcomes: list[Outcome] = []
+    for event, robot, number in events:
+        before = len(outcomes)
+        if event == "tick":
+            for _ in range(number):
+                outcomes += engine.tick()
+            continue
+        if event == "frame":
+            stamps[robot] += 10
+            seen = frame(robot, stamps[robot], number, epochs[robot])
+            pictures[id(seen)] = number
+            submitted.append(seen)
+            outcomes += engine.submit(seen)
+        elif event == "instruction":
+            epochs[robot] += 1
+            outcomes += engine.flush(before_epoch=epochs[robot], stream=robot)
+        elif event == "clock":
+            stamps[robot] = 0
+            outcomes += engine.reset(robot)
+        else:
+            outcomes += engine.reset(robot) if event == "reset" else engine.close(robot)
+        assert all(each.observation.stream == robot for each in outcomes[before:])
+    outcomes += rest(engine)
+    assert sorted(map(id, (each.observation for each in outcomes))) == sorted(map(id, submitted)), "each frame once"
+    for outcome in outcomes:
+        seen = outcome.observation
+        if isinstance(outcome, Drop):
+            told = any(event not in ("frame", "tick") for event, robot, _ in events if robot == seen.stream)
+            at = next(i for i, each in enumerate(submitted) if each is seen)
+            newer = any(each.stream == seen.stream for each in submitted[at + 1 :])
+            assert (outcome.reason in OWN_DOING and newer) or (outcome.reason is DropReason.EPOCH_CHANGED and told)
+            continue
+        assert outcome.tokens == plain[pictures[id(seen)]]
+    for robot in ROBOTS:
+        if not any(event == "clock" and name == robot for event, name, _ in events):
+            actions = [each.observation for each in outcomes if isinstance(each, Action)]
+            answered = [seen.stamp_ns for seen in actions if seen.stream == robot]
+            assert answered == sorted(answered)
+    assert engine.in_flight == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_forward_carries_several_robots(policy: OpenVLATarget, mode: str) -> None:
+    engine = made(policy, mode)
+    for robot in ROBOTS:
+        assert not engine.submit(frame(robot, 1, 0))
+    together = 0
+    outcomes: list[Outcome] = []
+    while engine.busy:
+        outcomes += engine.tick()
+        together = max(together, engine.in_flight)
+    assert {each.observation.stream for each in outcomes if isinstance(each, Action)} == set(ROBOTS)
+    assert together == len(ROBOTS)
+
+
+def test_the_robot_that_waits_longest_for_its_budget_is_begun_first(policy: OpenVLATarget) -> None:
+    engine = made(policy, "ar")
+    engine.open("left", budget_s=10.0)
+    engine.open("right", budget_s=0.1)
+    begun: list[str] = []
+    for stamp in range(1, 4):
+        for robot in ("left", "right"):  # a newer frame keeps its robot's turn
+            engine.submit(frame(robot, stamp, 0))
+    while engine.busy:
+        engine.tick()
+        names = [request.observation.stream for request in engine.scheduler.requests]
+        begun += [name for name in names if name not in begun]
+    assert begun == ["right", "left"]
+    engine.open("left", budget_s=10.0, priority=1)
+    for robot in ("right", "left"):
+        engine.submit(frame(robot, 9, 0))
+    engine.tick()
+    assert [request.observation.stream for request in engine.scheduler.requests] == ["left"]
+
+
+def test_a_fast_camera_takes_no_turns_from_a_slow_one(policy: OpenVLATarget) -> None:
+    engine = made(policy, "spec", streams=2)
+    answered: Counter[str] = Counter()
+    for stamp in range(1, 120):
+        engine.submit(frame("left", stamp, stamp % 8))
+        if not any(request.observation.stream == "right" for request in engine.scheduler.requests):
+            engine.submit(frame("right", stamp, stamp % 8))
+        answered.update(each.observation.stream for each in engine.tick() if isinstance(each, Action))
+    assert abs(answered["left"] - answered["right"]) <= 2, answered
+
+
+def test_more_robots_than_there_are_slots_for_are_told_so(policy: OpenVLATarget) -> None:
+    engine = made(policy, "ar", streams=2)
+    engine.warm_up()  # takes nobody's place
+    engine.open("left")
+    assert not engine.submit(frame("right", 1, 0))
+    (drop,) = engine.submit(frame("third", 1, 0))
+    assert drop.reason is DropReason.TOO_MANY_STREAMS and "decode.streams is 2, and 'left', 'right' came" in drop.detail
+    with pytest.raises(UserError, match=r"decode\.streams is 2, and as many robots are there"):
+        engine.open("third")
+    engine.close("left")
+    assert not engine.submit(frame("third", 1, 0))
+    assert {each.observation.stream for each in rest(engine)} == {"right", "third"}
+
+
+def test_what_cannot_be_computed_for_one_robot_costs_no_other(
+    policy: OpenVLATarget, plain: dict[int, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = made(policy, "spec")
+    original = type(policy).prompt_embeddings
+
+    def broken(target: OpenVLATarget, observation: Observation, *others: object) -> object:
+        if observation.stream == "right":
+            raise RuntimeError("this picture lies")
+        return original(target, observation, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(policy), "prompt_embeddings", broken)
+    for number, robot in enumerate(ROBOTS):
+        engine.submit(frame(robot, 1, number))
+    found = {each.observation.stream: each for each in rest(engine)}
+    assert isinstance(found["right"], Drop) and found["right"].reason is DropReason.ENGINE_FAULT
+    for number, robot in enumerate(ROBOTS):
+        outcome = found[robot]
+        if robot != "right":
+            assert isinstance(outcome, Action) and outcome.tokens == plain[number]
