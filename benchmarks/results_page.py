@@ -45,8 +45,16 @@ _OF_NANO = (
     "pipelining",
     "driving",
     "live_driving",
+    "robots_per_device",
 )
-_EMULATED = ("simulation", "pipelining", "driving", "faults", "actionflow")  # what the devices' tables decide
+_EMULATED = (
+    "simulation",
+    "pipelining",
+    "driving",
+    "faults",
+    "actionflow",
+    "robots_per_device",
+)  # what the devices' tables decide
 _TEMPLATE, _README_TEMPLATE = (Path(__file__).with_name(name) for name in ("results.md.in", "readme.md.in"))
 VIEWS = {**results_papers.VIEWS, **results_speed.VIEWS, **results_robot.VIEWS}  # a result's fields by its benchmark
 _TAG = re.compile(r"<!-- (?:for (?P<name>\w+)|end) -->")

@@ -211,6 +211,46 @@ def _real_cells(rows: list[Result]) -> Cells:
     return cells + [[row["fault"], str(row["rounds"]), *_counted(row), str(row["bytes_lost"])] for row in rows]
 
 
+_BUDGETS_S = (0.5, 1.0, 2.0)
+
+
+def _robots_per_device(result: Result) -> dict[str, Any]:
+    devices = result["devices"].values()
+    return {
+        "most": table(_most_cells(result)),
+        "tables": "\n\n".join(table(_robots_cells(device)) for device in devices),
+        "period_ms": f"{1e3 * result['period_s']:.0f}",
+    }
+
+
+def _of_device(device: Result) -> str:
+    return f"{device['name']}, measured" if device["measured"] else f"emulated {device['name']}"
+
+
+def _most_cells(result: Result) -> Cells:
+    """The most robots whose picture is never older than a budget, but for a twentieth of the time."""
+    devices = list(result["devices"].values())
+    heads = [f"{_of_device(device)}, {budget:g} s" for device in devices for budget in _BUDGETS_S]
+    cells = [["", *heads]]
+    for way in devices[0]["rows"]:
+        most = [_most(device["rows"][way], budget) for device in devices for budget in _BUDGETS_S]
+        cells.append([way, *most])
+    return cells
+
+
+def _most(rows: list[Result], budget_s: float) -> str:
+    kept = [row["robots"] for row in rows if row["age_p95_s"] <= budget_s]
+    return f"{max(kept)}{'+' if max(kept) == rows[-1]['robots'] else ''}" if kept else "none"
+
+
+def _robots_cells(device: Result) -> Cells:
+    ways = device["rows"]
+    cells = [[f"{_of_device(device)}: robots", *(str(row["robots"]) for row in next(iter(ways.values())))]]
+    for way, rows in ways.items():
+        cells.append([way, *(f"{row['age_p95_s']:.2f} s, {row['actions_per_s']:.1f}" for row in rows)])
+    return cells
+
+
 VIEWS: Mapping[str, Callable[[Result], dict[str, Any]]] = {
     "simulation": _simulation,
     "driving": _driving,
@@ -220,4 +260,5 @@ VIEWS: Mapping[str, Callable[[Result], dict[str, Any]]] = {
     "attacks": _attacks,
     "faults": _faults,
     "attack_nodes": _attacks,
+    "robots_per_device": _robots_per_device,
 }

@@ -147,6 +147,15 @@ def test_fly_compares_every_row_with_plain_decoding(tmp_path: Path):
     assert list(result["goals"]["time"]["ratios"]) == ["5"]
 
 
+def test_robots_that_share_a_forward_wait_less_than_those_that_take_turns(tmp_path: Path):
+    result = run("robots_per_device", tmp_path / "out.json", "--robots", "1,3", "--share", 0.06)
+    for device in ("orin", "rtx5090"):  # by the emulated clock, the same wherever it runs
+        ways = result["devices"][device]["rows"]
+        rows = {way: [each["actions_per_s"] for each in found] for way, found in ways.items()}
+        assert rows["ar, packed"][0] == rows["ar, in turns"][0] == rows["ar, an engine each"][0]
+        assert rows["ar, packed"][1] > 1.5 * rows["ar, in turns"][1]
+
+
 def test_a_contestant_that_fails_says_why():
     def fail() -> None:
         raise RuntimeError("no such instruction\nat line 3")
