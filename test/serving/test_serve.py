@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real server process, asked by clients that others wrote, and by some that mean no good."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.checkpoints import load_openvla, write_checkpoint
+from support.patience import PATIENCE_S, wait_until
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from specvla_ros import Engine, EngineSettings, Observation
+from specvla_ros.engine.outcome import Action
+from specvla_ros.serving.arrays import dump, pack, unpack
+
+INSTRUCTION = "put carrot on plate"
+TOKEN = "secret"
+LIMIT = 200_000  # bytes of a message
+ROBOTS = 3
+THEIR_PYTHON = Path(sys.prefix) / "clients" / "bin" / "python"
+
+
+def pictures(n: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (n, 48, 64, 3), dtype=np.uint8)
+
+
+class Server:
+    def __init__(self, checkpoint: Path, *options: object, token: str = TOKEN) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "specvla_ros.cli", "serve", "--checkpoint", checkpoint, "--port", self.port]
+        command += [
+            "--device",
+            "cpu",
+            "--robots",
+            ROBOTS,
+            "--max-message-mb",
+            LIMIT / 1e6,
+            "--mode",
+            "spec",
+            "--idle",
+            0.5,
+        ]
+        command += ["-p", "draft.temporal:=true", *options]
+        environment = {**os.environ, "SPECVLA_TOKEN": token}
+        self.process = subprocess.Popen([*map(str, command)], env=environment, stderr=subprocess.PIPE, text=True)
+
+    def wait(self) -> None:
+        wait_until(lambda: self.process.poll() is not None or self.health() == 200)
+        assert self.process.poll() is None, self.process.stderr.read() if self.process.stderr else ""
+
+    def health(self) -> int:
+        try:
+            return int(urllib.request.urlopen(f"http://127.0.0.1:{self.port}/healthz", timeout=5).status)
+        except OSError:
+            return 0
+
+    def metrics(self) -> dict[str, float]:
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/metrics", headers=_header(TOKEN))
+        lines = urllib.request.urlopen(request, timeout=5).read().decode().splitlines()
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
+
+    def post(self, body: bytes, token: str = TOKEN, robot: str = "") -> tuple[int, Any]:
+        headers = _header(token) | ({"X-Robot": robot} if robot else {})
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/act", data=body, headers=headers)
+        try:
+            answer = urllib.request.urlopen(request, timeout=PATIENCE_S)
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+        return answer.status, json.loads(answer.read())
+
+    def open(self, token: str = TOKEN) -> ClientConnection:
+        headers = {"Authorization": f"Api-Key {token}"} if token else {}
+        return connect(
+            f"ws://127.0.0.1:{self.port}", compression=None, max_size=None, additional_headers=headers, legacy=True
+        )
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def _header(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), seed=5)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Server]:
+    made = Server(checkpoint)
+    try:
+        made.wait()
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> list[np.ndarray]:
+    """The plain decoder's actions for the pictures."""
+    engine = Engine(load_openvla(checkpoint, device="cpu"), EngineSettings())
+    answers = []
+    for number, image in enumerate(pictures(6), start=1):
+        outcome = engine.act(Observation(image, INSTRUCTION, number))
+        assert isinstance(outcome, Action)
+        answers.append(outcome.actions)
+    return answers
+
+
+def ask(client: ClientConnection, image: np.ndarray, **changes: Any) -> Any:
+    client.send(pack({"image": image, "prompt": INSTRUCTION, **changes}))
+    answer = client.recv(PATIENCE_S)
+    return answer if isinstance(answer, str) else unpack(answer)["actions"]
+
+
+@pytest.mark.skipif(not THEIR_PYTHON.exists(), reason="make test installs openpi-client beside the tests' packages")
+def test_unchanged_clients_get_the_plain_decoders_actions(
+    server: Server, plain: list[np.ndarray], tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "frames.npz", images=pictures(6), instruction=INSTRUCTION)
+    script = Path(__file__).with_name("their_clients.py")
+    arguments = [server.port, tmp_path / "frames.npz", tmp_path / "answers.npz", TOKEN]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(THEIR_PYTHON), str(script), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    answers = np.load(tmp_path / "answers.npz")
+    np.testing.assert_array_equal(answers["openpi"], plain)
+    np.testing.assert_array_equal(answers["openvla"], np.array(plain)[:, 0])
+    np.testing.assert_array_equal(answers["encoded"], np.array(plain)[:, 0])
+
+
+def test_robots_at_once_get_their_own_answers(server: Server, plain: list[np.ndarray]) -> None:
+    """While others send nonsense, leave in the middle, or ask what cannot be asked."""
+    wait_until(lambda: server.metrics()["specvla_sessions"] == 0)
+    before = server.metrics()
+    first, second = server.open(), server.open()
+    for client in (first, second):
+        metadata = client.recv()
+        assert isinstance(metadata, bytes) and unpack(metadata)["cameras"] == ["image"]
+    for turn in range(6):
+        gone = server.open()
+        gone.recv()
+        gone.send(pack({"image": pictures(6)[0], "prompt": INSTRUCTION}))
+        first.send(pack({"image": pictures(6)[turn], "prompt": INSTRUCTION}))
+        gone.socket.close()  # in the middle of its answer, without a goodbye
+        np.testing.assert_array_equal(ask(second, pictures(6)[5 - turn]), plain[5 - turn])
+        answer = first.recv(PATIENCE_S)
+        assert isinstance(answer, bytes)
+        np.testing.assert_array_equal(unpack(answer)["actions"], plain[turn])
+        wait_until(lambda: server.metrics()["specvla_sessions"] == 2)
+    after = server.metrics()
+    assert after["specvla_actions_total"] - before["specvla_actions_total"] >= 12
+    for client in (first, second):
+        client.close()
+    wait_until(lambda: server.metrics()["specvla_sessions"] == 0)
+
+
+LIES = {
+    "no msgpack": (b"\xc1\xc1", "no msgpack"),
+    "a list": (b"\x93\x01\x02\x03", "must be an object"),
+    "a shape of other bytes": (
+        pack({"prompt": "x", "image": {b"__ndarray__": True, b"data": b"abc", b"dtype": "|u1", b"shape": [99, 99, 3]}}),
+        "has other bytes than that: 3",
+    ),
+    "a shape below zero": (
+        pack({"prompt": "x", "image": {b"__ndarray__": True, b"data": b"", b"dtype": "|u1", b"shape": [-1, 0, 3]}}),
+        "shape must be at most 8 whole numbers",
+    ),
+    "objects": (
+        pack({"prompt": "x", "image": {b"__ndarray__": True, b"data": b"12345678", b"dtype": "|O", b"shape": [1]}}),
+        "an array of '|O': numbers such as",
+    ),
+    "a picture of floats": (pack({"prompt": "x", "image": np.zeros((4, 4, 3))}), "must be uint8 RGB"),
+    "a picture without pixels": (pack({"prompt": "x", "image": np.zeros((0, 4, 3), np.uint8)}), "needs a uint8 RGB"),
+    "no picture": (pack({"prompt": "x", "depth": 1}), "no picture of the camera 'image'; .* the message has depth"),
+    "no words": (pack({"image": np.zeros((4, 4, 3), np.uint8)}), "needs the task in words"),
+    "an empty instruction": (pack({"image": np.zeros((4, 4, 3), np.uint8), "prompt": " "}), "bad_instruction: "),
+}
+
+
+@pytest.mark.parametrize("kind", LIES)
+def test_a_message_that_lies_is_answered_with_the_reason(server: Server, plain: list[np.ndarray], kind: str) -> None:
+    message, reason = LIES[kind]
+    with server.open() as client:
+        client.recv()
+        client.send(message)
+        answer = client.recv(PATIENCE_S)
+        assert isinstance(answer, str) and re.search(reason, answer), answer
+        np.testing.assert_array_equal(ask(client, pictures(6)[0]), plain[0])  # the session goes on
+
+
+def test_who_has_no_token_or_sends_too_much_is_shown_out(server: Server, plain: list[np.ndarray]) -> None:
+    for token in ("", "wrong"):
+        with server.open(token) as client, pytest.raises(ConnectionClosed) as closed:
+            client.recv()
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 4401
+    body = json.dumps({"image": dump(pictures(1)[0]), "instruction": INSTRUCTION}).encode()
+    assert server.post(body, token="wrong")[0] == 401
+    status, answer = server.post(b" " * (LIMIT + 1))
+    assert status == 400 and f"a message may have {LIMIT} bytes" in answer["error"]
+    with server.open() as client:
+        client.recv()
+        client.send(b"\0" * (LIMIT + 1))
+        with pytest.raises(ConnectionClosed) as closed:
+            client.recv(PATIENCE_S)
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
+    for text in (b"{", b"[1]", b'{"image": {"__numpy__": "!", "dtype": "|u1", "shape": [1]}, "instruction": "x"}'):
+        assert server.post(text)[0] == 400
+    wait_until(lambda: server.metrics()["specvla_sessions"] == 0)
+    assert server.health() == 200
+
+
+def test_more_sessions_than_slots_are_told_to_come_later(server: Server, plain: list[np.ndarray]) -> None:
+    wait_until(lambda: server.metrics()["specvla_sessions"] == 0)
+    clients = [server.open() for _ in range(ROBOTS)]
+    for client in clients:
+        client.recv()
+    with server.open() as late, pytest.raises(ConnectionClosed) as closed:
+        late.recv()
+    assert closed.value.rcvd is not None and closed.value.rcvd.code == 1013
+    assert f"{ROBOTS} sessions are open" in closed.value.rcvd.reason
+    body = json.dumps({"image": dump(pictures(6)[3]), "instruction": INSTRUCTION}).encode()
+    assert server.post(body)[0] == 503
+    np.testing.assert_array_equal(ask(clients[1], pictures(6)[2]), plain[2])
+    clients[0].close()
+    wait_until(lambda: server.metrics()["specvla_sessions"] == ROBOTS - 1)
+    status, answer = server.post(body)
+    assert status == 200
+    assert answer["shape"] == [7]
+    for client in clients[1:]:
+        client.close()
+
+
+def test_a_client_that_stalls_in_mid_message_holds_nobody_up(server: Server, plain: list[np.ndarray]) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as stalled:
+        head = f"POST /act HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 1000\r\n\r\n"
+        stalled.sendall(head.encode() + b'{"image":')
+        with server.open() as client:
+            client.recv()
+            for number in range(4):
+                np.testing.assert_array_equal(ask(client, pictures(6)[number]), plain[number])
+        stalled.settimeout(PATIENCE_S)
+        assert b"408" in stalled.recv(4096).split(b"\r\n")[0]
+
+
+def test_it_ends_when_told_and_what_is_asked_for_wrongly_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    ending = Server(checkpoint)
+    try:
+        ending.wait()
+        client = ending.open()
+        client.recv()
+        ending.process.send_signal(signal.SIGTERM)
+        with pytest.raises(ConnectionClosed):
+            client.recv(PATIENCE_S)
+        assert ending.process.wait(30) in (0, -signal.SIGTERM)
+    finally:
+        ending.end()
+    for options, message in (
+        (("--certificate", "cert.pem"), "TLS needs both"),
+        (("--token-file", tmp_path / "none"), "none does not exist"),
+    ):
+        refused = Server(checkpoint, *options)
+        _, said = refused.process.communicate(timeout=PATIENCE_S)
+        assert refused.process.returncode != 0 and message in " ".join(said.split())
+
+
+def test_a_hundred_sessions_come_and_go(server: Server, plain: list[np.ndarray]) -> None:
+    """Memory does not grow with those that are gone."""
+
+    def resident() -> int:
+        lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+    def come_and_go(n: int) -> None:
+        for number in range(n):
+            with server.open() as client:
+                client.recv()
+                np.testing.assert_array_equal(ask(client, pictures(6)[number % 6]), plain[number % 6])
+            wait_until(lambda: server.metrics()["specvla_sessions"] == 0)
+
+    wait_until(lambda: server.post(b"{")[0] == 400)
+    come_and_go(20)
+    before = resident()
+    come_and_go(100)
+    assert resident() - before < 20_000, "kB"
