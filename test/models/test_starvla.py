@@ -201,6 +201,12 @@ def test_what_is_missing_or_too_much(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"q01 is .* a list of 7 numbers"):
         load(run, "oxe_bridge")
     (run / "action_tokenizer").unlink()
+    shutil.copytree(NORA / "fast_tokenizer", run / "action_tokenizer")
+    (run / "action_tokenizer/processor_config.json").chmod(0o644)
+    edit_json(run / "action_tokenizer/processor_config.json", lambda given: given.update(action_dim=6))
+    with pytest.raises(UserError, match="was fitted for 6 dimensions, and the action statistics have 7"):
+        load(run, "oxe_rt1")
+    shutil.rmtree(run / "action_tokenizer")
     with pytest.raises(UserError, match="FAST tokens, and their tokenizer is not with it"):
         load(run, "oxe_rt1")
     shutil.rmtree(run / "vlm")

@@ -17,7 +17,7 @@ from specvla_ros.models.codecs.chunk import WrittenChunkCodec
 from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER, CODECS, CodecContext
 from specvla_ros.models.codecs.fast_tokenizer import HALF, FastTokenizer, cosines, read_fast_tokenizer
 from specvla_ros.models.generation import read_end_ids
-from specvla_ros.settings.json_file import read_fields
+from specvla_ros.settings.json_file import Fields, read_fields
 
 
 @dataclass(frozen=True)
@@ -218,6 +218,20 @@ class FastCodec(WrittenChunkCodec):
         return tuple(step * (token - self.first_id) for token in tokens)
 
 
+def check_dims(fields: Fields, statistics: ActionStatistics) -> None:
+    """Whether a FAST tokenizer was fitted for a policy's actions, where its processor_config.json says for which.
+
+    Raises:
+        UserError: for others.
+    """
+    dims = fields.whole("action_dim", len(statistics.low), minimum=1, maximum=1 << 10)
+    if dims != len(statistics.low):
+        raise UserError(
+            f"{fields.path.parent} was fitted for {dims} dimensions, and the action statistics have "
+            f"{len(statistics.low)}: they belong to different policies"
+        )
+
+
 @CODECS.register("fast")
 def _fast(context: CodecContext) -> FastCodec:
     """From `action_tokenizer/`, whose processor_config.json says the horizon too, as `time_horizon`."""
@@ -227,12 +241,7 @@ def _fast(context: CodecContext) -> FastCodec:
         raise UserError(f"{folder} has {tokenizer.vocab_size} ids, and the policy {context.vocab_size} tokens")
     statistics = read_statistics(context)
     fields = read_fields(folder / CODEC_FILE, missing="", hint="; copy it again")
-    dims = fields.whole("action_dim", len(statistics.low), minimum=1, maximum=1 << 10)
-    if dims != len(statistics.low):
-        raise UserError(
-            f"{folder} was fitted for {dims} dimensions, and the action statistics have {len(statistics.low)}: they "
-            "belong to different policies"
-        )
+    check_dims(fields, statistics)
     horizon = fields.whole("time_horizon", minimum=1, maximum=1 << 10)
     end_ids, dt_s = read_end_ids(context.directory), fields.number("dt_s", None, above=0.0)
     return FastCodec(tokenizer, statistics, horizon, context.vocab_size - 1, end_ids, dt_s)

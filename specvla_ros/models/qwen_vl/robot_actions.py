@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import ActionStatistics
-from specvla_ros.models.codecs.fast import FastCodec
+from specvla_ros.models.codecs.fast import FastCodec, check_dims
 from specvla_ros.models.codecs.fast_tokenizer import read_fast_tokenizer
 from specvla_ros.models.config import read_checkpoint_json
 from specvla_ros.models.generation import read_end_ids
@@ -51,8 +51,9 @@ def robot_action_codec(
             f"{context.directory}: the FAST tokenizer has {tokenizer.vocab_size} ids, but the vocabulary does not go "
             f"on from {_FIRST} to {last}: they belong to different policies"
         )
+    config = read_checkpoint_json(found / "processor_config.json")
+    check_dims(config, statistics)
     if horizon is None:
-        config = read_checkpoint_json(found / "processor_config.json")
         horizon = config.whole("time_horizon", 1, minimum=1, maximum=1 << 10)
     return FastCodec(
         tokenizer=tokenizer,
