@@ -31,6 +31,9 @@ def plan(
     weights: Annotated[
         WeightFormat, typer.Option(help="Format of the decoder's matrices; none: as the device's dtype.")
     ] = WeightFormat.NONE,
+    robots: Annotated[
+        int, typer.Option(help="Robots whose frames share the forwards; rates are of each.", min=1, max=64)
+    ] = 1,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="File for everything that is shown, and more.", show_default=False)
     ] = None,
@@ -47,7 +50,7 @@ def plan(
     from specvla_ros.planning.plan import make_plan
     from specvla_ros.planning.tables import print_plan
 
-    made = make_plan(read_device(device), weights, model)
+    made = make_plan(read_device(device), weights, model, robots)
     if as_json is not None:
         _write(as_json, made.as_json())
     print_plan(made, Console())

@@ -100,7 +100,8 @@ class Mode:
     nodes: int = 1  # of a tree; 1: plain decoding
     depth: int = DraftSettings.depth  # drafted tokens on a tree's longest path, each a forward of the draft head
     chunks: int = 1  # forwards over which a prompt is spread
-    max_in_flight: int = 64  # requests; a new frame waits while there are so many
+    max_in_flight: int = 64  # requests of a robot; a new frame waits while there are so many
+    robots: int = 1  # whose frames share the forwards
 
     @property
     def pipelined(self) -> bool:
@@ -122,9 +123,9 @@ class Tick:
 
 @dataclass(frozen=True)
 class LoopResult:
-    """Averages over many frames, a frame always waiting."""
+    """Averages over many frames, a frame of each robot always waiting."""
 
-    action_rate_hz: float  # actions per second
+    action_rate_hz: float  # actions per second of a robot
     latency_s: float  # mean, from a frame's admission to its action
     ticks_per_action: float  # mean, of those that became an action
     dropped: float  # share of the admitted frames that a newer one overtook
@@ -136,7 +137,7 @@ class _Schedule:
     """What the engine's scheduler did with a frame always waiting; the same on every device."""
 
     ticks: tuple[Tick, ...]  # from the first one
-    # Tick of the admission and tick of the last token, for each action after the warm-up.
+    # Tick of the admission and tick of the last token, for each action of any robot after the warm-up.
     actions: tuple[tuple[int, int], ...]
     # Requests after the warm-up that a newer one overtook, or that finished in the same tick as a newer one.
     dropped: int
@@ -160,7 +161,7 @@ def run_loop(
     ends = list(accumulate(map(seconds, schedule.ticks), initial=0.0))
     count = len(schedule.actions)
     return LoopResult(
-        action_rate_hz=count / (ends[-1] - ends[_WARM_UP_TICKS]),
+        action_rate_hz=count / (ends[-1] - ends[_WARM_UP_TICKS]) / mode.robots,
         latency_s=sum(ends[last + 1] - ends[first] for first, last in schedule.actions) / count,
         ticks_per_action=sum(last + 1 - first for first, last in schedule.actions) / count,
         dropped=schedule.dropped / (schedule.dropped + count),
@@ -171,8 +172,12 @@ def run_loop(
 @lru_cache(maxsize=128)
 def _run_scheduler(mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths) -> _Schedule:
     """Drives the engine's scheduler with a runner that only counts."""
-    settings = EngineSettings(mode=mode.decode_mode, max_in_flight=mode.max_in_flight, prefill_chunks=mode.chunks)
+    settings = EngineSettings(
+        mode=mode.decode_mode, max_in_flight=mode.max_in_flight, prefill_chunks=mode.chunks, streams=mode.robots
+    )
     mailbox, root = Mailbox(None), Tree.from_root(torch.zeros((), dtype=torch.int64))
+    mailbox.limit = mode.robots
+    robots = [str(i) for i in range(mode.robots)]
     layout = PromptLayout(ids=(), rows=prompt_rows, visual_rows=())
     zeros = np.zeros(action_tokens)
     codec = BinsCodec(ActionTokenizer(_VOCABULARY), ActionStatistics("", zeros, zeros, zeros > 0))
@@ -190,14 +195,15 @@ def _run_scheduler(mode: Mode, prompt_rows: int, action_tokens: int, lengths: Ac
     picture = np.zeros((1, 1, 3), np.uint8)
     ticks: list[Tick] = []
     actions: list[tuple[int, int]] = []
-    admitted: dict[int, int] = {}  # tick by stamp
+    admitted: dict[tuple[str, int], int] = {}  # tick by robot and stamp
     dropped = in_flight = frames = 0
     while frames < _FRAMES:
         number = len(ticks)
-        if not mailbox.waiting:
-            mailbox.submit(Observation(picture, "", stamp_ns=number + 1))
+        for robot in robots:
+            if not mailbox.waits(robot):
+                mailbox.submit(Observation(picture, "", stamp_ns=number + 1, stream=robot))
         batch = scheduler.schedule()
-        begun = [share.request.observation.stamp_ns for share in batch.shares if share.begins]
+        begun = [_frame(share.request.observation) for share in batch.shares if share.begins]
         admitted |= dict.fromkeys(begun, number)
         in_flight = max(in_flight, len(batch.shares))
         forward = _forward(batch, mode)
@@ -210,10 +216,15 @@ def _run_scheduler(mode: Mode, prompt_rows: int, action_tokens: int, lengths: Ac
         outcomes = scheduler.release()
         if number >= _WARM_UP_TICKS:
             frames += len(begun)
-            stamps = [outcome.observation.stamp_ns for outcome in outcomes if isinstance(outcome, Action)]
-            actions += [(admitted[stamp], number) for stamp in stamps[-1:]]  # of two at the same moment one is followed
-            dropped += len(outcomes) - len(stamps[-1:])
+            answered = [_frame(outcome.observation) for outcome in outcomes if isinstance(outcome, Action)]
+            followed = {robot: (robot, stamp) for robot, stamp in answered}  # of two at the same moment one
+            actions += [(admitted[frame], number) for frame in followed.values()]
+            dropped += len(outcomes) - len(followed)
     return _Schedule(tuple(ticks), tuple(actions), dropped, in_flight)
+
+
+def _frame(observation: Observation) -> tuple[str, int]:
+    return observation.stream, observation.stamp_ns
 
 
 def _commit(tokens: int, codec: BinsCodec) -> Commit:

@@ -89,8 +89,10 @@ def choose(
     best = min(fitting or limits, key=lambda limit: limit.oldest_image_s)
     pipelined, drafts, chunks = best.mode.pipelined, best.mode.drafts, best.mode.chunks
     verifications = lengths.verifications(model.action_tokens - 1) if drafts else model.action_tokens - 1
-    in_flight = math.ceil((chunks + verifications) / chunks) if pipelined else 1
-    nodes = _nodes(ridge / in_flight, packed=pipelined) if drafts else 1
+    robots = best.mode.robots
+    in_flight = math.ceil((chunks + verifications) / chunks / robots) if pipelined else 1  # of each robot
+    packed = pipelined or robots > 1
+    nodes = _nodes(ridge / (in_flight * robots), packed=packed) if drafts else 1
     # A tree is no deeper than the tokens that may be missing when it is drafted, the target's own one not counted.
     depth = max(1, min(best.mode.depth, model.action_tokens - 2)) if drafts else 1
     mode = replace(best.mode, nodes=nodes, depth=depth, max_in_flight=in_flight)
@@ -110,15 +112,17 @@ def choose(
         f"a new frame every {chunks}"
         if pipelined
         else "one request at a time",
-        "draft.nodes": _node_reason(ridge, in_flight, nodes, packed=pipelined) if drafts else "no tree",
+        "draft.nodes": _node_reason(ridge, in_flight * robots, nodes, packed=packed) if drafts else "no tree",
         **(_DRAFT_REASONS | {"acceptance.rule": _acceptance_reason(lengths)} if drafts else {}),
         "memory": f"{needed_gb:.3g} of {device.memory_gb:.0f} GB for weights, keys and values"
         + ("" if fitting else ": IT DOES NOT FIT; try --weights int4"),
-        "expect": f"{limit.derated_rate_hz:.3g} actions/s, {limit.derated_latency_s * 1e3:.0f} ms (derated)",
+        "expect": f"{limit.derated_rate_hz:.3g} actions/s{f' for each of {robots} robots' if robots > 1 else ''}, "
+        f"{limit.derated_latency_s * 1e3:.0f} ms (derated)",
     }
     settings = EngineSettings(
         mode=best.mode.decode_mode,
         max_in_flight=in_flight,
+        streams=robots,
         prefill_chunks=chunks,
         draft=DraftSettings(
             head="" if drafts else NO_HEAD, nodes=nodes, depth=depth, top_k=max(1, min(_TOP_K, nodes // depth))
@@ -210,12 +214,20 @@ class Plan:
         }
 
 
-def make_plan(device: Device, weights: WeightFormat, checkpoint: Path | None = None) -> Plan:
-    """Computes everything for a directory with a config.json, or for OpenVLA-7B; takes about a second."""
+def make_plan(device: Device, weights: WeightFormat, checkpoint: Path | None = None, robots: int = 1) -> Plan:
+    """Computes everything for a directory with a config.json, or for OpenVLA-7B; takes about a second.
+
+    Args:
+        device: that it is for.
+        weights: format of the decoder's matrices.
+        checkpoint: the directory; None: OpenVLA-7B.
+        robots: whose frames share the forwards; rates are of each.
+    """
     model = model_cost(OPENVLA_7B if checkpoint is None else read_config(checkpoint))
     lengths = spec_vla_relaxed(_SUITE)
+    modes = [replace(mode, robots=robots) for mode in MODES]
     ridge = ridge_rows(model, device, weights)
-    limits = tuple(mode_limit(mode, model, device, weights, lengths) for mode in MODES)
+    limits = tuple(mode_limit(mode, model, device, weights, lengths) for mode in modes)
     return Plan(
         checkpoint="OpenVLA-7B" if checkpoint is None else str(checkpoint),
         weights=weights,

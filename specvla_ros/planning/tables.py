@@ -68,7 +68,9 @@ def _forward_table(plan: Plan) -> Table:
 
 def _mode_table(plan: Plan) -> Table:
     titles = ("actions/s", "latency ms", "forwards", "lost", "KV B", "weights")
-    table = _table(f"modes, a frame always waiting ({plan.lengths.name})", "mode", titles)
+    robots = plan.modes[0].mode.robots
+    of_each = f" of each of {robots} robots" if robots > 1 else ""
+    table = _table(f"modes, a frame{of_each} always waiting ({plan.lengths.name})", "mode", titles)
     for limit in plan.modes:
         table.add_row(
             limit.mode.name,

@@ -148,6 +148,25 @@ def test_chunks_make_up_the_prompt(rows: int, chunks: int) -> None:
     assert min(parts) >= 1
 
 
+@pytest.mark.parametrize("mode", [MODES[0], MODES[1], MODES[3], MODES[6]], ids=lambda mode: mode.name)
+def test_robots_that_share_forwards_get_more_than_their_share(mode: Mode) -> None:
+    device = read_device("rtx5090")
+    alone, *shared = (
+        mode_limit(replace(mode, robots=robots), MODEL, device, WeightFormat.NONE, GOAL) for robots in (1, 2, 4)
+    )
+    for robots, limit in zip((2, 4), shared, strict=True):
+        assert limit.action_rate_hz <= alone.action_rate_hz
+        in_turns = alone.action_rate_hz / robots
+        assert limit.action_rate_hz >= in_turns if mode.pipelined else limit.action_rate_hz > 1.2 * in_turns
+    assert shared[1].in_flight >= 4
+
+
+def test_a_plan_for_several_robots_is_one_of_so_many_streams() -> None:
+    plan = make_plan(read_device("rtx5090"), WeightFormat.NONE, robots=6)
+    assert plan.profile.parameters["decode.streams"] == 6
+    assert "for each of 6 robots" in plan.profile.reasons["expect"]
+
+
 def test_a_draw_is_repeated() -> None:
     mode = MODES[-1]
     first, second = (mode_limit(mode, MODEL, read_device("orin"), WeightFormat.NONE, GOAL) for _ in range(2))
