@@ -28,6 +28,7 @@ from specvla_ros.serving.sessions import EngineThread, NoRoomError, Session, Ses
 
 _log = logging.getLogger(__name__)
 _NOT_ALLOWED, _TRY_LATER, _GOING = 4401, 1013, 1001  # closing codes of a websocket
+_MAX_TOLD = 32  # warnings of what clients send in vain
 _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 
 
@@ -110,8 +111,7 @@ class _Server:
             idle_s=settings.idle_s,
         )
         self._names = count(1)
-        self._told: set[tuple[str, ...]] = set()
-        self._sockets: set[WebSocket] = set()
+        self._told: set[str] = set()
         self.app = Starlette(
             routes=[
                 Route("/healthz", self._health),
@@ -211,9 +211,9 @@ class _Server:
     async def _decode(self, session: Session, message: dict[str, Any]) -> Outcome:
         started_s = time.perf_counter()
         asked = read_observation(message, self._policy)
-        if asked.ignored and asked.ignored not in self._told:
+        if asked.ignored and asked.ignored not in self._told and len(self._told) < _MAX_TOLD:
             self._told.add(asked.ignored)
-            _log.warning("the policy has no use for %s, which a client sends", ", ".join(asked.ignored))
+            _log.warning("the policy has no use for %s, which a client sends", asked.ignored)
         outcome = await session.act(asked.images, asked.instruction, asked.state)
         self._sessions.count(outcome)
         if isinstance(outcome, Action):

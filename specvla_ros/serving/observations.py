@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specvla_ros.errors import UserError
+from specvla_ros.errors import UserError, shortened
 from specvla_ros.models.target import Target
 
 _PREFIXES = ("observation/", "observation.", "images/", "images.", "image/")
@@ -21,13 +21,13 @@ class Asked:
         images: uint8 RGB by the policy's names.
         state: the robot's; None: the policy reads none.
         instruction: the task in words.
-        ignored: names of what the policy has no use for.
+        ignored: names of what the policy has no use for, shortened; empty: none.
     """
 
     images: dict[str, np.ndarray]
     state: np.ndarray | None
     instruction: str
-    ignored: tuple[str, ...]
+    ignored: str
 
 
 def read_observation(message: Mapping[str, Any], policy: Target) -> Asked:
@@ -51,7 +51,7 @@ def read_observation(message: Mapping[str, Any], policy: Target) -> Asked:
         if found is None:
             raise UserError(
                 f"there is no picture of the camera '{camera}'; the policy looks at {', '.join(policy.cameras)}, and "
-                f"the message has {', '.join(sorted(given)) or 'none'}"
+                f"the message has {_names(given) or 'none'}"
             )
         images[camera] = _picture(given.pop(found), camera)
     state = None
@@ -59,7 +59,12 @@ def read_observation(message: Mapping[str, Any], policy: Target) -> Asked:
         if "state" not in given:
             raise UserError(f"the policy reads the robot's state: 'state' must be {policy.state_dims} numbers")
         state = _numbers(given.pop("state"))
-    return Asked(images, state, instruction, tuple(sorted(given)))
+    return Asked(images, state, instruction, _names(given))
+
+
+def _names(given: Mapping[str, Any]) -> str:
+    """For a message: a client's names may be as long as it likes."""
+    return shortened(", ".join(sorted(given)))
 
 
 def _flat(message: Mapping[str, Any]) -> dict[str, Any]:
