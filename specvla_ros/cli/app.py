@@ -11,6 +11,7 @@ import typer
 
 from specvla_ros import __version__
 from specvla_ros.bags.synchronizer import TOLERANCE_S
+from specvla_ros.cli import certify as cli_certify
 from specvla_ros.cli import experiments, training
 from specvla_ros.cli import plan as cli_plan
 from specvla_ros.cli import serve as cli_serve
@@ -53,6 +54,7 @@ app.add_typer(experiments.app)
 app.add_typer(training.app)
 app.add_typer(cli_plan.app)
 app.add_typer(cli_serve.app)
+app.add_typer(cli_certify.app)
 
 
 def main() -> None:
