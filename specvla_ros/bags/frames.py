@@ -59,6 +59,9 @@ class Sensors:
         return TopicChoice(cameras=self.cameras, state_topic=self.state_topic or None)
 
 
+CAMERA_ALONE = Sensors()
+
+
 @dataclass(frozen=True)
 class ReplayTopics:
     """What a replay reads."""

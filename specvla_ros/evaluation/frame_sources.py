@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specvla_ros.bags.frames import STATE, BagFrame, Sensors, bag_frames, choose_topics
+from specvla_ros.bags.frames import CAMERA_ALONE, STATE, BagFrame, Sensors, bag_frames, choose_topics
 from specvla_ros.bags.image_message import rgb_from_message
 from specvla_ros.bags.reader import open_bag
 from specvla_ros.bags.state_message import read_state
@@ -27,7 +27,6 @@ from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftS
 _log = logging.getLogger(__name__)
 
 SIMULATION = "sim"
-_CAMERA_ALONE = Sensors()
 _LONG_ANSWER = 16  # tokens, from which drafts pay even on a CPU
 
 
@@ -50,7 +49,7 @@ def frame_source(
     policy: Target,
     data: Sequence[Path] | None,
     seed: int,
-    sensors: Sensors = _CAMERA_ALONE,
+    sensors: Sensors = CAMERA_ALONE,
     *,
     world: str = TABLE,
     tasks: Sequence[str] = (),
@@ -69,7 +68,7 @@ def frame_source(
         UserError: there is none, or the sensors are not the policy's.
     """
     if data is None:
-        if sensors != _CAMERA_ALONE:
+        if sensors != CAMERA_ALONE:
             raise UserError("--camera, --state-topic and --state-names are of bags; with --data sim leave them out")
         source = simulation_source(policy, FRAME_FIRST_SEED + seed, world=world, tasks=tasks, engine=engine)
     else:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specvla_kernels.layout import MAX_TREE_NODES
-from specvla_ros.bags.frames import Sensors, TopicChoice, bag_frames, choose_topics
+from specvla_ros.bags.frames import CAMERA_ALONE, Sensors, TopicChoice, bag_frames, choose_topics
 from specvla_ros.bags.reader import open_bag
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
@@ -38,7 +38,6 @@ _WARM_UP = 2000
 _CLIP = 0.5
 _BETAS = (0.9, 0.95)
 _NOISE = 0.2 * 512  # EAGLE: uniform, this wide, over the length of the sequence
-_CAMERA_ALONE = Sensors()
 _HELD_OUT = 20  # one shard in so many, and at least one
 
 
@@ -95,7 +94,7 @@ def collect_features(
     frames: int,
     max_text: int = 0,
     max_bytes: float,
-    sensors: Sensors = _CAMERA_ALONE,
+    sensors: Sensors = CAMERA_ALONE,
     on_frame: Callable[[int], None] | None = None,
 ) -> list[Path]:
     """Asks the target about frames and keeps its features below `out`; called again it resumes where it stopped.
@@ -113,7 +112,7 @@ def collect_features(
     named = sorted(str(bag.resolve()) for bag in find_bags(data)) if data is not None else [SIMULATION]
     weights = file_hashes(sorted(policy.directory.glob("*.safetensors")))
     described = {"target": weights, "data": named, "seed": seed, "max_text": max_text}
-    described |= {"sensors": str(sensors)} if sensors != _CAMERA_ALONE else {}
+    described |= {"sensors": str(sensors)} if sensors != CAMERA_ALONE else {}
     store = FeatureStore(out / STATE_DIRECTORY / "features", described)
     engine = EngineSettings(max_reasoning_tokens=max_text)
     asked = islice(frame_source(policy, data, seed, sensors, engine=engine), frames)
