@@ -18,7 +18,6 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import Commit
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.text import TextCodec
-from specvla_ros.models.generation import read_end_ids
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import AnswersQuestions, PromptLayout, Target
 from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule
@@ -51,8 +50,7 @@ class Asking:
                 "decode.ask_tokens to 0"
             )
         self._target, self._answering, self._settings, self._cache, self._root = target, target, settings, cache, root
-        end_ids = read_end_ids(target.directory)
-        self._codec = TextCodec(end_ids, target.decoder.config.vocab_size).with_text(settings.ask_tokens)
+        self._codec = TextCodec(target.text_end_ids, target.decoder.config.vocab_size).with_text(settings.ask_tokens)
         slot = cache.take()
         assert slot is not None
         self._slot = slot

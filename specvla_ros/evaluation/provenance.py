@@ -15,6 +15,7 @@ import torch
 import specvla_ros
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.planning.measure import cpu_name
+from specvla_ros.speculation.settings import DRAFT_FOLDER
 
 
 def head() -> dict[str, Any]:
@@ -38,28 +39,35 @@ def head() -> dict[str, Any]:
 
 
 def checkpoint_hashes(checkpoint: Path, engine: EngineSettings) -> dict[str, dict[str, str]]:
-    """SHA-256 of the files that decide the tokens: weights and settings of the target and of its draft head."""
+    """SHA-256 of the files that decide the tokens: weights and settings of the target and of its draft head.
+
+    By their path in its folder; what lies beside it, or behind a link to a folder, is not seen.
+    """
     draft = engine.draft.head_directory(checkpoint)
     return {
-        "policy_files": _weight_hashes(checkpoint),
+        "policy_files": _weight_hashes(checkpoint, without=(checkpoint / DRAFT_FOLDER, draft)),
         "draft_files": _weight_hashes(draft) if draft is not None and engine.mode != "ar" else {},
     }
 
 
-def _weight_hashes(folder: Path) -> dict[str, str]:
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
-    return file_hashes([path for path in files if path.suffix in (".json", ".safetensors")])
+def _weight_hashes(folder: Path, without: Sequence[Path | None] = ()) -> dict[str, str]:
+    found = (path for path in sorted(folder.rglob("*")) if _decides(path) and path.is_file())
+    return file_hashes([path for path in found if not set(path.parents) & set(without)], root=folder)
 
 
-def file_hashes(files: Sequence[Path]) -> dict[str, str]:
-    """SHA-256 of each file, by its name."""
+def _decides(path: Path) -> bool:
+    return path.suffix in (".json", ".safetensors", ".bin", ".pt", ".pkl", ".npz") or path.name == "config.yaml"
+
+
+def file_hashes(files: Sequence[Path], root: Path | None = None) -> dict[str, str]:
+    """SHA-256 of each file, by its name, or by its path from a folder above all of them."""
     hashes = {}
     for file in files:
         digest = hashlib.sha256()
         with file.open("rb") as stream:
             while block := stream.read(1 << 20):
                 digest.update(block)
-        hashes[file.name] = digest.hexdigest()
+        hashes[file.relative_to(root).as_posix() if root else file.name] = digest.hexdigest()
     return hashes
 
 

@@ -226,6 +226,10 @@ class Target(Protocol):
 class AnswersQuestions(Protocol):
     """What a target gives beside, whose language model answers questions about the images in text."""
 
+    @property
+    def text_end_ids(self) -> frozenset[int]:
+        """Token ids that end such a text; UserError where the checkpoint does not say which."""
+
     def question_layout(self, observation: Observation, question: str) -> PromptLayout:
         """The rows of a prompt that asks for text about an observation's images.
 

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import edit_json
-from support.random_qwen_vl import FAST_IDS, SHAPES, Shape, add_nora, add_vla0, write_qwen_vl
+from support.random_qwen_vl import FAST_IDS, SHAPES, Shape, add_nora, add_starvla, add_vla0, write_qwen_vl
 from transformers import LogitsProcessor, LogitsProcessorList, Qwen2_5_VLForConditionalGeneration
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.digits import DigitsCodec
@@ -72,9 +74,11 @@ def seen(target: QwenVLTarget, seed: int, instruction: str = "put the carrot awa
     return Observation(images, instruction, stamp_ns=seed + 1)
 
 
-def transformers_answer(target: QwenVLTarget, observation: Observation) -> tuple[list[int], Any]:
-    """Its class's own generate, from our patches and ids."""
-    reference: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(target.directory, dtype=torch.float32)
+def transformers_answer(target: QwenVLTarget, observation: Observation) -> tuple[list[int], torch.Tensor]:
+    """Its class's own generate, from our patches and ids, and its normed hidden states [rows, hidden_size]."""
+    base = target.directory / "vlm"  # in a run of StarVLA's
+    source = base if base.is_dir() else target.directory
+    reference: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(source, dtype=torch.float32)
     layout = target.prompt_layout(observation)
     grids = [(1, h // 14, w // 14) for h, w in target.policy.picture_sizes]
     rows = iter(h * w // 4 for _, h, w in grids)
@@ -95,7 +99,11 @@ def transformers_answer(target: QwenVLTarget, observation: Observation) -> tuple
     )
     positions, _ = reference.model.get_rope_index(ids, inputs["mm_token_type_ids"], inputs["image_grid_thw"])
     assert layout.positions is not None and np.array_equal(positions[:, 0].numpy(), layout.positions)
-    return answer[0, ids.shape[1] :].tolist(), inputs
+    written = torch.cat((inputs["mm_token_type_ids"], torch.zeros_like(answer[:, ids.shape[1] :])), dim=1)
+    inputs |= {"input_ids": answer, "attention_mask": torch.ones_like(answer), "mm_token_type_ids": written}
+    with torch.inference_mode():
+        hidden = reference.model(**inputs).last_hidden_state[0]
+    return answer[0, ids.shape[1] :].tolist(), hidden
 
 
 @pytest.fixture(scope="module", params=range(len(SHAPES)))
@@ -110,6 +118,31 @@ def vla0(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     index = list(VIEWS).index(request.param)
     directory = write_qwen_vl(tmp_path_factory.mktemp("vla0"), SHAPES[index], seed=7 + index, penalty=5.0)
     return load(add_vla0(directory, config=CONFIG.format(**VIEWS[request.param])))
+
+
+@pytest.fixture(scope="module", params=range(len(SHAPES)))
+def starvla(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> QwenVLTarget:
+    """Two cameras, and chunks of four."""
+    run = tmp_path_factory.mktemp("starvla")
+    write_qwen_vl(run / "vlm", SHAPES[request.param], seed=20 + request.param, actions=FAST_IDS)
+    return load(add_starvla(run, horizon=4))
+
+
+@torch.inference_mode()
+def check_hidden_states(target: QwenVLTarget) -> None:
+    for seed in range(3):
+        question = seen(target, seed, instruction="put the carrot away" + " now" * 9 * seed)
+        answer, expected = transformers_answer(target, question)
+        layout = target.prompt_layout(question)
+        written = target.decoder.embed_tokens(torch.tensor(answer))
+        inputs = torch.cat((target.prompt_embeddings(question, layout.ids), written))
+        behind = layout.positions_behind(layout.rows, len(answer))
+        assert layout.positions is not None and behind is not None
+        positions = np.concatenate((layout.positions, behind + np.arange(len(answer))), axis=1)
+        cache = new_cache(target.decoder, slots=1, slot_rows=len(inputs))
+        segment = Segment(0, 0, inputs, wanted=len(inputs), positions=positions)
+        hidden = packed_forward(target.decoder, [segment], cache).hidden
+        np.testing.assert_allclose(hidden, expected, atol=1e-4)
 
 
 def check_all_modes(target: QwenVLTarget) -> None:
@@ -143,12 +176,20 @@ def check_all_modes(target: QwenVLTarget) -> None:
 
 def test_nora_writes_what_transformers_does_in_every_mode(nora: QwenVLTarget) -> None:
     assert nora.cameras == ("image",) and nora.generation.repetition_penalty == 1.05
+    check_hidden_states(nora)
     check_all_modes(nora)
 
 
 def test_vla0_writes_what_transformers_does_in_every_mode(vla0: QwenVLTarget) -> None:
     assert len(vla0.generation.allowed_ids) == 12
+    check_hidden_states(vla0)
     check_all_modes(vla0)
+
+
+def test_starvla_writes_what_transformers_does_in_every_mode(starvla: QwenVLTarget) -> None:
+    assert starvla.cameras == ("image", "wrist") and starvla.codec.horizon == 4
+    check_hidden_states(starvla)
+    check_all_modes(starvla)
 
 
 def test_the_penalty_and_the_mask_change_these_answers(vla0: QwenVLTarget) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random Qwen2.5-VL checkpoints with NORA's or VLA-0's files, written by transformers' own class."""
+"""Small random Qwen2.5-VL checkpoints with NORA's, VLA-0's or StarVLA's files, written by transformers' own class."""
 
 import json
 from dataclasses import dataclass
@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -121,11 +123,16 @@ def write_qwen_vl(directory: Path, shape: Shape, *, seed: int, actions: int = 0,
     return directory
 
 
-def add_nora(directory: Path, *, ids: int = FAST_IDS, scale: float = 10.0) -> Path:
-    """NORA's statistics, and a FAST tokenizer of as many ids as the vocabulary has action tokens."""
+def add_fast_tokenizer(directory: Path, *, horizon: int = 1, ids: int = FAST_IDS, scale: float = 10.0) -> None:
+    """Of as many ids as the vocabulary has action tokens."""
     generator = np.random.default_rng(0)
-    tokenizer = fit_fast_tokenizer([generator.uniform(-1, 1, (1, 7)) for _ in range(300)], vocab_size=ids, scale=scale)
-    tokenizer.save(directory / "action_tokenizer")
+    chunks = [generator.uniform(-1, 1, (horizon, 7)) for _ in range(300)]
+    fit_fast_tokenizer(chunks, vocab_size=ids, scale=scale).save(directory / "action_tokenizer")
+
+
+def add_nora(directory: Path, *, ids: int = FAST_IDS, scale: float = 10.0) -> Path:
+    """NORA's statistics and FAST tokenizer."""
+    add_fast_tokenizer(directory, ids=ids, scale=scale)
     action = {"q01": [-1.0] * 6 + [0.0], "q99": [1.0] * 7, "mask": [True] * 6 + [False]}
     (directory / "norm_stats.json").write_text(json.dumps({"bridge": {"action": action}}))
     return directory
@@ -138,3 +145,20 @@ def add_vla0(directory: Path, *, dims: int = 7, config: str = "") -> Path:
     if config:
         (directory / "config.yaml").write_text(config)
     return directory
+
+
+def add_starvla(run: Path, *, horizon: int) -> Path:
+    """A training run of StarVLA's QwenFast on LIBERO's data around the model in its folder vlm/."""
+    weights = load_file(run / "vlm" / "model.safetensors")
+    (run / "checkpoints").mkdir()
+    prefixed = {f"qwen_vl_interface.model.{name}": tensor for name, tensor in weights.items()}
+    save_file(prefixed, run / "checkpoints" / "steps_1.safetensors")
+    add_fast_tokenizer(run, horizon=horizon, scale=5.0)
+    config = {
+        "framework": {"name": "QwenFast", "action_model": {"future_action_window_size": horizon - 1}},
+        "datasets": {"vla_data": {"data_mix": "libero_all"}},
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    action = {"min": [-1.0] * 7, "max": [1.0] * 7}
+    (run / "dataset_statistics.json").write_text(json.dumps({"franka": {"action": action}}))
+    return run

@@ -24,7 +24,7 @@ from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.vq import VqCodec, read_vq_vae
 from specvla_ros.models.config import DECODERS, folder_beside, read_checkpoint_json, read_decoder_shape
 from specvla_ros.models.decoder import PackedDecoder, head_dtype
-from specvla_ros.models.generation import NO_RULES, GreedyRules
+from specvla_ros.models.generation import NO_RULES, GreedyRules, read_end_ids
 from specvla_ros.models.observation import ONLY_CAMERA, Observation
 from specvla_ros.models.openvla.config import OpenVLAConfig, prismatic_towers
 from specvla_ros.models.openvla.image_processor import ImageProcessor, dinosiglip_processor
@@ -120,6 +120,10 @@ class MiniVLATarget:
         ids = observation.prompt_ids
         ids = self.prompt_ids(observation.instruction) if ids is None else tuple(ids)
         return self._layout(ids)
+
+    @property
+    def text_end_ids(self) -> frozenset[int]:
+        return read_end_ids(self.directory)
 
     def question_layout(self, observation: Observation, question: str) -> PromptLayout:
         """See `Target`."""

@@ -260,6 +260,10 @@ class OpenVLATarget:
             ids = (ids[0], *self.state.ids(state).tolist(), *ids[1:])
         return self._layout(ids)
 
+    @property
+    def text_end_ids(self) -> frozenset[int]:
+        return read_end_ids(self.directory)
+
     def question_layout(self, observation: Observation, question: str) -> PromptLayout:
         """See `Target`; asked as Prismatic's language models are."""
         return self._layout(self.prompt.question_ids(question))

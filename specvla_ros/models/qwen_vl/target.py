@@ -18,7 +18,7 @@ from specvla_ros.models.checkpoint import STARVLA_RUN, TARGETS, refuse_options
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.config import check_directory, read_checkpoint_json
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.models.generation import GreedyRules, read_generation
+from specvla_ros.models.generation import GreedyRules, read_end_ids, read_generation
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.qwen_vl.config import QWEN_VL_TYPES, read_config
 from specvla_ros.models.qwen_vl.model import QwenVL, load_model
@@ -45,13 +45,14 @@ class QwenVLTarget:
     """A checkpoint, ready to decode. Holds no state between observations. See `Target`.
 
     Args:
-        directory: of the checkpoint.
+        directory: of the checkpoint; of StarVLA's, the run.
         model: vision tower and language model.
         tokenizer: text to ids and back.
         chat: messages to a prompt's text, a picture being one token.
         processor: pictures to patches.
         policy: how it is asked and how it answers.
         image_id: the token that stands for a picture.
+        text_end_ids: the tokens that end a text of the model's.
     """
 
     directory: Path
@@ -61,6 +62,7 @@ class QwenVLTarget:
     processor: PatchProcessor
     policy: ChatPolicy
     image_id: int
+    text_end_ids: frozenset[int]
 
     causal_prompt: bool = True
     action_head: bool = False
@@ -217,7 +219,7 @@ def load_qwen_vl(
         UserError: anything about the directory or an argument that does not fit, before weights are read if possible.
     """
     refuse_options(directory, options)
-    return _load(directory, directory, _policy, unnorm_key, device, dtype, progress)
+    return _load(directory, directory, directory, _policy, unnorm_key, device, dtype, progress)
 
 
 def load_starvla(
@@ -241,10 +243,12 @@ def load_starvla(
     refuse_options(directory, options)
     run = read_run(directory)
     make = partial(qwen_fast, run)
-    return _load(run.vlm, run.weights, make, unnorm_key, device, dtype, progress, prefix="qwen_vl_interface.model.")
+    prefix = "qwen_vl_interface.model."
+    return _load(directory, run.vlm, run.weights, make, unnorm_key, device, dtype, progress, prefix)
 
 
 def _load(
+    checkpoint: Path,
     directory: Path,
     weights: Path,
     make: Callable[[PolicyContext], ChatPolicy],
@@ -264,7 +268,8 @@ def _load(
     side = processor.patch_size
     grid = tuple((height // side, width // side) for height, width in policy.picture_sizes)
     model = load_model(weights, config, grid, device, dtype, progress, prefix)
-    return QwenVLTarget(directory, model, tokenizer, chat, processor, policy, config.image_id)
+    ends = read_end_ids(directory)
+    return QwenVLTarget(checkpoint, model, tokenizer, chat, processor, policy, config.image_id, ends)
 
 
 def _policy(context: PolicyContext) -> ChatPolicy:

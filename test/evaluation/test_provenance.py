@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which files a result says it was made of."""
+
+from pathlib import Path
+
+import pytest
+from support.random_qwen_vl import FAST_IDS, SHAPES, add_starvla, write_qwen_vl
+
+from specvla_ros import EngineSettings
+from specvla_ros.evaluation.provenance import checkpoint_hashes
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.policies.bundled import bundled_policy
+
+
+def test_a_bundled_policy_and_its_head() -> None:
+    nano = bundled_policy("nano")
+    hashes = checkpoint_hashes(nano, EngineSettings("spec"))
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(hashes["policy_files"])
+    assert not any("draft" in name or name.endswith(".md") for name in hashes["policy_files"])
+    assert {"config.json", "model.safetensors"} <= set(hashes["draft_files"])
+    assert not checkpoint_hashes(nano, EngineSettings("ar"))["draft_files"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoints/steps_1.safetensors",
+        "dataset_statistics.json",
+        "config.yaml",
+        "vlm/generation_config.json",
+        "action_tokenizer/tokenizer.json",
+    ],
+)
+def test_a_file_in_a_folder_of_the_checkpoint(tmp_path: Path, name: str) -> None:
+    write_qwen_vl(tmp_path / "vlm", SHAPES[0], seed=1, actions=FAST_IDS)
+    target = load_target(add_starvla(tmp_path, horizon=2), device="cpu")
+    assert target.directory == tmp_path
+    before = checkpoint_hashes(target.directory, EngineSettings("ar"))["policy_files"]
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes() + b" ")
+    after = checkpoint_hashes(target.directory, EngineSettings("ar"))["policy_files"]
+    assert {each for each in after if before[each] != after[each]} == {name}
