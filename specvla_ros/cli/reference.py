@@ -22,12 +22,13 @@ def reference() -> str:
     from specvla_ros.ros.driver.parameters import DriverParameters
     from specvla_ros.ros.guard.parameters import GuardParameters
     from specvla_ros.ros.live_view import LiveViewParameters
-    from specvla_ros.ros.policy.parameters import PolicyParameters
+    from specvla_ros.ros.policy.parameters import PolicyParameters, SharedParameters
     from specvla_ros.ros.sim_robot.parameters import SimRobotParameters
     from specvla_ros.ros.task.parameters import TaskParameters
 
     nodes = {
         "policy": PolicyParameters(),
+        "<robot>/policy": SharedParameters(),
         "driver": DriverParameters(),
         "guard": GuardParameters(),
         "task": TaskParameters(),

@@ -67,6 +67,12 @@ def policy_launch(profile: str = "") -> LaunchDescription:
             ),
             DeclareLaunchArgument("instruction_topic", default_value="instruction", description="std_msgs/String."),
             DeclareLaunchArgument("namespace", default_value="", description="Namespace of the node and its topics."),
+            DeclareLaunchArgument(
+                "robots",
+                default_value="",
+                description="Robots that share the policy, comma-separated: each has its topics below its name.",
+            ),
+            _switch("policy", "true", "Start the policy node; false: another launch does, or another machine."),
             _switch("use_sim_time", "false", "Follow /clock."),
             _switch("autostart", "true", "Configure and activate, once for each start of the process."),
             _switch(
@@ -95,6 +101,8 @@ def _start(context: LaunchContext, profile: str) -> list[Any]:
     def argument(name: str) -> str:
         return str(LaunchConfiguration(name).perform(context))
 
+    if not as_bool("policy", argument("policy")):
+        return []
     config = Path(get_package_share_directory("specvla_ros"), "config")
     files = [config / "common.yaml", config / f"{profile or argument('profile')}.yaml"]
     if argument("params_file"):
@@ -108,13 +116,18 @@ def _start(context: LaunchContext, profile: str) -> list[Any]:
         for name, value in merged.items()
     }
     parameters["use_sim_time"] = as_bool("use_sim_time", argument("use_sim_time"))
+    robots = [name.strip() for name in argument("robots").split(",") if name.strip()]
+    if robots:
+        parameters["robots"] = robots
+    # As a file, since only so it reaches the robots' own nodes; the policy node's share of it is in `parameters` too.
+    whole = [str(files[-1])] if robots and argument("params_file") else []
     image_topic = argument("image_topic")
     node = LifecycleNode(
         package="specvla_ros",
         executable="policy",
         name="policy",
         namespace=argument("namespace"),
-        parameters=[parameters],
+        parameters=[*whole, parameters],
         remappings=[
             *image_remappings("image", image_topic),
             *sensor_remappings(argument("sensor_topics")),

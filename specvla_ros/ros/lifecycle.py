@@ -6,7 +6,24 @@ from functools import partial
 from typing import Any
 
 from lifecycle_msgs.srv import ChangeState
+from rclpy.callback_groups import ReentrantCallbackGroup
+from rclpy.lifecycle import LifecycleNode, LifecycleNodeMixin
 from rclpy.node import Node
+
+
+def init_lifecycle_node(node: LifecycleNode, name: str, **node_arguments: Any) -> None:
+    """In place of LifecycleNode's own constructor, which offers no callback group for the lifecycle services.
+
+    In one of their own, `get_state`, parameters and diagnostics are served while a transition waits.
+
+    Args:
+        node: to construct.
+        name: of the node.
+        node_arguments: those of rclpy.node.Node.
+    """
+    Node.__init__(node, name, **node_arguments)
+    LifecycleNodeMixin.__init__(node, callback_group=ReentrantCallbackGroup())
+    answer_impossible_transitions(node)
 
 
 def answer_impossible_transitions(node: Node) -> None:

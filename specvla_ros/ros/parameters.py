@@ -18,7 +18,9 @@ from specvla_ros.settings.parameter import Declared, hint, preset_values, values
 Parameters = TypeVar("Parameters")
 
 
-def declare_parameters(node: Node, kind: type[Parameters], *, lifecycle: bool = False) -> None:
+def declare_parameters(
+    node: Node, kind: type[Parameters], *, lifecycle: bool = False, usual: Parameters | None = None
+) -> None:
     """Declares every parameter of `kind` at the node.
 
     Args:
@@ -26,11 +28,12 @@ def declare_parameters(node: Node, kind: type[Parameters], *, lifecycle: bool = 
         kind: class that declares them.
         lifecycle: whether those that are not writable are read anew whenever the node is configured: ROS does not know
             them as read-only then, and the node refuses changes in between with `refuse_fixed`.
+        usual: values of what is not given; None: the class's own defaults.
 
     Raises:
         UserError: a value of the wrong type, out of range or not among the choices.
     """
-    defaults = kind()
+    defaults = kind() if usual is None else usual
     overrides = {name: override.value for name, override in _overrides(node).items()}
     values = values_of(defaults) | preset_values(defaults, overrides)
     for declared in walk(defaults):

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import rclpy
@@ -28,6 +28,7 @@ def run_node(
     close: Callable[[AnyNode], bool],
     finished: Callable[[AnyNode], bool] = lambda node: False,
     failure: Callable[[AnyNode], str] = lambda node: "",
+    others: Callable[[AnyNode], Iterable[Node]] = lambda node: (),
 ) -> int:
     """Makes a node and spins it, on one thread, until SIGINT, SIGTERM or its own end.
 
@@ -37,6 +38,7 @@ def run_node(
         close: stops what the node runs beside the executor; False when something does not stop.
         finished: whether the node has done its work; looked at twice a second and after each callback.
         failure: what went wrong in the node's work, once it is closed; empty: nothing.
+        others: nodes that belong to it, to be spun with it; it destroys them itself.
 
     Returns:
         The exit code: 0, or 2 for what a user can mend. When something does not stop, the process ends here with 1.
@@ -63,6 +65,8 @@ def run_node(
         return 0  # a signal ended the context in the middle of it
     executor = SingleThreadedExecutor()
     executor.add_node(node)
+    for other in others(node):
+        executor.add_node(other)
     with contextlib.suppress(KeyboardInterrupt, ExternalShutdownException):
         _spin(node, executor, lambda: finished(node))
     # A launcher and the terminal often both send SIGINT: the second must not cut the cleaning up short. And rclpy's

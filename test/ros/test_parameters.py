@@ -100,7 +100,7 @@ def test_a_value_of_an_unknown_type_is_answered(context: Context, service: type,
     wait_until(client.service_is_ready)
     for result in answer_to(good, ParameterValue(type=kind)):
         assert not result.successful and f"'max_future_s' has type {kind}" in result.reason
-    assert made.get_parameter("max_future_s").value == PolicyParameters().max_future_s
+    assert made.get_parameter("max_future_s").value == PolicyParameters().robot.max_future_s
     assert all(result.successful for result in answer_to(good))
     assert made.get_parameter("max_future_s").value == 0.3
     executor.shutdown()

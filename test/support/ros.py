@@ -88,7 +88,7 @@ class Robot:
         publisher = self.user.create_publisher(String, "instruction", LATCHED if latched else 1)
         self.until(lambda: publisher.get_subscription_count() >= (2 if latched else 1))
         publisher.publish(String(data=text))
-        self.until(lambda: self.policy._instruction is not None and self.policy._instruction.current.text == text)
+        self.until(lambda: self.policy.parts[""].instruction.text == text)
 
     def set(self, name: str, value: object) -> tuple[bool, str]:
         """Sets a parameter, as a client of the service does: whether it was taken, and why not."""
@@ -107,7 +107,7 @@ class Robot:
 
     def drops(self) -> dict[str, int]:
         """Frames dropped since activation, by reason, where there were any."""
-        return {reason: count for reason, count in self.policy._drops.since_activation().items() if count}
+        return {reason: count for reason, count in self.policy.parts[""].dropped.items() if count}
 
     def diagnosis(self, task: str) -> Any:
         """The newest status of a task on /diagnostics."""

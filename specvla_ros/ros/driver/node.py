@@ -20,6 +20,7 @@ from std_srvs.srv import SetBool
 
 from specvla_msgs.msg import VlaAction
 from specvla_ros.control.bounded_motion import BoundedMotion
+from specvla_ros.control.clock_offset import ClockOffset
 from specvla_ros.control.convention import (
     ACTION_NAMES,
     ActionConvention,
@@ -55,6 +56,7 @@ _NS = 1e-9
 _WATCH_S = 0.2
 _SEVERAL_IN_FLIGHT = ("pipeline", "specpipe")
 _LOG_PERIOD_S = 5.0
+_CLOCKS_APART_S = 0.02  # for certain; less is found between machines that are synchronised over a network
 
 
 class DriverNode(LifecycleNode):
@@ -96,6 +98,7 @@ class DriverNode(LifecycleNode):
         self._refusals: Counter[str] = Counter()
         self._taken = 0
         self._last_refusal = ""
+        self._clocks, self._action_age_s = ClockOffset(), 0.0
 
     # Transitions
 
@@ -282,6 +285,8 @@ class DriverNode(LifecycleNode):
         now_s = self._now_s()
         try:
             action = self._read(message)
+            self._action_age_s = now_s - action.stamp_s
+            self._clocks.add(receive_s=message.receive_s, latency_s=message.latency_s, age_s=self._action_age_s)
             if self._driver is not None:
                 self._driver.take(action, now_s)
         except ActionRefusedError as error:
@@ -380,6 +385,10 @@ class DriverNode(LifecycleNode):
         }
         if self._last_refusal:
             values["last refusal"] = self._last_refusal
+        clocks = self._clocks.best
+        if clocks is not None:
+            values["action age s"] = f"{self._action_age_s:.4f}"
+            values["policy's clock ahead s"] = f"{clocks.ahead_s:.4f} +- {clocks.error_s:.4f}"
         if driver is not None and driver.anchored:
             values["speed m/s"] = f"{np.linalg.norm(driver.target.velocity[:3]):.3f}"
             newest = self._history.newest
@@ -401,6 +410,12 @@ class DriverNode(LifecycleNode):
             return DiagnosticStatus.WARN, "waiting: the guard lets nothing through"
         if not driver.anchored:
             return DiagnosticStatus.WARN, "waiting for the tool's pose"
+        clocks = self._clocks.best
+        if clocks is not None and abs(clocks.ahead_s) - clocks.error_s > _CLOCKS_APART_S:
+            return DiagnosticStatus.WARN, (
+                f"the policy's clock is {clocks.ahead_s:.3f} s ahead of this one: synchronise the machines, for "
+                "example with chrony"
+            )
         return DiagnosticStatus.OK, "following actions" if self._taken else "waiting for actions"
 
     def _now_s(self) -> float:

@@ -83,16 +83,25 @@ class InferenceThread:
         with self._wake:
             self._wake.notify()
 
-    def begin_epoch(self, epoch: int, *, forget_stamps: bool = False) -> None:
-        """Has the engine drop what is of earlier epochs; an action that is just ready may still come out.
+    def open(self, stream: str, *, budget_s: float, priority: int) -> None:
+        """Has the engine take a robot in, or give it another budget: see `Engine.open`."""
+        self._call(lambda engine: engine.open(stream, budget_s=budget_s, priority=priority))
+
+    def close(self, stream: str) -> None:
+        """Has the engine let a robot go, with what it has learned from it."""
+        self._call(lambda engine: self._hand_back(engine.close(stream)))
+
+    def begin_epoch(self, epoch: int, stream: str = "", *, forget_stamps: bool = False) -> None:
+        """Has the engine drop what is of a robot's earlier epochs; an action that is just ready may still come out.
 
         Args:
-            epoch: the new epoch.
+            epoch: the robot's new epoch.
+            stream: its name; empty: the only one there is.
             forget_stamps: whether any stamp may come next, as after a clock jump.
         """
         if forget_stamps and self._engine is not None:
-            self._engine.mailbox.take_any_stamp()  # at once: the next image may come before the tick's end
-        self._call(lambda engine: self._hand_back(engine.flush(before_epoch=epoch)))
+            self._engine.mailbox.take_any_stamp(stream)  # at once: the next image may come before the tick's end
+        self._call(lambda engine: self._hand_back(engine.flush(before_epoch=epoch, stream=stream)))
 
     def check_instruction(self, instruction: str, on_checked: Callable[[str], None]) -> None:
         """Has the engine check an instruction; `on_checked` gets what is wrong with it, empty when nothing is."""
@@ -259,7 +268,7 @@ def load_engine(parameters: PolicyParameters, now_ns: Callable[[], int], progres
         raise missing_package(error) from None
     leave_a_core()
     policy = require_actions(load_target(parameters.checkpoint, **vars(parameters.model), progress=progress))
-    return Engine(policy, parameters.engine, now_ns=now_ns)
+    return Engine(policy, parameters.decoding, now_ns=now_ns)
 
 
 def _description(engine: Engine) -> dict[str, str]:

@@ -17,7 +17,7 @@ from specvla_ros.engine.outcome import DropReason
 from specvla_ros.errors import UserError
 from specvla_ros.models.observation import ONLY_CAMERA
 from specvla_ros.ros.policy.image_input import Frame, ImageInput
-from specvla_ros.ros.policy.parameters import ALL_NUMBERS, PolicyParameters
+from specvla_ros.ros.policy.parameters import ALL_NUMBERS, RobotParameters
 from specvla_ros.ros.qos import STATE
 
 STATE_TOPIC = "state"
@@ -77,7 +77,7 @@ class ObservationInput:
         self,
         node: Node,
         senses: Senses,
-        chosen: PolicyParameters,
+        chosen: RobotParameters,
         *,
         on_message: Callable[[str], None],
         on_frames: Callable[[Frames], None],

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of the policy node."""
+"""The parameters of the policy node, and of the part of it that each of several robots has."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 from specvla_ros.bags.synchronizer import TOLERANCE_S
 from specvla_ros.control.convention_settings import ConventionSettings
@@ -15,14 +16,14 @@ TRANSPORTS = ("auto", "raw", "compressed")
 RELIABILITIES = ("auto", "best_effort", "reliable")
 # The others that are not writable are read in configure.
 READ_IN_ACTIVATE = ("image_transport", "image_reliability", "sync_tolerance_s", "state_names")
+ONE_ROBOT = ("",)
+_NAMESPACE = re.compile(r"[A-Za-z][A-Za-z0-9_]*(/[A-Za-z][A-Za-z0-9_]*)*")
 
 
 @dataclass(frozen=True)
-class PolicyParameters:
-    """Every parameter of the policy node; the descriptions are those that `ros2 param describe` shows."""
+class RobotParameters:
+    """What is one robot's own: what it sees, is told, and does with an action."""
 
-    checkpoint: str = parameter("", "Directory of the policy's checkpoint, see docs/reference/policies.md.")
-    model: ModelSettings = section(ModelSettings)
     image_transport: str = parameter(
         "auto",
         "Which image topics to subscribe to: image (raw), image/compressed, or both (auto). One spares bandwidth.",
@@ -60,6 +61,43 @@ class PolicyParameters:
         maximum=3600.0,
         writable=True,
     )
+
+
+@dataclass(frozen=True)
+class SharedParameters:
+    """Every parameter of the node `<robot>/policy`, a robot's part of a policy node that serves several."""
+
+    robot: RobotParameters = section(RobotParameters)
+    budget_s: float = parameter(
+        0.0,
+        "In which an image should be answered, from its arrival on: of the robots' images that wait, that with the "
+        "earliest deadline is begun.",
+        unit="s",
+        minimum=0.0,
+        maximum=60.0,
+        writable=True,
+    )
+    priority: int = parameter(
+        0,
+        "Images of robots with a higher one are begun first, whatever the budgets.",
+        minimum=-100,
+        maximum=100,
+        writable=True,
+    )
+
+
+@dataclass(frozen=True)
+class PolicyParameters:
+    """Every parameter of the policy node; the descriptions are those that `ros2 param describe` shows."""
+
+    checkpoint: str = parameter("", "Directory of the policy's checkpoint, see docs/reference/policies.md.")
+    model: ModelSettings = section(ModelSettings)
+    robots: tuple[str, ...] = parameter(
+        ONE_ROBOT,
+        "Names of the robots that share this policy; each has a node of its own, `<robot>/policy`, with its topics, "
+        "diagnostics and lifecycle. Empty: one robot, and this node is its own.",
+    )
+    robot: RobotParameters = section(RobotParameters)
     diagnostics_period_s: float = parameter(1.0, "Time between two diagnostics.", unit="s", minimum=0.05, maximum=60.0)
     engine: EngineSettings = section(EngineSettings, max_image_age_s=1.0)
 
@@ -76,3 +114,24 @@ class PolicyParameters:
             )
         if self.model.action_head:
             self.engine.check_action_head()
+
+    @property
+    def decoding(self) -> EngineSettings:
+        """The engine's settings, with room for every robot."""
+        return replace(self.engine, streams=max(self.engine.streams, len(self.robots)))
+
+
+def check_robots(names: tuple[str, ...]) -> None:
+    """Whether the names can be namespaces.
+
+    Raises:
+        UserError: one cannot, or stands there twice.
+    """
+    if names == ONE_ROBOT:
+        return
+    wrong = next((name for name in names if not _NAMESPACE.fullmatch(name) or names.count(name) > 1), None)
+    if wrong is not None or not names:
+        raise UserError(
+            f"parameter 'robots' has {wrong!r}: give each robot a name of its own, of letters, digits and "
+            "underscores, such as robots:=[left,right]"
+        )

@@ -293,3 +293,19 @@ def test_it_can_be_configured_again():
             assert robot.driver.trigger_deactivate().name == "SUCCESS"
             assert robot.driver.trigger_cleanup().name == "SUCCESS"
         robot.until(lambda: robot.node.count_publishers("/driver/pose") == 0)
+
+
+def test_a_policy_whose_clock_is_another_is_found_out():
+    with arm(output="pose", diagnostics_period_s=0.1) as robot:
+        robot.start()
+        robot.act(age_s=0.2, receive_s=0.05, latency_s=0.15)
+        motion = lambda: robot.diagnostics[-1].status[0]  # noqa: E731
+        robot.until(lambda: robot.diagnostics and motion().message == "following actions")
+        values = {each.key: each.value for each in motion().values}
+        assert float(values["action age s"]) >= 0.2
+        for _ in range(8):  # a second ahead
+            robot.act((0.0,) * 7, age_s=0.2, receive_s=1.05, latency_s=1.15)
+        robot.until(lambda: "synchronise the machines" in motion().message)
+        values = {each.key: each.value for each in motion().values}
+        ahead, _, error = values["policy's clock ahead s"].split()
+        assert abs(float(ahead) - 1.0) <= float(error) + 1e-3 < 0.3

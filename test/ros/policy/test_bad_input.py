@@ -89,7 +89,7 @@ def test_a_bad_instruction_stops_the_policy_until_a_good_one_comes(checkpoint: P
         r.start()
         r.act(rgb_image(r.now_ns()))
         r.instruct(bad)
-        r.until(lambda: r.policy._instruction is not None and r.policy._instruction.current.problem)
+        r.until(lambda: r.policy.parts[""].instruction.problem)
         r.images.publish(rgb_image(r.now_ns()))
         r.until(lambda: r.drops().get("bad_instruction") == 1)
         assert len(r.actions) == 1

@@ -46,8 +46,8 @@ def test_a_reliability_that_was_chosen_stays(checkpoint: Path, chosen: str) -> N
     with robot(checkpoint, instruction=INSTRUCTION, image_reliability=chosen) as r:
         publisher = camera(r, other)
         r.start()
-        assert r.policy._inputs is not None
-        r.policy._inputs.follow_publishers()
+        assert r.policy.parts[""]._inputs is not None
+        r.policy.parts[""]._inputs.follow_publishers()
         assert reliability(r) == ReliabilityPolicy[chosen.upper()]
         r.user.destroy_publisher(publisher)
         assert r.policy.trigger_deactivate().name == "SUCCESS"
@@ -74,10 +74,10 @@ def test_overrides_of_the_qos_are_heeded_and_others_told(checkpoint: Path, capfd
         assert r.policy.trigger_configure().name == "SUCCESS"
         assert r.policy.trigger_activate().name == "SUCCESS"
         r.until(lambda: publisher.get_subscription_count())
-        assert r.policy._inputs is not None
-        r.policy._inputs.follow_publishers()
+        assert r.policy.parts[""]._inputs is not None
+        r.policy.parts[""]._inputs.follow_publishers()
         assert reliability(r, "/camera/image_raw") == ReliabilityPolicy.BEST_EFFORT
-        assert r.policy._inputs._cameras["image"]._subscriptions["raw"].qos_profile.depth == 3
+        assert r.policy.parts[""]._inputs._cameras["image"]._subscriptions["raw"].qos_profile.depth == 3
     said = capfd.readouterr().err
     assert "there is no parameter 'qos_overrides./image.subscription.reliability'; did you mean" in said
     assert said.count("there is no parameter") == 1

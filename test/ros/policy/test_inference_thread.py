@@ -58,9 +58,9 @@ class ScriptedEngine:
         assert self.go_on.wait(PATIENCE_S)
         return []
 
-    def flush(self, *, before_epoch: int) -> list[Drop]:
+    def flush(self, *, before_epoch: int, stream: str) -> list[Drop]:
         self._note("flush")
-        return self.mailbox.drop(DropReason.EPOCH_CHANGED, before_epoch)
+        return self.mailbox.drop(DropReason.EPOCH_CHANGED, before_epoch, stream)
 
     def check_instruction(self, instruction: str) -> None:
         self._note("check_instruction")
@@ -242,7 +242,7 @@ def test_a_fault_outside_of_the_engines_own_net_is_survived() -> None:
         faults.append(trace)
         seen.set()
 
-    def fail(*, before_epoch: int) -> list[Drop]:
+    def fail(*, before_epoch: int, stream: str) -> list[Drop]:
         raise RuntimeError("no such tensor")
 
     with running(engine, on_fault=on_fault) as thread:

@@ -123,7 +123,7 @@ def test_a_latched_instruction_from_before_the_policy_is_heard(checkpoint: Path)
         r.user.create_publisher(String, "instruction", LATCHED).publish(String(data="turn lever"))
         r.spin(0.2)
         r.start()
-        r.until(lambda: r.policy._instruction is not None and r.policy._instruction.current.text)
+        r.until(lambda: r.policy.parts[""].instruction.text)
         assert r.act(rgb_image(r.now_ns())).instruction == "turn lever"
 
 

@@ -46,7 +46,7 @@ def test_each_change_begins_one_epoch_and_the_same_again_none(checkpoint: Path) 
         epochs = []
         for wanted in (False, True, True, False, False):
             pause(r, wanted)
-            epochs.append(r.policy._publisher.epoch)
+            epochs.append(r.policy.parts[""].epoch)
         assert [epoch - epochs[0] for epoch in epochs] == [0, 1, 1, 2, 2]
 
 

@@ -412,8 +412,8 @@ def test_the_real_policy_acts_during_a_task_alone(checkpoint: Path) -> None:
         wait_until(condition, meanwhile=lambda: executor.spin_once(timeout_sec=0.02))
 
     def let_frames_pass(count: int) -> None:
-        before = policy._drops.since_activation()["paused"]
-        until(lambda: policy._drops.since_activation()["paused"] >= before + count)
+        before = policy.parts[""].dropped["paused"]
+        until(lambda: policy.parts[""].dropped["paused"] >= before + count)
 
     try:
         assert policy.trigger_configure().name == policy.trigger_activate().name == "SUCCESS"
@@ -429,7 +429,7 @@ def test_the_real_policy_acts_during_a_task_alone(checkpoint: Path) -> None:
             handle.cancel_goal_async()
             done = handle.get_result_async()
             until(done.done)
-            assert policy._paused
+            assert policy.parts[""].paused
             let_frames_pass(5)  # what had left before is delivered
             known = len(actions)
             let_frames_pass(5)

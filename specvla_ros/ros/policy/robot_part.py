@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One robot's part of a policy node: what it sees and is told, what becomes of it, its pauses and its clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from diagnostic_msgs.msg import DiagnosticStatus
+from rclpy.clock import Clock, ClockType, JumpThreshold, TimeJump
+from rclpy.duration import Duration
+from rclpy.lifecycle import LifecycleNode
+from std_msgs.msg import Bool
+from std_srvs.srv import SetBool
+
+from specvla_ros.bags.action_message import ActionMeaning
+from specvla_ros.engine.outcome import Drop, DropReason, Outcome, Question
+from specvla_ros.errors import shortened
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.tokenizer import text_of
+from specvla_ros.ros.policy.action_publisher import ActionPublisher, Published
+from specvla_ros.ros.policy.ask_server import AskServer
+from specvla_ros.ros.policy.diagnostics import DropLedger, InferenceHealth, InputHealth
+from specvla_ros.ros.policy.image_input import stamp_problem
+from specvla_ros.ros.policy.inference_thread import InferenceThread
+from specvla_ros.ros.policy.instruction import Instruction, InstructionInput
+from specvla_ros.ros.policy.observation_input import Frames, ObservationInput, Senses
+from specvla_ros.ros.policy.parameters import RobotParameters
+from specvla_ros.ros.qos import LATCHED_STATE
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_NS = 1e-9
+_GRAPH_PERIOD_S = 1.0
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """A policy in memory, and what its robots must know of it.
+
+    Args:
+        thread: runs its engine.
+        senses: what it looks at.
+        tokenizer: ids to words; None: it has none.
+        unnorm_key: of its action statistics.
+        dt_s: seconds over which one of its actions is meant; None: its checkpoint does not say.
+    """
+
+    thread: InferenceThread
+    senses: Senses
+    tokenizer: Tokenizer | None
+    unnorm_key: str
+    dt_s: float | None
+
+
+class RobotPart:
+    """Hands a robot's images to the engine and publishes its actions, on the topics of a lifecycle node.
+
+    The node calls `configure`, `activate`, `deactivate` and `release` from the transitions of these names, and
+    `take_outcome` with what the engine says of this robot.
+
+    Args:
+        node: of the topics, the services and the clock.
+        stream: the robot's name in the engine.
+        max_image_age_s: the limit of an image's age, asked for at each one; 0: none.
+    """
+
+    def __init__(self, node: LifecycleNode, stream: str, max_image_age_s: Callable[[], float]) -> None:
+        self._node, self._stream, self._max_image_age_s = node, stream, max_image_age_s
+        self._policy: LoadedPolicy | None = None
+        self._meaning: ActionMeaning | None = None
+        self._instruction: InstructionInput | None = None
+        self._inputs: ObservationInput | None = None
+        self._active = self._paused = False
+        self._last_arrival_ns = 0
+        self._drops = DropLedger()
+        self._input_health, self._inference_health = InputHealth(), InferenceHealth()
+        self._publisher = ActionPublisher(node, lambda: self._meaning, lambda: self._tokenizer, max_image_age_s)
+        self._asking = AskServer(node, self._on_question, lambda tokens: text_of(self._tokenizer, tokens))
+        self._pause_service = node.create_service(SetBool, "~/pause", self._on_pause)
+        self._paused_state = node.create_publisher(Bool, "~/paused", LATCHED_STATE)
+        self._paused_state.publish(Bool(data=False))
+        self._jump_handle = node.get_clock().create_jump_callback(
+            JumpThreshold(min_forward=None, min_backward=Duration(nanoseconds=-1), on_clock_change=True),
+            post_callback=self._on_clock_jump,
+        )
+        self._graph_timer = node.create_timer(
+            _GRAPH_PERIOD_S, self._follow_publishers, clock=Clock(clock_type=ClockType.STEADY_TIME)
+        )
+
+    @property
+    def configured(self) -> bool:
+        """Whether it has a policy."""
+        return self._policy is not None
+
+    @property
+    def active(self) -> bool:
+        """Whether it listens to images."""
+        return self._active
+
+    @property
+    def paused(self) -> bool:
+        """Whether it was paused by its service."""
+        return self._paused
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose actions may go out."""
+        return self._publisher.epoch
+
+    @property
+    def instruction(self) -> Instruction:
+        """That in force."""
+        return self._instruction.current if self._instruction is not None else Instruction()
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Frames since activation, by reason, every reason included."""
+        return self._drops.since_activation()
+
+    @property
+    def _tokenizer(self) -> Tokenizer | None:
+        return self._policy.tokenizer if self._policy is not None else None
+
+    # Transitions
+
+    def configure(self, policy: LoadedPolicy, chosen: RobotParameters) -> None:
+        """Listens to instructions.
+
+        Raises:
+            UserError: the parameters do not fit the policy.
+        """
+        convention = chosen.action.convention(policy.unnorm_key, policy.dt_s)
+        self._meaning = ActionMeaning(convention, policy.unnorm_key, chosen.base_frame)
+        self._policy = policy
+        self._instruction = InstructionInput(self._node, chosen.instruction, self._on_new_instruction)
+
+    def activate(self, chosen: RobotParameters) -> None:
+        """Listens to images.
+
+        Raises:
+            UserError: the QoS of a topic cannot be had.
+        """
+        assert self._policy is not None, "activated before it was configured"
+        self._drops.start_over()
+        self._input_health.start_over()
+        self._inference_health.start_over()
+        self._publisher.start_over()
+        self._inputs = ObservationInput(
+            self._node,
+            self._policy.senses,
+            chosen,
+            on_message=self._input_health.add_image,
+            on_frames=self._on_frames,
+            on_bad=self._drop,
+        )
+        self._active = True
+
+    def deactivate(self) -> None:
+        """Publishes nothing more, and drops what is in flight."""
+        self._asking.end("the policy was deactivated")
+        self._begin_epoch(forget_stamps=True)
+        self._active = False
+        if self._inputs is not None:
+            self._inputs.destroy()
+            self._inputs = None
+
+    def release(self) -> None:
+        """Lets the policy go, and gives the place in its engine to another."""
+        self.deactivate()
+        if self._instruction is not None:
+            self._instruction.destroy()
+            self._instruction = None
+        policy, self._policy = self._policy, None
+        if policy is not None:
+            policy.thread.close(self._stream)
+
+    # Inputs
+
+    def _on_frames(self, frames: Frames) -> None:
+        frame = frames.lead
+        if frame.arrived_ns < self._last_arrival_ns:  # rclpy tells of jumps of simulated time only
+            self._start_over(f"the clock went back by {(self._last_arrival_ns - frame.arrived_ns) * _NS:.3f} s")
+        self._last_arrival_ns = frame.arrived_ns
+        self._input_health.add_frame(frame.stamp_ns, frame.age_s)
+        problem = stamp_problem(
+            frame.stamp_ns,
+            frame.arrived_ns,
+            max_age_s=self._max_image_age_s(),
+            max_future_s=self._node.get_parameter("max_future_s").value,
+        )
+        if problem is not None:
+            self._drop(*problem)
+            return
+        self._submit(frames)
+
+    def _submit(self, frames: Frames) -> None:
+        frame = frames.lead
+        policy, instruction = self._policy, self._instruction
+        if policy is None or instruction is None:  # cleaned up while this callback was on its way
+            return
+        if self._paused:
+            self._drop(DropReason.PAUSED)
+            return
+        # The epoch first: an instruction that comes in between makes this frame void, never the old text valid.
+        epoch, wanted = self._publisher.epoch, instruction.current
+        if wanted.problem:
+            self._drop(DropReason.BAD_INSTRUCTION, wanted.problem)
+            return
+        if not wanted.text:
+            self._drop(DropReason.NO_INSTRUCTION, "publish one on the topic 'instruction' or set the parameter")
+            return
+        observation = Observation(
+            images=frames.images,
+            instruction=wanted.text,
+            stamp_ns=frame.stamp_ns,
+            frame_id=frame.frame_id,
+            epoch=epoch,
+            received_ns=frame.received_ns,
+            receive_s=frame.age_s,
+            state=frames.state,
+            stream=self._stream,
+        )
+        policy.thread.submit(observation)
+
+    def _on_new_instruction(self, text: str) -> None:
+        policy = self._policy
+        if policy is None:
+            return
+        epoch = self._begin_epoch()
+        policy.thread.check_instruction(text, partial(self._on_instruction_checked, text))
+        self._node.get_logger().info(f"instruction of epoch {epoch}: '{shortened(text)}'")
+
+    def _on_instruction_checked(self, text: str, problem: str) -> None:
+        instruction = self._instruction
+        if problem and instruction is not None and instruction.refuse(text, problem):
+            self._node.get_logger().error(f"instruction '{shortened(text)}' refused, nothing is published: {problem}")
+
+    def _on_question(self, question: Question) -> None:
+        policy = self._policy
+        if policy is None or not self._active:
+            question.problem, question.done = "the policy is not active", True
+            return
+        question.stream = self._stream
+        policy.thread.ask(question)
+
+    def _on_pause(self, request: SetBool.Request, response: SetBool.Response) -> SetBool.Response:
+        """No action of before leaves once this has answered; it holds across the node's states, until it is undone."""
+        response.success, response.message = True, "paused" if request.data else "not paused"
+        if request.data is not self._paused:
+            self._paused = request.data
+            epoch = self._begin_epoch()
+            self._paused_state.publish(Bool(data=request.data))
+            self._node.get_logger().info(f"{response.message}: epoch {epoch} begins")
+        return response
+
+    def _on_clock_jump(self, jump: TimeJump) -> None:
+        self._last_arrival_ns = 0
+        self._start_over(f"the clock jumped by {jump.delta.nanoseconds * _NS:.3f} s")
+
+    def _start_over(self, why: str) -> None:
+        epoch = self._begin_epoch(forget_stamps=True)
+        self._node.get_logger().warning(f"{why}: everything in flight is void, epoch {epoch} begins")
+
+    def _begin_epoch(self, *, forget_stamps: bool = False) -> int:
+        """Makes everything in flight void, and frees its slots."""
+        epoch = self._publisher.new_epoch(forget_stamps=forget_stamps)
+        if self._policy is not None:
+            self._policy.thread.begin_epoch(epoch, self._stream, forget_stamps=forget_stamps)
+        return epoch
+
+    def _follow_publishers(self) -> None:
+        if self._inputs is not None:
+            self._inputs.follow_publishers()
+
+    # Called from the inference thread
+
+    def take_outcome(self, outcome: Outcome) -> None:
+        """Publishes an action of this robot, or counts the drop."""
+        if isinstance(outcome, Drop):
+            self._drop(outcome.reason, outcome.detail)
+            return
+        try:
+            published = self._publisher.publish(outcome, self._drops.since_activation())
+        except Exception:
+            if self._node.context.ok():
+                raise
+            return  # a signal ended the context: nothing can be published any more
+        if isinstance(published, Published):
+            self._inference_health.add_action(published.latency_s, published.action_dt)
+        else:
+            self._drop(published.reason, published.detail)
+
+    def take_fault(self, what: str) -> None:
+        """Has the diagnostics say once that the inference thread went on after an exception."""
+        self._inference_health.set_fault(what)
+
+    # Bookkeeping
+
+    def _drop(self, reason: DropReason, detail: str = "") -> None:
+        message = self._drops.add(reason, detail)
+        if message:
+            self._node.get_logger().warning(message)
+
+    def statuses(self) -> dict[str, DiagnosticStatus]:
+        """For /diagnostics; begins a new period for the rates."""
+        drops = self._drops.take_recent()
+        idle = "paused" if self._paused else "" if self._active else "not active"
+        return {
+            "inputs": self._input_health.status(self._active, self.instruction, drops),
+            "inference": self._inference_health.status(idle, drops),
+        }
