@@ -298,14 +298,14 @@ def test_it_can_be_configured_again():
 def test_a_policy_whose_clock_is_another_is_found_out():
     with arm(output="pose", diagnostics_period_s=0.1) as robot:
         robot.start()
-        robot.act(age_s=0.2, receive_s=0.05, latency_s=0.15)
+        robot.act()
         motion = lambda: robot.diagnostics[-1].status[0]  # noqa: E731
         robot.until(lambda: robot.diagnostics and motion().message == "following actions")
         values = {each.key: each.value for each in motion().values}
-        assert float(values["action age s"]) >= 0.2
+        assert float(values["action age s"]) > 0
         for _ in range(8):  # a second ahead
-            robot.act((0.0,) * 7, age_s=0.2, receive_s=1.05, latency_s=1.15)
+            robot.act((0.0,) * 7, receive_s=1.0, latency_s=1.0)
         robot.until(lambda: "synchronise the machines" in motion().message)
         values = {each.key: each.value for each in motion().values}
         ahead, _, error = values["policy's clock ahead s"].split()
-        assert abs(float(ahead) - 1.0) <= float(error) + 1e-3 < 0.3
+        assert abs(float(ahead) - 1.0) <= float(error) + 1e-3 < 0.5
