@@ -14,6 +14,7 @@ from specvla_ros.bags.synchronizer import TOLERANCE_S
 from specvla_ros.cli import certify as cli_certify
 from specvla_ros.cli import experiments, training
 from specvla_ros.cli import plan as cli_plan
+from specvla_ros.cli import qualify as cli_qualify
 from specvla_ros.cli import serve as cli_serve
 from specvla_ros.cli.ending import one_line_endings
 from specvla_ros.cli.options import (
@@ -55,6 +56,7 @@ app.add_typer(training.app)
 app.add_typer(cli_plan.app)
 app.add_typer(cli_serve.app)
 app.add_typer(cli_certify.app)
+app.add_typer(cli_qualify.app)
 
 
 def main() -> None:

@@ -14,7 +14,15 @@ from specvla_ros.settings.replace_file import replace_file
 T = TypeVar("T")
 
 SETTINGS_FILE, SUMMARY_FILE, REPORT_FILE = "settings.json", "summary.json", "report.html"
-_RESULTS = (SUMMARY_FILE, REPORT_FILE, "frames.jsonl", "episodes.jsonl", "sweep.json", "calibration.json")
+_RESULTS = (
+    SUMMARY_FILE,
+    REPORT_FILE,
+    "frames.jsonl",
+    "episodes.jsonl",
+    "sweep.json",
+    "calibration.json",
+    "qualify.json",
+)
 
 
 class RunDirectory:

@@ -158,7 +158,7 @@ def simulate(
     directory = RunDirectory(out, "simulate")
     out = directory.path
     directory.begin(settings.as_json() | checkpoint_hashes(settings.policy, settings.engine))
-    done = {(each.task, each.seed): each for each in directory.resume_lines(EPISODES_FILE, _episode)}
+    done = {(each.task, each.seed): each for each in directory.resume_lines(EPISODES_FILE, episode_of)}
     wanted = [(task, plan.first_seed + i) for i in range(plan.episodes) for task in tasks]
     jobs = []
     for task, seed in wanted:
@@ -183,10 +183,11 @@ def simulate(
 
 def read_episodes(out: Path) -> dict[tuple[str, int], EpisodeResult]:
     """The finished episodes of a results directory, by task and seed."""
-    return {(each.task, each.seed): each for each in read_lines(out / EPISODES_FILE, _episode)}
+    return {(each.task, each.seed): each for each in read_lines(out / EPISODES_FILE, episode_of)}
 
 
-def _episode(raw: dict[str, Any]) -> EpisodeResult:
+def episode_of(raw: dict[str, Any]) -> EpisodeResult:
+    """Of a line of EPISODES_FILE."""
     return EpisodeResult(**raw | {"latency_s": tuple(raw["latency_s"])})
 
 

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specvla qualify`: on which device, and with which setting, a policy still works as it does when the world waits.
+
+Real-time episodes of a candidate are paired with lockstep episodes of plain decoding: the same task, the same start.
+The task of each pair is drawn anew, so that pairs are alike whatever came before, and their evidence may be looked at
+after each of them (see `e_process`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.errors import UserError
+from specvla_ros.evaluation.e_process import confidence_interval, log_e_values
+from specvla_ros.evaluation.provenance import checkpoint_hashes, head
+from specvla_ros.evaluation.report.qualify import write_qualify_report
+from specvla_ros.evaluation.run_directory import REPORT_FILE, RunDirectory, write_line
+from specvla_ros.evaluation.simulate import EPISODES_FILE, EpisodeJob, SimulateSettings, episode_of, run_job, tasks_of
+from specvla_ros.evaluation.statistics import Rate
+from specvla_ros.simulation.episode_pool import run_episodes
+from specvla_ros.simulation.rollout import Clock, EpisodeResult, read_stage_times
+
+QUALIFY_FILE = "qualify.json"
+REFERENCE = "lockstep"
+_OF = "candidate"  # of a line in EPISODES_FILE
+
+
+class Verdict(str, Enum):
+    """What the pairs say of a candidate."""
+
+    QUALIFIED = "qualified"
+    REFUSED = "refused"
+    UNDECIDED = "undecided"
+    NOT_TRIED = "not tried"
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What a candidate must show.
+
+    Args:
+        margin: its success must be less than this below the reference's.
+        success: and above this share of all starts, so that a policy that never works is not said to work as well.
+        alpha: probability of a wrong verdict, whenever one stops: of qualifying what does not meet the two, and of
+            refusing what does.
+    """
+
+    margin: float = 0.1
+    success: float = 0.5
+    alpha: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not 0 < value < 1:
+                raise UserError(f"{name} is {value:g}, but it must lie between 0 and 1")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One start, twice."""
+
+    task: str
+    seed: int
+    reference: bool  # whether the reference succeeded
+    candidate: bool
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A candidate and its pairs.
+
+    Args:
+        name: of the candidate.
+        pairs: in the order in which they were drawn.
+        criterion: by which they are judged.
+    """
+
+    name: str
+    pairs: tuple[Pair, ...]
+    criterion: Criterion
+
+    @cached_property
+    def differences(self) -> np.ndarray:
+        """Float64 [pairs]: 1 where the candidate alone succeeded, -1 where the reference alone did."""
+        return np.array([pair.candidate - pair.reference for pair in self.pairs], dtype=np.float64)
+
+    @cached_property
+    def evidence(self) -> dict[str, np.ndarray]:
+        """Logarithms of the e-values after each pair, by what they are evidence for."""
+        criterion = self.criterion
+        succeeded = np.array([pair.candidate for pair in self.pairs], dtype=np.float64)
+        return {
+            "not worse": log_e_values(self.differences, -criterion.margin, -1.0),
+            "works": log_e_values(succeeded, criterion.success, 0.0),
+            "worse": log_e_values(-self.differences, criterion.margin, -1.0),
+            "does not work": log_e_values(-succeeded, -criterion.success, -1.0),
+        }
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """Qualified where both criteria are shown, refused where one is shown not to be met.
+
+        To qualify, both must be wrong for the verdict to be: each has alpha. To refuse one suffices: each has half.
+        """
+        if not self.pairs:
+            return Verdict.NOT_TRIED
+        most = {name: float(values.max()) for name, values in self.evidence.items()}
+        alpha = self.criterion.alpha
+        if max(most["worse"], most["does not work"]) >= -np.log(alpha / 2):
+            return Verdict.REFUSED
+        if min(most["not worse"], most["works"]) >= -np.log(alpha):
+            return Verdict.QUALIFIED
+        return Verdict.UNDECIDED
+
+    @cached_property
+    def interval(self) -> tuple[float, float]:
+        """That of the difference in success, which holds whenever one looks."""
+        return self.interval_after(len(self.pairs))
+
+    def interval_after(self, n: int) -> tuple[float, float]:
+        """`interval` as it was after n pairs."""
+        return confidence_interval(self.differences[:n], -1.0, 1.0, self.criterion.alpha)
+
+    @property
+    def rates(self) -> tuple[Rate, Rate]:
+        """Of the reference and of the candidate."""
+        n = len(self.pairs)
+        return Rate(sum(pair.reference for pair in self.pairs), n), Rate(sum(pair.candidate for pair in self.pairs), n)
+
+    def as_json(self) -> dict[str, Any]:
+        if not self.pairs:
+            return {"name": self.name, "verdict": self.verdict.value}
+        reference, candidate = self.rates
+        return {
+            "name": self.name,
+            "verdict": self.verdict.value,
+            "pairs": len(self.pairs),
+            "reference": reference.as_json(),
+            "candidate": candidate.as_json(),
+            "only_reference": int((self.differences < 0).sum()),
+            "only_candidate": int((self.differences > 0).sum()),
+            "difference": {"mean": float(self.differences.mean()), "low": self.interval[0], "high": self.interval[1]},
+            "log_e_values": {name: float(values.max()) for name, values in self.evidence.items()},
+        }
+
+    def __str__(self) -> str:
+        if not self.pairs:
+            return f"{self.name}: not tried, since the one before it did not qualify"
+        reference, candidate = self.rates
+        low, high = (100 * bound for bound in self.interval)
+        return (
+            f"{self.name}: {self.verdict.value} after {len(self.pairs)} pairs: success {candidate} beside {reference}, "
+            f"{100 * self.differences.mean():+.1f} points, {low:+.1f} to {high:+.1f} whenever one looks"
+        )
+
+
+@dataclass(frozen=True)
+class QualifyPlan:
+    """Which pairs are drawn, how many at most, and where they run."""
+
+    tasks: tuple[str, ...] = ()  # names of the tasks; none: all of the world
+    pairs: int = 400  # number at most, per candidate
+    first_seed: int = 0  # of the first start and of the drawing of tasks
+    batch: int = 20  # pairs between two looks at the evidence; with several workers it is their work
+    workers: int = 0  # worker processes; 0: this process
+
+    def draw(self, world: str) -> Iterator[tuple[str, int]]:
+        """Task and seed of one pair after the other: the task at random."""
+        tasks = tasks_of(world, self.tasks)
+        generator = np.random.default_rng(self.first_seed)
+        for number in range(self.pairs):
+            yield tasks[generator.integers(len(tasks))], self.first_seed + number
+
+
+def device_candidates(base: SimulateSettings, devices: Sequence[str]) -> dict[str, SimulateSettings]:
+    """The same policy and setting on one device after the other; without any, at this machine's own times."""
+    realtime = replace(base, clock=Clock.REALTIME)
+    return {device or "this machine": replace(realtime, emulate=device) for device in devices or [""]}
+
+
+def tolerance_candidates(base: SimulateSettings, device: str, bins: Sequence[int]) -> dict[str, SimulateSettings]:
+    """The same policy with one tolerance after the other (`acceptance.rule` bin_distance), on one device."""
+
+    def relaxed(engine: EngineSettings, r: int) -> EngineSettings:
+        return replace(engine, acceptance=replace(engine.acceptance, rule="bin_distance", bins=(r,)))
+
+    realtime = replace(base, clock=Clock.REALTIME, emulate=device)
+    return {f"r{r}": replace(realtime, engine=relaxed(base.engine, r)) for r in bins}
+
+
+def qualify(
+    candidates: dict[str, SimulateSettings],
+    plan: QualifyPlan,
+    criterion: Criterion,
+    out: Path,
+    on_pairs: Callable[[Judgement], None] = lambda judgement: None,
+    on_episode: Callable[[str, int, int], None] = lambda name, done, wanted: None,
+) -> list[Judgement]:
+    """Judges candidates one after the other, until one does not qualify; writes a page, qualify.json and all episodes.
+
+    They are tried from the safest to the boldest, each with the whole alpha: where one fails, those behind it are not
+    tried, and so no wrong verdict of theirs can add to its own (fixed-sequence testing, Maurer, Hothorn and Lehmacher
+    1995). Called again with the same settings, it goes on.
+
+    Args:
+        candidates: real-time simulations by name, the safest first; they share policy, world and robot.
+        plan: the pairs.
+        criterion: what a candidate must show.
+        out: directory of the results.
+        on_pairs: called at each look at the evidence.
+        on_episode: called with the name, the number of episodes and of those wanted until the next look.
+    """
+    base = next(iter(candidates.values()))
+    for settings in candidates.values():
+        if settings.emulate:
+            read_stage_times(settings.emulate)
+    lockstep = replace(base, clock=Clock.LOCKSTEP, emulate="", engine=replace(base.engine, mode="ar"))
+    simulated = {REFERENCE: lockstep, **candidates}
+    deciding = {
+        "candidates": {name: each.as_json() for name, each in simulated.items()},
+        "criterion": asdict(criterion),
+        "tasks": tasks_of(base.world, plan.tasks),
+        "first_seed": plan.first_seed,
+    }
+    directory = RunDirectory(out, "qualify")
+    directory.begin(deciding | checkpoint_hashes(base.policy, base.engine))
+    done: dict[tuple[str, str, int], EpisodeResult] = {
+        (name, each.task, each.seed): each for name, each in directory.resume_lines(EPISODES_FILE, _named_episode)
+    }
+    context = {**deciding, "plan": asdict(plan), **checkpoint_hashes(base.policy, base.engine), **head()}
+    drawn = list(plan.draw(base.world))
+    judgements = {name: Judgement(name, (), criterion) for name in candidates}
+
+    def run(name: str, starts: Sequence[tuple[str, int]]) -> None:
+        missing = [start for start in starts if (name, *start) not in done]
+        jobs = [EpisodeJob(simulated[name], *start) for start in missing]
+        with directory.append_to(EPISODES_FILE) as lines:
+            for _, result in run_episodes(run_job, jobs, workers=plan.workers):
+                write_line(lines, {_OF: name, **asdict(result)})
+                done[name, result.task, result.seed] = result
+                on_episode(name, sum((name, *start) in done for start in starts), len(starts))
+
+    with directory.reporting_errors("; the episodes so far are kept, and the same command goes on"):
+        try:
+            for name in candidates:
+                starts = iter(drawn)
+                while batch := list(islice(starts, plan.batch)):
+                    for each in (REFERENCE, name):
+                        run(each, batch)
+                    pairs = tuple(_pair(done, name, *start) for start in batch)
+                    judgements[name] = replace(judgements[name], pairs=judgements[name].pairs + pairs)
+                    on_pairs(judgements[name])
+                    if judgements[name].verdict is not Verdict.UNDECIDED:
+                        break
+                if judgements[name].verdict is not Verdict.QUALIFIED:
+                    break
+        finally:
+            found = list(judgements.values())
+            directory.write_json(QUALIFY_FILE, {"results": [each.as_json() for each in found], **context})
+            write_qualify_report(out / REPORT_FILE, found, context)
+    return found
+
+
+def _named_episode(raw: dict[str, Any]) -> tuple[str, EpisodeResult]:
+    return raw[_OF], episode_of({key: value for key, value in raw.items() if key != _OF})
+
+
+def _pair(done: dict[tuple[str, str, int], EpisodeResult], name: str, task: str, seed: int) -> Pair:
+    return Pair(task, seed, done[REFERENCE, task, seed].succeeded, done[name, task, seed].succeeded)
+
+
+def boldest(judgements: Sequence[Judgement]) -> str:
+    """The name of the last candidate that qualified; empty: none did."""
+    return next((each.name for each in reversed(judgements) if each.verdict is Verdict.QUALIFIED), "")
