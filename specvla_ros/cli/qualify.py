@@ -50,6 +50,7 @@ def qualify(
     Exit code 1 when the first candidate is refused, 4 when the pairs did not suffice to decide on it.
     """
     from specvla_ros.evaluation import qualify as run
+    from specvla_ros.evaluation.qualification import Criterion, Judgement, Verdict
     from specvla_ros.evaluation.simulate import SimulateSettings
     from specvla_ros.models.checkpoint import leave_a_core
 
@@ -66,13 +67,13 @@ def qualify(
         if bins
         else run.device_candidates(base, devices)
     )
-    criterion = run.Criterion(margin, success, alpha)
+    criterion = Criterion(margin, success, alpha)
     leave_a_core()
     plan = run.QualifyPlan(tuple(task or ()), pairs, seed, workers=workers)
     with progress("episodes") as advance:
         latest = ""
 
-        def look(judgement: run.Judgement) -> None:
+        def look(judgement: Judgement) -> None:
             nonlocal latest
             rates = [f"{rate.successes}" for rate in judgement.rates]
             latest = f", {' and '.join(rates)} of {len(judgement.pairs)} succeeded"
@@ -84,7 +85,7 @@ def qualify(
     for judgement in found:
         typer.echo(str(judgement))
     typer.echo(f"see {out / 'report.html'}")
-    if found[0].verdict is run.Verdict.REFUSED:
+    if found[0].verdict is Verdict.REFUSED:
         raise typer.Exit(1)
-    if found[0].verdict is run.Verdict.UNDECIDED:
+    if found[0].verdict is Verdict.UNDECIDED:
         raise typer.Exit(UNDECIDED)

@@ -13,18 +13,8 @@ import specvla_ros.planning
 from specvla_ros import EngineSettings, UserError
 from specvla_ros.cli.app import app
 from specvla_ros.evaluation import qualify as module
-from specvla_ros.evaluation.qualify import (
-    REFERENCE,
-    Criterion,
-    Judgement,
-    Pair,
-    QualifyPlan,
-    Verdict,
-    boldest,
-    device_candidates,
-    qualify,
-    tolerance_candidates,
-)
+from specvla_ros.evaluation.qualification import Criterion, Judgement, Pair, Verdict, boldest
+from specvla_ros.evaluation.qualify import REFERENCE, QualifyPlan, device_candidates, qualify, tolerance_candidates
 from specvla_ros.evaluation.simulate import EpisodeJob, SimulateSettings
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.simulation.rollout import Clock, EpisodeResult

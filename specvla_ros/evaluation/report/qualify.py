@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of a qualification: the verdict, the evidence pair by pair, and where the two differed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
+from specvla_ros.evaluation.qualification import Judgement, Verdict, boldest
 from specvla_ros.evaluation.report.page import BLUE, GREEN, GREY, INK, RED, plot, provenance, table, write_page
-
-if TYPE_CHECKING:
-    from specvla_ros.evaluation.qualify import Judgement
 
 _HEAD = ("", "verdict", "pairs", "lockstep", "realtime", "difference", "only lockstep", "only realtime")
 _POINTS = 60  # of an interval's curve
@@ -50,10 +46,10 @@ def _policy(context: Mapping[str, Any]) -> str:
 
 
 def _verdict(judgements: Sequence[Judgement]) -> str:
-    qualified = [each for each in judgements if each.verdict.value == "qualified"]
-    ended = next((each for each in judgements if each.verdict.value in ("refused", "undecided")), None)
+    qualified = boldest(judgements)
+    ended = next((each for each in judgements if each.verdict in (Verdict.REFUSED, Verdict.UNDECIDED)), None)
     kind = "passed" if qualified else "failed"
-    words = [f"{escape(qualified[-1].name)} qualifies." if qualified else "None qualifies."]
+    words = [f"{escape(qualified)} qualifies." if qualified else "None qualifies."]
     if ended is not None:
         words.append(f"{escape(str(ended))}.")
     return f"<p class='verdict {kind}'>{' '.join(words)}</p>"
