@@ -37,7 +37,7 @@ def serve(
     certificate: Annotated[Path | None, typer.Option(help="TLS certificate (PEM).")] = None,
     key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
 ) -> None:
-    """Serve a policy to openpi's clients (websocket) and OpenVLA's (POST /act); also /healthz and /metrics."""
+    """Serve a policy to openpi's and vla-eval's clients (websockets) and OpenVLA's (POST /act), with /metrics."""
     try:
         import uvicorn
 
@@ -78,7 +78,7 @@ def serve(
     letter = "s" if certificate is not None else ""
     typer.echo(
         f"serving {chosen.checkpoint.name} to {robots} robots at once: ws{letter}://{host}:{port} (openpi), "
-        f"http{letter}://{host}:{port}/act (OpenVLA)"
+        f"ws{letter}://{host}:{port}/vla-eval (vla-eval), http{letter}://{host}:{port}/act (OpenVLA)"
     )
     uvicorn.run(
         make_app(engine, settings),

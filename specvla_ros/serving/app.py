@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The web application: openpi's websocket at `/`, OpenVLA's `/act`, `/healthz` and `/metrics`."""
+"""The web application: the websockets of openpi and vla-eval, OpenVLA's `/act`, `/healthz` and `/metrics`."""
 
 import asyncio
+import base64
+import binascii
 import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -22,6 +24,7 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.errors import UserError
 from specvla_ros.models.target import Target
+from specvla_ros.serving import vla_eval
 from specvla_ros.serving.arrays import dump, pack, parse, unpack
 from specvla_ros.serving.observations import read_observation
 from specvla_ros.serving.sessions import EngineThread, NoRoomError, Session, Sessions
@@ -117,7 +120,8 @@ class _Server:
                 Route("/healthz", self._health),
                 Route("/metrics", self._show_metrics),
                 Route("/act", self._act, methods=["POST"]),
-                WebSocketRoute("/", self._websocket),
+                WebSocketRoute("/", self._openpi),
+                WebSocketRoute("/vla-eval", self._vla_eval),
             ],
             lifespan=self._lifespan,
         )
@@ -167,8 +171,26 @@ class _Server:
             parts.append(part)
         return b"".join(parts)
 
-    async def _websocket(self, socket: WebSocket) -> None:
+    async def _openpi(self, socket: WebSocket) -> None:
         """Openpi's protocol: what the policy is, once; then an observation in, its actions out."""
+
+        async def talk(session: Session) -> None:
+            await socket.send_bytes(pack(self._metadata()))
+            while True:
+                await self._answer(socket, session, await socket.receive_bytes())
+
+        await self._converse(socket, talk)
+
+    async def _vla_eval(self, socket: WebSocket) -> None:
+        """vla-eval's protocol: each message has a type and a number, which its answer has too."""
+
+        async def talk(session: Session) -> None:
+            while True:
+                await self._answer_vla_eval(socket, session, await socket.receive_bytes())
+
+        await self._converse(socket, talk)
+
+    async def _converse(self, socket: WebSocket, talk: Callable[[Session], Awaitable[None]]) -> None:
         await socket.accept()
         if not self._allowed(socket.headers.get("authorization", "")):
             self._metrics.refused += 1
@@ -181,13 +203,31 @@ class _Server:
             await socket.close(_TRY_LATER, str(error))
             return
         try:
-            await socket.send_bytes(pack(self._metadata()))
-            while True:
-                await self._answer(socket, session, await socket.receive_bytes())
+            await talk(session)
         except (WebSocketDisconnect, KeyError):  # KeyError: a text in place of bytes
             pass
         finally:
             self._sessions.close(session)
+
+    async def _answer_vla_eval(self, socket: WebSocket, session: Session, message: bytes) -> None:
+        number = 0
+        try:
+            given = vla_eval.read(message)
+            number = given.number
+            if given.kind == vla_eval.HELLO:
+                await socket.send_bytes(vla_eval.write(vla_eval.HELLO, vla_eval.hello(self._policy), number))
+            elif given.kind == vla_eval.EPISODE_START:
+                session.begin_episode()
+            elif given.kind == vla_eval.OBSERVATION:
+                outcome = await self._decode(session, vla_eval.observation(given.payload, self._policy))
+                if not isinstance(outcome, Action):
+                    await socket.send_bytes(vla_eval.write(vla_eval.ERROR, {"error": _why(outcome)}, number))
+                    return
+                # Its benchmarks take one action of an answer and ask again.
+                await socket.send_bytes(vla_eval.write(vla_eval.ACTION, {"actions": outcome.actions[0]}, number))
+        except UserError as error:
+            self._metrics.refused += 1
+            await socket.send_bytes(vla_eval.write(vla_eval.ERROR, {"error": str(error)}, number))
 
     async def _answer(self, socket: WebSocket, session: Session, message: bytes) -> None:
         started_s = time.perf_counter()
@@ -210,7 +250,7 @@ class _Server:
 
     async def _decode(self, session: Session, message: dict[str, Any]) -> Outcome:
         started_s = time.perf_counter()
-        asked = read_observation(message, self._policy)
+        asked = await asyncio.to_thread(read_observation, message, self._policy)  # a picture may have to be decoded
         if asked.ignored and asked.ignored not in self._told and len(self._told) < _MAX_TOLD:
             self._told.add(asked.ignored)
             _log.warning("the policy has no use for %s, which a client sends", asked.ignored)
@@ -225,6 +265,8 @@ class _Server:
         if not token:
             return True
         kind, _, shown = authorization.partition(" ")
+        if kind.lower() == "basic":  # of an address such as ws://robot:TOKEN@host
+            kind, shown = "bearer", _password(shown)
         return kind.lower() in ("api-key", "bearer") and hmac.compare_digest(shown.encode(), token.encode())
 
     def _problem(self, text: str, status: int) -> Response:
@@ -247,3 +289,11 @@ class _Server:
 def _why(outcome: Outcome) -> str:
     assert not isinstance(outcome, Action)
     return f"{outcome.reason.value}: {outcome.detail}" if outcome.detail else outcome.reason.value
+
+
+def _password(credentials: str) -> str:
+    """Of HTTP's basic authorization (RFC 7617)."""
+    try:
+        return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
+    except (ValueError, binascii.Error):
+        return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays on the wire: openpi's msgpack and json-numpy, read within limits.
+"""Arrays on the wire: the msgpack of openpi and of vla-eval, and json-numpy, read within limits.
 
 What a client says of an array is believed only where the bytes bear it out: an unknown number format, or a shape of
 another size than the bytes, is refused before anything is made of it.
@@ -7,22 +7,53 @@ another size than the bytes, is refused before anything is made of it.
 
 import base64
 import binascii
+import io
 import json
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 import numpy as np
+from PIL import Image
 
 from specvla_ros.errors import UserError
 
 _MAX_ITEMS = 4096  # of a list or an object
 _MAX_DIMS = 8
 _KINDS = "biuf"
+_MAX_PIXELS = 1 << 24  # a small file may claim any number
+
+
+@dataclass(frozen=True)
+class EncodedPicture:
+    """A picture as PNG or JPEG, which nobody has looked into yet.
+
+    Args:
+        data: the file.
+    """
+
+    data: bytes
+
+    def decode(self) -> np.ndarray:
+        """The picture, uint8 [height, width, 3]; of one that is not RGB, [height, width] or another last side.
+
+        Raises:
+            UserError: it is none, is cut off, or has too many pixels.
+        """
+        try:
+            with Image.open(io.BytesIO(self.data), formats=("PNG", "JPEG")) as image:
+                if math.prod(image.size) > _MAX_PIXELS:
+                    raise UserError(f"a picture may have {_MAX_PIXELS} pixels, this one has {image.size}")
+                return np.asarray(image)
+        except UserError:
+            raise
+        except Exception as error:  # whatever a client sends
+            raise UserError(f"a picture is no PNG and no JPEG, or cut off ({str(error)[:60]})") from None
 
 
 def unpack(message: bytes) -> dict[str, Any]:
-    """An observation of openpi's client (openpi_client/msgpack_numpy.py).
+    """A message of openpi's client (openpi_client/msgpack_numpy.py) or of vla-eval's (vla_eval/protocol).
 
     Raises:
         UserError: it is no msgpack, no object, or holds an array that is none.
@@ -74,6 +105,10 @@ def _object(value: Any) -> dict[str, Any]:
 def _array_of_bytes(value: dict[Any, Any]) -> Any:
     if b"__ndarray__" in value:
         return _array(value.get(b"data"), value.get(b"dtype"), value.get(b"shape"))
+    if "__ndarray__" in value or ("__image__" in value and value.get("format") == "raw"):
+        return _array(value.get("data"), value.get("dtype"), value.get("shape"))
+    if "__image__" in value:
+        return EncodedPicture(value["data"] if isinstance(value.get("data"), bytes) else b"")
     if b"__npgeneric__" in value:
         return value.get(b"data")
     return value

@@ -9,6 +9,7 @@ import numpy as np
 
 from specvla_ros.errors import UserError, shortened
 from specvla_ros.models.target import Target
+from specvla_ros.serving.arrays import EncodedPicture
 
 _PREFIXES = ("observation/", "observation.", "images/", "images.", "image/")
 
@@ -82,6 +83,8 @@ def _plain(name: str) -> str:
 
 
 def _picture(value: Any, camera: str) -> np.ndarray:
+    if isinstance(value, EncodedPicture):
+        value = value.decode()
     if not isinstance(value, np.ndarray) or value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] != 3:
         has = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
         raise UserError(f"the picture of '{camera}' must be uint8 RGB [height, width, 3], it is {has}")

@@ -123,6 +123,10 @@ class Session:
         """Whether a request is under way."""
         return self._lock.locked()
 
+    def begin_episode(self) -> None:
+        """What comes now has nothing to do with what was before."""
+        self._epoch += 1
+
     async def act(self, images: Mapping[str, np.ndarray], instruction: str, state: np.ndarray | None) -> Outcome:
         """What becomes of a request.
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real server process, asked by clients that others wrote, and by some that mean no good."""
 
+import base64
+import io
 import json
 import os
 import re
@@ -16,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from support.checkpoints import load_openvla, write_checkpoint
 from support.patience import PATIENCE_S, wait_until
 from websockets.exceptions import ConnectionClosed
@@ -82,10 +85,15 @@ class Server:
             return error.code, json.loads(error.read())
         return answer.status, json.loads(answer.read())
 
-    def open(self, token: str = TOKEN) -> ClientConnection:
-        headers = {"Authorization": f"Api-Key {token}"} if token else {}
+    def open(self, token: str = TOKEN, path: str = "/") -> ClientConnection:
+        shown = token if " " in token else f"Api-Key {token}"
+        headers = {"Authorization": shown} if token else {}
         return connect(
-            f"ws://127.0.0.1:{self.port}", compression=None, max_size=None, additional_headers=headers, legacy=True
+            f"ws://127.0.0.1:{self.port}{path}",
+            compression=None,
+            max_size=None,
+            additional_headers=headers,
+            legacy=True,
         )
 
     def end(self) -> None:
@@ -112,16 +120,21 @@ def server(checkpoint: Path) -> Iterator[Server]:
         made.end()
 
 
-@pytest.fixture(scope="module")
-def plain(checkpoint: Path) -> list[np.ndarray]:
-    """The plain decoder's actions for the pictures."""
+def decoded(checkpoint: Path, images: np.ndarray, instruction: str = INSTRUCTION) -> list[np.ndarray]:
+    """The plain decoder's actions."""
     engine = Engine(load_openvla(checkpoint, device="cpu"), EngineSettings())
     answers = []
-    for number, image in enumerate(pictures(6), start=1):
-        outcome = engine.act(Observation(image, INSTRUCTION, number))
+    for number, image in enumerate(images, start=1):
+        outcome = engine.act(Observation(image, instruction, number))
         assert isinstance(outcome, Action)
         answers.append(outcome.actions)
     return answers
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> list[np.ndarray]:
+    """The plain decoder's actions for the pictures."""
+    return decoded(checkpoint, pictures(6))
 
 
 def ask(client: ClientConnection, image: np.ndarray, **changes: Any) -> Any:
@@ -130,21 +143,42 @@ def ask(client: ClientConnection, image: np.ndarray, **changes: Any) -> Any:
     return answer if isinstance(answer, str) else unpack(answer)["actions"]
 
 
-@pytest.mark.skipif(not THEIR_PYTHON.exists(), reason="make test installs openpi-client beside the tests' packages")
-def test_unchanged_clients_get_the_plain_decoders_actions(
-    server: Server, plain: list[np.ndarray], tmp_path: Path
-) -> None:
+needs_their_packages = pytest.mark.skipif(
+    not THEIR_PYTHON.exists(), reason="make test installs other people's clients beside the tests' packages"
+)
+
+
+def run_theirs(name: str, server: Server, tmp_path: Path) -> Any:
+    """What a script in the environment of other people's clients was answered for the pictures."""
     np.savez(tmp_path / "frames.npz", images=pictures(6), instruction=INSTRUCTION)
-    script = Path(__file__).with_name("their_clients.py")
+    script = Path(__file__).with_name(name)
     arguments = [server.port, tmp_path / "frames.npz", tmp_path / "answers.npz", TOKEN]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(THEIR_PYTHON), str(script), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
-    answers = np.load(tmp_path / "answers.npz")
+    return np.load(tmp_path / "answers.npz")
+
+
+@needs_their_packages
+def test_unchanged_clients_get_the_plain_decoders_actions(
+    server: Server, plain: list[np.ndarray], tmp_path: Path
+) -> None:
+    answers = run_theirs("their_clients.py", server, tmp_path)
     np.testing.assert_array_equal(answers["openpi"], plain)
     np.testing.assert_array_equal(answers["openvla"], np.array(plain)[:, 0])
     np.testing.assert_array_equal(answers["encoded"], np.array(plain)[:, 0])
+
+
+@needs_their_packages
+def test_unchanged_benchmarks_are_driven_by_the_plain_decoders_actions(
+    server: Server, checkpoint: Path, plain: list[np.ndarray], tmp_path: Path
+) -> None:
+    answers = run_theirs("their_benchmarks.py", server, tmp_path)
+    np.testing.assert_array_equal(answers["vla_eval"], np.array(plain)[:, 0])
+    seen = answers["seen"]
+    assert len(seen) == 6  # two scenes of three steps
+    np.testing.assert_array_equal(answers["inspect_robots"], decoded(checkpoint, seen, "reach the cube"))
 
 
 def test_robots_at_once_get_their_own_answers(server: Server, plain: list[np.ndarray]) -> None:
@@ -226,6 +260,55 @@ def test_who_has_no_token_or_sends_too_much_is_shown_out(server: Server, plain: 
         assert server.post(text)[0] == 400
     wait_until(lambda: server.metrics()["specvla_sessions"] == 0)
     assert server.health() == 200
+
+
+def vla_eval_message(kind: object, payload: object, number: object = 1) -> bytes:
+    return pack({"type": kind, "payload": payload, "seq": number, "timestamp": 0.0})
+
+
+def test_what_vla_evals_clients_send_wrongly_is_answered_with_the_reason(
+    server: Server, plain: list[np.ndarray]
+) -> None:
+    def observation(data: bytes) -> bytes:
+        picture = {"__image__": True, "format": "png", "data": data, "shape": [48, 64, 3]}
+        return vla_eval_message("observation", {"images": {"agentview": picture}, "task_description": INSTRUCTION}, 7)
+
+    def png(image: np.ndarray) -> bytes:
+        Image.fromarray(image).save(file := io.BytesIO(), format="PNG")
+        return file.getvalue()
+
+    huge = io.BytesIO()
+    Image.new("1", (5000, 5000)).save(huge, format="PNG")  # 3 kB of zeros
+    lies = {
+        b"\xc1": "no msgpack",
+        vla_eval_message("metadata", {}): "'type' must be one of hello",
+        vla_eval_message("hello", []): "an object as 'payload'",
+        vla_eval_message("hello", {}, "first"): "a whole number as 'seq'",
+        vla_eval_message("hello", {"protocol_version": 0}): "version 1 .* is spoken here, and not 0",
+        vla_eval_message("observation", {"images": {}, "task_description": "x"}): "no picture of the camera",
+        observation(png(pictures(1)[0])[:200]): "cut off",
+        observation(b"MZ"): "no PNG and no JPEG",
+        observation(huge.getvalue()): "may have 16777216 pixels",
+        observation(png(pictures(1)[0][..., 0])): "must be uint8 RGB",
+    }
+    for token in ("", "Basic !", "Basic " + base64.b64encode(b"robot:wrong").decode()):
+        with server.open(token, "/vla-eval") as refused, pytest.raises(ConnectionClosed) as closed:
+            refused.recv(PATIENCE_S)
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 4401
+    with server.open(path="/vla-eval") as client:
+        for message, reason in lies.items():
+            client.send(message)
+            answer = unpack_bytes(client.recv(PATIENCE_S))
+            assert answer["type"] == "error" and re.search(reason, answer["payload"]["error"]), answer
+        client.send(observation(png(pictures(1)[0])))  # the session goes on
+        answer = unpack_bytes(client.recv(PATIENCE_S))
+        assert (answer["type"], answer["seq"]) == ("action", 7)
+        np.testing.assert_array_equal(answer["payload"]["actions"], plain[0][0])
+
+
+def unpack_bytes(answer: str | bytes) -> dict[str, Any]:
+    assert isinstance(answer, bytes), answer
+    return unpack(answer)
 
 
 def test_more_sessions_than_slots_are_told_to_come_later(server: Server, plain: list[np.ndarray]) -> None:
