@@ -46,6 +46,7 @@ _OF_NANO = (
     "driving",
     "live_driving",
     "robots_per_device",
+    "serving_under_load",
 )
 _EMULATED = (
     "simulation",

@@ -251,6 +251,27 @@ def _robots_cells(device: Result) -> Cells:
     return cells
 
 
+def _serving_under_load(result: Result) -> dict[str, Any]:
+    counts = ("answers", "wrong", "lost", "late", "reconnects", "refused")
+    cells = [["", *counts, "p50, ms", "p95, ms", "longest, ms"]]
+    for part, row in result["parts"].items():
+        times = [f"{1e3 * row[name]:.0f}" for name in ("p50_s", "p95_s", "max_s")]
+        cells.append([part, *(str(row[name]) for name in counts), *times])
+    return {
+        "table": table(cells),
+        "tried": ", ".join(f"{name} {number}" for name, number in result["attacks"].items()),
+        "memory": ", ".join(f"{name} {kilobytes / 1e3:.0f} MB" for name, kilobytes in result["memory_kb"].items()),
+        "load": f"{result['load_before']:.1f}",
+        **{name: f"{value:g}" for name, value in _options(result["command"]).items()},
+    }
+
+
+def _options(command: str) -> dict[str, float]:
+    """The numbers that a benchmark's command line gives."""
+    words = command.split()[2:]
+    return {name.removeprefix("--"): float(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+
+
 VIEWS: Mapping[str, Callable[[Result], dict[str, Any]]] = {
     "simulation": _simulation,
     "driving": _driving,
@@ -261,4 +282,5 @@ VIEWS: Mapping[str, Callable[[Result], dict[str, Any]]] = {
     "faults": _faults,
     "attack_nodes": _attacks,
     "robots_per_device": _robots_per_device,
+    "serving_under_load": _serving_under_load,
 }

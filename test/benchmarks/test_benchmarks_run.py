@@ -156,6 +156,13 @@ def test_robots_that_share_a_forward_wait_less_than_those_that_take_turns(tmp_pa
         assert rows["ar, packed"][1] > 1.5 * rows["ar, in turns"][1]
 
 
+def test_robots_get_their_actions_beside_attackers_and_over_a_restart(tmp_path: Path):
+    result = run("serving_under_load", tmp_path / "out.json", "--robots", 2, "--seconds", 3, "--sessions", 5)
+    assert all(part["answers"] > 0 for part in result["parts"].values())
+    assert all(part["wrong"] == part["lost"] == 0 for part in result["parts"].values())
+    assert min(result["attacks"].values()) > 0 and len(result["attacks"]) == 7
+
+
 def test_a_contestant_that_fails_says_why():
     def fail() -> None:
         raise RuntimeError("no such instruction\nat line 3")
