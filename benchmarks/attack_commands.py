@@ -28,8 +28,8 @@ from specvla_ros.policies.bundled import nano_policy
 _LONGEST_S, _REACHED = 60, 44
 # Where a command has checked all that it was given, and what takes minutes begins.
 _STUBS = (
-    ("specvla_ros.evaluation.simulate", "run_episodes"),
-    ("specvla_ros.simulation.collect", "run_episodes"),
+    ("specvla_ros.evaluation.simulate", "run_jobs"),
+    ("specvla_ros.simulation.collect", "run_jobs"),
     ("specvla_ros.evaluation.calibrate", "_try_on_frames"),
     ("specvla_ros.planning.measure", "measure_device"),
     ("specvla_ros.training.train_policy", "train_policy"),

@@ -29,8 +29,8 @@ from harness import Out, Seed, Work, Workers, finish, of_devices, result_head
 from results_page import RESULTS
 
 from specvla_ros.errors import UserError
+from specvla_ros.jobs import run_jobs
 from specvla_ros.simulation.commanded_arm import COMMANDS
-from specvla_ros.simulation.episode_pool import run_episodes
 
 MODES = ("ar", "spec", "pipeline", "specpipe")
 _TIMINGS, _RUNS, _REAL = "timings.json", "runs.jsonl", "real.jsonl"
@@ -130,7 +130,7 @@ def _run_missing(jobs: list[Job], timings: dict[str, Timing], path: Path, worker
     done = {_key(row): row for row in _read(path)}
     missing = [(job, timings[job.mode]) for job in jobs if job.key not in done]
     with path.open("a", encoding="utf-8") as lines:
-        for (job, _), row in run_episodes(_run, missing, workers=workers):
+        for (job, _), row in run_jobs(_run, missing, workers=workers):
             done[job.key] = row
             lines.write(json.dumps(row) + "\n")
             lines.flush()

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of every test."""
+"""Settings of every test, and what several rooms share."""
 
 import os
+import sys
+from collections.abc import Iterator
 
 # Tests must neither hear nor reach robots on the network, nor each other. Read when ROS is initialised.
 os.environ["ROS_AUTOMATIC_DISCOVERY_RANGE"] = "LOCALHOST"
 os.environ["ROS_DOMAIN_ID"] = str(1 + os.getpid() % 101)  # higher ones share ports with outgoing connections
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models only wait for each other's threads
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -22,3 +25,13 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A Ray cluster on this machine; one for all tests, since starting it takes longer than they do."""
+    ray = pytest.importorskip("ray", reason="pip install -r requirements/ray.txt")
+    here = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}
+    ray.init("local", num_cpus=2, runtime_env=here, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()

@@ -84,7 +84,7 @@ def simulate(
     ] = None,
     films: Annotated[int, typer.Option(help="Episodes per task that are filmed.", min=0)] = 1,
     workers: Workers = 0,
-    ray: Ray = False,
+    ray: Ray = "",
 ) -> None:
     """Let a policy act in simulation: success rates, latency, films; episodes.jsonl, summary.json, report.html."""
     from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
@@ -189,6 +189,7 @@ def sweep(
     episodes: Episodes = 20,
     seed: Seed = 0,
     workers: Workers = 0,
+    ray: Ray = "",
 ) -> None:
     """Compare plain, strict and relaxed decoding on the same episodes: Spec-VLA's tables 1 to 3 and figure 4."""
     from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
@@ -197,7 +198,7 @@ def sweep(
     from specvla_ros.models.checkpoint import leave_a_core
 
     base = SimulateSettings(policy=chosen.checkpoint, world=world, model=chosen.model)
-    plan = SimulatePlan(tuple(task or ()), episodes, seed, films=0, workers=workers)
+    plan = SimulatePlan(tuple(task or ()), episodes, seed, films=0, workers=workers, ray=ray)
     leave_a_core()
     settings = relaxation_settings(chosen.engine, bins or [1, 3, 5, 9, 15])
     with progress("episodes") as advance:
@@ -250,6 +251,7 @@ def calibrate(
     frames: Annotated[int, typer.Option(help="Images to try.", min=1)] = 100,
     seed: Seed = 0,
     workers: Workers = 0,
+    ray: Ray = "",
     emulate: Emulate = "",
     camera: Cameras = None,
     state_topic: StateTopic = "",
@@ -267,11 +269,12 @@ def calibrate(
     base = SimulateSettings(
         policy=chosen.checkpoint, world=world if simulated else TABLE, engine=chosen.engine, model=chosen.model
     )
+    acting = SimulatePlan(tuple(task or ()), episodes, seed, films=0, workers=workers, ray=ray)
     plan = calibration.CalibratePlan(
         tolerances=tuple(map(Tolerance.parse, tolerance or _TOLERANCES)),
         nodes=tuple(nodes or _NODES),
         limits=Limits(max_loss, max_mm, max_deg, max_gripper / 100),
-        episodes=SimulatePlan(tuple(task or ()), episodes, seed, films=0, workers=workers) if simulated else None,
+        episodes=acting if simulated else None,
         emulate=emulate,
     )
     leave_a_core()

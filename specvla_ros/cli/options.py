@@ -54,7 +54,13 @@ StateNames = Annotated[
     str, typer.Option(help="Comma-separated: the state's numbers in the policy's order; empty: the message's.")
 ]
 Workers = Annotated[int, typer.Option(help="Worker processes; 0: this one alone.", min=0)]
-Ray = Annotated[bool, typer.Option("--ray", help="Spread the episodes over a Ray cluster (RAY_ADDRESS).")]
+Ray = Annotated[
+    str,
+    typer.Option(
+        help="Work on a Ray cluster: its HOST:PORT; auto: that of this machine; local: one is started here. --workers "
+        "is then the number of actors, 0: as many as there is room for."
+    ),
+]
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def collect(
         bool, typer.Option("--all-sensors", help="Record the wrist camera and the joints' state too.")
     ] = False,
     workers: Workers = 0,
-    ray: Ray = False,
+    ray: Ray = "",
 ) -> None:
     """Record demonstrations by the scripted experts, as ROS 2 bags."""
     from specvla_ros.policies.bundled import find_policy

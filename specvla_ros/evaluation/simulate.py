@@ -17,12 +17,12 @@ from specvla_ros.evaluation.provenance import checkpoint_hashes, head
 from specvla_ros.evaluation.report.simulate import Film, write_simulate_report
 from specvla_ros.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, read_lines, write_line
 from specvla_ros.evaluation.simulate_summary import SimulateSummary, summarise_episodes
+from specvla_ros.jobs import run_jobs
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.models.target import Target
 from specvla_ros.simulation.arms import TABLE_ARM, choose_arm
-from specvla_ros.simulation.episode_pool import run_episodes
 from specvla_ros.simulation.robot import SimulatedRobot
 from specvla_ros.simulation.rollout import Clock, EpisodeResult, Rollout, read_stage_times, tick_time
 
@@ -133,7 +133,7 @@ class SimulatePlan:
     first_seed: int = 0  # seed of the first start; the same seeds make two settings comparable pair by pair
     films: int = 1  # number of filmed episodes per task
     workers: int = 0  # worker processes; 0: this process
-    ray: bool = False  # whether they run on a Ray cluster
+    ray: str = ""  # address of the Ray cluster that they run on; empty: this machine, see `run_jobs`
 
 
 def simulate(
@@ -169,7 +169,9 @@ def simulate(
         (out / FILMS).mkdir(exist_ok=True)
         try:
             with directory.append_to(EPISODES_FILE) as lines:
-                for _, result in run_episodes(run_job, jobs, workers=plan.workers, ray=plan.ray):
+                gpu = settings.model.device != "cpu"
+                results = run_jobs(run_job, jobs, workers=plan.workers, ray=plan.ray, gpu=gpu, name=_name)
+                for _, result in results:
                     write_line(lines, asdict(result))
                     done[result.task, result.seed] = result
                     on_episode(result, sum(key in done for key in wanted), len(wanted))
@@ -184,6 +186,10 @@ def simulate(
 def read_episodes(out: Path) -> dict[tuple[str, int], EpisodeResult]:
     """The finished episodes of a results directory, by task and seed."""
     return {(each.task, each.seed): each for each in read_lines(out / EPISODES_FILE, episode_of)}
+
+
+def _name(job: EpisodeJob) -> str:
+    return f"{job.task} from seed {job.seed}"
 
 
 def episode_of(raw: dict[str, Any]) -> EpisodeResult:

@@ -26,8 +26,8 @@ import numpy as np
 
 from specvla_ros.bags.demonstrations import PARTIAL, DemonstrationRecord, Hindsight, write_demonstration
 from specvla_ros.errors import UserError
+from specvla_ros.jobs import run_jobs
 from specvla_ros.simulation.arms import TABLE_ARM, choose_arm
-from specvla_ros.simulation.episode_pool import run_episodes
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.robot import TableRobot
 from specvla_ros.simulation.tasks import CUBE_HALF_M, DEMONSTRATION_FIRST_SEED, TASKS, Task, WorldState, choose_tasks
@@ -82,7 +82,7 @@ def collect(
     first_seed: int = DEMONSTRATION_FIRST_SEED,
     all_sensors: bool = False,
     workers: int = 0,
-    ray: bool = False,
+    ray: str = "",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> CollectResult:
     """Records demonstrations as bags `TASK-SEED`, or `ROBOT-TASK-SEED`; those that are there already are kept.
@@ -96,7 +96,7 @@ def collect(
         first_seed: of the layouts.
         all_sensors: the robot's further cameras and its state are recorded too.
         workers: processes; 0: this one.
-        ray: on a Ray cluster.
+        ray: address of a Ray cluster; empty: this machine, see `run_jobs`.
         on_progress: called with the episodes done and wanted.
     """
     chosen = choose_tasks(tasks)
@@ -125,9 +125,8 @@ def collect(
         shutil.rmtree(partial, ignore_errors=True)
     jobs = [job for job in wanted if not job.directory.exists()]
     kept, new = len(wanted) - len(jobs), 0
-    for done, (_, succeeded) in enumerate(
-        run_episodes(demonstrate_and_record, jobs, workers=workers, ray=ray), start=1
-    ):
+    results = run_jobs(demonstrate_and_record, jobs, workers=workers, ray=ray, name=lambda job: job.directory.name)
+    for done, (_, succeeded) in enumerate(results, start=1):
         new += succeeded
         if on_progress is not None:
             on_progress(len(wanted) - len(jobs) + done, len(wanted))

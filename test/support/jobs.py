@@ -12,11 +12,11 @@ from specvla_ros.errors import UserError
 
 
 def square(job: tuple[int, str]) -> int:
-    """Leaves a mark for each attempt; the first one at episode 3 is killed."""
+    """Leaves a mark for each attempt; the first one at 3, and each at a negative number, is killed."""
     number, marks = job
     attempt = len(list(Path(marks).glob(f"{number}-*")))
     (Path(marks) / f"{number}-{attempt}").touch()
-    if number == 3 and attempt == 0:
+    if number < 0 or (number == 3 and attempt == 0):
         os.kill(os.getpid(), signal.SIGKILL)
     return number * number
 
@@ -26,8 +26,14 @@ def die(job: int) -> int:
     return job
 
 
-def refuse(job: int) -> int:
-    raise UserError(f"episode {job} cannot be")
+def refuse(job: tuple[int, str]) -> int:
+    number, marks = job
+    (Path(marks) / str(os.getpid())).touch()
+    raise UserError(f"job {number} cannot be")
+
+
+def unsendable(job: int) -> object:
+    return lambda: job
 
 
 def name_and_wait(marks: str) -> int:
