@@ -20,7 +20,7 @@ from specvla_ros.settings.json_file import shown
 
 _log = logging.getLogger(__name__)
 
-_SUFFIXES = (".mcap", ".db3")
+BAG_SUFFIXES = (".mcap", ".db3")
 _MAX_METADATA_BYTES = 16 << 20
 
 
@@ -170,7 +170,7 @@ def _directory_files(directory: Path) -> tuple[tuple[Path, ...], str]:
             "files; mend it, or remove metadata.yaml"
         )
     listed = [directory / PurePath(name).name for name in names]
-    files = listed or sorted((file for file in directory.iterdir() if file.suffix in _SUFFIXES), key=_natural)
+    files = listed or sorted((file for file in directory.iterdir() if file.suffix in BAG_SUFFIXES), key=_natural)
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UserError(

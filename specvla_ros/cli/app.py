@@ -10,24 +10,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specvla_ros import __version__
-from specvla_ros.bags.synchronizer import TOLERANCE_S
 from specvla_ros.cli import certify as cli_certify
 from specvla_ros.cli import experiments, training
 from specvla_ros.cli import plan as cli_plan
 from specvla_ros.cli import qualify as cli_qualify
+from specvla_ros.cli import replay as cli_replay
 from specvla_ros.cli import serve as cli_serve
 from specvla_ros.cli.ending import one_line_endings
 from specvla_ros.cli.options import (
-    Cameras,
     PolicyOptions,
     Rerun,
     Robot,
-    StateNames,
-    StateTopic,
     Tasks,
     Viewer,
-    camera_topics,
-    names_of,
     shown_in,
     takes_policy,
 )
@@ -51,6 +46,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(cli_replay.app)
 app.add_typer(experiments.app)
 app.add_typer(training.app)
 app.add_typer(cli_plan.app)
@@ -190,85 +186,6 @@ def _parse_state(text: str) -> "np.ndarray":
         return np.array([float(part) for part in text.replace(",", " ").split()])
     except ValueError:
         raise UserError(f"--state must be numbers separated by commas, got {shown(text)}") from None
-
-
-@app.command()
-@takes_policy(publishes=True)
-def replay(
-    chosen: PolicyOptions,
-    bag: Annotated[Path, typer.Argument(help="ROS 2 bag: a directory, or an .mcap or .db3 file.", show_default=False)],
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Directory of the results; one that was cut short goes on. Default: replay-NAME of the bag."),
-    ] = None,
-    image_topic: Annotated[str, typer.Option(help="Empty: /camera/image_raw, or the only one.")] = "",
-    instruction_topic: Annotated[str, typer.Option(help="Empty: /instruction.")] = "",
-    instruction: Annotated[str, typer.Option(help="In place of the bag's instruction topic.")] = "",
-    action_topic: Annotated[
-        str, typer.Option(help="Recorded actions; empty: /ground_truth/action if it is there.")
-    ] = "",
-    camera: Cameras = None,
-    state_topic: StateTopic = "",
-    state_names: StateNames = "",
-    sync_tolerance_s: Annotated[
-        float, typer.Option(help="How far the others' stamps may lie from the first camera's.", min=0.0)
-    ] = TOLERANCE_S,
-    max_p95_latency_s: Annotated[float | None, typer.Option(help="Limit: 95 % of the frames answer in time.")] = None,
-    max_drop_fraction: Annotated[float | None, typer.Option(help="Limit: frames without an action, 0 to 1.")] = None,
-    max_bin_distance: Annotated[
-        float | None, typer.Option(help="Limit: mean distance to the recorded action, in bins: 255 to a dimension.")
-    ] = None,
-    min_action_rate_hz: Annotated[float | None, typer.Option(help="Limit: actions per second of decoding.")] = None,
-    rerun: Rerun = False,
-    viewer: Viewer = "",
-    progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
-) -> None:
-    """Decode an action for every image of a bag: frames.jsonl, summary.json, report.html and a bag of the actions.
-
-    Exit code 1 when a limit is broken or the bag could not be replayed to its end, 2 when something given is wrong.
-    """
-    from specvla_ros.bags.frames import TopicChoice
-    from specvla_ros.evaluation.replay import check_replay, replay
-    from specvla_ros.evaluation.replay_summary import Thresholds
-
-    out = out or Path(f"replay-{bag.resolve().stem}")
-    thresholds = Thresholds(
-        max_p95_latency_s=max_p95_latency_s,
-        max_drop_fraction=max_drop_fraction,
-        max_bin_distance=max_bin_distance,
-        min_action_rate_hz=min_action_rate_hz,
-    )
-    topics = TopicChoice(
-        image_topic=image_topic or None,
-        instruction_topic=instruction_topic or None,
-        instruction=instruction or None,
-        action_topic=action_topic or None,
-        cameras=camera_topics(camera),
-        state_topic=state_topic or None,
-        sync_tolerance_s=sync_tolerance_s,
-    )
-    check_replay(bag, out, topics)
-    summary = replay(
-        chosen.load(),
-        chosen.engine,
-        bag,
-        out,
-        topics=topics,
-        state_names=names_of(state_names),
-        action=chosen.action,
-        thresholds=thresholds,
-        shown=shown_in(out, rerun, viewer),
-        progress=progress,
-    )
-    total = summary.latency_s.get("total", {})
-    latency = f", p95 {total['p95'] * 1e3:.1f} ms, {summary.action_rate_hz:.1f} actions/s" if total else ""
-    frames = max(summary.frames, summary.frames_in_bag)
-    results = next(path for path in (out / "report.html", out / "summary.json") if path.exists())
-    typer.echo(f"{summary.actions} of {frames} frames answered{latency}; see {results}")
-    for failure in summary.failures:
-        typer.secho(f"specvla: {failure}", fg=typer.colors.RED, err=True)
-    if summary.failures:
-        raise typer.Exit(1)
 
 
 class DemoInterface(str, Enum):

@@ -42,6 +42,7 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 
 FRAMES_FILE, BAG_DIRECTORY = "frames.jsonl", "actions_bag"
+INTERRUPTED = "interrupted"  # how `incomplete` of a summary begins that a signal ended
 _NS = 1e-9
 _DEFAULT_TOPICS = TopicChoice()
 _KNOWN_DATASET = ConventionSettings()
@@ -117,7 +118,7 @@ class ReplayRun:
         with closing(self._recorder):
             self._lines.close()
         if self._shown is not None and (lost := self._shown.close()):
-            _tell(lost)
+            tell(lost)
         in_bag = self._pictures.frames
         summary = summarise(
             self._columns, frames_in_bag=in_bag, thresholds=thresholds, incomplete=incomplete, context=context
@@ -125,7 +126,7 @@ class ReplayRun:
         try:
             write_replay_report(self._directory.path / REPORT_FILE, summary, self._columns, self._pictures)
         except ModuleNotFoundError as error:  # a robot has no Plotly
-            _tell(f"there is no {REPORT_FILE}: {missing_package(error)}")
+            tell(f"there is no {REPORT_FILE}: {missing_package(error)}")
         self._directory.write_json(SUMMARY_FILE, summary.as_json())
         return summary
 
@@ -282,7 +283,7 @@ def replay(
     with open_bag(bag_path) as bag:
         chosen = choose_topics(bag, topics)
         if chosen.note:
-            _tell(chosen.note)
+            tell(chosen.note)
         instruction = topics.instruction
         convention = action.convention(policy.unnorm_key, policy.codec.dt_s)
         meaning = ActionMeaning(convention, policy.unnorm_key, _BASE_FRAME)
@@ -348,7 +349,8 @@ def check_senses(policy: Target, cameras: Mapping[str, str], state_topic: str | 
         )
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
+    """Says something beside the results, on stderr."""
     Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -371,7 +373,7 @@ def _play_all(run: ReplayRun, bag: Bag, topics: ReplayTopics, instruction: str |
                 played += 1
                 bar.advance(task)
                 if interrupted() and missing:
-                    return f"interrupted after {played} of {total} frames"
+                    return f"{INTERRUPTED} after {played} of {total} frames"
         except UserError as error:
             return f"stopped after {played} of {total} frames: {error}"
     return bag.damage

@@ -149,7 +149,8 @@ class ReplayColumns:
     @property
     def compared(self) -> np.ndarray:
         """Whether there was a recorded action to compare with: bool [actions]."""
-        present: np.ndarray = ~np.isnan(np.array(self.recorded).reshape(-1, len(self.names))).any(axis=1)
+        recorded = np.array(self.recorded, dtype=np.float64).reshape(len(self.recorded), len(self.names))
+        present: np.ndarray = np.logical_not(np.isnan(recorded).any(axis=1))
         return present
 
 
@@ -157,6 +158,7 @@ class ReplayColumns:
 class ReplaySummary:
     """The content of summary.json."""
 
+    names: tuple[str, ...]  # of the action's dimensions
     frames: int  # images replayed
     actions: int  # of them answered
     frames_in_bag: int
@@ -193,6 +195,57 @@ class ReplaySummary:
         return {**own, **intervals, "thresholds": asdict(self.thresholds), **self.context}
 
 
+@dataclass(frozen=True)
+class BagRow:
+    """What became of a bag."""
+
+    name: str
+    path: str
+    why: str = ""  # why it was not replayed as a whole; empty: it was
+    # of the bag alone, without limits; None: not one frame was read
+    summary: ReplaySummary | None = None
+
+    @property
+    def silent(self) -> bool:
+        """Whether its frames gave no action at all."""
+        return self.summary is not None and bool(self.summary.frames) and not self.summary.actions
+
+    @property
+    def passed(self) -> bool:
+        """Whether it gave what it should; limits are over all bags."""
+        return not self.why and self.summary is not None and not self.summary.failures
+
+    def as_json(self) -> dict[str, Any]:
+        """Without what the summary of all says once."""
+        row: dict[str, Any] = {"path": self.path, "why": self.why}
+        if self.summary is None:
+            return row
+        found = self.summary.as_json()
+        same = ("thresholds", "incomplete", "names", "latency_interval", "action_rate_interval")
+        return row | {name: value for name, value in found.items() if name not in same}
+
+
+@dataclass(frozen=True)
+class BagsSummary:
+    """The content of summary.json: all bags together, and each."""
+
+    rows: tuple[BagRow, ...]
+    total: ReplaySummary
+    left_out: tuple[str, ...]  # what lies in a given folder and is no bag
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Why the replay counts as failed, in sentences; empty: it does not."""
+        bags = [f"{row.name}: {row.why}" for row in self.rows if row.why]
+        if self.total.actions:  # else all together says it
+            bags += [f"{row.name}: not one of its frames gave an action" for row in self.rows if row.silent]
+        return (*bags, *self.total.failures)
+
+    def as_json(self) -> dict[str, Any]:
+        rows = {row.name: row.as_json() for row in self.rows}
+        return {**self.total.as_json(), "failures": self.failures, "bags": rows, "left_out": self.left_out}
+
+
 def summarise(
     columns: ReplayColumns,
     *,
@@ -210,6 +263,7 @@ def summarise(
     stages = np.array(columns.latency_s).T  # without an action: no rows
     spent_s = sum(columns.total_s)
     return ReplaySummary(
+        names=columns.names,
         frames=columns.frames,
         actions=len(columns.frame),
         frames_in_bag=frames_in_bag,

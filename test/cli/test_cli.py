@@ -115,6 +115,25 @@ def test_replay_writes_its_results_and_keeps_limits(checkpoint: Path, tmp_path: 
     refused(specvla(*base, "--out", tmp_path / "x", "--image-topic", "/nope"), "/nope")
 
 
+def test_replay_of_many_bags_gives_one_report_and_one_exit_code(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_bag(tmp_path / "bags" / name, episode(3))
+    (tmp_path / "bags" / "notes.txt").touch()
+    base = ("replay", "--checkpoint", checkpoint, "--device", "cpu", "--no-progress")
+    done = specvla(*base, tmp_path / "bags", "--out", tmp_path / "out", "--max-drop-fraction", "0", "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    assert "6 of 6 frames of 2 bags answered" in done.stdout
+    assert "notes.txt is no bag: it is left out" in done.stderr
+    next((tmp_path / "bags" / "b").glob("*.mcap")).write_bytes(b"no bag")
+    done = specvla(*base, tmp_path / "bags" / "a", tmp_path / "bags" / "b", "--out", tmp_path / "again")
+    assert done.returncode == 1
+    assert "3 of 3 frames of 2 bags answered" in done.stdout
+    assert re.search(r"^specvla: b: ", done.stderr, re.MULTILINE)
+    refused(specvla(*base, tmp_path / "bags" / "a", tmp_path / "bags" / "b"), "several bags have no name of their own")
+    refused(specvla(*base, tmp_path / "bags", "--out", tmp_path / "x", "--viewer", "spawn"), "--viewer shows one bag")
+    refused(specvla(*base, tmp_path / "bags" / "a", "--ray", "auto"), "--workers and --ray are of several bags")
+
+
 def test_doctor_finds_this_environment_usable() -> None:
     done = specvla("doctor", "--json")
     checks = {check["name"]: check for check in json.loads(done.stdout)}
@@ -363,7 +382,7 @@ def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "frames.jsonl").read_text().splitlines()[: len(kept) - 1] == kept[:-1]
 
 
-LACKING = ("mujoco", "mink", "plotly", "av", "rosbags.image", "cv2", "scipy", "matplotlib")
+LACKING = ("mujoco", "mink", "plotly", "av", "rosbags.image", "cv2", "scipy", "matplotlib", "ray")
 
 
 def without_simulator_and_plots(code: str, *arguments: object) -> "subprocess.CompletedProcess[str]":

@@ -5,13 +5,16 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import av
 import pytest
+from support.dying import run_job_dying_once
 from support.gl import needs_gl
 from support.patience import wait_until
 
 from specvla_ros.errors import UserError
+from specvla_ros.evaluation import simulate as simulation
 from specvla_ros.evaluation.simulate import EPISODES_FILE, SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.evaluation.simulate_summary import compare_episodes, summarise_episodes
 from specvla_ros.evaluation.statistics import Rate, mcnemar_p, wilson_interval
@@ -102,12 +105,17 @@ def test_killed_simulation_goes_on_where_it_stopped(policy, tmp_path):
 
 
 @needs_gl
-def test_processes_give_the_same_episodes(policy, tmp_path):
-    plan = SimulatePlan(tasks=("push_green",), episodes=3, films=0)
-    settings = SimulateSettings(policy, emulate="h200")
-    simulate(settings, plan, tmp_path / "one")
-    simulate(settings, SimulatePlan(plan.tasks, plan.episodes, films=0, workers=2), tmp_path / "two")
-    assert read_episodes(tmp_path / "one") == read_episodes(tmp_path / "two")
+@pytest.mark.parametrize("where", ({"workers": 2}, {"workers": 2, "ray": "local"}), ids=("processes", "ray"))
+def test_a_killed_worker_changes_no_episode_and_each_is_counted_once(policy, tmp_path, where, monkeypatch, request):
+    if "ray" in where:
+        request.getfixturevalue("cluster")
+    settings, plan = SimulateSettings(policy, emulate="h200"), SimulatePlan(("push_green",), episodes=3, films=3)
+    here = simulate(settings, plan, tmp_path / "here")
+    monkeypatch.setattr(simulation, "run_job", run_job_dying_once)
+    there = simulate(settings, replace(plan, **where), tmp_path / "there")
+    assert (tmp_path / "there" / ".died").exists(), "the worker was not killed"
+    assert read_episodes(tmp_path / "there") == read_episodes(tmp_path / "here")
+    assert len((tmp_path / "there" / EPISODES_FILE).read_text().splitlines()) == there.success.n == here.success.n == 3
 
 
 @needs_gl

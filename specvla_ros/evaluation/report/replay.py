@@ -133,15 +133,15 @@ def write_replay_report(path: Path, summary: ReplaySummary, columns: ReplayColum
         f"<p class=note>{escape(summary.context['policy']['checkpoint'])}, {escape(summary.context['date'])}</p>",
         _verdict(summary),
         "<h2>Frames</h2>",
-        table(("", "frames"), _frame_rows(summary)),
+        table(("", "frames"), frame_rows(summary)),
         _drop_plot(columns) if columns.dropped else "",
         "<h2>Latency</h2>",
         f"<p class=note>Measured {escape(LATENCY_INTERVAL)}</p>",
-        table(("stage", "p50 ms", "p95 ms", "p99 ms", "mean ms", "max ms"), _latency_rows(summary)),
+        table(("stage", "p50 ms", "p95 ms", "p99 ms", "mean ms", "max ms"), latency_rows(summary)),
         f"<p>{summary.action_rate_hz:.2f} {escape(RATE_INTERVAL)}.</p>",
         _latency_plot(columns) if columns.frame else "",
         "<h2>Actions</h2>",
-        _comparison(summary),
+        comparison(summary),
         _actions(columns, pictures),
         recording(summary.context.get("recording")),
         provenance(summary.context),
@@ -158,7 +158,8 @@ def _verdict(summary: ReplaySummary) -> str:
     return f"<div class='verdict failed'>The replay failed:<ul>{reasons}</ul></div>"
 
 
-def _frame_rows(summary: ReplaySummary) -> list[tuple[str, str]]:
+def frame_rows(summary: ReplaySummary) -> list[tuple[str, str]]:
+    """What became of the frames, for a table of two columns."""
     rows = [
         ("in the bag", str(summary.frames_in_bag)),
         ("replayed", str(summary.frames)),
@@ -171,7 +172,8 @@ def _frame_rows(summary: ReplaySummary) -> list[tuple[str, str]]:
     return rows
 
 
-def _latency_rows(summary: ReplaySummary) -> list[tuple[str, ...]]:
+def latency_rows(summary: ReplaySummary) -> list[tuple[str, ...]]:
+    """The latency of each stage in ms, for a table of six columns."""
     statistics = ("p50", "p95", "p99", "mean", "max")
     return [
         (stage, *(f"{seconds[name] * 1e3:.2f}" for name in statistics)) for stage, seconds in summary.latency_s.items()
@@ -182,7 +184,8 @@ def _one_decimal(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 
-def _comparison(summary: ReplaySummary) -> str:
+def comparison(summary: ReplaySummary) -> str:
+    """The table of the actions beside the recorded ones, or why there is none."""
     if not summary.compared:
         return "<p>The bag has no recorded action of the policy's length to compare with.</p>"
     rows = [

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs whose first worker is killed in the middle of one of them."""
+
+import os
+import signal
+from pathlib import Path
+
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.outcome import Outcome
+from specvla_ros.evaluation.replay_bags import BagJob, replay_bag
+from specvla_ros.evaluation.simulate import EpisodeJob, run_job
+from specvla_ros.simulation.rollout import EpisodeResult
+
+
+def replay_bag_dying_once(job: BagJob) -> str:
+    """Replays; the first worker at the bag `b` is killed at its twentieth tick."""
+    if job.out.name == "b":
+        _kill_once(job.out.parent / ".died")
+    return replay_bag(job)
+
+
+def run_job_dying_once(job: EpisodeJob) -> EpisodeResult:
+    """Runs an episode; the first worker at that of seed 1 is killed at its twentieth tick."""
+    if job.seed == 1:
+        assert job.film is not None
+        _kill_once(job.film.parents[1] / ".died")
+    return run_job(job)
+
+
+def _kill_once(mark: Path) -> None:
+    if mark.exists():
+        return
+    mark.touch()
+    real, done = Engine.tick, 0
+
+    def tick(engine: Engine) -> list[Outcome]:
+        nonlocal done
+        done += 1
+        if done == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(engine)
+
+    Engine.tick = tick  # type: ignore[method-assign, assignment]
