@@ -11,7 +11,7 @@ import signal
 import sys
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeVar
@@ -40,7 +40,7 @@ def run_jobs(
     gpu: bool = False,
     name: Callable[[Job], str] = str,
     lost: Callable[[Job, str], Result] | None = None,
-) -> Iterator[tuple[Job, Result]]:
+) -> Generator[tuple[Job, Result], None, None]:
     """Yields each job with its result, once, as it is finished.
 
     A worker does one job at a time. Where it dies (killed, out of memory, its machine gone) its job is done again by

@@ -164,6 +164,8 @@ def train_draft(
     camera: Cameras = None,
     state_topic: StateTopic = "",
     state_names: StateNames = "",
+    workers: Workers = 0,
+    ray: Ray = "",
 ) -> None:
     """Train an EAGLE draft head on the target's own answers; several GPUs: accelerate launch -m specvla_ros.cli …."""
     check_accelerate()
@@ -186,6 +188,9 @@ def train_draft(
             max_text=max_reasoning_tokens,
             max_bytes=max_gb * 1e9,
             sensors=sensors_of(camera, state_topic, state_names),
+            model=chosen.model,
+            workers=workers,
+            ray=ray,
             on_frame=lambda done: bar.update(asking, completed=done),
         )
         line = bar.add_task("training", total=None)

@@ -81,14 +81,24 @@ def frame_source(
 
 
 def bag_source(policy: Target, bags: Sequence[Path], seed: int, sensors: Sensors) -> Iterator[Observation]:
-    """Every image of every bag with the instruction in force and what else the policy looks at, bags in random order.
+    """The frames of bags as `frames_in` gives them, bags in random order."""
+    return frames_in(policy, shuffled(bags, seed), sensors)
+
+
+def shuffled(bags: Sequence[Path], seed: int) -> list[Path]:
+    """Bags in the order in which `bag_source` reads them."""
+    return [bags[i] for i in np.random.default_rng(seed).permutation(len(bags))]
+
+
+def frames_in(policy: Target, bags: Sequence[Path], sensors: Sensors) -> Iterator[Observation]:
+    """Every image of every bag with the instruction in force and what else the policy looks at, bag after bag.
 
     An image whose other sensors did not come in time is left out, and counted in a warning.
     """
     lead, *others = policy.cameras
-    for i in np.random.default_rng(seed).permutation(len(bags)):
+    for path in bags:
         missing: list[str] = []
-        with open_bag(bags[i]) as bag:
+        with open_bag(path) as bag:
             topics = choose_topics(bag, sensors.topics)
             for frame in bag_frames(bag, topics):
                 if frame.missing:
@@ -99,7 +109,14 @@ def bag_source(policy: Target, bags: Sequence[Path], seed: int, sensors: Sensors
                     yield Observation(images, frame.instruction, frame.index + 1, state=_state(policy, frame, sensors))
             bag.warn_of_damage()
         if missing:
-            _log.warning("bag %s: %d images are left out, the first as %s", bags[i], len(missing), missing[0])
+            _log.warning("bag %s: %d images are left out, the first as %s", path, len(missing), missing[0])
+
+
+def count_frames(path: Path, sensors: Sensors) -> int:
+    """How many frames `frames_in` gives of a bag; no image is decoded for it."""
+    with open_bag(path) as bag:
+        found = bag_frames(bag, choose_topics(bag, sensors.topics))
+        return sum(1 for frame in found if frame.instruction and not frame.missing)
 
 
 def _state(policy: Target, frame: BagFrame, sensors: Sensors) -> np.ndarray | None:

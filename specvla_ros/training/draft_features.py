@@ -3,8 +3,11 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import count, islice, takewhile
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +17,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specvla_kernels.layout import Ancestry
+from specvla_ros.bags.frames import CAMERA_ALONE, Sensors
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.errors import UserError
+from specvla_ros.evaluation.frame_sources import count_frames, frames_in
+from specvla_ros.jobs import run_jobs
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
+from specvla_ros.models.settings import ModelSettings
 from specvla_ros.speculation.accept import greedy_choice
 
 SHARD_SAMPLES = 256
@@ -93,7 +101,8 @@ class FeatureStore:
 
     @property
     def shards(self) -> list[Path]:
-        return sorted(self._directory.glob("shard-*.safetensors"))
+        """Without those behind one that is missing."""
+        return list(takewhile(Path.exists, map(self._path, count())))
 
     def fill(
         self,
@@ -116,37 +125,148 @@ class FeatureStore:
         source = iter(frames)
         done = len(self.shards) * SHARD_SAMPLES
         next(islice(source, done, done), None)
-        while sum(shard.stat().st_size for shard in self.shards) < limit_bytes:
-            samples: list[Sample] = []
-            taken = 0
-            while taken < SHARD_SAMPLES and (batch := list(islice(source, min(_BATCH, SHARD_SAMPLES - taken)))):
-                samples += answer(policy, batch, max_text)
-                taken += len(batch)
-                if on_frame is not None:
-                    on_frame(done + taken)
-            if samples:
-                self._write(samples)
+        while _size(self.shards) < limit_bytes:
+            report = None if on_frame is None else partial(_report, on_frame, done)
+            path = self._path(len(self.shards))
+            taken = _fill_shard(path, policy, islice(source, SHARD_SAMPLES), max_text, report)
             done += taken
             if taken < SHARD_SAMPLES:
                 return
 
-    def _write(self, samples: Sequence[Sample]) -> None:
-        kept = torch.bfloat16  # half the disk; the training adds more noise than the rounding
-        tensors = {
-            "lengths": torch.tensor([len(sample.prompt) for sample in samples]),
-            "answers": torch.tensor([len(sample.tokens) for sample in samples]),
-            "prompts": torch.cat([sample.prompt for sample in samples]).to("cpu", kept),
-            "hidden": torch.cat([sample.hidden for sample in samples]).to("cpu", kept),
-            "tokens": torch.cat([sample.tokens for sample in samples]).cpu(),
-        }
-        path = self._directory / f"shard-{len(self.shards):05d}.safetensors"
-        partial = path.with_suffix(".partial")
-        try:
-            save_file(tensors, partial)
-        except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
-            raise UserError(f"{path} cannot be written ({error}); the shards before it are kept") from None
-        partial.replace(path)
+    def fill_by_workers(
+        self,
+        asked: "Asked",
+        frames: int,
+        *,
+        limit_bytes: float,
+        workers: int,
+        ray: str,
+        on_frame: Callable[[int], None] | None = None,
+    ) -> None:
+        """As `fill` with the frames of bags, and with the same shards in the end, each made by a worker.
+
+        Args:
+            asked: who is asked about what.
+            frames: the most that are taken.
+            limit_bytes: limit of all shards together, bytes; meanwhile there may be one more for each worker.
+            workers: as of `run_jobs`.
+            ray: as of `run_jobs`.
+            on_frame: called with how many are done.
+        """
+        jobs = self._jobs(asked, frames)
+        missing = [job for job in jobs if not job.path.exists()]
+        done = sum(job.frames for job in jobs) - sum(job.frames for job in missing)
+        gpu = asked.model.device != "cpu"
+        results = run_jobs(make_shard, missing, workers=workers, ray=ray, gpu=gpu, name=lambda job: job.path.name)
+        with closing(results):
+            while _size(self.shards) < limit_bytes and (ended := next(results, None)) is not None:
+                done += ended[1]
+                if on_frame is not None:
+                    on_frame(done)
+        kept: list[Path] = []
+        for path in map(attrgetter("path"), jobs):  # what `fill` would not have made
+            if _size(kept) < limit_bytes:
+                kept.append(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _jobs(self, asked: "Asked", frames: int) -> list["ShardJob"]:
+        ends = np.cumsum([count_frames(bag, asked.sensors) for bag in asked.bags])
+        total = min(frames, int(ends[-1]))
+        jobs = []
+        for number, start in enumerate(range(0, total, SHARD_SAMPLES)):
+            first = int(np.searchsorted(ends, start, side="right"))
+            skip = start - (int(ends[first - 1]) if first else 0)
+            mine = replace(asked, bags=asked.bags[first:])
+            jobs.append(ShardJob(self._path(number), mine, skip, min(SHARD_SAMPLES, total - start)))
+        return jobs
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"shard-{number:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Who is asked about the images of which bags; a worker needs no more."""
+
+    policy: Path  # checkpoint directory
+    model: ModelSettings
+    bags: tuple[Path, ...]  # in the order in which their frames are taken
+    sensors: Sensors = CAMERA_ALONE  # what is read of them beside the first camera's images
+    max_text: int = 0  # tokens of text at most before its actions
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """One shard to make."""
+
+    path: Path
+    asked: Asked
+    skip: int  # frames of the first bag that belong to the shard before
+    frames: int
+
+
+def make_shard(job: ShardJob) -> int:
+    """Makes a shard; returns how many frames were taken. The target is kept for the next one."""
+    asked = job.asked
+    policy = _target(asked.policy, asked.model)
+    frames = frames_in(policy, asked.bags, asked.sensors)
+    return _fill_shard(job.path, policy, islice(frames, job.skip, job.skip + job.frames), asked.max_text, None)
+
+
+@lru_cache(maxsize=1)
+def _target(directory: Path, model: ModelSettings) -> OpenVLATarget:
+    return require_openvla(load_target(directory, **vars(model)))
+
+
+def _report(on_frame: Callable[[int], None], before: int, taken: int) -> None:
+    on_frame(before + taken)
+
+
+def _size(shards: Sequence[Path]) -> int:
+    return sum(shard.stat().st_size for shard in shards)
+
+
+def _fill_shard(
+    path: Path,
+    policy: OpenVLATarget,
+    frames: Iterator[Observation],
+    max_text: int,
+    on_frame: Callable[[int], None] | None,
+) -> int:
+    """Writes the answers to frames; returns how many were taken."""
+    samples: list[Sample] = []
+    taken = 0
+    while batch := list(islice(frames, _BATCH)):
+        samples += answer(policy, batch, max_text)
+        taken += len(batch)
+        if on_frame is not None:
+            on_frame(taken)
+    if samples:
+        _write(path, samples)
+    elif taken == SHARD_SAMPLES:
+        raise UserError(
+            f"the target answered none of {taken} images in a row with an action: are they of its robot and its tasks?"
+        )
+    return taken
+
+
+def _write(path: Path, samples: Sequence[Sample]) -> None:
+    kept = torch.bfloat16  # half the disk; the training adds more noise than the rounding
+    tensors = {
+        "lengths": torch.tensor([len(sample.prompt) for sample in samples]),
+        "answers": torch.tensor([len(sample.tokens) for sample in samples]),
+        "prompts": torch.cat([sample.prompt for sample in samples]).to("cpu", kept),
+        "hidden": torch.cat([sample.hidden for sample in samples]).to("cpu", kept),
+        "tokens": torch.cat([sample.tokens for sample in samples]).cpu(),
+    }
+    unfinished = path.with_suffix(".partial")
+    try:
+        save_file(tensors, unfinished)
+    except (OSError, SafetensorError) as error:
+        unfinished.unlink(missing_ok=True)
+        raise UserError(f"{path} cannot be written ({error}); the shards before it are kept") from None
+    unfinished.replace(path)
 
 
 def read_shard(path: Path) -> list[Sample]:

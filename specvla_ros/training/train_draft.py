@@ -13,15 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specvla_kernels.layout import MAX_TREE_NODES
-from specvla_ros.bags.frames import CAMERA_ALONE, Sensors, TopicChoice, bag_frames, choose_topics
-from specvla_ros.bags.reader import open_bag
+from specvla_ros.bags.frames import CAMERA_ALONE, Sensors
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.evaluation.frame_sources import SIMULATION, find_bags, frame_source
+from specvla_ros.evaluation.frame_sources import SIMULATION, count_frames, find_bags, frame_source, shuffled
 from specvla_ros.evaluation.provenance import file_hashes
+from specvla_ros.evaluation.replay import check_senses
 from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.models.settings import ModelSettings
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
-from specvla_ros.training.draft_features import MIN_FRAMES, FeatureStore, Sample, shuffled_samples
+from specvla_ros.training.draft_features import MIN_FRAMES, Asked, FeatureStore, Sample, shuffled_samples
 from specvla_ros.training.draft_model import DraftValidation, draft_features, validate_draft
 from specvla_ros.training.trainer import (
     STATE_DIRECTORY,
@@ -75,8 +76,7 @@ def check_frames(data: Sequence[Path] | None, frames: int) -> None:
         return
     held = 0
     for path in find_bags(data):
-        with open_bag(path) as bag:
-            held += sum(1 for frame in bag_frames(bag, choose_topics(bag, TopicChoice())) if frame.instruction)
+        held += count_frames(path, CAMERA_ALONE)
         if held >= MIN_FRAMES:
             return
     raise UserError(
@@ -95,6 +95,9 @@ def collect_features(
     max_text: int = 0,
     max_bytes: float,
     sensors: Sensors = CAMERA_ALONE,
+    model: ModelSettings | None = None,
+    workers: int = 0,
+    ray: str = "",
     on_frame: Callable[[int], None] | None = None,
 ) -> list[Path]:
     """Asks the target about frames and keeps its features below `out`; called again it resumes where it stopped.
@@ -105,15 +108,29 @@ def collect_features(
         max_text: tokens of text at most before its actions.
         max_bytes: limit of the features on disk, bytes.
         sensors: what is read of bags beside the first camera's images.
+        model: how workers load the target; None: as by default.
+        workers: as of `run_jobs`; each loads the target and fills one shard after the other.
+        ray: as of `run_jobs`.
 
     Raises:
         UserError: no usable data, or `out` holds features of something else.
     """
+    if data is None and (workers or ray):
+        raise UserError(
+            "--workers and --ray are of bags: in simulation each image follows from the answer to the one before; "
+            "`specvla collect --policy` records bags of what the target does"
+        )
     named = sorted(str(bag.resolve()) for bag in find_bags(data)) if data is not None else [SIMULATION]
     weights = file_hashes(sorted(policy.directory.glob("*.safetensors")))
     described = {"target": weights, "data": named, "seed": seed, "max_text": max_text}
     described |= {"sensors": str(sensors)} if sensors != CAMERA_ALONE else {}
     store = FeatureStore(out / STATE_DIRECTORY / "features", described)
+    if data is not None and (workers or ray):
+        check_senses(policy, sensors.cameras, sensors.state_topic)
+        bags = tuple(shuffled(find_bags(data), seed))
+        by = Asked(policy.directory, model or ModelSettings(), bags, sensors, max_text)
+        store.fill_by_workers(by, frames, limit_bytes=max_bytes, workers=workers, ray=ray, on_frame=on_frame)
+        return store.shards
     engine = EngineSettings(max_reasoning_tokens=max_text)
     asked = islice(frame_source(policy, data, seed, sensors, engine=engine), frames)
     store.fill(policy, asked, max_text=max_text, limit_bytes=max_bytes, on_frame=on_frame)

@@ -10,6 +10,7 @@ from specvla_ros.engine.outcome import Outcome
 from specvla_ros.evaluation.replay_bags import BagJob, replay_bag
 from specvla_ros.evaluation.simulate import EpisodeJob, run_job
 from specvla_ros.simulation.rollout import EpisodeResult
+from specvla_ros.training.draft_features import ShardJob, make_shard
 
 
 def replay_bag_dying_once(job: BagJob) -> str:
@@ -25,6 +26,15 @@ def run_job_dying_once(job: EpisodeJob) -> EpisodeResult:
         assert job.film is not None
         _kill_once(job.film.parents[1] / ".died")
     return run_job(job)
+
+
+def make_shard_dying_once(job: ShardJob) -> int:
+    """Makes a shard; the first worker at the second one is killed at its beginning."""
+    mark = job.path.parent / ".died"
+    if job.path.stem == "shard-00001" and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return make_shard(job)
 
 
 def _kill_once(mark: Path) -> None:

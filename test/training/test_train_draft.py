@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from support.bags import episode, write_bag
 from support.checkpoints import load_openvla
 from support.draft_heads import random_head
+from support.dying import make_shard_dying_once
 from support.patience import wait_until
 from support.random_checkpoint import write_random_checkpoint
 from support.random_fast import AnyFast, write_fast_policy
@@ -30,6 +32,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.models.settings import ModelSettings
 from specvla_ros.speculation.drafters.eagle_head import load_draft_head
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.training import draft_features, train_draft
@@ -137,6 +140,38 @@ def test_the_disk_is_bounded_and_an_epoch_holds_every_sample_once(
     orders = [[s.hidden.float().sum().item() for s in shuffled_samples(store.shards, seed=0, epoch=e)] for e in (0, 1)]
     assert sorted(orders[0]) == sorted(orders[1]) == every
     assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("where", ({"workers": 2}, {"workers": 2, "ray": "local"}), ids=("processes", "ray"))
+def test_workers_make_the_shards_of_one_process_though_one_is_killed(
+    policy: OpenVLATarget,
+    tmp_path: Path,
+    small_shards: None,
+    where: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    if "ray" in where:
+        request.getfixturevalue("cluster")
+    for name, length in (("a", 9), ("b", 21), ("c", 3), ("d", 14)):
+        write_bag(tmp_path / "bags" / name, episode(length))
+    monkeypatch.setattr(draft_features, "make_shard", make_shard_dying_once)
+
+    def collect(out: Path, frames: int, max_bytes: float = 1e9, **where: Any) -> list[dict[str, torch.Tensor]]:
+        given: dict[str, Any] = dict(seed=1, frames=frames, max_bytes=max_bytes, model=ModelSettings(device="cpu"))
+        shards = train_draft.collect_features(policy, [tmp_path / "bags"], out, **given, **where)
+        assert sorted(out.rglob("*.safetensors")) == shards
+        return [load_file(shard) for shard in shards]
+
+    here = collect(tmp_path / "here", 45)
+    there = collect(tmp_path / "there", 45, **where)
+    assert (tmp_path / "there" / STATE_DIRECTORY / "features" / ".died").exists(), "the worker was not killed"
+    assert [len(shard["lengths"]) for shard in here] == [16, 16, 13] and len(there) == 3
+    for ours, theirs in zip(here, there, strict=True):
+        assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+    next((tmp_path / "there").rglob("shard-00000.safetensors")).unlink()
+    assert len(collect(tmp_path / "there", 45, **where)) == 3
+    assert len(collect(tmp_path / "bounded", 45, max_bytes=1, **where)) == 1
 
 
 class _Stop(Exception):
