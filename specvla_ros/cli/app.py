@@ -12,6 +12,7 @@ import typer
 from specvla_ros import __version__
 from specvla_ros.cli import certify as cli_certify
 from specvla_ros.cli import experiments, training
+from specvla_ros.cli import fleet_draft as cli_fleet_draft
 from specvla_ros.cli import plan as cli_plan
 from specvla_ros.cli import qualify as cli_qualify
 from specvla_ros.cli import replay as cli_replay
@@ -53,6 +54,7 @@ app.add_typer(cli_plan.app)
 app.add_typer(cli_serve.app)
 app.add_typer(cli_certify.app)
 app.add_typer(cli_qualify.app)
+app.add_typer(cli_fleet_draft.app)
 
 
 def main() -> None:

@@ -81,7 +81,7 @@ def check_frames(data: Sequence[Path] | None, frames: int) -> None:
             return
     raise UserError(
         f"the data hold {held} images with an instruction, too few to train on and to validate with; {MIN_FRAMES} are "
-        "the minimum: give more bags, or --data sim to ask the target in simulation"
+        "the minimum: give more bags; train-draft --data sim asks the target in simulation"
     )
 
 
