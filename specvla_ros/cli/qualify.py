@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from specvla_ros.cli.options import PolicyOptions, Robot, Seed, Tasks, Workers, World, takes_policy
+from specvla_ros.cli.options import PolicyOptions, Ray, Robot, Seed, Tasks, Workers, World, takes_policy
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.terminal import progress
 from specvla_ros.planning.device import known_devices
@@ -43,6 +43,7 @@ def qualify(
     alpha: Annotated[float, typer.Option(help="Probability of a wrong verdict.", min=1e-6, max=0.5)] = 0.05,
     seed: Seed = 0,
     workers: Workers = 0,
+    ray: Ray = "",
 ) -> None:
     """Find the slowest device, or the largest tolerance, with which a policy still works in real time.
 
@@ -69,7 +70,7 @@ def qualify(
     )
     criterion = Criterion(margin, success, alpha)
     leave_a_core()
-    plan = run.QualifyPlan(tuple(task or ()), pairs, seed, workers=workers)
+    plan = run.QualifyPlan(tuple(task or ()), pairs, seed, workers=workers, ray=ray)
     with progress("episodes") as advance:
         latest = ""
 

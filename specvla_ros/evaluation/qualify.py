@@ -19,8 +19,16 @@ from specvla_ros.evaluation.provenance import checkpoint_hashes, head
 from specvla_ros.evaluation.qualification import Criterion, Judgement, Pair, Verdict
 from specvla_ros.evaluation.report.qualify import write_qualify_report
 from specvla_ros.evaluation.run_directory import REPORT_FILE, RunDirectory, write_line
-from specvla_ros.evaluation.simulate import EPISODES_FILE, EpisodeJob, SimulateSettings, episode_of, run_job, tasks_of
-from specvla_ros.simulation.episode_pool import run_episodes
+from specvla_ros.evaluation.simulate import (
+    EPISODES_FILE,
+    EpisodeJob,
+    SimulateSettings,
+    episode_of,
+    job_name,
+    run_job,
+    tasks_of,
+)
+from specvla_ros.jobs import run_jobs
 from specvla_ros.simulation.rollout import Clock, EpisodeResult, read_stage_times
 
 QUALIFY_FILE = "qualify.json"
@@ -37,6 +45,7 @@ class QualifyPlan:
     first_seed: int = 0  # of the first start and of the drawing of tasks
     batch: int = 20  # pairs between two looks at the evidence; with several workers it is their work
     workers: int = 0  # worker processes; 0: this process
+    ray: str = ""  # address of the Ray cluster that they run on; empty: this machine, see `run_jobs`
 
     def draw(self, world: str) -> Iterator[tuple[str, int]]:
         """Task and seed of one pair after the other: the task at random."""
@@ -109,7 +118,8 @@ def qualify(
         missing = [start for start in starts if (name, *start) not in done]
         jobs = [EpisodeJob(simulated[name], *start) for start in missing]
         with directory.append_to(EPISODES_FILE) as lines:
-            for _, result in run_episodes(run_job, jobs, workers=plan.workers):
+            gpu = base.model.device != "cpu"
+            for _, result in run_jobs(run_job, jobs, workers=plan.workers, ray=plan.ray, gpu=gpu, name=job_name):
                 write_line(lines, {_OF: name, **asdict(result)})
                 done[name, result.task, result.seed] = result
                 on_episode(name, sum((name, *start) in done for start in starts), len(starts))

@@ -170,7 +170,7 @@ def simulate(
         try:
             with directory.append_to(EPISODES_FILE) as lines:
                 gpu = settings.model.device != "cpu"
-                results = run_jobs(run_job, jobs, workers=plan.workers, ray=plan.ray, gpu=gpu, name=_name)
+                results = run_jobs(run_job, jobs, workers=plan.workers, ray=plan.ray, gpu=gpu, name=job_name)
                 for _, result in results:
                     write_line(lines, asdict(result))
                     done[result.task, result.seed] = result
@@ -188,7 +188,8 @@ def read_episodes(out: Path) -> dict[tuple[str, int], EpisodeResult]:
     return {(each.task, each.seed): each for each in read_lines(out / EPISODES_FILE, episode_of)}
 
 
-def _name(job: EpisodeJob) -> str:
+def job_name(job: EpisodeJob) -> str:
+    """What an episode is called in messages."""
     return f"{job.task} from seed {job.seed}"
 
 
