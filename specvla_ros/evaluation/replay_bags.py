@@ -3,6 +3,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -143,11 +144,8 @@ def replay_bags(
         UserError: the policy, or what it is asked with, is wrong for all bags.
     """
     directory = RunDirectory(out_dir, _COMMAND)
-    directory.check()
-    if not (workers or ray):
-        _policy_of(settings)  # what is wrong with it leaves nothing behind
     hashes = checkpoint_hashes(settings.policy, settings.engine)
-    directory.begin(settings.as_json() | hashes)
+    resumed = directory.begin(settings.as_json() | hashes)
     jobs: list[BagJob] = []
     why: dict[str, str] = {}
     for name, bag in bags.items():
@@ -168,10 +166,16 @@ def replay_bags(
             on_bag(job.out.name, done, len(bags))
             if reason.startswith(INTERRUPTED):
                 break
-    finally:
-        with directory.reporting_errors("; the bags so far are kept, and the same command goes on"):
-            summary = _summarise(settings, directory, bags, why, left_out, thresholds or Thresholds())
-    return summary
+    except BaseException:
+        with suppress(OSError):  # the first error says why
+            if resumed or any((directory.path / name).exists() for name in bags):
+                _summarise(settings, directory, bags, why, left_out, thresholds or Thresholds())
+            else:  # what is wrong for every bag leaves nothing behind
+                (directory.path / SETTINGS_FILE).unlink()
+                directory.path.rmdir()
+        raise
+    with directory.reporting_errors("; the bags so far are kept, and the same command goes on"):
+        return _summarise(settings, directory, bags, why, left_out, thresholds or Thresholds())
 
 
 def replay_bag(job: BagJob) -> str:
@@ -196,9 +200,11 @@ def replay_bag(job: BagJob) -> str:
 
 
 def _policy_of(settings: ReplaySettings) -> Target:
+    """With all checked that does not depend on the bag."""
     topics = settings.topics
     policy = _policy(settings.policy, settings.model, settings.engine, topics.instruction)
     check_senses(policy, topics.cameras, topics.state_topic)
+    settings.action.convention(policy.unnorm_key, policy.codec.dt_s)
     return policy
 
 

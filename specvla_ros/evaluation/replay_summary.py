@@ -236,10 +236,13 @@ class BagsSummary:
     @property
     def failures(self) -> tuple[str, ...]:
         """Why the replay counts as failed, in sentences; empty: it does not."""
-        bags = [f"{row.name}: {row.why}" for row in self.rows if row.why]
+        why = {row.name: row.why for row in self.rows if row.why}
         if self.total.actions:  # else all together says it
-            bags += [f"{row.name}: not one of its frames gave an action" for row in self.rows if row.silent]
-        return (*bags, *self.total.failures)
+            why |= {row.name: "not one of its frames gave an action" for row in self.rows if row.silent and not row.why}
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in why.items():
+            by_reason.setdefault(reason, []).append(name)
+        return (*(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()), *self.total.failures)
 
     def as_json(self) -> dict[str, Any]:
         rows = {row.name: row.as_json() for row in self.rows}

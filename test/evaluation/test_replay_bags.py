@@ -164,11 +164,14 @@ def test_an_interruption_is_told_and_goes_on(
     assert replay_bags(settings, found, tmp_path / "out").failures == ()
 
 
-def test_what_is_wrong_for_every_bag_is_the_users_error(settings: ReplaySettings, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", (0, 1))
+def test_what_is_wrong_for_every_bag_is_the_users_error(
+    settings: ReplaySettings, folder: Path, tmp_path: Path, workers: int
+) -> None:
     found, _ = find_bags([folder])
     asked = ReplaySettings(settings.policy, settings.model, topics=TopicChoice(instruction="word " * 2000))
     with pytest.raises(UserError, match="at most 1000 are taken"):
-        replay_bags(asked, found, tmp_path / "out")
+        replay_bags(asked, found, tmp_path / "out", workers=workers)
     assert not (tmp_path / "out").exists()
 
 
