@@ -47,16 +47,19 @@ class Sensors:
         cameras: image topics of further cameras, by the policy's names for them, in its order.
         state_topic: JointState; empty: no state.
         state_names: the state's numbers in the policy's order; empty: the message's own.
+        instruction: in place of the bags' own; empty: theirs.
     """
 
     cameras: Mapping[str, str] = field(default_factory=dict)
     state_topic: str = ""
     state_names: tuple[str, ...] = ()
+    instruction: str = ""
 
     @property
     def topics(self) -> TopicChoice:
         """Of a bag."""
-        return TopicChoice(cameras=self.cameras, state_topic=self.state_topic or None)
+        instruction, state_topic = self.instruction or None, self.state_topic or None
+        return TopicChoice(instruction=instruction, cameras=self.cameras, state_topic=state_topic)
 
 
 CAMERA_ALONE = Sensors()

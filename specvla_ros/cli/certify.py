@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that says, and checks, that a setting changes nothing: `certify`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ def certify(
     verify: Annotated[
         Path | None, typer.Option(help="A certificate: repeat what it says, with its settings, and compare.")
     ] = None,
+    instruction: Annotated[str, typer.Option(help="In place of the bags' own.")] = "",
     camera: Cameras = None,
     state_topic: StateTopic = "",
     state_names: StateNames = "",
@@ -39,7 +41,10 @@ def certify(
     if given is None and chosen.engine.mode == "ar":
         raise UserError("plain decoding is what a setting is compared with: give one, such as --mode spec")
     bags = find_bags(data)
-    sensors = sensors_of(camera, state_topic, state_names)
+    if given is not None and instruction:
+        raise UserError("--verify asks as the certificate says: leave --instruction out")
+    asked = instruction if given is None else given.content["instruction"]
+    sensors = replace(sensors_of(camera, state_topic, state_names), instruction=asked)
     leave_a_core()
     policy = chosen.load()
     check_senses(policy, sensors.cameras, sensors.state_topic)

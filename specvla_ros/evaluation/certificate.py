@@ -36,12 +36,12 @@ from specvla_ros.settings.parameter import values_of, with_values
 from specvla_ros.settings.replace_file import replace_file
 from specvla_ros.speculation.settings import AcceptanceSettings
 
-VERSION = 1
+VERSION = 2
 # Between the two largest logits of a place, below which two orders of the same sum may choose differently.
 _TIES = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 0.0625, torch.float16: 0.0078125}
 _SHOWN = 20  # differences that are listed one by one
 _ROUNDED = ("near_ties", "closest", "margin", "ties")
-_WHAT = ("strict", "settings", "policy_files", "draft_files", "bags", "result")
+_WHAT = ("strict", "instruction", "settings", "policy_files", "draft_files", "bags", "result")
 
 
 @dataclass
@@ -187,6 +187,7 @@ def certify(
         "code": _code_hash(),
         "policy": policy.describe() | {"checkpoint": policy.directory.name},
         "strict": strict,
+        "instruction": sensors.instruction,
         "settings": {name: value for name, value in values_of(settings).items() if value != defaults[name]},
         **checkpoint_hashes(policy.directory, settings),
         "tie": tie,
@@ -206,6 +207,7 @@ def differences(given: Certificate, again: Certificate) -> tuple[str, ...]:
     """
     names = {
         "strict": "the rule of acceptance",
+        "instruction": "the instruction",
         "settings": "the settings",
         "policy_files": "the policy's files",
         "draft_files": "the draft head's files",

@@ -100,7 +100,7 @@ def frames_in(policy: Target, bags: Sequence[Path], sensors: Sensors) -> Iterato
         missing: list[str] = []
         with open_bag(path) as bag:
             topics = choose_topics(bag, sensors.topics)
-            for frame in bag_frames(bag, topics):
+            for frame in bag_frames(bag, topics, sensors.instruction):
                 if frame.missing:
                     missing.append(frame.missing)
                 elif frame.instruction:
@@ -115,7 +115,7 @@ def frames_in(policy: Target, bags: Sequence[Path], sensors: Sensors) -> Iterato
 def count_frames(path: Path, sensors: Sensors) -> int:
     """How many frames `frames_in` gives of a bag; no image is decoded for it."""
     with open_bag(path) as bag:
-        found = bag_frames(bag, choose_topics(bag, sensors.topics))
+        found = bag_frames(bag, choose_topics(bag, sensors.topics), sensors.instruction)
         return sum(1 for frame in found if frame.instruction and not frame.missing)
 
 

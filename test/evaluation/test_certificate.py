@@ -146,4 +146,11 @@ def test_the_command_writes_and_checks(checkpoint: Path, recorded: list[Path], t
         (tmp_path / "no.json").write_text("{}")
         read_certificate(tmp_path / "no.json")
     assert np.isfinite(content["result"]["closest"])
+    told = [*given, "--mode", "spec", "--out", str(out), "--instruction", "turn the lever"]
+    assert CliRunner().invoke(app, told, catch_exceptions=False).exit_code == 0
+    other = json.loads(out.read_text())
+    assert other["instruction"] == "turn the lever" and other["result"]["digest"] != content["result"]["digest"]
+    assert CliRunner().invoke(app, [*given, "--verify", str(out)], catch_exceptions=False).exit_code == 0
+    both = CliRunner().invoke(app, [*given, "--verify", str(out), "--instruction", "lift"])
+    assert "leave --instruction out" in str(both.exception)
     assert "give one, such as --mode spec" in str(CliRunner().invoke(app, given).exception)
