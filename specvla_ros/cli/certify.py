@@ -72,7 +72,8 @@ def certify(
     if given is None:
         found.write(out)
         typer.echo(
-            f"the certificate is in {out}; check it: specvla certify --verify {out} with the same policy and bags"
+            f"the certificate is in {out}, a page beside it; check it: specvla certify --verify {out} with the same "
+            "policy and bags"
         )
     else:
         failures += certificate.differences(given, found)

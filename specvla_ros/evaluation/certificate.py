@@ -28,6 +28,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.evaluation.calibration import deviation
 from specvla_ros.evaluation.frame_sources import bag_source
 from specvla_ros.evaluation.provenance import checkpoint_hashes, file_hashes, head
+from specvla_ros.evaluation.report.certificate import write_certificate_page
 from specvla_ros.models.generation import NO_RULES
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
@@ -100,8 +101,9 @@ class Certificate:
         return tuple(failures)
 
     def write(self, path: Path) -> None:
-        """Writes the file, as a whole."""
+        """Writes the file, as a whole, and beside it a page of the same name that shows it."""
         replace_file(path, json.dumps(self.content, indent=1) + "\n")
+        write_certificate_page(path.with_suffix(".html"), self.content, self.failures)
 
 
 def read_certificate(path: Path) -> Certificate:

@@ -137,7 +137,10 @@ def test_the_command_writes_and_checks(checkpoint: Path, recorded: list[Path], t
     assert made.exit_code == 0 and "0 answers differ from plain decoding's" in made.output
     held = CliRunner().invoke(app, [*given, "--verify", str(out)], catch_exceptions=False)
     assert held.exit_code == 0 and f"{out} holds" in " ".join(held.output.split()).replace(" /", "/")
+    page = out.with_suffix(".html").read_text()
+    assert "answers differ from plain decoding" in page
     content = json.loads(out.read_text())
+    assert all(name in page for name in content["bags"])
     content["result"]["digest"] = "0" * 64
     out.write_text(json.dumps(content))
     broken = CliRunner().invoke(app, [*given, "--verify", str(out)], catch_exceptions=False)

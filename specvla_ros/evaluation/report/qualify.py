@@ -15,6 +15,7 @@ from specvla_ros.evaluation.report.page import BLUE, GREEN, GREY, INK, RED, plot
 
 _HEAD = ("", "verdict", "pairs", "lockstep", "realtime", "difference", "only lockstep", "only realtime")
 _POINTS = 60  # of an interval's curve
+_SHOWN_EVIDENCE = (-2.5, 4.5)  # powers of ten; more changes no verdict
 _COLOURS = {"not worse": GREEN, "works": BLUE, "worse": RED, "does not work": INK}
 
 
@@ -79,10 +80,14 @@ def _evidence(each: Judgement) -> go.Figure:
     for name, values in each.evidence.items():
         drawn.add_scatter(x=numbers, y=values / np.log(10), name=name, line_color=_COLOURS[name])
     alpha = each.criterion.alpha
-    for level, what in ((1 / alpha, "to qualify: both"), (2 / alpha, "to refuse: one")):
-        drawn.add_hline(y=np.log10(level), line_dash="dot", line_color=GREY, annotation_text=f"{level:g}, {what}")
+    for level, what, where in (
+        (1 / alpha, "to qualify: both", "bottom right"),
+        (2 / alpha, "to refuse: one", "top left"),
+    ):
+        words = dict(annotation_text=f"{level:g}, {what}", annotation_position=where)
+        drawn.add_hline(y=np.log10(level), line_dash="dot", line_color=GREY, **words)
     drawn.update_xaxes(title_text="pairs")
-    return drawn.update_yaxes(title_text="evidence, power of ten")
+    return drawn.update_yaxes(title_text="evidence, power of ten", range=_SHOWN_EVIDENCE)
 
 
 def _interval(each: Judgement) -> go.Figure:
@@ -96,7 +101,8 @@ def _interval(each: Judgement) -> go.Figure:
     means = 100 * each.differences.cumsum() / np.arange(1, len(each.pairs) + 1)
     drawn.add_scatter(x=at, y=means[np.array(at) - 1], line_color=BLUE, showlegend=False, name="mean")
     margin = -100 * each.criterion.margin
-    drawn.add_hline(y=margin, line_dash="dot", line_color=RED, annotation_text=f"margin, {margin:g}")
+    words = dict(annotation_text=f"margin, {margin:g}", annotation_position="bottom left")
+    drawn.add_hline(y=margin, line_dash="dot", line_color=RED, **words)
     drawn.update_xaxes(title_text="pairs")
     return drawn.update_yaxes(title_text="realtime less lockstep [points]")
 
