@@ -22,6 +22,7 @@ from specvla_ros.errors import UserError
 _PR_SET_PDEATHSIG = 1
 _MAX_LOSSES = 3  # workers that a job may cost
 _ENDS_WITHIN_S = 5.0
+_CREATED_WITHIN_S = 60.0  # where the cluster has room
 _NAMED = 5  # jobs that a message lists
 
 LOCAL = "local"
@@ -288,8 +289,8 @@ class _RayPool:
         except ImportError:
             raise UserError("--ray needs Ray: pip install -r requirements/ray.txt") from None
         self.ray: Any = ray
-        self._begun = not ray.is_initialized()
-        if self._begun:
+        self.begun = not ray.is_initialized()
+        if self.begun:
             _begin_ray(ray, address)
         self.size, takes = actors_of(ray.cluster_resources(), workers, gpu=gpu)
         self._actors = self.ray.remote(_Actor).options(max_restarts=0, **takes)
@@ -304,7 +305,7 @@ class _RayPool:
         return [by_answer[each] for each in finished]
 
     def close(self) -> None:
-        if self._begun:
+        if self.begun:
             self.ray.shutdown()
 
 
@@ -324,6 +325,7 @@ class _RayWorker:
     def __init__(self, pool: _RayPool, actor: Any) -> None:
         self._pool, self._actor = pool, actor
         self.answer: Any = None
+        self._created = actor.wake.remote()
 
     def give(self, job: Any) -> None:
         self.answer = self._actor.run.remote(*self._pool.setting, pickle.dumps(job))
@@ -339,12 +341,20 @@ class _RayWorker:
         return _opened(succeeded, result)
 
     def end(self) -> None:
+        # One that is killed while it is being created keeps its place in the cluster for ever (seen with Ray 2.60).
+        # A cluster that the pool leaves ends those that were not created in time.
+        timeout = 0.0 if self._pool.begun else _CREATED_WITHIN_S
         with suppress(Exception):  # its machine may be gone
-            self._pool.ray.kill(self._actor)
+            created, _ = self._pool.ray.wait([self._created], timeout=timeout)
+            if created:
+                self._pool.ray.kill(self._actor)
 
 
 class _Actor:
     """A worker on a machine of the cluster."""
+
+    def wake(self) -> None:
+        """Is answered as soon as it is there."""
 
     def run(self, version: str, directory: str, work: bytes, job: bytes) -> tuple[bool, Any]:
         return _answer(lambda _: self._run(version, directory, work, job), None)

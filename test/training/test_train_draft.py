@@ -280,7 +280,7 @@ def test_too_few_frames_are_refused_before_the_target_is_asked(tmp_path: Path) -
     assert result.returncode == 2
     words = " ".join(result.stderr.replace("│", " ").split())
     assert "the data hold 150 images with an instruction, too few" in words
-    assert "257 are the minimum: give more bags, or --data sim to ask the target in simulation" in words
+    assert "257 are the minimum: give more bags; train-draft --data sim asks the target in simulation" in words
     assert not (tmp_path / "out").exists()
 
 
