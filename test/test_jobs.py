@@ -6,16 +6,19 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 from support.gl import needs_gl
-from support.jobs import die, refuse, square, unsendable
+from support.jobs import Squares, ask_for_square, dead_squares, die, no_squares, refuse, square, unsendable
 from support.patience import PATIENCE_S, wait_until
 
 from specvla_ros import __version__
 from specvla_ros.errors import UserError
-from specvla_ros.jobs import _Actor, actors_of, run_jobs
+from specvla_ros.jobs.ray_cluster import ActorPlan, _Actor, plan_actors
+from specvla_ros.jobs.run import run_jobs
+from specvla_ros.jobs.workers import Shared
 
 PROCESSES, CLUSTER = {"workers": 2}, {"workers": 2, "ray": "local"}
 
@@ -71,24 +74,59 @@ def test_ray_that_is_missing_or_not_reached_is_named(monkeypatch):
         list(run_jobs(square, [], ray="local"))
 
 
+def test_workers_share_what_is_made_once_and_again_when_it_dies(where, tmp_path):
+    shared = Shared(partial(Squares, tmp_path), among=2)
+    results = list(run_jobs(ask_for_square, range(9), **where, shared=shared))
+    assert sorted(job for job, _ in results) == [*range(9)]
+    assert all(result[0] == job**2 for job, result in results)
+    made = {mark.name for mark in tmp_path.glob("made-*")}
+    assert made == {f"made-{result[1]}" for _, result in results} and len(made) <= 2
+    assert (tmp_path / "killed").exists() and len(made) == 2
+    assert {result[3] for _, result in results} <= {0, 1}, "a place of a worker that is gone is given to the next"
+    asked = [(result[1], result[3], result[2]) for _, result in results]
+    assert len({*asked}) == len(asked), "two workers had one place"
+
+
+def test_what_the_shared_raises_and_its_making_is_raised(where, tmp_path):
+    (tmp_path / "killed").touch()
+    with pytest.raises(UserError, match="-2 is not squared"):
+        list(run_jobs(ask_for_square, [1, -2], **where, shared=Shared(partial(Squares, tmp_path), among=2)))
+    with pytest.raises(UserError, match="no squares today"):
+        list(run_jobs(ask_for_square, [1], **where, shared=Shared(no_squares, among=2)))
+    with pytest.raises(UserError, match="the process died that loads what the workers share"):
+        list(run_jobs(ask_for_square, [1], **where, shared=Shared(dead_squares, among=2)))
+
+
 @pytest.mark.parametrize(
-    ("resources", "workers", "gpu", "count", "takes"),
+    ("resources", "workers", "gpu", "plan"),
     [
-        ({"CPU": 8.0}, 0, True, 8, {"num_cpus": 1}),
-        ({"CPU": 8.0, "GPU": 2.0}, 0, False, 8, {"num_cpus": 1}),
-        ({"CPU": 8.0, "GPU": 2.0}, 0, True, 2, {"num_cpus": 1, "num_gpus": 1.0}),
-        ({"CPU": 8.0, "GPU": 2.0}, 5, True, 5, {"num_cpus": 1, "num_gpus": 1 / 3}),
-        ({}, 0, True, 1, {"num_cpus": 1}),
+        ({"CPU": 8.0}, 0, True, ActorPlan(8, {"num_cpus": 1})),
+        ({"CPU": 8.0, "GPU": 2.0}, 0, False, ActorPlan(8, {"num_cpus": 1})),
+        ({"CPU": 8.0, "GPU": 2.0}, 0, True, ActorPlan(2, {"num_cpus": 1, "num_gpus": 1.0})),
+        ({"CPU": 8.0, "GPU": 2.0}, 5, True, ActorPlan(5, {"num_cpus": 1, "num_gpus": 1 / 3})),
+        ({}, 0, True, ActorPlan(1, {"num_cpus": 1})),
     ],
 )
-def test_actors_share_the_gpus_of_a_cluster(resources, workers, gpu, count, takes):
-    assert actors_of(resources, workers, gpu=gpu) == (count, takes)
+def test_actors_share_the_gpus_of_a_cluster(resources, workers, gpu, plan):
+    assert plan_actors(resources, workers, gpu=gpu) == plan
+
+
+@pytest.mark.parametrize(
+    ("resources", "workers", "gpu", "plan"),
+    [
+        ({"CPU": 64.0, "GPU": 2.0}, 0, True, ActorPlan(16, {"num_cpus": 1.0}, {"num_cpus": 0, "num_gpus": 1.0})),
+        ({"CPU": 4.0, "GPU": 1.0}, 12, True, ActorPlan(12, {"num_cpus": 0.33}, {"num_cpus": 0, "num_gpus": 0.5})),
+        ({"CPU": 2.0}, 0, True, ActorPlan(8, {"num_cpus": 0.25}, {"num_cpus": 0})),
+    ],
+)
+def test_what_actors_share_takes_the_gpus(resources, workers, gpu, plan):
+    assert plan_actors(resources, workers, gpu=gpu, among=8) == plan
 
 
 def test_a_machine_of_the_cluster_that_is_another_is_named(tmp_path):
-    succeeded, (error, _) = _Actor().run("0.0.1", str(tmp_path), b"", b"")
+    succeeded, (error, _) = _Actor(None).run("0.0.1", str(tmp_path), b"", b"")
     assert not succeeded and re.search(r"the machine .* has specvla_ros .*, this one 0\.0\.1", str(error))
-    succeeded, (error, _) = _Actor().run(__version__, str(tmp_path / "no"), b"", b"")
+    succeeded, (error, _) = _Actor(None).run(__version__, str(tmp_path / "no"), b"", b"")
     assert not succeeded and "must share the file system" in str(error)
 
 
@@ -96,7 +134,7 @@ def test_a_machine_of_the_cluster_that_is_another_is_named(tmp_path):
 def test_workers_end_with_the_process_that_started_them(tmp_path):
     code = (
         "from support.jobs import name_and_wait\n"
-        "from specvla_ros.jobs import run_jobs\n"
+        "from specvla_ros.jobs.run import run_jobs\n"
         f"list(run_jobs(name_and_wait, [{str(tmp_path)!r}] * 2, workers=2))"
     )
     test = Path(__file__).resolve().parent

@@ -13,6 +13,7 @@ from specvla_ros.cli.options import (
     Cameras,
     Emulate,
     Episodes,
+    PerEngine,
     PolicyOptions,
     Ray,
     Robot,
@@ -84,6 +85,7 @@ def simulate(
     ] = None,
     films: Annotated[int, typer.Option(help="Episodes per task that are filmed.", min=0)] = 1,
     workers: Workers = 0,
+    per_engine: PerEngine = 0,
     ray: Ray = "",
 ) -> None:
     """Let a policy act in simulation: success rates, latency, films; episodes.jsonl, summary.json, report.html."""
@@ -107,7 +109,7 @@ def simulate(
         model=chosen.model,
     )
     leave_a_core()
-    plan = SimulatePlan(tuple(task or ()), episodes, seed, films, workers, ray)
+    plan = SimulatePlan(tuple(task or ()), episodes, seed, films, workers, ray, per_engine)
     with progress("episodes") as advance:
         successes: list[bool] = []
 

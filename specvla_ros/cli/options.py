@@ -54,6 +54,14 @@ StateNames = Annotated[
     str, typer.Option(help="Comma-separated: the state's numbers in the policy's order; empty: the message's.")
 ]
 Workers = Annotated[int, typer.Option(help="Worker processes; 0: this one alone.", min=0)]
+PerEngine = Annotated[
+    int,
+    typer.Option(
+        help="Workers whose frames one engine packs into its forwards, with the model once in memory; 0: each worker "
+        "has its own.",
+        min=0,
+    ),
+]
 Ray = Annotated[
     str,
     typer.Option(

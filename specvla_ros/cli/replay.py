@@ -3,13 +3,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specvla_ros.bags.synchronizer import TOLERANCE_S
 from specvla_ros.cli.options import (
     Cameras,
+    PerEngine,
     PolicyOptions,
     Ray,
     Rerun,
@@ -70,6 +71,7 @@ def replay(
     rerun: Rerun = False,
     viewer: Viewer = "",
     workers: Workers = 0,
+    per_engine: PerEngine = 0,
     ray: Ray = "",
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
 ) -> None:
@@ -79,6 +81,7 @@ def replay(
     Exit code 1 when a limit is broken or a bag could not be replayed to its end, 2 when something given is wrong.
     """
     from specvla_ros.bags.frames import TopicChoice
+    from specvla_ros.engine.engine import Engine
     from specvla_ros.evaluation.replay import check_replay, replay
     from specvla_ros.evaluation.replay_bags import ReplaySettings, is_folder_of_bags
     from specvla_ros.evaluation.replay_summary import Thresholds
@@ -110,14 +113,16 @@ def replay(
         if viewer:
             raise UserError("--viewer shows one bag: give one, or --rerun, which writes a recording of each")
         rerun_file = RECORDING_FILE if shown_in(out, rerun, "") else ""
-        _replay_bags(settings, bag, out, thresholds, rerun_file, workers=workers, ray=ray, progress=progress)
+        spread = {"workers": workers, "ray": ray, "per_engine": per_engine}
+        _replay_bags(settings, bag, out, thresholds, rerun_file, spread=spread, progress=progress)
         return
-    if workers or ray:
-        raise UserError("one bag is replayed by one process: --workers and --ray are of several bags")
+    if workers or ray or per_engine:
+        raise UserError("one bag is replayed by one process: --workers, --per-engine and --ray are of several bags")
     check_replay(bag[0], out, topics)
+    engine = Engine(chosen.load(), chosen.engine)
+    engine.warm_up()
     summary = replay(
-        chosen.load(),
-        chosen.engine,
+        engine,
         bag[0],
         out,
         topics=topics,
@@ -137,8 +142,7 @@ def _replay_bags(
     thresholds: "Thresholds",
     rerun: str,
     *,
-    workers: int,
-    ray: str,
+    spread: dict[str, Any],
     progress: bool,
 ) -> None:
     from specvla_ros.evaluation.replay_bags import find_bags, replay_bags
@@ -159,8 +163,7 @@ def _replay_bags(
             left_out=left_out,
             thresholds=thresholds,
             rerun=rerun,
-            workers=workers,
-            ray=ray,
+            **spread,
             on_bag=lambda name, done, wanted: bar.update(line, completed=done, total=wanted, description=name),
         )
     print_table(BAGS_HEAD, [bag_cells(row) for row in summary.rows])

@@ -28,7 +28,7 @@ from specvla_ros.evaluation.simulate import (
     run_job,
     tasks_of,
 )
-from specvla_ros.jobs import run_jobs
+from specvla_ros.jobs.run import run_jobs
 from specvla_ros.simulation.rollout import Clock, EpisodeResult, read_stage_times
 
 QUALIFY_FILE = "qualify.json"

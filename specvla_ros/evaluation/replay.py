@@ -22,8 +22,8 @@ from specvla_ros.bags.state_message import read_state
 from specvla_ros.control.convention import ActionConvention
 from specvla_ros.control.convention_settings import ConventionSettings
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.hosted_engine import HostedEngine
 from specvla_ros.engine.outcome import Action, DecodeRecord, DropReason, StageTimings
-from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError, missing_package
 from specvla_ros.evaluation.provenance import checkpoint_hashes, file_hashes, head
 from specvla_ros.evaluation.replay_summary import (
@@ -39,7 +39,7 @@ from specvla_ros.evaluation.rerun_recording import RerunRecording, RerunSettings
 from specvla_ros.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, write_line
 from specvla_ros.evaluation.terminal import deferred_interruption, progress_bar
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.target import Target
+from specvla_ros.models.target import PolicyFacts
 
 FRAMES_FILE, BAG_DIRECTORY = "frames.jsonl", "actions_bag"
 INTERRUPTED = "interrupted"  # how `incomplete` of a summary begins that a signal ended
@@ -68,7 +68,7 @@ class ReplayRun:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | HostedEngine,
         directory: RunDirectory,
         *,
         frames_in_bag: int,
@@ -189,7 +189,7 @@ class ReplayRun:
 
 
 def _observe(
-    frame: BagFrame, received_ns: int, policy: Target, state_names: Sequence[str]
+    frame: BagFrame, received_ns: int, policy: PolicyFacts, state_names: Sequence[str]
 ) -> Observation | FrameRecord:
     """What the node does with images and state, without ROS: the checks before the engine, in the same order."""
     lead, *others = policy.cameras
@@ -251,8 +251,7 @@ def _action(record: FrameRecord, observation: Observation, names: tuple[str, ...
 
 
 def replay(
-    policy: Target,
-    settings: EngineSettings,
+    engine: Engine | HostedEngine,
     bag_path: str | Path,
     out_dir: str | Path,
     *,
@@ -270,7 +269,8 @@ def replay(
     the same settings it decodes the frames that are missing.
 
     Args:
-        settings: how to decode; `max_image_age_s` must be 0, as a recorded image has no age.
+        engine: warm, and used by nobody else meanwhile, unless it is shared; without a staleness limit, as a recorded
+            image has no age.
         bag_path: the bag's directory or file.
         out_dir: directory of the results; made if missing, refused if it holds a whole replay or other results.
         topics: which of the bag's to read.
@@ -279,6 +279,7 @@ def replay(
         shown: where Rerun shows it, from the first frame on; None: nowhere.
     """
     directory = _open_output(out_dir)
+    policy = engine.target
     check_senses(policy, topics.cameras, topics.state_topic)
     with open_bag(bag_path) as bag:
         chosen = choose_topics(bag, topics)
@@ -287,14 +288,13 @@ def replay(
         instruction = topics.instruction
         convention = action.convention(policy.unnorm_key, policy.codec.dt_s)
         meaning = ActionMeaning(convention, policy.unnorm_key, _BASE_FRAME)
-        engine = Engine(policy, settings)
         if instruction is not None:
             engine.check_instruction(instruction)
-        engine.warm_up()
+        engine.reset()
         context = _context(bag, chosen, engine, instruction=instruction, convention=convention)
         content = {name: value for name, value in context["bag"].items() if name != "path"}  # it may have been moved
         deciding = {"bag": content, "settings": context["settings"], "policy": context["policy"]}
-        directory.begin(deciding | checkpoint_hashes(policy.directory, settings))
+        directory.begin(deciding | checkpoint_hashes(policy.directory, engine.settings))
         ending: dict[str, Any] = dict(thresholds=thresholds or Thresholds(), context=context)
         if shown is not None and shown.out:
             context["recording"] = Path(shown.out).name
@@ -320,7 +320,7 @@ def replay(
             return run.finish(incomplete=incomplete, **ending)
 
 
-def check_senses(policy: Target, cameras: Mapping[str, str], state_topic: str | None) -> None:
+def check_senses(policy: PolicyFacts, cameras: Mapping[str, str], state_topic: str | None) -> None:
     """Whether the topics are those that the policy looks at.
 
     Args:
@@ -392,7 +392,12 @@ def _open_output(out_dir: str | Path) -> RunDirectory:
 
 
 def _context(
-    bag: Bag, topics: ReplayTopics, engine: Engine, *, instruction: str | None, convention: ActionConvention
+    bag: Bag,
+    topics: ReplayTopics,
+    engine: Engine | HostedEngine,
+    *,
+    instruction: str | None,
+    convention: ActionConvention,
 ) -> dict[str, Any]:
     return {
         "bag": {

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from specvla_ros.bags.frames import TopicChoice
 from specvla_ros.bags.reader import BAG_SUFFIXES, open_bag
 from specvla_ros.control.convention_settings import ConventionSettings
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.hosted_engine import EngineHost, HostedEngine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError, missing_package
 from specvla_ros.evaluation.provenance import checkpoint_hashes, file_hashes, head
@@ -28,7 +29,8 @@ from specvla_ros.evaluation.replay_summary import (
 from specvla_ros.evaluation.report.replay_bags import write_bags_report
 from specvla_ros.evaluation.rerun_recording import RerunSettings
 from specvla_ros.evaluation.run_directory import REPORT_FILE, SETTINGS_FILE, SUMMARY_FILE, RunDirectory, read_lines
-from specvla_ros.jobs import run_jobs
+from specvla_ros.jobs.run import run_jobs
+from specvla_ros.jobs.workers import Host, share
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.models.target import Target, require_actions
@@ -122,6 +124,7 @@ def replay_bags(
     rerun: str = "",
     workers: int = 0,
     ray: str = "",
+    per_engine: int = 0,
     on_bag: Callable[[str, int, int], None] = lambda name, done, wanted: None,
 ) -> BagsSummary:
     """Replays bags, each into a folder of its name, and writes summary.json and report.html of all.
@@ -136,8 +139,9 @@ def replay_bags(
         left_out: what was found beside the bags, for the summary.
         thresholds: limits over the frames of all bags together.
         rerun: name of the file for Rerun in each bag's folder; empty: none.
-        workers: as of `run_jobs`; each has an engine, and replays one bag after the other.
+        workers: as of `run_jobs`; each replays one bag after the other.
         ray: as of `run_jobs`.
+        per_engine: workers whose frames one engine packs into its forwards; 0: each has its own.
         on_bag: called with the name of a bag that has ended, how many have, and how many there are.
 
     Raises:
@@ -157,7 +161,17 @@ def replay_bags(
         except UserError as error:
             why[name] = str(error)
     gpu = settings.model.device != "cpu"
-    results = run_jobs(replay_bag, jobs, workers=workers, ray=ray, gpu=gpu, name=_job_name, lost=lambda _, why: why)
+    shared = share(partial(host_engine, settings), per_engine)
+    results = run_jobs(
+        replay_bag,
+        jobs,
+        workers=workers,
+        ray=ray,
+        gpu=gpu,
+        shared=shared,
+        name=_job_name,
+        lost=lambda _, why: why,
+    )
     done = len(bags) - len(jobs)
     try:
         for job, reason in results:
@@ -178,14 +192,18 @@ def replay_bags(
         return _summarise(settings, directory, bags, why, left_out, thresholds or Thresholds())
 
 
-def replay_bag(job: BagJob) -> str:
-    """Replays one bag; returns why not as a whole, empty when it was. The policy is kept for the next one."""
+def replay_bag(job: BagJob, host: Host | None = None) -> str:
+    """Replays one bag; returns why not as a whole, empty when it was. The engine is kept for the next one.
+
+    Args:
+        job: the bag.
+        host: an `EngineHost` that several workers share; None: the engine is this process's own.
+    """
     settings = job.settings
-    policy = _policy_of(settings)
+    engine = _engine(settings, host)
     try:
         summary = replay(
-            policy,
-            settings.engine,
+            engine,
             job.bag,
             job.out,
             topics=settings.topics,
@@ -199,23 +217,36 @@ def replay_bag(job: BagJob) -> str:
     return summary.incomplete
 
 
-def _policy_of(settings: ReplaySettings) -> Target:
-    """With all checked that does not depend on the bag."""
+def host_engine(settings: ReplaySettings, workers: int) -> EngineHost:
+    """The engine that several workers share."""
+    return EngineHost(_load(settings.policy, settings.model), settings.engine, workers)
+
+
+def _engine(settings: ReplaySettings, host: Host | None) -> Engine | HostedEngine:
+    """With all checked that does not depend on the bag: what is wrong for all of them is said once."""
     topics = settings.topics
-    policy = _policy(settings.policy, settings.model, settings.engine, topics.instruction)
+    engine = _engine_of(settings.policy, settings.model, settings.engine, topics.instruction, host)
+    policy = engine.target
     check_senses(policy, topics.cameras, topics.state_topic)
     settings.action.convention(policy.unnorm_key, policy.codec.dt_s)
-    return policy
+    return engine
 
 
 @lru_cache(maxsize=1)
-def _policy(directory: Path, model: ModelSettings, settings: EngineSettings, instruction: str | None) -> Target:
-    """That of a process, with which an engine can be made: what is wrong for all bags is said once."""
-    policy = require_actions(load_target(directory, **vars(model)))
-    engine = Engine(policy, settings)
+def _engine_of(
+    directory: Path, model: ModelSettings, settings: EngineSettings, instruction: str | None, host: Host | None
+) -> Engine | HostedEngine:
+    """That of a process."""
+    engine = HostedEngine(host) if host is not None else Engine(_load(directory, model), settings)
     if instruction is not None:
         engine.check_instruction(instruction)
-    return policy
+    if isinstance(engine, Engine):
+        engine.warm_up()
+    return engine
+
+
+def _load(directory: Path, model: ModelSettings) -> Target:
+    return require_actions(load_target(directory, **vars(model)))
 
 
 def _job_name(job: BagJob) -> str:

@@ -4,24 +4,26 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.hosted_engine import EngineHost, HostedEngine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.provenance import checkpoint_hashes, head
 from specvla_ros.evaluation.report.simulate import Film, write_simulate_report
 from specvla_ros.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, read_lines, write_line
 from specvla_ros.evaluation.simulate_summary import SimulateSummary, summarise_episodes
-from specvla_ros.jobs import run_jobs
+from specvla_ros.jobs.run import run_jobs
+from specvla_ros.jobs.workers import Host, share
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.openvla.config import read_config
 from specvla_ros.models.settings import ModelSettings
-from specvla_ros.models.target import Target
+from specvla_ros.models.target import PolicyFacts, Target
 from specvla_ros.simulation.arms import TABLE_ARM, choose_arm
 from specvla_ros.simulation.robot import SimulatedRobot
 from specvla_ros.simulation.rollout import Clock, EpisodeResult, Rollout, read_stage_times, tick_time
@@ -59,10 +61,15 @@ class EpisodeJob:
     film: Path | None = None  # the MP4 file to write; None: none
 
 
-def run_job(job: EpisodeJob) -> EpisodeResult:
-    """Runs one episode; engine and robot are kept for the next one in this process."""
+def run_job(job: EpisodeJob, host: Host | None = None) -> EpisodeResult:
+    """Runs one episode; engine and robot are kept for the next one in this process.
+
+    Args:
+        job: the episode.
+        host: an `EngineHost` that several workers share; None: the engine is this process's own.
+    """
     settings = job.settings
-    engine, robot = _engine_and_robot(settings, os.getpid())
+    engine, robot = _engine_and_robot(settings, os.getpid(), host)
     pace = tick_time(read_stage_times(settings.emulate) if settings.emulate else None)
     if job.film is None:
         return Rollout(engine, robot, settings.clock, pace, time_limit=settings.time_limit).run(job.task, job.seed)
@@ -77,14 +84,26 @@ def run_job(job: EpisodeJob) -> EpisodeResult:
 
 
 @lru_cache(maxsize=1)
-def _engine_and_robot(settings: SimulateSettings, process: int) -> tuple[Engine, SimulatedRobot]:
+def _engine_and_robot(
+    settings: SimulateSettings, process: int, host: Host | None
+) -> tuple[Engine | HostedEngine, SimulatedRobot]:
     """Those of a process: loading takes longer than an episode."""
-    policy = policy_of(settings)
     robot = make_robot(settings.world, settings.robot, settings.follow, settings.interface)
+    if host is not None:
+        hosted = HostedEngine(host)
+        _check_actions(hosted.target, robot)
+        return hosted, robot
+    policy = policy_of(settings)
     _check_actions(policy, robot)
     engine = Engine(policy, settings.engine)
     engine.warm_up()
     return engine, robot
+
+
+def host_engine(settings: SimulateSettings, workers: int) -> EngineHost:
+    """The engine that several workers share."""
+    pace = tick_time(read_stage_times(settings.emulate) if settings.emulate else None)
+    return EngineHost(policy_of(settings), settings.engine, workers, pace)
 
 
 def policy_of(settings: SimulateSettings) -> Target:
@@ -114,7 +133,7 @@ def make_robot(world: str, robot: str = TABLE_ARM.name, follow: str = "", interf
     return LiberoRobot()
 
 
-def _check_actions(policy: Target, robot: SimulatedRobot) -> None:
+def _check_actions(policy: PolicyFacts, robot: SimulatedRobot) -> None:
     """Refuses a policy whose actions the robot cannot have been trained with."""
     low, high = policy.codec.action_range
     if len(low) != 7:
@@ -139,6 +158,7 @@ class SimulatePlan:
     films: int = 1  # number of filmed episodes per task
     workers: int = 0  # worker processes; 0: this process
     ray: str = ""  # address of the Ray cluster that they run on; empty: this machine, see `run_jobs`
+    per_engine: int = 0  # workers whose frames one engine packs into its forwards; 0: each has its own
 
 
 def simulate(
@@ -155,6 +175,8 @@ def simulate(
     read_config(settings.policy)
     if settings.emulate:
         read_stage_times(settings.emulate)
+    if plan.per_engine and settings.clock is Clock.REALTIME:
+        raise UserError(f"--per-engine {plan.per_engine} is of --clock lockstep: in real time each robot has its own")
     if settings.world != TABLE and settings.robot != TABLE_ARM.name:
         raise UserError(f"--robot {settings.robot} stands at the table; {settings.world} has a robot of its own")
     if settings.world == TABLE:
@@ -175,7 +197,15 @@ def simulate(
         try:
             with directory.append_to(EPISODES_FILE) as lines:
                 gpu = settings.model.device != "cpu"
-                results = run_jobs(run_job, jobs, workers=plan.workers, ray=plan.ray, gpu=gpu, name=job_name)
+                results = run_jobs(
+                    run_job,
+                    jobs,
+                    workers=plan.workers,
+                    ray=plan.ray,
+                    gpu=gpu,
+                    shared=share(partial(host_engine, settings), plan.per_engine),
+                    name=job_name,
+                )
                 for _, result in results:
                     write_line(lines, asdict(result))
                     done[result.task, result.seed] = result

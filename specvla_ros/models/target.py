@@ -148,42 +148,49 @@ class VisionModel(Protocol):
         """Normalised pixels of `pixel_shape` to embeddings [image_tokens, hidden]."""
 
 
-class Target(Protocol):
-    """A checkpoint, ready to decode. Holds no state between observations."""
+class PolicyFacts(Protocol):
+    """What is to be known of a policy by whoever asks it and does not decode."""
 
     @property
     def directory(self) -> Path: ...
     @property
-    def decoder(self) -> Decoder: ...
-    @property
-    def model(self) -> VisionModel: ...
-    @property
     def codec(self) -> Codec:
         """How its tokens stand for actions."""
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """Text to ids and back; None for a checkpoint without one."""
 
     @property
     def unnorm_key(self) -> str:
         """Name of the dataset whose action statistics apply; empty where there is no choice."""
 
     @property
-    def causal_prompt(self) -> bool:
-        """Whether a prompt row sees only earlier rows, so that a prefill may be cut into chunks."""
-
-    @property
     def cameras(self) -> tuple[str, ...]:
         """Names of the cameras whose images it is asked with, in its own order; empty: it sees none."""
 
     @property
-    def head(self) -> ActionHead | None:
-        """What gives the actions of a policy that writes no tokens; None: its codec."""
-
-    @property
     def state_dims(self) -> int:
         """Numbers of the robot's state that it reads; 0: none."""
+
+    def describe(self) -> dict[str, Any]:
+        """What is loaded, for diagnostics and results."""
+
+
+class Target(PolicyFacts, Protocol):
+    """A checkpoint, ready to decode. Holds no state between observations."""
+
+    @property
+    def decoder(self) -> Decoder: ...
+    @property
+    def model(self) -> VisionModel: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Text to ids and back; None for a checkpoint without one."""
+
+    @property
+    def causal_prompt(self) -> bool:
+        """Whether a prompt row sees only earlier rows, so that a prefill may be cut into chunks."""
+
+    @property
+    def head(self) -> ActionHead | None:
+        """What gives the actions of a policy that writes no tokens; None: its codec."""
 
     @property
     def generation(self) -> GreedyRules:
@@ -217,9 +224,6 @@ class Target(Protocol):
 
     def blank_observation(self) -> Observation:
         """An observation that needs no tokenizer and no camera, to warm up with."""
-
-    def describe(self) -> dict[str, Any]:
-        """What is loaded, for diagnostics and results."""
 
 
 @runtime_checkable

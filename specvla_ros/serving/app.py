@@ -21,13 +21,14 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.engine_thread import EngineThread
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.errors import UserError
 from specvla_ros.models.target import Target
 from specvla_ros.serving import vla_eval
 from specvla_ros.serving.arrays import dump, pack, parse, unpack
 from specvla_ros.serving.observations import read_observation
-from specvla_ros.serving.sessions import EngineThread, NoRoomError, Session, Sessions
+from specvla_ros.serving.sessions import NoRoomError, Session, Sessions
 
 _log = logging.getLogger(__name__)
 _NOT_ALLOWED, _TRY_LATER, _GOING = 4401, 1013, 1001  # closing codes of a websocket

@@ -2,96 +2,16 @@
 """One engine for many clients: each session is a stream of the engine, and has one request under way at a time."""
 
 import asyncio
-import logging
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
-from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
+from specvla_ros.engine.engine_thread import EngineThread
+from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.errors import UserError
 from specvla_ros.models.observation import Observation
-
-_log = logging.getLogger(__name__)
-
-
-class EngineThread:
-    """Drives an engine on a thread of its own; its methods may be called from an event loop.
-
-    Args:
-        engine: a warm one. Nobody else may use it meanwhile.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._wake = threading.Condition()
-        self._calls: list[Callable[[], None]] = []
-        self._waiting: dict[int, tuple[Observation, asyncio.Future[Outcome]]] = {}
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
-
-    async def decode(self, observation: Observation) -> Outcome:
-        """What becomes of an observation."""
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-
-        def begin() -> None:
-            self._waiting[id(observation)] = observation, future
-            self._hand_out(self._engine.submit(observation))
-
-        self._call(begin)
-        return await future
-
-    def open(self, stream: str, budget_s: float) -> None:
-        """Takes a robot in; whether there is room is for the caller to know."""
-        self._call(lambda: self._engine.open(stream, budget_s=budget_s))
-
-    def close(self, stream: str) -> None:
-        """Lets a robot go; what it waited for ends as a drop."""
-        self._call(lambda: self._hand_out(self._engine.close(stream)))
-
-    def stop(self) -> None:
-        """Ends the thread after the tick under way; whoever waits is told."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        self._thread.join()
-
-    def _call(self, call: Callable[[], None]) -> None:
-        with self._wake:
-            self._calls.append(call)
-            self._wake.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._stopping or self._calls or self._engine.busy)
-                calls, self._calls = self._calls, []
-                stopping = self._stopping
-            for call in calls:
-                try:
-                    call()
-                except Exception:  # of one session; the others go on
-                    _log.exception("a session's request failed")
-            if stopping:
-                self._hand_out(self._engine.flush())
-                return
-            if self._engine.busy:
-                self._hand_out(self._engine.tick())
-
-    def _hand_out(self, outcomes: list[Outcome] | list[Drop]) -> None:
-        for outcome in outcomes:
-            _, future = self._waiting.pop(id(outcome.observation), (None, None))
-            if future is not None:
-                future.get_loop().call_soon_threadsafe(_resolve, future, outcome)
-
-
-def _resolve(future: "asyncio.Future[Outcome]", outcome: Outcome) -> None:
-    if not future.done():  # a client that is gone has cancelled it
-        future.set_result(outcome)
 
 
 class NoRoomError(Exception):
@@ -150,7 +70,7 @@ class Session:
                 state=state,
                 stream=self.name,
             )
-            outcome = await self._thread.decode(observation)
+            outcome = (await asyncio.wrap_future(self._thread.decode(observation))).outcome
             self.used_s = time.monotonic()
             return outcome
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from specvla_ros.bags.demonstrations import PARTIAL, DemonstrationRecord, Hindsight, write_demonstration
 from specvla_ros.errors import UserError
-from specvla_ros.jobs import run_jobs
+from specvla_ros.jobs.run import run_jobs
 from specvla_ros.simulation.arms import TABLE_ARM, choose_arm
 from specvla_ros.simulation.expert import demonstrate
 from specvla_ros.simulation.robot import TableRobot

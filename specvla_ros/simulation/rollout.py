@@ -6,16 +6,20 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.engine_thread import Decoded
+from specvla_ros.engine.hosted_engine import HostedEngine
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.tally import DecodeTally, TickWork
 from specvla_ros.errors import UserError
+from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.target import Target
+from specvla_ros.models.target import PolicyFacts
 from specvla_ros.planning.device import read_device
 from specvla_ros.planning.stage_times import StageTimes, stage_times
 from specvla_ros.simulation.robot import SimulatedRobot
@@ -113,6 +117,8 @@ class Rollout:
     """Runs episodes with one engine on one robot; both belong to this thread.
 
     Args:
+        engine: one that is shared has ticks that belong to others too, so that only the lockstep clock goes by it.
+        robot: the robot.
         clock: how time passes.
         tick_time: seconds of a tick.
         on_step: called after each `control_dt` of the world, for a film.
@@ -120,12 +126,12 @@ class Rollout:
         time_limit: multiple of the task's time after which an episode has failed.
 
     Raises:
-        UserError: the policy is asked with more than the robot has.
+        UserError: the policy is asked with more than the robot has, or a shared engine in real time.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | HostedEngine,
         robot: SimulatedRobot,
         clock: Clock,
         tick_time: TickTime,
@@ -136,7 +142,14 @@ class Rollout:
         check_senses(engine.target, robot)
         self._engine = engine
         self._robot = robot
-        self._step = self._lockstep if clock is Clock.LOCKSTEP else self._realtime
+        self._step: Callable[[_Episode], None]
+        if clock is Clock.LOCKSTEP:
+            decode = engine.decode if isinstance(engine, HostedEngine) else partial(self._decode, engine)
+            self._step = partial(self._lockstep, decode)
+        elif isinstance(engine, HostedEngine):
+            raise UserError("an engine that is shared decides in lockstep only: in real time each robot has its own")
+        else:
+            self._step = partial(self._realtime, engine)
         self._tick_time = tick_time
         self._on_step = on_step
         self._on_look = on_look
@@ -177,26 +190,29 @@ class Rollout:
             latency_s=tuple(episode.latency_s),
             picture_age_s=episode.picture_age_s(episode.passed * self._robot.control_dt),
             drops=dict(episode.drops),
-            roughness=_roughness(self._engine, episode.actions),
+            roughness=_roughness(self._engine.target.codec, episode.actions),
             acted_on=self._robot.acted_on(),
             failure=failure,
             decode=episode.tally.as_json(),
         )
 
-    def _lockstep(self, episode: _Episode) -> None:
+    def _lockstep(self, decode: Callable[[Observation], Decoded], episode: _Episode) -> None:
         """The world waits for the action, then moves for the time that it is meant for."""
-        self._engine.submit(self._observe(episode))
-        seconds = 0.0
-        outcomes: list[Outcome] = []
-        while self._engine.busy:
-            seconds += self._tick(outcomes)
-        self._take(episode, outcomes, seconds)
+        decoded = decode(self._observe(episode))
+        self._take(episode, [decoded.outcome], decoded.seconds)
         self._advance(episode, episode.passed + self._per_action)
 
-    def _realtime(self, episode: _Episode) -> None:
+    def _decode(self, engine: Engine, observation: Observation) -> Decoded:
+        outcomes: list[Outcome] = [*engine.submit(observation)]
+        seconds = 0.0
+        while engine.busy:
+            seconds += self._tick(engine, outcomes)
+        return Decoded(next(each for each in outcomes if each.observation is observation), seconds)
+
+    def _realtime(self, engine: Engine, episode: _Episode) -> None:
         """One tick, while the world goes on."""
         control_dt = self._robot.control_dt
-        if not self._engine.busy:
+        if not engine.busy:
             # The newest picture that is not the one before; a picture is taken each control step.
             stamped = max(int(episode.thought_s / control_dt + 1e-9), episode.pictured + 1)
             self._advance(episode, stamped)
@@ -204,10 +220,10 @@ class Rollout:
             if episode.succeeded:
                 return
         # A camera would send every picture, and the engine would take the newest; the others need not be drawn.
-        if self._engine.has_room and episode.passed > episode.pictured:
-            self._engine.submit(self._observe(episode))
+        if engine.has_room and episode.passed > episode.pictured:
+            engine.submit(self._observe(episode))
         outcomes: list[Outcome] = []
-        episode.thought_s += self._tick(outcomes)
+        episode.thought_s += self._tick(engine, outcomes)
         self._advance(episode, int(episode.thought_s / control_dt + 1e-9))
         self._take(episode, outcomes, None)
 
@@ -219,10 +235,10 @@ class Rollout:
             self._on_look(observation)
         return observation
 
-    def _tick(self, outcomes: list[Outcome]) -> float:
+    def _tick(self, engine: Engine, outcomes: list[Outcome]) -> float:
         started = time.perf_counter()
-        outcomes += self._engine.tick()
-        return self._tick_time(self._engine.last_work, time.perf_counter() - started)
+        outcomes += engine.tick()
+        return self._tick_time(engine.last_work, time.perf_counter() - started)
 
     def _take(self, episode: _Episode, outcomes: list[Outcome], seconds: float | None) -> None:
         for outcome in outcomes:
@@ -244,7 +260,7 @@ class Rollout:
                 self._on_step()
 
 
-def observe(robot: SimulatedRobot, policy: Target, instruction: str, stamp_ns: int) -> Observation:
+def observe(robot: SimulatedRobot, policy: PolicyFacts, instruction: str, stamp_ns: int) -> Observation:
     """What the policy is asked with: a picture of as many cameras as it has, in the robot's order, and the state."""
     return Observation(
         images={name: robot.look(camera) for name, camera in zip(policy.cameras, robot.cameras, strict=False)},
@@ -254,7 +270,7 @@ def observe(robot: SimulatedRobot, policy: Target, instruction: str, stamp_ns: i
     )
 
 
-def check_senses(policy: Target, robot: SimulatedRobot) -> None:
+def check_senses(policy: PolicyFacts, robot: SimulatedRobot) -> None:
     """Refuses a policy that is asked with more than the robot has.
 
     Raises:
@@ -273,8 +289,8 @@ def check_senses(policy: Target, robot: SimulatedRobot) -> None:
         )
 
 
-def _roughness(engine: Engine, actions: list[Action]) -> float:
+def _roughness(codec: Codec, actions: list[Action]) -> float:
     if len(actions) < 2:
         return 0.0
-    normalised = np.array([engine.target.codec.normalise(action.actions)[0] for action in actions])
+    normalised = np.array([codec.normalise(action.actions)[0] for action in actions])
     return float(np.abs(np.diff(normalised[:, :-1], axis=0)).mean())

@@ -22,7 +22,7 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.frame_sources import count_frames, frames_in
-from specvla_ros.jobs import run_jobs
+from specvla_ros.jobs.run import run_jobs
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla

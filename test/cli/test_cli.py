@@ -131,7 +131,10 @@ def test_replay_of_many_bags_gives_one_report_and_one_exit_code(checkpoint: Path
     assert re.search(r"^specvla: b: ", done.stderr, re.MULTILINE)
     refused(specvla(*base, tmp_path / "bags" / "a", tmp_path / "bags" / "b"), "several bags have no name of their own")
     refused(specvla(*base, tmp_path / "bags", "--out", tmp_path / "x", "--viewer", "spawn"), "--viewer shows one bag")
-    refused(specvla(*base, tmp_path / "bags" / "a", "--ray", "auto"), "--workers and --ray are of several bags")
+    refused(
+        specvla(*base, tmp_path / "bags" / "a", "--ray", "auto"),
+        "--workers, --per-engine and --ray are of several bags",
+    )
 
 
 def test_doctor_finds_this_environment_usable() -> None:

@@ -8,9 +8,8 @@ import pytest
 from support import bags
 from support.checkpoints import load_openvla
 from support.random_checkpoint import write_random_checkpoint
-from support.replays import Run, read_frames
+from support.replays import Run, read_frames, warm_engine
 
-from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.replay import replay
 from specvla_ros.evaluation.replay_summary import ReplaySummary
 from specvla_ros.models.openvla.target import OpenVLATarget
@@ -33,7 +32,7 @@ def run(policy: OpenVLATarget, tmp_path: Path) -> Run:
         count += 1
         path = source if isinstance(source, Path) else bags.write_bag(tmp_path / f"bag_{count}", source)
         out = tmp_path / f"out_{count}"
-        summary = replay(policy, EngineSettings(), path, out, progress=False, **options)
+        summary = replay(warm_engine(policy), path, out, progress=False, **options)
         return summary, read_frames(out), out
 
     return play

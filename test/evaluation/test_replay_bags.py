@@ -4,17 +4,17 @@
 import json
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import bags
-from support.dying import replay_bag_dying_once
+from support.dying import replay_bag_dying_once, replaying_host_dying_once
 from support.paths import BAGS, needs
-from support.replays import read_frames
+from support.replays import read_frames, warm_engine
 
 from specvla_ros.bags.frames import TopicChoice
-from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation import replay_bags as many
 from specvla_ros.evaluation.replay import replay
@@ -65,7 +65,7 @@ def test_a_folder_of_real_bags_gives_one_report(
     assert "All of 17 bags were replayed as a whole; all limits kept" in html
     assert all(f"<a href='{name}/report.html'>" in html for name in found)
     name = "bridge_turn_lever_03"
-    alone = replay(policy, EngineSettings(), BAGS / name, tmp_path / "alone", progress=False)
+    alone = replay(warm_engine(policy), BAGS / name, tmp_path / "alone", progress=False)
     assert tokens(tmp_path / "out")[name] == [frame["tokens"] for frame in read_frames(tmp_path / "alone")]
     assert written["bags"][name]["mean_abs_error"] == pytest.approx(alone.mean_abs_error)
 
@@ -92,6 +92,32 @@ def test_a_killed_worker_changes_nothing(
     assert counts(there) == counts(here) == {"a": (3, 3), "b": (4, 4), "c": (2, 2)}
     assert there.failures == here.failures == ()
     assert there.total.mean_abs_error == here.total.mean_abs_error
+
+
+@pytest.mark.parametrize("where", ({}, {"workers": 2, "ray": "local"}), ids=("processes", "ray"))
+def test_workers_that_share_an_engine_answer_alike_though_it_is_killed(
+    settings: ReplaySettings,
+    folder: Path,
+    tmp_path: Path,
+    where: Mapping[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    if "ray" in where:
+        request.getfixturevalue("cluster")
+    found, _ = find_bags([folder])
+    here = replay_bags(settings, found, tmp_path / "here")
+    died = tmp_path / ".died"
+    monkeypatch.setattr(many, "host_engine", partial(replaying_host_dying_once, died))
+    there = replay_bags(settings, found, tmp_path / "there", **where, per_engine=2)
+    assert died.exists(), "the engine was not killed"
+    assert tokens(tmp_path / "there") == tokens(tmp_path / "here")
+    assert counts(there) == counts(here) == {"a": (3, 3), "b": (4, 4), "c": (2, 2)}
+    assert there.failures == here.failures == ()
+    assert there.total.mean_abs_error == here.total.mean_abs_error
+    for name in "abc":
+        ours, theirs = (json.loads((tmp_path / run / name / "settings.json").read_text()) for run in ("here", "there"))
+        assert ours == theirs, "another run is not taken for this one"
 
 
 def test_a_bag_that_cannot_be_read_is_named_and_fails_the_replay(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support import bags
 from support.paths import ORACLES, needs
+from support.replays import warm_engine
 from typer.testing import CliRunner
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
@@ -73,7 +74,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
 
 def test_frames_are_put_together_and_answered_as_in_process(policy: Target, tmp_path: Path) -> None:
     bag, out = bags.write_bag(tmp_path / "bag", episode()), tmp_path / "out"
-    summary = replay(policy, EngineSettings(), bag, out, topics=TOPICS, action=UNITS, progress=False)
+    summary = replay(warm_engine(policy), bag, out, topics=TOPICS, action=UNITS, progress=False)
     assert (summary.frames, summary.actions) == (FRAMES, FRAMES - 1)
     engine = Engine(policy, EngineSettings())
     for index, line in enumerate(lines(out)):
@@ -114,8 +115,7 @@ def test_the_state_is_read_by_its_names(policy: Target, tmp_path: Path) -> None:
     found = []
     for folder, order in (("plain", ()), ("named", names)):
         replay(
-            policy,
-            EngineSettings(),
+            warm_engine(policy),
             bag,
             tmp_path / folder,
             topics=TOPICS,
@@ -138,7 +138,7 @@ def test_the_state_is_read_by_its_names(policy: Target, tmp_path: Path) -> None:
 def test_topics_that_are_not_the_policys(policy: Target, tmp_path: Path, topics: TopicChoice, message: str) -> None:
     bag = bags.write_bag(tmp_path / "bag", episode())
     with pytest.raises(UserError, match=message):
-        replay(policy, EngineSettings(), bag, tmp_path / "out", topics=topics, action=UNITS, progress=False)
+        replay(warm_engine(policy), bag, tmp_path / "out", topics=topics, action=UNITS, progress=False)
 
 
 def test_the_command_takes_cameras_and_a_state(tmp_path: Path) -> None:

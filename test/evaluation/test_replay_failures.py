@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from support import bags
-from support.replays import Meddling, Run, drops_of, read_frames
+from support.replays import Meddling, Run, drops_of, read_frames, warm_engine
 
 from specvla_ros.bags.frames import TopicChoice
 from specvla_ros.bags.reader import open_bag
 from specvla_ros.bags.recorder import ACTION_TOPIC
-from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.replay import check_replay, replay
 from specvla_ros.evaluation.replay_summary import Thresholds
@@ -89,7 +88,7 @@ def test_a_bug_is_raised_after_the_results_are_written(
     Meddling(monkeypatch, 3, fail)
     out = tmp_path / "out"
     with pytest.raises(RuntimeError, match="fell off the bus"):
-        replay(policy, EngineSettings(), bags.write_bag(tmp_path / "bag", bags.episode(6)), out, progress=False)
+        replay(warm_engine(policy), bags.write_bag(tmp_path / "bag", bags.episode(6)), out, progress=False)
     assert len(read_frames(out)) == 2
     summary = json.loads((out / "summary.json").read_text())
     assert summary["failures"] == ["RuntimeError: the GPU fell off the bus"]
@@ -103,7 +102,7 @@ def test_a_full_disk_is_a_users_error(policy: OpenVLATarget, tmp_path: Path, mon
     Meddling(monkeypatch, 2, fail)
     path = bags.write_bag(tmp_path / "bag", bags.episode(3))
     with pytest.raises(UserError, match=r"replaying .*bag to .*out failed: .*No space left on device"):
-        replay(policy, EngineSettings(), path, tmp_path / "out", progress=False)
+        replay(warm_engine(policy), path, tmp_path / "out", progress=False)
     assert len(read_frames(tmp_path / "out")) == 1
 
 
@@ -146,7 +145,7 @@ def test_results_are_never_overwritten(run: Run, policy: OpenVLATarget, tmp_path
     path = bags.write_bag(tmp_path / "bag", bags.episode(2))
     _, _, out = run(path)
     before = (out / "frames.jsonl").read_bytes()
-    for refuse in (lambda: replay(policy, EngineSettings(), path, out), lambda: check_replay(path, out)):
+    for refuse in (lambda: replay(warm_engine(policy), path, out), lambda: check_replay(path, out)):
         with pytest.raises(UserError, match=r"holds the result of an earlier replay.*--out"):
             refuse()
     assert (out / "frames.jsonl").read_bytes() == before
@@ -160,7 +159,7 @@ def test_other_files_in_the_output_directory_do_no_harm(policy: OpenVLATarget, t
     out.mkdir()
     (out / "notes.txt").write_text("keep me")
     path = bags.write_bag(tmp_path / "bag", bags.episode(1))
-    assert replay(policy, EngineSettings(), path, out, progress=False).actions == 1
+    assert replay(warm_engine(policy), path, out, progress=False).actions == 1
     assert (out / "notes.txt").read_text() == "keep me"
 
 
@@ -177,7 +176,7 @@ def test_a_replay_that_cannot_begin_leaves_nothing_behind(
 ) -> None:
     path = bags.write_bag(tmp_path / "bag", bags.episode(1))
     with pytest.raises(UserError, match=words):
-        replay(policy, EngineSettings(), path, tmp_path / "out", progress=False, topics=TopicChoice(**options))
+        replay(warm_engine(policy), path, tmp_path / "out", progress=False, topics=TopicChoice(**options))
     assert not (tmp_path / "out").exists()
 
 
@@ -185,7 +184,7 @@ def test_an_output_directory_that_cannot_be_written_is_refused(policy: OpenVLATa
     (tmp_path / "file").touch()
     path = bags.write_bag(tmp_path / "bag", bags.episode(1))
     with pytest.raises(UserError, match="cannot be recorded"):
-        replay(policy, EngineSettings(), path, tmp_path / "file" / "out", progress=False)
+        replay(warm_engine(policy), path, tmp_path / "file" / "out", progress=False)
 
 
 # Limits
@@ -231,7 +230,7 @@ def test_the_progress_bar_goes_to_stderr(
     policy: OpenVLATarget, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = bags.write_bag(tmp_path / "bag", bags.episode(2))
-    replay(policy, EngineSettings(), path, tmp_path / "out")
+    replay(warm_engine(policy), path, tmp_path / "out")
     captured = capfd.readouterr()
     assert "2/2" in captured.err
     assert captured.out == ""

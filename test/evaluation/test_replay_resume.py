@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 from support import bags
 from support.random_checkpoint import write_random_checkpoint
-from support.replays import Meddling, drops_of, read_frames
+from support.replays import Meddling, drops_of, read_frames, warm_engine
 
 from specvla_ros.bags.frames import TopicChoice
 from specvla_ros.bags.reader import open_bag
 from specvla_ros.bags.recorder import ACTION_TOPIC, DECODE_STATS_TOPIC
 from specvla_ros.control.convention_settings import ConventionSettings
-from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.replay import check_replay, replay
 from specvla_ros.models.openvla.target import OpenVLATarget
@@ -39,14 +38,14 @@ def test_an_interrupted_replay_decodes_only_what_is_missing(
     policy: OpenVLATarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, out = bags.write_bag(tmp_path / "bag", bags.episode(6)), tmp_path / "out"
-    replay(policy, EngineSettings(), path, tmp_path / "whole", progress=False)
+    replay(warm_engine(policy), path, tmp_path / "whole", progress=False)
     with monkeypatch.context() as patch:
         Meddling(patch, 3, interrupt)
-        assert replay(policy, EngineSettings(), path, out, progress=False).failures
+        assert replay(warm_engine(policy), path, out, progress=False).failures
     kept, recorded = (out / "frames.jsonl").read_bytes(), messages(out)
     with monkeypatch.context() as patch:
         engine = Meddling(patch, -1, interrupt)
-        summary = replay(policy, EngineSettings(), path, out, progress=False)
+        summary = replay(warm_engine(policy), path, out, progress=False)
     assert engine.calls == 1 + 3, "the newest frame that was kept, and the three that were missing"
     assert (summary.frames, summary.actions, summary.compared, summary.failures) == (6, 6, 6, ())
     assert (out / "frames.jsonl").read_bytes().startswith(kept) and len(recorded) == 3
@@ -88,19 +87,19 @@ def test_a_killed_replay_goes_on(tmp_path: Path) -> None:
 
 def test_a_line_that_was_cut_off_is_decoded_again(policy: OpenVLATarget, tmp_path: Path) -> None:
     path, out = bags.write_bag(tmp_path / "bag", bags.episode(4)), tmp_path / "out"
-    replay(policy, EngineSettings(), path, out, progress=False)
+    replay(warm_engine(policy), path, out, progress=False)
     want = read_frames(out)
     lines = (out / "frames.jsonl").read_text().splitlines(keepends=True)
     (out / "summary.json").unlink()  # as a killed process leaves it
     (out / "frames.jsonl").write_text("".join(lines[:2]) + lines[2][:50])
-    summary = replay(policy, EngineSettings(), path, out, progress=False)
+    summary = replay(warm_engine(policy), path, out, progress=False)
     assert summary.actions == 4
     assert (out / "frames.jsonl").read_text().startswith("".join(lines[:2]))
     assert [frame["tokens"] for frame in read_frames(out)] == [frame["tokens"] for frame in want]
     (out / "summary.json").unlink()
     (out / "frames.jsonl").write_text(lines[0] + "{}\n" + lines[2])
     with pytest.raises(UserError, match=r"frames\.jsonl, line 2 is damaged"):
-        replay(policy, EngineSettings(), path, out, progress=False)
+        replay(warm_engine(policy), path, out, progress=False)
 
 
 def test_drops_and_the_order_of_stamps_hold_across_an_interruption(
@@ -122,9 +121,9 @@ def test_drops_and_the_order_of_stamps_hold_across_an_interruption(
     path, out = bags.write_bag(tmp_path / "bag", entries), tmp_path / "out"
     with monkeypatch.context() as patch:
         Meddling(patch, 3, interrupt)
-        replay(policy, EngineSettings(), path, out, progress=False)
+        replay(warm_engine(policy), path, out, progress=False)
     assert drops_of(read_frames(out)) == [None, None, "out_of_order"]
-    summary = replay(policy, EngineSettings(), path, out, progress=False)
+    summary = replay(warm_engine(policy), path, out, progress=False)
     reasons = [None, None, "out_of_order", "bad_stamp", "out_of_order", "out_of_order", None]
     assert drops_of(read_frames(out)) == reasons
     assert (summary.drops["out_of_order"], summary.drops["bad_stamp"]) == (3, 1)
@@ -139,7 +138,7 @@ def test_another_question_is_not_answered_into_the_same_directory(
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         Meddling(patch, 2, interrupt)
-        replay(policy, EngineSettings(), path, out, progress=False)
+        replay(warm_engine(policy), path, out, progress=False)
     before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
     for bag, options, named in (
         (path, {"action": ConventionSettings(dt=0.1)}, r"settings\.action\.dt_s"),
@@ -147,10 +146,10 @@ def test_another_question_is_not_answered_into_the_same_directory(
         (other, {}, r"bag\.duration_s, bag\.sha256.*"),
     ):
         with pytest.raises(UserError, match=rf"holds results of other settings \({named}; .*--out"):
-            replay(policy, EngineSettings(), bag, out, progress=False, **options)
+            replay(warm_engine(policy), bag, out, progress=False, **options)
     assert before == {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
     path.rename(tmp_path / "moved")
-    assert replay(policy, EngineSettings(), tmp_path / "moved", out, progress=False).actions == 4
+    assert replay(warm_engine(policy), tmp_path / "moved", out, progress=False).actions == 4
 
 
 @pytest.mark.parametrize("name", ["summary.json", "episodes.jsonl"])

@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import av
 import pytest
-from support.dying import run_job_dying_once
+from support.dying import run_job_dying_once, simulating_host_dying_once
 from support.gl import needs_gl
 from support.patience import wait_until
 
@@ -116,6 +117,31 @@ def test_a_killed_worker_changes_no_episode_and_each_is_counted_once(policy, tmp
     assert (tmp_path / "there" / ".died").exists(), "the worker was not killed"
     assert read_episodes(tmp_path / "there") == read_episodes(tmp_path / "here")
     assert len((tmp_path / "there" / EPISODES_FILE).read_text().splitlines()) == there.success.n == here.success.n == 3
+
+
+@needs_gl
+@pytest.mark.parametrize("where", ({}, {"workers": 2, "ray": "local"}), ids=("processes", "ray"))
+def test_workers_that_share_an_engine_see_the_same_episodes_though_it_is_killed(
+    policy, tmp_path, where, monkeypatch, request
+):
+    if "ray" in where:
+        request.getfixturevalue("cluster")
+    settings, plan = SimulateSettings(policy), SimulatePlan(("push_green", "lift_red"), episodes=2, films=0)
+    simulate(settings, plan, tmp_path / "here")
+    died = tmp_path / ".died"
+    monkeypatch.setattr(simulation, "host_engine", partial(simulating_host_dying_once, died))
+    there = simulate(settings, replace(plan, **where, per_engine=2), tmp_path / "there")
+    assert died.exists(), "the engine was not killed"
+    here, packed = (  # in other times: the ticks carry more than one
+        {start: replace(episode, latency_s=()) for start, episode in read_episodes(tmp_path / name).items()}
+        for name in ("here", "there")
+    )
+    assert packed == here and there.success.n == 4
+
+
+def test_in_real_time_no_engine_is_shared(policy, tmp_path):
+    with pytest.raises(UserError, match="--per-engine 2 is of --clock lockstep"):
+        simulate(SimulateSettings(policy, clock=Clock.REALTIME), SimulatePlan(per_engine=2), tmp_path)
 
 
 @needs_gl

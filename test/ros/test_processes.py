@@ -25,6 +25,7 @@ from support.ros import robot, stamps
 
 from specvla_ros.bags.image_message import stamp_ns
 from specvla_ros.bags.reader import open_bag
+from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.replay import replay
 from specvla_ros.models.checkpoint import load_target
@@ -84,7 +85,9 @@ def test_real_episodes_give_the_same_actions_live_and_in_process(checkpoint: Pat
         r.spin(0.3)
         live = dict(zip(stamps(r.actions), r.actions, strict=True))
 
-    replay(load_target(checkpoint, device="cpu"), EngineSettings(), BAGS / name, tmp_path / "out", progress=False)
+    replay(
+        Engine(load_target(checkpoint, device="cpu"), EngineSettings()), BAGS / name, tmp_path / "out", progress=False
+    )
     with open_bag(tmp_path / "out" / "actions_bag") as bag:
         replayed = {stamp_ns(m.message().header): m.message() for m in bag.messages(("/policy/action",))}
 

@@ -6,9 +6,11 @@ import signal
 from pathlib import Path
 
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.hosted_engine import EngineHost
 from specvla_ros.engine.outcome import Outcome
-from specvla_ros.evaluation.replay_bags import BagJob, replay_bag
-from specvla_ros.evaluation.simulate import EpisodeJob, run_job
+from specvla_ros.evaluation import replay_bags, simulate
+from specvla_ros.evaluation.replay_bags import BagJob, ReplaySettings, replay_bag
+from specvla_ros.evaluation.simulate import EpisodeJob, SimulateSettings, run_job
 from specvla_ros.simulation.rollout import EpisodeResult
 from specvla_ros.training.draft_features import ShardJob, make_shard
 
@@ -26,6 +28,18 @@ def run_job_dying_once(job: EpisodeJob) -> EpisodeResult:
         assert job.film is not None
         _kill_once(job.film.parents[1] / ".died")
     return run_job(job)
+
+
+def simulating_host_dying_once(mark: Path, settings: SimulateSettings, workers: int) -> EngineHost:
+    """The engine that workers share; the first one is killed at its twentieth tick."""
+    _kill_once(mark)
+    return simulate.host_engine(settings, workers)
+
+
+def replaying_host_dying_once(mark: Path, settings: ReplaySettings, workers: int) -> EngineHost:
+    """As `simulating_host_dying_once`."""
+    _kill_once(mark)
+    return replay_bags.host_engine(settings, workers)
 
 
 def make_shard_dying_once(job: ShardJob) -> int:

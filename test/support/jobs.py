@@ -4,11 +4,13 @@
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 from support.patience import PATIENCE_S
 
 from specvla_ros.errors import UserError
+from specvla_ros.jobs.workers import Host
 
 
 def square(job: tuple[int, str]) -> int:
@@ -41,3 +43,35 @@ def name_and_wait(marks: str) -> int:
     (Path(marks) / str(os.getpid())).touch()
     time.sleep(PATIENCE_S)
     return 0
+
+
+class Squares:
+    """What workers share: it is killed in the middle of the first call for 3."""
+
+    def __init__(self, marks: Path) -> None:
+        self._marks = marks
+        self._asked = Counter[int]()
+        (marks / f"made-{os.getpid()}").touch()
+
+    def of(self, place: int, number: int) -> tuple[int, int, int]:
+        """The square, who computed it, and how many this place asked for so far."""
+        mark = self._marks / "killed"
+        if number == 3 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number < 0:
+            raise UserError(f"{number} is not squared")
+        self._asked[place] += 1
+        return number * number, os.getpid(), self._asked[place]
+
+
+def no_squares() -> None:
+    raise UserError("there are no squares today")
+
+
+def dead_squares() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ask_for_square(job: int, host: Host) -> tuple[int, int, int, int]:
+    return *host.call("of", host.place, job), host.place

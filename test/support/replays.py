@@ -10,10 +10,18 @@ import pytest
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Outcome
+from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.replay_summary import ReplaySummary
 from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import Target
 
 Run = Callable[..., tuple[ReplaySummary, list[dict[str, Any]], Path]]
+
+
+def warm_engine(policy: Target) -> Engine:
+    engine = Engine(policy, EngineSettings())
+    engine.warm_up()
+    return engine
 
 
 def read_frames(out: Path) -> list[dict[str, Any]]:

@@ -63,7 +63,7 @@ class NodeProcesses:
         arguments += ["--params-file", str(params_file)] if params_file is not None else []
         arguments += [part for source, target in remaps for part in ("-r", f"{source}:={target}")]
         # A demo that is killed must not leave a policy behind on the topics of the next one.
-        end_with = f"from specvla_ros.jobs import end_with_parent; end_with_parent({os.getpid()})"
+        end_with = f"from specvla_ros.jobs.processes import end_with_parent; end_with_parent({os.getpid()})"
         code = f"{end_with}; from specvla_ros.ros.{module} import main; main()"
         command = [sys.executable, "-c", code, "--ros-args", *arguments]
         name = module.partition(".")[0]
