@@ -6,7 +6,7 @@ python benchmarks/serving_under_load.py
 A server process on loopback with the nano policy. Well-behaved sessions speak openpi's protocol, ask at a steady rate
 and compare each answer with the plain decoder's action for the picture. Beside them, in turns: floods, messages that
 stall, sizes and pictures that lie, clients that leave before their answer, an older protocol, none with a token. Then
-as many sessions as are said come and go. Then the server is killed, and started again at once.
+as many sessions as are said come and go, and are there at once. Then the server is killed, and started again at once.
 """
 
 import os
@@ -19,6 +19,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count, islice
@@ -293,28 +294,38 @@ def main(
     rate: Annotated[float, typer.Option(help="Requests per second of each.")] = 1.0,
     budget: Annotated[float, typer.Option(help="Seconds in which an answer is not late.")] = 1.0,
     seconds: Annotated[float, typer.Option(help="Of each part.")] = 30.0,
-    sessions: Annotated[int, typer.Option(help="That come and go.")] = 100,
+    sessions: Annotated[int, typer.Option(help="That come and go, and are there at once.")] = 100,
+    crowd_period: Annotated[float, typer.Option(help="Seconds from a request of theirs to the next, each.")] = 10.0,
     out: Out = RESULTS / "serving_under_load.json",
 ) -> None:
     """Serves robots alone, beside attackers, after many sessions, and over a restart."""
     frames = _frames()
     busy_before = os.getloadavg()[0]
-    server = Server(robots, budget)
+    server = Server(robots + sessions, budget)
     try:
         fleet, parts, memory = Robots(server, robots, rate, frames), {}, {}
         message = _request(frames[0][0])
         fleet.work(seconds / 3, budget)  # warm
         parts["alone"] = fleet.work(seconds, budget).figures()
         memory["before"] = server.resident_kb()
-        with _attackers(server, message) as tried:
-            parts["beside the attackers"] = fleet.work(seconds, budget).figures()
-        memory["after the attacks"] = server.resident_kb()
+        tried: Counter[str] = Counter()
+        for name, memory_name in (("beside the attackers", "after the attacks"), ("again", "after more attacks")):
+            with _attackers(server, message) as attacks:
+                parts[name] = fleet.work(seconds, budget).figures()
+            tried += attacks
+            memory[memory_name] = server.resident_kb()
         for _ in range(sessions):
             with server.open() as client:
                 client.recv(_PATIENCE_S)
                 client.send(message)
                 client.recv(_PATIENCE_S)
         memory["after the sessions"] = server.resident_kb()
+        crowd = Robots(server, sessions, 1 / crowd_period, frames)
+        with ThreadPoolExecutor(1) as beside:
+            theirs = beside.submit(crowd.work, seconds, budget)
+            parts["beside a crowd"] = fleet.work(seconds, budget).figures()
+            parts["the crowd"] = theirs.result().figures()
+        memory["after the crowd"] = server.resident_kb()
 
         def restart() -> None:
             server.kill()

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from specvla_ros.engine.settings import MAX_STREAMS
 from specvla_ros.errors import UserError
 from specvla_ros.models.settings import WeightFormat
 from specvla_ros.planning.device import known_devices
@@ -32,7 +33,7 @@ def plan(
         WeightFormat, typer.Option(help="Format of the decoder's matrices; none: as the device's dtype.")
     ] = WeightFormat.NONE,
     robots: Annotated[
-        int, typer.Option(help="Robots whose frames share the forwards; rates are of each.", min=1, max=64)
+        int, typer.Option(help="Robots whose frames share the forwards; rates are of each.", min=1, max=MAX_STREAMS)
     ] = 1,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="File for everything that is shown, and more.", show_default=False)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from specvla_ros.cli.options import PolicyOptions, takes_policy
+from specvla_ros.engine.settings import MAX_STREAMS
 from specvla_ros.errors import UserError, missing_package
 from specvla_ros.evaluation.terminal import progress
 
@@ -26,7 +27,9 @@ def serve(
     chosen: PolicyOptions,
     port: Annotated[int, typer.Option(help="TCP port.", min=0, max=65535)] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: at all of the machine's.")] = "127.0.0.1",
-    robots: Annotated[int, typer.Option(help="Sessions at once; their frames share forwards.", min=1, max=64)] = 4,
+    robots: Annotated[
+        int, typer.Option(help="Sessions at once; their frames share forwards.", min=1, max=MAX_STREAMS)
+    ] = 4,
     budget: Annotated[float, typer.Option(help="Seconds in which a request should be answered.", min=0.0)] = 0.5,
     max_message_mb: Annotated[float, typer.Option(help="Maximum of a request, in MB.", min=0.001)] = 32.0,
     max_rate: Annotated[float, typer.Option(help="Requests per second of a session; 0: no limit.", min=0.0)] = 0.0,

@@ -19,6 +19,8 @@ _DRAFTING = ("spec", "specpipe")
 _PIPELINED = ("pipeline", "specpipe")
 _NO_PRESET = "none"
 
+MAX_STREAMS = 256
+
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -50,7 +52,7 @@ class EngineSettings:
         1,
         "Robots whose frames are decoded together, each with requests in flight of its own: KV slots for all of them.",
         minimum=1,
-        maximum=64,
+        maximum=MAX_STREAMS,
     )
     prefill_chunks: int = parameter(
         1, "Forwards over which pipeline and specpipe spread a prompt.", minimum=1, maximum=16, writable=True

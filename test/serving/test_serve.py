@@ -20,13 +20,16 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.checkpoints import load_openvla, write_checkpoint
+from support.gl import needs_gl
 from support.patience import PATIENCE_S, wait_until
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from specvla_ros import Engine, EngineSettings, Observation
 from specvla_ros.engine.outcome import Action
+from specvla_ros.errors import UserError
 from specvla_ros.serving.arrays import dump, pack, unpack
+from specvla_ros.simulation.libero import require_libero
 
 INSTRUCTION = "put carrot on plate"
 TOKEN = "secret"
@@ -179,6 +182,46 @@ def test_unchanged_benchmarks_are_driven_by_the_plain_decoders_actions(
     seen = answers["seen"]
     assert len(seen) == 6  # two scenes of three steps
     np.testing.assert_array_equal(answers["inspect_robots"], decoded(checkpoint, seen, "reach the cube"))
+
+
+@needs_their_packages
+@needs_gl
+def test_vla_evals_libero_is_driven_by_the_plain_decoders_actions(
+    server: Server, checkpoint: Path, tmp_path: Path
+) -> None:
+    try:
+        require_libero()
+    except UserError as error:
+        pytest.skip(str(error))
+    (packages,) = THEIR_PYTHON.parents[1].glob("lib/python*/site-packages")
+    script, out = Path(__file__).with_name("their_libero.py"), tmp_path / "seen.npz"
+    command = [sys.executable, script, server.port, out, TOKEN, packages]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    found = np.load(out)
+    expected = decoded(checkpoint, found["seen"], str(found["instruction"]))
+    np.testing.assert_array_equal(found["done"], np.array(expected)[:, 0])
+
+
+def test_a_hundred_sessions_at_once_get_their_own_answers(checkpoint: Path, plain: list[np.ndarray]) -> None:
+    server = Server(checkpoint, "--robots", 100)
+    try:
+        server.wait()
+        clients = [server.open() for _ in range(100)]
+        for client in clients:
+            client.recv(PATIENCE_S)
+        for turn in range(2):
+            for place, client in enumerate(clients):
+                client.send(pack({"image": pictures(6)[(place + turn) % 6], "prompt": INSTRUCTION}))
+            for place, client in enumerate(clients):
+                answer = client.recv(PATIENCE_S)
+                assert isinstance(answer, bytes), answer
+                np.testing.assert_array_equal(unpack(answer)["actions"], plain[(place + turn) % 6])
+        assert server.metrics()["specvla_sessions"] == 100
+        for client in clients:
+            client.close()
+    finally:
+        server.end()
 
 
 def test_robots_at_once_get_their_own_answers(server: Server, plain: list[np.ndarray]) -> None:
