@@ -269,7 +269,10 @@ def _serving_under_load(result: Result) -> dict[str, Any]:
 def _options(command: str) -> dict[str, float]:
     """The numbers that a benchmark's command line gives."""
     words = command.split()[2:]
-    return {name.removeprefix("--").replace("-", "_"): float(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+    return {
+        name.removeprefix("--").replace("-", "_"): float(value)
+        for name, value in zip(words[::2], words[1::2], strict=True)
+    }
 
 
 VIEWS: Mapping[str, Callable[[Result], dict[str, Any]]] = {

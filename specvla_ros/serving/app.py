@@ -8,14 +8,14 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -31,6 +31,9 @@ from specvla_ros.serving.observations import read_observation
 from specvla_ros.serving.sessions import NoRoomError, Session, Sessions
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_CLIENT_LEFT = 499  # nobody reads it; what nginx notes
 _NOT_ALLOWED, _TRY_LATER, _GOING = 4401, 1013, 1001  # closing codes of a websocket
 _MAX_TOLD = 32  # warnings of what clients send in vain
 _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
@@ -64,6 +67,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.refused = 0
+        self.abandoned = 0
         self._latency = [0] * (len(_BUCKETS_S) + 1)
         self._latency_sum = 0.0
 
@@ -81,6 +85,8 @@ class Metrics:
             f"specvla_actions_total {sessions.actions}",
             "# TYPE specvla_requests_refused_total counter",
             f"specvla_requests_refused_total {self.refused}",
+            "# TYPE specvla_requests_abandoned_total counter",
+            f"specvla_requests_abandoned_total {self.abandoned}",
             "# TYPE specvla_drops_total counter",
             *(
                 f'specvla_drops_total{{reason="{reason.value}"}} {sessions.drops[reason.value]}'
@@ -150,7 +156,13 @@ class _Server:
             twice = "encoded" in (given := parse(message))  # its clients may encode the object once more
             given = parse(str(given["encoded"]).encode()) if twice else given
             session = self._sessions.open(f"http {client}", lasting=False)
-            outcome = await self._decode(session, given)
+            left = asyncio.ensure_future(_left(request))
+            try:
+                outcome = await _unless_gone(self._decode(session, given), left)
+            finally:
+                await _cancel(left)
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_LEFT)
         except asyncio.TimeoutError:
             return self._problem(f"the message was not there after {self._settings.message_s:g} s", 408)
         except NoRoomError as error:
@@ -175,23 +187,21 @@ class _Server:
     async def _openpi(self, socket: WebSocket) -> None:
         """Openpi's protocol: what the policy is, once; then an observation in, its actions out."""
 
-        async def talk(session: Session) -> None:
+        async def greet() -> None:
             await socket.send_bytes(pack(self._metadata()))
-            while True:
-                await self._answer(socket, session, await socket.receive_bytes())
 
-        await self._converse(socket, talk)
+        await self._converse(socket, self._answer, greet)
 
     async def _vla_eval(self, socket: WebSocket) -> None:
         """vla-eval's protocol: each message has a type and a number, which its answer has too."""
+        await self._converse(socket, self._answer_vla_eval)
 
-        async def talk(session: Session) -> None:
-            while True:
-                await self._answer_vla_eval(socket, session, await socket.receive_bytes())
-
-        await self._converse(socket, talk)
-
-    async def _converse(self, socket: WebSocket, talk: Callable[[Session], Awaitable[None]]) -> None:
+    async def _converse(
+        self,
+        socket: WebSocket,
+        answer: Callable[[WebSocket, Session, bytes], Coroutine[Any, Any, None]],
+        greet: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         await socket.accept()
         if not self._allowed(socket.headers.get("authorization", "")):
             self._metrics.refused += 1
@@ -203,11 +213,18 @@ class _Server:
             self._metrics.refused += 1
             await socket.close(_TRY_LATER, str(error))
             return
+        coming = asyncio.ensure_future(socket.receive_bytes())
         try:
-            await talk(session)
+            if greet is not None:
+                await greet()
+            while True:
+                message = await coming
+                coming = asyncio.ensure_future(socket.receive_bytes())
+                await _unless_gone(answer(socket, session, message), coming)
         except (WebSocketDisconnect, KeyError):  # KeyError: a text in place of bytes
             pass
         finally:
+            await _cancel(coming)
             self._sessions.close(session)
 
     async def _answer_vla_eval(self, socket: WebSocket, session: Session, message: bytes) -> None:
@@ -255,7 +272,11 @@ class _Server:
         if asked.ignored and asked.ignored not in self._told and len(self._told) < _MAX_TOLD:
             self._told.add(asked.ignored)
             _log.warning("the policy has no use for %s, which a client sends", asked.ignored)
-        outcome = await session.act(asked.images, asked.instruction, asked.state)
+        try:
+            outcome = await session.act(asked.images, asked.instruction, asked.state)
+        except asyncio.CancelledError:
+            self._metrics.abandoned += 1
+            raise
         self._sessions.count(outcome)
         if isinstance(outcome, Action):
             self._metrics.took(time.perf_counter() - started_s)
@@ -285,6 +306,34 @@ class _Server:
             "action_dt_s": codec.dt_s,
             "policy": {name: str(value) for name, value in described.items()},
         }
+
+
+async def _unless_gone(answer: Coroutine[Any, Any, _T], coming: "asyncio.Future[Any]") -> _T:
+    """What comes of an answer; where its client leaves meanwhile, nothing more is computed for it.
+
+    Args:
+        answer: the answer.
+        coming: what the client does next; one that leaves ends it with an error, which is raised here.
+    """
+    task = asyncio.ensure_future(answer)
+    try:
+        await asyncio.wait({task, coming}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and coming.exception() is not None:
+            await coming
+        return await task
+    finally:
+        await _cancel(task)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    raise ClientDisconnect
+
+
+async def _cancel(task: "asyncio.Future[Any]") -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def _why(outcome: Outcome) -> str:

@@ -224,6 +224,30 @@ def test_a_hundred_sessions_at_once_get_their_own_answers(checkpoint: Path, plai
         server.end()
 
 
+def test_nothing_is_computed_for_clients_that_have_left(server: Server, plain: list[np.ndarray]) -> None:
+    """However many there are: who stays waits for none of them."""
+    wait_until(lambda: server.metrics()["specvla_sessions"] == 0)
+    before = server.metrics()
+    body = json.dumps({"image": dump(pictures(6)[0]), "instruction": INSTRUCTION}).encode()
+    head = f"POST /act HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
+    for _ in range(20):
+        gone = server.open()
+        gone.recv()
+        gone.send(pack({"image": pictures(6)[0], "prompt": INSTRUCTION}))
+        gone.socket.close()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as over_http:
+            over_http.sendall(head.encode() + body)
+        wait_until(lambda: server.metrics()["specvla_sessions"] < ROBOTS)
+    with server.open() as client:
+        client.recv()
+        np.testing.assert_array_equal(ask(client, pictures(6)[1]), plain[1])
+    after = server.metrics()
+    abandoned, acted = (
+        after[name] - before[name] for name in ("specvla_requests_abandoned_total", "specvla_actions_total")
+    )
+    assert abandoned > 0 and abandoned + acted <= 41
+
+
 def test_robots_at_once_get_their_own_answers(server: Server, plain: list[np.ndarray]) -> None:
     """While others send nonsense, leave in the middle, or ask what cannot be asked."""
     wait_until(lambda: server.metrics()["specvla_sessions"] == 0)
