@@ -134,6 +134,45 @@ def _share_of_bound(found: Result | None) -> str:
     return f"{found['seconds'] * 1e6:.1f}{share}"
 
 
+def _launches(result: Result) -> dict[str, Any]:
+    before, now = result["before"]["cases"], result["cases"]
+    ticks: Cells = [["", "launches", "behind", "copies", "read-backs"]]
+    for mode in now:
+        for kind, begins in (("a prompt begins", True), ("trees alone", False)):
+            found = [[each for each in cases[mode]["ticks"] if each["begins"] == begins] for cases in (before, now)]
+            if all(found):
+                columns = ("launches", "behind", "copies", "read_backs")
+                ticks.append(
+                    [f"{mode}, {kind}", *(_from_to(*(_most(rows, name) for rows in found)) for name in columns)]
+                )
+    graphs: Cells = [["graph", "launches"]]
+    sizes = [{graph: count for case in cases.values() for graph, count in _graphs(case)} for cases in (before, now)]
+    graphs += [[graph, _from_to(sizes[0].get(graph, 0), count)] for graph, count in sizes[1].items()]
+    return {"ticks": table(ticks), "graphs": table(graphs)}
+
+
+def _graphs(case: Result) -> list[tuple[str, int]]:
+    """Of each kind of graph the largest: forwards by their operators' tiles, drafts by their depth."""
+    found: dict[str, int] = {}
+    for each in case["graphs"]:
+        kind = each["graph"].partition(", trees")[0]
+        if kind.startswith("forward"):
+            rows = int(kind.split()[2])
+            kind = "forward of 1 to 64 rows" if rows <= 64 else "forward of more rows"
+        elif "draft" in kind:
+            kind = f"{kind}, {each['graph'].rpartition(', ')[2]}"
+        found[kind] = max(found.get(kind, 0), each["launches"])
+    return list(found.items())
+
+
+def _most(ticks: list[Result], name: str) -> int:
+    return max(int(tick[name]) for tick in ticks)
+
+
+def _from_to(before: int, now: int) -> str:
+    return f"{before} → **{now}**" if before != now else str(now)
+
+
 VIEWS: Mapping[str, Callable[[Result], dict[str, Any]]] = {
     "ar": _ar,
     "linear": _linear,
@@ -142,4 +181,5 @@ VIEWS: Mapping[str, Callable[[Result], dict[str, Any]]] = {
     "sensitivity": _sensitivity,
     "kv_layouts": _kv_layouts,
     "kernels": _kernels,
+    "launches": _launches,
 }
