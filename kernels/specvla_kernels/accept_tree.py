@@ -115,10 +115,22 @@ def _accept_tree(  # type: ignore[no-untyped-def]
     accepted = tl.load(accept_mask + request * mask_stride + pairs, on_path & there[None, :], other=0) != 0
     accepted = (accepted & allowed[None, :]) | (n == 0)[None, :]
     candidate = (tl.sum((on_path & ~accepted).to(tl.int32), 1) == 0) & (path != 0)
+    likelihood = tl.load(log_probs + at, there, other=float("-inf"))
+    choice, reason = tl.load(choices + at, there, other=-1), tl.load(reasons + at, there, other=0)
+    row = out + request * (4 * n_steps + 1)
+    write_path(row, n, token, depth, path, distance, reason, likelihood, choice, candidate, n_steps, BLOCK, BLOCK_PATH)
+
+
+@jit
+def write_path(  # type: ignore[no-untyped-def]
+    out, n, token, depth, path, distance, reason, likelihood, choice, candidate, n_steps,
+    BLOCK: tl.constexpr, BLOCK_PATH: tl.constexpr,
+):  # fmt: skip
+    """Chooses among the nodes at which a path may end, and writes that path; [BLOCK] each, in registers."""
     candidate = candidate & (depth == tl.max(tl.where(candidate, depth, -1), 0))
+    on_path = ((path[:, None] >> n[None, :].to(tl.int64)) & 1) == 1
     total = tl.sum(tl.where(on_path, distance[None, :], 0), 1)
     candidate = candidate & (total == tl.min(tl.where(candidate, total, 1 << 40), 0))
-    likelihood = tl.load(log_probs + at, there, other=float("-inf"))
     likelihood = tl.where(likelihood != likelihood, float("-inf"), tl.minimum(likelihood, 3.4028234663852886e38))
     candidate = candidate & (likelihood == tl.max(tl.where(candidate, likelihood, float("-inf")), 0))
     end = tl.min(tl.where(candidate, n, BLOCK), 0)
@@ -127,8 +139,7 @@ def _accept_tree(  # type: ignore[no-untyped-def]
     is_end = n == end
     end_path = tl.sum(tl.where(is_end, path, 0), 0)
     end_depth = tl.sum(tl.where(is_end, depth, 0), 0)
-    chosen = tl.load(choices + request * n_nodes + end)
-    reason = tl.load(reasons + at, there, other=0)
+    chosen = tl.sum(tl.where(is_end, choice, 0), 0)
     step = tl.arange(0, BLOCK_PATH)
     on_chosen = ((end_path >> n.to(tl.int64)) & 1) == 1
     here = on_chosen[None, :] & (depth[None, :] == step[:, None])
@@ -136,10 +147,9 @@ def _accept_tree(  # type: ignore[no-untyped-def]
     node = tl.max(tl.where(here, n[None, :], -1), 1).to(tl.int64)
     drafted = tl.sum(tl.where(after, token[None, :] + 1, 0), 1) - 1  # -1 where nothing is
     committed = tl.where(step == end_depth, chosen, drafted)
-    row = out + request * (4 * n_steps + 1)
     written = step < n_steps
-    tl.store(row + step, node, written)
-    tl.store(row + n_steps + step, committed, written)
-    tl.store(row + 2 * n_steps + step, tl.sum(tl.where(after, distance[None, :], 0), 1), written)
-    tl.store(row + 3 * n_steps + step, tl.sum(tl.where(after, reason[None, :], 0), 1), written)
-    tl.store(row + 4 * n_steps, end_depth + 1)
+    tl.store(out + step, node, written)
+    tl.store(out + n_steps + step, committed, written)
+    tl.store(out + 2 * n_steps + step, tl.sum(tl.where(after, distance[None, :], 0), 1), written)
+    tl.store(out + 3 * n_steps + step, tl.sum(tl.where(after, reason[None, :], 0), 1), written)
+    tl.store(out + 4 * n_steps, end_depth + 1)

@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +58,76 @@ class Trees:
     def wanted(self) -> Tensor:
         """int64 [requests, n], the target's choice after each node's parent; NO_TOKEN at the root."""
         return torch.where(self.parents < 0, NO_TOKEN, self.choices.gather(1, self.parents.clamp(min=0)))
+
+
+class Nodes(NamedTuple):
+    """Nodes of trees, one tree after the other, each column as in `Trees`.
+
+    Args:
+        tokens: int64 [nodes].
+        parents: int64 [nodes], within the tree.
+        depths: int64 [nodes].
+        ancestors: int64 [nodes], bits of nodes within the tree.
+        log_probs: float32 [nodes].
+        valid: bool [nodes].
+        relaxable: bool [nodes].
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    log_probs: Tensor
+    valid: Tensor
+    relaxable: Tensor
+
+
+@dataclass(frozen=True)
+class PackedTrees:
+    """The trees of several requests after their forward, as they lie there.
+
+    Args:
+        nodes: of all trees.
+        choices: int64 [nodes of all], as in `Trees`.
+        positions: int64 [requests], likewise.
+        rows: int64 [requests, n], each node's place among all; what pads a request has a place after the last. None:
+            one request.
+    """
+
+    nodes: Nodes
+    choices: Tensor
+    positions: Tensor
+    rows: Tensor | None = None
+
+    @property
+    def requests(self) -> int:
+        """How many trees there are."""
+        return self.positions.shape[0]
+
+    @property
+    def max_nodes(self) -> int:
+        """Of a tree."""
+        return (self.choices if self.rows is None else self.rows).shape[-1]
+
+    def padded(self) -> Trees:
+        """The trees side by side."""
+        if self.rows is None:
+            nodes = Nodes(*(column[None] for column in self.nodes))
+            return Trees(*nodes, self.choices[None], self.positions)
+        last = len(self.choices) - 1
+        there, rows = self.rows <= last, self.rows.clamp(max=last)
+        nodes = Nodes(*(column[rows] for column in self.nodes))
+        return Trees(
+            tokens=nodes.tokens,
+            parents=torch.where(there, nodes.parents, 0),
+            depths=nodes.depths,
+            ancestors=torch.where(there, nodes.ancestors, 0),
+            log_probs=nodes.log_probs,
+            valid=nodes.valid & there,
+            relaxable=nodes.relaxable,
+            choices=self.choices[rows],
+            positions=self.positions,
+        )
 
 
 @dataclass(frozen=True)
@@ -159,6 +230,17 @@ def _compare_drafts(  # type: ignore[no-untyped-def]
     drafted = there & (parent >= 0)
     want = tl.load(choices + request * n_nodes + tl.maximum(parent, 0), drafted, other=-1)
 
+    position = tl.load(positions + request)
+    distance, dimension = compare(token, want, drafted, path, n, position, first_id, stop_id, bins)
+    tl.store(wanted + at, want, there)
+    tl.store(exact + at, (token == want) & drafted, there)
+    tl.store(distances + at, distance, there)
+    tl.store(dimensions + at, dimension, there)
+
+
+@jit
+def compare(token, want, drafted, path, n, position, first_id, stop_id, bins):  # type: ignore[no-untyped-def]
+    """Distances and dimensions of nodes; [nodes] each, in registers."""
     is_action = (token >= first_id) & (token < stop_id) & drafted
     wants_action = (want >= first_id) & (want < stop_id)
     both = is_action & wants_action
@@ -169,8 +251,4 @@ def _compare_drafts(  # type: ignore[no-untyped-def]
 
     on_path = ((path[:, None] >> n[None, :].to(tl.int64)) & 1) == 1  # row e, column j: j is an ancestor of e, or e
     earlier = tl.sum((on_path & is_action[None, :]).to(tl.int32), 1) - is_action.to(tl.int32)
-    dimension = tl.where(both, tl.load(positions + request) + earlier, -1)
-    tl.store(wanted + at, want, there)
-    tl.store(exact + at, (token == want) & drafted, there)
-    tl.store(distances + at, distance, there)
-    tl.store(dimensions + at, dimension, there)
+    return distance, tl.where(both, position + earlier, -1)

@@ -22,10 +22,12 @@ with suppress(ImportError):
     import triton  # noqa: F401  (the operators take it where somebody has imported it)
 
 from specvla_kernels.accept_tree import accept_tree_triton
+from specvla_kernels.accept_within import Within, accept_within_triton
 from specvla_kernels.attention_plan import plan_attention
 from specvla_kernels.commit_kv import commit_kv_triton
-from specvla_kernels.compare_drafts import Trees, compare_drafts_triton
+from specvla_kernels.compare_drafts import Nodes, PackedTrees, Trees, compare_drafts_triton
 from specvla_kernels.device import HAS_TRITON
+from specvla_kernels.greedy_choice import greedy_choice_triton
 from specvla_kernels.int8_linear import round_rows_triton, scale_sums_triton
 from specvla_kernels.layout import Span
 from specvla_kernels.packed_attention import packed_attention_triton
@@ -117,7 +119,30 @@ def _accept(n: int, depth: int, *, loose: bool = False) -> None:
     accept_tree_triton(trees, comparison, mask, whole, depth)
 
 
+def _within(n: int, depth: int, requests: int) -> None:
+    whole, flags, log_probs = _whole(64), torch.empty(64, dtype=torch.bool, device=_META), torch.empty(64, device=_META)
+    columns = (whole, whole, whole, whole, log_probs, flags, flags)
+    trees = PackedTrees(
+        Nodes(*(column[:n] for column in columns)),
+        choices=whole[:n],
+        positions=_whole(requests),
+        rows=_whole(requests, n) if requests > 1 else None,
+    )
+    for tolerances in (None, _whole(9)):
+        accept_within_triton(trees, Within(tolerances, 0, 1), (31744, 32000, 255), depth)
+
+
+def _greedy() -> None:
+    greedy_choice_triton(torch.empty(16, 32064, device=_META))
+
+
 LAUNCHES: dict[str, Callable[[], None]] = {
+    "greedy_choice": _greedy,
+    "accept_within, one node": partial(_within, 1, 0, 1),
+    "accept_within, 16 nodes": partial(_within, 16, 7, 1),
+    "accept_within, 16 nodes, packed": partial(_within, 16, 7, 4),
+    "accept_within, 64 nodes, packed": partial(_within, 64, 7, 4),
+    "accept_within, a chain of 64": partial(_within, 64, 63, 1),
     "accept_tree, one node": partial(_accept, 1, 0),
     "accept_tree, 16 nodes": partial(_accept, 16, 7),
     "accept_tree, 64 nodes": partial(_accept, 64, 7),

@@ -297,6 +297,10 @@ class Engine:
                 answer.epoch, answer.tokens, answer.action, stamp_ns=answer.stamp_ns, stream=answer.stream
             )
         embed, going_on = self.target.decoder.embed_tokens, self.scheduler.requests
+        if not self.drafter.sources:
+            for share, commit in zip(batch.verified, commits, strict=True):
+                share.request.tree = Tree.from_root(commit.tokens_on_device[-1])
+            return
         committed = zip(batch.verified, commits, strict=True)
         inputs = [share.draft_input(commit, embed) for share, commit in committed if share.request in going_on]
         inputs += [share.chunk_input() for share in batch.shares if not share.verifies and share.request in going_on]

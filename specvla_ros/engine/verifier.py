@@ -2,7 +2,7 @@
 """From a forward's logits to what each request commits: its tokens, and its keys and values in their final rows."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 
 import torch
@@ -10,15 +10,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specvla_kernels.accept_tree import MIN_PATH
+from specvla_kernels.accept_within import accept_within
 from specvla_kernels.commit_kv import commit_kv
-from specvla_kernels.compare_drafts import MIN_NODES, Trees
+from specvla_kernels.compare_drafts import MIN_NODES, Nodes, PackedTrees
 from specvla_kernels.device import blocks, to_device
 from specvla_kernels.graph_capture import Capture
-from specvla_kernels.layout import Ancestry
+from specvla_kernels.greedy_choice import greedy_choice
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.models.codecs.codec import ActionIds, TokenDistances
 from specvla_ros.models.generation import NO_RULES, GreedyRules, seen_ids
-from specvla_ros.speculation.accept import AcceptanceRule, Verification, accept, greedy_choice
+from specvla_ros.speculation.accept import AcceptanceRule, ByDistance, Verification, accept
 from specvla_ros.speculation.rules.strict import Strict
 from specvla_ros.speculation.tree import Tree
 
@@ -140,7 +141,6 @@ class Verifier:
         self._cache = cache
         self._max_nodes = max_nodes
         self._max_depth = max_depth
-        self._padding = _padding(cache.keys.device)
 
     def set_rule(self, rule: AcceptanceRule) -> None:
         """Takes another rule for the requests that begin from now on; those in flight keep theirs."""
@@ -178,8 +178,7 @@ class Verifier:
         groups = prepared.groups
         trees = [(part.tree.tokens, part.tree.ancestry) for part in parts]
         logits = self._generation.apply(logits, trees, prepared.seen, [part.any_id for part in parts])
-        verifications = self._verifications(logits, hidden, parts, groups)
-        paths = [accept(group.rule, seen) for group, seen in zip(groups, verifications, strict=True)]
+        paths = list(self._paths(logits, hidden, parts, groups))
         for group, path in zip(groups, paths, strict=True):
             nodes = path[:, : group.max_depth + 1]
             commit_kv(self._cache.keys, self._cache.values, group.slots, group.root_rows, nodes)
@@ -201,15 +200,18 @@ class Verifier:
         """
         device = self._cache.keys.device
         first = torch.zeros(1, dtype=torch.int64, device=device)
+        root, ids = _nodes(Tree.from_root(first)), self._actions
+        greedy_choice(torch.zeros(1, max(1, self._vocab_size), device=device))
         for n in blocks(MIN_NODES, self._max_nodes):
-            rows = torch.ones(1, n, dtype=torch.int64, device=device)
-            rows[0, 0] = 0
-            trees = _padded([Tree.from_root(first), self._padding], first.repeat(2), rows, first)
+            rows = torch.arange(n, device=device)[None]
+            packed = PackedTrees(root, choices=first, positions=first, rows=rows)
+            trees = packed.padded()
             if self._distances is not None:
                 self._distances.compare(trees)  # uploads its tables
             for length in blocks(MIN_PATH, self._max_depth + 1):
-                verification = Verification(trees, self._actions, length - 1, torch.empty(0))
-                path = accept(Strict(), verification)
+                for within in (Strict().within, replace(Strict().within, tolerances=first)):
+                    accept_within(packed, within, (ids.first, ids.stop, ids.bins), length - 1)
+                path = accept(Strict(), Verification(trees, ids, length - 1, torch.empty(0)))
                 commit_kv(self._cache.keys, self._cache.values, first, first, path[:, :length])
         return 0
 
@@ -228,60 +230,50 @@ class Verifier:
         max_depth = max(part.tree.depth for part in mine)
         return Group(tuple(indices), mine[0].rule, max_depth, positions, slots, root_rows, rows=flat.view(requests, n))
 
-    def _verifications(
+    def _paths(
         self, logits: Tensor, hidden: Sequence[Tensor], parts: Sequence[VerifyInput], groups: Sequence[Group]
-    ) -> Iterator[Verification]:
-        choices = greedy_choice(logits)
-        trees = [part.tree for part in parts]
-        if len(parts) > 1:
-            trees.append(self._padding)
-            choices = torch.cat((choices, self._padding.tokens))
+    ) -> Iterator[Tensor]:
+        """See `accept_tree`, for each group."""
+        nodes, choices = _side_by_side([part.tree for part in parts]), greedy_choice(logits)
         for group in groups:
-            yield Verification(
-                trees=_padded(trees, choices, None if len(parts) == 1 else group.rows, group.positions),
-                actions=self._actions,
+            rows = None if len(parts) == 1 else group.rows
+            trees = PackedTrees(nodes, choices, group.positions, rows)
+            rule, ids = group.rule, self._actions
+            if isinstance(rule, ByDistance) and (isinstance(rule, Strict) or self._distances in (None, ids)):
+                yield accept_within(trees, rule.within, (ids.first, ids.stop, ids.bins), group.max_depth)
+                continue
+            verification = Verification(
+                trees=trees.padded(),
+                actions=ids,
                 max_depth=group.max_depth,
                 logits=logits,
-                rows=None if len(parts) == 1 else group.rows.clamp(max=len(logits) - 1),
-                hidden=_padded_rows([hidden[index] for index in group.parts]) if group.rule.needs_hidden else None,
+                rows=None if rows is None else rows.clamp(max=len(logits) - 1),
+                hidden=_padded_rows([hidden[index] for index in group.parts]) if rule.needs_hidden else None,
                 visual=_padded_rows([_whole(parts[index].visual) for index in group.parts])
-                if group.rule.needs_visual
+                if rule.needs_visual
                 else None,
                 distances=self._distances,
             )
+            yield accept(rule, verification)
 
 
-def _padding(device: torch.device) -> Tree:
-    """A node that is never accepted and on no path, not even its own."""
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    no = torch.zeros(1, dtype=torch.bool, device=device)
-    return Tree(zero, Ancestry(zero, zero, zero), torch.full((1,), -torch.inf, device=device), no, no, depth=0)
+def _side_by_side(trees: Sequence[Tree]) -> Nodes:
+    """The nodes of trees, one tree after the other: a launch for each dtype."""
+    found = [_nodes(tree) for tree in trees]
+    if len(found) == 1:
+        return found[0]
+    sizes = [len(tree) for tree in trees]
+    packed = Nodes(*(column.new_empty(sum(sizes)) for column in found[0]))
+    for dtype in dict.fromkeys(column.dtype for column in packed):
+        mine = [i for i, column in enumerate(packed) if column.dtype == dtype]
+        places = [place for i in mine for place in packed[i].split(sizes)]
+        torch._foreach_copy_(places, [nodes[i] for i in mine for nodes in found])
+    return packed
 
 
-def _padded(trees: Sequence[Tree], choices: Tensor, rows: Tensor | None, positions: Tensor) -> Trees:
-    """Trees of some requests, side by side.
-
-    Args:
-        trees: of all requests of the forward, and padding.
-        choices: int64 [nodes of all trees].
-        rows: int64 [requests, n], the nodes of some requests among those of all; None: one request.
-        positions: int64 [requests].
-    """
-
-    def column(parts: Sequence[Tensor]) -> Tensor:
-        return parts[0][None] if rows is None else torch.cat([*parts])[rows]
-
-    return Trees(
-        tokens=column([tree.tokens for tree in trees]),
-        parents=column([tree.ancestry.parents for tree in trees]),
-        depths=column([tree.ancestry.depths for tree in trees]),
-        ancestors=column([tree.ancestry.ancestors for tree in trees]),
-        log_probs=column([tree.log_probs for tree in trees]),
-        valid=column([tree.valid for tree in trees]),
-        relaxable=column([tree.relaxable for tree in trees]),
-        choices=column([choices]),
-        positions=positions,
-    )
+def _nodes(tree: Tree) -> Nodes:
+    above = tree.ancestry
+    return Nodes(tree.tokens, above.parents, above.depths, above.ancestors, tree.log_probs, tree.valid, tree.relaxable)
 
 
 def _padded_rows(states: Sequence[Tensor]) -> Tensor:

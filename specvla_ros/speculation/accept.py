@@ -4,13 +4,13 @@
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from specvla_kernels import accept_tree as walk
 from specvla_kernels.accept_tree import accept_tree
+from specvla_kernels.accept_within import Within
 from specvla_kernels.compare_drafts import NO_TOKEN, Comparison, Trees
 from specvla_ros.models.codecs.codec import ActionIds, TokenDistances
 
@@ -111,6 +111,18 @@ class AcceptanceRule(Protocol):
         """Which nodes are accepted."""
 
 
+@runtime_checkable
+class ByDistance(Protocol):
+    """A rule that looks at each token's distance alone may say which it accepts: its verification is one launch then.
+
+    It takes bins' distances, as `ActionIds` counts them; `accept` says the same for all others.
+    """
+
+    @property
+    def within(self) -> Within:
+        """What it accepts."""
+
+
 def accept(rule: AcceptanceRule, verification: Verification) -> Tensor:
     """Commits the longest path of each request that the rule allows; see `accept_tree` for ties and the result.
 
@@ -122,19 +134,3 @@ def accept(rule: AcceptanceRule, verification: Verification) -> Tensor:
     accepted = rule.accept(verification)
     comparison = accepted.comparison or verification.comparison
     return accept_tree(verification.trees, comparison, accepted.mask, accepted.reasons, verification.max_depth)
-
-
-def greedy_choice(logits: Tensor) -> Tensor:
-    """The target's most likely token at each node; the lowest id wins a tie, on every device.
-
-    Args:
-        logits: float32 [n, vocab].
-
-    Returns:
-        int64 [n]; NOT_A_NUMBER for a row with a NaN.
-    """
-    best = logits.amax(dim=-1, keepdim=True)
-    vocab = logits.shape[-1]
-    ids = torch.arange(vocab, device=logits.device)
-    choice = torch.where(logits == best, ids, vocab).amin(dim=-1)
-    return torch.where(choice == vocab, NOT_A_NUMBER, choice)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft tree: drafted tokens and their ancestry, on the device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -36,16 +37,7 @@ class Tree:
     @staticmethod
     def from_root(root: Tensor) -> "Tree":
         """The tree of a plain decode step: int64 [] or [1] to one node."""
-        tokens = root.reshape(1)
-        yes = torch.ones(1, dtype=torch.bool, device=tokens.device)
-        return Tree(
-            tokens=tokens,
-            ancestry=Ancestry(torch.full_like(tokens, -1), torch.zeros_like(tokens), torch.ones_like(tokens)),
-            log_probs=torch.zeros(1, device=tokens.device),
-            valid=yes,
-            relaxable=yes,
-            depth=0,
-        )
+        return replace(_single(root.device), tokens=root.reshape(1))
 
     def joined_with(self, other: "Tree") -> "Tree":
         """Both trees' drafted nodes below this one's root, without reading either.
@@ -73,3 +65,11 @@ class Tree:
             relaxable=torch.cat((self.relaxable, other.relaxable[1:])),
             depth=max(self.depth, other.depth),
         )
+
+
+@cache  # nothing but its token differs: a tree of one node launches nothing
+def _single(device: torch.device) -> Tree:
+    none = torch.zeros(1, dtype=torch.int64, device=device)
+    yes = torch.ones(1, dtype=torch.bool, device=device)
+    ancestry = Ancestry(torch.full_like(none, -1), none, torch.ones_like(none))
+    return Tree(none, ancestry, torch.zeros(1, device=device), valid=yes, relaxable=yes, depth=0)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry
 from specvla_ros.bags.frames import CAMERA_ALONE, Sensors
 from specvla_ros.engine.batch import Segment, packed_forward
@@ -27,7 +28,6 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.settings import ModelSettings
-from specvla_ros.speculation.accept import greedy_choice
 
 SHARD_SAMPLES = 256
 MIN_FRAMES = SHARD_SAMPLES + 1  # a shard to train on and one to validate with

@@ -12,6 +12,7 @@ from support.checkpoints import load_openvla
 from support.draft_heads import write_random_head
 from support.random_checkpoint import write_random_checkpoint
 
+from specvla_kernels.greedy_choice import greedy_choice
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.settings import EngineSettings
@@ -20,7 +21,6 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.ros.policy.parameters import PolicyParameters
-from specvla_ros.speculation.accept import greedy_choice
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 DRAFT = adjusted(DraftSettings(nodes=10, top_k=4, depth=4), temporal=True)

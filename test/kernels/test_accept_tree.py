@@ -10,19 +10,23 @@ from support.reference_rules import accept_by_loops, packed
 from support.verifications import ACTIONS, VOCAB, TreeCase, make_tree, one_hot, verifications, verify_tree
 
 from specvla_kernels.accept_tree import accept_tree_reference, accept_tree_triton
+from specvla_kernels.accept_within import accept_within_reference, accept_within_triton
 from specvla_kernels.compare_drafts import (
     Comparison,
+    Nodes,
+    PackedTrees,
     Trees,
     compare_drafts_reference,
     compare_drafts_triton,
 )
 from specvla_kernels.device import HAS_TRITON
-from specvla_ros.speculation.accept import AcceptanceRule, Verification
+from specvla_ros.speculation.accept import AcceptanceRule, ByDistance, Verification
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.composite import Composite
 from specvla_ros.speculation.rules.fly import Fly
 from specvla_ros.speculation.rules.lvspec import LVSpec
 from specvla_ros.speculation.rules.strict import Strict
+from specvla_ros.speculation.tree import Tree
 
 TOLERANCES = (Strict(), *(BinDistance(bins) for bins in ((0,), (1, 1, 1), (3, 0, 2, 1, 5, 1, 0))))
 LOOSE = (
@@ -83,6 +87,33 @@ def check(parts: list[TreeCase], rule: AcceptanceRule) -> None:
         for mine, other in zip(of_drafts(by_kernel, parts), of_drafts(comparison, parts), strict=True):
             assert mine.equal(other)
         assert accept_tree_triton(trees, by_kernel, *walked).tolist() == expected
+    if isinstance(rule, ByDistance):
+        for lie in (side_by_side(parts), *(side_by_side(parts[:1], alone=True),) * (len(parts) == 1)):
+            where = lie, rule.within, ids, verification.max_depth
+            assert accept_within_reference(*where).tolist() == expected
+            assert not HAS_TRITON or accept_within_triton(*where).tolist() == expected
+
+
+def side_by_side(parts: list[TreeCase], *, alone: bool = False) -> PackedTrees:
+    """Trees as they lie in a forward, last request first."""
+    places, start = {}, 0
+    for i in reversed(range(len(parts))):
+        places[i] = range(start, start + len(parts[i].tree))
+        start += len(parts[i].tree)
+    n = max(map(len, places.values()))
+    rows = torch.tensor([[*places[i], *[start] * (n - len(places[i]))] for i in range(len(parts))]).to(DEVICE)
+    order = [parts[i] for i in reversed(range(len(parts)))]
+    columns = [(p.tree.tokens, *ancestry_of(p.tree), p.tree.log_probs, p.tree.valid, p.tree.relaxable) for p in order]
+    return PackedTrees(
+        Nodes(*(torch.cat(column).to(DEVICE) for column in zip(*columns, strict=True))),
+        torch.cat([p.choices for p in order]).to(DEVICE),
+        positions=torch.tensor([p.position for p in parts], device=DEVICE),
+        rows=None if alone else rows,
+    )
+
+
+def ancestry_of(tree: Tree) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tree.ancestry.parents, tree.ancestry.depths, tree.ancestry.ancestors
 
 
 def of_drafts(comparison: Comparison, parts: list[TreeCase]) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.draft_heads import policy_with_random_head
 from support.pipelines import PICTURES, frame, plain_tokens, poisoned
 
+from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
@@ -18,7 +19,6 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import Target
 from specvla_ros.models.codecs.codec import ActionIds
-from specvla_ros.speculation.accept import greedy_choice
 from specvla_ros.speculation.drafters.registry import Drafter, DraftInput
 from specvla_ros.speculation.reference import Node, bin_distance, decode, strict
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted

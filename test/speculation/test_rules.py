@@ -16,7 +16,8 @@ from support.verifications import ACTIONS, VOCAB, TreeCase, make_tree, one_hot, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specvla_kernels.accept_tree import NO_NODE
-from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule, AcceptReason, accept, greedy_choice
+from specvla_kernels.greedy_choice import greedy_choice
+from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule, AcceptReason, accept
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.composite import Composite
 from specvla_ros.speculation.rules.fly import Fly

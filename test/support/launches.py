@@ -6,7 +6,8 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_HOST = ("aten.scalar_tensor", "aten.lift_fresh")  # a number that travels with a launch; what is uploaded
+# A number that travels with a launch; what is uploaded; memory.
+_HOST = ("aten.scalar_tensor", "aten.lift_fresh", "aten.new_empty")
 _VIEWS = ("aten.view", "aten.split", "aten.slice", "aten.select", "aten.unsqueeze", "aten.reshape", "aten._unsafe_view")
 
 

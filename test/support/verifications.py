@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specvla_kernels.compare_drafts import Trees
+from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry
 from specvla_ros.models.codecs.codec import ActionIds
-from specvla_ros.speculation.accept import Verification, greedy_choice
+from specvla_ros.speculation.accept import Verification
 from specvla_ros.speculation.tree import Tree
 
 VOCAB = 24

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.device import to_device
+from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry, Span, pack_layout
 from specvla_ros.models.target import Decoder, ForwardResult
-from specvla_ros.speculation.accept import greedy_choice
 from specvla_ros.speculation.drafters.prompt_lookup import look_up
 from specvla_ros.speculation.tree import Tree
 

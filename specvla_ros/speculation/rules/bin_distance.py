@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from specvla_kernels.accept_within import Within
     from specvla_ros.speculation.accept import Acceptance, Verification
 
 
@@ -44,6 +45,14 @@ class BinDistance:
         import torch
 
         return torch.tensor((*self.bins, 0, -1), device=self.device)
+
+    @property
+    def within(self) -> Within:
+        """The same, of bins."""
+        from specvla_kernels.accept_within import Within
+        from specvla_ros.speculation.accept import AcceptReason
+
+        return Within(self.tolerances, exact=int(AcceptReason.EXACT), near=int(AcceptReason.NEAR))
 
     def accept(self, verification: Verification) -> Acceptance:
         """Exact tokens, and action tokens within the tolerance of their dimension."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from specvla_ros.speculation.rules.registry import RuleContext, rule
 
 if TYPE_CHECKING:
+    from specvla_kernels.accept_within import Within
     from specvla_ros.speculation.accept import Acceptance, Verification
 
 
@@ -18,6 +19,14 @@ class Strict:
 
     needs_hidden: ClassVar[bool] = False
     needs_visual: ClassVar[bool] = False
+
+    @property
+    def within(self) -> Within:
+        """The target's own choice alone."""
+        from specvla_kernels.accept_within import Within
+        from specvla_ros.speculation.accept import AcceptReason
+
+        return Within(None, exact=int(AcceptReason.EXACT), near=int(AcceptReason.NEAR))
 
     def accept(self, verification: Verification) -> Acceptance:
         """Exact tokens only."""

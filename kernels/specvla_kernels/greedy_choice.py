@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target's own choice at each node: the likeliest token."""
+
+import torch
+from torch import Tensor
+
+from specvla_kernels.compare_drafts import NO_TOKEN
+from specvla_kernels.device import has_kernels, jit, tl
+
+_BLOCK = 4096  # logits that a program has in hand: 16 per thread
+
+
+def greedy_choice(logits: Tensor) -> Tensor:
+    """The most likely token of each row; the lowest id wins a tie, on every device.
+
+    Args:
+        logits: float32 [n, vocab], or float64; contiguous rows.
+
+    Returns:
+        int64 [n]; NO_TOKEN for a row with a NaN.
+    """
+    return greedy_choice_triton(logits) if has_kernels(logits) else greedy_choice_reference(logits)
+
+
+def greedy_choice_reference(logits: Tensor) -> Tensor:
+    """`greedy_choice` in PyTorch, whose own argmax leaves open which of two wins."""
+    best = logits.amax(dim=-1, keepdim=True)
+    vocab = logits.shape[-1]
+    ids = torch.arange(vocab, device=logits.device)
+    choice = torch.where(logits == best, ids, vocab).amin(dim=-1)
+    return torch.where(choice == vocab, NO_TOKEN, choice)
+
+
+def greedy_choice_triton(logits: Tensor) -> Tensor:
+    """`greedy_choice` as one launch, a program per row; it reads each logit once, where PyTorch takes nine launches."""
+    n, vocab = logits.shape
+    out = torch.empty(n, dtype=torch.int64, device=logits.device)
+    if n:
+        _greedy_choice[(n,)](logits, out, logits.stride(0), vocab, BLOCK=_BLOCK, num_warps=8)
+    return out
+
+
+@jit(do_not_specialize=["vocab"])
+def _greedy_choice(logits, out, row_stride, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    place = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
+    broken = tl.zeros((BLOCK,), tl.int32)  # tl.max passes over NaN
+    for start in range(0, vocab, BLOCK):
+        here = start + column
+        value = tl.load(logits + row * row_stride + here, here < vocab, other=float("-inf"))
+        broken = broken | (value != value).to(tl.int32)
+        # An id counts at -inf too: a row of nothing else still has a likeliest token, its first.
+        better = (here < vocab) & ((value > best) | (place == 0x7FFFFFFF))
+        best, place = tl.where(better, value, best), tl.where(better, here, place)
+    chosen = tl.min(tl.where(best == tl.max(best, 0), place, 0x7FFFFFFF), 0)
+    tl.store(out + row, tl.where(tl.max(broken, 0) > 0, -1, chosen).to(tl.int64))
