@@ -2,13 +2,25 @@
 """The three resize strategies, and the centre crop of fine-tuned checkpoints."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from support.checkpoints import edit_json, write_checkpoint
 
-from specvla_ros.models.openvla.image_processor import ImageProcessor, center_crop, read_image_processor
+from specvla_ros.models.openvla.image_processor import (
+    STRATEGIES,
+    ImageProcessor,
+    _letterbox,
+    _resize_shorter_side,
+    _TowerInput,
+    center_crop,
+    dinosiglip_processor,
+    read_image_processor,
+)
 
 
 def processor(directory: Path, strategy: str, *, crop: bool = False) -> ImageProcessor:
@@ -93,3 +105,61 @@ def test_the_centre_crop_of_a_large_image_is_smooth(tmp_path: Path) -> None:
     large, small = picture(480, 640), picture(224, 224)
     crop = processor(tmp_path, "resize-naive", crop=True)
     assert np.abs(pixels(crop(large).numpy()) - pixels(crop(small).numpy())).max() < 3
+
+
+def tower_by_tower(processor: ImageProcessor, image: np.ndarray) -> np.ndarray:
+    """Straightforwardly: each tower's picture by itself, in the order in which the originals compute."""
+    if processor.center_crop:
+        image = center_crop(image, processor.towers[0].size)
+    picture = Image.fromarray(image)
+    if processor.strategy == "letterbox":
+        picture = _letterbox(picture, processor.letterbox_fill)
+    made = []
+    for tower in processor.towers:
+        if processor.strategy == "resize-naive":
+            fitted = picture.resize((tower.size, tower.size), tower.resampling)
+        else:
+            fitted = _resize_shorter_side(picture, tower)
+        pixels = np.asarray(fitted, dtype=np.float32) / np.float32(255)
+        made.append(((pixels - tower.mean) / tower.std).transpose(2, 0, 1))
+    return np.concatenate(made)
+
+
+FILTERS = [Image.Resampling.BICUBIC, Image.Resampling.BILINEAR, Image.Resampling.LANCZOS, Image.Resampling.NEAREST]
+COLOURS = st.lists(st.floats(0.0625, 2, width=32), min_size=3, max_size=3).map(np.float32)
+
+
+@st.composite
+def processors(draw: st.DrawFn) -> ImageProcessor:
+    size = draw(st.integers(1, 40))
+    towers = [
+        _TowerInput(size, draw(st.sampled_from(FILTERS)), draw(COLOURS), draw(COLOURS))
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    fill = draw(st.tuples(*[st.integers(0, 255)] * 3))
+    return ImageProcessor(draw(st.sampled_from(STRATEGIES)), tuple(towers), fill, draw(st.booleans()))
+
+
+@given(processors(), st.integers(1, 90), st.integers(1, 90), st.integers(0, 2**32 - 1))
+def test_shared_pictures_give_the_pixels_of_tower_by_tower_to_the_bit(
+    processor: ImageProcessor, height: int, width: int, seed: int
+) -> None:
+    image = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    result = processor(image).numpy()
+    assert result.dtype == np.float32 and result.flags.c_contiguous
+    np.testing.assert_array_equal(result, tower_by_tower(processor, image))
+
+
+@pytest.mark.parametrize(
+    ("filters", "resizes"), [(FILTERS[:1] * 2, 1), (FILTERS[:2], 2), ([FILTERS[0], FILTERS[1], FILTERS[0]], 2)]
+)
+def test_a_picture_is_resized_once_for_each_size_and_filter(
+    filters: list[Image.Resampling], resizes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    colours = dinosiglip_processor([224, 224]).towers[0]
+    towers = tuple(_TowerInput(224, each, colours.mean, colours.std) for each in filters)
+    calls: list[Any] = []
+    resize = Image.Image.resize
+    monkeypatch.setattr(Image.Image, "resize", lambda self, *how: calls.append(how) or resize(self, *how))
+    ImageProcessor("resize-naive", towers, (0, 0, 0))(picture(480, 640))
+    assert len(calls) == resizes
