@@ -334,14 +334,15 @@ class StaticVision:
         """What `VisionModel.image_embeddings` gives; the host does not wait for the device.
 
         Args:
-            pixels: [3 * towers, size, size], normalised, in the host's memory.
+            pixels: [3 * towers, size, size], normalised, in the host's memory; best pinned and in the decoder's dtype.
 
         Returns:
             [image_tokens, hidden].
         """
-        # New memory each time: the copy may still be under way when the next image comes.
-        memory = torch.empty(pixels.shape, dtype=self._pixels.dtype, pin_memory=self._pixels.is_cuda)
-        self._pixels.copy_(memory.copy_(pixels), non_blocking=True)
+        if self._pixels.is_cuda and (pixels.dtype != self._pixels.dtype or not pixels.is_pinned()):
+            # New memory each time: the copy may still be under way when the next image comes.
+            pixels = torch.empty(pixels.shape, dtype=self._pixels.dtype, pin_memory=True).copy_(pixels)
+        self._pixels.copy_(pixels, non_blocking=True)
         return self._replay().clone()  # the next image overwrites it
 
     def _run(self) -> Tensor:

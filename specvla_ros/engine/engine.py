@@ -4,6 +4,7 @@
 import logging
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from specvla_ros.engine.ensemble import ChunkEnsemble
 from specvla_ros.engine.kv_cache import KVCache, allocate_cache
 from specvla_ros.engine.mailbox import Mailbox
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome, Question
+from specvla_ros.engine.pictures import Pictures, pictures_of
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Batch, Scheduler
@@ -71,6 +73,7 @@ class Engine:
         self.target = target
         self.mailbox = Mailbox(now_ns)
         self._work = TickWork()
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="pictures")
         self._set_up(settings)
 
     @property
@@ -121,9 +124,18 @@ class Engine:
         reason = DropReason.EPOCH_CHANGED
         return self.scheduler.flush(reason, stream=stream) + self.mailbox.close(stream, reason)
 
-    def submit(self, observation: Observation) -> list[Drop]:
-        """Puts the newest observation of its stream before the engine; one that still waited is dropped for it."""
-        return self.mailbox.submit(observation)
+    def submit(self, observation: Observation, pictures: Pictures | None = None) -> list[Drop]:
+        """Puts the newest observation of its stream before the engine; one that still waited is dropped for it.
+
+        Where the next tick may begin it, its images are resized and normalised here, on the caller's thread.
+
+        Args:
+            observation: what is seen.
+            pictures: its own, of `pictures_of`; None: they are made here.
+        """
+        drops = self.mailbox.submit(observation, pictures or pictures_of(self.target, observation))
+        self._prepare_next()
+        return drops
 
     def ask(self, question: Question) -> None:
         """Has a question answered about the next frame that is begun, beside its action, or about the newest in flight.
@@ -151,6 +163,7 @@ class Engine:
         self._work = TickWork()
         try:
             batch = self.scheduler.schedule()  # newest frames; chunks; trees
+            self._prepare_ahead()
             self._embed(batch)
             if batch.shares:
                 commits = self._forward(batch)
@@ -265,6 +278,18 @@ class Engine:
             "cuda_graphs": self.runner.graphs.status,
         }
         return self.target.describe() | described | {name: text for name, text in optional.items() if text}
+
+    def _prepare_next(self) -> None:
+        """Prepares the pictures of the frame that is begun next, if that may be soon: until then a newer may come."""
+        waiting = self.mailbox.next(self.scheduler.room_soon)
+        if waiting is not None and waiting.pictures is not None and not waiting.pictures.begun:
+            waiting.pictures.prepare()
+
+    def _prepare_ahead(self) -> None:
+        """The same on a thread beside the tick, for a frame that has waited since before it."""
+        waiting = self.mailbox.next(self.scheduler.room_soon)
+        if waiting is not None and waiting.pictures is not None and not waiting.pictures.begun:
+            self._ahead.submit(self._prepare_next)
 
     def _embed(self, batch: Batch) -> None:
         """Computes the prompts that begin. One that cannot be costs its own frame, and no other robot's."""

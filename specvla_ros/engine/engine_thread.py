@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Drop, Outcome
+from specvla_ros.engine.pictures import Pictures, pictures_of
 from specvla_ros.engine.tally import TickWork
 from specvla_ros.models.observation import Observation
 
@@ -52,13 +53,25 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def decode(self, observation: Observation) -> "Future[Decoded]":
-        """What will become of an observation."""
+    def prepared(self, observation: Observation) -> Pictures | None:
+        """The pictures of an observation as the policy reads them; takes some milliseconds of the caller's thread."""
+        pictures = pictures_of(self._engine.target, observation)
+        if pictures is not None:
+            pictures.prepare()
+        return pictures
+
+    def decode(self, observation: Observation, pictures: Pictures | None = None) -> "Future[Decoded]":
+        """What will become of an observation.
+
+        Args:
+            observation: what is seen.
+            pictures: what `prepared` gave for it; None: the engine's thread prepares them.
+        """
         future: Future[Decoded] = Future()
 
         def begin() -> None:
             self._waiting[id(observation)] = _Waiting(observation, future)
-            self._hand_out(self._engine.submit(observation))
+            self._hand_out(self._engine.submit(observation, pictures))
 
         self._call(begin)
         return future

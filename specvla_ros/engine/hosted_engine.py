@@ -81,7 +81,7 @@ class EngineHost:
 
     def decode(self, observation: Observation) -> Decoded:
         """What becomes of an observation, without its images: they are large, and whoever asks has them."""
-        decoded = self._thread.decode(observation).result()
+        decoded = self._thread.decode(observation, self._thread.prepared(observation)).result()
         seen = replace(decoded.outcome.observation, images=_NO_IMAGES)
         return replace(decoded, outcome=replace(decoded.outcome, observation=seen))
 

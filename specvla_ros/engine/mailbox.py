@@ -8,7 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from specvla_ros.engine.outcome import Drop, DropReason
+from specvla_ros.engine.pictures import Pictures
 from specvla_ros.models.observation import Observation
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """An observation, and its pictures as the policy reads them: prepared or not; None: they come with its prompt."""
+
+    observation: Observation
+    pictures: Pictures | None = None
 
 
 @dataclass
@@ -27,7 +36,7 @@ class _Stream:
     budget_s: float = 0.0
     priority: int = 0
     last_stamp_ns: int = 0
-    waiting: Observation | None = None
+    waiting: Waiting | None = None
     since_ns: int = 0
 
     @property
@@ -84,10 +93,10 @@ class Mailbox:
         """Gives a stream's place to another."""
         with self._lock:
             stream = self._streams.pop(name, None)
-        observation = stream.waiting if stream is not None else None
-        return [Drop(observation, reason)] if observation is not None else []
+        waiting = stream.waiting if stream is not None else None
+        return [Drop(waiting.observation, reason)] if waiting is not None else []
 
-    def submit(self, observation: Observation) -> list[Drop]:
+    def submit(self, observation: Observation, pictures: Pictures | None = None) -> list[Drop]:
         """Takes the newest observation of its stream in; one that still waited is dropped for it."""
         with self._lock:
             stream = self._place(observation.stream)
@@ -97,13 +106,23 @@ class Mailbox:
             if observation.stamp_ns <= stream.last_stamp_ns:
                 age_s = (stream.last_stamp_ns - observation.stamp_ns) * 1e-9
                 return [Drop(observation, DropReason.OUT_OF_ORDER, f"{age_s:.3f} s before the last frame taken")]
-            superseded, stream.waiting = stream.waiting, observation
+            superseded, stream.waiting = stream.waiting, Waiting(observation, pictures)
             stream.last_stamp_ns = observation.stamp_ns
             if superseded is None:
                 stream.since_ns = time.monotonic_ns()
-        return [Drop(superseded, DropReason.SUPERSEDED)] if superseded is not None else []
+        return [Drop(superseded.observation, DropReason.SUPERSEDED)] if superseded is not None else []
 
-    def take(self, max_age_s: float, room: Callable[[str], bool] = lambda _: True) -> Observation | Drop | None:
+    def next(self, room: Callable[[str], bool] = lambda _: True) -> Waiting | None:
+        """What would be taken now, if it is not too old; None: nothing.
+
+        Args:
+            room: whether a frame of a stream may be begun.
+        """
+        with self._lock:
+            stream = self._first(room)
+            return stream.waiting if stream is not None else None
+
+    def take(self, max_age_s: float, room: Callable[[str], bool] = lambda _: True) -> Waiting | Drop | None:
         """The observation whose turn it is, dropped if it is older than a limit; None: none may be begun.
 
         Args:
@@ -111,13 +130,12 @@ class Mailbox:
             room: whether a frame of a stream may be begun.
         """
         with self._lock:
-            ready = [each for name, each in self._streams.items() if each.waiting is not None and room(name)]
-            if not ready:
+            stream = self._first(room)
+            if stream is None:
                 return None
-            stream = min(ready, key=lambda each: each.turn)
-            observation, stream.waiting = stream.waiting, None
-        assert observation is not None
-        return self.dropped_for_age(observation, max_age_s, DropReason.STALE) or observation
+            waiting, stream.waiting = stream.waiting, None
+        assert waiting is not None
+        return self.dropped_for_age(waiting.observation, max_age_s, DropReason.STALE) or waiting
 
     def dropped_for_age(self, observation: Observation, max_age_s: float, reason: DropReason) -> Drop | None:
         """The drop of an observation that is older than a limit by now; 0: no limit."""
@@ -139,11 +157,11 @@ class Mailbox:
         void = []
         with self._lock:
             for name, stream in self._streams.items():
-                waits = stream.waiting is not None and stream.waiting.epoch < before_epoch
-                if waits and only in (None, name):
-                    void.append(stream.waiting)
+                waiting = stream.waiting
+                if waiting is not None and waiting.observation.epoch < before_epoch and only in (None, name):
+                    void.append(waiting.observation)
                     stream.waiting = None
-        return [Drop(observation, reason) for observation in void if observation is not None]
+        return [Drop(observation, reason) for observation in void]
 
     def take_any_stamp(self, only: str | None = None) -> None:
         """Forgets the last stamp of a stream, None: of all: for a clock that jumped, or another recording."""
@@ -151,6 +169,11 @@ class Mailbox:
             for name, stream in self._streams.items():
                 if only in (None, name):
                     stream.last_stamp_ns = 0
+
+    def _first(self, room: Callable[[str], bool]) -> _Stream | None:
+        """The stream whose turn it is, of those that have room. The lock is held."""
+        ready = [each for name, each in self._streams.items() if each.waiting is not None and room(name)]
+        return min(ready, key=lambda each: each.turn, default=None)
 
     def _place(self, name: str) -> _Stream | None:
         """A stream's place, made if there is room for one more. The lock is held."""

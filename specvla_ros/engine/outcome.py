@@ -35,7 +35,7 @@ class DropReason(str, Enum):
 class StageTimings:
     """Seconds that one request spent in each stage. Every tick is booked whole to the stage it served."""
 
-    wait_s: float = 0.0  # receipt to admission
+    wait_s: float = 0.0  # receipt to admission; images are resized and normalised meanwhile
     vision_s: float = 0.0  # vision tower, projector, prompt embeddings
     prefill_s: float = 0.0  # forwards with this request's prompt
     decode_s: float = 0.0  # forwards with this request's action tokens

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specvla_ros.engine.batch import Segment
 from specvla_ros.engine.outcome import DecodeRecord, StageTimings
+from specvla_ros.engine.pictures import Pictures
 from specvla_ros.engine.verifier import Commit, VerifyInput
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
@@ -33,6 +34,7 @@ class Request:
             written yet; after a prompt it is the prompt's last row, and its token is not read.
         acceptance: name of its acceptance rule.
         rule: that rule, which it keeps to its end; set by the engine in the tick that begins the prompt.
+        pictures: its images as the policy reads them, until the prompt is computed; None: they come with it.
         prompt: [prompt rows, hidden], embeddings; set by the runner in that tick.
         prefix_len: committed rows of the slot.
         tokens: committed answer tokens.
@@ -51,6 +53,7 @@ class Request:
     codec: Codec
     acceptance: str = "strict"
     rule: AcceptanceRule = field(default_factory=Strict)
+    pictures: Pictures | None = None
     prompt: Tensor = field(default_factory=lambda: torch.empty(0))
     prefix_len: int = 0
     tokens: list[int] = field(default_factory=list)

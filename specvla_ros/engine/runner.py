@@ -55,9 +55,13 @@ class Runner:
 
         Raises:
             ValueError: it has other rows than it was laid out with.
+            Exception: whatever went wrong where its pictures were prepared.
         """
+        pictures, request.pictures = request.pictures, None
         self._clock.start()
-        request.prompt = self._target.prompt_embeddings(request.observation, request.layout.ids, self.vision)
+        prepared = (pictures.pixels(),) if pictures is not None else ()
+        embed = self._target.prompt_embeddings
+        request.prompt = embed(request.observation, request.layout.ids, self.vision, *prepared)
         self._clock.stop()
         if len(request.prompt) != request.layout.rows:
             raise ValueError(f"a prompt of {request.layout.rows} rows has {len(request.prompt)} embeddings")

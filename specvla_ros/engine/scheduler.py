@@ -114,6 +114,7 @@ class Scheduler:
         self._draft_prompt = draft_prompt
         self._asking = asking
         self._forwards = 0.0  # per finished request, mean; 0: none yet
+        self._fewest_forwards = 0  # of the last finished requests, about
         self._held: list[Action] = []
         self._drops: list[Drop] = []
 
@@ -133,6 +134,21 @@ class Scheduler:
         """Whether the next tick may begin a prompt of a robot: one prompt at a time."""
         prefilling = any(request.prefilling for request in self.requests)
         return bool(self._slots.free_slots) and len(self._of(stream)) < self.target_in_flight and not prefilling
+
+    def room_soon(self, stream: str) -> bool:
+        """Whether the tick after the one under way may begin a prompt of a robot. An estimate, for any thread to ask.
+
+        Requests differ in the forwards that they take: one may end that has had as many as the shortest of late.
+        """
+        if self.room_for(stream):
+            return True
+        requests, chunks = [*self.requests], self.settings.chunks
+        if any(request.prefilling and not _next_ends_prompt(request, chunks) for request in requests):
+            return False
+        ending = [each for each in requests if len(each.tokens_per_forward) + 1 >= self._fewest_forwards]
+        own = [each for each in requests if each.observation.stream == stream]
+        has_slot = bool(self._slots.free_slots or ending)
+        return has_slot and (len(own) < self.target_in_flight or any(each in ending for each in own))
 
     def schedule(self) -> Batch:
         """Admits the newest frame if there is room, and gives each request its share of the next forward."""
@@ -217,12 +233,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Gives the observation whose turn it is a slot, if its prompt may begin now."""
-        observation = self._mailbox.take(self.settings.max_image_age_s, self.room_for)
-        while isinstance(observation, Drop):
-            self._drops.append(observation)
-            observation = self._mailbox.take(self.settings.max_image_age_s, self.room_for)
-        if observation is None:
+        waiting = self._mailbox.take(self.settings.max_image_age_s, self.room_for)
+        while isinstance(waiting, Drop):
+            self._drops.append(waiting)
+            waiting = self._mailbox.take(self.settings.max_image_age_s, self.room_for)
+        if waiting is None:
             return
+        observation = waiting.observation
         try:
             layout = self._lay_out(observation)
         except UserError as error:
@@ -237,7 +254,8 @@ class Scheduler:
         slot = self._slots.take()
         assert slot is not None
         rule = self.settings.acceptance.rule
-        self.requests.append(Request(observation, slot, layout, wait_s, self._root, self._codec, rule))
+        request = Request(observation, slot, layout, wait_s, self._root, self._codec, rule, pictures=waiting.pictures)
+        self.requests.append(request)
 
     def _completes(self, request: Request, commit: Commit) -> bool:
         """Makes a request's tokens final; True when its answer is complete."""
@@ -273,6 +291,7 @@ class Scheduler:
         self._remove(request)
         forwards = len(request.tokens_per_forward)
         self._forwards = _MEMORY * self._forwards + (1 - _MEMORY) * forwards if self._forwards else forwards
+        self._fewest_forwards = min(forwards, self._fewest_forwards + 1)
         self._held.append(action)
         stamp_ns = request.observation.stamp_ns
         asked = request.observation
@@ -303,6 +322,10 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         self.requests.remove(request)
         self._slots.give_back(request.slot)
+
+
+def _next_ends_prompt(request: Request, chunks: int) -> bool:
+    return ScheduledRequest.next_share(request, chunks).ends_prompt
 
 
 def _stamp(action: Action) -> int:

@@ -25,6 +25,10 @@ ImageEmbeddings = Callable[[Tensor], Tensor]
 """Pixels [channels, size, size] in host memory to embeddings [image_tokens, hidden] on the device."""
 
 
+Pixels = tuple[Tensor, ...]
+"""What vision towers read of an observation, in the host's memory: what `image_embeddings` is called with, in turn."""
+
+
 ActionHead = Callable[[Tensor], Tensor]
 """The prompt's last hidden states [rows, hidden] to actions float64 [horizon, dims], in the robot's units."""
 
@@ -224,6 +228,34 @@ class Target(PolicyFacts, Protocol):
 
     def blank_observation(self) -> Observation:
         """An observation that needs no tokenizer and no camera, to warm up with."""
+
+
+@runtime_checkable
+class PreparesPictures(Protocol):
+    """What a target gives beside, whose pictures can be prepared before the tick that begins their prompt."""
+
+    def pixels(self, observation: Observation) -> Pixels:
+        """What the vision tower reads, resized and normalised; called from any thread.
+
+        Raises:
+            UserError: images of other cameras, as `Target.prompt_layout` says.
+        """
+
+    def prompt_embeddings(
+        self,
+        observation: Observation,
+        prompt_ids: Sequence[int],
+        vision: ImageEmbeddings | None = None,
+        pixels: Pixels | None = None,
+    ) -> Tensor:
+        """See `Target`.
+
+        Args:
+            observation: the named images, instruction and state.
+            prompt_ids: the text of its prompt.
+            vision: the image embeddings' implementation; None: the model's own.
+            pixels: of the observation, in any precision; None: they are computed here.
+        """
 
 
 @runtime_checkable

@@ -70,7 +70,8 @@ class Session:
                 state=state,
                 stream=self.name,
             )
-            outcome = (await asyncio.wrap_future(self._thread.decode(observation))).outcome
+            pictures = await asyncio.to_thread(self._thread.prepared, observation)
+            outcome = (await asyncio.wrap_future(self._thread.decode(observation, pictures))).outcome
             self.used_s = time.monotonic()
             return outcome
 

@@ -31,7 +31,7 @@ from specvla_ros.models.openvla.image_processor import ImageProcessor, dinosigli
 from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.pickled_weights import copy_weights, read_pickled, tensors_in
 from specvla_ros.models.settings import ALL_CAMERAS
-from specvla_ros.models.target import ImageEmbeddings, PromptLayout
+from specvla_ros.models.target import ImageEmbeddings, Pixels, PromptLayout
 from specvla_ros.models.tokenizer import check_instruction, check_tokenizer, refuse_special_tokens, require_tokenizer
 from specvla_ros.models.weights import Progress
 
@@ -145,12 +145,20 @@ class MiniVLATarget:
         refuse_special_tokens(asked, self.tokenizer)
         return tuple(self.tokenizer.encode(_PROMPT.format(asked)).ids)
 
-    def prompt_embeddings(
-        self, observation: Observation, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None
-    ) -> Tensor:
+    def pixels(self, observation: Observation) -> Pixels:
+        """See `PreparesPictures`; of all images together."""
         images = observation.of_cameras(self.cameras).values()
-        pixels = torch.cat([self.image_processor(image) for image in images])
-        embeddings = (vision or self.model.image_embeddings)(pixels)
+        return (torch.cat([self.image_processor(image) for image in images]),)
+
+    def prompt_embeddings(
+        self,
+        observation: Observation,
+        prompt_ids: Sequence[int],
+        vision: ImageEmbeddings | None = None,
+        pixels: Pixels | None = None,
+    ) -> Tensor:
+        (seen,) = pixels or self.pixels(observation)
+        embeddings = (vision or self.model.image_embeddings)(seen)
         return self.model.prompt_embeddings(embeddings, to_device(prompt_ids, self.decoder.device))
 
     def blank_observation(self) -> Observation:

@@ -57,7 +57,7 @@ class OpenVLA(nn.Module):
 
     def image_embeddings(self, pixel_values: Tensor) -> Tensor:
         """Normalised pixels [3 * towers, size, size] to embeddings [image_tokens, hidden]."""
-        images = pixel_values.to(self.decoder.device, self.decoder.dtype).split(3)
+        images = pixel_values.to(self.decoder.device, self.decoder.dtype, non_blocking=True).split(3)
         features = [tower(image) for tower, image in zip(self.towers, images, strict=True)]
         return self.projector(torch.cat(features, dim=1))
 

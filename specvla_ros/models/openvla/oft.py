@@ -32,7 +32,7 @@ from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.openvla.prompt import PromptTokenizer
 from specvla_ros.models.pickled_weights import copy_weights, read_pickled, tensors_in
 from specvla_ros.models.settings import ALL_CAMERAS
-from specvla_ros.models.target import ImageEmbeddings, PromptLayout
+from specvla_ros.models.target import ImageEmbeddings, Pixels, PromptLayout
 
 HEAD_FILES = "action_head--*.pt"
 _CAMERAS = (ONLY_CAMERA, "wrist", "wrist_2")
@@ -183,14 +183,21 @@ class OFTTarget:
         ids = self.prompt.ids(observation.instruction) if ids is None else self.prompt.complete(ids)
         return PromptLayout(ids, len(ids) + self.image_tokens, (range(1, 1 + self._image_rows),), causal=False)
 
+    def pixels(self, observation: Observation) -> Pixels:
+        """See `PreparesPictures`; picture by picture: a captured tower has the size of one."""
+        images = observation.of_cameras(self.cameras).values()
+        return tuple(self.image_processor(self.picture(image)) for image in images)
+
     def prompt_embeddings(
-        self, observation: Observation, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None
+        self,
+        observation: Observation,
+        prompt_ids: Sequence[int],
+        vision: ImageEmbeddings | None = None,
+        pixels: Pixels | None = None,
     ) -> Tensor:
         embed, device = self.decoder.embed_tokens, self.decoder.device
         text = embed(to_device((*prompt_ids, _STOP_ID), device))
-        images = [self.picture(image) for image in observation.of_cameras(self.cameras).values()]
-        # Picture by picture: a captured tower has the size of one.
-        rows = [(vision or self.model.image_embeddings)(self.image_processor(image)) for image in images]
+        rows = [(vision or self.model.image_embeddings)(each) for each in pixels or self.pixels(observation)]
         if self.proprio is not None:
             state = self.proprio.normalised(observation.state_of(self.state_dims))
             rows.append(self.proprio(torch.from_numpy(state).to(device, text.dtype)))

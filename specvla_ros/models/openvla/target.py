@@ -32,7 +32,7 @@ from specvla_ros.models.quantization import (
     quantize_layer,
 )
 from specvla_ros.models.settings import ALL_CAMERAS, PromptStyle
-from specvla_ros.models.target import ImageEmbeddings, PromptLayout, Target
+from specvla_ros.models.target import ImageEmbeddings, Pixels, PromptLayout, Target
 from specvla_ros.models.tokenizer import check_tokenizer
 from specvla_ros.models.weights import Progress, check_weights, load_weights
 
@@ -271,8 +271,16 @@ class OpenVLATarget:
     def _layout(self, ids: tuple[int, ...]) -> PromptLayout:
         return PromptLayout(ids, len(ids) + self.image_tokens, (range(1, 1 + self.image_tokens),))
 
+    def pixels(self, observation: Observation) -> Pixels:
+        """See `PreparesPictures`; picture by picture: a captured tower has the size of one."""
+        return tuple(self.image_processor(image) for image in observation.of_cameras(self.cameras).values())
+
     def prompt_embeddings(
-        self, observation: Observation, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None
+        self,
+        observation: Observation,
+        prompt_ids: Sequence[int],
+        vision: ImageEmbeddings | None = None,
+        pixels: Pixels | None = None,
     ) -> Tensor:
         """The prompt as the decoder reads it.
 
@@ -280,13 +288,13 @@ class OpenVLATarget:
             observation: its images are read.
             prompt_ids: [n], BOS first.
             vision: the image embeddings' implementation; None: the model's own.
+            pixels: of its images; None: they are computed here.
 
         Returns:
             [n + image_tokens, hidden].
         """
         embed = vision or self.model.image_embeddings
-        # Picture by picture: a captured tower has the size of one.
-        rows = [embed(self.image_processor(image)) for image in observation.of_cameras(self.cameras).values()]
+        rows = [embed(each) for each in pixels or self.pixels(observation)]
         images = rows[0] if len(rows) == 1 else torch.cat(rows)
         return self.model.prompt_embeddings(images, to_device(prompt_ids, self.decoder.device))
 

@@ -47,7 +47,7 @@ class PaliGemma(nn.Module):
 
     def image_embeddings(self, pixel_values: Tensor) -> Tensor:
         """Pixels of `pixel_shape` to embeddings [image_tokens, hidden]; not scaled, as text is."""
-        pixels = pixel_values.to(self.decoder.device, self.decoder.dtype)
+        pixels = pixel_values.to(self.decoder.device, self.decoder.dtype, non_blocking=True)
         embeddings: Tensor = self.projector(self.tower(pixels).last_hidden_state).flatten(0, 1)
         return embeddings
 

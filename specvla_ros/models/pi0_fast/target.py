@@ -25,7 +25,7 @@ from specvla_ros.models.pi0_fast.config import MODEL_TYPE, Normalisation, Pi0Fas
 from specvla_ros.models.pi0_fast.model import PaliGemma, load_model
 from specvla_ros.models.pi0_fast.pictures import padded_picture
 from specvla_ros.models.settings import ALL_CAMERAS
-from specvla_ros.models.target import ImageEmbeddings, PromptLayout
+from specvla_ros.models.target import ImageEmbeddings, Pixels, PromptLayout
 from specvla_ros.models.tokenizer import check_instruction, check_tokenizer, refuse_special_tokens, require_tokenizer
 from specvla_ros.models.weights import Progress
 
@@ -109,12 +109,20 @@ class Pi0FastTarget:
             )
         return (*ids, self.bos_id)
 
-    def prompt_embeddings(
-        self, observation: Observation, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None
-    ) -> Tensor:
+    def pixels(self, observation: Observation) -> Pixels:
+        """See `PreparesPictures`; of all images together."""
         images = observation.of_cameras(self.cameras).values()
-        pixels = torch.stack([padded_picture(image, *self.image_size) for image in images])
-        rows = (vision or self.model.image_embeddings)(pixels)
+        return (torch.stack([padded_picture(image, *self.image_size) for image in images]),)
+
+    def prompt_embeddings(
+        self,
+        observation: Observation,
+        prompt_ids: Sequence[int],
+        vision: ImageEmbeddings | None = None,
+        pixels: Pixels | None = None,
+    ) -> Tensor:
+        (seen,) = pixels or self.pixels(observation)
+        rows = (vision or self.model.image_embeddings)(seen)
         return torch.cat((rows, self.decoder.embed_tokens(to_device(prompt_ids, self.decoder.device))))
 
     def blank_observation(self) -> Observation:

@@ -36,7 +36,7 @@ class QwenVL(nn.Module):
 
     def image_embeddings(self, pixel_values: Tensor) -> Tensor:
         """Patches of all pictures [patches, values] to embeddings [image_tokens, input_size]."""
-        pixels = pixel_values.to(self.decoder.device, self.decoder.dtype)
+        pixels = pixel_values.to(self.decoder.device, self.decoder.dtype, non_blocking=True)
         seen = self.visual(pixels, grid_thw=self._grid.to(pixels.device))
         features = seen.deepstack_features if self.decoder.config.deepstack else ()
         return torch.cat([seen.pooler_output, *features], dim=1)

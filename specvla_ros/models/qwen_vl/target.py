@@ -27,7 +27,7 @@ from specvla_ros.models.qwen_vl.pictures import PatchProcessor, read_patch_proce
 from specvla_ros.models.qwen_vl.policy import ChatPolicy, Messages, PolicyContext
 from specvla_ros.models.qwen_vl.starvla import qwen_fast, read_run
 from specvla_ros.models.qwen_vl.vla0 import vla0
-from specvla_ros.models.target import ImageEmbeddings, PromptLayout
+from specvla_ros.models.target import ImageEmbeddings, Pixels, PromptLayout
 from specvla_ros.models.tokenizer import (
     check_instruction,
     check_prompt_ids,
@@ -141,10 +141,18 @@ class QwenVLTarget:
         refuse_special_tokens(instruction, self.tokenizer)
         return tuple(self.tokenizer.encode(self.chat(self.policy.messages(instruction))).ids)
 
+    def pixels(self, observation: Observation) -> Pixels:
+        """See `PreparesPictures`; the patches of all pictures together."""
+        return (self.processor.patches(self.policy.pictures(observation.of_cameras(self.cameras))),)
+
     def prompt_embeddings(
-        self, observation: Observation, prompt_ids: Sequence[int], vision: ImageEmbeddings | None = None
+        self,
+        observation: Observation,
+        prompt_ids: Sequence[int],
+        vision: ImageEmbeddings | None = None,
+        pixels: Pixels | None = None,
     ) -> Tensor:
-        patches = self.processor.patches(self.policy.pictures(observation.of_cameras(self.cameras)))
+        (patches,) = pixels or self.pixels(observation)
         rows = (vision or self.model.image_embeddings)(patches).split([h * w for h, w in self._row_grids])
         text = self.decoder.embed_tokens(to_device(prompt_ids, self.decoder.device))
         parts, start = [], 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.patience import PATIENCE_S, wait_until
 
-from specvla_ros.engine.mailbox import Mailbox
+from specvla_ros.engine.mailbox import Mailbox, Waiting
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.errors import UserError
 from specvla_ros.models.observation import Observation
@@ -51,9 +51,9 @@ class ScriptedEngine:
 
     def tick(self) -> list[Outcome]:
         self._note("tick")
-        observation = self.mailbox.take(0.0)
-        assert isinstance(observation, Observation)
-        self.decoded.append(observation)
+        waiting = self.mailbox.take(0.0)
+        assert isinstance(waiting, Waiting)
+        self.decoded.append(waiting.observation)
         self.in_tick.set()
         assert self.go_on.wait(PATIENCE_S)
         return []
