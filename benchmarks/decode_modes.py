@@ -3,8 +3,9 @@
 
 Ours is the real engine with a frame always waiting. Random weights: time does not depend on their values, but
 acceptance does, so it comes from a named trace. A turn of an engine fills the pipeline first and then times so many
-actions; latency runs from the moment a frame is taken, which is the moment it is admitted. Some modes are then compared
-on quantised weights, taking turns with the same modes on weights as they are.
+actions; latency runs from the moment a frame is taken: its picture of 640 x 480 is resized and normalised, on a thread
+beside the ticks (in front of transformers' generate), and it is admitted. Some modes are then compared on quantised
+weights, taking turns with the same modes on weights as they are.
 
     python benchmarks/decode_modes.py                                  # this CPU: tiny
     python benchmarks/decode_modes.py --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
@@ -20,7 +21,7 @@ import transformers
 import typer
 from acceptance_trace import TRACE_HELP, describe, trace_lengths
 from harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head
-from random_policy import PROMPT, SIZES, TOKENS, RandomPolicy, Size, quantized, random_policy
+from random_policy import NO_PICTURES, PICTURES, PROMPT, SIZES, TOKENS, RandomPolicy, Size, quantized, random_policy
 from saturated import Contestant, EngineTurns, compete, mode_settings, weight_bytes
 from transformers_baseline import GenerateTurns
 
@@ -59,6 +60,7 @@ def main(
         "tokens": TOKENS,
         "tree_nodes": nodes,
         "vision": vision,
+        "pictures": PICTURES if vision else NO_PICTURES,
         "sizes": {},
     }
     run = Run(lengths, nodes, actions, repeats)

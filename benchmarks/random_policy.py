@@ -16,12 +16,13 @@ from specvla_ros.models.config import DecoderShape, VisionTowerConfig
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.config import OpenVLAConfig
+from specvla_ros.models.openvla.image_processor import dinosiglip_processor
 from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.openvla.prompt import PromptTokenizer
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.quantization import check_quantization, quantize_layer
 from specvla_ros.models.settings import PromptStyle
-from specvla_ros.models.target import ImageEmbeddings
+from specvla_ros.models.target import ImageEmbeddings, Pixels
 from specvla_ros.speculation.drafters.eagle_head import save_draft_head
 from specvla_ros.speculation.settings import DRAFT_FOLDER
 
@@ -31,6 +32,11 @@ TOKENS = 7  # of an action
 _BINS = 256
 _PAD_ROWS = 64
 _SHARPNESS = 64.0
+_PICTURE = np.random.default_rng(1).integers(0, 256, (480, 640, 3), dtype=np.uint8)  # as large as a camera's
+PICTURES = (
+    "every frame is a picture of 640 x 480, resized and normalised on a thread beside the ticks; latency counts it"
+)
+NO_PICTURES = "vision is left out, and with it the pictures"
 _DINO = VisionTowerConfig(1024, 24, 16, 4096, 14, True, 4, True, 224)
 _SIGLIP = VisionTowerConfig(1152, 27, 16, 4304, 14, False, 0, False, 224)
 
@@ -63,7 +69,7 @@ def tree_parents(nodes: int) -> list[int]:
 
 @dataclass(frozen=True)
 class RandomPolicy(OpenVLATarget):
-    """Answers every image with the same random prompt, through the vision towers if it has any.
+    """Answers every image through the image processor and the vision towers; with the same prompt if it has none.
 
     Args:
         prompt_rows: rows of the prompt, text included.
@@ -78,13 +84,21 @@ class RandomPolicy(OpenVLATarget):
         """Rows of the prompt that are not text."""
         return self.prompt_rows - TEXT_TOKENS
 
+    def pixels(self, observation: Observation) -> Pixels:
+        """Of the image; nothing where vision is left out."""
+        return super().pixels(observation) if self.embeddings is None else ()
+
     def prompt_embeddings(
-        self, observation: Observation, prompt_ids: Any, vision: ImageEmbeddings | None = None
+        self,
+        observation: Observation,
+        prompt_ids: Any,
+        vision: ImageEmbeddings | None = None,
+        pixels: Pixels | None = None,
     ) -> Tensor:
-        """The same prompt for every image and instruction."""
+        """Of the image; the same for all where vision is left out."""
         if self.embeddings is not None:
             return self.embeddings
-        return super().prompt_embeddings(observation, prompt_ids, vision)
+        return super().prompt_embeddings(observation, prompt_ids, vision, pixels)
 
     def blank_observation(self) -> Observation:
         """The observation that all others are too."""
@@ -106,18 +120,17 @@ def random_policy(
         size: shapes of decoder and vision towers.
         prompt_rows: rows of the prompt; with vision, the image's patches and the text.
         tokens: tokens of an action.
-        vision: whether every frame goes through the vision towers.
+        vision: whether every frame goes through the image processor and the vision towers.
     """
     decoder = actions_only(random_decoder(size.llama, dtype=dtype, device=device))
     model = _around(decoder, size, vision)
     save_draft_head(directory / DRAFT_FOLDER, random_draft_head(decoder))
     generator = torch.Generator(device).manual_seed(1)
     shape = (prompt_rows, size.llama.hidden_size)
-    pixels = _pixels(size)
     return RandomPolicy(
         directory=directory,
         model=model,
-        image_processor=lambda _: pixels,  # type: ignore[arg-type]  # gives the same pixels for every image
+        image_processor=dinosiglip_processor([tower.image_size for tower in size.towers]),
         prompt=PromptTokenizer(None, style=PromptStyle.OPENVLA, trailing_id=None, vocab_size=size.llama.vocab_size),
         codec=random_codec(model.config.token_vocab_size, tokens),
         prompt_rows=prompt_rows,
@@ -168,8 +181,8 @@ def random_codec(vocab_size: int, tokens: int) -> BinsCodec:
 
 
 def frame(stamp_ns: int) -> Observation:
-    """An observation; what it shows is not looked at."""
-    return Observation(np.zeros((1, 1, 3), np.uint8), "", stamp_ns=stamp_ns, prompt_ids=(1,) * TEXT_TOKENS)
+    """An observation; all show the same, so that modes can be compared by their answers."""
+    return Observation(_PICTURE, "", stamp_ns=stamp_ns, prompt_ids=(1,) * TEXT_TOKENS)
 
 
 def _around(decoder: PackedDecoder, size: Size, vision: bool) -> OpenVLA:
@@ -186,9 +199,3 @@ def _around(decoder: PackedDecoder, size: Size, vision: bool) -> OpenVLA:
         for parameter in part.parameters():
             nn.init.normal_(parameter, std=0.02)
     return model.eval().requires_grad_(False)
-
-
-def _pixels(size: Size) -> Tensor:
-    """As an image processor gives them: float32, in the host's memory."""
-    side = size.towers[0].image_size
-    return torch.randn(3 * len(size.towers), side, side, generator=torch.Generator().manual_seed(1))

@@ -6,6 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
+from specvla_ros.engine.pictures import Pictures, pictures_of
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import TickWork
 from specvla_ros.evaluation.statistics import percentiles
@@ -47,6 +49,8 @@ def make_engine(target: Target, settings: EngineSettings, trace: Trace | None = 
 class Saturated:
     """An engine with a frame always waiting: whenever it has room the next one is admitted, taken at that moment.
 
+    Its pictures have just been prepared then, on a thread of their own, as a camera's callback does it.
+
     Args:
         engine: a warm one.
         frames: the observations.
@@ -55,6 +59,7 @@ class Saturated:
 
     Attributes:
         admitted_s: when each frame was admitted, by its stamp and in order.
+        prepared_s: seconds that its pictures took before, by its stamp.
         waiting: the next frame; None when there is none left.
     """
 
@@ -67,17 +72,34 @@ class Saturated:
     ) -> None:
         self._engine, self._frames, self._now, self._after_tick = engine, frames, now, after_tick
         self.admitted_s: dict[int, float] = {}
-        self.waiting = next(frames, None)
+        self.prepared_s: dict[int, float] = {}
+        self._camera = ThreadPoolExecutor(1)
+        self.waiting, self._prepared = self._next()
 
     def tick(self) -> list[tuple[Outcome, float]]:
         """A tick of the engine: its outcomes, each with the seconds since its frame was admitted."""
         if self.waiting is not None and self._engine.has_room:
+            pictures, self.prepared_s[self.waiting.stamp_ns] = self._prepared.result()
             self.admitted_s[self.waiting.stamp_ns] = self._now()
-            self._engine.submit(self.waiting)
-            self.waiting = next(self._frames, None)
+            self._engine.submit(self.waiting, pictures)
+            self.waiting, self._prepared = self._next()
         outcomes = self._engine.tick()
         self._after_tick(self._engine.last_work)
         return [(outcome, self._now() - self.admitted_s[outcome.observation.stamp_ns]) for outcome in outcomes]
+
+    def _next(self) -> tuple[Observation | None, "Future[tuple[Pictures | None, float]]"]:
+        """The next frame, and its pictures when they are ready."""
+        observation = next(self._frames, None)
+        return observation, self._camera.submit(_prepared, self._engine.target, observation)
+
+
+def _prepared(target: Target, observation: Observation | None) -> tuple[Pictures | None, float]:
+    """The pictures of an observation, and the seconds that they took."""
+    started = time.perf_counter()
+    pictures = pictures_of(target, observation) if observation is not None else None
+    if pictures is not None:
+        pictures.prepare()
+    return pictures, time.perf_counter() - started
 
 
 class Contestant(Protocol):
@@ -113,6 +135,7 @@ class EngineTurns:
     def __init__(self, policy: RandomPolicy, settings: EngineSettings, lengths: AcceptanceLengths) -> None:
         self._policy, self._settings, self._trace = policy, settings, Trace(lengths)
         self._latency_s: list[float] = []
+        self._prepared_s: list[float] = []
         self._rates_hz: list[float] = []
         self._actions: list[Action] = []
         self._admitted = self._overtaken = self._peak_bytes = 0
@@ -138,7 +161,10 @@ class EngineTurns:
         synchronise(device)
         started, done = time.perf_counter(), 0
         while done < actions:
-            done += sum(self._add(outcome, seconds) for outcome, seconds in run.tick())
+            for outcome, seconds in run.tick():
+                prepared_s = run.prepared_s[outcome.observation.stamp_ns]
+                self._prepared_s.append(prepared_s)
+                done += self._add(outcome, prepared_s + seconds)
         synchronise(device)
         self._rates_hz.append(done / (time.perf_counter() - started))
         self._admitted += len(run.admitted_s) - admitted
@@ -162,6 +188,7 @@ class EngineTurns:
         records = [action.record for action in self._actions]
         accepted = [n for record in records if record.mode in ("spec", "specpipe") for n in record.accept_lengths]
         return rate_and_latency(self._latency_s, self._rates_hz, self._peak_bytes) | {
+            "pictures_s": statistics.fmean(self._prepared_s),
             "forwards_per_action": statistics.fmean(record.forwards for record in records),
             "in_flight": statistics.fmean(record.in_flight for record in records),
             "accepted_per_verification": statistics.fmean(accepted) if accepted else 0.0,

@@ -18,7 +18,7 @@ import torch
 import typer
 from acceptance_trace import TRACE_HELP, describe, trace_lengths
 from harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head
-from random_policy import SIZES, TEXT_TOKENS, RandomPolicy, random_codec, random_policy
+from random_policy import NO_PICTURES, SIZES, TEXT_TOKENS, RandomPolicy, random_codec, random_policy
 from saturated import EngineTurns, compete, mode_settings
 
 from specvla_ros.planning.limits import AcceptanceLengths
@@ -45,7 +45,12 @@ def main(
     """Time per action of every mode, over the lengths of answer and prompt."""
     chosen = dtype_on(device, dtype)
     lengths = trace_lengths(trace)
-    result = result_head(context, chosen) | {"acceptance": describe(lengths), "tree_nodes": nodes, "sizes": {}}
+    result = result_head(context, chosen) | {
+        "acceptance": describe(lengths),
+        "tree_nodes": nodes,
+        "pictures": NO_PICTURES,
+        "sizes": {},
+    }
     for name in sizes.split(","):
         with tempfile.TemporaryDirectory() as directory:
             policy = random_policy(
