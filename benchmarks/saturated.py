@@ -24,6 +24,7 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import TickWork
 from specvla_ros.evaluation.statistics import percentiles
 from specvla_ros.models.observation import Observation
+from specvla_ros.models.quantization import Int8Linear
 from specvla_ros.models.target import Target
 from specvla_ros.planning.limits import AcceptanceLengths
 from specvla_ros.speculation.settings import DraftSettings
@@ -268,9 +269,11 @@ class GpuMemory:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes that parameters and buffers take, wherever they are; those without memory take none."""
+    """Bytes that parameters, buffers and packed weights take; those without memory take none."""
     tensors = [*model.parameters(), *model.buffers()]
-    return sum(_stored_bytes(tensor) for tensor in tensors if not tensor.is_meta)
+    packed = [module.packed for module in model.modules() if isinstance(module, Int8Linear) and module.packed]
+    stored = sum(_stored_bytes(tensor) for tensor in tensors if not tensor.is_meta)
+    return stored + sum(weight.nbytes for weight in packed)
 
 
 def _stored_bytes(tensor: Tensor) -> int:

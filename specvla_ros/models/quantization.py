@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specvla_kernels.int8_linear import int8_linear
+from specvla_kernels.int8_packed import pack_int8
 from specvla_ros.errors import UserError
 from specvla_ros.models.decoder import DecoderLayer
 from specvla_ros.models.settings import QUANTIZATIONS
@@ -35,20 +36,26 @@ _INSTALL = "pip install torchao (0.18 goes with torch 2.13); `specvla doctor` sa
 class Int8Linear(nn.Linear):
     """Weights in int8, activations rounded to int8 row by row; see `int8_linear`.
 
+    In the host's memory it keeps the weight packed alone, where the processor has a product for it.
+
     Args:
         weight: int8 [out_features, in_features].
-        scales: float32 [out_features].
+        scales: float32 [out_features]; float64 where that is computed in, for which there is no packed product.
     """
 
     scales: Tensor
 
     def __init__(self, weight: Tensor, scales: Tensor) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        packable = weight.device.type == "cpu" and scales.dtype != torch.float64
+        self.packed = pack_int8(weight, scales.float()) if packable else None
+        self.weight = nn.Parameter(weight if self.packed is None else weight[:0].clone(), requires_grad=False)
         self.register_buffer("scales", scales)
 
     def forward(self, x: Tensor) -> Tensor:
         """[n_rows, in_features] to [n_rows, out_features], dtype of x."""
+        if self.packed is not None:
+            return self.packed(x)
         return int8_linear(x, self.weight, self.scales)
 
 
@@ -86,8 +93,8 @@ class Int4Linear(nn.Linear):
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Weights of a model, two for each byte of an `Int4Linear`."""
-    packed = [module for module in model.modules() if isinstance(module, Int4Linear)]
+    """Weights of a model, those that are packed by the shape of their matrix."""
+    packed = [module for module in model.modules() if isinstance(module, (Int4Linear, Int8Linear))]
     whole = sum(module.in_features * module.out_features - module.weight.numel() for module in packed)
     return sum(parameter.numel() for parameter in model.parameters()) + whole
 
@@ -203,4 +210,8 @@ def _quantized(matrix: nn.Linear, quantization: str, config: Any) -> nn.Linear:
     uneven = quantization == "w8a8" and weight.is_cuda and any(size % 8 for size in shape)
     if type(weight) is nn.Parameter or uneven:  # torchao leaves what does not fit as it is, and says nothing
         raise UserError(f"a matrix of shape {shape} cannot be quantised as '{quantization}': choose another, or none")
-    return Int8Linear(weight.qdata, weight.scale.flatten()) if quantization == "w8a8" else matrix
+    if quantization != "w8a8":
+        return matrix
+    own = Int8Linear(weight.qdata, weight.scale.flatten())
+    weight.qdata = weight.qdata[:0].clone()  # torchao's module is in a cycle, which keeps its weight for a while
+    return own
