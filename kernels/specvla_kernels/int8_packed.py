@@ -45,13 +45,13 @@ class PackedInt8:
         """`int8_linear` with this weight.
 
         Args:
-            x: [n_rows, in_features], float32 or of half precision.
+            x: [n_rows, in_features], any floating dtype.
 
         Returns:
             [n_rows, out_features], dtype of x. A row depends on no other.
         """
         rounded, steps = round_rows_reference(x, len(x))
-        return self._sums(rounded).mul_(steps[:, None]).mul_(self._scales).to(x.dtype)
+        return self._sums(rounded).to(steps.dtype).mul_(steps[:, None]).mul_(self._scales).to(x.dtype)
 
 
 def pack_int8(weight: Tensor, scales: Tensor) -> PackedInt8 | None:

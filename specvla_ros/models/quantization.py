@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantised matrices of the decoder's layers, by torchao; int4 on a CPU is ours, which torchao has no product for.
 
-Embeddings, norms, output head, vision towers, projector and draft head stay as they are.
+Embeddings, norms, output head, vision towers and projector stay as they are; so does a draft head, except beside w8a8
+on a CPU.
 """
 
 import importlib.util
@@ -90,6 +91,11 @@ class Int4Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """[n_rows, in_features] to [n_rows, out_features], dtype of x."""
         return F.linear(x, self.unpacked())
+
+
+def is_packed(layer: nn.Module) -> bool:
+    """Whether a layer's matrices are packed in int8 for a CPU."""
+    return any(isinstance(module, Int8Linear) and module.packed is not None for module in layer.modules())
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -16,13 +16,18 @@ from support.checkpoints import load_openvla
 from support.draft_heads import write_random_head
 from support.random_checkpoint import write_random_checkpoint
 
+from specvla_kernels.int8_packed import packed_product
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.models import quantization
+from specvla_ros.models.config import DecoderShape
+from specvla_ros.models.decoder import DecoderLayer
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.models.quantization import is_packed, quantize_layer
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 pytest.importorskip("torchao.quantization", reason="torchao is not installed")
@@ -112,3 +117,19 @@ def test_nan_in_a_quantised_policy_gives_no_action(directory: Path) -> None:
     outcome = Engine(policy, EngineSettings()).act(frame(1))
     assert isinstance(outcome, Drop)
     assert outcome.reason is DropReason.NOT_FINITE
+
+
+@pytest.mark.skipif(packed_product() is None, reason="this processor has no exact packed product")
+def test_the_draft_heads_layer_is_packed_beside_a_packed_target_alone(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets = {how: quantised(directory, how) for how in ("none", "int4", "w8a8")}
+    packed: list[str] = []
+    for how, target in targets.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(quantization, "quantize_layer", lambda layer, as_, how=how: packed.append(f"{how}: {as_}"))
+            Engine(target, EngineSettings("spec", draft=DRAFT))
+    assert packed == ["w8a8: w8a8"]
+    layer = DecoderLayer(DecoderShape(32, 40, 1, 4, 2, 16, vocab_size=50)).requires_grad_(False)
+    quantize_layer(layer, "w8a8")
+    assert is_packed(layer)

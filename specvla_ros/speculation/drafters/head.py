@@ -17,6 +17,9 @@ def _head(context: DraftContext) -> Drafter | None:
     directory = context.settings.head_directory(context.target.directory)
     if directory is None or not (context.settings.head or directory.is_dir()):
         return None
+    import torch
+
+    from specvla_ros.models.quantization import is_packed, quantize_layer
     from specvla_ros.speculation.drafters.children import WindowMass
     from specvla_ros.speculation.drafters.eagle import EagleDrafter
     from specvla_ros.speculation.drafters.eagle_head import load_draft_head
@@ -31,6 +34,10 @@ def _head(context: DraftContext) -> Drafter | None:
             f"{directory} drafts {head.parallel_depth} tokens in one forward: set draft.depth to that at most, it is "
             f"{settings.depth}"
         )
+    # Beside a target in int8 a draft in float32 is most of a tick; what it drafts decides no token. There is no packed
+    # product in float64.
+    if decoder.dtype != torch.float64 and any(is_packed(layer) for layer in decoder.layers):
+        quantize_layer(head.layer, "w8a8")
     window = None
     if settings.children == "window_mass":
         if codec.action_ids.first >= codec.action_ids.stop:
