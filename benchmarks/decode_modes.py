@@ -9,6 +9,11 @@ weights, taking turns with the same modes on weights as they are.
 
     python benchmarks/decode_modes.py                                  # this CPU: tiny
     python benchmarks/decode_modes.py --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
+
+What int8 gives a CPU, for short and for long answers:
+
+    python benchmarks/decode_modes.py --sizes 1b --quantization none,w8a8 --formats-only --actions 3 --repeats 5
+    python benchmarks/decode_modes.py --sizes 1b --quantization none,w8a8 --formats-only --actions 2 --tokens 50
 """
 
 import tempfile
@@ -45,6 +50,10 @@ def main(
     quantization: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(QUANTIZATIONS)}.")] = (
         "none,w8a8,int4,fp8"
     ),
+    tokens: Annotated[int, typer.Option(help="Of an answer.", min=2)] = TOKENS,
+    formats_only: Annotated[
+        bool, typer.Option("--formats-only", help="Leave out the comparison of all modes.")
+    ] = False,
     vision: Annotated[bool, typer.Option(help="Every frame goes through the vision towers.")] = True,
     actions: Annotated[int, typer.Option(help="Timed in each turn.", min=1)] = 40,
     repeats: Annotated[int, typer.Option(help="Turns of each contestant.", min=1)] = 5,
@@ -55,27 +64,27 @@ def main(
     lengths = trace_lengths(trace)
     result = result_head(context, chosen, transformers=transformers.__version__) | {
         "acceptance": describe(lengths),
-        "expected_forwards_per_action": 1 + lengths.verifications(TOKENS - 1),
+        "expected_forwards_per_action": 1 + lengths.verifications(tokens - 1),
         "prompt_rows": PROMPT,
-        "tokens": TOKENS,
+        "tokens": tokens,
         "tree_nodes": nodes,
         "vision": vision,
         "pictures": PICTURES if vision else NO_PICTURES,
         "sizes": {},
     }
-    run = Run(lengths, nodes, actions, repeats)
+    run = Run(lengths, tokens, nodes, actions, repeats)
     for name in sizes.split(","):
         with tempfile.TemporaryDirectory() as directory:
             policy = random_policy(
                 Path(directory),
                 SIZES[name],
                 prompt_rows=PROMPT,
-                tokens=TOKENS,
+                tokens=tokens,
                 vision=vision,
                 dtype=chosen,
                 device=device,
             )
-            measured = {"modes": run.modes(policy)}
+            measured = {} if formats_only else {"modes": run.modes(policy)}
             if formats:
                 measured["quantized"] = run.quantized(policy, formats)
             result["sizes"][name] = _shapes(SIZES[name], policy) | measured
@@ -112,12 +121,14 @@ class Run:
 
     Args:
         lengths: accept lengths of the trace.
+        tokens: tokens of an answer.
         nodes: nodes of a tree, the root included.
         actions: timed in each turn.
         repeats: turns of each contestant.
     """
 
     lengths: AcceptanceLengths
+    tokens: int
     nodes: int
     actions: int
     repeats: int
@@ -157,8 +168,9 @@ class Run:
         rows = self._compete(
             {(name, mode): self._engine(policies[name], mode) for name in policies for mode in _QUANTISED_MODES}
         )
-        for row in rows.values():
+        for (name, _), row in rows.items():
             _add_ratios(row, "ar", rows[UNQUANTISED, PLAIN])
+            _add_ratios(row, "ar_of_format", rows[name, PLAIN])
         return {
             name: {
                 "layer_bytes": weight_bytes(policies[name].decoder.layers),
@@ -168,7 +180,7 @@ class Run:
         } | skipped
 
     def _engine(self, policy: RandomPolicy, mode: str, chunks: int = 1) -> EngineTurns:
-        settings = mode_settings(mode, self.lengths, tokens=TOKENS, nodes=self.nodes, chunks=chunks)
+        settings = mode_settings(mode, self.lengths, tokens=self.tokens, nodes=self.nodes, chunks=chunks)
         return EngineTurns(policy, settings, self.lengths)
 
     def _compete(self, contestants: Mapping[Any, Contestant]) -> dict[Any, dict[str, Any]]:

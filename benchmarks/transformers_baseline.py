@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from harness import synchronise
-from random_policy import TEXT_TOKENS, TOKENS, RandomPolicy, frame
+from random_policy import TEXT_TOKENS, RandomPolicy, frame
 from saturated import GpuMemory, rate_and_latency
 
 from specvla_ros.models.config import DECODERS
@@ -109,7 +109,7 @@ class GenerateTurns:
         out = self._model.generate(
             inputs_embeds=prompt[None],
             attention_mask=mask,
-            max_new_tokens=TOKENS,
+            max_new_tokens=self._policy.action_dim,
             do_sample=False,
             eos_token_id=None,
             **self._options,
