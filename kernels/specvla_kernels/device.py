@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs the operators, Triton or PyTorch, and how the host's numbers reach the device."""
 
+import logging
 import os
+import re
+import shutil
 import sys
+import sysconfig
 from collections.abc import Sequence
-from contextlib import suppress
+from functools import lru_cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+LEAST_TRITON = (3, 2)  # the first whose `jit` takes what the kernels say of their arguments
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the kernels hold no float64 arithmetic
 
 
 class _Annotations:
@@ -28,18 +38,139 @@ def _wanted() -> bool:
     return interprets or "triton" in sys.modules or torch.cuda.is_available()
 
 
+def triton_fault(version: str) -> str:
+    """Why a version of Triton cannot be used; empty where it can."""
+    found = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    least = ".".join(map(str, LEAST_TRITON))
+    return (
+        ""
+        if found >= LEAST_TRITON
+        else f"Triton {version} is older than {least}: install the one of torch 2.6 or later"
+    )
+
+
+def build_fault() -> str:
+    """What Triton lacks to build the launchers of its kernels, which it does on the machine; empty: nothing."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if not compiler or not shutil.which(compiler.split()[0]):
+        return "Triton finds no C compiler: apt install gcc, or set CC"
+    scheme = sysconfig.get_default_scheme()
+    # Debian's Python keeps its headers where this scheme does not say.
+    include = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
+    if not (Path(include) / "Python.h").exists():
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return f"Triton finds no Python.h in {include}: apt install python{version}-dev"
+    return ""
+
+
 tl: Any = _Annotations
 jit: Any = _left_alone
 HAS_TRITON = False
+_fault = "Triton is not installed: pip install triton"
 if _wanted():
-    with suppress(ImportError):
-        tl, jit = import_module("triton.language"), import_module("triton").jit
-        HAS_TRITON = True
+    try:
+        _triton = import_module("triton")
+        _fault = triton_fault(_triton.__version__)
+        if not _fault:
+            tl, jit = import_module("triton.language"), _triton.jit
+            HAS_TRITON = True
+    except Exception as error:  # one that is there and broken raises anything
+        if not isinstance(error, ModuleNotFoundError) or error.name != "triton":
+            _fault = f"Triton cannot be imported: {type(error).__name__}: {error}"
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether the operators run as Triton kernels on such a tensor; they hold no float64 arithmetic."""
-    return HAS_TRITON and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    """Whether the operators run as Triton kernels on such a tensor."""
+    return HAS_TRITON and x.is_cuda and not why_no_kernels(x.device, x.dtype)
+
+
+@lru_cache
+def why_no_kernels(device: torch.device, dtype: torch.dtype) -> str:
+    """Why the operators run as their PyTorch references on a device; empty where they run as kernels.
+
+    The first time on a GPU a small kernel is compiled and run: Triton may not know the GPU, or lack a compiler.
+    """
+    if device.type != "cuda":
+        return "kernels run on a GPU"
+    if not HAS_TRITON:
+        return _said(_fault)
+    if dtype not in _DTYPES:
+        return f"there are no Triton kernels for {_name(dtype)}"
+    if not torch.cuda.is_available():  # a device in name alone: there is nothing to try
+        return ""
+    return _said(build_fault() or _trial_fault(device, dtype))
+
+
+def operators_on(device: torch.device, dtype: torch.dtype) -> str:
+    """What the operators run as on a GPU, in words; empty on a CPU."""
+    if device.type != "cuda":
+        return ""
+    why = why_no_kernels(device, dtype)
+    return f"PyTorch references: {why}" if why else f"Triton {_triton.__version__}"
+
+
+def _said(fault: str) -> str:
+    if fault:
+        _log.warning("decoding on PyTorch references, several times slower than on kernels: %s", fault)
+    return fault
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@jit
+def _multiply(x, out, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    rows = tl.arange(0, SIDE)
+    places = rows[:, None] * SIDE + rows[None, :]
+    tile = tl.load(x + places)
+    tl.store(out + places, tl.dot(tile, tile).to(out.dtype.element_ty))
+
+
+_SIDE = 16
+
+
+def try_product(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A product on matrix cores, by Triton and by torch."""
+    x = torch.eye(_SIDE, dtype=dtype, device=device).flip(0)
+    out = torch.zeros_like(x)
+    _multiply[(1,)](x, out, SIDE=_SIDE)
+    return out, x @ x
+
+
+def _trial_fault(device: torch.device, dtype: torch.dtype) -> str:
+    """Why a product does not come out right; empty where it does."""
+    try:
+        with torch.cuda.device(device):
+            found, expected = try_product(device, dtype)
+            if torch.equal(found, expected):
+                return ""
+    except Exception as error:  # of a compiler that does not know the GPU, a linker, the driver
+        major, minor = torch.cuda.get_device_capability(device)
+        what = f"Triton {_triton.__version__} fails on sm_{major}{minor} in {_name(dtype)}"
+        return f"{what}: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    return f"Triton {_triton.__version__} computes a wrong product in {_name(dtype)}"
+
+
+def device_fault(device: torch.device) -> str:
+    """Why a device computes no more, with what to do; empty where it does, as a CPU always does. Waits for it.
+
+    After an illegal access, a time-out of the driver or the loss of the GPU nothing runs on CUDA in this process again.
+    """
+    if device.type != "cuda":
+        return ""
+    try:
+        torch.cuda.synchronize(device)
+        torch.zeros(1, device=device).tolist()
+    except torch.OutOfMemoryError:
+        return ""
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        return (
+            f"{device} computes no more ({type(error).__name__}: {reason}): restart this process; nvidia-smi and "
+            "`dmesg | grep -i xid` say whether the GPU or its driver failed"
+        )
+    return ""
 
 
 def blocks(least: int, most: int) -> list[int]:

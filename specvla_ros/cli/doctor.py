@@ -42,7 +42,7 @@ def examine() -> list[Check]:
     return [
         _python(),
         *_torch(),
-        _triton(),
+        *_kernels(),
         *(_package(name, _INSTALL) for name in _LIBRARIES),
         _image_converter(),
         *(_package(name, fix, absent="note") for name, fix in _WITHOUT.items()),
@@ -115,11 +115,43 @@ def _torch() -> list[Check]:
     return [*checks, _attempt("GPU", gpu, fix, state="note")] if checks[0].state == "ok" else checks
 
 
-def _triton() -> Check:
-    def version() -> Check:
-        return Check("triton", "ok", importlib.import_module("triton").__version__)
+def _kernels() -> list[Check]:
+    """What the Triton kernels need, which run on a GPU alone; without them the PyTorch references run."""
+    try:
+        import torch
 
-    return _attempt("triton", version, "only needed on a GPU; it comes with torch there", state="note")
+        on_gpu = torch.cuda.is_available()
+    except Exception:  # said by the check of torch
+        return []
+    slow = (
+        "; without it policies decode on PyTorch references, several times slower"
+        if on_gpu
+        else "; only needed on a GPU"
+    )
+
+    def triton() -> Check:
+        from specvla_kernels.device import triton_fault
+
+        version = importlib.import_module("triton").__version__
+        old = triton_fault(version)
+        return Check("triton", "note" if old else "ok", version, f"{old}{slow}" if old else "")
+
+    def build() -> Check:
+        from specvla_kernels.device import build_fault
+
+        fault = build_fault()
+        found = "incomplete" if fault else "a C compiler and Python.h"
+        return Check("triton's compiler", "note" if fault else "ok", found, f"{fault}{slow}" if fault else "")
+
+    def trial() -> Check:
+        from specvla_kernels.device import why_no_kernels
+
+        why = why_no_kernels(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
+        return Check("kernels", "note" if why else "ok", "PyTorch references" if why else "by Triton", why)
+
+    fix = f"it comes with torch for CUDA{slow}"
+    checks = [_attempt("triton", triton, fix, state="note"), _attempt("triton's compiler", build, fix, state="note")]
+    return [*checks, _attempt("kernels", trial, fix, state="note")] if on_gpu else checks
 
 
 def _opengl() -> Check:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -427,3 +428,21 @@ def test_doctor_says_what_a_missing_package_is_for(monkeypatch: pytest.MonkeyPat
     assert [checks[name].state for name in ("mink", "plotly", "ruckig")] == ["note", "note", "missing"]
     assert "only the driver's joint outputs need it" in checks["mink"].fix
     assert "only reports need it" in checks["plotly"].fix
+
+
+def test_doctor_says_what_a_gpu_lacks_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from specvla_kernels import device
+    from specvla_ros.cli.doctor import examine
+
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.1.0"))
+    monkeypatch.setattr(device, "build_fault", lambda: "Triton finds no Python.h in /usr/include: apt install")
+    monkeypatch.setattr(device, "why_no_kernels", lambda *_: "Triton 3.1.0 is older than 3.2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    checks = {check.name: check for check in examine()}
+    assert {checks[name].state for name in ("triton", "triton's compiler", "kernels")} == {"note"}
+    assert "older than 3.2" in checks["triton"].fix and "several times slower" in checks["triton"].fix
+    assert "Python.h" in checks["triton's compiler"].fix
+    assert checks["kernels"].found == "PyTorch references" and "older than 3.2" in checks["kernels"].fix

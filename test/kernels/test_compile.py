@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specvla_kernels.compile import Compiled
+from specvla_kernels.compile import Compiled, spills_in_loop
 
 pytest.importorskip("triton")
 
@@ -61,15 +61,35 @@ def test_interpreted_kernels_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spilled", "shared", "fault"),
+    ("spilled", "looped", "shared", "fault"),
     [
-        (0, 99 << 10, ""),
-        (8, 0, "8 bytes spilled"),
-        (0, (99 << 10) + 1, "101377 bytes of shared memory, the device has 101376"),
+        (0, False, 99 << 10, ""),
+        (16, False, 0, ""),
+        (24, False, 0, "24 bytes spilled"),
+        (8, True, 0, "8 bytes spilled in a loop"),
+        (0, False, (99 << 10) + 1, "101377 bytes of shared memory, the device has 101376"),
     ],
 )
-def test_what_does_not_fit_is_named(spilled: int, shared: int, fault: str) -> None:
-    assert Compiled("launch", "kernel", 120, registers=32, spilled=spilled, shared=shared).fault == fault
+def test_what_does_not_fit_is_named(spilled: int, looped: bool, shared: int, fault: str) -> None:
+    assert Compiled("launch", "kernel", 120, registers=32, spilled=spilled, looped=looped, shared=shared).fault == fault
+
+
+PARKED = """
+        /*0700*/                   STL [R1+0x4], R22 ;
+        /*1120*/               @P2 BRA `(.L_x_0) ;
+.L_x_5:
+        /*1130*/                   IADD3 R3, R3, 0x1, RZ ;
+        /*2580*/              @!P2 BRA `(.L_x_5) ;
+.L_x_0:
+        /*3190*/                   LDL.LU R87, [R1+0x4] ;
+.L_x_12:
+        /*5f50*/                   BRA `(.L_x_12);
+"""
+
+
+def test_registers_in_memory_are_a_fault_in_loops_alone() -> None:
+    assert not spills_in_loop(PARKED)
+    assert spills_in_loop(PARKED.replace("IADD3 R3, R3, 0x1, RZ", "LDL R3, [R1]"))
 
 
 def test_triton_is_left_alone_where_it_cannot_run() -> None:
