@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of anything that runs on memory that stays where it is, each compared with the eager run."""
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from specvla_kernels.device import has_kernels
+from specvla_kernels.device import has_kernels, why_no_kernels
 
 # Of a row's length. Another size sums in another order, in every layer; a row that is wrong is off by its whole length.
 _TOLERANCES = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.2}
@@ -52,17 +52,63 @@ class Capture(Protocol):
         """What does it again and gives the result, whose memory is the same each time too."""
 
 
+class Captures:
+    """What was captured of an engine's work, and what was not.
+
+    Args:
+        capture: makes work repeatable.
+
+    Attributes:
+        capture: the same.
+        count: of captures that are used.
+        failed: by the reason, what runs as it comes.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self.count = 0
+        self.failed: dict[str, list[str]] = {}
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """One capture and its comparison: whatever goes wrong is noted, and the others go on.
+
+        Args:
+            what: the work, for the reader of diagnostics.
+        """
+        with self.group(what):
+            yield
+            self.count += 1
+
+    @contextmanager
+    def group(self, what: str) -> Iterator[None]:
+        """Several attempts and what they need: what goes wrong between them is noted too."""
+        try:
+            yield
+        except Exception as error:  # it runs without a graph too, only slower
+            self.failed.setdefault(_reason(error), []).append(what)
+
+    def summary(self) -> str:
+        """In words: how many there are, and what runs as it comes and why."""
+        eager = [f"{', '.join(names)} ({reason})" for reason, names in self.failed.items()]
+        return "; ".join([f"{self.count} captured", *([f"eager: {', '.join(eager)}"] if eager else [])])
+
+
+def _reason(error: BaseException) -> str:
+    """What came first, since an error while capturing makes the end of the capture fail too; in one line."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 class Capturable(Protocol):
     """Work that runs captured, or as it comes; or what else takes too long to be met in a tick first."""
 
-    def capture(self, capture: Capture) -> int:
-        """Captures it and compares the result with that of the same work without capture.
-
-        Returns:
-            How many captures it took.
+    def capture(self, captures: Captures) -> None:
+        """Captures it, each size as an attempt, and compares the result with that of the same work without capture.
 
         Raises:
-            Exception: whatever goes wrong.
+            Exception: whatever goes wrong outside of the attempts.
         """
 
     def release(self) -> None:
@@ -72,8 +118,8 @@ class Capturable(Protocol):
 def capture_on(store: Tensor) -> Capture | None:
     """How work on such a store is captured; None on a CPU, where nothing is gained.
 
-    What one of these has captured is to be dropped together: with a graph, torch drops the workspace of cuBLAS that all
-    graphs of the same stream use (pytorch/pytorch#193402).
+    What one of these has captured lives as long as any of it: with a graph, torch drops the workspace of cuBLAS that
+    all graphs of the same stream use (pytorch/pytorch#193402).
 
     Args:
         store: of keys or values.
@@ -84,38 +130,50 @@ def capture_on(store: Tensor) -> Capture | None:
     if not store.is_cuda:
         return None
     if not has_kernels(store):
-        raise RuntimeError(f"there are no Triton kernels for {str(store.dtype).removeprefix('torch.')} here")
+        raise RuntimeError(f"operators run on references: {why_no_kernels(store.device, store.dtype)}")
     return _cuda_graphs(store.device)
 
 
 def _cuda_graphs(device: torch.device) -> Capture:
     """Captures that share the memory of what is in between: only one of them runs at a time."""
-    pool = torch.cuda.graph_pool_handle()
-    side = torch.cuda.Stream(device)
+    memory = _GraphMemory(device)
+    kept: list[torch.cuda.CUDAGraph] = []  # also those that came out wrong: see capture_on
 
     def capture(run: Callable[[], Result]) -> Callable[[], Result]:
-        current = torch.cuda.current_stream(device)
+        nonlocal memory
+        current, side, pool = torch.cuda.current_stream(device), memory.stream, memory.pool
         side.wait_stream(current)
         # The outer context brings the current stream back if the capture cannot be ended.
         with torch.cuda.stream(side):
             run()  # compiles kernels and allocates workspaces, which a capture cannot
             graph = torch.cuda.CUDAGraph()
+            kept.append(graph)
             try:
                 # Other threads of the process may use the GPU meanwhile.
                 with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                     result = run()
             except Exception:
                 _end_allocation(device, pool)
+                memory = _GraphMemory(device)  # of a stream and a pool whose capture broke, nothing is known
                 raise
         current.wait_stream(side)
 
         def replay() -> Result:
-            graph.replay()
+            kept[place].replay()
             return result
 
+        place = len(kept) - 1
         return replay
 
     return capture
+
+
+class _GraphMemory:
+    """Where graphs are captured: a stream, and the pool of what is in between."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
 
 
 def _end_allocation(device: torch.device, pool: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.attention_plan import AttentionPlan, plan_attention
-from specvla_kernels.graph_capture import Capturable, Capture, capture_on, check_rows
+from specvla_kernels.graph_capture import Capturable, Capture, Captures, capture_on, check_rows
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_ros.engine.batch import Segment, first_positions, packed_forward, spans_of, wanted_rows
 from specvla_ros.engine.kv_cache import KVCache
@@ -29,7 +29,7 @@ class Graphs:
 
     Args:
         store: of keys or values, on the device.
-        parts: of a tick that are captured; if one fails, none runs captured.
+        parts: of a tick that are captured.
 
     Attributes:
         status: for diagnostics; empty where there is no GPU.
@@ -46,32 +46,27 @@ class Graphs:
     def warm_up(self) -> None:
         """Captures every part and compares it with the same work without capture.
 
-        No request may be in flight: every slot is written to. Whatever goes wrong is logged and said in `status`, and
-        everything then runs without capture.
+        No request may be in flight: every slot is written to. What cannot be captured, or comes out otherwise, is
+        logged and said in `status`, and runs without capture; the others stay captured.
         """
         self.warm = True
-        self._release()
-        try:
-            capture = capture_on(self._store)
-            if capture is None:
-                return
-            self.status = f"{sum(each.capture(capture) for each in self._parts)} captured"
-        except Exception as error:  # the policy runs without graphs too, only slower
-            self._release()
-            reason = _reason(error)
-            self.status = f"off: {reason}"
-            _log.warning("decoding without CUDA graphs, so that launches may limit it: %s", reason)
-
-    def _release(self) -> None:
         for each in self._parts:
             each.release()
-
-
-def _reason(error: BaseException) -> str:
-    """What came first, since an error while capturing makes the end of the capture fail too; in one line."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+        try:
+            capture = capture_on(self._store)
+        except RuntimeError as error:
+            self.status = f"off: {error}"
+            _log.warning("decoding without CUDA graphs, so that launches may limit it: %s", error)
+            return
+        if capture is None:
+            return
+        captures = Captures(capture)
+        for each in self._parts:
+            with captures.group(type(each).__name__.lower()):
+                each.capture(captures)
+        self.status = captures.summary()
+        if captures.failed:
+            _log.warning("decoding partly without CUDA graphs, so that launches may limit it: %s", self.status)
 
 
 _TILE_ROWS = 64  # of a matrix product: a part of a tile takes as long as a whole one

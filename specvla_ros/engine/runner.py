@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specvla_kernels.graph_capture import Capturable, Capture, check_rows, randomize
+from specvla_kernels.graph_capture import Capturable, Capture, Captures, check_rows, randomize
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.cuda_graphs import (
     Bucket,
@@ -44,6 +44,10 @@ class Runner:
     """
 
     def __init__(self, target: Target, cache: KVCache, settings: EngineSettings, others: Sequence[Capturable]) -> None:
+        if target.decoder.device.type == "cuda":
+            # Sums that are split among programs would be added in the product's dtype: more ties would fall otherwise.
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self._target = target
         self._clock = StageClock(target.decoder.device)
         self.vision = Vision(target.model)
@@ -112,15 +116,18 @@ class Forwards:
         static = self._captured.get(bucket) if bucket else None
         return static(segments) if static else packed_forward(self._decoder, segments, self._cache)
 
-    def capture(self, capture: Capture) -> int:
+    def capture(self, captures: Captures) -> None:
         """See Capturable: a forward of every size. Every slot is written to."""
         randomize(self._cache.keys, self._cache.values)
         for bucket in reversed(self._sizes.buckets()):  # the largest first: the others then find memory in its pool
-            static = StaticForward(self._decoder, self._cache, bucket, segments=self._sizes.segments, capture=capture)
-            segments = check_segments(bucket, self._sizes, self._decoder, self._cache)
-            check_forward(static, self._decoder, self._cache, segments)
-            self._captured[bucket] = static
-        return len(self._captured)
+            with captures.attempt(f"forwards of {bucket.rows} rows"):
+                self._captured[bucket] = self._checked(bucket, captures.capture)
+
+    def _checked(self, bucket: Bucket, capture: Capture) -> StaticForward:
+        static = StaticForward(self._decoder, self._cache, bucket, segments=self._sizes.segments, capture=capture)
+        segments = check_segments(bucket, self._sizes, self._decoder, self._cache)
+        check_forward(static, self._decoder, self._cache, segments)
+        return static
 
     def release(self) -> None:
         """See Capturable."""
@@ -142,14 +149,14 @@ class Vision:
         """`VisionModel.image_embeddings` of pixels in the host's memory."""
         return (self._captured or self._model.image_embeddings)(pixels)
 
-    def capture(self, capture: Capture) -> int:
+    def capture(self, captures: Captures) -> None:
         """See Capturable; a model without towers has nothing to capture."""
         if not self._model.pixel_shape:
-            return 0
-        static = StaticVision(self._model, capture)
-        self._check(static)
-        self._captured = static
-        return 1
+            return
+        with captures.attempt("vision"):
+            static = StaticVision(self._model, captures.capture)
+            self._check(static)
+            self._captured = static
 
     def release(self) -> None:
         """See Capturable."""

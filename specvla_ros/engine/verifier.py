@@ -14,7 +14,7 @@ from specvla_kernels.accept_within import accept_within
 from specvla_kernels.commit_kv import commit_kv
 from specvla_kernels.compare_drafts import MIN_NODES, Nodes, PackedTrees
 from specvla_kernels.device import blocks, to_device
-from specvla_kernels.graph_capture import Capture
+from specvla_kernels.graph_capture import Captures
 from specvla_kernels.greedy_choice import greedy_choice
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.models.codecs.codec import ActionIds, TokenDistances
@@ -193,7 +193,7 @@ class Verifier:
                 commits[index] = Commit(chosen, tokens, off, why, on_device[:count], on_device[width : width + count])
         return [commits[index] for index in range(len(parts))]
 
-    def capture(self, capture: Capture) -> int:
+    def capture(self, captures: Captures) -> None:
         """See Capturable: compiles the operators for every size that a tree may have, which serves every rule.
 
         Met in a tick, a compilation would take as long as many ticks. Nothing is captured and nothing moves.
@@ -213,7 +213,6 @@ class Verifier:
                     accept_within(packed, within, (ids.first, ids.stop, ids.bins), length - 1)
                 path = accept(Strict(), Verification(trees, ids, length - 1, torch.empty(0)))
                 commit_kv(self._cache.keys, self._cache.values, first, first, path[:, :length])
-        return 0
 
     def release(self) -> None:
         """See Capturable: what is compiled stays."""

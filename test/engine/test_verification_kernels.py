@@ -12,6 +12,7 @@ from specvla_kernels.accept_tree import MIN_PATH
 from specvla_kernels.commit_kv import commit_kv_reference
 from specvla_kernels.compare_drafts import MIN_NODES
 from specvla_kernels.device import blocks, power_of_two
+from specvla_kernels.graph_capture import Captures
 from specvla_ros.engine import verifier
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.verifier import Verifier, VerifyInput
@@ -53,7 +54,9 @@ def test_every_size_that_a_tree_may_have_is_compiled_and_nothing_moves(
     before = cache.keys.clone(), cache.values.clone()
 
     made = Verifier(Strict(), ActionIds(10, 26, 15), cache, max_nodes=nodes, max_depth=max_depth)
-    assert made.capture(recorded) == 0
+    captures = Captures(recorded)
+    made.capture(captures)
+    assert not captures.count and not captures.failed
 
     assert cache.keys.equal(before[0]) and cache.values.equal(before[1])
     lengths = {max(MIN_PATH, power_of_two(depth + 1)) for depth in range(max_depth + 1)}

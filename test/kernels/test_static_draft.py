@@ -11,7 +11,7 @@ from support.kernels import DEVICE
 from support.no_read_back import no_read_back
 from support.static_forwards import kernels, rerun
 
-from specvla_kernels.graph_capture import capture_on
+from specvla_kernels.graph_capture import Captures, capture_on
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
 from specvla_ros.speculation.drafters.registry import DraftInput
@@ -33,9 +33,10 @@ def drafter(kind: str) -> EagleDrafter:
 
 def captured(kind: str) -> EagleDrafter:
     made = drafter(kind)
-    capture = capture_on(made._grower.keys) or rerun
+    captures = Captures(capture_on(made._grower.keys) or rerun)
     with kernels(True), torch.inference_mode():
-        assert made.capture(capture) == SLOTS * 3
+        made.capture(captures)
+    assert captures.count == SLOTS * 3, captures.failed
     return made
 
 

@@ -14,6 +14,7 @@ from support.no_read_back import no_read_back
 from support.static_forwards import recorded, use_table
 
 from specvla_kernels import packed_attention
+from specvla_kernels.graph_capture import Captures
 from specvla_kernels.layout import Span, pack_layout
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.config import DecoderShape
@@ -128,7 +129,7 @@ def test_no_position_is_beyond_the_targets_last(
     expected = drafter(head).draft([request(1, 0, 10, 0, 1), request(2, 1, 5, 0, 4)])
     if on_replay:
         use_table(monkeypatch)
-        made.capture(recorded)
+        made.capture(Captures(recorded))
     made.draft([request(1, 0, 9, 0, 2), request(2, 1, 4, 0, 4)])
     trees = made.draft([request(1, 0, 10, 9, 1), request(2, 1, 5, 4, 4)])
     for tree, other in zip(trees, expected, strict=True):
@@ -149,7 +150,9 @@ def captured(head: EagleHead, monkeypatch: pytest.MonkeyPatch) -> EagleDrafter:
     """A drafter whose drafts are run again where a GPU would replay them."""
     use_table(monkeypatch)
     made = EagleDrafter(head, DECODER, SETTINGS, slots=4, slot_rows=40, children=WINDOW, captured_depth=9)
-    assert made.capture(recorded) == 4 * SETTINGS.depth
+    captures = Captures(recorded)
+    made.capture(captures)
+    assert captures.count == 4 * SETTINGS.depth and not captures.failed
     made._grower.keys.fill_(float("nan"))
     made._grower.values.fill_(float("nan"))
     monkeypatch.setattr(made, "_grow", None)  # nothing may grow as it comes
@@ -196,7 +199,8 @@ def test_a_tree_of_its_root_alone_is_not_grown(head: EagleHead) -> None:
     assert len(tree) == 1 and tree.depth == 0
     assert made.forwards == 1, "the head saw its rows"
     alone = EagleDrafter(head, DECODER, replace(SETTINGS, nodes=1), slots=1, slot_rows=40, captured_depth=5)
-    assert alone.capture(recorded) == 0
+    alone.capture(captures := Captures(recorded))
+    assert not captures.count and not captures.failed
 
 
 @torch.inference_mode()

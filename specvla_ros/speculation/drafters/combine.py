@@ -6,7 +6,7 @@ from functools import reduce
 
 import torch
 
-from specvla_kernels.graph_capture import Capture
+from specvla_kernels.graph_capture import Captures
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.target import Target
@@ -111,9 +111,10 @@ class Drafters:
         for drafter in self.by_name.values():
             drafter.forget(stream)
 
-    def capture(self, capture: Capture) -> int:
+    def capture(self, captures: Captures) -> None:
         """See Capturable."""
-        return sum(drafter.capture(capture) for drafter in self.by_name.values())
+        for drafter in self.by_name.values():
+            drafter.capture(captures)
 
     def release(self) -> None:
         """See Capturable."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specvla_kernels.graph_capture import Capture, check_rows, randomize
+from specvla_kernels.graph_capture import Capture, Captures, check_rows, randomize
 from specvla_kernels.layout import Ancestry, Span, pack_layout
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.speculation.drafters.children import Children, WindowMass, top_k
@@ -211,17 +211,17 @@ class EagleDrafter(Drafter):
         trees = iter(grown.split([(tree_size(depth, k, limit), depth) for depth, limit in sizes.values()]))
         return [next(trees) if request.slot in sizes else Tree.from_root(request.root) for request in inputs]
 
-    def capture(self, capture: Capture) -> int:
+    def capture(self, captures: Captures) -> None:
         """See Capturable: a draft for every number of requests and every depth. Every slot is written to."""
         if self._settings.nodes == 1:  # nothing ever grows
-            return 0
+            return
         randomize(self._grower.keys, self._grower.values)
         for requests in range(self._slots, 0, -1):  # the largest first: the others then find memory in its pool
             for depth in range(min(self._captured_depth, self._settings.depth), 0, -1):
-                static = StaticDraft(self._grower, requests=requests, depth=depth, capture=capture)
-                self._check(static, requests, depth)
-                self._captured[requests, depth] = static
-        return len(self._captured)
+                with captures.attempt(f"drafts of {requests} trees with {depth} levels"):
+                    static = StaticDraft(self._grower, requests=requests, depth=depth, capture=captures.capture)
+                    self._check(static, requests, depth)
+                    self._captured[requests, depth] = static
 
     def release(self) -> None:
         """See Capturable."""

@@ -17,7 +17,7 @@ from specvla_ros.speculation.registry import DRAFTERS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specvla_kernels.graph_capture import Capture
+    from specvla_kernels.graph_capture import Captures
     from specvla_ros.models.codecs.codec import Codec
     from specvla_ros.models.observation import Observation
     from specvla_ros.models.target import PromptLayout, Target
@@ -168,9 +168,9 @@ class Drafter(Protocol):
         """Forgets the earlier answers of a stream; None: of all."""
         return
 
-    def capture(self, capture: Capture) -> int:
+    def capture(self, captures: Captures) -> None:
         """See Capturable."""
-        return 0
+        return
 
     def release(self) -> None:
         """See Capturable."""
