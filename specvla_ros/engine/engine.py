@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from specvla_kernels.device import device_fault, operators_on
 from specvla_ros.engine.asking import Asking
 from specvla_ros.engine.ensemble import ChunkEnsemble
 from specvla_ros.engine.kv_cache import KVCache, allocate_cache
@@ -74,6 +75,7 @@ class Engine:
         self.mailbox = Mailbox(now_ns)
         self._work = TickWork()
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="pictures")
+        self._lost = ""  # why the device computes no more
         self._set_up(settings)
 
     @property
@@ -158,9 +160,12 @@ class Engine:
     def tick(self) -> list[Outcome]:
         """One packed forward and what surrounds it.
 
-        A fault drops the requests in flight and is reported as their reason; the engine goes on.
+        A fault drops the requests in flight and is reported as their reason; the engine goes on. Where the device is
+        lost, every frame is dropped as it comes, and the device is asked for nothing.
         """
         self._work = TickWork()
+        if self._lost:
+            return self._drop_all(self._lost)
         try:
             batch = self.scheduler.schedule()  # newest frames; chunks; trees
             self._prepare_ahead()
@@ -175,11 +180,17 @@ class Engine:
             return self._ensemble.averaged(self.scheduler.release())  # in the order of the stamps, each frame once
         except Exception as error:  # whatever it is, the robot's node must outlive it
             _log.exception("a tick failed")
-            detail = f"{type(error).__name__}: {error}"
-            if self._asking is not None:
-                self._asking.drop(f"the engine failed: {detail}")
-            drops = [replace(drop, detail=detail) for drop in self.flush(DropReason.ENGINE_FAULT)]
-            return self.scheduler.release() + drops
+            self._lost = device_fault(self.target.decoder.device)
+            if self._lost:
+                _log.error("every frame is dropped from now on: %s", self._lost)
+            return self._drop_all(self._lost or f"{type(error).__name__}: {error}")
+
+    def _drop_all(self, detail: str) -> list[Outcome]:
+        """Drops what waits and what is in flight for a fault."""
+        if self._asking is not None:
+            self._asking.drop(f"the engine failed: {detail}")
+        drops = [replace(drop, detail=detail) for drop in self.flush(DropReason.ENGINE_FAULT)]
+        return self.scheduler.release() + drops
 
     def flush(
         self,
@@ -254,7 +265,9 @@ class Engine:
             self.mailbox.now_ns = now_ns
         self.close("")
         if isinstance(outcome, Drop) and outcome.reason is not DropReason.NOT_AN_ACTION:
-            raise UserError(f"the policy failed on a black test image: {outcome.reason.value}: {outcome.detail}")
+            raise UserError(
+                f"the policy failed on a black test image: {outcome.reason.value}: {outcome.detail}{_remedy(outcome)}"
+            )
         self.runner.graphs.warm_up()
 
     def check_instruction(self, instruction: str) -> None:
@@ -275,7 +288,9 @@ class Engine:
         optional = {
             "decode.preset": self.settings.followed_preset,
             "decode.fallback": self._fallback,
+            "kernels": operators_on(self.target.decoder.device, self.target.decoder.dtype),
             "cuda_graphs": self.runner.graphs.status,
+            "fault": self._lost,
         }
         return self.target.describe() | described | {name: text for name, text in optional.items() if text}
 
@@ -297,6 +312,8 @@ class Engine:
             try:
                 self.runner.embed(share.request)
             except Exception as error:
+                if device_fault(self.target.decoder.device):
+                    raise
                 _log.exception("a prompt could not be computed")
                 self.scheduler.fail(batch, share, f"{type(error).__name__}: {error}")
 
@@ -416,6 +433,16 @@ class Engine:
         self.settings, self.cache, self.scheduler = settings, cache, scheduler
         self.runner, self.verifier, self.drafter = runner, verifier, drafter
         self._ensemble, self._asking = ensemble, asking
+
+
+def _remedy(drop: Drop) -> str:
+    """What to do about the fault of a first frame, where that is known."""
+    if "out of memory" not in drop.detail:
+        return ""
+    return (
+        ". Lower decode.max_in_flight, decode.max_text_tokens or draft.nodes, choose a smaller model.quantization, or "
+        "close what else uses the GPU"
+    )
 
 
 def _work_of(batch: Batch) -> TickWork:

@@ -17,6 +17,7 @@ import torch
 from specvla_ros.errors import UserError
 from specvla_ros.models import settings
 from specvla_ros.models.config import check_directory, read_checkpoint_json
+from specvla_ros.models.memory import explained_shortage
 from specvla_ros.models.target import Target
 from specvla_ros.models.weights import Progress
 from specvla_ros.settings.parameter import walk
@@ -57,23 +58,26 @@ def load_target(
         progress: called with what is being done and the fraction of the tensors read.
 
     Raises:
-        UserError: anything about the directory or an argument that does not fit, before weights are read if possible.
+        UserError: anything about the directory or an argument that does not fit, before weights are read if possible;
+            or the device's memory is too small, with what would fit.
     """
     directory = Path(directory).expanduser()
     load = _loader(directory)
     on = _device(device)
-    target: Target = load(
-        directory,
-        device=on,
-        dtype=_dtype(dtype, on),
-        unnorm_key=unnorm_key,
-        center_crop=center_crop,
-        quantization=quantization,
-        action_head=action_head,
-        prompt=prompt,
-        cameras=cameras,
-        progress=progress,
-    )
+    chosen = _dtype(dtype, on)
+    with explained_shortage(directory, on, chosen, quantization):
+        target: Target = load(
+            directory,
+            device=on,
+            dtype=chosen,
+            unnorm_key=unnorm_key,
+            center_crop=center_crop,
+            quantization=quantization,
+            action_head=action_head,
+            prompt=prompt,
+            cameras=cameras,
+            progress=progress,
+        )
     return target
 
 
@@ -155,7 +159,28 @@ def _device(name: str) -> torch.device:
         if device.index >= torch.cuda.device_count():
             raise UserError(f"device '{name}' was asked for, but there are {torch.cuda.device_count()} CUDA GPUs")
         torch.cuda.set_device(device)  # Triton launches on the thread's current device, wherever the tensors are
+    if device.type == "cuda":
+        _check_build(device)
     return device
+
+
+def _check_build(device: torch.device) -> None:
+    """Whether this build of torch computes on a GPU at all.
+
+    Raises:
+        UserError: it does not, with the architectures that it does compute on.
+    """
+    try:
+        torch.zeros(1, device=device).add_(1.0).tolist()
+    except torch.OutOfMemoryError:
+        raise UserError(f"{device} has no memory left: close what else uses the GPU (nvidia-smi names it)") from None
+    except RuntimeError as error:
+        major, minor = torch.cuda.get_device_capability(device)
+        built = ", ".join(torch.cuda.get_arch_list())
+        raise UserError(
+            f"torch {torch.__version__} does not compute on {torch.cuda.get_device_name(device)}, which is sm_{major}"
+            f"{minor} ({str(error).strip().splitlines()[0]}); it was built for {built}: install a build for this GPU"
+        ) from None
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

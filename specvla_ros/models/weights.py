@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights between safetensors (or PyTorch's own) files and a model's tensors, shard by shard."""
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -113,6 +114,21 @@ def tensor_names(directory: Path) -> frozenset[str]:
     (path,) = _files(directory, ("",))
     with _opened(path) as file:
         return frozenset(file.keys())
+
+
+def tensor_sizes(directory: Path) -> dict[str, int]:
+    """How many values each tensor of a checkpoint holds; reads headers alone.
+
+    Raises:
+        UserError: there are no weights, or a file is damaged.
+    """
+    index = _index(directory)
+    files = _files(directory, ("",) if index is None else _weight_map(index))
+    sizes: dict[str, int] = {}
+    for path in files:
+        with _opened(path) as file:
+            sizes |= {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return sizes
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.draft_heads import policy_with_random_head
 
+from specvla_ros.engine import engine as engines
 from specvla_ros.engine import kv_cache as slot_ring
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
@@ -135,3 +136,54 @@ def test_a_prompt_that_cannot_be_laid_out_costs_its_own_frame_alone(
     while engine.busy:
         ended += engine.tick()
     assert [outcome.observation for outcome in ended] == [first] and isinstance(ended[0], Action)
+
+
+@pytest.mark.parametrize("where", ["prompt_embeddings", "forward"])
+def test_a_lost_gpu_is_asked_once_and_every_frame_says_what_to_do(
+    policy: OpenVLATarget, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after an illegal access, or where the driver is gone: nothing runs on CUDA in this process again."""
+    engine = Engine(policy, PIPELINED[1])
+    assert isinstance(engine.act(frame(1)), Action)
+    calls = 0
+
+    def gone(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    if where == "forward":
+        monkeypatch.setattr(engine.runner, "run", gone)
+    else:
+        monkeypatch.setattr(engine.runner, "embed", gone)
+    monkeypatch.setattr(engines, "device_fault", lambda _: "cuda:0 computes no more (CUDA error): restart this process")
+    for stamp in range(2, 7):
+        outcome = engine.act(frame(stamp))
+        assert isinstance(outcome, Drop) and outcome.reason is DropReason.ENGINE_FAULT
+        assert "restart this process" in outcome.detail
+        assert not engine.busy, "nobody has a reason to tick again"
+    assert calls == 1
+    assert sum("every frame is dropped from now on" in record.message for record in caplog.records) == 1
+    assert "restart this process" in engine.describe()["fault"]
+
+
+def test_a_fault_that_leaves_the_gpu_alive_costs_its_frame_alone(
+    policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(policy, EngineSettings())
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "run", lambda _: 1 / 0)
+        assert isinstance(engine.act(frame(1)), Drop)
+    assert isinstance(engine.act(frame(2)), Action) and "fault" not in engine.describe()
+
+
+def test_a_first_frame_without_memory_says_what_to_lower(
+    policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    engine = Engine(policy, EngineSettings())
+    monkeypatch.setattr(engine.runner, "run", full)
+    with pytest.raises(UserError, match=r"CUDA out of memory.*Lower decode\.max_in_flight.*model\.quantization"):
+        engine.warm_up()
