@@ -161,6 +161,7 @@ def _chunks(length: int, forwards: int) -> set[int]:
 
 
 _TILE_WIDTH = 6  # numbers of a tile in AttentionPlan
+_COLUMNS = 5  # of HostInputs, beside the positions
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,8 @@ class HostInputs:
         positions: int64 [rows], or [axes, rows] where there are several, as in PackedLayout.
         kv_rows, ancestors: int64 [rows], as there.
         wanted: int64 [rows], of which the first are read.
+        ids: int64 [rows], tokens; -1 where the row's embedding is given instead.
+        depths: int64 [rows], added to the positions.
         tiles: int32 [tiles, 6], as in AttentionPlan.
     """
 
@@ -180,26 +183,30 @@ class HostInputs:
     kv_rows: Tensor
     ancestors: Tensor
     wanted: Tensor
+    ids: Tensor
+    depths: Tensor
     tiles: Tensor
 
     @staticmethod
     def in_memory(memory: Tensor, rows: int, axes: int) -> "HostInputs":
         width = rows + rows % 2  # 16 bytes: Triton compiles a kernel again for pointers that are less aligned
-        columns = axes + 3
+        columns = axes + _COLUMNS
         table = memory[columns * width :].view(torch.int32).view(-1, _TILE_WIDTH)
         numbers = memory[: columns * width].view(columns, width)[:, :rows]
-        kv_rows, ancestors, wanted = numbers[axes:].unbind()
-        return HostInputs(memory, numbers[:axes] if axes > 1 else numbers[0], kv_rows, ancestors, wanted, table)
+        positions = numbers[:axes] if axes > 1 else numbers[0]
+        kv_rows, ancestors, wanted, ids, depths = numbers[axes:].unbind()
+        return HostInputs(memory, positions, kv_rows, ancestors, wanted, ids, depths, table)
 
     @staticmethod
     def size(rows: int, tiles: int, axes: int) -> int:
-        return (axes + 3) * (rows + rows % 2) + tiles * _TILE_WIDTH // 2
+        return (axes + _COLUMNS) * (rows + rows % 2) + tiles * _TILE_WIDTH // 2
 
 
 class StaticForward:
     """One bucket's forward: the segments are copied in, the layers run as they were captured, a copy comes out.
 
-    The rows that no segment has are zeros, see nothing, and write their keys and values to the KV cache's sink row.
+    The rows that no segment has are those of some token, see nothing, and write their keys and values to the KV cache's
+    sink row.
 
     Args:
         decoder: the target's decoder.
@@ -227,8 +234,6 @@ class StaticForward:
         plans = {(heads // kv_heads, kv_heads): self._plan}
         self._layout = PackedLayout((), numbers.positions, numbers.kv_rows, numbers.ancestors, plans)
         self._embeddings = torch.zeros(bucket.rows, config.input_size, dtype=decoder.dtype, device=device)
-        self._no_embeddings = torch.zeros_like(self._embeddings)
-        self._no_numbers = torch.zeros_like(numbers.kv_rows)
         self._send((), ())
         self._replay = capture(self._run)
 
@@ -246,13 +251,16 @@ class StaticForward:
         if n > self._rows:
             raise ValueError(f"{n} rows do not fit a forward of {self._rows}")
         wanted = self._send(segments, spans)
-        self._grow_trees(segments, n)
-        self._embed(segments, n)
+        self._fill(segments, spans)
         hidden = self._replay()[:n].clone()  # the next forward overwrites it, and some of it is kept for longer
         return ForwardResult(self._decoder.logits(hidden[wanted]), hidden)
 
     def _run(self) -> Tensor:
-        return self._decoder.hidden_states(self._embeddings, self._layout, self._cache.keys, self._cache.values)
+        numbers, decoder = self._numbers, self._decoder
+        words = decoder.embed_tokens(numbers.ids.clamp(min=0))
+        embeddings = torch.where((numbers.ids >= 0)[:, None], words, self._embeddings)
+        layout = replace(self._layout, positions=numbers.positions + numbers.depths)
+        return decoder.hidden_states(embeddings, layout, self._cache.keys, self._cache.values)
 
     def _send(self, segments: Sequence[Segment], spans: Sequence[Span]) -> Tensor:
         """Sends what the host knows; the wanted rows, on the device."""
@@ -260,12 +268,13 @@ class StaticForward:
         memory = torch.zeros(len(self._numbers.all), dtype=torch.int64, pin_memory=self._numbers.all.is_cuda)
         host = HostInputs.in_memory(memory, self._rows, self._axes)
         positions, kv_rows, ancestors = (each.numpy() for each in (host.positions, host.kv_rows, host.ancestors))
-        kv_rows[:] = self._cache.sink_row
+        kv_rows[:], ids = self._cache.sink_row, host.ids.numpy()
         for segment, span in zip(segments, spans, strict=True):
             rows, nodes = slice(span.start, span.stop), np.arange(span.length)
             positions[..., rows] = first_positions(segment, span, self._axes)
             kv_rows[rows] = span.first_kv_row(self._cache.slot_rows) + nodes
             ancestors[rows] = -1 if span.sees_all else span.is_tree  # enough for a single node of a tree
+            ids[rows] = -int(segment.inputs.is_floating_point())
         n = spans[-1].stop if spans else 0
         idle = [Span.idle(n, self._rows - n)] if n < self._rows else []
         host.tiles.copy_(self._plan.table([*spans, *idle]))
@@ -274,25 +283,23 @@ class StaticForward:
         self._numbers.all.copy_(memory, non_blocking=True)
         return self._numbers.wanted[: len(wanted)]
 
-    def _grow_trees(self, segments: Sequence[Segment], n: int) -> None:
-        """Adds what the device alone knows of trees."""
-        if all(segment.ancestry is None or len(segment) == 1 for segment in segments):
-            return
-        nothing = [self._no_numbers[: len(each)] for each in segments]
-        pairs = list(zip(segments, nothing, strict=True))
-        depths = torch.cat([zeros if each.ancestry is None else each.ancestry.depths for each, zeros in pairs])
-        self._numbers.positions[..., :n] += depths
-        ancestors = [
-            zeros - int(each.sees_all) if each.ancestry is None else each.ancestry.ancestors for each, zeros in pairs
-        ]
-        torch.cat(ancestors, out=self._numbers.ancestors[:n])
-
-    def _embed(self, segments: Sequence[Segment], n: int) -> None:
-        """Puts the segments' embeddings in, and zeros after them."""
-        ids = [each.inputs for each in segments if not each.inputs.is_floating_point()]
-        embedded = iter(self._decoder.embed_tokens(torch.cat(ids)).split([len(each) for each in ids]) if ids else ())
-        parts = [each.inputs if each.inputs.is_floating_point() else next(embedded) for each in segments]
-        torch.cat([*parts, self._no_embeddings[: self._rows - n]], out=self._embeddings)
+    def _fill(self, segments: Sequence[Segment], spans: Sequence[Span]) -> None:
+        """Adds what the device alone knows: embeddings, and in one launch tokens and who descends from whom."""
+        numbers = self._numbers
+        places: list[Tensor] = []
+        known: list[Tensor] = []
+        for segment, span in zip(segments, spans, strict=True):
+            rows = slice(span.start, span.stop)
+            if segment.inputs.is_floating_point():
+                self._embeddings[rows].copy_(segment.inputs)
+                continue
+            places.append(numbers.ids[rows])
+            known.append(segment.inputs)
+            if segment.ancestry is not None and len(segment) > 1:
+                places += [numbers.depths[rows], numbers.ancestors[rows]]
+                known += [segment.ancestry.depths, segment.ancestry.ancestors]
+        if places:
+            torch._foreach_copy_(places, known)
 
 
 def _plan(bucket: Bucket, group: int, kv_heads: int, cache: KVCache) -> AttentionPlan:

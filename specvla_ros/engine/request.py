@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One observation on its way through the engine, and its share of a forward."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -231,13 +230,18 @@ class ScheduledRequest:
             stream=request.observation.stream,
         )
 
-    def draft_input(self, commit: Commit, embed: Callable[[Tensor], Tensor]) -> DraftInput:
-        """What a drafter needs of the rows that `commit` has made final."""
+    def draft_input(self, commit: Commit, hidden: Tensor, following: Tensor) -> DraftInput:
+        """What a drafter needs of the rows that a commit has made final.
+
+        Args:
+            commit: what this share commits.
+            hidden: [n, hidden], last hidden states of its nodes.
+            following: [n, hidden], embeddings of its tokens.
+        """
         request, codec = self.request, self.request.codec
-        hidden = self.tree_hidden[commit.nodes_on_device]
-        following = embed(commit.tokens_on_device)
         if self.prompt_rows:
-            hidden = torch.cat((self.hidden[: self.prompt_rows - 1], hidden))
+            before = self.hidden[: self.prompt_rows - 1]
+            hidden = self.hidden[: self.prompt_rows] if len(commit.nodes) == 1 else torch.cat((before, hidden))
             following = torch.cat((request.prompt[len(request.prompt) - self.prompt_rows + 1 :], following))
         return DraftInput(
             slot=request.slot,

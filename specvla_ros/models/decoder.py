@@ -60,7 +60,7 @@ class _Embedding(nn.Embedding):
         return embeddings * torch.tensor(self.embedding_dim**0.5, dtype=embeddings.dtype)  # rounded to it, as theirs
 
 
-def _product(x: Tensor, matrix: nn.Linear) -> Tensor:
+def product(x: Tensor, matrix: nn.Linear) -> Tensor:
     """[n_rows, in_features] to [n_rows, out_features]; a quantised matrix of another class brings its own product."""
     if type(matrix) is nn.Linear:
         return linear(x, matrix.weight)
@@ -106,10 +106,10 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor
     ) -> Tensor:
         """The first half: [n_rows, hidden] with what the rows attend to added."""
-        q, k, v = self.split_heads(_product(self.input_norm(x), self.qkv))
+        q, k, v = self.split_heads(product(self.input_norm(x), self.qkv))
         q = rope_write_kv(q, k, v, cos, sin, layout.kv_rows, keys, values)
         attended = packed_attention(q, keys, values, layout)
-        return x + _product(attended.flatten(1), self.out)
+        return x + product(attended.flatten(1), self.out)
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The one matrix' products to queries, keys and values, without RoPE.
@@ -129,8 +129,8 @@ class DecoderLayer(nn.Module):
 
     def mlp(self, x: Tensor) -> Tensor:
         """The second half: [n_rows, hidden] with the MLP's output added."""
-        gate, up = _product(self.post_norm(x), self.gate_up).chunk(2, dim=-1)
-        return x + _product(self.gate(gate) * up, self.down)
+        gate, up = product(self.post_norm(x), self.gate_up).chunk(2, dim=-1)
+        return x + product(self.gate(gate) * up, self.down)
 
 
 class PackedDecoder(nn.Module):

@@ -58,8 +58,7 @@ class StaticDraft:
         numbers = torch.tensor(DraftStart.numbers(inputs, nodes), pin_memory=self._numbers.is_cuda)
         self._numbers.copy_(numbers, non_blocking=True)
         torch.stack([request.root for request in inputs], out=self._roots)
-        self._fill(self._following, [request.following for request in inputs])
-        self._fill(self._hidden, [request.hidden for request in inputs])
+        self._fill([request.following for request in inputs], [request.hidden for request in inputs])
         return self._replay().clone()  # the next draft overwrites it
 
     def run(self) -> GrownTrees:
@@ -68,10 +67,15 @@ class StaticDraft:
         predicted = self._grower.predict(start, self._following, self._hidden, self._depth)
         return self._grower.grow(start, predicted, self._depth)
 
-    def _fill(self, memory: Tensor, rows: Sequence[Tensor]) -> None:
-        """Each request's rows, then zeros."""
-        parts = [part for mine in rows for part in (mine, self._none[len(mine) :])]
-        torch.cat(parts, out=memory.flatten(0, 1))
+    def _fill(self, *states: Sequence[Tensor]) -> None:
+        """Each request's rows, then zeros, in one launch."""
+        places: list[Tensor] = []
+        rows: list[Tensor] = []
+        for memory, parts in zip((self._following, self._hidden), states, strict=True):
+            for mine, part in zip(memory, parts, strict=True):
+                places += mine.split([len(part), len(mine) - len(part)])
+                rows += [part, self._none[len(part) :]]
+        torch._foreach_copy_(places, rows)
 
 
 _UNLIKELY = -50.0  # in place of -inf, which has no distance
@@ -196,7 +200,7 @@ class EagleDrafter(Drafter):
         }
         growing = [request for request in inputs if request.slot in sizes]
         if not growing:
-            self._feed(inputs)
+            self._keep(inputs)
             return [Tree.from_root(request.root) for request in inputs]
         max_nodes, deepest = [limit for _, limit in sizes.values()], max(depth for depth, _ in sizes.values())
         static = self._captured.get((len(growing), deepest))
@@ -204,7 +208,7 @@ class EagleDrafter(Drafter):
             grown = self._grow(inputs, growing, max_nodes, deepest)
         else:
             left = dict.fromkeys(sizes, MAX_ROWS)
-            self._feed([rows for request in inputs if (rows := _but_newest(request, left.get(request.slot, 0)))])
+            self._keep([rows for request in inputs if (rows := _but_newest(request, left.get(request.slot, 0)))])
             self.forwards += self._forwards(deepest)
             grown = static([_newest(request) for request in growing], max_nodes)
         k = self._settings.top_k
@@ -240,6 +244,18 @@ class EagleDrafter(Drafter):
     def _forwards(self, depth: int) -> int:
         """Of the head for trees so deep."""
         return depth if self._grower.parallel_depth == 1 else 1
+
+    def _keep(self, inputs: Sequence[DraftInput]) -> None:
+        """The head's keys and values of newly committed rows, after which nothing grows yet."""
+        if not inputs:
+            return
+        self.forwards += 1
+        following, hidden = [each.following for each in inputs], [each.hidden for each in inputs]
+        self._grower.keep(
+            following[0] if len(inputs) == 1 else torch.cat(following),
+            hidden[0] if len(inputs) == 1 else torch.cat(hidden),
+            [(each.slot, row) for each in inputs for row in range(each.prefix_len - len(each.hidden), each.prefix_len)],
+        )
 
     def _feed(self, inputs: Sequence[DraftInput], depths: Mapping[int, int] | None = None) -> dict[int, Tensor]:
         """The head over the newly committed rows and the masks behind them.

@@ -13,9 +13,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from specvla_kernels.layout import MAX_TREE_NODES, PackedLayout
+from specvla_kernels.rope_write_kv import rope_write_kv
 from specvla_ros.errors import UserError
 from specvla_ros.models.config import MAX_WIDTH, DecoderShape, DecoderVariant, read_checkpoint_json
-from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
+from specvla_ros.models.decoder import DecoderLayer, PackedDecoder, product
 from specvla_ros.models.weights import load_weights, save_weights
 
 
@@ -77,6 +78,16 @@ class EagleHead(nn.Module):
         """
         out: Tensor = self.layer(fused, *rotation, layout, keys, values)
         return out
+
+    def keep(
+        self, fused: Tensor, layout: PackedLayout, rotation: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
+    ) -> None:
+        """Writes the rows' keys and values as `forward` does, and computes nothing else: one layer has no more to keep.
+
+        Args as in `forward`; of the layout, `kv_rows` alone is read.
+        """
+        q, k, v = self.layer.split_heads(product(fused, self.layer.qkv))
+        rope_write_kv(q, k, v, *rotation, layout.kv_rows, keys, values)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Every tensor by its name in published draft checkpoints; writing into a value writes into the head."""

@@ -39,12 +39,12 @@ class GrownTrees:
         Args:
             sizes: number of nodes and depth of each tree.
         """
-        valid, relaxable = self.log_probs > -torch.inf, torch.ones_like(self.log_probs, dtype=torch.bool)
+        valid = self.log_probs > -torch.inf
         trees = []
         for i, (n, depth) in enumerate(sizes):
             tokens, *ancestry = self.numbers[:, i, :n].unbind()
             log_probs = self.log_probs[i, :n]
-            trees.append(Tree(tokens, Ancestry(*ancestry), log_probs, valid[i, :n], relaxable[i, :n], depth))
+            trees.append(Tree(tokens, Ancestry(*ancestry), log_probs, valid[i, :n], valid[i, :n], depth))
         return trees
 
 
@@ -293,6 +293,21 @@ class TreeGrower:
         rotation = self._decoder.rotation(layout.positions)
         out: Tensor = self._head(fused, layout, rotation, self.keys, self.values)
         return out
+
+    def keep(self, following: Tensor, hidden: Tensor, places: Sequence[tuple[int, int]]) -> None:
+        """Keeps what the head knows of committed rows, for later forwards; nothing is predicted.
+
+        Args:
+            following: [n, hidden], as in EagleHead.
+            hidden: like following.
+            places: slot and row of each.
+        """
+        positions = [row for _, row in places]
+        kv_rows = [slot * self._slot_rows + row for slot, row in places]
+        on_device = to_device([positions, kv_rows], hidden.device)
+        layout = PackedLayout((), on_device[0], on_device[1], on_device[1])
+        rotation = self._decoder.rotation(layout.positions)
+        self._head.keep(self.fuse(following, hidden), layout, rotation, self.keys, self.values)
 
     def predict(self, start: DraftStart, following: Tensor, hidden: Tensor, depth: int) -> Tensor:
         """The head over each request's newest committed rows, and the masks behind them.
