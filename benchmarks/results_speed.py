@@ -49,7 +49,7 @@ def _decode_modes(result: Result) -> dict[str, Any]:
     def view(name: str, size: Result) -> dict[str, Any]:
         quantized = size.get("quantized")
         return {
-            "table": table(_mode_cells(name, size["modes"])),
+            "table": table(_mode_cells(name, size["modes"])) if "modes" in size else "",
             "quantized": [{"table": table(_quantized_cells(name, quantized))}] if quantized else [],
         }
 

@@ -68,6 +68,16 @@ def test_the_papers_threshold_is_the_papers_preset():
     assert threshold(3).acceptance.bins == (3,) and threshold(3).acceptance.gripper_bins == 3
 
 
+def test_formats_are_compared_alone_for_longer_answers(tmp_path: Path):
+    chosen = ["--quantization", "none,w8a8", "--tokens", 9, "--formats-only", "--actions", 1, "--repeats", 1]
+    result = run("decode_modes", tmp_path / "out.json", *chosen)
+    tiny = result["sizes"]["tiny"]
+    assert "modes" not in tiny and result["tokens"] == 9 and result["pictures"].startswith("every frame is a picture")
+    for found in tiny["quantized"].values():
+        assert found["modes"]["ar"]["forwards_per_action"] == 9
+        assert found["modes"]["ar"]["rate_over_ar_of_format"] == 1 and found["modes"]["ar"]["pictures_s"] > 0
+
+
 def test_modes_take_the_forwards_that_their_trace_leaves_them(tmp_path: Path):
     weights = ["--quantization", "none,w8a8,int4,fp8"]
     result = run("decode_modes", tmp_path / "out.json", "--actions", 3, "--repeats", 1, *weights)
