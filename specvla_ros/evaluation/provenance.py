@@ -24,7 +24,8 @@ def head() -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "software": {
             "specvla_ros": specvla_ros.__version__,
-            "git_revision": git_revision(Path(specvla_ros.__file__).parent.parent),
+            # Built with links, as `make` and colcon do, the package's files lie elsewhere than their repository.
+            "git_revision": git_revision(Path(specvla_ros.__file__).resolve().parent.parent),
             "python": platform.python_version(),
             "torch": torch.__version__,
         },

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which files a result says it was made of."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 from support.random_qwen_vl import FAST_IDS, SHAPES, add_starvla, write_qwen_vl
 
+import specvla_ros
 from specvla_ros import EngineSettings
-from specvla_ros.evaluation.provenance import checkpoint_hashes
+from specvla_ros.evaluation.provenance import checkpoint_hashes, head
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.policies.bundled import bundled_policy
 
@@ -39,3 +41,21 @@ def test_a_file_in_a_folder_of_the_checkpoint(tmp_path: Path, name: str) -> None
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes() + b" ")
     after = checkpoint_hashes(target.directory, EngineSettings("ar"))["policy_files"]
     assert {each for each in after if before[each] != after[each]} == {name}
+
+
+def test_the_commit_of_a_package_that_is_linked_into_an_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "repository" / "specvla_ros" / "__init__.py"
+    source.parent.mkdir(parents=True)
+    source.touch()
+    git = ["git", "-C", str(tmp_path / "repository"), "-c", "user.name=x", "-c", "user.email=x"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
+        subprocess.run([*git, *command], check=True)
+    made = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    linked = tmp_path / "site-packages" / "specvla_ros" / "__init__.py"
+    linked.parent.mkdir(parents=True)
+    linked.symlink_to(source)
+    for file in (source, linked):
+        monkeypatch.setattr(specvla_ros, "__file__", str(file))
+        assert head()["software"]["git_revision"] == made
