@@ -162,7 +162,13 @@ def _batch(decoder: PackedDecoder, name: str, segments: list[Segment]) -> Batch:
 
 
 def _pairs_within(ancestry: Ancestry | None, rows: int) -> int:
-    return rows * (rows + 1) // 2 if ancestry is None else int((ancestry.depths + 1).sum())
+    """Pairs among a segment's own rows; its trees are those of `tree_parents`, whose depths the host knows."""
+    if ancestry is None:
+        return rows * (rows + 1) // 2
+    depths: list[int] = []
+    for parent in tree_parents(rows):
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return sum(depths) + rows
 
 
 def kernel_cases(decoder: PackedDecoder, batch: Batch, cache: KVCache) -> Iterator[Case]:

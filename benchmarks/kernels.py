@@ -42,16 +42,16 @@ def main(
     for name in sizes.split(","):
         with torch.inference_mode():
             decoder = random_decoder(SIZES[name].llama, dtype=chosen, device=device)
-            limits = _limits(decoder, device)
+            found = limits(decoder, device)
             result["sizes"][name] = {
                 "parameters": sum(p.numel() for p in decoder.parameters()),
-                "limits": limits.as_json(),
-                "rows": [_row(kind, case, limits, timer) for kind, case in _cases(decoder)],
+                "limits": found.as_json(),
+                "rows": [row(kind, case, found, timer) for kind, case in cases(decoder)],
             }
     finish(result, out)
 
 
-def _limits(decoder: PackedDecoder, device: str) -> DeviceLimits:
+def limits(decoder: PackedDecoder, device: str) -> DeviceLimits:
     """The device's limits as measured with large products: one rate for any number of rows."""
     measured = measure_device(decoder.config, device=device, dtype=decoder.dtype, more_rows=(_MANY_ROWS,))
     sources = dict(measured.sources) | {"int8_tops": f"measured: one product of {_MANY_ROWS} rows"}
@@ -67,7 +67,7 @@ def _int8_tops(decoder: PackedDecoder, device: str) -> float:
     return 2.0 * _MANY_ROWS * weight.numel() / seconds / 1e12
 
 
-def _cases(decoder: PackedDecoder) -> Iterator[tuple[str, Case]]:
+def cases(decoder: PackedDecoder) -> Iterator[tuple[str, Case]]:
     """Kernels, then stages; a case is made when it is its turn, and its operands are given back after it."""
     cache, draft_head, packed = filled_cache(decoder), random_draft_head(decoder), batches(decoder)
     for batch in packed:
@@ -80,7 +80,8 @@ def _cases(decoder: PackedDecoder) -> Iterator[tuple[str, Case]]:
             yield "stage", case
 
 
-def _row(kind: str, case: Case, limits: DeviceLimits, timer: ColdTimer) -> dict[str, Any]:
+def row(kind: str, case: Case, limits: DeviceLimits, timer: ColdTimer) -> dict[str, Any]:
+    """A case's bound, and the time and share of it of each contestant."""
     bound_s = roofline_seconds(case.parts, limits)
     found: dict[str, float | str] = {name: call for name, call in case.calls.items() if isinstance(call, str)}
     found |= timer.seconds({name: call for name, call in case.calls.items() if not isinstance(call, str)})

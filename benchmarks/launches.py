@@ -32,6 +32,8 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Drop, DropReason
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import Commit, Prepared, Verifier, VerifyInput
+from specvla_ros.models.config import DecoderShape
+from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.openvla.config import OpenVLAConfig
 from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.openvla.prompt import PromptTokenizer
@@ -85,6 +87,14 @@ def fake_policy(size: Size) -> RandomPolicy:
         codec=random_codec(model.config.token_vocab_size, TOKENS),
         prompt_rows=PROMPT,
     )
+
+
+def fake_decoder(shape: DecoderShape) -> PackedDecoder:
+    """A decoder on fake memory."""
+    with torch.device("meta"):
+        decoder = PackedDecoder(shape)
+    _on_device(decoder)
+    return decoder.eval().requires_grad_(False)
 
 
 def _on_device(module: nn.Module) -> None:

@@ -32,16 +32,21 @@ from specvla_ros.speculation.settings import DraftSettings
 _WARM = 12  # actions until a pipeline is full and knows how many requests it should hold
 
 
-def make_engine(target: Target, settings: EngineSettings, trace: Trace | None = None) -> Engine:
+def make_engine(target: Target, settings: EngineSettings, trace: Trace | None = None, *, graphs: bool = True) -> Engine:
     """A warm engine, as every benchmark of decoding modes uses it.
 
     Args:
         target: the policy.
         settings: the mode and what belongs to it.
         trace: accept lengths where random weights would accept nothing; it is not read before the engine is warm.
+        graphs: whether it captures CUDA graphs.
     """
     engine = Engine(target, settings)
-    engine.warm_up()
+    if graphs:
+        engine.warm_up()
+    else:
+        engine.act(target.blank_observation())
+        engine.close("")
     if trace is not None:
         trace.follow(engine)
     return engine
@@ -128,13 +133,25 @@ class EngineTurns:
         policy: the target, with random weights.
         settings: the mode.
         lengths: accept lengths of the trace.
+        graphs: whether CUDA graphs are captured.
+        keep: one engine lives for all turns.
 
     Attributes:
         tokens: those of the last action.
     """
 
-    def __init__(self, policy: RandomPolicy, settings: EngineSettings, lengths: AcceptanceLengths) -> None:
+    def __init__(
+        self,
+        policy: RandomPolicy,
+        settings: EngineSettings,
+        lengths: AcceptanceLengths,
+        *,
+        graphs: bool = True,
+        keep: bool = False,
+    ) -> None:
         self._policy, self._settings, self._trace = policy, settings, Trace(lengths)
+        self._graphs, self._keep = graphs, keep
+        self._engine: Engine | None = None
         self._latency_s: list[float] = []
         self._prepared_s: list[float] = []
         self._rates_hz: list[float] = []
@@ -153,7 +170,9 @@ class EngineTurns:
         memory = GpuMemory(self._policy.model) if device.startswith("cuda") else None
         if memory is not None:
             memory.begin()
-        engine = make_engine(self._policy, self._settings, self._trace)
+        fresh = self._engine is None
+        engine = self._engine or make_engine(self._policy, self._settings, self._trace, graphs=self._graphs)
+        engine.reset()
         run = Saturated(engine, (frame(time.monotonic_ns()) for _ in itertools.count()))
         done = 0
         while done < min(_WARM, actions):
@@ -171,7 +190,9 @@ class EngineTurns:
         self._admitted += len(run.admitted_s) - admitted
         self._cuda_graphs = str(engine.describe().get("cuda_graphs", ""))
         store = engine.cache.keys.nbytes + engine.cache.values.nbytes
-        self._peak_bytes = memory.end() if memory is not None else store
+        if fresh:
+            self._peak_bytes = memory.end() if memory is not None else store
+        self._engine = engine if self._keep else None
 
     def _add(self, outcome: Outcome, seconds: float) -> bool:
         """Whether it is an action; a frame may only be overtaken."""

@@ -12,6 +12,7 @@ from support.checkpoints import copy_checkpoint, edit_json, load_openvla, shard,
 from transformers import PreTrainedTokenizerFast
 
 from specvla_ros.errors import UserError
+from specvla_ros.models import checkpoint as checkpoints
 from specvla_ros.models.checkpoint import load_target
 
 
@@ -330,6 +331,7 @@ def test_a_gpu_beyond_those_there_are(good: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_gpu_without_room_is_told_before_anything_is_read(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1024, 2**30))
+    monkeypatch.setattr(checkpoints, "_check_build", lambda _: None)
     refuse(good, r"the weights take 0\.0 GiB, but cuda has 0\.0 of 1\.0 GiB free", device="cuda")
 
 

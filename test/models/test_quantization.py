@@ -135,7 +135,7 @@ def test_what_openvla_7b_needs_while_it_is_loaded(monkeypatch: pytest.MonkeyPatc
         model = OpenVLA(OPENVLA_7B).to(torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (6 << 30, 8 << 30))
     load_model._check_memory(model, CUDA, "int4")
-    for wanted, message in (("w8a8", r"take 8\.\d GiB"), ("none", r"take 14\.\d GiB.* a model\.quantization, or")):
+    for wanted, message in (("w8a8", r"take 8\.\d GiB"), ("none", r"take 14\.\d GiB.* model\.quantization int4, or")):
         with pytest.raises(UserError, match=message):
             load_model._check_memory(model, CUDA, wanted)
 

@@ -110,7 +110,8 @@ def _check_memory(model: OpenVLA, device: torch.device, quantization: str) -> No
     needed = _bytes_needed(model, quantization)
     free, total = torch.cuda.mem_get_info(device)
     if needed > free:
-        hint = "a model.quantization, " if quantization == "none" else ""
+        fitting = [kind for kind in BYTES_PER_WEIGHT if kind != quantization and _bytes_needed(model, kind) <= free]
+        hint = f"model.quantization {' or '.join(fitting)}, " if fitting else ""
         raise UserError(
             f"the weights take {needed / 2**30:.1f} GiB, but {device} has {free / 2**30:.1f} of {total / 2**30:.1f} "
             f"GiB free: end what else runs there, choose bfloat16, {hint}or another device"
