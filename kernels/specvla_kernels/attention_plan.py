@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -64,14 +65,24 @@ class AttentionPlan:
             its rows' ancestors are read (1: a tree, or rows that see all) or it is causal (0), and the tile's first
             node. A length of 0: no work.
         group: query heads per key head.
+        kv_heads: key heads.
         block_m: rows of a tile, a power of two: nodes times `group`, and what is left over is idle.
         splits: equal shares that each tile's keys are cut into, merged by log-sum-exp; 1: not cut.
     """
 
     tiles: Tensor
     group: int
+    kv_heads: int
     block_m: int
     splits: int
+
+    @cached_property
+    def arrivals(self) -> Tensor:
+        """int32 [n_tiles * kv_heads], how many shares of each tile are done; 0 before a launch, and again after it.
+
+        The layers of one forward follow each other on one stream, so that they share it; forwards do not.
+        """
+        return torch.zeros(len(self.tiles) * self.kv_heads, dtype=torch.int32, device=self.tiles.device)
 
     def table(self, spans: Sequence[Span]) -> Tensor:
         """What `tiles` would hold for another forward of the same bucket, on the host: to be uploaded with the rest.
@@ -121,7 +132,7 @@ def plan_attention(
     wanted = programs or _programs_of(device)
     splits = min(wanted // (len(rows) * kv_heads), -(-slot_rows // _KEYS_PER_SPLIT), _MOST_SPLITS)
     tiles = to_device(rows, device, torch.int32)
-    return AttentionPlan(tiles, group=group, block_m=block_m, splits=max(1, splits))
+    return AttentionPlan(tiles, group=group, kv_heads=kv_heads, block_m=block_m, splits=max(1, splits))
 
 
 def _tile_rows(spans: Sequence[Span], nodes: int) -> list[tuple[int, ...]]:

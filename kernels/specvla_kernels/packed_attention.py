@@ -25,7 +25,7 @@ def packed_attention(q: Tensor, k_ring: Tensor, v_ring: Tensor, layout: PackedLa
     scale 1 / sqrt(head_dim). Rows that no segment has written are not read, whatever they hold.
 
     The kernel is FlashAttention-2's (arXiv 2307.08691) online softmax; where a forward has few tiles their keys are
-    split, as in Flash-Decoding, and merged by a second launch.
+    split, as in Flash-Decoding, and merged by the last program of a tile to be done (as in Stream-K, arXiv 2301.03598).
 
     Args:
         q: [n_rows, heads, head_dim], rotated.
@@ -66,7 +66,7 @@ def packed_attention_reference(q: Tensor, k_ring: Tensor, v_ring: Tensor, layout
 def packed_attention_triton(
     q: Tensor, k_ring: Tensor, v_ring: Tensor, ancestors: Tensor, plan: AttentionPlan
 ) -> Tensor:
-    """`packed_attention` as one launch, or two where the plan splits keys; reads nothing back.
+    """`packed_attention` as one launch; reads nothing back.
 
     Args:
         ancestors: int64 [n_rows], as in PackedLayout.
@@ -75,27 +75,26 @@ def packed_attention_triton(
     (n_rows, heads, dim), kv_heads = q.shape, k_ring.shape[2]
     n_tiles, splits, block_d = len(plan.tiles), plan.splits, power_of_two(dim, 16)
     out = q.new_empty(n_rows, heads, dim)
-    partial = sums = out  # not read unless keys are split
+    partial = sums = arrivals = out  # not read unless keys are split
     if splits > 1:
+        arrivals = plan.arrivals
         partial = q.new_empty(n_tiles, kv_heads, splits, plan.block_m, block_d, dtype=torch.float32)
         sums = q.new_empty(n_tiles, kv_heads, splits, plan.block_m, dtype=torch.float32)
     most_keys, most_bytes = _STEPS[plan.block_m]
     block_n = max(16, min(most_keys, most_bytes // (block_d * q.element_size())))
-    shape = dict(HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_M=plan.block_m, BLOCK_D=block_d)
     _packed_attention[(n_tiles, kv_heads, splits)](
-        q, k_ring, v_ring, ancestors, plan.tiles, out, partial, sums, math.log2(math.e) / math.sqrt(dim),
+        q, k_ring, v_ring, ancestors, plan.tiles, out, partial, sums, arrivals, math.log2(math.e) / math.sqrt(dim),
         q.stride(0), q.stride(1), *k_ring.stride()[:3], *v_ring.stride()[:3],
-        **shape, BLOCK_N=block_n, SPLIT=splits > 1, WIDEN=q.device.type == "cpu",
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_M=plan.block_m, BLOCK_D=block_d, BLOCK_N=block_n,
+        SPLIT=splits > 1, WIDEN=q.device.type == "cpu",
         num_warps=4, num_stages=2,
     )  # fmt: skip
-    if splits > 1:
-        _merge[(n_tiles, kv_heads)](partial, sums, plan.tiles, out, splits, **shape, num_warps=4)
     return out
 
 
 @jit
 def _packed_attention(  # type: ignore[no-untyped-def]
-    q, k_ring, v_ring, ancestors, tiles, out, partial, sums, scale,
+    q, k_ring, v_ring, ancestors, tiles, out, partial, sums, arrivals, scale,
     q_row_stride, q_head_stride, k_slot_stride, k_row_stride, k_head_stride,
     v_slot_stride, v_row_stride, v_head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -158,9 +157,18 @@ def _packed_attention(  # type: ignore[no-untyped-def]
     something = tl.where(total == 0.0, 1.0, total)  # a share without a visible key gives 0, not 0 / 0
     result = result / something[:, None]
     if SPLIT:
-        place = ((tile * KV_HEADS + kv_head) * tl.num_programs(2) + split) * BLOCK_M + tl.arange(0, BLOCK_M)
+        m = tl.arange(0, BLOCK_M)
+        tile_head = tile * KV_HEADS + kv_head
+        first_place = tile_head * tl.num_programs(2) * BLOCK_M + m
+        place = first_place + split * BLOCK_M
         tl.store(partial + place[:, None] * BLOCK_D + d[None, :], result)
         tl.store(sums + place, tl.where(total == 0.0, float("-inf"), peak + tl.log2(something)))
+        tl.debug_barrier()  # all threads have written before one of them says so
+        if tl.atomic_add(arrivals + tile_head, 1, sem="acq_rel", scope="gpu") == tl.num_programs(2) - 1:
+            tl.store(arrivals + tile_head, 0)  # for the next launch: all have arrived
+            merged = _merged(partial, sums, first_place, BLOCK_M, BLOCK_D)
+            target = out + (row[:, None] * HEADS + head[:, None]) * HEAD_DIM + d[None, :]
+            tl.store(target, merged, is_row[:, None] & is_d[None, :])
     else:
         target = out + (row[:, None] * HEADS + head[:, None]) * HEAD_DIM + d[None, :]
         tl.store(target, result, is_row[:, None] & is_d[None, :])
@@ -201,29 +209,21 @@ def _tile_queries(first, length, kv_head, GROUP: tl.constexpr, BLOCK_M: tl.const
 
 
 @jit
-def _merge(  # type: ignore[no-untyped-def]
-    partial, sums, tiles, out, splits,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    tile, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, _, start, length, _, first = _tile(tiles, tile)
-    if length == 0:
-        return
-    node, head, is_row = _tile_queries(first, length, kv_head, HEADS // KV_HEADS, BLOCK_M)
-    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+def _merged(partial, sums, place, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The shares' results, each weighted by the sum of its weights; `place` is that of the first share's rows."""
+    d = tl.arange(0, BLOCK_D)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for split in range(splits):
-        place = ((tile * KV_HEADS + kv_head) * splits + split) * BLOCK_M + m
-        log_sum = tl.load(sums + place)
+    for split in range(tl.num_programs(2)):
+        there = place + split * BLOCK_M
+        # From the cache that all processors share.
+        log_sum = tl.load(sums + there, cache_modifier=".cg")
+        part = tl.load(partial + there[:, None] * BLOCK_D + d[None, :], cache_modifier=".cg")
         new_peak = tl.maximum(peak, log_sum)
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         shrink, weight = tl.exp2(peak - base), tl.exp2(log_sum - base)
-        part = tl.load(partial + place[:, None] * BLOCK_D + d[None, :])
         result = result * shrink[:, None] + part * weight[:, None]
         total = total * shrink + weight
         peak = new_peak
-    target = out + ((start + node).to(tl.int64)[:, None] * HEADS + head[:, None]) * HEAD_DIM + d[None, :]
-    result = result / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(target, result, is_row[:, None] & (d < HEAD_DIM)[None, :])
+    return result / tl.where(total == 0.0, 1.0, total)[:, None]

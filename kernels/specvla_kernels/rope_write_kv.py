@@ -6,7 +6,7 @@ from torch import Tensor
 
 from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 
-_BLOCK = 512  # elements of half a head that a program holds: 4 per thread and operand, and many programs per row
+_BLOCK = 512  # elements of half a head that a program holds: 8 per thread and operand, which 16-bit dtypes read at once
 
 
 def rope_write_kv(
@@ -63,7 +63,7 @@ def rope_write_kv_triton(
         q, k, v, cos.contiguous(), sin.contiguous(), kv_rows, k_ring, v_ring, out,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         k_ring.stride(1), k_ring.stride(2), v_ring.stride(1), v_ring.stride(2),
-        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK_HALF=block_half, BLOCK_HEADS=block_heads, num_warps=4,
+        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK_HALF=block_half, BLOCK_HEADS=block_heads, num_warps=2,
     )  # fmt: skip
     return out
 

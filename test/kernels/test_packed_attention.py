@@ -79,6 +79,7 @@ def test_the_kernel_is_the_reference(
     expected = packed_attention_reference(q, keys, values, layout)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, **TOLERANCES[dtype])
+    assert not plan.arrivals.any(), "the next layer's launch counts from zero"
 
 
 def test_a_plan_takes_the_next_forward_of_its_bucket() -> None:
