@@ -17,13 +17,13 @@ from specvla_kernels.accept_tree import NO_NODE, accept_tree
 from specvla_kernels.commit_kv import commit_kv
 from specvla_kernels.compare_drafts import Comparison, Trees, compare_drafts
 from specvla_kernels.device import has_kernels
+from specvla_kernels.gated_unit import gated_unit, gated_unit_reference
 from specvla_kernels.graph_capture import randomize
 from specvla_kernels.int8_linear import int8_linear
 from specvla_kernels.layout import Ancestry, PackedLayout
 from specvla_kernels.packed_attention import packed_attention
-from specvla_kernels.rmsnorm_residual import rmsnorm_residual, rmsnorm_residual_reference
+from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm_residual, rmsnorm_residual_reference
 from specvla_kernels.rope_write_kv import rope_write_kv
-from specvla_kernels.swiglu import swiglu, swiglu_reference
 from specvla_ros.engine.batch import PackedBatch, Segment, pack
 from specvla_ros.engine.kv_cache import KVCache, new_cache
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
@@ -234,10 +234,10 @@ def _attention(decoder: PackedDecoder, batch: Batch, cache: KVCache) -> Case:
 
 def _norm(decoder: PackedDecoder, batch: Batch) -> Case:
     x, residual = (_random(decoder, batch.rows, decoder.config.hidden_size) for _ in range(2))
-    weight, eps = decoder.norm.weight, decoder.config.rms_norm_eps
-    part = _part("rmsnorm_residual", batch.rows, [x, residual, x, x, weight], 5.0 * x.numel())
-    calls = _with_and_without_kernels(lambda: rmsnorm_residual(x, residual, weight, eps), x)
-    calls[COMPILED] = _compiled(rmsnorm_residual_reference, x, residual, weight, eps)
+    norm = RowNorm(decoder.norm.weight, decoder.config.rms_norm_eps)
+    part = _part("rmsnorm_residual", batch.rows, [x, residual, x, x, norm.weight], 5.0 * x.numel())
+    calls = _with_and_without_kernels(lambda: rmsnorm_residual(x, residual, norm), x)
+    calls[COMPILED] = _compiled(rmsnorm_residual_reference, x, residual, norm)
     return Case("rmsnorm_residual", batch.name, batch.rows, (part,), calls)
 
 
@@ -245,8 +245,8 @@ def _gate(decoder: PackedDecoder, batch: Batch) -> Case:
     gate_up = _random(decoder, batch.rows, 2 * decoder.config.intermediate_size)
     out = gate_up[:, ::2]  # as large as the result
     part = _part("swiglu", batch.rows, [gate_up, out], 5.0 * out.numel())
-    calls = _with_and_without_kernels(lambda: swiglu(gate_up), gate_up)
-    calls[COMPILED] = _compiled(swiglu_reference, gate_up)
+    calls = _with_and_without_kernels(lambda: gated_unit(gate_up), gate_up)
+    calls[COMPILED] = _compiled(gated_unit_reference, gate_up)
     return Case("swiglu", batch.name, batch.rows, (part,), calls)
 
 

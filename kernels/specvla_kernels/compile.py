@@ -28,13 +28,16 @@ from specvla_kernels.attention_plan import plan_attention
 from specvla_kernels.commit_kv import commit_kv_triton
 from specvla_kernels.compare_drafts import Nodes, PackedTrees, Trees, compare_drafts_triton
 from specvla_kernels.device import HAS_TRITON, try_product
+from specvla_kernels.fused_linear import fused_linear_triton
+from specvla_kernels.gated_unit import gated_unit_triton
 from specvla_kernels.greedy_choice import greedy_choice_triton
 from specvla_kernels.int8_linear import round_rows_triton, scale_sums_triton
+from specvla_kernels.layernorm_residual import layernorm_residual_triton
 from specvla_kernels.layout import Span
 from specvla_kernels.packed_attention import packed_attention_triton
-from specvla_kernels.rmsnorm_residual import rmsnorm_residual_triton
+from specvla_kernels.patch_embedding import patch_embedding_triton
+from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm_residual_triton, rmsnorm_triton
 from specvla_kernels.rope_write_kv import rope_write_kv_triton
-from specvla_kernels.swiglu import swiglu_triton
 
 _META = torch.device("meta")
 _SLOT_ROWS = 320  # a prompt of 290, an answer and 16 nodes
@@ -99,8 +102,37 @@ def _commit(shape: _Shape, places: int) -> None:
 
 def _pointwise(shape: _Shape) -> None:
     x = torch.empty(300, shape.hidden, dtype=shape.dtype, device=_META)
-    rmsnorm_residual_triton(x, x, x[0], 1e-6)
-    swiglu_triton(torch.empty(300, 2 * shape.intermediate, dtype=shape.dtype, device=_META))
+    rmsnorm_triton(x, RowNorm(x[0], 1e-6))
+    rmsnorm_residual_triton(x, x, RowNorm(x[0], 1e-6))
+    gated_unit_triton(torch.empty(300, 2 * shape.intermediate, dtype=shape.dtype, device=_META))
+
+
+def _layer_products(shape: _Shape, n_rows: int) -> None:
+    """Of a layer with few rows: with the norm in front, behind the attention, and the MLP's two."""
+    x = torch.empty(n_rows, shape.hidden, dtype=shape.dtype, device=_META)
+    norm = RowNorm(x[0], 1e-6)
+    qkv_rows = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    qkv, out = (torch.empty(rows, shape.hidden, dtype=shape.dtype, device=_META) for rows in (qkv_rows, shape.hidden))
+    fused_linear_triton(x, qkv, norm=norm)
+    fused_linear_triton(x, qkv, norm=norm, bias=qkv[:, 0].contiguous())
+    fused_linear_triton(x, out, residual=x)
+    gate_up = torch.empty(2 * shape.intermediate, shape.hidden, dtype=shape.dtype, device=_META)
+    gated = fused_linear_triton(x, gate_up, norm=norm, activation="silu")
+    fused_linear_triton(x, gate_up, norm=RowNorm(x[0], 1e-6, unit_offset=True), activation="gelu_tanh")
+    down = torch.empty(shape.hidden, shape.intermediate, dtype=shape.dtype, device=_META)
+    fused_linear_triton(gated, down, residual=x)
+
+
+def _vision(dtype: torch.dtype) -> None:
+    """DINOv2's block with prefix tokens and LayerScale, and SigLIP's patches of 1152 columns."""
+    empty = partial(torch.empty, dtype=dtype, device=_META)
+    for dim, hidden, rows in ((1024, 4096, 261), (1152, 4304, 256)):
+        x, column, widened = empty(rows, dim), empty(dim), empty(hidden)
+        patch_embedding_triton(empty(3, 224, 224), empty(dim, 3, 14, 14), column, empty(256, dim))
+        layernorm_residual_triton(x, x, column if rows == 261 else None, column, column, 1e-6)
+        gelu = fused_linear_triton(x, empty(hidden, dim), bias=widened, activation="gelu")
+        scale = column if rows == 261 else None
+        fused_linear_triton(gelu, empty(dim, hidden), bias=column, scale=scale, residual=x)
 
 
 def _int8(shape: _Shape) -> None:
@@ -150,6 +182,8 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "accept_tree, 16 nodes": partial(_accept, 16, 7),
     "accept_tree, 64 nodes": partial(_accept, 64, 7),
     "accept_tree, a chain of 64": partial(_accept, 64, 63),
+    "vision bf16": partial(_vision, torch.bfloat16),
+    "vision fp16": partial(_vision, torch.float16),
 }
 for _name, _shape in _SHAPES.items():
     LAUNCHES[f"rope_write_kv, {_name}"] = partial(_rope, _shape)
@@ -158,6 +192,9 @@ for _name, _shape in _SHAPES.items():
     LAUNCHES[f"packed_attention, {_name}, one node"] = partial(_attention, _shape, 1, 264)
     LAUNCHES[f"packed_attention, {_name}, 16 nodes, few processors"] = partial(_attention, _shape, 16, 1)
     LAUNCHES[f"norm and gate, {_name}"] = partial(_pointwise, _shape)
+    if _shape.dtype.itemsize == 2:
+        for _rows in (1, 32, 64):
+            LAUNCHES[f"products of {_rows} rows, {_name}"] = partial(_layer_products, _shape, _rows)
     LAUNCHES[f"int8, {_name}"] = partial(_int8, _shape)
     LAUNCHES[f"commit_kv, {_name}, action"] = partial(_commit, _shape, 8)
     LAUNCHES[f"commit_kv, {_name}, text"] = partial(_commit, _shape, 64)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of anything that runs on memory that stays where it is, each compared with the eager run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.device import has_kernels, why_no_kernels
+from specvla_kernels.product_contest import timing
 
 # Of a row's length. Another size sums in another order, in every layer; a row that is wrong is off by its whole length.
 _TOLERANCES = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.2}
@@ -145,7 +146,8 @@ def _cuda_graphs(device: torch.device) -> Capture:
         side.wait_stream(current)
         # The outer context brings the current stream back if the capture cannot be ended.
         with torch.cuda.stream(side):
-            run()  # compiles kernels and allocates workspaces, which a capture cannot
+            with timing():
+                run()  # compiles kernels and allocates workspaces, which a capture cannot
             graph = torch.cuda.CUDAGraph()
             kept.append(graph)
             try:
@@ -184,3 +186,20 @@ def _end_allocation(device: torch.device, pool: Any) -> None:
     """
     with suppress(AttributeError, RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
+
+
+def side_by_side(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> list[Tensor]:
+    """Results of work that does not depend on each other: in a capture on a stream each, else one after the other."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return [call() for call in calls]
+    current = torch.cuda.current_stream(device)
+    others = [torch.cuda.Stream(device) for _ in calls[1:]]
+    for stream in others:
+        stream.wait_stream(current)
+    results = [calls[0]()]
+    for stream, call in zip(others, calls[1:], strict=True):
+        with torch.cuda.stream(stream):
+            results.append(call())
+    for stream in others:
+        current.wait_stream(stream)
+    return results

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The residual sum and the norm after it, in one pass."""
+"""RMSNorm, and the residual sum in front of it, in one pass."""
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -8,35 +10,73 @@ from torch import Tensor
 from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 
 
-def rmsnorm_residual(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of both, and its RMSNorm (arXiv 1910.07467): s / sqrt(mean(s^2) + eps) * weight.
+@dataclass(frozen=True)
+class RowNorm:
+    """RMSNorm (arXiv 1910.07467) of rows: x / sqrt(mean(x^2) + eps) * weight.
+
+    Args:
+        weight: [hidden], any floating dtype.
+        eps: added to the mean square.
+        unit_offset: the weight is added to 1 (Gemma).
+    """
+
+    weight: Tensor
+    eps: float
+    unit_offset: bool = False
+
+
+def rmsnorm(x: Tensor, norm: RowNorm) -> Tensor:
+    """The norm of [n_rows, hidden]; the reference takes any [..., hidden]."""
+    return rmsnorm_triton(x, norm) if has_kernels(x) else rmsnorm_reference(x, norm)
+
+
+def rmsnorm_residual(x: Tensor, residual: Tensor, norm: RowNorm) -> tuple[Tensor, Tensor]:
+    """The sum of both, and its norm.
 
     Args:
         x: [n_rows, hidden], what a layer's half adds.
         residual: like x.
-        weight: [hidden], any floating dtype.
-        eps: added to the mean square.
+        norm: of the sum.
 
     Returns:
         The norm and the sum, [n_rows, hidden], dtype of x. The sum is rounded to it before the norm, which is computed
         in float32, or in float64 for float64.
     """
-    run = rmsnorm_residual_triton if has_kernels(x) else rmsnorm_residual_reference
-    return run(x, residual, weight, eps)
+    return (rmsnorm_residual_triton if has_kernels(x) else rmsnorm_residual_reference)(x, residual, norm)
 
 
-def rmsnorm_residual_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rmsnorm_reference(x: Tensor, norm: RowNorm) -> Tensor:
+    """`rmsnorm` in PyTorch."""
+    if not norm.unit_offset:
+        return F.rms_norm(x, norm.weight.shape, norm.weight.to(x.dtype), norm.eps)  # float32 weights under autocast
+    whole = torch.promote_types(x.dtype, torch.float32)  # half precision would round 1 + w, and what it scales
+    return F.rms_norm(x.to(whole), norm.weight.shape, 1 + norm.weight.to(whole), norm.eps).to(x.dtype)
+
+
+def rmsnorm_residual_reference(x: Tensor, residual: Tensor, norm: RowNorm) -> tuple[Tensor, Tensor]:
     """`rmsnorm_residual` in PyTorch."""
-    total = x + residual
-    return F.rms_norm(total, weight.shape, weight.to(total.dtype), eps), total
+    total = residual + x
+    return rmsnorm_reference(total, norm), total
 
 
-def rmsnorm_residual_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rmsnorm_triton(x: Tensor, norm: RowNorm) -> Tensor:
+    """`rmsnorm` as one launch, a program per row."""
+    return _launch(x, None, norm)[0]
+
+
+def rmsnorm_residual_triton(x: Tensor, residual: Tensor, norm: RowNorm) -> tuple[Tensor, Tensor]:
     """`rmsnorm_residual` as one launch, a program per row."""
+    return _launch(x, residual, norm)
+
+
+def _launch(x: Tensor, residual: Tensor | None, norm: RowNorm) -> tuple[Tensor, Tensor]:
     n_rows, hidden = x.shape
-    normed, total = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+    normed = x.new_empty(n_rows, hidden)
+    total = x if residual is None else x.new_empty(n_rows, hidden)
+    carried = x if residual is None else residual
     _rmsnorm_residual[(n_rows,)](
-        x, residual, weight, normed, total, x.stride(0), residual.stride(0), eps,
+        x, carried, norm.weight, normed, total, x.stride(0), carried.stride(0), norm.eps,
+        RESIDUAL=residual is not None, UNIT_OFFSET=norm.unit_offset,
         HIDDEN=hidden, BLOCK=power_of_two(hidden), num_warps=8,
     )  # fmt: skip
     return normed, total
@@ -44,16 +84,20 @@ def rmsnorm_residual_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: fl
 
 @jit
 def _rmsnorm_residual(  # type: ignore[no-untyped-def]
-    x, residual, weight, normed, total, x_stride, residual_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, residual, weight, normed, total, x_stride, residual_stride, eps,
+    RESIDUAL: tl.constexpr, UNIT_OFFSET: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
-    added = tl.load(x + row * x_stride + column, mask, other=0.0).to(tl.float32)
-    carried = tl.load(residual + row * residual_stride + column, mask, other=0.0).to(tl.float32)
-    both = (added + carried).to(total.dtype.element_ty)
-    tl.store(total + row * HIDDEN + column, both, mask)
-    both = both.to(tl.float32)
+    both = tl.load(x + row * x_stride + column, mask, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        both += tl.load(residual + row * residual_stride + column, mask, other=0.0).to(tl.float32)
+        rounded = both.to(total.dtype.element_ty)
+        tl.store(total + row * HIDDEN + column, rounded, mask)
+        both = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(both * both, 0) / HIDDEN + eps)
-    scaled = both * scale * tl.load(weight + column, mask, other=0.0).to(tl.float32)
-    tl.store(normed + row * HIDDEN + column, scaled, mask)
+    factor = tl.load(weight + column, mask, other=0.0).to(tl.float32)
+    if UNIT_OFFSET:
+        factor += 1.0
+    tl.store(normed + row * HIDDEN + column, both * scale * factor, mask)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One decoder for Llama, Qwen2, Qwen3 and Gemma, written around the packed forward; `DecoderShape` says which."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -9,9 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specvla_kernels.gated_unit import GATES
+from specvla_kernels.layer_products import Matrix, gated_mlp, normed_product, product_to_add
 from specvla_kernels.layout import PackedLayout
 from specvla_kernels.linear import linear
 from specvla_kernels.packed_attention import packed_attention
+from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm_reference
 from specvla_kernels.rope_write_kv import rope_write_kv
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.target import ForwardResult as ForwardResult
@@ -36,11 +38,13 @@ class _RMSNorm(nn.Module):
         self.eps = eps
         self.unit_offset = unit_offset
 
+    @property
+    def row_norm(self) -> RowNorm:
+        """For the kernels, which have no backward pass."""
+        return RowNorm(self.weight, self.eps, self.unit_offset)
+
     def forward(self, x: Tensor) -> Tensor:
-        if not self.unit_offset:
-            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)  # float32 weights under autocast
-        whole = torch.promote_types(x.dtype, torch.float32)  # half precision would round 1 + w, and what it scales
-        return F.rms_norm(x.to(whole), self.weight.shape, 1 + self.weight.to(whole), self.eps).to(x.dtype)
+        return rmsnorm_reference(x, self.row_norm)
 
 
 class _Embedding(nn.Embedding):
@@ -60,15 +64,9 @@ class _Embedding(nn.Embedding):
         return embeddings * torch.tensor(self.embedding_dim**0.5, dtype=embeddings.dtype)  # rounded to it, as theirs
 
 
-def product(x: Tensor, matrix: nn.Linear) -> Tensor:
-    """[n_rows, in_features] to [n_rows, out_features]; a quantised matrix of another class brings its own product."""
-    if type(matrix) is nn.Linear:
-        return linear(x, matrix.weight)
-    out: Tensor = matrix(x)
-    return out
-
-
-_GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+def _matrix(module: nn.Linear) -> Matrix:
+    """Its weight; a quantised matrix of another class brings its own product."""
+    return module.weight if type(module) is nn.Linear else module
 
 
 class DecoderLayer(nn.Module):
@@ -92,7 +90,8 @@ class DecoderLayer(nn.Module):
         self.k_norm: _RMSNorm | None = norm(dim) if config.variant.qk_norm else None
         self.out = nn.Linear(self.heads * dim, hidden, bias=False)
         self.post_norm = norm(hidden)
-        self.gate = _GATES[config.variant.gate]
+        self.gate_name = config.variant.gate
+        self.gate = GATES[config.variant.gate]
         self.gate_up = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, hidden, bias=False)
 
@@ -100,37 +99,39 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor
     ) -> Tensor:
         """[n_rows, hidden] to the same; see PackedDecoder.forward for the rest."""
-        return self.mlp(self.attention(x, cos, sin, layout, keys, values))
+        return self.mlp(*self.attention(x, cos, sin, layout, keys, values))
 
     def attention(
         self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """The first half: [n_rows, hidden] with what the rows attend to added."""
-        q, k, v = self.split_heads(product(self.input_norm(x), self.qkv))
+    ) -> tuple[Tensor, Tensor | None]:
+        """The first half: [n_rows, hidden], and what is to be added to it; None: it is. The MLP's norm may add it."""
+        norm = self.input_norm.row_norm if isinstance(self.input_norm, _RMSNorm) else None
+        q, k, v = self._heads(normed_product(x, norm, _matrix(self.qkv), self.qkv_bias))
         q = rope_write_kv(q, k, v, cos, sin, layout.kv_rows, keys, values)
         attended = packed_attention(q, keys, values, layout)
-        return x + product(attended.flatten(1), self.out)
+        return product_to_add(attended.flatten(1), _matrix(self.out), x)
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The one matrix' products to queries, keys and values, without RoPE.
 
         Args:
-            qkv: [..., (heads + 2 kv_heads) head_dim].
+            qkv: [..., (heads + 2 kv_heads) head_dim], without the bias.
 
         Returns:
             [..., heads, head_dim], and twice [..., kv_heads, head_dim].
         """
-        if self.qkv_bias is not None:
-            qkv = qkv + self.qkv_bias
+        return self._heads(qkv if self.qkv_bias is None else qkv + self.qkv_bias)
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
-    def mlp(self, x: Tensor) -> Tensor:
-        """The second half: [n_rows, hidden] with the MLP's output added."""
-        gate, up = product(self.post_norm(x), self.gate_up).chunk(2, dim=-1)
-        return x + product(self.gate(gate) * up, self.down)
+    def mlp(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """The second half: [n_rows, hidden], the sum of what is given, with the MLP's output added."""
+        gate_up, down = _matrix(self.gate_up), _matrix(self.down)
+        return gated_mlp(x, added, self.post_norm.row_norm, gate_up, down, self.gate_name)
 
 
 class PackedDecoder(nn.Module):

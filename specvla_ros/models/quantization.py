@@ -98,6 +98,10 @@ def is_packed(layer: nn.Module) -> bool:
     return any(isinstance(module, Int8Linear) and module.packed is not None for module in layer.modules())
 
 
+class _TorchaoLinear(nn.Linear):
+    """Its weight is of torchao's class, which brings the product."""
+
+
 def parameter_count(model: nn.Module) -> int:
     """Weights of a model, those that are packed by the shape of their matrix."""
     packed = [module for module in model.modules() if isinstance(module, (Int4Linear, Int8Linear))]
@@ -217,6 +221,7 @@ def _quantized(matrix: nn.Linear, quantization: str, config: Any) -> nn.Linear:
     if type(weight) is nn.Parameter or uneven:  # torchao leaves what does not fit as it is, and says nothing
         raise UserError(f"a matrix of shape {shape} cannot be quantised as '{quantization}': choose another, or none")
     if quantization != "w8a8":
+        matrix.__class__ = _TorchaoLinear
         return matrix
     own = Int8Linear(weight.qdata, weight.scale.flatten())
     weight.qdata = weight.qdata[:0].clone()  # torchao's module is in a cycle, which keeps its weight for a while

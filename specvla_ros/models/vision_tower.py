@@ -2,11 +2,17 @@
 """One vision transformer: DINOv2 with registers, or SigLIP."""
 
 from functools import partial
+from itertools import pairwise
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specvla_kernels.device import has_kernels
+from specvla_kernels.layer_products import gelu_product, scaled_sum
+from specvla_kernels.layernorm_residual import layernorm_residual
+from specvla_kernels.patch_embedding import patch_embedding
 from specvla_ros.models.config import VisionTowerConfig
 
 _LayerNorm = partial(nn.LayerNorm, eps=1e-6)
@@ -60,6 +66,12 @@ class _Block(nn.Module):
         x = x + self.ls1(self.attn(self.norm1(x)))
         return x + self.ls2(self.mlp(self.norm2(x)))
 
+    @property
+    def scales(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of LayerScale, [dim] each; they stay beside the matrices, as checkpoints and training have them."""
+        first, second = (each.scale_factor if isinstance(each, _LayerScale) else None for each in (self.ls1, self.ls2))
+        return first, second
+
 
 class _PatchEmbedding(nn.Module):
     def __init__(self, config: VisionTowerConfig) -> None:
@@ -89,6 +101,8 @@ class VisionTower(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Normalised pixels [3, size, size] to patch features [patches, embed_dim]; or a batch of both."""
+        if pixels.ndim == 3 and self.blocks and has_kernels(pixels) and not torch.is_grad_enabled():
+            return self._fused(pixels)
         images = pixels if pixels.ndim == 4 else pixels[None]
         prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
         x = self.patch_embed(images) + self.pos_embed
@@ -98,3 +112,33 @@ class VisionTower(nn.Module):
             x = block(x)
         features = x[:, -self.config.patches :]
         return features if pixels.ndim == 4 else features[0]
+
+    def _fused(self, image: Tensor) -> Tensor:
+        """The same of one image [3, size, size] in 7 launches a block; they have no backward pass.
+
+        Each norm adds what comes before it, and the last matrix what is left over.
+        """
+        x = patch_embedding(image, self.patch_embed.proj.weight, _bias(self.patch_embed.proj), self.pos_embed[0])
+        prefix = [token[0] for token in (self.cls_token, self.reg_token) if token is not None]
+        if prefix:
+            x = torch.cat((*prefix, x))
+        blocks = [cast(_Block, block) for block in self.blocks]
+        normed: Tensor = blocks[0].norm1(x)
+        for block, following in pairwise((*blocks, None)):
+            assert block is not None
+            scale, mlp_scale = block.scales
+            normed, x = _norm_of_sum(block.attn(normed[None])[0], x, scale, block.norm2)
+            fc1, fc2 = block.mlp.fc1, block.mlp.fc2
+            hidden = gelu_product(normed, fc1.weight, fc1.bias)
+            if following is not None:
+                normed, x = _norm_of_sum(fc2(hidden), x, mlp_scale, following.norm1)
+        return scaled_sum(hidden, fc2.weight, fc2.bias, mlp_scale, x)[-self.config.patches :]
+
+
+def _norm_of_sum(x: Tensor, residual: Tensor, scale: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    return layernorm_residual(x, residual, scale, norm.weight, norm.bias, norm.eps)
+
+
+def _bias(convolution: nn.Conv2d) -> Tensor:
+    assert convolution.bias is not None
+    return convolution.bias

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole decoder on the kernels gives what it gives on the references: prefill, trees, and commitment between."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.kernels import DEVICE
 
-from specvla_kernels import commit_kv, packed_attention, rope_write_kv
+from specvla_kernels import commit_kv, gated_unit, layer_products, packed_attention, rmsnorm_residual, rope_write_kv
 from specvla_kernels.layout import Ancestry
+from specvla_kernels.product_contest import forced
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import KVCache, new_cache
-from specvla_ros.models.config import DecoderShape
+from specvla_ros.models.config import DecoderShape, DecoderVariant
 from specvla_ros.models.decoder import PackedDecoder
 
 pytest.importorskip("triton")
@@ -45,18 +48,31 @@ def two_ticks(decoder: PackedDecoder) -> tuple[torch.Tensor, KVCache]:
     return torch.cat((first.logits, second.logits, third.logits)), cache
 
 
+VARIANTS = {
+    "llama": DecoderVariant(),
+    "qwen2": DecoderVariant(qkv_bias=True),
+    "qwen3": DecoderVariant(qk_norm=True),
+    "gemma": DecoderVariant(unit_offset_norms=True, scaled_embeddings=True, gate="gelu_tanh"),
+}
+OPERATORS = (rope_write_kv, packed_attention, commit_kv, layer_products, rmsnorm_residual, gated_unit)
+
+
+@pytest.mark.parametrize(("variant", "fused"), [(name, name != "qwen3") for name in VARIANTS] + [("llama", False)])
 @torch.inference_mode()
-def test_a_decoder_on_kernels_gives_what_it_gives_on_references(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_on_kernels_gives_what_it_gives_on_references(
+    variant: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    decoder = PackedDecoder(CONFIG).requires_grad_(False)
+    decoder = PackedDecoder(replace(CONFIG, variant=VARIANTS[variant])).requires_grad_(False)
     for weight in decoder.parameters():
         weight.copy_(torch.randn(weight.shape) * 0.2)
     decoder.to(DEVICE)
     results = []
     for kernels in (False, True):
-        for operator in (rope_write_kv, packed_attention, commit_kv):
+        for operator in OPERATORS:
             monkeypatch.setattr(operator, "has_kernels", lambda _, kernels=kernels: kernels)
-        results.append(two_ticks(decoder))
+        with forced(fused):
+            results.append(two_ticks(decoder))
     (expected, expected_cache), (logits, cache) = results
 
     assert expected.isfinite().all()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_decoder import random_decoder
-from support.kernels import DEVICE
+from support.kernels import DEVICE, poisoned_empty
 from support.no_read_back import no_read_back
 from support.static_forwards import kernels, rerun
 
@@ -28,7 +28,6 @@ DECODER = random_decoder(
     DecoderShape(32, 40, 2, 4, 2, 16, vocab_size=50, max_position_embeddings=128), device=str(DEVICE)
 )
 SLOTS, SLOT_ROWS, NODES = 3, 64, 12
-NEW_EMPTY = torch.Tensor.new_empty
 SIZES = ForwardSizes(SLOTS, NODES, chunks=(5, 20, 33))
 
 
@@ -77,12 +76,6 @@ def ring_before(segments: list[Segment]) -> KVCache:
 def poison(static: StaticForward) -> None:
     static._embeddings.fill_(torch.nan)
     static._numbers.all.fill_(1 << 40)  # no row, no position
-
-
-def poisoned_empty(x: torch.Tensor, *size: Any, **kinds: Any) -> torch.Tensor:
-    """`Tensor.new_empty`, with what is read before it is written made to show."""
-    made = NEW_EMPTY(x, *size, **kinds)
-    return made.fill_(torch.nan) if made.is_floating_point() else made
 
 
 @settings(max_examples=12, deadline=None)

@@ -19,3 +19,12 @@ TOLERANCES: dict[torch.dtype, dict[str, Any]] = {
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory as it may be found: what is read before it is written shows."""
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+NEW_EMPTY = torch.Tensor.new_empty
+
+
+def poisoned_empty(x: torch.Tensor, *size: Any, **kinds: Any) -> torch.Tensor:
+    """`Tensor.new_empty`, with what is read before it is written made to show."""
+    made = NEW_EMPTY(x, *size, **kinds)
+    return made.fill_(torch.nan) if made.is_floating_point() else made

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenVLA: two vision towers, a projector and a Llama decoder."""
 
+from functools import partial
+from typing import cast
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specvla_kernels.graph_capture import side_by_side
+from specvla_kernels.layer_products import gelu_product
 from specvla_ros.models.decoder import PackedDecoder, decoder_tensors
 from specvla_ros.models.openvla.config import OpenVLAConfig
 from specvla_ros.models.vision_tower import VisionTower
@@ -32,10 +36,10 @@ class Projector(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """[patches, vision_dim] to [patches, hidden_size]."""
-        x = self.get_submodule("fc1")(features)
-        for i in range(2, self.depth + 1):
-            x = self.get_submodule(f"fc{i}")(F.gelu(x))
-        return x
+        *inner, last = (cast(nn.Linear, self.get_submodule(f"fc{i + 1}")) for i in range(self.depth))
+        for layer in inner:
+            features = gelu_product(features, layer.weight, layer.bias)
+        return last(features)
 
 
 class OpenVLA(nn.Module):
@@ -58,8 +62,8 @@ class OpenVLA(nn.Module):
     def image_embeddings(self, pixel_values: Tensor) -> Tensor:
         """Normalised pixels [3 * towers, size, size] to embeddings [image_tokens, hidden]."""
         images = pixel_values.to(self.decoder.device, self.decoder.dtype, non_blocking=True).split(3)
-        features = [tower(image) for tower, image in zip(self.towers, images, strict=True)]
-        return self.projector(torch.cat(features, dim=1))
+        towers = [partial(tower, image) for tower, image in zip(self.towers, images, strict=True)]
+        return self.projector(torch.cat(side_by_side(towers, self.decoder.device), dim=1))
 
     def prompt_embeddings(self, image: Tensor, prompt_ids: Tensor) -> Tensor:
         """The prompt as the decoder reads it: BOS, the image, the rest of the text.

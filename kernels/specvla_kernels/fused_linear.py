@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A linear layer with what stands in front of it and behind it, in one launch.
+
+Few rows are bound by reading the weight; every launch around the product then costs time in which nothing is read.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from specvla_kernels.device import has_kernels, jit, power_of_two, tl
+from specvla_kernels.gated_unit import GATES, gated, gated_unit_reference
+from specvla_kernels.linear import linear
+from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm_reference
+
+# By rows of a tile: columns, depth, stages. The weight's tiles of all stages are what a processor has in flight: 24 KiB
+# hide an H100's latency; twice the columns are in hand where gate and up are; all fit the 99 KiB of sm_120.
+_TILES = {16: (32, 128, 4), 32: (32, 128, 3), 64: (64, 64, 3)}
+_MOST_ROWS = 64  # of a tile
+
+
+def fused_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm: RowNorm | None = None,
+    bias: Tensor | None = None,
+    activation: str = "",
+    scale: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The sum residual + scale * activation(norm(x) W^T + bias), each part if it is given.
+
+    Args:
+        x: [n_rows, in_features].
+        weight: [out_features, in_features], contiguous, dtype of x.
+        norm: of the rows of x.
+        bias: [out_features].
+        activation: `gelu`, the exact one; or one of `GATES`: the weight's first half of rows is the gate, the second
+            what it is multiplied with.
+        scale: [width], of the columns (LayerScale).
+        residual: [n_rows, width], added last.
+
+    Returns:
+        [n_rows, width], dtype of x; width is out_features, or half of them behind a gate. The kernel rounds once, at
+        the end; the reference behind every part.
+    """
+    run = fused_linear_triton if has_kernels(x) else fused_linear_reference
+    return run(x, weight, norm=norm, bias=bias, activation=activation, scale=scale, residual=residual)
+
+
+def fused_linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm: RowNorm | None = None,
+    bias: Tensor | None = None,
+    activation: str = "",
+    scale: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`fused_linear` in PyTorch."""
+    out = linear(x if norm is None else rmsnorm_reference(x, norm), weight)
+    if bias is not None:
+        out = out + bias
+    if activation:
+        out = F.gelu(out) if activation == "gelu" else gated_unit_reference(out, activation)
+    if scale is not None:
+        out = out * scale
+    return out if residual is None else residual + out
+
+
+def fused_linear_triton(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm: RowNorm | None = None,
+    bias: Tensor | None = None,
+    activation: str = "",
+    scale: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`fused_linear` as one launch, a program per tile of the result.
+
+    The norm's scale of a row is applied to the result, since its sum of squares is known behind the last column. In
+    float16 the rows times the norm's weight must therefore not overflow.
+    """
+    n_rows, in_features = x.shape
+    width = len(weight) // 2 if activation in GATES else len(weight)
+    block_m = min(_MOST_ROWS, power_of_two(n_rows, 16))
+    block_n, block_k, stages = _TILES[block_m]
+    block_k = min(block_k, power_of_two(in_features, 16))
+    if x.itemsize == 4:
+        block_k = min(block_k, 32)
+    out = x.new_empty(n_rows, width)
+    given = residual if residual is not None else out
+    _fused_linear[(-(-n_rows // block_m), -(-width // block_n))](
+        x, weight, norm.weight if norm else out, bias if bias is not None else out,
+        scale if scale is not None else out, given, out,
+        n_rows, x.stride(0), given.stride(0), norm.eps if norm else 0.0,
+        NORM=norm is not None, UNIT_OFFSET=norm is not None and norm.unit_offset, BIAS=bias is not None,
+        ACTIVATION=activation, GATED=activation in GATES, SCALED=scale is not None, RESIDUAL=residual is not None,
+        DEPTH=in_features, WIDTH=width, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        WIDEN=x.device.type == "cpu", num_warps=4, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+@jit(do_not_specialize=["n_rows"])
+def _fused_linear(  # type: ignore[no-untyped-def]
+    x, weight, norm_weight, bias, scales, residual, out, n_rows, x_stride, residual_stride, eps,
+    NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    SCALED: tl.constexpr, RESIDUAL: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = row < n_rows, column < WIDTH
+    k = tl.arange(0, BLOCK_K)
+    rows = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+    weights = weight + column.to(tl.int64)[:, None] * DEPTH + k[None, :]
+    result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    beside = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # what a gate is multiplied with
+    squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for start in range(0, DEPTH, BLOCK_K):
+        if DEPTH % BLOCK_K == 0:
+            values = tl.load(rows + start, is_row[:, None], other=0.0)
+            matrix = tl.load(weights + start, is_column[:, None], other=0.0)
+        else:
+            inside = (start + k < DEPTH)[None, :]
+            values = tl.load(rows + start, is_row[:, None] & inside, other=0.0)
+            matrix = tl.load(weights + start, is_column[:, None] & inside, other=0.0)
+        if NORM:
+            wide = values.to(tl.float32)
+            squares += wide * wide
+            factor = tl.load(norm_weight + start + k, start + k < DEPTH, other=0.0).to(tl.float32)
+            if UNIT_OFFSET:
+                factor += 1.0
+            values = (wide * factor[None, :]).to(values.dtype)
+        result = dot(values, tl.trans(matrix), result, WIDEN)
+        if GATED:
+            if DEPTH % BLOCK_K == 0:
+                second = tl.load(weights + start + WIDTH * DEPTH, is_column[:, None], other=0.0)
+            else:
+                second = tl.load(weights + start + WIDTH * DEPTH, is_column[:, None] & inside, other=0.0)
+            beside = dot(values, tl.trans(second), beside, WIDEN)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, 1) / DEPTH + eps)[:, None]
+        result *= scale
+        beside *= scale
+    if BIAS:
+        result += tl.load(bias + column, is_column, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        result = gated(result, beside, ACTIVATION)
+    elif ACTIVATION == "gelu":
+        result = 0.5 * result * (1.0 + tl.erf(result * 0.7071067811865476))
+    if SCALED:
+        result *= tl.load(scales + column, is_column, other=0.0).to(tl.float32)[None, :]
+    inside_out = is_row[:, None] & is_column[None, :]
+    if RESIDUAL:
+        carried = residual + row.to(tl.int64)[:, None] * residual_stride + column[None, :]
+        result += tl.load(carried, inside_out, other=0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64)[:, None] * WIDTH + column[None, :], result, inside_out)
+
+
+@jit
+def dot(a, b, sum_, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Adds the product, in float32; widened in Triton's interpreter, which takes bfloat16's bits for integers."""
+    if WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), sum_, input_precision="ieee")
+    else:  # noqa: RET505 (the compiler must not see both)
+        return tl.dot(a, b, sum_, input_precision="ieee")

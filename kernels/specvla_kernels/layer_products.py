@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The products of a decoder layer and of a vision tower's block, each with what stands around it, in few launches.
+
+Few rows: norm, product, gate and residual are one launch, 6 a layer with rope_write_kv and the attention. Many rows:
+the libraries' products, with fused norms and gates between them, 9 a layer.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specvla_kernels.device import has_kernels
+from specvla_kernels.fused_linear import fused_linear_triton
+from specvla_kernels.gated_unit import gated_unit
+from specvla_kernels.linear import linear
+from specvla_kernels.product_contest import is_fused
+from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm, rmsnorm_residual
+
+_MOST_PATCHES = 512  # of one image: small matrices, whose libraries' products leave processors idle too
+
+# A weight [out_features, in_features], or a product of another kind, as that of a quantised matrix.
+Matrix = Tensor | Callable[[Tensor], Tensor]
+
+
+def normed_product(x: Tensor, norm: RowNorm | None, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+    """The product of normed rows.
+
+    Args:
+        x: [n_rows, in_features].
+        norm: None: the rows are multiplied as they are.
+        matrix: weight or product.
+        bias: [out_features].
+    """
+
+    def apart() -> Tensor:
+        out = _product(x if norm is None else rmsnorm(x, norm), matrix)
+        return out if bias is None else out + bias
+
+    if not isinstance(matrix, Tensor) or not has_kernels(x) or (norm is None and bias is None):
+        return apart()
+    fused = _Fused(x, matrix, norm=norm, bias=bias)
+    return fused() if is_fused(fused, apart, x, matrix, "norm" if norm else "") else apart()
+
+
+def product_to_add(x: Tensor, matrix: Matrix, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The residual and the product of the rows: their sum, or both apart for the next norm to add.
+
+    Args:
+        x: [n_rows, in_features].
+        matrix: weight or product.
+        residual: [n_rows, out_features].
+
+    Returns:
+        The residual, and what is still to be added to it; None: nothing is.
+    """
+    if isinstance(matrix, Tensor) and has_kernels(x):
+        fused = _Fused(x, matrix, residual=residual)
+        if is_fused(fused, lambda: residual + F.linear(x, matrix), x, matrix, "residual"):
+            return fused(), None
+    return residual, _product(x, matrix)
+
+
+def gated_mlp(x: Tensor, added: Tensor | None, norm: RowNorm, gate_up: Matrix, down: Matrix, gate: str) -> Tensor:
+    """S + down(gate(gate_up(norm(s)))) of the sum s of both.
+
+    Args:
+        x: [n_rows, hidden].
+        added: like x; None: zero.
+        norm: of the sum.
+        gate_up: to [n_rows, 2 * width].
+        down: [n_rows, width] to [n_rows, hidden].
+        gate: see `gated_unit`.
+    """
+    if added is None and isinstance(gate_up, Tensor) and has_kernels(x):
+        fused = _Fused(x, gate_up, norm=norm, activation=gate)
+        if is_fused(fused, lambda: gated_unit(F.linear(rmsnorm(x, norm), gate_up), gate), x, gate_up, "gate"):
+            return _sum(fused(), down, x, owned=False)
+    if added is None:
+        normed, total = rmsnorm(x, norm), x
+    else:
+        normed, total = rmsnorm_residual(added, x, norm)
+    return _sum(gated_unit(_product(normed, gate_up), gate), down, total, owned=added is not None)
+
+
+def _sum(x: Tensor, matrix: Matrix, residual: Tensor, *, owned: bool) -> Tensor:
+    """The residual with the rows' product added; in place where nobody else has it."""
+    if isinstance(matrix, Tensor) and has_kernels(x):
+        fused = _Fused(x, matrix, residual=residual)
+        if is_fused(fused, lambda: residual + F.linear(x, matrix), x, matrix, "residual"):
+            return fused()
+        if owned and not torch.is_grad_enabled():
+            return residual.addmm_(x, matrix.T)
+    return residual + _product(x, matrix)
+
+
+def _product(x: Tensor, matrix: Matrix) -> Tensor:
+    return linear(x, matrix) if isinstance(matrix, Tensor) else matrix(x)
+
+
+class _Fused:
+    """One launch of `fused_linear`, when it is called."""
+
+    def __init__(self, x: Tensor, weight: Tensor, **parts: object) -> None:
+        self._call = x, weight, parts
+
+    def __call__(self) -> Tensor:
+        x, weight, parts = self._call
+        return fused_linear_triton(x, weight, **parts)  # type: ignore[arg-type]  # as the constructor's callers give them
+
+
+def gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The exact GELU of x W^T + bias, x being [..., in_features]; differentiable where gradients are wanted."""
+
+    def apart() -> Tensor:
+        return F.gelu(F.linear(x, weight, bias))
+
+    if x.ndim != 2 or torch.is_grad_enabled() or not has_kernels(x):
+        return apart()
+    fused = _Fused(x, weight, bias=bias, activation="gelu")
+    return fused() if is_fused(fused, apart, x, weight, "gelu", _MOST_PATCHES) else apart()
+
+
+def scaled_sum(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor | None, residual: Tensor) -> Tensor:
+    """The sum residual + scale * (x W^T + bias), x being [n_rows, in_features].
+
+    Args:
+        scale: [out_features]; None: 1.
+        residual: [n_rows, out_features].
+    """
+
+    def apart() -> Tensor:
+        product = F.linear(x, weight, bias)
+        return residual + product if scale is None else torch.addcmul(residual, product, scale)
+
+    if not has_kernels(x):
+        return apart()
+    fused = _Fused(x, weight, bias=bias, scale=scale, residual=residual)
+    return fused() if is_fused(fused, apart, x, weight, "scaled residual", _MOST_PATCHES) else apart()
