@@ -38,6 +38,14 @@ from specvla_kernels.packed_attention import packed_attention_triton
 from specvla_kernels.patch_embedding import patch_embedding_triton
 from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm_residual_triton, rmsnorm_triton
 from specvla_kernels.rope_write_kv import rope_write_kv_triton
+from specvla_kernels.rounded_linear import (
+    LARGEST,
+    Rounded,
+    rounded_linear_triton,
+)
+from specvla_kernels.rounded_linear import (
+    round_rows_triton as round_whole_rows,
+)
 
 _META = torch.device("meta")
 _SLOT_ROWS = 320  # a prompt of 290, an answer and 16 nodes
@@ -142,6 +150,23 @@ def _int8(shape: _Shape) -> None:
     scale_sums_triton(sums, steps, torch.empty(sums.shape[1], device=_META), shape.dtype)
 
 
+def _rounded(shape: _Shape, dtype: torch.dtype, n_rows: int) -> None:
+    """A layer's rounding and two of its products: behind the norm, and of the gated rows behind the residual."""
+    x = torch.empty(n_rows, shape.hidden, dtype=shape.dtype, device=_META)
+
+    def weight(out_features: int, in_features: int) -> Rounded:
+        steps = torch.empty(out_features, device=_META)
+        return Rounded(torch.empty(out_features, in_features, dtype=dtype, device=_META), steps)
+
+    round_whole_rows(x, dtype)
+    normed = round_whole_rows(x, dtype, norm=RowNorm(x[0], 1e-6))
+    gate_up = rounded_linear_triton(normed, weight(2 * shape.intermediate, shape.hidden), shape.dtype)
+    rounded_linear_triton(normed, weight(4608, shape.hidden), shape.dtype, bias=torch.empty(4608, device=_META))
+    round_whole_rows(gate_up, dtype, gate="gelu_tanh")
+    gated_rows = round_whole_rows(gate_up, dtype, gate="silu")
+    rounded_linear_triton(gated_rows, weight(shape.hidden, shape.intermediate), shape.dtype, residual=x)
+
+
 def _accept(n: int, depth: int, *, loose: bool = False) -> None:
     """The comparison and the walk; the mask of a loose rule depends on the path, that of others does not."""
     whole, flags = _whole(4, n), torch.empty(4, n, dtype=torch.bool, device=_META)
@@ -195,6 +220,10 @@ for _name, _shape in _SHAPES.items():
     if _shape.dtype.itemsize == 2:
         for _rows in (1, 32, 64):
             LAUNCHES[f"products of {_rows} rows, {_name}"] = partial(_layer_products, _shape, _rows)
+        for _format in LARGEST:
+            for _rows in (1, 32, 64, 300):
+                _kind = str(_format).removeprefix("torch.")
+                LAUNCHES[f"{_kind}, {_rows} rows, {_name}"] = partial(_rounded, _shape, _format, _rows)
     LAUNCHES[f"int8, {_name}"] = partial(_int8, _shape)
     LAUNCHES[f"commit_kv, {_name}, action"] = partial(_commit, _shape, 8)
     LAUNCHES[f"commit_kv, {_name}, text"] = partial(_commit, _shape, 64)
@@ -340,7 +369,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"sm_{capability} is left out: Triton {triton.__version__} does not know it")
             continue
         for name, launch in LAUNCHES.items():
-            if all(word in f"{name} sm_{capability}" for word in words):
+            has_float8 = capability >= 89  # Ada's
+            if all(word in f"{name} sm_{capability}" for word in words) and (has_float8 or "float8" not in name):
                 for made in compile_launch(name, launch, capability):
                     print(_line(made), flush=True)
                     kernels += 1

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers whose weights and activations are int8 or float8: rounded rows, and their product in units.
+
+A row is rounded by a scale of its own, so that its result does not depend on the rows beside it (arXiv 2208.07339,
+vector-wise). Rounding is part of the launch that makes the rows, and scaling part of the product's.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specvla_kernels.device import has_kernels, jit, power_of_two, tl
+from specvla_kernels.gated_unit import gated, gated_unit_reference
+from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm_reference
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""What the largest value of a row becomes."""
+_LEAST_MAXIMUM = 1e-30  # of a row: a row of zeros must not be divided by zero
+
+# By rows of a tile: columns, depth, stages, warps. All fit the 99 KiB of sm_120.
+_TILES = {16: (32, 256, 4, 4), 32: (32, 256, 3, 4), 64: (64, 128, 3, 4), 128: (128, 128, 2, 8)}
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Rows in steps of their own: rows of activations, or a weight's.
+
+    Args:
+        values: int8 or float8_e4m3fn [n_rows, width], contiguous.
+        steps: float32 [n_rows], what one step stands for; float64 in float64.
+    """
+
+    values: Tensor
+    steps: Tensor
+
+
+def round_rows(x: Tensor, dtype: torch.dtype, *, norm: RowNorm | None = None, gate: str = "") -> Rounded:
+    """Rows as they are, normed, or gated, rounded.
+
+    Args:
+        x: [n_rows, width], or [n_rows, 2 * width] with a gate; a row with a NaN or infinity gives nothing finite.
+        dtype: int8, halves to the even one, or float8_e4m3fn.
+        norm: of the rows.
+        gate: see `gated_unit`.
+    """
+    run = round_rows_triton if has_kernels(x) else round_rows_reference
+    return run(x, dtype, norm=norm, gate=gate)
+
+
+def rounded_linear(
+    x: Rounded, weight: Rounded, dtype: torch.dtype, *, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """The sum residual + x W^T + bias; sums of int8 are exact, those of float8 are float32.
+
+    Args:
+        x: [n_rows, in_features].
+        weight: [out_features, in_features].
+        dtype: of the result.
+        bias: [out_features].
+        residual: [n_rows, out_features].
+    """
+    run = rounded_linear_triton if has_kernels(x.steps) else rounded_linear_reference
+    return run(x, weight, dtype, bias=bias, residual=residual)
+
+
+def round_rows_reference(x: Tensor, dtype: torch.dtype, *, norm: RowNorm | None = None, gate: str = "") -> Rounded:
+    """`round_rows` in PyTorch."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if norm is not None:
+        wide = rmsnorm_reference(wide, norm)
+    if gate:
+        wide = gated_unit_reference(wide, gate)
+    most = torch.full((), LARGEST[dtype], dtype=wide.dtype, device=wide.device)  # a number's reciprocal rounds twice
+    steps = wide.abs().amax(dim=1, keepdim=True).clamp(min=_LEAST_MAXIMUM) / most
+    scaled = wide / steps
+    return Rounded((scaled.round() if dtype == torch.int8 else scaled).to(dtype), steps[:, 0])
+
+
+def rounded_linear_reference(
+    x: Rounded, weight: Rounded, dtype: torch.dtype, *, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """`rounded_linear` in PyTorch."""
+    exact = torch.float64 if x.values.dtype == torch.int8 else x.steps.dtype  # int8 products add up exactly in it
+    sums = (x.values.to(exact) @ weight.values.to(exact).T).to(x.steps.dtype)
+    out = sums * x.steps[:, None] * weight.steps
+    if bias is not None:
+        out = out + bias
+    return (out if residual is None else residual + out).to(dtype)
+
+
+def round_rows_triton(x: Tensor, dtype: torch.dtype, *, norm: RowNorm | None = None, gate: str = "") -> Rounded:
+    """`round_rows` as one launch, a program per row, which holds the whole row."""
+    n_rows, width = x.shape[0], x.shape[1] // (2 if gate else 1)
+    rounded = torch.empty(n_rows, width, dtype=dtype, device=x.device)
+    steps = torch.empty(n_rows, dtype=torch.float32, device=x.device)
+    block = power_of_two(width)
+    _round_rows[(n_rows,)](
+        x, norm.weight if norm else x, rounded, steps, x.stride(0), norm.eps if norm else 0.0,
+        NORM=norm is not None, UNIT_OFFSET=norm is not None and norm.unit_offset, GATE=gate,
+        LARGEST=LARGEST[dtype], LEAST=_LEAST_MAXIMUM, WIDTH=width, BLOCK=block, WIDEN=x.device.type == "cpu",
+        num_warps=16 if block > 1 << 13 else 8,
+    )  # fmt: skip
+    return Rounded(rounded, steps)
+
+
+def rounded_linear_triton(
+    x: Rounded, weight: Rounded, dtype: torch.dtype, *, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """`rounded_linear` as one launch, a program per tile; the tiles of one part of the weight follow each other."""
+    (n_rows, depth), width = x.values.shape, len(weight.values)
+    block_m = min(128, power_of_two(n_rows, 16))
+    block_n, block_k, stages, warps = _TILES[block_m]
+    block_k = min(block_k, power_of_two(depth, 32))
+    out = torch.empty(n_rows, width, dtype=dtype, device=x.values.device)
+    given = out if residual is None else residual
+    _rounded_linear[(-(-n_rows // block_m), -(-width // block_n))](
+        x.values, x.steps, weight.values, weight.steps, out if bias is None else bias, given, out,
+        n_rows, given.stride(0), BIAS=bias is not None, RESIDUAL=residual is not None,
+        DEPTH=depth, WIDTH=width, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        INT8=x.values.dtype == torch.int8, WIDEN=out.device.type == "cpu", num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _round_rows(  # type: ignore[no-untyped-def]
+    x, norm_weight, rounded, steps, x_stride, eps,
+    NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, GATE: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    value = tl.load(x + row * x_stride + column, mask, other=0.0).to(tl.float32)
+    if NORM:
+        factor = tl.load(norm_weight + column, mask, other=0.0).to(tl.float32)
+        if UNIT_OFFSET:
+            factor += 1.0
+        value = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * factor
+    if GATE != "":
+        value = gated(value, tl.load(x + row * x_stride + WIDTH + column, mask, other=0.0).to(tl.float32), GATE)
+    # Where a row is padded a unit offset makes nothing of zeros; tl.max passes over NaN.
+    largest = tl.max(tl.abs(value), 0)
+    broken = tl.max((value != value).to(tl.int32), 0)
+    step = tl.where(broken > 0, float("nan"), tl.div_rn(tl.maximum(largest, LEAST), LARGEST))
+    tl.store(steps + row, step)
+    scaled = tl.div_rn(value, step)
+    if rounded.dtype.element_ty == tl.int8:
+        # Floats of this size lie 1 apart: adding it rounds, halves to the even one.
+        scaled = (scaled + 12582912.0) - 12582912.0
+    elif WIDEN:
+        scaled = _nearest_float8(scaled)
+    tl.store(rounded + row * WIDTH + column, scaled.to(rounded.dtype.element_ty), mask)
+
+
+@jit
+def _nearest_float8(x):  # type: ignore[no-untyped-def]
+    """What float8_e4m3fn holds next to it: the interpreter drops the carry where rounding reaches a power of two."""
+    bits = x.to(tl.int32, bitcast=True)
+    nearest = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, nearest)  # subnormal: a grid of 2^-9
+
+
+@jit(do_not_specialize=["n_rows"])
+def _rounded_linear(  # type: ignore[no-untyped-def]
+    x, steps, weight, scales, bias, residual, out, n_rows, residual_stride,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INT8: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = row < n_rows, column < WIDTH
+    k = tl.arange(0, BLOCK_K)
+    rows = x + row.to(tl.int64)[:, None] * DEPTH + k[None, :]
+    weights = weight + column.to(tl.int64)[:, None] * DEPTH + k[None, :]
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if INT8 else tl.float32)
+    for start in range(0, DEPTH, BLOCK_K):
+        if DEPTH % BLOCK_K == 0:
+            values = tl.load(rows + start, is_row[:, None], other=0.0)
+            matrix = tl.load(weights + start, is_column[:, None], other=0.0)
+        else:
+            inside = (start + k < DEPTH)[None, :]
+            values = tl.load(rows + start, is_row[:, None] & inside, other=0.0)
+            matrix = tl.load(weights + start, is_column[:, None] & inside, other=0.0)
+        if INT8:
+            sums = tl.dot(values, tl.trans(matrix), sums, out_dtype=tl.int32)
+        elif WIDEN:
+            sums = tl.dot(values.to(tl.float32), tl.trans(matrix).to(tl.float32), sums, input_precision="ieee")
+        else:
+            # Hopper's float8 sums keep 14 bits: each block's is added in float32.
+            sums = tl.dot(values, tl.trans(matrix), sums, max_num_imprecise_acc=BLOCK_K)
+    unit = tl.load(scales + column, is_column, other=0.0)[None, :]
+    result = sums.to(tl.float32) * tl.load(steps + row, is_row, other=0.0)[:, None] * unit
+    if BIAS:
+        result += tl.load(bias + column, is_column, other=0.0).to(tl.float32)[None, :]
+    inside_out = is_row[:, None] & is_column[None, :]
+    if RESIDUAL:
+        carried = residual + row.to(tl.int64)[:, None] * residual_stride + column[None, :]
+        result += tl.load(carried, inside_out, other=0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64)[:, None] * WIDTH + column[None, :], result, inside_out)
