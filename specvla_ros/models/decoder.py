@@ -105,11 +105,15 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """The first half: [n_rows, hidden], and what is to be added to it; None: it is. The MLP's norm may add it."""
-        norm = self.input_norm.row_norm if isinstance(self.input_norm, _RMSNorm) else None
-        q, k, v = self._heads(normed_product(x, norm, _matrix(self.qkv), self.qkv_bias))
-        q = rope_write_kv(q, k, v, cos, sin, layout.kv_rows, keys, values)
+        q = self.write_kv(x, cos, sin, layout.kv_rows, keys, values)
         attended = packed_attention(q, keys, values, layout)
         return product_to_add(attended.flatten(1), _matrix(self.out), x)
+
+    def write_kv(self, x: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """The rows' queries [n_rows, heads, head_dim]; their keys and values are written into the cache."""
+        norm = self.input_norm.row_norm if isinstance(self.input_norm, _RMSNorm) else None
+        q, k, v = self._heads(normed_product(x, norm, _matrix(self.qkv), self.qkv_bias))
+        return rope_write_kv(q, k, v, cos, sin, kv_rows, keys, values)
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The one matrix' products to queries, keys and values, without RoPE.

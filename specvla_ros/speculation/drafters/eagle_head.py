@@ -13,10 +13,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from specvla_kernels.layout import MAX_TREE_NODES, PackedLayout
-from specvla_kernels.rope_write_kv import rope_write_kv
 from specvla_ros.errors import UserError
 from specvla_ros.models.config import MAX_WIDTH, DecoderShape, DecoderVariant, read_checkpoint_json
-from specvla_ros.models.decoder import DecoderLayer, PackedDecoder, product
+from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
 from specvla_ros.models.weights import load_weights, save_weights
 
 
@@ -80,14 +79,13 @@ class EagleHead(nn.Module):
         return out
 
     def keep(
-        self, fused: Tensor, layout: PackedLayout, rotation: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
+        self, fused: Tensor, kv_rows: Tensor, rotation: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
     ) -> None:
         """Writes the rows' keys and values as `forward` does, and computes nothing else: one layer has no more to keep.
 
-        Args as in `forward`; of the layout, `kv_rows` alone is read.
+        Args as in `forward` and `PackedLayout`.
         """
-        q, k, v = self.layer.split_heads(product(fused, self.layer.qkv))
-        rope_write_kv(q, k, v, *rotation, layout.kv_rows, keys, values)
+        self.layer.write_kv(fused, *rotation, kv_rows, keys, values)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Every tensor by its name in published draft checkpoints; writing into a value writes into the head."""

@@ -305,9 +305,8 @@ class TreeGrower:
         positions = [row for _, row in places]
         kv_rows = [slot * self._slot_rows + row for slot, row in places]
         on_device = to_device([positions, kv_rows], hidden.device)
-        layout = PackedLayout((), on_device[0], on_device[1], on_device[1])
-        rotation = self._decoder.rotation(layout.positions)
-        self._head.keep(self.fuse(following, hidden), layout, rotation, self.keys, self.values)
+        rotation = self._decoder.rotation(on_device[0])
+        self._head.keep(self.fuse(following, hidden), on_device[1], rotation, self.keys, self.values)
 
     def predict(self, start: DraftStart, following: Tensor, hidden: Tensor, depth: int) -> Tensor:
         """The head over each request's newest committed rows, and the masks behind them.
