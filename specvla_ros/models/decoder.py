@@ -196,17 +196,22 @@ class PackedDecoder(nn.Module):
         hidden: Tensor = self.norm(x)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, ids: range | None = None) -> Tensor:
         """[n, hidden] after the final norm to float32 [n, vocab]; float64 in a float64 model.
 
         With `head_ids` only their rows of the output head are read; a row of hidden states with a NaN still gives NaN.
+
+        Args:
+            hidden: after the final norm.
+            ids: the only ones whose logits are wanted: [n, len(ids)].
         """
+        if ids is not None:
+            return self._products(hidden, self.lm_head.weight[ids.start : ids.stop])
         if self.head_ids is None:
             return self._products(hidden, self.lm_head.weight)
-        ids = slice(self.head_ids.start, self.head_ids.stop)
-        known = self._products(hidden, self.lm_head.weight[ids])
+        known = self.logits(hidden, self.head_ids)
         logits = known.new_full((hidden.shape[0], self.config.vocab_size), -torch.inf)
-        logits[:, ids] = known
+        logits[:, self.head_ids.start : self.head_ids.stop] = known
         return logits
 
     def _products(self, hidden: Tensor, weight: Tensor) -> Tensor:

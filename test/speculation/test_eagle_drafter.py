@@ -4,6 +4,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -16,11 +17,13 @@ from support.static_forwards import recorded, use_table
 from specvla_kernels import packed_attention
 from specvla_kernels.graph_capture import Captures
 from specvla_kernels.layout import Span, pack_layout
+from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.speculation.drafters.children import WindowMass
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
+from specvla_ros.speculation.drafters.head import answer_ids
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
@@ -117,6 +120,34 @@ def test_where_text_may_come_any_token_is_drafted(head: EagleHead) -> None:
             same(trees[1], drafter(head, children=WINDOW).draft([action])[0])
     first, stop = WINDOW.actions.first, WINDOW.actions.stop
     assert any(not first <= token < stop for token in trees[0].tokens[1:].tolist())
+
+
+@pytest.mark.parametrize("window", [False, True])
+def test_drafts_of_the_ids_that_may_come_are_those_of_a_target_that_says_no_others(
+    head: EagleHead, window: bool
+) -> None:
+    first, stop = WINDOW.actions.first, WINDOW.actions.stop
+    relative = replace(WINDOW, actions=WINDOW.actions.counted_from(first), text=False)
+    few = drafter(head, children=relative if window else None, ids=range(first, stop))
+    says_no_others = random_decoder(CONFIG, seed=0, dtype=torch.float64)
+    says_no_others.head_ids = range(first, stop)
+    children = replace(WINDOW, text=False) if window else None
+    whole = EagleDrafter(head, says_no_others, SETTINGS, slots=4, slot_rows=40, children=children)
+    requests = [request(1, 0, 5, 0, 4), request(2, 1, 9, 0, 3)]
+    trees = few.draft(requests)
+    for tree, other in zip(trees, whole.draft(requests), strict=True):
+        same(tree, other)
+        assert all(first <= token < stop for token in tree.tokens[1:].tolist())
+    among_all = drafter(head, children=children).draft(requests)
+    assert any(not one.log_probs.equal(other.log_probs) for one, other in zip(trees, among_all, strict=True))
+
+
+def test_only_an_answer_without_text_has_few_ids() -> None:
+    tokenizer = ActionTokenizer(46, bins=16)
+    codec = BinsCodec(tokenizer, ActionStatistics("some", *np.zeros((2, 7)), np.ones(7, dtype=bool)))
+    assert answer_ids(codec, 16) == range(30, 46)
+    assert answer_ids(codec, 17) is None, "a node would have more children than there are ids"
+    assert answer_ids(codec.with_text(9), 3) is None
 
 
 @pytest.mark.parametrize("on_replay", [False, True])

@@ -39,6 +39,10 @@ class ActionIds:
     stop: int
     bins: int
 
+    def counted_from(self, first: int) -> "ActionIds":
+        """The same tokens where another id is the first."""
+        return ActionIds(self.first - first, self.stop - first, self.bins)
+
     def contain(self, tokens: Tensor) -> Tensor:
         """Bool of the shape of tokens."""
         return (tokens >= self.first) & (tokens < self.stop)

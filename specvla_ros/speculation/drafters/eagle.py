@@ -135,6 +135,7 @@ class EagleDrafter(Drafter):
         slots: maximum of requests in flight.
         slot_rows: maximum of committed rows of a slot.
         children: how a node's children are chosen; by default the likeliest.
+        ids: the only ones that an answer has, see TreeGrower; None: it may have any.
         captured_depth: maximum depth of the trees that `capture` is for.
 
     Attributes:
@@ -151,6 +152,7 @@ class EagleDrafter(Drafter):
         slots: int,
         slot_rows: int,
         children: Children | None = None,
+        ids: range | None = None,
         captured_depth: int = 0,
     ) -> None:
         self._decoder = decoder
@@ -170,6 +172,7 @@ class EagleDrafter(Drafter):
             slots=slots,
             slot_rows=self._slot_rows,
             children=children or top_k(settings.top_k),
+            ids=ids,
         )
 
     @property

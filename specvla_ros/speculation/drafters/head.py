@@ -9,7 +9,18 @@ from specvla_ros.errors import UserError
 from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, drafter
 
 if TYPE_CHECKING:
+    from specvla_ros.models.codecs.codec import Codec
     from specvla_ros.models.decoder import PackedDecoder
+
+
+def answer_ids(codec: Codec, least: int) -> range | None:
+    """The only ids that an answer has; None: it may have any, or there are less than `least`.
+
+    The codec knows which may come next; where no text may come at an answer's beginning it never may, and then these
+    are the same ones to the end.
+    """
+    ids = None if codec.in_text(()) else codec.legal_ids(())
+    return ids if ids is not None and len(ids) >= least else None
 
 
 @drafter("head", order=90)
@@ -38,12 +49,13 @@ def _head(context: DraftContext) -> Drafter | None:
     # product in float64.
     if decoder.dtype != torch.float64 and any(is_packed(layer) for layer in decoder.layers):
         quantize_layer(head.layer, "w8a8")
-    window = None
+    window, ids = None, answer_ids(codec, settings.top_k)
     if settings.children == "window_mass":
         if codec.action_ids.first >= codec.action_ids.stop:
             raise UserError("draft.children window_mass counts bins, which this policy does not write: set it to top_k")
         dimensions, text = context.target.codec.max_tokens, codec.in_text(())
-        window = WindowMass.from_actions(settings.top_k, codec.action_ids, dimensions, decoder.device, text=text)
+        actions = codec.action_ids.counted_from(ids.start if ids else 0)
+        window = WindowMass.from_actions(settings.top_k, actions, dimensions, decoder.device, text=text)
     return EagleDrafter(
         head,
         decoder,
@@ -51,6 +63,7 @@ def _head(context: DraftContext) -> Drafter | None:
         slots=context.slots,
         slot_rows=context.slot_rows,
         children=window,
+        ids=ids,
         # The first forward after a prompt commits a token, and each of the others commits its own last one.
         captured_depth=codec.max_tokens - 2,
     )

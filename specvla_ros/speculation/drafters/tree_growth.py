@@ -246,7 +246,12 @@ class TreeGrower:
         nodes: maximum of a tree, the root included.
         slots: maximum of requests in flight.
         slot_rows: rows of a slot, those of the nodes that the head runs over included.
-        children: how a node's children are chosen.
+        children: how a node's children are chosen; what it calls a token is counted from the first of the ids.
+        ids: the only ones that may come, where the answer has no others: the rest of the output head is not read, and
+            each node's probability is spread over them alone. It is the draft's estimate of what the target says next,
+            and that the target says one of these is known; in the whole vocabulary's probability every node would pay
+            once more, with each level, for what the draft believes of ids that never come. None: the whole vocabulary,
+            as published.
 
     Attributes:
         keys: [slots, slot_rows, kv_heads, head_dim].
@@ -265,12 +270,14 @@ class TreeGrower:
         slots: int,
         slot_rows: int,
         children: Children,
+        ids: range | None = None,
     ) -> None:
         self._head = head
         self._decoder = decoder
         self._k = k
         self._nodes = nodes
         self._children = children
+        self._ids = ids
         self._slot_rows = slot_rows
         self._plans: dict[tuple[int, int, bool], AttentionPlan] = {}
         config = head.config
@@ -410,8 +417,10 @@ class TreeGrower:
 
     def _children_of(self, states: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and scores [trees, n, k] after states [trees, n, hidden] in dimensions [trees, n]."""
-        log_probs = self._decoder.logits(states.flatten(0, 1)).log_softmax(dim=-1)
+        log_probs = self._decoder.logits(states.flatten(0, 1), self._ids).log_softmax(dim=-1)
         tokens, scores = self._children(log_probs, dimensions.flatten())
+        if self._ids is not None:
+            tokens = tokens + self._ids.start
         return tokens.view(*dimensions.shape, -1), scores.view(*dimensions.shape, -1)
 
     def _plan(self, slots: Tensor, first_rows: Tensor, n: int, is_tree: bool) -> AttentionPlan:
