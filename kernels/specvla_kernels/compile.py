@@ -31,6 +31,8 @@ from specvla_kernels.device import HAS_TRITON, try_product
 from specvla_kernels.fused_linear import fused_linear_triton
 from specvla_kernels.gated_unit import gated_unit_triton
 from specvla_kernels.greedy_choice import greedy_choice_triton
+from specvla_kernels.expand_tree import Beam, Candidates, Considered, Window, expand_tree_triton
+from specvla_kernels.finish_tree import finish_tree_triton
 from specvla_kernels.int8_linear import round_rows_triton, scale_sums_triton
 from specvla_kernels.layernorm_residual import layernorm_residual_triton
 from specvla_kernels.layout import Span
@@ -194,6 +196,28 @@ def _greedy() -> None:
     greedy_choice_triton(torch.empty(16, 32064, device=_META))
 
 
+def _expand(k: int, *, window: bool = False, chosen: bool = False, rows: bool = True) -> None:
+    """A level in the middle of a tree, and the first."""
+    scores = torch.empty(4, 5 * k * k, device=_META)
+    considered = Considered(_whole(*scores.shape), scores, _whole(*scores.shape))
+    for beam in (None, Beam(_whole(4, k), _whole(4, k), torch.empty(4, k, device=_META), _whole(4, k), _whole(4, k))):
+        width = 1 if beam is None else k
+        candidates = Candidates(
+            _whole(4),
+            torch.empty(4, width, 256, device=_META) if rows else None,
+            normalised=chosen,
+            window=Window(255, _whole(8)) if window else None,
+            chosen=(_whole(4, width, k), torch.empty(4, width, k, device=_META)) if chosen else None,
+        )
+        expand_tree_triton(candidates, beam, considered, _whole(4), k=k, level=1, offset=k)
+
+
+def _finish(k: int, levels: int, nodes: int) -> None:
+    scores = torch.empty(4, k + (levels - 1) * k * k, device=_META)
+    considered = Considered(_whole(*scores.shape), scores, _whole(*scores.shape))
+    finish_tree_triton(considered, _whole(4), _whole(4), k=k, levels=levels, max_nodes=nodes)
+
+
 LAUNCHES: dict[str, Callable[[], object]] = {
     "the trial, bf16": partial(try_product, _META, torch.bfloat16),
     "the trial, fp32": partial(try_product, _META, torch.float32),
@@ -203,6 +227,16 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "accept_within, 16 nodes, packed": partial(_within, 16, 7, 4),
     "accept_within, 64 nodes, packed": partial(_within, 64, 7, 4),
     "accept_within, a chain of 64": partial(_within, 64, 63, 1),
+    "expand_tree, likeliest 8 of 256": partial(_expand, 8),
+    "expand_tree, likeliest 64 of 256": partial(_expand, 64),
+    "expand_tree, window mass": partial(_expand, 8, window=True),
+    "expand_tree, window mass, 64 children": partial(_expand, 64, window=True),
+    "expand_tree, window mass or text": partial(_expand, 8, window=True, chosen=True),
+    "expand_tree, chosen": partial(_expand, 8, chosen=True, rows=False),
+    "finish_tree, 16 nodes": partial(_finish, 8, 5, 16),
+    "finish_tree, 64 nodes": partial(_finish, 8, 5, 64),
+    "finish_tree, a chain": partial(_finish, 1, 63, 64),
+    "finish_tree, 64 children": partial(_finish, 64, 2, 64),
     "accept_tree, one node": partial(_accept, 1, 0),
     "accept_tree, 16 nodes": partial(_accept, 16, 7),
     "accept_tree, 64 nodes": partial(_accept, 64, 7),

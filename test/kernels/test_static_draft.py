@@ -12,7 +12,9 @@ from support.no_read_back import no_read_back
 from support.static_forwards import kernels, rerun
 
 from specvla_kernels.graph_capture import Captures, capture_on
+from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.config import DecoderShape
+from specvla_ros.speculation.drafters.children import WindowMass
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.settings import DraftSettings
@@ -24,11 +26,17 @@ DECODER = random_decoder(
 )
 HEADS = {"levels": random_head(DECODER, seed=1), "parallel": random_head(DECODER, seed=1, parallel_depth=3)}
 SLOTS = 3
+KINDS = (*HEADS, "levels of ids", "levels of windows", "parallel of windows")
+WINDOW = WindowMass.from_actions(3, ActionIds(0, 16, 15), 7, DEVICE)
+WINDOW.tolerate((1,) * 7)
 
 
 def drafter(kind: str) -> EagleDrafter:
-    chosen = DraftSettings(top_k=3, depth=3, nodes=9)
-    return EagleDrafter(HEADS[kind], DECODER, chosen, slots=SLOTS, slot_rows=40, captured_depth=5)
+    chosen, arguments = DraftSettings(top_k=3, depth=3, nodes=9), {}
+    head, _, few = kind.partition(" of ")
+    if few:
+        arguments = dict(ids=range(30, 46), children=WINDOW if few == "windows" else None)
+    return EagleDrafter(HEADS[head], DECODER, chosen, slots=SLOTS, slot_rows=40, captured_depth=5, **arguments)
 
 
 def captured(kind: str) -> EagleDrafter:
@@ -40,7 +48,7 @@ def captured(kind: str) -> EagleDrafter:
     return made
 
 
-CAPTURED = {kind: captured(kind) for kind in HEADS}
+CAPTURED = {kind: captured(kind) for kind in KINDS}
 
 
 @st.composite
@@ -55,8 +63,8 @@ def requests(draw: st.DrawFn) -> list[DraftInput]:
     return made
 
 
-@pytest.mark.parametrize("kind", HEADS)
-@settings(max_examples=12 if DEVICE.type == "cpu" else 200, deadline=None)
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=6 if DEVICE.type == "cpu" else 200, deadline=None)
 @given(st.lists(requests(), min_size=1, max_size=2))
 @torch.inference_mode()
 def test_static_drafts_are_drafts(kind: str, several: list[list[DraftInput]]) -> None:

@@ -29,8 +29,8 @@ def window_mass(k: int, *bins: int) -> WindowMass:
     return made
 
 
-def growth_of(levels: int) -> TreeGrowth:
-    return TreeGrowth(torch.tensor([3]), torch.tensor([levels]))
+def growth_of(levels: int, k: int) -> TreeGrowth:
+    return TreeGrowth(torch.tensor([3]), torch.tensor([levels]), k=k, levels=levels)
 
 
 def grow(growth: TreeGrowth, children: Children, rows: torch.Tensor, level: int, shift: int = 0) -> None:
@@ -95,7 +95,7 @@ def test_another_tolerance_is_taken_in_the_same_memory() -> None:
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 5), st.integers(1, 40))
 def test_a_grown_tree_is_a_tree_of_the_best(data: st.DataObject, k: int, levels: int, nodes: int) -> None:
-    growth = growth_of(levels)
+    growth = growth_of(levels, k)
     considered = [0.0]
     for level in range(levels):
         beam = growth.beam_tokens.shape[1]
@@ -122,7 +122,7 @@ def test_a_grown_tree_is_a_tree_of_the_best(data: st.DataObject, k: int, levels:
 
 
 def test_no_child_is_kept_without_its_parent_though_rounding_ranks_it_higher() -> None:
-    growth = growth_of(2)
+    growth = growth_of(2, 1)
     growth.expand(torch.tensor([[[20]]]), torch.tensor([[[-0.5]]]))
     growth.expand(torch.tensor([[[21]]]), torch.tensor([[[1e-6]]]))
     tree = finished(growth, levels=2, k=1, nodes=2)
@@ -131,7 +131,7 @@ def test_no_child_is_kept_without_its_parent_though_rounding_ranks_it_higher() -
 
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(2, 6))
 def test_a_tree_of_windows_keeps_every_parent(seed: int, k: int, nodes: int) -> None:
-    growth = growth_of(4)
+    growth = growth_of(4, k)
     for level in range(4):
         rows = log_probs(seed + level, growth.beam_tokens.shape[1], sharpness=5.0).to(torch.float32)
         rows[:, :10] = rows[:, 26:] = -torch.inf  # nearly all of the mass in one window
@@ -200,7 +200,7 @@ def test_chains_that_grow_together_end_together() -> None:
 
 
 def test_branches_hang_below_the_root_of_any_tree() -> None:
-    growth = growth_of(2)
+    growth = growth_of(2, 2)
     for level in range(2):
         grow(growth, top_k(2), log_probs(level, growth.beam_tokens.shape[1]), level)
     tree = finished(growth, levels=2, k=2, nodes=6)

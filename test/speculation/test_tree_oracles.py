@@ -41,7 +41,7 @@ def test_the_same_nodes_are_kept_as_in_the_published_code() -> None:
     whole = 0
     for case in cases:
         key, levels = case["key"], case["depth_arg"] + 1
-        growth = TreeGrowth(torch.tensor([case["root"]]), torch.tensor([levels]))
+        growth = TreeGrowth(torch.tensor([case["root"]]), torch.tensor([levels]), k=case["top_k"], levels=levels)
         table = f"{key.split('_')[0]}_table_logits"
         for step in range(levels):
             if table in tables.files:

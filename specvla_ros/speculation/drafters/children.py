@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specvla_kernels.expand_tree import Candidates, Window, choose_children
 from specvla_ros.models.codecs.codec import ActionIds
 
 IN_TEXT = -(1 << 20)
@@ -16,14 +17,21 @@ IN_TEXT = -(1 << 20)
 Children = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def top_k(k: int) -> Children:
+@dataclass(frozen=True)
+class TopK:
     """The k likeliest tokens, scored by their log-probability (EAGLE-2)."""
 
-    def choose(log_probs: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
-        best = log_probs.topk(k, dim=-1)
+    k: int
+
+    def __call__(self, log_probs: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and scores [b, k]."""
+        best = log_probs.topk(self.k, dim=-1)
         return best.indices, best.values
 
-    return choose
+
+def top_k(k: int) -> Children:
+    """See TopK."""
+    return TopK(k)
 
 
 @dataclass(frozen=True)
@@ -64,34 +72,25 @@ class WindowMass:
 
     def __call__(self, log_probs: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and scores [b, k]; -inf where no mass is left."""
-        tokens, scores = self._actions(log_probs, dimensions.clamp(min=0) if self.text else dimensions)
-        if not self.text:
-            return tokens, scores
-        likeliest, is_text = log_probs.topk(self.k, dim=-1), (dimensions < 0)[:, None]
-        return torch.where(is_text, likeliest.indices, tokens), torch.where(is_text, likeliest.values, scores)
+        candidates = self.candidates(log_probs[:, None], dimensions, normalised=True)
+        tokens, scores = choose_children(candidates, self.k)
+        return tokens[:, 0], scores[:, 0]
 
-    def _actions(self, log_probs: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
-        r = self.bins[dimensions.clamp(max=len(self.bins) - 1), None]
-        left = self._by_bin(log_probs)
-        bins = torch.arange(left.shape[-1], device=left.device)
-        tokens, scores = [], []
-        for _ in range(self.k):
-            likeliest = left == left.amax(dim=-1, keepdim=True)
-            bin_ = torch.where(likeliest, bins, len(bins)).amin(dim=-1, keepdim=True)
-            near = (bins - bin_).abs() <= r
-            tokens.append(self._token(bin_, log_probs))
-            scores.append(torch.where(near, left, 0.0).sum(dim=-1, keepdim=True).log())
-            left = torch.where(near, 0.0, left)
-        return torch.cat(tokens, dim=-1), torch.cat(scores, dim=-1)
+    def candidates(self, rows: Tensor, dimensions: Tensor, *, normalised: bool) -> Candidates:
+        """What the children are chosen from.
 
-    def _token(self, bin_: Tensor, log_probs: Tensor) -> Tensor:
-        """The id of a bin; of the two that share the highest value's, the likelier: policies know only one of them."""
-        first = self.actions.first
-        highest = first + log_probs[:, first : first + 2].argmax(dim=-1, keepdim=True)
-        return torch.where(bin_ == self.actions.bins - 1, highest, self.actions.stop - 1 - bin_)
-
-    def _by_bin(self, log_probs: Tensor) -> Tensor:
-        """Probabilities [b, bins], the lowest value first; the two lowest ids share the highest value's bin."""
-        of_ids = log_probs[:, self.actions.first : self.actions.stop].exp().flip(-1)
-        shared = of_ids[:, self.actions.bins - 1 :].sum(dim=-1, keepdim=True)
-        return torch.cat((of_ids[:, : self.actions.bins - 1], shared), dim=-1)
+        Args:
+            rows: [trees, beam, vocab], logits of the actions' ids alone, or log-probabilities of the vocabulary.
+            dimensions: int64 [trees], of the children.
+            normalised: whether they are log-probabilities.
+        """
+        likeliest = rows.topk(self.k, dim=-1) if self.text else None
+        first, stop = self.actions.first, self.actions.stop
+        return Candidates(
+            dimensions,
+            rows[..., first:stop],
+            first_id=first,
+            normalised=normalised,
+            window=Window(self.actions.bins, self.bins),
+            chosen=None if likeliest is None else (likeliest.indices, likeliest.values),
+        )

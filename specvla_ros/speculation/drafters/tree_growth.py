@@ -9,9 +9,11 @@ from torch import Tensor
 
 from specvla_kernels.attention_plan import AttentionPlan, plan_attention
 from specvla_kernels.device import to_device
+from specvla_kernels.expand_tree import Beam, Candidates, Considered, expand_tree
+from specvla_kernels.finish_tree import finish_tree
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.speculation.drafters.children import IN_TEXT, Children
+from specvla_ros.speculation.drafters.children import IN_TEXT, Children, TopK, WindowMass
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.tree import Tree
@@ -54,76 +56,73 @@ class TreeGrowth:
     Args:
         roots: int64 [trees], the last committed tokens.
         max_depths: int64 [trees]; a tree that has reached its own grows no further.
+        k: children per node, and nodes of a beam.
+        levels: maximum.
 
     Attributes:
-        beam_tokens: int64 [trees, beam], the best nodes of the newest depth, whose children are considered next.
-        beam_parents: int64 [trees, beam], index of each one's parent in the beam before.
+        beam: the best nodes of the newest depth, whose children are considered next; None: the root.
     """
 
-    def __init__(self, roots: Tensor, max_depths: Tensor) -> None:
-        self._roots = roots[:, None]
-        self._max_depths = max_depths[:, None]
-        # Everything considered, in the order it was; number 0 is the root.
-        self._tokens: list[Tensor] = []
-        self._scores: list[Tensor] = []
-        self._parents: list[Tensor] = []
-        self._considered = 1
-        self._beam_scores = torch.zeros_like(self._roots, dtype=torch.float32)
-        self._beam_numbers = torch.zeros_like(self._roots)
-        self.beam_tokens = self._roots
-        self.beam_parents = torch.full_like(self._roots, -1)
+    def __init__(self, roots: Tensor, max_depths: Tensor, *, k: int, levels: int) -> None:
+        self._roots = roots
+        self._max_depths = max_depths
+        self._k = k
+        self._levels = levels
+        self._considered: Considered | None = None
+        self._count = 0
+        self._level = 0
+        self.beam: Beam | None = None
+
+    @property
+    def beam_tokens(self) -> Tensor:
+        """int64 [trees, beam], tokens of the beam."""
+        return self._roots[:, None] if self.beam is None else self.beam.tokens
 
     def expand(self, tokens: Tensor, scores: Tensor) -> None:
-        """Considers the children of the beam, and makes the best of them the next beam.
+        """Considers children that are chosen, and makes the best of them the next beam.
 
         Args:
             tokens: int64 [trees, beam, k].
             scores: [trees, beam, k], log-probability of each child given its parent; NaN counts as impossible.
         """
-        k = tokens.shape[-1]
-        # The rounded sum of a whole window's mass can be 1 + 1e-7: its child would rank before its own parent.
-        scores = torch.nan_to_num(scores, nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
-        total = (self._beam_scores[:, :, None] + scores).flatten(1)
-        total = torch.where(len(self._tokens) < self._max_depths, total, -torch.inf)
-        self._parents.append(self._beam_numbers[:, :, None].expand(-1, -1, k).flatten(1))
-        self._tokens.append(tokens.flatten(1))
-        self._scores.append(total)
-        best = total.topk(k).indices if total.shape[1] > k else torch.arange(k, device=total.device).expand_as(total)
-        self.beam_tokens = self._tokens[-1].gather(1, best)
-        self.beam_parents = best // k
-        self._beam_scores = total.gather(1, best)
-        self._beam_numbers = self._considered + best
-        self._considered += total.shape[1]
+        self.consider(Candidates(self._max_depths, chosen=(tokens, scores)), scores.dtype)
+
+    def consider(self, candidates: Candidates, dtype: torch.dtype) -> None:
+        """Considers the children of the beam, and makes the best of them the next beam.
+
+        Args:
+            candidates: what they are chosen from.
+            dtype: of scores.
+        """
+        if self._considered is None:
+            entries = (len(self._roots), self._k + (self._levels - 1) * self._k**2)
+            parents, tokens = (torch.empty(entries, dtype=torch.int64, device=self._roots.device) for _ in range(2))
+            scores = torch.empty(entries, dtype=dtype, device=self._roots.device)
+            self._considered = Considered(tokens, scores, parents)
+        offset, self._count = self._count, self._count + self.beam_tokens.shape[1] * self._k
+        self.beam = expand_tree(
+            candidates,
+            self.beam,
+            self._considered,
+            self._max_depths,
+            k=self._k,
+            level=self._level,
+            offset=offset,
+            last=self._level + 1 == self._levels,
+        )
+        self._level += 1
 
     def finish(self, nodes: Tensor, max_nodes: int) -> GrownTrees:
-        """The best of everything considered, in the order of depth; a parent comes with its child.
-
-        A child's score is never above its parent's. Where they are equal, as in low precision, the stable order keeps
-        the parent first: a child without its parent, as the published code can choose it, cannot be.
+        """The best of everything considered, in the order of depth; see `finish_tree`.
 
         Args:
             nodes: int64 [trees], maximum of each finished tree, the root included.
             max_nodes: of any tree; known to the host.
         """
-        columns = (self._tokens, self._scores, self._parents)
-        tokens, scores, parents = (torch.cat(column, dim=1) for column in columns)
-        considered = tokens.shape[1]
-        kept = min(max_nodes - 1, considered)
-        indices = torch.arange(considered, device=tokens.device)
-        ranked = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept]
-        # What is over a tree's own limit goes after all others, where it is nobody's parent.
-        chosen = torch.where(indices[:kept] < nodes[:, None] - 1, ranked, considered).sort(dim=1).values
-        node_of = torch.zeros_like(self._roots).repeat(1, considered + 2)
-        node_of.scatter_(1, chosen + 1, (indices[:kept] + 1).expand_as(chosen))
-        chosen = chosen.clamp(max=considered - 1)
-        above = node_of.gather(1, parents.gather(1, chosen))
-        ancestry = Ancestry.on_device(torch.cat((torch.full_like(self._roots, -1), above), dim=1), len(self._tokens))
-        tokens = torch.cat((self._roots, tokens.gather(1, chosen)), dim=1)
-        log_probs = scores.gather(1, chosen)
-        return GrownTrees(
-            numbers=torch.stack((tokens, ancestry.parents, ancestry.depths, ancestry.ancestors)),
-            log_probs=torch.cat((torch.zeros_like(self._roots, dtype=log_probs.dtype), log_probs), dim=1),
-        )
+        assert self._considered is not None
+        considered = self._considered.first(self._count)
+        made = finish_tree(considered, self._roots, nodes, k=self._k, levels=self._level, max_nodes=max_nodes)
+        return GrownTrees(*made)
 
 
 def tree_size(depth: int, k: int, max_nodes: int) -> int:
@@ -152,32 +151,24 @@ class Beams:
 
     def __init__(self, max_depths: Tensor) -> None:
         self._deepest = (max_depths - 1).clamp(min=0)[:, None]
-        self._width = 0
         self._count = 0
         none = torch.empty((len(max_depths), 0), dtype=torch.int64, device=max_depths.device)
         self.tokens = self.depths = self.ancestors = none
         self.states: Tensor | None = None
 
-    def add(self, growth: TreeGrowth, predicted: Tensor) -> None:
+    def add(self, beam: Beam, predicted: Tensor) -> None:
         """Adds the newest beam.
 
         Args:
-            growth: the trees.
-            predicted: [trees, beam, hidden], the head's states at the beam before; at the root for the first.
+            beam: of the trees.
+            predicted: [trees, width, hidden], the head's states at the beam before; at the root for the first.
         """
-        trees, width = growth.beam_tokens.shape
-        before = self.tokens.shape[1]
-        parents = growth.beam_parents
-        bits = torch.ones_like(parents) << torch.arange(before, before + width, device=parents.device)
-        if before:
-            bits = bits | self.ancestors.gather(1, before - self._width + parents)
-        states = predicted.gather(1, parents[:, :, None].expand(-1, -1, predicted.shape[2]))
-        depth = self._deepest.clamp(max=self._count).expand(trees, width)
-        self.tokens = torch.cat((self.tokens, growth.beam_tokens), dim=1)
+        states = predicted.gather(1, beam.parents[:, :, None].expand(-1, -1, predicted.shape[2]))
+        depth = self._deepest.clamp(max=self._count).expand_as(beam.tokens)
+        self.tokens = torch.cat((self.tokens, beam.tokens), dim=1)
         self.states = states if self.states is None else torch.cat((self.states, states), dim=1)
         self.depths = torch.cat((self.depths, depth), dim=1)
-        self.ancestors = torch.cat((self.ancestors, bits), dim=1)
-        self._width = width
+        self.ancestors = beam.ancestors
         self._count += 1
 
 
@@ -354,7 +345,7 @@ class TreeGrower:
                 after each of the tree's masks.
             depth: of the deepest tree, at least one.
         """
-        growth = TreeGrowth(start.roots, start.max_depths)
+        growth = TreeGrowth(start.roots, start.max_depths, k=self._k, levels=depth)
         if self.parallel_depth > 1:
             self._expand_all(growth, start, predicted[:, :depth])
         else:
@@ -365,19 +356,16 @@ class TreeGrower:
         """A forward of the head per level, over the beam that the level before has left."""
         beams = Beams(start.max_depths)
         for drafted in range(depth):
-            if drafted:
-                beams.add(growth, states)
+            if growth.beam is not None:
+                beams.add(growth.beam, states)
                 states = self._over(beams, start)[:, -self._k :]
-            dimensions = (start.dimensions + drafted)[:, None].expand(-1, states.shape[1])
-            growth.expand(*self._children_of(states, dimensions))
+            self._consider(growth, self._logits(states), start.dimensions + drafted)
 
     def _expand_all(self, growth: TreeGrowth, start: DraftStart, states: Tensor) -> None:
         """Every level from one forward: what follows a node depends on its depth, not on the path to it."""
-        levels = torch.arange(states.shape[1], device=states.device)
-        tokens, scores = self._children_of(states, start.dimensions[:, None] + levels)
-        for token, score in zip(tokens.unbind(1), scores.unbind(1), strict=True):
-            beam = growth.beam_tokens.shape[1]
-            growth.expand(*(each[:, None].expand(-1, beam, -1) for each in (token, score)))
+        for drafted, logits in enumerate(self._logits(states).unbind(1)):
+            width = growth.beam_tokens.shape[1]
+            self._consider(growth, logits[:, None].expand(-1, width, -1), start.dimensions + drafted)
 
     def _layout(
         self, start: DraftStart, first_rows: Tensor, offsets: Tensor, ancestors: Tensor | None = None
@@ -415,13 +403,26 @@ class TreeGrower:
         fused = self.fuse(self._decoder.embed_tokens(beams.tokens.flatten()), beams.states.flatten(0, 1))
         return self.forward(fused, layout).view_as(beams.states)
 
-    def _children_of(self, states: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and scores [trees, n, k] after states [trees, n, hidden] in dimensions [trees, n]."""
-        log_probs = self._decoder.logits(states.flatten(0, 1), self._ids).log_softmax(dim=-1)
-        tokens, scores = self._children(log_probs, dimensions.flatten())
-        if self._ids is not None:
-            tokens = tokens + self._ids.start
-        return tokens.view(*dimensions.shape, -1), scores.view(*dimensions.shape, -1)
+    def _logits(self, states: Tensor) -> Tensor:
+        """[trees, n, ids] after states [trees, n, hidden]."""
+        return self._decoder.logits(states.flatten(0, 1), self._ids).view(*states.shape[:2], -1)
+
+    def _consider(self, growth: TreeGrowth, logits: Tensor, dimensions: Tensor) -> None:
+        """The next level, from logits [trees, beam, ids] and the action dimension of the children, int64 [trees]."""
+        children, few = self._children, self._ids is not None
+        # Of a whole vocabulary the likeliest are chosen first; its probability is shared by more than the kernel holds.
+        rows = logits if few else logits.log_softmax(dim=-1)
+        if isinstance(children, WindowMass):
+            candidates = children.candidates(rows, dimensions, normalised=not few)
+            shift = self._ids.start if self._ids is not None else 0
+            candidates = replace(candidates, first_id=candidates.first_id + shift)
+        elif self._ids is not None and isinstance(children, TopK):
+            candidates = Candidates(dimensions, rows, first_id=self._ids.start)
+        else:
+            tokens, scores = children(rows.flatten(0, 1), dimensions.repeat_interleave(rows.shape[1]))
+            chosen = tuple(each.view(*rows.shape[:2], -1) for each in (tokens, scores))
+            candidates = Candidates(dimensions, chosen=(chosen[0], chosen[1]))
+        growth.consider(candidates, logits.dtype)
 
     def _plan(self, slots: Tensor, first_rows: Tensor, n: int, is_tree: bool) -> AttentionPlan:
         """The attention's table where the device alone knows the rows."""

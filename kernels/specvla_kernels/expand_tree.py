@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One level of the draft trees of several requests: the children of a beam, and the best of them as the next beam."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specvla_kernels.device import has_kernels, jit, power_of_two, tl
+
+_BEAM_NODES = 8  # of a beam at once
+_WARPS = 8  # one per node, whose ids it then goes through without waiting for others; half where sm_120 would spill
+MAX_COLUMNS = 1 << 10  # of a row that the kernel holds; of more, the likeliest are to be chosen before
+
+
+@dataclass(frozen=True)
+class Window:
+    """How many of a row's ids stand for the same action, near enough.
+
+    Column 0 is the highest value, the last column the lowest; where there is one id more than values, columns 0 and 1
+    are the same value.
+
+    Args:
+        bins: distinct values.
+        tolerances: int64 [dimensions + 1], how many bins off a token may be, per action dimension; the last is for
+            every dimension beyond.
+    """
+
+    bins: int
+    tolerances: Tensor
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What the children of a beam's nodes are chosen from.
+
+    Args:
+        dimensions: int64 [trees], the action dimension of the children; below 0 where they may be text.
+        rows: [trees, beam, columns], of ids that follow each other: logits, which these ids share all probability of,
+            or log-probabilities. The last dimension is contiguous.
+        first_id: of column 0.
+        normalised: whether the rows are log-probabilities.
+        window: chooses by the mass of windows (see `specvla_ros.speculation.drafters.children.WindowMass`); None: the
+            likeliest.
+        chosen: tokens, int64, and log-probabilities, both [trees, beam, k], that are the children where the rows do
+            not say them: in dimensions below 0, or everywhere without rows. The last dimension is contiguous.
+    """
+
+    dimensions: Tensor
+    rows: Tensor | None = None
+    first_id: int = 0
+    normalised: bool = False
+    window: Window | None = None
+    chosen: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Considered:
+    """Every child that some trees have considered, in the order it was; entry i has number i + 1, the root number 0.
+
+    Args:
+        tokens: int64 [trees, n].
+        scores: [trees, n], log-probability of the path; -inf: impossible, or beyond the tree's own depth.
+        parents: int64 [trees, n], numbers.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor
+
+    def first(self, n: int) -> "Considered":
+        """The first n entries."""
+        return Considered(self.tokens[:, :n], self.scores[:, :n], self.parents[:, :n])
+
+
+@dataclass(frozen=True)
+class Beam:
+    """The best nodes of a level, whose children are considered next.
+
+    Args:
+        tokens: int64 [trees, k].
+        parents: int64 [trees, k], index of each one's parent in the beam before; 0 in the first, after the root.
+        scores: [trees, k].
+        numbers: int64 [trees, k], see Considered.
+        ancestors: int64 [trees, n], of the nodes of all beams so far, one after the other, this one last; bit j set:
+            node j is an ancestor or the node itself.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+    numbers: Tensor
+    ancestors: Tensor
+
+
+def expand_tree(
+    candidates: Candidates,
+    beam: Beam | None,
+    considered: Considered,
+    max_depths: Tensor,
+    *,
+    k: int,
+    level: int,
+    offset: int,
+    last: bool = False,
+) -> Beam | None:
+    """Considers k children of each node of the beam, and makes the k best of them the next beam.
+
+    Of equally likely ids the lowest comes first, of equally good children the first that was considered. A NaN counts
+    as impossible. A child's score is never above its parent's, however the sum of a window's mass was rounded.
+
+    Args:
+        candidates: what the children are chosen from.
+        beam: None: the root alone.
+        considered: of n entries; those from `offset` on are written.
+        max_depths: int64 [trees]; a tree that has reached its own grows no further.
+        k: children per node, and nodes of a beam.
+        level: of the children; 0 right after the root.
+        offset: entries so far.
+        last: whether no beam is wanted.
+
+    Returns:
+        The next beam; None after the last level.
+    """
+    x = candidates.rows if candidates.chosen is None else candidates.chosen[1]
+    assert x is not None
+    run = expand_tree_triton if has_kernels(x) else expand_tree_reference
+    return run(candidates, beam, considered, max_depths, k=k, level=level, offset=offset, last=last)
+
+
+def expand_tree_reference(
+    candidates: Candidates,
+    beam: Beam | None,
+    considered: Considered,
+    max_depths: Tensor,
+    *,
+    k: int,
+    level: int,
+    offset: int,
+    last: bool = False,
+) -> Beam | None:
+    """`expand_tree` in PyTorch."""
+    tokens, scores = choose_children(candidates, k)
+    scores = torch.nan_to_num(scores, nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
+    width = tokens.shape[1]
+    if beam is None:
+        totals, parents = scores.flatten(1), torch.zeros_like(tokens).flatten(1)
+    else:
+        totals = (beam.scores[:, :, None] + scores).flatten(1)
+        parents = beam.numbers[:, :, None].expand(-1, -1, k).flatten(1)
+    totals = torch.where(level < max_depths[:, None], totals, -torch.inf)
+    written = slice(offset, offset + width * k)
+    for memory, column in (
+        (considered.tokens, tokens.flatten(1)),
+        (considered.scores, totals),
+        (considered.parents, parents),
+    ):
+        memory[:, written] = column
+    return None if last else best_of(considered, beam, k=k, offset=offset, width=width)
+
+
+def choose_children(candidates: Candidates, k: int) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probabilities [trees, beam, k], the best first."""
+    if candidates.rows is None:
+        assert candidates.chosen is not None
+        return candidates.chosen
+    log_probs = candidates.rows if candidates.normalised else candidates.rows.log_softmax(dim=-1)
+    log_probs = torch.nan_to_num(log_probs, nan=-torch.inf, neginf=-torch.inf)
+    if candidates.window is None:
+        scores, columns = log_probs.sort(dim=-1, descending=True, stable=True)
+        columns, scores = columns[..., :k], scores[..., :k]
+    else:
+        columns, scores = _by_mass(log_probs, candidates.window, candidates.dimensions, k)
+    tokens = columns + candidates.first_id
+    if candidates.chosen is None:
+        return tokens, scores
+    is_text = (candidates.dimensions < 0)[:, None, None]
+    return tuple(torch.where(is_text, *pair) for pair in zip(candidates.chosen, (tokens, scores), strict=True))  # type: ignore[return-value]
+
+
+def _by_mass(log_probs: Tensor, window: Window, dimensions: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Columns and scores [trees, beam, k]: the likeliest bin, whose window's mass is then taken away, and so on."""
+    r = window.tolerances[dimensions.clamp(0, len(window.tolerances) - 1)][:, None, None]
+    bins, n = torch.arange(window.bins, device=log_probs.device), log_probs.shape[-1]
+    probabilities = log_probs.exp().flip(-1)  # the lowest value first
+    highest = probabilities[..., window.bins - 1 :].sum(dim=-1, keepdim=True)
+    left = torch.cat((probabilities[..., : window.bins - 1], highest), dim=-1)
+    # Of the two ids that share the highest value the likelier: policies know only one of them.
+    top = log_probs[..., : 1 + n - window.bins].argmax(dim=-1, keepdim=True)
+    columns, scores = [], []
+    for _ in range(k):
+        likeliest = left == left.amax(dim=-1, keepdim=True)
+        bin_ = torch.where(likeliest, bins, len(bins)).amin(dim=-1, keepdim=True)
+        near = (bins - bin_).abs() <= r
+        columns.append(torch.where(bin_ == window.bins - 1, top, n - 1 - bin_))
+        scores.append(torch.where(near, left, 0.0).sum(dim=-1, keepdim=True).log())
+        left = torch.where(near, 0.0, left)
+    return torch.cat(columns, dim=-1), torch.cat(scores, dim=-1)
+
+
+def best_of(considered: Considered, beam: Beam | None, *, k: int, offset: int, width: int) -> Beam:
+    """The next beam in PyTorch: the best k of the entries from `offset` on.
+
+    Args:
+        considered: with the children of the beam's `width` nodes.
+        beam: None: the root alone.
+        k: children per node.
+        offset: entries before.
+        width: nodes of the beam.
+    """
+    level = slice(offset, offset + width * k)
+    scores = considered.scores[:, level]
+    order = torch.arange(k, device=scores.device).expand(len(scores), k)
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :k] if width > 1 else order
+    parents, before = best // k, 0 if beam is None else beam.ancestors.shape[1]
+    ancestors = torch.ones_like(parents) << torch.arange(before, before + k, device=parents.device)
+    if beam is not None:
+        ancestors = ancestors | beam.ancestors.gather(1, before - width + parents)
+        ancestors = torch.cat((beam.ancestors, ancestors), dim=1)
+    tokens = considered.tokens[:, level].gather(1, best)
+    return Beam(tokens, parents, scores.gather(1, best), offset + 1 + best, ancestors)
+
+
+def expand_tree_triton(
+    candidates: Candidates,
+    beam: Beam | None,
+    considered: Considered,
+    max_depths: Tensor,
+    *,
+    k: int,
+    level: int,
+    offset: int,
+    last: bool = False,
+) -> Beam | None:
+    """`expand_tree` as one launch, a program per tree.
+
+    Raises:
+        ValueError: rows of more than 1024 columns.
+    """
+    rows, window, chosen = candidates.rows, candidates.window, candidates.chosen
+    if rows is not None and rows.shape[2] > MAX_COLUMNS:
+        raise ValueError(f"rows of {rows.shape[2]} ids: the kernel holds {MAX_COLUMNS}; choose the likeliest before")
+    trees, width, columns = (rows if rows is not None else chosen[0]).shape  # type: ignore[index]
+    whole, scores = considered.tokens, considered.scores
+    before = 0 if beam is None else beam.ancestors.shape[1]
+    made = Beam(
+        *(whole.new_empty(trees, k), whole.new_empty(trees, k), scores.new_empty(trees, k)),
+        *(whole.new_empty(trees, k), whole.new_empty(trees, before + k)),
+    )
+    old = beam or made
+    # What a launch does not read stands in for itself.
+    given = chosen or (whole, scores)
+    values = scores if rows is None else rows
+    tolerances = max_depths if window is None else window.tolerances
+    _expand_tree[(trees,)](
+        values, *given, tolerances, candidates.dimensions, max_depths, old.scores, old.numbers, old.ancestors,
+        whole, scores, considered.parents, made.tokens, made.parents, made.scores, made.numbers, made.ancestors,
+        values.stride(0), values.stride(1) if rows is not None else 0,
+        given[0].stride(0), given[0].stride(1), given[1].stride(0), given[1].stride(1), whole.stride(0),
+        offset, level, candidates.first_id, columns, len(tolerances) - 1, before,
+        BINS=window.bins if window else 0, SHARED=bool(window and columns > window.bins), ROWS=rows is not None,
+        NORMALISED=candidates.normalised, CHOSEN=chosen is not None, FIRST=beam is None, LAST=last,
+        WIDTH=width, K=k, BLOCK_WIDTH=min(power_of_two(width), _BEAM_NODES), BLOCK_K=power_of_two(k),
+        BLOCK_LEVEL=power_of_two(width * k), BLOCK_COLUMNS=power_of_two(columns), BLOCK_NODES=64,
+        num_warps=_WARPS // 2 if rows is not None and chosen is not None else _WARPS,
+    )  # fmt: skip
+    return None if last else made
+
+
+@jit(
+    do_not_specialize=[
+        "row_stride", "node_stride", "token_stride", "token_node_stride", "score_stride", "score_node_stride",
+        "considered_stride", "offset", "level", "first_id", "columns", "last_dimension", "before",
+    ],
+    do_not_specialize_on_alignment=[
+        "rows", "given_tokens", "given_scores", "tolerances", "dimensions", "max_depths", "beam_scores",
+        "beam_numbers", "beam_ancestors", "tokens", "scores", "parents", "next_tokens", "next_parents",
+        "next_scores", "next_numbers", "next_ancestors",
+    ],
+)  # fmt: skip
+def _expand_tree(  # type: ignore[no-untyped-def]
+    rows, given_tokens, given_scores, tolerances, dimensions, max_depths, beam_scores, beam_numbers, beam_ancestors,
+    tokens, scores, parents, next_tokens, next_parents, next_scores, next_numbers, next_ancestors,
+    row_stride, node_stride, token_stride, token_node_stride, score_stride, score_node_stride, considered_stride,
+    offset, level, first_id, columns, last_dimension, before,
+    BINS: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, NORMALISED: tl.constexpr, CHOSEN: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_LEVEL: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_NODES: tl.constexpr,
+):  # fmt: skip
+    tree = tl.program_id(0).to(tl.int64)
+    infinity = float("inf")
+    child = tl.arange(0, BLOCK_K)
+    dimension = tl.load(dimensions + tree)
+    grows = level < tl.load(max_depths + tree)
+    entries = tree * considered_stride + offset
+    for begin in range(0, WIDTH, BLOCK_WIDTH):
+        node = begin + tl.arange(0, BLOCK_WIDTH)
+        there = node < WIDTH
+        pairs = there[:, None] & (child < K)[None, :]
+        if CHOSEN:
+            at = tree * token_stride + node[:, None] * token_node_stride + child[None, :]
+            token = tl.load(given_tokens + at, pairs, other=0)
+            at = tree * score_stride + node[:, None] * score_node_stride + child[None, :]
+            score = tl.load(given_scores + at, pairs, other=-infinity).to(tl.float32)
+        else:
+            token = tl.zeros((BLOCK_WIDTH, BLOCK_K), tl.int64)
+            score = tl.full((BLOCK_WIDTH, BLOCK_K), -infinity, tl.float32)
+        if ROWS:
+            column = tl.arange(0, BLOCK_COLUMNS)
+            inside = there[:, None] & (column < columns)[None, :]
+            at = tree * row_stride + node[:, None] * node_stride + column[None, :]
+            x = tl.load(rows + at, inside, other=-infinity).to(tl.float32)
+            if not NORMALISED:
+                x = x - tl.max(x, 1)[:, None]
+                x = x - tl.log(tl.sum(tl.exp(x), 1))[:, None]
+            x = tl.where(x == x, x, -infinity)
+            found = tl.zeros((BLOCK_WIDTH, BLOCK_K), tl.int32)
+            gained = tl.full((BLOCK_WIDTH, BLOCK_K), -infinity, tl.float32)
+            if BINS > 0:
+                r = tl.load(tolerances + tl.minimum(tl.maximum(dimension, 0), last_dimension)).to(tl.int32)
+                bin_of = tl.minimum(columns - 1 - column, BINS - 1)[None, :]
+                left = tl.where(inside, tl.exp(x), -1.0)
+                top = tl.zeros((BLOCK_WIDTH,), tl.int32)
+                if SHARED:
+                    first = (column == 0)[None, :]
+                    second = (column == 1)[None, :]
+                    ahead = tl.max(tl.where(second, x, -infinity), 1) > tl.max(tl.where(first, x, -infinity), 1)
+                    top = ahead.to(tl.int32)
+                    share = tl.sum(tl.where(first, left, 0.0), 1)[:, None]
+                    left = tl.where(first, -1.0, tl.where(second, left + share, left))
+                for i in range(K):
+                    best = tl.max(left, 1)[:, None]
+                    bin_ = tl.min(tl.where(left == best, bin_of, BINS), 1)
+                    near = (tl.abs(bin_of - bin_[:, None]) <= r) & (left >= 0.0)
+                    mass = tl.log(tl.sum(tl.where(near, left, 0.0), 1))
+                    where_ = tl.where(bin_ == BINS - 1, top, columns - 1 - bin_)
+                    found = tl.where((child == i)[None, :], where_[:, None], found)
+                    gained = tl.where((child == i)[None, :], mass[:, None], gained)
+                    left = tl.where(near, 0.0, left)
+            else:
+                open_ = inside
+                for i in range(K):
+                    best = tl.max(tl.where(open_, x, -infinity), 1)
+                    where_ = tl.min(tl.where(open_ & (x == best[:, None]), column[None, :], BLOCK_COLUMNS), 1)
+                    found = tl.where((child == i)[None, :], where_[:, None], found)
+                    gained = tl.where((child == i)[None, :], best[:, None], gained)
+                    open_ = open_ & (column[None, :] != where_[:, None])
+            if CHOSEN:
+                token = tl.where(dimension < 0, token, first_id + found.to(tl.int64))
+                score = tl.where(dimension < 0, score, gained)
+            else:
+                token = first_id + found.to(tl.int64)
+                score = gained
+        score = tl.where(score == score, tl.minimum(score, 0.0), -infinity)
+        number = tl.zeros((BLOCK_WIDTH,), tl.int64)
+        if not FIRST:
+            score = tl.load(beam_scores + tree * WIDTH + node, there, other=0.0)[:, None] + score
+            number = tl.load(beam_numbers + tree * WIDTH + node, there, other=0)
+        score = tl.where(grows, score, -infinity)
+        at = entries + node[:, None] * K + child[None, :]
+        tl.store(tokens + at, token, pairs)
+        tl.store(scores + at, score, pairs)
+        tl.store(parents + at, tl.zeros((BLOCK_WIDTH, BLOCK_K), tl.int64) + number[:, None], pairs)
+    if not LAST:
+        tl.debug_barrier()  # the children of all nodes are there for all threads
+        best_child = child
+        if WIDTH > 1:
+            entry = tl.arange(0, BLOCK_LEVEL)
+            open_entry = entry < WIDTH * K
+            total = tl.load(scores + entries + entry, open_entry, other=-infinity)
+            for i in range(K):
+                best_score = tl.max(tl.where(open_entry, total, -infinity), 0)
+                at_entry = tl.min(tl.where(open_entry & (total == best_score), entry, BLOCK_LEVEL), 0)
+                best_child = tl.where(child == i, at_entry, best_child)
+                open_entry = open_entry & (entry != at_entry)
+        mine = child < K
+        to = tree * K + child
+        tl.store(next_tokens + to, tl.load(tokens + entries + best_child, mine, other=0), mine)
+        tl.store(next_scores + to, tl.load(scores + entries + best_child, mine, other=0.0), mine)
+        tl.store(next_numbers + to, (offset + 1 + best_child).to(tl.int64), mine)
+        parent = best_child // K
+        tl.store(next_parents + to, parent.to(tl.int64), mine)
+        bits = tl.full((BLOCK_K,), 1, tl.int64) << (before + child).to(tl.int64)
+        next_row = next_ancestors + tree * (before + K)
+        if not FIRST:
+            old = beam_ancestors + tree * before
+            bits = bits | tl.load(old + before - WIDTH + parent, mine, other=0)
+            earlier = tl.arange(0, BLOCK_NODES)
+            copied = tl.load(old + earlier, earlier < before, other=0)
+            tl.store(next_row + earlier, copied, earlier < before)
+        tl.store(next_row + before + child, bits, mine)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The finished draft trees of several requests: the best of everything that was considered."""
+
+import torch
+from torch import Tensor
+
+from specvla_kernels.device import has_kernels, jit, power_of_two, tl
+from specvla_kernels.expand_tree import Considered
+from specvla_kernels.layout import Ancestry
+
+_ENTRIES = 1 << 10  # that a program holds at once: more would not fit its registers
+
+
+def finish_tree(
+    considered: Considered, roots: Tensor, nodes: Tensor, *, k: int, levels: int, max_nodes: int
+) -> tuple[Tensor, Tensor]:
+    """The best of everything considered, in the order of depth; a parent comes with its child.
+
+    A child's score is never above its parent's, and where they are equal, as in low precision, the first that was
+    considered is better: a child without its parent, as the published code can choose it, cannot be.
+
+    Args:
+        considered: k children of the root, then k children of each of k nodes per level.
+        roots: int64 [trees], tokens.
+        nodes: int64 [trees], maximum of each finished tree, the root included; at least 1.
+        k: children per node.
+        levels: that were considered.
+        max_nodes: of any tree; known to the host. 64 at most.
+
+    Returns:
+        numbers: int64 [4, trees, n]: tokens, parents, depths and ancestors; n = min(max_nodes, 1 + what was
+            considered). Node 0 is the root, of parent -1. What a tree of fewer nodes does not fill has token, parent,
+            depth and ancestors 0.
+        log_probs: [trees, n]; 0 of the root, -inf where nothing is.
+    """
+    run = finish_tree_triton if has_kernels(considered.scores) else finish_tree_reference
+    return run(considered, roots, nodes, k=k, levels=levels, max_nodes=max_nodes)
+
+
+def finish_tree_reference(
+    considered: Considered, roots: Tensor, nodes: Tensor, *, k: int, levels: int, max_nodes: int
+) -> tuple[Tensor, Tensor]:
+    """`finish_tree` in PyTorch."""
+    tokens, scores, parents = considered.tokens, considered.scores, considered.parents
+    n = tokens.shape[1]
+    kept = min(max_nodes - 1, n)
+    indices, roots = torch.arange(n, device=tokens.device), roots[:, None]
+    ranked = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept]
+    # What is over a tree's own limit goes after all others, where it is nobody's parent.
+    chosen = torch.where(indices[:kept] < nodes[:, None] - 1, ranked, n).sort(dim=1).values
+    node_of = torch.zeros_like(roots).repeat(1, n + 2)
+    node_of.scatter_(1, chosen + 1, (indices[:kept] + 1).expand_as(chosen))
+    there, chosen = chosen < n, chosen.clamp(max=n - 1)
+    above = torch.where(there, node_of.gather(1, parents.gather(1, chosen)), 0)
+    ancestry = Ancestry.on_device(torch.cat((torch.full_like(roots, -1), above), dim=1), levels)
+    of_root = torch.ones_like(roots, dtype=torch.bool)
+    numbers = torch.stack(
+        (
+            torch.cat((roots, tokens.gather(1, chosen)), dim=1),
+            ancestry.parents,
+            ancestry.depths,
+            ancestry.ancestors,
+        )
+    )
+    log_probs = torch.where(there, scores.gather(1, chosen), -torch.inf)
+    return (
+        torch.where(torch.cat((of_root, there), dim=1), numbers, 0),
+        torch.cat((torch.zeros_like(roots, dtype=scores.dtype), log_probs), dim=1),
+    )
+
+
+def finish_tree_triton(
+    considered: Considered, roots: Tensor, nodes: Tensor, *, k: int, levels: int, max_nodes: int
+) -> tuple[Tensor, Tensor]:
+    """`finish_tree` as one launch, a program per tree."""
+    trees, n = considered.tokens.shape
+    size = 1 + min(max_nodes - 1, n)
+    numbers = roots.new_empty(4, trees, size)
+    log_probs = considered.scores.new_empty(trees, size)
+    node_of = torch.empty(trees, n + 1, dtype=torch.int32, device=roots.device)
+    block = power_of_two(size, 16)
+    _finish_tree[(trees,)](
+        considered.tokens, considered.scores, considered.parents, roots, nodes, numbers, log_probs, node_of,
+        considered.tokens.stride(0), n, k, size, trees,
+        DOUBLINGS=levels.bit_length(), BLOCK=block, BLOCK_ENTRIES=min(power_of_two(n, 16), _ENTRIES),
+        num_warps=max(4, block // 8),
+    )  # fmt: skip
+    return numbers, log_probs
+
+
+@jit(
+    do_not_specialize=["considered_stride", "n", "k", "size", "trees"],
+    do_not_specialize_on_alignment=[
+        "tokens", "scores", "parents", "roots", "nodes", "numbers", "log_probs", "node_of",
+    ],
+)  # fmt: skip
+def _finish_tree(  # type: ignore[no-untyped-def]
+    tokens, scores, parents, roots, nodes, numbers, log_probs, node_of, considered_stride, n, k, size, trees,
+    DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ENTRIES: tl.constexpr,
+):  # fmt: skip
+    tree = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCK_ENTRIES)
+    own_scores = scores + tree * considered_stride
+    kept = tl.minimum(tl.minimum(tl.load(nodes + tree).to(tl.int32), size) - 1, n)
+    # No score is above 0: the bits of its magnitude, as an integer, count from the best on.
+    worst, spare = 0, kept  # the key of the last one that is kept, found bit by bit; and how many of that key are
+    for i in range(31):
+        tried = worst | (1 << (30 - i))
+        better = 0
+        for begin in range(0, n, BLOCK_ENTRIES):
+            score = tl.load(own_scores + begin + block, begin + block < n, other=float("nan"))
+            better += tl.sum(((score == score) & (tl.abs(score).to(tl.int32, bitcast=True) < tried)).to(tl.int32), 0)
+        spare = tl.where(better < kept, kept - better, spare)
+        worst = tl.where(better < kept, tried, worst)
+    own_nodes = node_of + tree * (n + 1)
+    row, plane = tree * size, trees.to(tl.int64) * size
+    tl.store(own_nodes, 0)
+    nodes_before, worst_before = 0, 0
+    for begin in range(0, n, BLOCK_ENTRIES):
+        entry = begin + block
+        at = tree * considered_stride + entry
+        score = tl.load(scores + at, entry < n, other=float("nan"))
+        key = tl.abs(score).to(tl.int32, bitcast=True)
+        of_worst = ((score == score) & (key == worst)).to(tl.int32)
+        first_of_worst = (of_worst == 1) & (worst_before + tl.cumsum(of_worst, 0) <= spare)
+        chosen = (((score == score) & (key < worst)) | first_of_worst) & (kept > 0)
+        node = nodes_before + tl.cumsum(chosen.to(tl.int32), 0)
+        tl.store(own_nodes + 1 + entry, node, chosen)
+        tl.debug_barrier()  # every node's number is there for its children
+        parent = tl.load(own_nodes + tl.load(parents + at, chosen, other=0), chosen, other=0)
+        depth = tl.where(entry < k, 1, 2 + (entry - k) // (k * k))
+        tl.store(numbers + row + node, tl.load(tokens + at, chosen, other=0), chosen)
+        tl.store(numbers + plane + row + node, parent.to(tl.int64), chosen)
+        tl.store(numbers + 2 * plane + row + node, depth.to(tl.int64), chosen)
+        tl.store(log_probs + row + node, score, chosen)
+        nodes_before += tl.sum(chosen.to(tl.int32), 0)
+        worst_before += tl.sum(of_worst, 0)
+
+    place = tl.arange(0, BLOCK)
+    is_root, empty = place == 0, (place > kept) & (place < size)
+    other = is_root | empty
+    own = numbers + row + place
+    tl.store(own, tl.where(is_root, tl.load(roots + tree), 0), other)
+    tl.store(own + plane, tl.where(is_root, -1, 0).to(tl.int64), other)
+    tl.store(own + 2 * plane, tl.zeros((BLOCK,), tl.int64), other)
+    tl.store(log_probs + row + place, tl.where(is_root, 0.0, float("-inf")), other)
+    tl.debug_barrier()  # and every parent for the whole tree
+    filled = place <= kept
+    up = tl.load(own + plane, filled, other=-1).to(tl.int32)
+    path = tl.where(filled, tl.full((BLOCK,), 1, tl.int64) << place.to(tl.int64), 0)
+    for _ in range(DOUBLINGS):  # a path of 1, 2, 4, ... nodes
+        is_up = up[:, None] == place[None, :]
+        path = path | tl.sum(tl.where(is_up, path[None, :], 0), 1)
+        up = tl.sum(tl.where(is_up, up[None, :] + 1, 0), 1) - 1
+    tl.store(own + 3 * plane, path, place < size)
