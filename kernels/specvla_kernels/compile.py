@@ -28,11 +28,11 @@ from specvla_kernels.attention_plan import plan_attention
 from specvla_kernels.commit_kv import commit_kv_triton
 from specvla_kernels.compare_drafts import Nodes, PackedTrees, Trees, compare_drafts_triton
 from specvla_kernels.device import HAS_TRITON, try_product
+from specvla_kernels.expand_tree import Beam, Candidates, Considered, Window, expand_tree_triton
+from specvla_kernels.finish_tree import finish_tree_triton
 from specvla_kernels.fused_linear import fused_linear_triton
 from specvla_kernels.gated_unit import gated_unit_triton
 from specvla_kernels.greedy_choice import greedy_choice_triton
-from specvla_kernels.expand_tree import Beam, Candidates, Considered, Window, expand_tree_triton
-from specvla_kernels.finish_tree import finish_tree_triton
 from specvla_kernels.int8_linear import round_rows_triton, scale_sums_triton
 from specvla_kernels.layernorm_residual import layernorm_residual_triton
 from specvla_kernels.layout import Span
