@@ -126,6 +126,7 @@ def _patches(launches: Launches, read_back: Callable[[tuple[int, ...]], list[Any
         yield patch.object(torch, name, _without_pinning(getattr(torch, name)))
     yield patch.object(torch.cuda, "get_device_properties", lambda _=None: SimpleNamespace(multi_processor_count=_SMS))
     yield patch.object(torch.cuda, "Event", _Event)
+    yield patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
     # In inference mode operators arrive whole that are made of others.
     yield patch.object(torch.inference_mode, "__enter__", _enter)
     yield patch.object(torch.inference_mode, "__exit__", _exit)
