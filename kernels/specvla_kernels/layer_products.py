@@ -2,7 +2,8 @@
 """The products of a decoder layer and of a vision tower's block, each with what stands around it, in few launches.
 
 Few rows: norm, product, gate and residual are one launch, 6 a layer with rope_write_kv and the attention. Many rows:
-the libraries' products, with fused norms and gates between them, 9 a layer.
+the libraries' products, with fused norms and gates between them, 9 a layer. Weights of 8 bits: norm and gate round what
+they give, the products scale, add bias and residual, 10 a layer for any rows.
 """
 
 from collections.abc import Callable
@@ -17,11 +18,12 @@ from specvla_kernels.gated_unit import gated_unit
 from specvla_kernels.linear import linear
 from specvla_kernels.product_contest import is_fused
 from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm, rmsnorm_residual
+from specvla_kernels.rounded_linear import Rounded, round_rows, rounded_linear
 
 _MOST_PATCHES = 512  # of one image: small matrices, whose libraries' products leave processors idle too
 
-# A weight [out_features, in_features], or a product of another kind, as that of a quantised matrix.
-Matrix = Tensor | Callable[[Tensor], Tensor]
+# A weight [out_features, in_features], also rounded to 8 bits, or a product of another kind, as that of int4 weights.
+Matrix = Tensor | Rounded | Callable[[Tensor], Tensor]
 
 
 def normed_product(x: Tensor, norm: RowNorm | None, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -33,6 +35,9 @@ def normed_product(x: Tensor, norm: RowNorm | None, matrix: Matrix, bias: Tensor
         matrix: weight or product.
         bias: [out_features].
     """
+    if isinstance(matrix, Rounded):
+        rounded = round_rows(x, matrix.values.dtype, norm=norm)
+        return rounded_linear(rounded, matrix, x.dtype, bias=bias)
 
     def apart() -> Tensor:
         out = _product(x if norm is None else rmsnorm(x, norm), matrix)
@@ -55,6 +60,8 @@ def product_to_add(x: Tensor, matrix: Matrix, residual: Tensor) -> tuple[Tensor,
     Returns:
         The residual, and what is still to be added to it; None: nothing is.
     """
+    if isinstance(matrix, Rounded):
+        return rounded_linear(round_rows(x, matrix.values.dtype), matrix, x.dtype, residual=residual), None
     if isinstance(matrix, Tensor) and has_kernels(x):
         fused = _Fused(x, matrix, residual=residual)
         if is_fused(fused, lambda: residual + F.linear(x, matrix), x, matrix, "residual"):
@@ -73,6 +80,10 @@ def gated_mlp(x: Tensor, added: Tensor | None, norm: RowNorm, gate_up: Matrix, d
         down: [n_rows, width] to [n_rows, hidden].
         gate: see `gated_unit`.
     """
+    if isinstance(gate_up, Rounded) and isinstance(down, Rounded):
+        total = x if added is None else x + added
+        rounded = round_rows(normed_product(total, norm, gate_up), down.values.dtype, gate=gate)
+        return rounded_linear(rounded, down, x.dtype, residual=total)
     if added is None and isinstance(gate_up, Tensor) and has_kernels(x):
         fused = _Fused(x, gate_up, norm=norm, activation=gate)
         if is_fused(fused, lambda: gated_unit(F.linear(rmsnorm(x, norm), gate_up), gate), x, gate_up, "gate"):
@@ -96,6 +107,8 @@ def _sum(x: Tensor, matrix: Matrix, residual: Tensor, *, owned: bool) -> Tensor:
 
 
 def _product(x: Tensor, matrix: Matrix) -> Tensor:
+    if isinstance(matrix, Rounded):
+        return normed_product(x, None, matrix)
     return linear(x, matrix) if isinstance(matrix, Tensor) else matrix(x)
 
 

@@ -17,6 +17,7 @@ from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm_reference
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """What the largest value of a row becomes."""
 _LEAST_MAXIMUM = 1e-30  # of a row: a row of zeros must not be divided by zero
+_WEIGHT_ROWS = 1024
 
 # By rows of a tile: columns, depth, stages, warps. All fit the 99 KiB of sm_120.
 _TILES = {16: (32, 256, 4, 4), 32: (32, 256, 3, 4), 64: (64, 128, 3, 4), 128: (128, 128, 2, 8)}
@@ -62,6 +63,12 @@ def rounded_linear(
     """
     run = rounded_linear_triton if has_kernels(x.steps) else rounded_linear_reference
     return run(x, weight, dtype, bias=bias, residual=residual)
+
+
+def round_weight(weight: Tensor, dtype: torch.dtype) -> Rounded:
+    """`round_rows` of a weight, some rows at a time: what that takes is not a second weight."""
+    parts = [round_rows(rows, dtype) for rows in weight.split(_WEIGHT_ROWS)]
+    return Rounded(torch.cat([part.values for part in parts]), torch.cat([part.steps for part in parts]))
 
 
 def round_rows_reference(x: Tensor, dtype: torch.dtype, *, norm: RowNorm | None = None, gate: str = "") -> Rounded:

@@ -33,7 +33,7 @@ _WITHOUT = {
     "av": "only the simulator's films need it: pip install -r requirements/runtime.txt",
     "transformers": "only NORA, VLA-0 and pi0-FAST need it: pip install -r requirements/robot-transformers.txt",
     "accelerate": "only training needs it: pip install -r requirements/train.txt",
-    "torchao": "only model.quantization needs it: pip install torchao (0.18 goes with torch 2.13)",
+    "torchao": "only int4 on a GPU needs it: pip install torchao (0.18 goes with torch 2.13)",
 }
 
 

@@ -65,8 +65,8 @@ class _Embedding(nn.Embedding):
 
 
 def _matrix(module: nn.Linear) -> Matrix:
-    """Its weight; a quantised matrix of another class brings its own product."""
-    return module.weight if type(module) is nn.Linear else module
+    """Its weight, whole or `rounded`; a quantised matrix of another class brings its own product."""
+    return module.weight if type(module) is nn.Linear else getattr(module, "rounded", None) or module
 
 
 class DecoderLayer(nn.Module):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised matrices of the decoder's layers, by torchao; int4 on a CPU is ours, which torchao has no product for.
+"""Quantised matrices of the decoder's layers: w8a8, fp8, and int4 on a CPU are ours, int4 on a GPU is torchao's.
 
 Embeddings, norms, output head, vision towers and projector stay as they are; so does a draft head, except beside w8a8
 on a CPU.
@@ -9,14 +9,15 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specvla_kernels.device import has_kernels
 from specvla_kernels.int8_linear import int8_linear
 from specvla_kernels.int8_packed import pack_int8
+from specvla_kernels.rounded_linear import Rounded, round_rows, round_weight, rounded_linear
 from specvla_ros.errors import UserError
 from specvla_ros.models.decoder import DecoderLayer
 from specvla_ros.models.settings import QUANTIZATIONS
@@ -58,6 +59,36 @@ class Int8Linear(nn.Linear):
         if self.packed is not None:
             return self.packed(x)
         return int8_linear(x, self.weight, self.scales)
+
+    @property
+    def rounded(self) -> Rounded | None:
+        """For the kernels that round in the norm and the gate; None where these do not run."""
+        return Rounded(self.weight, self.scales) if has_kernels(self.scales) else None
+
+
+class Float8Linear(nn.Linear):
+    """Weights in float8_e4m3fn, activations rounded to it row by row; see `rounded_linear`.
+
+    Args:
+        weight: float8_e4m3fn [out_features, in_features].
+        scales: float32 [out_features].
+    """
+
+    scales: Tensor
+
+    def __init__(self, weight: Tensor, scales: Tensor) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("scales", scales)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n_rows, in_features] to [n_rows, out_features], dtype of x."""
+        return rounded_linear(round_rows(x, self.weight.dtype), self.rounded, x.dtype)
+
+    @property
+    def rounded(self) -> Rounded:
+        """The weight and its scales."""
+        return Rounded(self.weight, self.scales)
 
 
 class Int4Linear(nn.Linear):
@@ -122,16 +153,10 @@ def check_quantization(quantization: str, device: torch.device, dtype: torch.dty
     """
     if quantization not in QUANTIZATIONS:
         raise UserError(f"model.quantization is '{quantization}', but it must be one of: {', '.join(QUANTIZATIONS)}")
-    if quantization == "none" or _is_own(quantization, device):
-        return
-    if quantization in _LEAST_CAPABILITY:
+    if quantization in _LEAST_CAPABILITY and not (quantization == "int4" and device.type == "cpu"):
         _check_gpu(quantization, device, dtype)
-    if importlib.util.find_spec("torchao") is None:
+    if quantization == "int4" and device.type != "cpu" and importlib.util.find_spec("torchao") is None:
         raise UserError(f"model.quantization '{quantization}' needs torchao: {_INSTALL}")
-
-
-def _is_own(quantization: str, device: torch.device) -> bool:
-    return quantization == "int4" and device.type == "cpu"
 
 
 def _check_gpu(quantization: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -162,39 +187,41 @@ def quantize_layer(layer: DecoderLayer, quantization: str) -> None:
     Raises:
         UserError: a matrix has a shape that cannot be quantised so, or torchao lacks what is needed.
     """
-    if _is_own(quantization, layer.qkv.weight.device):
-        for name in MATRICES:
-            setattr(layer, name, Int4Linear(getattr(layer, name).weight))
-        return
-    config = _config(quantization)
     for name in MATRICES:
-        setattr(layer, name, _quantized(getattr(layer, name), quantization, config))
+        setattr(layer, name, _quantized(getattr(layer, name), quantization))
 
 
-def _config(quantization: str) -> Any:
-    """What torchao calls it. Its settings for torch.compile are left alone: nothing is compiled here."""
+def _quantized(matrix: nn.Linear, quantization: str) -> nn.Linear:
+    if quantization == "int4":
+        return _by_torchao(matrix) if matrix.weight.is_cuda else Int4Linear(matrix.weight)
+    is_int8 = quantization == "w8a8"
+    rounded = round_weight(matrix.weight.detach(), torch.int8 if is_int8 else torch.float8_e4m3fn)
+    return (Int8Linear if is_int8 else Float8Linear)(rounded.values, rounded.steps)
+
+
+def _by_torchao(matrix: nn.Linear) -> nn.Linear:
+    """In int4. Torchao's settings for torch.compile are left alone: nothing is compiled here."""
     try:
         with _quiet_import():
             from torchao import quantization as torchao
     except ImportError as error:
         raise UserError(f"torchao cannot be imported ({error}): {_INSTALL}") from None
     try:
-        if quantization == "int4":
-            # The tiles of the kernel that comes with torch; HQQ finds scales that lose less than minimum and maximum.
-            return torchao.Int4WeightOnlyConfig(
-                group_size=_INT4_GROUP,
-                int4_packing_format="tile_packed_to_4d",
-                int4_choose_qparams_algorithm="hqq",
-                set_inductor_config=False,
-            )
-        if quantization == "fp8":
-            # A scale per row: what an activation is rounded to must not depend on the rows beside it.
-            return torchao.Float8DynamicActivationFloat8WeightConfig(
-                granularity=torchao.PerRow(), set_inductor_config=False
-            )
-        return torchao.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
+        # The tiles of the kernel that comes with torch; HQQ finds scales that lose less than minimum and maximum.
+        config = torchao.Int4WeightOnlyConfig(
+            group_size=_INT4_GROUP,
+            int4_packing_format="tile_packed_to_4d",
+            int4_choose_qparams_algorithm="hqq",
+            set_inductor_config=False,
+        )
     except (AttributeError, TypeError) as error:
-        raise UserError(f"this torchao is too old for '{quantization}' ({error}): {_INSTALL}") from None
+        raise UserError(f"this torchao is too old for 'int4' ({error}): {_INSTALL}") from None
+    shape = list(matrix.weight.shape)
+    torchao.quantize_(matrix, config)
+    if type(matrix.weight) is nn.Parameter:  # torchao leaves what does not fit as it is, and says nothing
+        raise UserError(f"a matrix of shape {shape} cannot be quantised as 'int4': choose another, or none")
+    matrix.__class__ = _TorchaoLinear
+    return matrix
 
 
 @contextmanager
@@ -209,20 +236,3 @@ def _quiet_import() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _quantized(matrix: nn.Linear, quantization: str, config: Any) -> nn.Linear:
-    from torchao.quantization import quantize_
-
-    shape = list(matrix.weight.shape)
-    quantize_(matrix, config)
-    weight: Any = matrix.weight
-    uneven = quantization == "w8a8" and weight.is_cuda and any(size % 8 for size in shape)
-    if type(weight) is nn.Parameter or uneven:  # torchao leaves what does not fit as it is, and says nothing
-        raise UserError(f"a matrix of shape {shape} cannot be quantised as '{quantization}': choose another, or none")
-    if quantization != "w8a8":
-        matrix.__class__ = _TorchaoLinear
-        return matrix
-    own = Int8Linear(weight.qdata, weight.scale.flatten())
-    weight.qdata = weight.qdata[:0].clone()  # torchao's module is in a cycle, which keeps its weight for a while
-    return own

@@ -48,7 +48,7 @@ class ModelSettings:
     quantization: str = parameter(
         "none",
         "Weights of the language model's layers: int4 (weights alone, for ar and spec), or w8a8 and fp8 (weights and "
-        "activations, for every mode). Needs torchao, and fp8 a GPU; int4 on a CPU needs neither, and is slow.",
+        "activations, for every mode). fp8 needs a GPU, int4 on a GPU torchao; int4 on a CPU is slow.",
         name="model.quantization",
         choices=QUANTIZATIONS,
     )

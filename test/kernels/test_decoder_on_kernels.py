@@ -7,11 +7,20 @@ import pytest
 import torch
 from support.kernels import DEVICE
 
-from specvla_kernels import commit_kv, gated_unit, layer_products, packed_attention, rmsnorm_residual, rope_write_kv
+from specvla_kernels import (
+    commit_kv,
+    gated_unit,
+    layer_products,
+    packed_attention,
+    rmsnorm_residual,
+    rope_write_kv,
+    rounded_linear,
+)
 from specvla_kernels.layout import Ancestry
 from specvla_kernels.product_contest import forced
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import KVCache, new_cache
+from specvla_ros.models import quantization
 from specvla_ros.models.config import DecoderShape, DecoderVariant
 from specvla_ros.models.decoder import PackedDecoder
 
@@ -79,3 +88,26 @@ def test_a_decoder_on_kernels_gives_what_it_gives_on_references(
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(cache.keys, expected_cache.keys, atol=1e-4, rtol=1e-4, equal_nan=True)
     torch.testing.assert_close(cache.values, expected_cache.values, atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("how", ["w8a8", "fp8"])
+@torch.inference_mode()
+def test_a_quantised_decoder_on_kernels_gives_what_it_gives_on_references(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    decoder = PackedDecoder(CONFIG).requires_grad_(False)
+    for weight in decoder.parameters():
+        weight.copy_(torch.randn(weight.shape) * 0.2)
+    decoder.to(DEVICE)
+    monkeypatch.setattr(quantization, "pack_int8", lambda *_: None)
+    for layer in decoder.layers:
+        quantization.quantize_layer(layer, how)
+    results = []
+    for kernels in (False, True):
+        for operator in (*OPERATORS, rounded_linear, quantization):
+            monkeypatch.setattr(operator, "has_kernels", lambda _, kernels=kernels: kernels)
+        results.append(two_ticks(decoder)[0])
+    near = torch.cosine_similarity(*results, dim=1)
+    # A value in the middle of two steps may fall to either side, and moves a logit by what rounding costs anyway.
+    assert near.min() > 0.99 and near.mean() > 0.999, near
