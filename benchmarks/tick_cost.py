@@ -90,7 +90,8 @@ def _measure(decoder: PackedDecoder, device: str, repeats: int) -> dict[str, Any
     slots, rows, nodes = (to_device(numbers, cache.keys.device) for numbers in ([0], [PROMPT], [path]))
     parts["commit"] = lambda: commit_kv(cache.keys, cache.values, slots, rows, nodes)
     for size in (TREE, 50):
-        parts[f"draft, {size} nodes"] = _drafting(decoder, size, prompt)
+        parts[f"draft, {size} nodes"] = _drafting(decoder, size, prompt, actions)
+        parts[f"draft, {size} nodes, any ids"] = _drafting(decoder, size, prompt)
     seconds = take_turns(parts, repeats, device)
     tick = [f"forward, {TREE} nodes", "accept and commit, bin_distance", f"draft, {TREE} nodes"]
     total = sum(seconds[part] for part in tick)
@@ -125,9 +126,13 @@ def _tree(nodes: int, device: str) -> Tree:
     return Tree(tokens, ancestry, torch.zeros(nodes, device=device), there, there, depth=DEPTH)
 
 
-def _drafting(decoder: PackedDecoder, nodes: int, prompt: torch.Tensor) -> Callable[[], Any]:
+def _drafting(
+    decoder: PackedDecoder, nodes: int, prompt: torch.Tensor, actions: ActionIds | None = None
+) -> Callable[[], Any]:
+    """A draft among the ids of actions, or of the whole vocabulary."""
+    ids = None if actions is None else range(actions.first, actions.stop)
     settings = DraftSettings(nodes=nodes, top_k=_BEAM)
-    drafter = EagleDrafter(random_draft_head(decoder), decoder, settings, slots=1, slot_rows=PROMPT + 16)
+    drafter = EagleDrafter(random_draft_head(decoder), decoder, settings, slots=1, slot_rows=PROMPT + 16, ids=ids)
     root = torch.tensor(5, device=prompt.device)
 
     def told(rows: torch.Tensor, prefix_len: int) -> DraftInput:

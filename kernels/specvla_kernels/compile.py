@@ -28,6 +28,7 @@ from specvla_kernels.attention_plan import plan_attention
 from specvla_kernels.commit_kv import commit_kv_triton
 from specvla_kernels.compare_drafts import Nodes, PackedTrees, Trees, compare_drafts_triton
 from specvla_kernels.device import HAS_TRITON, try_product
+from specvla_kernels.draft_rows import DraftSlots, beam_rows_triton, chain_rows_triton
 from specvla_kernels.expand_tree import Beam, Candidates, Considered, Window, expand_tree_triton
 from specvla_kernels.finish_tree import finish_tree_triton
 from specvla_kernels.fused_linear import fused_linear_triton
@@ -212,6 +213,17 @@ def _expand(k: int, *, window: bool = False, chosen: bool = False, rows: bool = 
         expand_tree_triton(candidates, beam, considered, _whole(4), k=k, level=1, offset=k)
 
 
+def _draft_rows(shape: _Shape) -> None:
+    """The committed rows, and the second beam after them."""
+    angles, tiles = torch.empty(512, shape.head_dim // 2, device=_META), _whole(4, 6).to(torch.int32)
+    where = DraftSlots(_whole(4), _whole(4), _whole(4), _whole(4), _SLOT_ROWS, angles, angles)
+    states = torch.empty(4, 8, shape.hidden, dtype=shape.dtype, device=_META)
+    chain_rows_triton(where, states, states, tiles)
+    beam = Beam(_whole(4, 8), _whole(4, 8), angles[:4, :8], _whole(4, 8), _whole(4, 16))
+    before = torch.empty(4, 8, 2 * shape.hidden, dtype=shape.dtype, device=_META)
+    beam_rows_triton(where, beam, states[0], 1.0, states, before, tiles)
+
+
 def _finish(k: int, levels: int, nodes: int) -> None:
     scores = torch.empty(4, k + (levels - 1) * k * k, device=_META)
     considered = Considered(_whole(*scores.shape), scores, _whole(*scores.shape))
@@ -250,6 +262,7 @@ for _name, _shape in _SHAPES.items():
     LAUNCHES[f"packed_attention, {_name}, 16 nodes"] = partial(_attention, _shape, 16, 264)
     LAUNCHES[f"packed_attention, {_name}, one node"] = partial(_attention, _shape, 1, 264)
     LAUNCHES[f"packed_attention, {_name}, 16 nodes, few processors"] = partial(_attention, _shape, 16, 1)
+    LAUNCHES[f"draft_rows, {_name}"] = partial(_draft_rows, _shape)
     LAUNCHES[f"norm and gate, {_name}"] = partial(_pointwise, _shape)
     if _shape.dtype.itemsize == 2:
         for _rows in (1, 32, 64):

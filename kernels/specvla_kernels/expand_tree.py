@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One level of the draft trees of several requests: the children of a beam, and the best of them as the next beam."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,7 +35,8 @@ class Candidates:
     """What the children of a beam's nodes are chosen from.
 
     Args:
-        dimensions: int64 [trees], the action dimension of the children; below 0 where they may be text.
+        dimensions: int64 [trees], the action dimension of the first level's children, the next level's is one more;
+            below 0 where they may be text.
         rows: [trees, beam, columns], of ids that follow each other: logits, which these ids share all probability of,
             or log-probabilities. The last dimension is contiguous.
         first_id: of column 0.
@@ -140,7 +141,7 @@ def expand_tree_reference(
     last: bool = False,
 ) -> Beam | None:
     """`expand_tree` in PyTorch."""
-    tokens, scores = choose_children(candidates, k)
+    tokens, scores = choose_children(replace(candidates, dimensions=candidates.dimensions + level), k)
     scores = torch.nan_to_num(scores, nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
     width = tokens.shape[1]
     if beam is None:
@@ -290,7 +291,7 @@ def _expand_tree(  # type: ignore[no-untyped-def]
     tree = tl.program_id(0).to(tl.int64)
     infinity = float("inf")
     child = tl.arange(0, BLOCK_K)
-    dimension = tl.load(dimensions + tree)
+    dimension = tl.load(dimensions + tree) + level
     grows = level < tl.load(max_depths + tree)
     entries = tree * considered_stride + offset
     for begin in range(0, WIDTH, BLOCK_WIDTH):

@@ -61,7 +61,12 @@ class _Embedding(nn.Embedding):
             return F.pad(embeddings, (0, self.beside))
         if not self.scaled:
             return embeddings
-        return embeddings * torch.tensor(self.embedding_dim**0.5, dtype=embeddings.dtype)  # rounded to it, as theirs
+        return embeddings * torch.tensor(self.scale, dtype=embeddings.dtype)
+
+    @property
+    def scale(self) -> float:
+        """Of the embeddings, rounded to their dtype as theirs."""
+        return float(torch.tensor(self.embedding_dim**0.5, dtype=self.weight.dtype)) if self.scaled else 1.0
 
 
 def _matrix(module: nn.Linear) -> Matrix:
@@ -227,19 +232,23 @@ class PackedDecoder(nn.Module):
         Args:
             positions: int64 [n_rows], or [3, n_rows] under M-RoPE: time, height and width.
         """
-        if self._rotary is None or self._rotary[0].device != positions.device:
-            dim = self.config.head_dim
-            exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
-            frequencies = 1.0 / self.config.rope_theta**exponents
-            steps = torch.arange(self.config.max_position_embeddings, dtype=torch.float32, device=positions.device)
-            angles = torch.outer(steps, frequencies)
-            self._rotary = (angles.cos(), angles.sin())
-        cos, sin = self._rotary
+        cos, sin = self.rotations(positions.device)
         if positions.ndim == 1:
             return cos[positions], sin[positions]
         axis = torch.tensor(self._axis_of_frequencies(), device=positions.device).expand(1, positions.shape[1], -1)
         turned = [each[positions].gather(0, axis)[0] for each in (cos, sin)]
         return turned[0], turned[1]
+
+    def rotations(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """RoPE's cosines and sines of all positions, float32 [max_position_embeddings, head_dim / 2]."""
+        if self._rotary is None or self._rotary[0].device != device:
+            dim = self.config.head_dim
+            exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+            frequencies = 1.0 / self.config.rope_theta**exponents
+            steps = torch.arange(self.config.max_position_embeddings, dtype=torch.float32, device=device)
+            angles = torch.outer(steps, frequencies)
+            self._rotary = (angles.cos(), angles.sin())
+        return self._rotary
 
     def _axis_of_frequencies(self) -> list[int]:
         """With which position each frequency turns: time 0, height 1, width 2."""

@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The levels of draft trees and what is kept of them: kernel and reference agree, whatever their memory held."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernels import DEVICE, poisoned
+from support.kernels import DEVICE, DTYPES, poisoned
 
+from specvla_kernels.draft_rows import (
+    DraftRows,
+    DraftSlots,
+    beam_rows_reference,
+    beam_rows_triton,
+    chain_rows_reference,
+    chain_rows_triton,
+)
 from specvla_kernels.expand_tree import (
     Beam,
     Candidates,
@@ -142,3 +150,55 @@ def test_rows_that_are_too_long_are_refused() -> None:
     drawn = Candidates(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, 1025))
     with pytest.raises(ValueError, match="choose the likeliest before"):
         expand_tree_triton(drawn, None, memory(1, 3), torch.ones(1, dtype=torch.int64), k=3, level=0, offset=0)
+
+
+@settings(max_examples=8 if DEVICE.type == "cpu" else 200, deadline=None)
+@given(
+    seed=_SEED,
+    requests=st.integers(1, 3),
+    k=st.integers(1, 4),
+    beams=st.integers(1, 3),
+    size=st.sampled_from([8, 24, 1030]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_rows_of_the_next_forward(seed: int, requests: int, k: int, beams: int, size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def whole(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator).to(DEVICE)
+
+    def real(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+    angles = torch.randn(2, 64, 6, generator=generator).to(DEVICE)
+    rows, prefix_lens = whole(1, 6, requests), whole(6, 30, requests)
+    where = DraftSlots(whole(0, 4, requests), prefix_lens, rows, whole(0, 4, requests), 80, angles[0], angles[1])
+    tiles = [whole(0, 9, 2 * requests, 6).to(torch.int32)] * 2
+    tiles[1] = tiles[1].clone()
+    following, hidden = real(requests, 5, size), real(requests, 5, size)
+    made = chain_rows_triton(where, following, hidden, tiles[0])
+    same_rows(made, chain_rows_reference(where, following, hidden, tiles[1]), ends=True)
+    assert tiles[0].equal(tiles[1])
+
+    width = 1 if beams == 1 else k
+    beam = Beam(
+        whole(0, 20, requests, k),
+        whole(0, width, requests, k),
+        real(requests, k),
+        whole(0, 9, requests, k),
+        whole(0, 1 << 40, requests, beams * k),
+    )
+    states = real(requests, width + 2, size)[:, -width:]  # the rest of a forward lies before
+    before = None if beams == 1 else real(requests, (beams - 1) * k, 2 * size)
+    scale = float(torch.tensor(1.7, dtype=dtype)) if seed % 2 else 1.0
+    arguments = (where, beam, real(20, size), scale, states, before)
+    same_rows(beam_rows_triton(*arguments, tiles[0]), beam_rows_reference(*arguments, tiles[1]), ends=False)
+    assert tiles[0].equal(tiles[1])
+
+
+def same_rows(found: DraftRows, expected: DraftRows, *, ends: bool) -> None:
+    # Triton's interpreter cuts what a scaled embedding has too many bits of, where a GPU rounds.
+    torch.testing.assert_close(found.inputs, expected.inputs, atol=0.0, rtol=2.0**-7)
+    for field in fields(DraftRows):
+        if field.name != "inputs" and (field.name != "ends" or ends):
+            assert getattr(found, field.name).equal(getattr(expected, field.name)), field.name

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A draft of fixed size, on the kernels, grows the trees that any draft grows, whatever its memory held."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,13 +28,14 @@ DECODER = random_decoder(
 )
 HEADS = {"levels": random_head(DECODER, seed=1), "parallel": random_head(DECODER, seed=1, parallel_depth=3)}
 SLOTS = 3
-KINDS = (*HEADS, "levels of ids", "levels of windows", "parallel of windows")
+KINDS = (*HEADS, "levels of ids", "levels of windows")
 WINDOW = WindowMass.from_actions(3, ActionIds(0, 16, 15), 7, DEVICE)
 WINDOW.tolerate((1,) * 7)
 
 
 def drafter(kind: str) -> EagleDrafter:
-    chosen, arguments = DraftSettings(top_k=3, depth=3, nodes=9), {}
+    chosen = DraftSettings(top_k=3, depth=3, nodes=9)
+    arguments: dict[str, Any] = {}
     head, _, few = kind.partition(" of ")
     if few:
         arguments = dict(ids=range(30, 46), children=WINDOW if few == "windows" else None)

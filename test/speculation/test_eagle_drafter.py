@@ -144,7 +144,7 @@ def test_drafts_of_the_ids_that_may_come_are_those_of_a_target_that_says_no_othe
 
 def test_only_an_answer_without_text_has_few_ids() -> None:
     tokenizer = ActionTokenizer(46, bins=16)
-    codec = BinsCodec(tokenizer, ActionStatistics("some", *np.zeros((2, 7)), np.ones(7, dtype=bool)))
+    codec = BinsCodec(tokenizer, ActionStatistics("some", np.zeros(7), np.ones(7), np.ones(7, dtype=bool)))
     assert answer_ids(codec, 16) == range(30, 46)
     assert answer_ids(codec, 17) is None, "a node would have more children than there are ids"
     assert answer_ids(codec.with_text(9), 3) is None

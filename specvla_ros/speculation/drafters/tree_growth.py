@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specvla_kernels.attention_plan import AttentionPlan, plan_attention
 from specvla_kernels.device import to_device
+from specvla_kernels.draft_rows import DraftRows, DraftSlots, beam_rows, chain_rows
 from specvla_kernels.expand_tree import Beam, Candidates, Considered, expand_tree
 from specvla_kernels.finish_tree import finish_tree
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
@@ -61,6 +62,7 @@ class TreeGrowth:
 
     Attributes:
         beam: the best nodes of the newest depth, whose children are considered next; None: the root.
+        level: of these children.
     """
 
     def __init__(self, roots: Tensor, max_depths: Tensor, *, k: int, levels: int) -> None:
@@ -70,7 +72,7 @@ class TreeGrowth:
         self._levels = levels
         self._considered: Considered | None = None
         self._count = 0
-        self._level = 0
+        self.level = 0
         self.beam: Beam | None = None
 
     @property
@@ -106,11 +108,11 @@ class TreeGrowth:
             self._considered,
             self._max_depths,
             k=self._k,
-            level=self._level,
+            level=self.level,
             offset=offset,
-            last=self._level + 1 == self._levels,
+            last=self.level + 1 == self._levels,
         )
-        self._level += 1
+        self.level += 1
 
     def finish(self, nodes: Tensor, max_nodes: int) -> GrownTrees:
         """The best of everything considered, in the order of depth; see `finish_tree`.
@@ -121,7 +123,7 @@ class TreeGrowth:
         """
         assert self._considered is not None
         considered = self._considered.first(self._count)
-        made = finish_tree(considered, self._roots, nodes, k=self._k, levels=self._level, max_nodes=max_nodes)
+        made = finish_tree(considered, self._roots, nodes, k=self._k, levels=self.level, max_nodes=max_nodes)
         return GrownTrees(*made)
 
 
@@ -134,42 +136,6 @@ def tree_size(depth: int, k: int, max_nodes: int) -> int:
         max_nodes: limit of the tree.
     """
     return min(max_nodes, 1 + k + (depth - 1) * k * k)
-
-
-class Beams:
-    """The beams of some trees, one after the other: all nodes that the head runs over.
-
-    Args:
-        max_depths: int64 [trees]; no depth is counted beyond them, so that every position exists.
-
-    Attributes:
-        tokens: int64 [trees, n].
-        states: [trees, n, hidden], the head's states at the nodes' parents.
-        depths: int64 [trees, n]; 0 right after the root.
-        ancestors: int64 [trees, n]; bit j set: node j is an ancestor or the node itself.
-    """
-
-    def __init__(self, max_depths: Tensor) -> None:
-        self._deepest = (max_depths - 1).clamp(min=0)[:, None]
-        self._count = 0
-        none = torch.empty((len(max_depths), 0), dtype=torch.int64, device=max_depths.device)
-        self.tokens = self.depths = self.ancestors = none
-        self.states: Tensor | None = None
-
-    def add(self, beam: Beam, predicted: Tensor) -> None:
-        """Adds the newest beam.
-
-        Args:
-            beam: of the trees.
-            predicted: [trees, width, hidden], the head's states at the beam before; at the root for the first.
-        """
-        states = predicted.gather(1, beam.parents[:, :, None].expand(-1, -1, predicted.shape[2]))
-        depth = self._deepest.clamp(max=self._count).expand_as(beam.tokens)
-        self.tokens = torch.cat((self.tokens, beam.tokens), dim=1)
-        self.states = states if self.states is None else torch.cat((self.states, states), dim=1)
-        self.depths = torch.cat((self.depths, depth), dim=1)
-        self.ancestors = beam.ancestors
-        self._count += 1
 
 
 @dataclass(frozen=True)
@@ -321,19 +287,23 @@ class TreeGrower:
         """
         assert not start.spans
         trees, n, size = following.shape
+        if self.parallel_depth == 1:
+            plan = self._plan(trees, n, is_tree=False)
+            rows = chain_rows(self._slots_of(start), following, hidden, plan.tiles)
+            return self._over(rows, start, plan)[rows.ends][:, None]
         masks = self.masks(depth)
         later = len(masks)
         # In a slot the masks follow the last row that counts; the rows that do not come behind them.
         place = torch.arange(n + later, device=following.device).expand(trees, -1)
-        rows = start.rows[:, None]
-        order = torch.where(place < rows, place, torch.where(place < rows + later, n + place - rows, place - later))
+        new = start.rows[:, None]
+        order = torch.where(place < new, place, torch.where(place < new + later, n + place - new, place - later))
         fused = torch.cat((self.fuse(following, hidden), masks.expand(trees, -1, -1)), dim=1)
         fused = fused.gather(1, order[:, :, None].expand(-1, -1, size))
         # No position beyond a tree's own depth: it may not exist.
-        deepest = rows + start.max_depths[:, None].clamp(min=1, max=1 + later) - 2
-        layout = self._layout(start, start.prefix_lens - start.rows, place.minimum(deepest))
+        deepest = new + start.max_depths[:, None].clamp(min=1, max=1 + later) - 2
+        layout = self._chain_layout(start, start.prefix_lens - start.rows, place.minimum(deepest))
         states = self.forward(fused.flatten(0, 1), layout).view_as(fused)
-        ends = rows - 1 + torch.arange(1 + later, device=rows.device)
+        ends = new - 1 + torch.arange(1 + later, device=new.device)
         return states.gather(1, ends[:, :, None].expand(-1, -1, size))
 
     def grow(self, start: DraftStart, predicted: Tensor, depth: int) -> GrownTrees:
@@ -354,61 +324,64 @@ class TreeGrower:
 
     def _expand_levels(self, growth: TreeGrowth, start: DraftStart, states: Tensor, depth: int) -> None:
         """A forward of the head per level, over the beam that the level before has left."""
-        beams = Beams(start.max_depths)
-        for drafted in range(depth):
+        where, embed, inputs = self._slots_of(start), self._decoder.embed_tokens, None
+        for _ in range(depth):
             if growth.beam is not None:
-                beams.add(growth.beam, states)
-                states = self._over(beams, start)[:, -self._k :]
-            self._consider(growth, self._logits(states), start.dimensions + drafted)
+                trees, n = growth.beam.ancestors.shape
+                plan = self._plan(trees, n, is_tree=True)
+                rows = beam_rows(where, growth.beam, embed.weight, embed.scale, states, inputs, plan.tiles)
+                inputs = rows.inputs
+                states = self._over(rows, start, plan).view(trees, n, -1)[:, -self._k :]
+            self._consider(growth, self._logits(states), start.dimensions)
 
     def _expand_all(self, growth: TreeGrowth, start: DraftStart, states: Tensor) -> None:
         """Every level from one forward: what follows a node depends on its depth, not on the path to it."""
-        for drafted, logits in enumerate(self._logits(states).unbind(1)):
+        for logits in self._logits(states).unbind(1):
             width = growth.beam_tokens.shape[1]
-            self._consider(growth, logits[:, None].expand(-1, width, -1), start.dimensions + drafted)
+            self._consider(growth, logits[:, None].expand(-1, width, -1), start.dimensions)
 
-    def _layout(
-        self, start: DraftStart, first_rows: Tensor, offsets: Tensor, ancestors: Tensor | None = None
-    ) -> PackedLayout:
+    def _slots_of(self, start: DraftStart) -> DraftSlots:
+        cos, sin = self._decoder.rotations(self.keys.device)
+        return DraftSlots(start.slots, start.prefix_lens, start.rows, start.max_depths, self._slot_rows, cos, sin)
+
+    def _over(self, rows: DraftRows, start: DraftStart, plan: AttentionPlan) -> Tensor:
+        """The head over rows: [requests * n, hidden]."""
+        n = rows.inputs.shape[1]
+        spans = tuple(Span(slot, i * n, n, prefix, is_tree=True) for i, (slot, prefix) in enumerate(start.spans))
+        plans = {(plan.group, self.keys.shape[2]): plan}
+        layout = PackedLayout(spans, rows.positions, rows.kv_rows, rows.ancestors, plans)
+        fused = self._head.fc(rows.inputs.flatten(0, 1))
+        out: Tensor = self._head(fused, layout, (rows.cos, rows.sin), self.keys, self.values)
+        return out
+
+    def _chain_layout(self, start: DraftStart, first_rows: Tensor, offsets: Tensor) -> PackedLayout:
         """The same number of rows for each request.
 
         Args:
             start: the requests.
             first_rows: int64 [requests], row of the slot that each begins at.
             offsets: int64 [requests, n], positions counted from there.
-            ancestors: int64 [requests, n], of trees; None: chains.
         """
-        n = offsets.shape[1]
+        requests, n = offsets.shape
         begin = start.slots * self._slot_rows + first_rows
-        is_tree = ancestors is not None
-        layout = PackedLayout(
-            tuple(Span(slot, i * n, n, prefix, is_tree) for i, (slot, prefix) in enumerate(start.spans)),
+        plan = self._plan(requests, n, is_tree=False)
+        begins = torch.stack((start.slots, first_rows), dim=1).to(torch.int32)
+        begins = begins.repeat_interleave(len(plan.tiles) // requests, dim=0)
+        plan = replace(plan, tiles=torch.cat((begins, plan.tiles[:, 2:]), dim=1))
+        return PackedLayout(
+            (),
             positions=(first_rows[:, None] + offsets).flatten(),
             kv_rows=(begin[:, None] + torch.arange(n, device=offsets.device)).flatten(),
-            ancestors=(torch.zeros_like(offsets) if ancestors is None else ancestors).flatten(),
+            ancestors=torch.zeros_like(offsets).flatten(),
+            plans={(plan.group, self.keys.shape[2]): plan},
         )
-        if not start.spans:
-            plan = self._plan(start.slots, first_rows, n, is_tree)
-            layout.plans[plan.group, self.keys.shape[2]] = plan
-        return layout
-
-    def _over(self, beams: Beams, start: DraftStart) -> Tensor:
-        """The head over every beam so far: [trees, n, hidden].
-
-        The head is one layer, read from memory once per forward however many rows there are: earlier beams are computed
-        again.
-        """
-        assert beams.states is not None
-        layout = self._layout(start, start.prefix_lens, beams.depths, beams.ancestors)
-        fused = self.fuse(self._decoder.embed_tokens(beams.tokens.flatten()), beams.states.flatten(0, 1))
-        return self.forward(fused, layout).view_as(beams.states)
 
     def _logits(self, states: Tensor) -> Tensor:
         """[trees, n, ids] after states [trees, n, hidden]."""
         return self._decoder.logits(states.flatten(0, 1), self._ids).view(*states.shape[:2], -1)
 
     def _consider(self, growth: TreeGrowth, logits: Tensor, dimensions: Tensor) -> None:
-        """The next level, from logits [trees, beam, ids] and the action dimension of the children, int64 [trees]."""
+        """The next level, from logits [trees, beam, ids] and the first level's action dimension, int64 [trees]."""
         children, few = self._children, self._ids is not None
         # Of a whole vocabulary the likeliest are chosen first; its probability is shared by more than the kernel holds.
         rows = logits if few else logits.log_softmax(dim=-1)
@@ -419,24 +392,24 @@ class TreeGrower:
         elif self._ids is not None and isinstance(children, TopK):
             candidates = Candidates(dimensions, rows, first_id=self._ids.start)
         else:
-            tokens, scores = children(rows.flatten(0, 1), dimensions.repeat_interleave(rows.shape[1]))
+            of_nodes = dimensions
+            if not isinstance(children, TopK):  # which looks at no dimension
+                of_nodes = (dimensions + growth.level).repeat_interleave(rows.shape[1])
+            tokens, scores = children(rows.flatten(0, 1), of_nodes)
             chosen = tuple(each.view(*rows.shape[:2], -1) for each in (tokens, scores))
             candidates = Candidates(dimensions, chosen=(chosen[0], chosen[1]))
         growth.consider(candidates, logits.dtype)
 
-    def _plan(self, slots: Tensor, first_rows: Tensor, n: int, is_tree: bool) -> AttentionPlan:
-        """The attention's table where the device alone knows the rows."""
-        key = (len(slots), n, is_tree)
+    def _plan(self, requests: int, n: int, *, is_tree: bool) -> AttentionPlan:
+        """The attention's table where the device alone knows the rows; it is written before each forward."""
+        key = (requests, n, is_tree)
         if key not in self._plans:  # made before a capture, by the run that goes before it
             kv_heads = self.keys.shape[2]
             self._plans[key] = plan_attention(
-                [Span(0, i * n, n, 0, is_tree) for i in range(len(slots))],
+                [Span(0, i * n, n, 0, is_tree) for i in range(requests)],
                 group=self._head.config.num_attention_heads // kv_heads,
                 kv_heads=kv_heads,
                 slot_rows=self._slot_rows,
-                device=slots.device,
+                device=self.keys.device,
             )
-        plan = self._plans[key]
-        begins = torch.stack((slots, first_rows), dim=1).to(torch.int32)
-        begins = begins.repeat_interleave(len(plan.tiles) // len(slots), dim=0)
-        return replace(plan, tiles=torch.cat((begins, plan.tiles[:, 2:]), dim=1))
+        return self._plans[key]

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a draft head reads in its next forward over several requests of equally many rows: input rows and layout."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specvla_kernels.device import has_kernels, jit, power_of_two, tl
+from specvla_kernels.expand_tree import Beam
+
+_BLOCK = 1024  # elements of a row that a program moves: 8 per thread
+
+
+@dataclass(frozen=True)
+class DraftSlots:
+    """Where the requests' rows lie, and the tables that all forwards share.
+
+    Args:
+        slots: int64 [requests], slots of the head's keys and values.
+        prefix_lens: int64 [requests], committed rows of the slots.
+        rows: int64 [requests], how many of these are new.
+        max_depths: int64 [requests], of the trees; no position is counted beyond them, so that every one exists.
+        slot_rows: of a slot.
+        cos: [positions, dim], RoPE's cosines.
+        sin: like cos.
+    """
+
+    slots: Tensor
+    prefix_lens: Tensor
+    rows: Tensor
+    max_depths: Tensor
+    slot_rows: int
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """One forward's rows, request by request.
+
+    Args:
+        inputs: [requests, n, 2 hidden], each row's embedding and state.
+        positions: int64 [requests * n].
+        kv_rows: int64 [requests * n], see PackedLayout.
+        ancestors: int64 [requests * n], of trees; 0 of chains.
+        cos: [requests * n, dim], of the positions.
+        sin: like cos.
+        ends: int64 [requests], the row of each request's last committed token; of chains.
+    """
+
+    inputs: Tensor
+    positions: Tensor
+    kv_rows: Tensor
+    ancestors: Tensor
+    cos: Tensor
+    sin: Tensor
+    ends: Tensor
+
+
+def chain_rows(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tensor) -> DraftRows:
+    """The newest committed rows of each request.
+
+    Args:
+        where: the requests.
+        following: [requests, n, hidden], embeddings; the first `rows` of each request count. The others are computed
+            too, into rows of its slot that are not committed.
+        hidden: like following, states.
+        tiles: int32 [tiles, 6], the attention's table (see AttentionPlan), equally many per request: slots and first
+            rows are written into it.
+    """
+    run = chain_rows_triton if has_kernels(hidden) else chain_rows_reference
+    return run(where, following, hidden, tiles)
+
+
+def beam_rows(
+    where: DraftSlots,
+    beam: Beam,
+    embeddings: Tensor,
+    scale: float,
+    states: Tensor,
+    before: Tensor | None,
+    tiles: Tensor,
+) -> DraftRows:
+    """All beams of the trees so far, after the committed rows.
+
+    The head is one layer, read from memory once per forward however many rows there are: earlier beams are computed
+    again.
+
+    Args:
+        where: the requests.
+        beam: the newest.
+        embeddings: [vocab, hidden].
+        scale: of the embeddings, a number of their dtype.
+        states: [requests, width, hidden], after the nodes of the beam before, at which the newest beam's parents point;
+            the last dimension is contiguous.
+        before: [requests, n, 2 hidden], the earlier beams' inputs; None: there are none.
+        tiles: as in `chain_rows`.
+    """
+    run = beam_rows_triton if has_kernels(states) else beam_rows_reference
+    return run(where, beam, embeddings, scale, states, before, tiles)
+
+
+def chain_rows_reference(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tensor) -> DraftRows:
+    """`chain_rows` in PyTorch."""
+    requests, n = hidden.shape[:2]
+    index = torch.arange(n, device=hidden.device).expand(requests, -1)
+    rows = where.rows[:, None]
+    ends = torch.arange(requests, device=rows.device) * n + where.rows - 1
+    none = torch.zeros_like(index)
+    inputs = torch.cat((following, hidden), dim=-1)
+    return _laid_out(where, where.prefix_lens - where.rows, inputs, index.minimum(rows - 1), none, ends, tiles)
+
+
+def beam_rows_reference(
+    where: DraftSlots,
+    beam: Beam,
+    embeddings: Tensor,
+    scale: float,
+    states: Tensor,
+    before: Tensor | None,
+    tiles: Tensor,
+) -> DraftRows:
+    """`beam_rows` in PyTorch."""
+    k, size = beam.tokens.shape[1], states.shape[2]
+    embedded = embeddings[beam.tokens]
+    embedded = embedded if scale == 1.0 else embedded * scale
+    inputs = torch.cat((embedded, states.gather(1, beam.parents[:, :, None].expand(-1, -1, size))), dim=-1)
+    inputs = inputs if before is None else torch.cat((before, inputs), dim=1)
+    deepest = (where.max_depths - 1).clamp(min=0)[:, None]
+    depths = (torch.arange(inputs.shape[1], device=deepest.device) // k).minimum(deepest)
+    return _laid_out(where, where.prefix_lens, inputs, depths, beam.ancestors, where.slots, tiles)
+
+
+def _laid_out(
+    where: DraftSlots,
+    first_rows: Tensor,
+    inputs: Tensor,
+    offsets: Tensor,
+    ancestors: Tensor,
+    ends: Tensor,
+    tiles: Tensor,
+) -> DraftRows:
+    """The layout of rows [requests, n] at positions `first_rows + offsets`."""
+    positions = (first_rows[:, None] + offsets).flatten()
+    begin = where.slots * where.slot_rows + first_rows
+    kv_rows = (begin[:, None] + torch.arange(inputs.shape[1], device=begin.device)).flatten()
+    begins = torch.stack((where.slots, first_rows), dim=1).to(torch.int32)
+    tiles[:, :2] = begins.repeat_interleave(len(tiles) // len(begins), dim=0)
+    return DraftRows(inputs, positions, kv_rows, ancestors.flatten(), where.cos[positions], where.sin[positions], ends)
+
+
+def chain_rows_triton(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tensor) -> DraftRows:
+    """`chain_rows` as one launch."""
+    requests, n, size = hidden.shape
+    made = _empty_rows(where, hidden, n)
+    none = where.slots
+    _draft_rows[(requests * n, -(-size // _BLOCK))](
+        following, hidden, hidden, none, none, none, *_pointers(where, made, tiles),
+        hidden.stride(0), n, 0, where.slot_rows, len(tiles) // requests, 1.0,
+        SIZE=size, DIM=where.cos.shape[1], K=1, CHAIN=True, BLOCK=min(_BLOCK, power_of_two(size)),
+        BLOCK_DIM=power_of_two(where.cos.shape[1]), num_warps=4,
+    )  # fmt: skip
+    return made
+
+
+def beam_rows_triton(
+    where: DraftSlots,
+    beam: Beam,
+    embeddings: Tensor,
+    scale: float,
+    states: Tensor,
+    before: Tensor | None,
+    tiles: Tensor,
+) -> DraftRows:
+    """`beam_rows` as one launch."""
+    requests, k = beam.tokens.shape
+    n, size = beam.ancestors.shape[1], states.shape[2]
+    made = _empty_rows(where, states, n)
+    _draft_rows[(requests * n, -(-size // _BLOCK))](
+        embeddings, states, states if before is None else before, beam.tokens, beam.parents, beam.ancestors,
+        *_pointers(where, made, tiles), states.stride(0), n, n - k, where.slot_rows, len(tiles) // requests, scale,
+        SIZE=size, DIM=where.cos.shape[1], K=k, CHAIN=False, BLOCK=min(_BLOCK, power_of_two(size)),
+        BLOCK_DIM=power_of_two(where.cos.shape[1]), num_warps=4,
+    )  # fmt: skip
+    return made
+
+
+def _empty_rows(where: DraftSlots, states: Tensor, n: int) -> DraftRows:
+    requests, size = states.shape[0], states.shape[2]
+    whole, turned = where.slots.new_empty(3, requests * n), (requests * n, where.cos.shape[1])
+    return DraftRows(
+        states.new_empty(requests, n, 2 * size),
+        whole[0],
+        whole[1],
+        whole[2],
+        where.cos.new_empty(turned),
+        where.sin.new_empty(turned),
+        where.slots.new_empty(requests),
+    )
+
+
+def _pointers(where: DraftSlots, made: DraftRows, tiles: Tensor) -> tuple[Tensor, ...]:
+    """In the kernel's order."""
+    return (
+        where.slots, where.prefix_lens, where.rows, where.max_depths, where.cos, where.sin,
+        made.inputs, made.positions, made.kv_rows, made.ancestors, made.cos, made.sin, made.ends, tiles,
+    )  # fmt: skip
+
+
+@jit(
+    do_not_specialize=["n", "n_before", "slot_rows", "tiles_each", "scale"],
+    do_not_specialize_on_alignment=[
+        "tokens", "parents", "beam_ancestors", "slots", "prefix_lens", "new_rows", "max_depths", "positions",
+        "kv_rows", "ancestors", "ends", "tiles",
+    ],
+)  # fmt: skip
+def _draft_rows(  # type: ignore[no-untyped-def]
+    embeddings, states, before, tokens, parents, beam_ancestors, slots, prefix_lens, new_rows, max_depths, cos, sin,
+    inputs, positions, kv_rows, ancestors, row_cos, row_sin, ends, tiles,
+    state_stride, n, n_before, slot_rows, tiles_each, scale,
+    SIZE: tl.constexpr, DIM: tl.constexpr, K: tl.constexpr, CHAIN: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    request, index = row // n, row % n
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    to = inputs + row * 2 * SIZE + column
+    if CHAIN:
+        at = request * state_stride + index * SIZE + column
+        tl.store(to, tl.load(embeddings + at, mask), mask)
+        tl.store(to + SIZE, tl.load(states + at, mask), mask)
+    elif index < n_before:
+        at = (request * n_before + index) * 2 * SIZE + column
+        tl.store(to, tl.load(before + at, mask), mask)
+        tl.store(to + SIZE, tl.load(before + at + SIZE, mask), mask)
+    else:
+        node = request * K + index - n_before
+        embedding = tl.load(embeddings + tl.load(tokens + node) * SIZE + column, mask)
+        tl.store(to, (embedding.to(tl.float32) * scale).to(embedding.dtype), mask)
+        at = request * state_stride + tl.load(parents + node) * SIZE + column
+        tl.store(to + SIZE, tl.load(states + at, mask), mask)
+
+    if tl.program_id(1) == 0:
+        slot, first = tl.load(slots + request), tl.load(prefix_lens + request)
+        if CHAIN:
+            count = tl.load(new_rows + request)
+            first = first - count
+            position = first + tl.minimum(index, count - 1)
+            tl.store(ancestors + row, tl.zeros((), tl.int64))
+            tl.store(ends + request, request * n + count - 1)
+        else:
+            deepest = tl.maximum(tl.load(max_depths + request) - 1, 0)
+            position = first + tl.minimum(index // K, deepest)
+            tl.store(ancestors + row, tl.load(beam_ancestors + row))
+        tl.store(positions + row, position)
+        tl.store(kv_rows + row, slot * slot_rows + first + index)
+        dim = tl.arange(0, BLOCK_DIM)
+        tl.store(row_cos + row * DIM + dim, tl.load(cos + position * DIM + dim, dim < DIM), dim < DIM)
+        tl.store(row_sin + row * DIM + dim, tl.load(sin + position * DIM + dim, dim < DIM), dim < DIM)
+        if index == 0:
+            for tile in range(tiles_each):
+                own = tiles + (request * tiles_each + tile) * 6
+                tl.store(own, slot.to(tl.int32))
+                tl.store(own + 1, first.to(tl.int32))
