@@ -18,6 +18,9 @@ app = typer.Typer()
 TOKEN_VARIABLE = "SPECVLA_TOKEN"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PING_S = 20.0
+# A simulator that loads a scene answers no ping meanwhile, which takes a minute. A robot that vanishes keeps its
+# session as long; who closes the connection gives it back at once.
+_PING_TIMEOUT_S = 180.0
 _ENDING_S = 5  # in which what is under way may be answered before the server ends
 
 
@@ -90,7 +93,7 @@ def serve(
         log_level="warning",
         ws_max_size=settings.max_message_bytes,
         ws_ping_interval=_PING_S,
-        ws_ping_timeout=_PING_S,
+        ws_ping_timeout=_PING_TIMEOUT_S,
         ws_per_message_deflate=False,
         timeout_graceful_shutdown=_ENDING_S,
         ssl_certfile=certificate,

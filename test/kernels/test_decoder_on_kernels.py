@@ -22,7 +22,7 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import KVCache, new_cache
 from specvla_ros.models import quantization
 from specvla_ros.models.config import DecoderShape, DecoderVariant
-from specvla_ros.models.decoder import PackedDecoder
+from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
 
 pytest.importorskip("triton")
 
@@ -102,12 +102,13 @@ def test_a_quantised_decoder_on_kernels_gives_what_it_gives_on_references(
     decoder.to(DEVICE)
     monkeypatch.setattr(quantization, "pack_int8", lambda *_: None)
     for layer in decoder.layers:
+        assert isinstance(layer, DecoderLayer)
         quantization.quantize_layer(layer, how)
     results = []
     for kernels in (False, True):
         for operator in (*OPERATORS, rounded_linear, quantization):
             monkeypatch.setattr(operator, "has_kernels", lambda _, kernels=kernels: kernels)
         results.append(two_ticks(decoder)[0])
-    near = torch.cosine_similarity(*results, dim=1)
+    near = torch.cosine_similarity(results[0], results[1], dim=1)
     # A value in the middle of two steps may fall to either side, and moves a logit by what rounding costs anyway.
     assert near.min() > 0.99 and near.mean() > 0.999, near

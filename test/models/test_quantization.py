@@ -21,6 +21,7 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.errors import UserError
 from specvla_ros.models import quantization
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.decoder import DecoderLayer
 from specvla_ros.models.openvla import target as load_model
 from specvla_ros.models.openvla.model import OpenVLA
 from specvla_ros.models.openvla.target import OpenVLATarget
@@ -218,6 +219,7 @@ def test_a_matrix_that_torchao_leaves_as_it_is_is_refused(monkeypatch: pytest.Mo
 def test_float8_is_near_the_unquantised_model_on_its_reference(checkpoint: Path) -> None:
     exact, rounded = (load_openvla(checkpoint, device="cpu") for _ in range(2))
     for layer in rounded.decoder.layers:
+        assert isinstance(layer, DecoderLayer)
         quantization.quantize_layer(layer, "fp8")
     for seed in range(4):
         wanted, found = logits(exact, seed), logits(rounded, seed)
