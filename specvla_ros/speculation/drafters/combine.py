@@ -45,7 +45,7 @@ class Drafters:
         chunk_step_s: float,
     ) -> None:
         self.by_name: dict[str, Drafter] = {}
-        self._device = target.decoder.device
+        self._prompt_end = Tree.from_root(torch.zeros(1, dtype=torch.int64, device=target.decoder.device))
         self._nodes = settings.nodes if settings is not None else 1
         if settings is None:
             return
@@ -84,7 +84,7 @@ class Drafters:
     def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, stamp_ns: int, stream: str = "") -> Tree:
         """What a prompt's own forward may verify; see `Drafter.draft_prompt`."""
         left = self._nodes
-        trees = [Tree.from_root(torch.zeros(1, dtype=torch.int64, device=self._device))]
+        trees = [self._prompt_end]
         for drafter in self.by_name.values():
             tree = drafter.draft_prompt(
                 epoch, max_depth=max_depth, in_text=in_text, nodes=left, stamp_ns=stamp_ns, stream=stream
