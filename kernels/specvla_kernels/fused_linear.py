@@ -100,7 +100,7 @@ def fused_linear_triton(
         NORM=norm is not None, UNIT_OFFSET=norm is not None and norm.unit_offset, BIAS=bias is not None,
         ACTIVATION=activation, GATED=activation in GATES, SCALED=scale is not None, RESIDUAL=residual is not None,
         DEPTH=in_features, WIDTH=width, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        WIDEN=x.device.type == "cpu", num_warps=4, num_stages=stages,
+        WIDEN=x.device.type == "cpu", num_warps=max(4, block_m // 8), num_stages=stages,
     )  # fmt: skip
     return out
 
