@@ -59,15 +59,13 @@ class Commit:
         tokens: accepted drafts, then the target's own choice after the last node; NOT_A_NUMBER where that is none.
         bins_off: distance of each token from the target's own choice, in bins.
         why: an AcceptReason for each token.
-        nodes_on_device: int64 [n], the nodes where the model is.
-        tokens_on_device: int64 [n], the tokens there.
+        tokens_on_device: int64 [n], the tokens where the model is.
     """
 
     nodes: tuple[int, ...]
     tokens: tuple[int, ...]
     bins_off: tuple[int, ...]
     why: tuple[int, ...]
-    nodes_on_device: Tensor
     tokens_on_device: Tensor
 
 
@@ -190,7 +188,7 @@ class Verifier:
             for index, on_device in zip(group.parts, path, strict=True):
                 *columns, count = islice(numbers, len(on_device))
                 chosen, tokens, off, why = (tuple(columns[i * width : i * width + count]) for i in range(4))
-                commits[index] = Commit(chosen, tokens, off, why, on_device[:count], on_device[width : width + count])
+                commits[index] = Commit(chosen, tokens, off, why, on_device[width : width + count])
         return [commits[index] for index in range(len(parts))]
 
     def capture(self, captures: Captures) -> None:

@@ -231,7 +231,7 @@ def _commit(tokens: int, codec: BinsCodec) -> Commit:
     """What a verification commits that accepts one token less; which tokens they are does not matter."""
     rows, ids = tuple(range(tokens)), (codec.action_ids.first,) * tokens
     none = torch.empty(0, dtype=torch.int64)
-    return Commit(rows, ids, bins_off=(0,) * tokens, why=(0,) * tokens, nodes_on_device=none, tokens_on_device=none)
+    return Commit(rows, ids, bins_off=(0,) * tokens, why=(0,) * tokens, tokens_on_device=none)
 
 
 def _forward(batch: Batch, mode: Mode) -> Forward:
