@@ -22,6 +22,7 @@ from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule, Verification
+from specvla_ros.speculation.drafters import head as draft_head
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 DATA, TARGET = ORACLES / "specvla_e2e", ORACLES / "openvla_tiny_b"
@@ -104,6 +105,7 @@ def test_with_the_published_choice_of_path_the_answers_are_the_recorded_ones(
     monkeypatch.setattr(verifier, "accept", accept_as_published)
     # The published code drafts to its full depth, whatever is still missing of the answer.
     monkeypatch.setattr(BinsCodec, "remaining", lambda *_: 6)
+    monkeypatch.setattr(draft_head, "answer_ids", lambda *_: None)  # and among all ids of the vocabulary
     assert len(runs(r)) == 8
     for run in runs(r):
         assert list(decode(run, head)) == run["raw_tokens"][:7]
