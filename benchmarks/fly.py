@@ -38,6 +38,7 @@ from specvla_ros.engine.verifier import Verifier, VerifyInput
 from specvla_ros.errors import UserError
 from specvla_ros.evaluation.statistics import Z_95
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.target import ForwardResult
 from specvla_ros.models.text.target import TextTarget
 from specvla_ros.speculation.rules.registry import make_rule
 from specvla_ros.speculation.tree import Tree
@@ -319,7 +320,7 @@ def gate_seconds(target: TextTarget, k: int, repeats: int = 50) -> dict[str, flo
 
     def verify(verifier: Verifier) -> object:
         part = VerifyInput(tree, 0, 0, 1, verifier.rule)
-        return verifier.verify(logits, [hidden], [part], verifier.prepare([part]))
+        return verifier.verify(ForwardResult(logits, hidden), [hidden], [part], verifier.prepare([part]))
 
     calls = {}
     for rule in ("strict", "fly"):

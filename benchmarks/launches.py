@@ -187,13 +187,13 @@ class _Answers:
         """`Verifier.verify`, listened to."""
 
         def run(
-            verifier: Verifier, logits: Any, hidden: Any, parts: Sequence[VerifyInput], prepared: Prepared
+            verifier: Verifier, result: Any, hidden: Any, parts: Sequence[VerifyInput], prepared: Prepared
         ) -> list[Commit]:
             self._groups = [
                 (group.max_depth + 1, [min(_ACCEPTED - 1, parts[index].tree.depth) for index in group.parts])
                 for group in prepared.groups
             ]
-            commits: list[Commit] = verify(verifier, logits, hidden, parts, prepared)
+            commits: list[Commit] = verify(verifier, result, hidden, parts, prepared)
             return commits
 
         return run

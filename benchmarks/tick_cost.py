@@ -104,7 +104,7 @@ def _measure(decoder: PackedDecoder, device: str, repeats: int) -> dict[str, Any
 
 
 def _verify(verifier: Verifier, verified: ForwardResult, tree: VerifyInput) -> object:
-    return verifier.verify(verified.logits, [verified.hidden], [tree], verifier.prepare([tree]))
+    return verifier.verify(verified, [verified.hidden], [tree], verifier.prepare([tree]))
 
 
 def _rules(vocab: int, device: str) -> dict[str, AcceptanceRule]:

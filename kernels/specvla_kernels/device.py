@@ -195,3 +195,24 @@ def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype =
     """
     tensor = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)
+
+
+_WORD = 8  # bytes
+
+
+def copy_together(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copies tensors to contiguous places of their shapes, on one device, in one launch if the dtypes are the same.
+
+    PyTorch takes a launch for each dtype; as words, or bytes, all are of one.
+    """
+    if not places:
+        return
+    whole = [value.to(place.dtype).contiguous() for place, value in zip(places, values, strict=True)]
+    unit = torch.int64 if all(map(_of_words, (*places, *whole))) else torch.uint8
+    of_unit = [[each.view(-1).view(unit) for each in tensors] for tensors in (places, whole)]
+    torch._foreach_copy_(of_unit[0], of_unit[1])
+
+
+def _of_words(tensor: Tensor) -> bool:
+    size = tensor.element_size()
+    return not (tensor.numel() * size % _WORD or tensor.storage_offset() * size % _WORD)

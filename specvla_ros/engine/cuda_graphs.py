@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.attention_plan import AttentionPlan, plan_attention
+from specvla_kernels.device import copy_together
 from specvla_kernels.graph_capture import Capturable, Capture, Captures, capture_on, check_rows
+from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_ros.engine.batch import Segment, first_positions, packed_forward, spans_of, wanted_rows
 from specvla_ros.engine.kv_cache import KVCache
@@ -113,6 +115,11 @@ class ForwardSizes:
         """Of one forward at most: a tree of each request, and the end of a prompt in front of the newest one's."""
         return self.slots + 1
 
+    @property
+    def wanted(self) -> int:
+        """Rows of one forward at most whose logits are wanted: all nodes of all trees."""
+        return self.slots * self.nodes
+
     def bucket(self, lengths: Sequence[int]) -> Bucket | None:
         """The bucket of a forward; None for one that the settings cannot lead to.
 
@@ -202,8 +209,15 @@ class HostInputs:
         return (axes + _COLUMNS) * (rows + rows % 2) + tiles * _TILE_WIDTH // 2
 
 
+def logits_memory(decoder: Decoder, sizes: ForwardSizes) -> Tensor:
+    """[n, vocab], for the logits of any forward: one piece of memory, which is large where the vocabulary is."""
+    return decoder.logits(
+        torch.zeros(sizes.wanted, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
+    )
+
+
 class StaticForward:
-    """One bucket's forward: the segments are copied in, the layers run as they were captured, a copy comes out.
+    """One bucket's forward: the segments are copied in; layers, logits and choices come out as they were captured.
 
     The rows that no segment has are those of some token, see nothing, and write their keys and values to the KV cache's
     sink row.
@@ -213,15 +227,19 @@ class StaticForward:
         cache: keys and values; a slot's last row must be left alone.
         bucket: size of the forward.
         segments: maximum number of segments in one forward.
-        capture: makes the layers repeatable.
+        logits: [n, vocab], memory for those of at most n wanted rows, which other buckets may write to as well.
+        capture: makes the forward repeatable.
 
     Raises:
         Exception: whatever the capture raises.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, bucket: Bucket, *, segments: int, capture: Capture) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, bucket: Bucket, *, segments: int, logits: Tensor, capture: Capture
+    ) -> None:
         self._decoder = decoder
         self._cache = cache
+        self._logits = logits[: bucket.rows]
         self._rows = bucket.rows
         config, device = decoder.config, decoder.device
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -238,7 +256,7 @@ class StaticForward:
         self._replay = capture(self._run)
 
     def __call__(self, segments: Sequence[Segment]) -> ForwardResult:
-        """What `packed_forward` gives, to rounding; nothing is read back.
+        """What `packed_forward` gives, to rounding; nothing is read back, and the next forward overwrites it.
 
         Args:
             segments: that fit the bucket; at least one.
@@ -247,23 +265,28 @@ class StaticForward:
             ValueError: they do not fit their slots, or each other, or the bucket.
         """
         spans = spans_of(segments, self._cache.slot_rows - 1)
-        n = spans[-1].stop
-        if n > self._rows:
-            raise ValueError(f"{n} rows do not fit a forward of {self._rows}")
-        wanted = self._send(segments, spans)
+        n, wanted = spans[-1].stop, sum(segment.wanted for segment in segments)
+        if n > self._rows or wanted > len(self._logits):
+            raise ValueError(
+                f"{n} rows, {wanted} of them wanted, do not fit a forward of {self._rows} and {len(self._logits)}"
+            )
+        self._send(segments, spans)
         self._fill(segments, spans)
-        hidden = self._replay()[:n].clone()  # the next forward overwrites it, and some of it is kept for longer
-        return ForwardResult(self._decoder.logits(hidden[wanted]), hidden)
+        hidden, choices = self._replay()
+        return ForwardResult(self._logits[:wanted], hidden[:n], choices[:wanted])
 
-    def _run(self) -> Tensor:
+    def _run(self) -> tuple[Tensor, Tensor]:
+        """Hidden states of all rows, and the choices after as many as logits have memory for."""
         numbers, decoder = self._numbers, self._decoder
         words = decoder.embed_tokens(numbers.ids.clamp(min=0))
         embeddings = torch.where((numbers.ids >= 0)[:, None], words, self._embeddings)
         layout = replace(self._layout, positions=numbers.positions + numbers.depths)
-        return decoder.hidden_states(embeddings, layout, self._cache.keys, self._cache.values)
+        hidden = decoder.hidden_states(embeddings, layout, self._cache.keys, self._cache.values)
+        logits = self._logits.copy_(decoder.logits(hidden[numbers.wanted[: len(self._logits)]]))
+        return hidden, greedy_choice(logits)
 
-    def _send(self, segments: Sequence[Segment], spans: Sequence[Span]) -> Tensor:
-        """Sends what the host knows; the wanted rows, on the device."""
+    def _send(self, segments: Sequence[Segment], spans: Sequence[Span]) -> None:
+        """Sends what the host knows."""
         # New memory each time: the copy may still be under way when the next forward is packed.
         memory = torch.zeros(len(self._numbers.all), dtype=torch.int64, pin_memory=self._numbers.all.is_cuda)
         host = HostInputs.in_memory(memory, self._rows, self._axes)
@@ -281,25 +304,24 @@ class StaticForward:
         wanted = wanted_rows(segments, spans)
         host.wanted.numpy()[: len(wanted)] = wanted
         self._numbers.all.copy_(memory, non_blocking=True)
-        return self._numbers.wanted[: len(wanted)]
 
     def _fill(self, segments: Sequence[Segment], spans: Sequence[Span]) -> None:
-        """Adds what the device alone knows: embeddings, and in one launch tokens and who descends from whom."""
+        """Adds what the device alone knows, in one launch: embeddings, tokens and who descends from whom."""
         numbers = self._numbers
         places: list[Tensor] = []
         known: list[Tensor] = []
         for segment, span in zip(segments, spans, strict=True):
             rows = slice(span.start, span.stop)
             if segment.inputs.is_floating_point():
-                self._embeddings[rows].copy_(segment.inputs)
+                places.append(self._embeddings[rows])
+                known.append(segment.inputs)
                 continue
             places.append(numbers.ids[rows])
             known.append(segment.inputs)
             if segment.ancestry is not None and len(segment) > 1:
                 places += [numbers.depths[rows], numbers.ancestors[rows]]
                 known += [segment.ancestry.depths, segment.ancestry.ancestors]
-        if places:
-            torch._foreach_copy_(places, known)
+        copy_together(places, known)
 
 
 def _plan(bucket: Bucket, group: int, kv_heads: int, cache: KVCache) -> AttentionPlan:
@@ -315,7 +337,7 @@ def _most_tiles(bucket: Bucket, segments: int, plan: AttentionPlan) -> int:
 
 
 class StaticVision:
-    """The embeddings of an image: its pixels are copied in, the towers run as they were captured, a copy comes out.
+    """The embeddings of an image: its pixels are copied in, and the towers run as they were captured.
 
     Args:
         model: whose towers and projector run.
@@ -339,13 +361,13 @@ class StaticVision:
             pixels: [3 * towers, size, size], normalised, in the host's memory; best pinned and in the decoder's dtype.
 
         Returns:
-            [image_tokens, hidden].
+            [image_tokens, hidden]; the next image overwrites it.
         """
         if self._pixels.is_cuda and (pixels.dtype != self._pixels.dtype or not pixels.is_pinned()):
             # New memory each time: the copy may still be under way when the next image comes.
             pixels = torch.empty(pixels.shape, dtype=self._pixels.dtype, pin_memory=True).copy_(pixels)
         self._pixels.copy_(pixels, non_blocking=True)
-        return self._replay().clone()  # the next image overwrites it
+        return self._replay()
 
     def _run(self) -> Tensor:
         return self._model.image_embeddings(self._pixels)
@@ -365,7 +387,14 @@ def check_forward(static: StaticForward, decoder: Decoder, cache: KVCache, segme
     """
     expected = packed_forward(decoder, segments, cache).hidden
     what = f"a captured forward of {len(expected)} rows"
-    check_rows(static(segments).hidden, expected, what=what)
+    found = static(segments)
+    check_rows(found.hidden, expected, what=what)
+    check_rows(
+        found.logits,
+        decoder.logits(found.hidden[wanted_rows(segments, spans_of(segments, cache.slot_rows))]),
+        what=f"logits of {what}",
+        dtype=decoder.dtype,
+    )
 
 
 def check_segments(bucket: Bucket, sizes: ForwardSizes, decoder: Decoder, cache: KVCache) -> list[Segment]:

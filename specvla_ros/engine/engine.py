@@ -328,8 +328,8 @@ class Engine:
         verified = batch.verified
         trees = [share.verify_input() for share in verified]
         prepared = self.verifier.prepare(trees)
-        logits = self.runner.run(batch)
-        commits = self.verifier.verify(logits, [share.tree_hidden for share in verified], trees, prepared)
+        result = self.runner.run(batch)
+        commits = self.verifier.verify(result, [share.tree_hidden for share in verified], trees, prepared)
         if verified:
             batch.vision_s = self.runner.vision_s()  # after a read-back alone
         return commits

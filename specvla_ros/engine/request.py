@@ -140,7 +140,7 @@ class ScheduledRequest:
         request: whose rows they are.
         prompt_rows: number of prompt rows among them; 0 after the prompt.
         ends_prompt: whether the prompt's last row is one of them.
-        hidden: [rows, hidden], last hidden states after the forward; those of the tree are the last.
+        hidden: [rows, hidden], last hidden states, valid until the next forward; those of the tree are the last.
     """
 
     request: Request
@@ -195,7 +195,7 @@ class ScheduledRequest:
         for rows in self.request.layout.visual_rows:
             start, stop = max(0, rows.start - begin), min(self.prompt_rows, rows.stop - begin)
             if start < stop:
-                self.request.visual.append(self.hidden[start:stop])
+                self.request.visual.append(self.hidden[start:stop].clone())  # the next forward overwrites them
 
     def verify_input(self) -> VerifyInput:
         """What the verifier needs of its tree."""

@@ -20,6 +20,7 @@ from specvla_ros.engine.cuda_graphs import (
     StaticVision,
     check_forward,
     check_segments,
+    logits_memory,
 )
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.request import Request
@@ -70,14 +71,15 @@ class Runner:
         if len(request.prompt) != request.layout.rows:
             raise ValueError(f"a prompt of {request.layout.rows} rows has {len(request.prompt)} embeddings")
 
-    def run(self, batch: Batch) -> Tensor:
+    def run(self, batch: Batch) -> ForwardResult:
         """Computes a batch whose prompts are embedded; its shares get their hidden states.
 
         Args:
             batch: at least one share.
 
         Returns:
-            float32 [nodes of all verified trees, vocab], the logits, shares in order.
+            Logits and choices of the nodes of all verified trees, shares in order; the next run overwrites them, and
+            the shares' hidden states too.
         """
         segments = [share.segments() for share in batch.shares]
         result = self.forwards([segment for mine in segments for segment in mine])
@@ -88,7 +90,7 @@ class Runner:
                 share.keep_visual()
             if self._target.head is not None and share.ends_prompt:
                 share.request.actions = self._target.head(hidden[: share.prompt_rows])
-        return result.logits
+        return result
 
     def vision_s(self) -> float:
         """Seconds of the vision tower since the last call. Call after a read-back."""
@@ -119,12 +121,16 @@ class Forwards:
     def capture(self, captures: Captures) -> None:
         """See Capturable: a forward of every size. Every slot is written to."""
         randomize(self._cache.keys, self._cache.values)
+        logits = logits_memory(self._decoder, self._sizes)
         for bucket in reversed(self._sizes.buckets()):  # the largest first: the others then find memory in its pool
             with captures.attempt(f"forwards of {bucket.rows} rows"):
-                self._captured[bucket] = self._checked(bucket, captures.capture)
+                self._captured[bucket] = self._checked(bucket, logits, captures.capture)
 
-    def _checked(self, bucket: Bucket, capture: Capture) -> StaticForward:
-        static = StaticForward(self._decoder, self._cache, bucket, segments=self._sizes.segments, capture=capture)
+    def _checked(self, bucket: Bucket, logits: Tensor, capture: Capture) -> StaticForward:
+        segments_at_most = self._sizes.segments
+        static = StaticForward(
+            self._decoder, self._cache, bucket, segments=segments_at_most, logits=logits, capture=capture
+        )
         segments = check_segments(bucket, self._sizes, self._decoder, self._cache)
         check_forward(static, self._decoder, self._cache, segments)
         return static

@@ -13,12 +13,13 @@ from specvla_kernels.accept_tree import MIN_PATH
 from specvla_kernels.accept_within import accept_within
 from specvla_kernels.commit_kv import commit_kv
 from specvla_kernels.compare_drafts import MIN_NODES, Nodes, PackedTrees
-from specvla_kernels.device import blocks, to_device
+from specvla_kernels.device import blocks, copy_together, to_device
 from specvla_kernels.graph_capture import Captures
 from specvla_kernels.greedy_choice import greedy_choice
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.models.codecs.codec import ActionIds, TokenDistances
 from specvla_ros.models.generation import NO_RULES, GreedyRules, seen_ids
+from specvla_ros.models.target import ForwardResult
 from specvla_ros.speculation.accept import AcceptanceRule, ByDistance, Verification, accept
 from specvla_ros.speculation.rules.strict import Strict
 from specvla_ros.speculation.tree import Tree
@@ -161,12 +162,12 @@ class Verifier:
         return Prepared(groups, seen_ids(ids, self._vocab_size, self._cache.keys.device))
 
     def verify(
-        self, logits: Tensor, hidden: Sequence[Tensor], parts: Sequence[VerifyInput], prepared: Prepared
+        self, result: ForwardResult, hidden: Sequence[Tensor], parts: Sequence[VerifyInput], prepared: Prepared
     ) -> list[Commit]:
         """Chooses every request's path and moves its keys and values.
 
         Args:
-            logits: float32 [nodes of all trees, vocab], requests in order.
+            result: of the forward; logits and choices of the nodes of all trees, requests in order.
             hidden: [nodes, hidden], last hidden states of each request's tree.
             parts: as they were prepared.
             prepared: what `prepare` made of them.
@@ -175,8 +176,10 @@ class Verifier:
             return []
         groups = prepared.groups
         trees = [(part.tree.tokens, part.tree.ancestry) for part in parts]
-        logits = self._generation.apply(logits, trees, prepared.seen, [part.any_id for part in parts])
-        paths = list(self._paths(logits, hidden, parts, groups))
+        logits = self._generation.apply(result.logits, trees, prepared.seen, [part.any_id for part in parts])
+        known = result.choices if logits is result.logits else None
+        choices = greedy_choice(logits) if known is None else known
+        paths = list(self._paths(logits, choices, hidden, parts, groups))
         for group, path in zip(groups, paths, strict=True):
             nodes = path[:, : group.max_depth + 1]
             commit_kv(self._cache.keys, self._cache.values, group.slots, group.root_rows, nodes)
@@ -228,10 +231,15 @@ class Verifier:
         return Group(tuple(indices), mine[0].rule, max_depth, positions, slots, root_rows, rows=flat.view(requests, n))
 
     def _paths(
-        self, logits: Tensor, hidden: Sequence[Tensor], parts: Sequence[VerifyInput], groups: Sequence[Group]
+        self,
+        logits: Tensor,
+        choices: Tensor,
+        hidden: Sequence[Tensor],
+        parts: Sequence[VerifyInput],
+        groups: Sequence[Group],
     ) -> Iterator[Tensor]:
         """See `accept_tree`, for each group."""
-        nodes, choices = _side_by_side([part.tree for part in parts]), greedy_choice(logits)
+        nodes = _side_by_side([part.tree for part in parts])
         for group in groups:
             rows = None if len(parts) == 1 else group.rows
             trees = PackedTrees(nodes, choices, group.positions, rows)
@@ -255,16 +263,14 @@ class Verifier:
 
 
 def _side_by_side(trees: Sequence[Tree]) -> Nodes:
-    """The nodes of trees, one tree after the other: a launch for each dtype."""
+    """The nodes of trees, one tree after the other."""
     found = [_nodes(tree) for tree in trees]
     if len(found) == 1:
         return found[0]
     sizes = [len(tree) for tree in trees]
     packed = Nodes(*(column.new_empty(sum(sizes)) for column in found[0]))
-    for dtype in dict.fromkeys(column.dtype for column in packed):
-        mine = [i for i, column in enumerate(packed) if column.dtype == dtype]
-        places = [place for i in mine for place in packed[i].split(sizes)]
-        torch._foreach_copy_(places, [nodes[i] for i in mine for nodes in found])
+    places = [place for column in packed for place in column.split(sizes)]
+    copy_together(places, [column for columns in zip(*found, strict=True) for column in columns])
     return packed
 
 

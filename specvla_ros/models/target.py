@@ -22,7 +22,10 @@ from specvla_ros.models.generation import GreedyRules
 from specvla_ros.models.observation import Observation
 
 ImageEmbeddings = Callable[[Tensor], Tensor]
-"""Pixels [channels, size, size] in host memory to embeddings [image_tokens, hidden] on the device."""
+"""Pixels [channels, size, size] in host memory to embeddings [image_tokens, hidden] on the device.
+
+The next call may overwrite what the last one gave.
+"""
 
 
 Pixels = tuple[Tensor, ...]
@@ -40,10 +43,12 @@ class ForwardResult:
     Args:
         logits: float32 [n_wanted, vocab], of the wanted rows.
         hidden: [n_rows, hidden], of all rows, after the final norm.
+        choices: int64 [n_wanted], `greedy_choice` of the logits, where the forward has it already.
     """
 
     logits: Tensor
     hidden: Tensor
+    choices: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from specvla_ros.engine.verifier import Verifier
 
 verify, found = Verifier.verify, {}
 more = {
-    "launches": lambda logits: logits.add(1),
+    "launches": lambda result: result.logits.add(1),
     "copies": lambda _: torch.empty(1, device="cuda").copy_(torch.empty(1), non_blocking=True),
     "waits": lambda _: torch.empty(1, device="cuda").copy_(torch.empty(1)),
-    "read_backs": lambda logits: logits.cpu(),
+    "read_backs": lambda result: result.logits.cpu(),
 }
 for counted, ask in more.items():
-    Verifier.verify = lambda self, logits, *others: (ask(logits), verify(self, logits, *others))[1]
+    Verifier.verify = lambda self, result, *others: (ask(result), verify(self, result, *others))[1]
     found[counted] = [tick[counted] for tick in launches.count("ar")["ticks"]]
 print(json.dumps(found))
 """

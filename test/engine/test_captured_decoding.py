@@ -33,11 +33,12 @@ from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.eagle import EagleDrafter, StaticDraft
-from specvla_ros.speculation.settings import DraftSettings, adjusted
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 SMALL_TREE = adjusted(DraftSettings(nodes=8, top_k=3, depth=3), temporal=True)
 SPECPIPE = EngineSettings("specpipe", prefill_chunks=2, draft=SMALL_TREE)
 PLAIN = EngineSettings()
+LOOKING = replace(SPECPIPE, acceptance=AcceptanceSettings("lvspec"))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def only_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EagleDrafter, "_grow", fail)
 
 
-@pytest.mark.parametrize("chosen", [PLAIN, SPECPIPE], ids=["ar", "specpipe"])
+@pytest.mark.parametrize("chosen", [PLAIN, SPECPIPE, LOOKING], ids=["ar", "specpipe", "lvspec"])
 def test_captured_forwards_give_the_same_tokens(
     policy: OpenVLATarget, chosen: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +136,10 @@ def probable(change: Callable[[torch.Tensor], torch.Tensor]) -> Capture:
     return ends_as(lambda trees: replace(trees, log_probs=change(trees.log_probs)))
 
 
+def hidden(change: Callable[[torch.Tensor], torch.Tensor]) -> Capture:
+    return ends_as(lambda made: (change(made[0]), made[1]))
+
+
 FORWARD, VISION = r"a captured forward of \d+ rows is", "the captured vision is"
 DRAFT = r"a captured draft of \d trees with \d levels"
 
@@ -145,8 +150,8 @@ DRAFT = r"a captured draft of \d trees with \d levels"
         (StaticForward, refuses, "RuntimeError: an operation that a capture does not permit\\)"),
         (StaticForward, out_of_memory_at_the_third(), "OutOfMemoryError: CUDA out of memory\\)"),
         (StaticForward, stands_still, f"{FORWARD} off by 1.* of a row's length"),
-        (StaticForward, ends_as(lambda rows: rows * 1.001), f"{FORWARD} off by 0.001 of a row's length"),
-        (StaticForward, ends_as(lambda rows: rows * torch.nan), f"{FORWARD} off by nan of a row's length"),
+        (StaticForward, hidden(lambda rows: rows * 1.001), f"{FORWARD} off by 0.001 of a row's length"),
+        (StaticForward, hidden(lambda rows: rows * torch.nan), f"{FORWARD} off by nan of a row's length"),
         (StaticVision, refuses, "RuntimeError: an operation that a capture does not permit\\)"),
         (StaticVision, stands_still, f"{VISION} off by nan of a row's length"),
         (StaticVision, ends_as(lambda rows: rows * 1.001), f"{VISION} off by 0.001 of a row's length"),
@@ -194,7 +199,7 @@ def test_one_size_that_comes_out_wrong_runs_as_it_comes(policy: OpenVLATarget, m
 
     def wrong_at_the_second(run: Run) -> Run:
         again, wrong = recorded(run), next(second, False)
-        return lambda: again() * torch.nan if wrong else again()
+        return lambda: (again()[0] * torch.nan, again()[1]) if wrong else again()
 
     capture_with(monkeypatch, wrong_at_the_second, of=StaticForward)
     engine = Engine(policy, PLAIN)

@@ -105,14 +105,15 @@ def test_a_switch_captures_again_and_the_next_frame_is_seen_by_that(
 
 
 @torch.inference_mode()
-def test_an_image_leaves_the_embeddings_of_earlier_ones_alone(policy: OpenVLATarget) -> None:
+def test_a_prompt_of_several_images_has_each_of_them(policy: OpenVLATarget) -> None:
+    """The next image overwrites what the last one gave."""
     static = StaticVision(policy.model, recorded)
-    shown = [policy.image_processor(image(seed)) for seed in range(3)]
-    with no_read_back():
-        results = [static(pixels) for pixels in shown]
-    for pixels, result in zip(shown, results, strict=True):
-        assert torch.equal(result, policy.model.image_embeddings(pixels))
-    assert not torch.equal(results[0], results[1])
+    pixels = tuple(policy.image_processor(image(seed)) for seed in range(3))
+    observation, ids = policy.blank_observation(), (1, 5, 7)
+    for shown in (pixels, pixels[:1], pixels[1:]):
+        with no_read_back():
+            prompt = policy.prompt_embeddings(observation, ids, static, shown)
+        assert prompt.equal(policy.prompt_embeddings(observation, ids, pixels=shown))
 
 
 @torch.inference_mode()

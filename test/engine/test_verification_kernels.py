@@ -17,6 +17,7 @@ from specvla_ros.engine import verifier
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.verifier import Verifier, VerifyInput
 from specvla_ros.models.codecs.codec import ActionIds
+from specvla_ros.models.target import ForwardResult
 from specvla_ros.speculation.accept import AcceptanceRule
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.strict import Strict
@@ -95,7 +96,7 @@ def test_a_verification_is_a_known_number_of_launches(
         monkeypatch.setattr(verifier, operator, lambda *_, result=result: result)
     logits, hidden = torch.zeros(8 * requests, VOCAB), [torch.zeros(8, 4)] * requests
     with Launches() as launches:
-        commits = made.verify(logits, hidden, parts, made.prepare(parts))
+        commits = made.verify(ForwardResult(logits, hidden[0]), hidden, parts, made.prepare(parts))
     assert len(commits) == requests
     ours = 3  # choices, comparison with walk, and commit
     assert launches.counted.total() + ours <= most, launches.counted

@@ -67,11 +67,11 @@ def test_the_two_largest_logits_are_the_plain_decoders(policy: OpenVLATarget, re
     run = engine.runner.run
 
     def watched(batch: Any) -> Any:
-        logits = run(batch)
-        if len(logits):
-            largest = logits.topk(2, dim=1).values
+        result = run(batch)
+        if len(result.logits):
+            largest = result.logits.topk(2, dim=1).values
             margins.append(float((largest[:, 0] - largest[:, 1]).min()))
-        return logits
+        return result
 
     engine.runner.run = watched  # type: ignore[method-assign]
     for frame in certificate.bag_source(policy, recorded[:1], 0, ALONE):

@@ -14,10 +14,11 @@ from support.no_read_back import no_read_back
 from support.static_forwards import kernels, rerun
 
 from specvla_kernels import attention_plan
-from specvla_kernels.graph_capture import Result
+from specvla_kernels.graph_capture import Capture, Result
+from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
-from specvla_ros.engine.cuda_graphs import ForwardSizes, Graphs, StaticForward
+from specvla_ros.engine.cuda_graphs import Bucket, ForwardSizes, Graphs, StaticForward, logits_memory
 from specvla_ros.engine.kv_cache import KVCache, new_cache
 from specvla_ros.engine.runner import Forwards
 from specvla_ros.models.config import DecoderShape
@@ -73,6 +74,11 @@ def ring_before(segments: list[Segment]) -> KVCache:
     return cache
 
 
+def static_forward(cache: KVCache, bucket: Bucket, capture: Capture) -> StaticForward:
+    logits = logits_memory(DECODER, SIZES)
+    return StaticForward(DECODER, cache, bucket, segments=SIZES.segments, logits=logits, capture=capture)
+
+
 def poison(static: StaticForward) -> None:
     static._embeddings.fill_(torch.nan)
     static._numbers.all.fill_(1 << 40)  # no row, no position
@@ -97,7 +103,7 @@ def test_forwards_of_a_bucket_are_packed_forwards(several: list[list[Segment]], 
 
             return again
 
-        static = StaticForward(DECODER, cache, bucket, segments=SIZES.segments, capture=keep)
+        static = static_forward(cache, bucket, keep)
         for segments in several:
             expected_cache = ring_before(segments)
             with kernels(False):
@@ -110,29 +116,25 @@ def test_forwards_of_a_bucket_are_packed_forwards(several: list[list[Segment]], 
 
             torch.testing.assert_close(result.hidden, expected.hidden, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(result.logits, expected.logits, atol=1e-4, rtol=1e-4)
-            assert whole[-1].isfinite().all(), "rows that no segment has are finite too"
+            assert result.choices is not None and result.choices.equal(greedy_choice(result.logits))
+            assert whole[-1][0].isfinite().all(), "rows that no segment has are finite too"
             for store, wanted in ((cache.keys, expected_cache.keys), (cache.values, expected_cache.values)):
                 store.flatten(1, 2)[:, cache.sink_row] = torch.nan  # the one row that a packed forward leaves alone
                 torch.testing.assert_close(store, wanted, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
 @torch.inference_mode()
-def test_a_result_outlives_the_next_forward_and_nothing_is_read_back() -> None:
-    cache = ring_before([])
-    segments, others = ([Segment(slot, 0, torch.arange(slot, 9, device=DEVICE), wanted=2)] for slot in (0, 1))
+def test_nothing_is_read_back() -> None:
     bucket = SIZES.bucket([9])
     assert bucket is not None
-    held = torch.zeros(bucket.rows, 32, device=DEVICE)
-
-    def capture(run: Callable[[], Result]) -> Callable[[], Any]:
-        return lambda: held
-
-    static = StaticForward(DECODER, cache, bucket, segments=SIZES.segments, capture=capture)
+    with kernels(True):
+        static = static_forward(ring_before([]), bucket, rerun)
+    held = torch.zeros(bucket.rows, 32, device=DEVICE), torch.zeros(SIZES.wanted, dtype=torch.int64, device=DEVICE)
+    static._replay = lambda: held
     with no_read_back():
-        result = static(segments)
-    held.fill_(7.0)
-    static(others)
-    assert not result.hidden.any() and result.hidden.shape == (9, 32) and result.logits.shape == (2, 50)
+        result = static([Segment(0, 0, torch.arange(9, device=DEVICE), wanted=2)])
+    assert result.hidden.shape == (9, 32) and result.logits.shape == (2, 50) and result.choices is not None
+    assert result.choices.shape == (2,)
 
 
 @torch.inference_mode()
@@ -140,8 +142,8 @@ def test_what_does_not_fit_is_refused() -> None:
     bucket = SIZES.bucket([4])
     assert bucket is not None
     with kernels(True):
-        static = StaticForward(DECODER, ring_before([]), bucket, segments=SIZES.segments, capture=rerun)
-    with pytest.raises(ValueError, match="5 rows do not fit a forward of 4"):
+        static = static_forward(ring_before([]), bucket, rerun)
+    with pytest.raises(ValueError, match="5 rows, 1 of them wanted, do not fit a forward of 4 and 4"):
         static([Segment(0, 0, torch.arange(5, device=DEVICE))])
     with pytest.raises(ValueError, match="60 committed rows and 4 nodes do not fit a slot of 63 rows"):
         static([Segment(0, 60, torch.arange(4, device=DEVICE))])

@@ -181,3 +181,22 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refuse(directory, "holds no L1 head")
     (directory / "vision_backbone--1.pt").touch()
     refuse(directory, "with FiLM, which is not supported")
+
+
+@torch.inference_mode()
+def test_a_vision_that_overwrites_what_it_gave_gives_the_same_prompt(targets: Targets, plain: Path) -> None:
+    """As a captured one does."""
+    case = next(each for each in cases() if each["num_images"] > 1)
+    target, held = target_of(case, targets, plain), torch.empty(0)
+
+    def overwriting(pixels: torch.Tensor) -> torch.Tensor:
+        nonlocal held
+        found = target.model.image_embeddings(pixels)
+        held = held.copy_(found) if held.shape == found.shape else found.clone()
+        return held
+
+    images = [np.full((48, 64, 3), 60 * i, np.uint8) for i in range(case["num_images"])]
+    observation = asked(case, images)
+    layout = target.prompt_layout(observation)
+    expected = target.prompt_embeddings(observation, layout.ids)
+    assert target.prompt_embeddings(observation, layout.ids, overwriting).equal(expected)

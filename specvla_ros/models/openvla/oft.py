@@ -197,7 +197,8 @@ class OFTTarget:
     ) -> Tensor:
         embed, device = self.decoder.embed_tokens, self.decoder.device
         text = embed(to_device((*prompt_ids, _STOP_ID), device))
-        rows = [(vision or self.model.image_embeddings)(each) for each in pixels or self.pixels(observation)]
+        images = vision or self.model.image_embeddings
+        rows = [images(each).clone() for each in pixels or self.pixels(observation)]
         if self.proprio is not None:
             state = self.proprio.normalised(observation.state_of(self.state_dims))
             rows.append(self.proprio(torch.from_numpy(state).to(device, text.dtype)))

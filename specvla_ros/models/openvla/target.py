@@ -295,8 +295,8 @@ class OpenVLATarget:
             [n + image_tokens, hidden].
         """
         embed = vision or self.model.image_embeddings
-        rows = [embed(each) for each in pixels or self.pixels(observation)]
-        images = rows[0] if len(rows) == 1 else torch.cat(rows)
+        first, *others = pixels or self.pixels(observation)
+        images = torch.cat([embed(each).clone() for each in (first, *others)]) if others else embed(first)
         return self.model.prompt_embeddings(images, to_device(prompt_ids, self.decoder.device))
 
     def blank_observation(self) -> Observation:
