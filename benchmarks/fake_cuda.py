@@ -147,6 +147,7 @@ def _patches(launches: Launches, read_back: Callable[[tuple[int, ...]], list[Any
     yield patch.object(FakeTensor, "__iter__", lambda tensor: iter(tensor.unbind(0)), create=True)
     yield patch.object(Tensor, "view", _view(Tensor.view))
     yield patch.object(Tensor, "copy_", _copy(Tensor.copy_, launches))
+    yield patch.object(torch, "index_select", _index_select(launches))
     fused = torch.nn.functional
     yield patch.object(fused, "rms_norm", _like_first("rms_norm", launches))
     yield patch.object(fused, "layer_norm", _like_first("layer_norm", launches))
@@ -279,6 +280,16 @@ def _copy(real: Callable[..., Tensor], launches: Launches) -> Callable[..., Tens
         return tensor
 
     return copy
+
+
+def _index_select(launches: Launches) -> Callable[..., Tensor]:
+    """Into memory that is given, which fake tensors do in two steps."""
+
+    def index_select(_: Tensor, __: int, ___: Tensor, *, out: Tensor) -> Tensor:
+        launches.add("index_select")
+        return out
+
+    return index_select
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:

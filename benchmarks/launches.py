@@ -134,6 +134,7 @@ def device() -> Iterator[Launches]:
             (runner, "check_rows", nothing),
             (runner, "randomize", nothing),
             (eagle, "randomize", nothing),
+            (eagle, "check_rows", nothing),
             (eagle.EagleDrafter, "_check", nothing),
             (eagle_head, "load_draft_head", _head),
             (Verifier, "verify", answers.heard(Verifier.verify)),
@@ -171,9 +172,11 @@ def _record(run: Callable[[], Any], launches: Launches) -> Callable[[], Any]:
 def _name_of(captured: Any) -> str:
     if isinstance(captured, cuda_graphs.StaticForward):
         return f"forward of {captured._rows} rows"
+    if isinstance(captured, eagle.StaticKeep):
+        return f"draft keys of {len(captured._hidden)} rows"
     if isinstance(captured, eagle.StaticDraft):
         mass = "by window mass" if isinstance(captured._grower._children, WindowMass) else "by top k"
-        return f"draft {mass}, trees {len(captured._roots)}, levels {captured._depth}"
+        return f"draft {mass}, trees {captured._requests}, levels {captured._depth}"
     return "vision"
 
 

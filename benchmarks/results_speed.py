@@ -159,6 +159,8 @@ def _graphs(case: Result) -> list[tuple[str, int]]:
         if kind.startswith("forward"):
             rows = int(kind.split()[2])
             kind = "forward of 1 to 64 rows" if rows <= 64 else "forward of more rows"
+        elif kind.startswith("draft keys"):
+            kind = "draft keys of a prompt"
         elif "draft" in kind:
             kind = f"{kind}, {each['graph'].rpartition(', ')[2]}"
         found[kind] = max(found.get(kind, 0), each["launches"])

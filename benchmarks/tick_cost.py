@@ -31,6 +31,7 @@ from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.target import ForwardResult
 from specvla_ros.speculation.accept import AcceptanceRule
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
+from specvla_ros.speculation.drafters.new_rows import NewRows
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.composite import Composite
@@ -136,7 +137,7 @@ def _drafting(
     root = torch.tensor(5, device=prompt.device)
 
     def told(rows: torch.Tensor, prefix_len: int) -> DraftInput:
-        return DraftInput(0, prefix_len, rows, rows, root, max_depth=5, position=1)
+        return DraftInput(0, prefix_len, NewRows(rows, rows), root, max_depth=5, position=1)
 
     drafter.draft([told(prompt, PROMPT)])
     return lambda: drafter.draft([told(prompt[:COMMITTED], PROMPT + COMMITTED)])

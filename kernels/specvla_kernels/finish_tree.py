@@ -13,7 +13,7 @@ _ENTRIES = 1 << 10  # that a program holds at once: more would not fit its regis
 
 def finish_tree(
     considered: Considered, roots: Tensor, nodes: Tensor, *, k: int, levels: int, max_nodes: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The best of everything considered, in the order of depth; a parent comes with its child.
 
     A child's score is never above its parent's, and where they are equal, as in low precision, the first that was
@@ -32,6 +32,7 @@ def finish_tree(
             considered). Node 0 is the root, of parent -1. What a tree of fewer nodes does not fill has token, parent,
             depth and ancestors 0.
         log_probs: [trees, n]; 0 of the root, -inf where nothing is.
+        valid: bool [trees, n]; whether it is above -inf.
     """
     run = finish_tree_triton if has_kernels(considered.scores) else finish_tree_reference
     return run(considered, roots, nodes, k=k, levels=levels, max_nodes=max_nodes)
@@ -39,7 +40,7 @@ def finish_tree(
 
 def finish_tree_reference(
     considered: Considered, roots: Tensor, nodes: Tensor, *, k: int, levels: int, max_nodes: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`finish_tree` in PyTorch."""
     tokens, scores, parents = considered.tokens, considered.scores, considered.parents
     n = tokens.shape[1]
@@ -63,39 +64,38 @@ def finish_tree_reference(
         )
     )
     log_probs = torch.where(there, scores.gather(1, chosen), -torch.inf)
-    return (
-        torch.where(torch.cat((of_root, there), dim=1), numbers, 0),
-        torch.cat((torch.zeros_like(roots, dtype=scores.dtype), log_probs), dim=1),
-    )
+    log_probs = torch.cat((torch.zeros_like(roots, dtype=scores.dtype), log_probs), dim=1)
+    return torch.where(torch.cat((of_root, there), dim=1), numbers, 0), log_probs, log_probs > -torch.inf
 
 
 def finish_tree_triton(
     considered: Considered, roots: Tensor, nodes: Tensor, *, k: int, levels: int, max_nodes: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`finish_tree` as one launch, a program per tree."""
     trees, n = considered.tokens.shape
     size = 1 + min(max_nodes - 1, n)
     numbers = roots.new_empty(4, trees, size)
     log_probs = considered.scores.new_empty(trees, size)
+    valid = torch.empty(trees, size, dtype=torch.bool, device=roots.device)
     node_of = torch.empty(trees, n + 1, dtype=torch.int32, device=roots.device)
     block = power_of_two(size, 16)
     _finish_tree[(trees,)](
-        considered.tokens, considered.scores, considered.parents, roots, nodes, numbers, log_probs, node_of,
-        considered.tokens.stride(0), n, k, size, trees,
+        considered.tokens, considered.scores, considered.parents, roots, nodes, numbers, log_probs, valid,
+        node_of, considered.tokens.stride(0), n, k, size, trees,
         DOUBLINGS=levels.bit_length(), BLOCK=block, BLOCK_ENTRIES=min(power_of_two(n, 16), _ENTRIES),
         num_warps=max(4, block // 8),
     )  # fmt: skip
-    return numbers, log_probs
+    return numbers, log_probs, valid
 
 
 @jit(
     do_not_specialize=["considered_stride", "n", "k", "size", "trees"],
     do_not_specialize_on_alignment=[
-        "tokens", "scores", "parents", "roots", "nodes", "numbers", "log_probs", "node_of",
+        "tokens", "scores", "parents", "roots", "nodes", "numbers", "log_probs", "valid", "node_of",
     ],
 )  # fmt: skip
 def _finish_tree(  # type: ignore[no-untyped-def]
-    tokens, scores, parents, roots, nodes, numbers, log_probs, node_of, considered_stride, n, k, size, trees,
+    tokens, scores, parents, roots, nodes, numbers, log_probs, valid, node_of, considered_stride, n, k, size, trees,
     DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ENTRIES: tl.constexpr,
 ):  # fmt: skip
     tree = tl.program_id(0).to(tl.int64)
@@ -133,6 +133,7 @@ def _finish_tree(  # type: ignore[no-untyped-def]
         tl.store(numbers + plane + row + node, parent.to(tl.int64), chosen)
         tl.store(numbers + 2 * plane + row + node, depth.to(tl.int64), chosen)
         tl.store(log_probs + row + node, score, chosen)
+        tl.store(valid + row + node, score > float("-inf"), chosen)
         nodes_before += tl.sum(chosen.to(tl.int32), 0)
         worst_before += tl.sum(of_worst, 0)
 
@@ -144,6 +145,7 @@ def _finish_tree(  # type: ignore[no-untyped-def]
     tl.store(own + plane, tl.where(is_root, -1, 0).to(tl.int64), other)
     tl.store(own + 2 * plane, tl.zeros((BLOCK,), tl.int64), other)
     tl.store(log_probs + row + place, tl.where(is_root, 0.0, float("-inf")), other)
+    tl.store(valid + row + place, is_root, other)
     tl.debug_barrier()  # and every parent for the whole tree
     filled = place <= kept
     up = tl.load(own + plane, filled, other=-1).to(tl.int32)

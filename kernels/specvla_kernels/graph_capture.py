@@ -16,6 +16,26 @@ _TOLERANCES = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.2}
 _EXACT = 1e-6
 
 
+_TILE_ROWS = 64  # of a matrix product: a part of a tile takes as long as a whole one
+_PART = 8  # above 512 rows a size is at most an eighth larger than the power of two below it asks for
+
+
+def padded_rows(rows: int) -> int:
+    """The smallest size that is captured for so many rows: powers of two, then multiples of a tile or an eighth."""
+    power = 1 << (rows - 1).bit_length()
+    step = min(power, max(_TILE_ROWS, power // _PART))
+    return -(-rows // step) * step
+
+
+def paddings(low: int, high: int) -> Iterator[int]:
+    """The sizes for so many rows to so many, ascending."""
+    rows = padded_rows(low)
+    yield rows
+    while rows < high:
+        rows = padded_rows(rows + 1)
+        yield rows
+
+
 def randomize(keys: Tensor, values: Tensor) -> None:
     """Gives every row of an unused store finite keys and values, for the work of a check to look at."""
     generator = torch.Generator(keys.device).manual_seed(0)

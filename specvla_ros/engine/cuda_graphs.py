@@ -6,7 +6,7 @@ one is compared with the same work run eagerly.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,15 @@ from torch import Tensor
 
 from specvla_kernels.attention_plan import AttentionPlan, plan_attention
 from specvla_kernels.device import copy_together
-from specvla_kernels.graph_capture import Capturable, Capture, Captures, capture_on, check_rows
+from specvla_kernels.graph_capture import (
+    Capturable,
+    Capture,
+    Captures,
+    capture_on,
+    check_rows,
+    padded_rows,
+    paddings,
+)
 from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_ros.engine.batch import Segment, first_positions, packed_forward, spans_of, wanted_rows
@@ -69,10 +77,6 @@ class Graphs:
         self.status = captures.summary()
         if captures.failed:
             _log.warning("decoding partly without CUDA graphs, so that launches may limit it: %s", self.status)
-
-
-_TILE_ROWS = 64  # of a matrix product: a part of a tile takes as long as a whole one
-_PART = 8  # above 512 rows a bucket is at most an eighth larger than the power of two below it asks for
 
 
 @dataclass(frozen=True, order=True)
@@ -137,28 +141,12 @@ class ForwardSizes:
         others = (self.slots - 1) * self.nodes
         ranges = [(1, others + self.nodes, self.nodes)]
         ranges += [(rows, rows + others + self.nodes - 1, self._longest(rows)) for rows in self.chunks]
-        found = {Bucket(rows, min(longest, rows)) for low, high, longest in ranges for rows in _paddings(low, high)}
+        found = {Bucket(rows, min(longest, rows)) for low, high, longest in ranges for rows in paddings(low, high)}
         return tuple(sorted(found))
 
     def _longest(self, length: int) -> int:
         """What attention is tiled for in a forward whose longest segment has so many rows; 0: there is none such."""
         return next((limit for limit in (self.nodes, self.chunks[-1]) if length <= limit), 0)
-
-
-def padded_rows(rows: int) -> int:
-    """Rows of the smallest bucket that holds so many: powers of two, then multiples of a tile or an eighth."""
-    power = 1 << (rows - 1).bit_length()
-    step = min(power, max(_TILE_ROWS, power // _PART))
-    return -(-rows // step) * step
-
-
-def _paddings(low: int, high: int) -> Iterator[int]:
-    """The buckets' rows for so many rows to so many."""
-    rows = padded_rows(low)
-    yield rows
-    while rows < high:
-        rows = padded_rows(rows + 1)
-        yield rows
 
 
 def _chunks(length: int, forwards: int) -> set[int]:

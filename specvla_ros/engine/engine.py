@@ -3,23 +3,22 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 
-from specvla_kernels.device import device_fault, operators_on, to_device
+from specvla_kernels.device import device_fault, operators_on
 from specvla_ros.engine.asking import Asking
 from specvla_ros.engine.ensemble import ChunkEnsemble
 from specvla_ros.engine.kv_cache import KVCache, allocate_cache
 from specvla_ros.engine.mailbox import Mailbox
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome, Question
 from specvla_ros.engine.pictures import Pictures, pictures_of
-from specvla_ros.engine.request import Request, ScheduledRequest
+from specvla_ros.engine.request import Request
 from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Batch, Scheduler
 from specvla_ros.engine.settings import EngineSettings
@@ -31,7 +30,6 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout, Target
 from specvla_ros.speculation.accept import AcceptanceRule
 from specvla_ros.speculation.drafters.combine import Drafters
-from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.rules.registry import bins_of, make_rule
 from specvla_ros.speculation.settings import AcceptanceSettings
 from specvla_ros.speculation.tree import Tree
@@ -345,8 +343,9 @@ class Engine:
             for share, commit in zip(batch.verified, commits, strict=True):
                 share.request.tree = Tree.from_root(commit.tokens_on_device[-1])
             return
-        committed = zip(batch.verified, commits, strict=True)
-        inputs = self._draft_inputs([(share, commit) for share, commit in committed if share.request in going_on])
+        committed = [each for each in zip(batch.verified, commits, strict=True) if each[0].request in going_on]
+        embed = self.target.decoder.embed_tokens
+        inputs = [share.draft_input(commit, embed) for share, commit in committed]
         inputs += [share.chunk_input() for share in batch.shares if not share.verifies and share.request in going_on]
         if not inputs:
             return
@@ -357,22 +356,6 @@ class Engine:
         drafted = self.drafter.work.since(before)
         head_prompts = self._work.prompts if drafted.head_forwards else 0.0
         self._work = replace(self._work, drafting=drafted, head_prompts=head_prompts)
-
-    def _draft_inputs(self, committed: Sequence[tuple[ScheduledRequest, Commit]]) -> list[DraftInput]:
-        """What the drafters need of the rows that commits have made final: a gather for all of them."""
-        if not committed:
-            return []
-        counts = [len(commit.nodes) for _, commit in committed]
-        starts = accumulate((len(share.tree_hidden) for share, _ in committed), initial=0)
-        nodes = [start + node for start, (_, commit) in zip(starts, committed, strict=False) for node in commit.nodes]
-        tokens = [token for _, commit in committed for token in commit.tokens]
-        decoder = self.target.decoder
-        rows, ids = to_device([nodes, tokens], decoder.device).unbind()
-        trees = [share.tree_hidden for share, _ in committed]
-        hidden = (trees[0] if len(trees) == 1 else torch.cat(trees))[rows]
-        following = decoder.embed_tokens(ids)
-        found = zip(committed, hidden.split(counts), following.split(counts), strict=True)
-        return [share.draft_input(commit, states, embeddings) for (share, commit), states, embeddings in found]
 
     def _draft_prompt(self, request: Request) -> Tree:
         """What the end of a prompt verifies with it."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One observation on its way through the engine, and its share of a forward."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,7 @@ from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout
 from specvla_ros.speculation.accept import AcceptanceRule
+from specvla_ros.speculation.drafters.new_rows import NewRows
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.rules.strict import Strict
 from specvla_ros.speculation.tree import Tree
@@ -140,13 +142,15 @@ class ScheduledRequest:
         request: whose rows they are.
         prompt_rows: number of prompt rows among them; 0 after the prompt.
         ends_prompt: whether the prompt's last row is one of them.
-        hidden: [rows, hidden], last hidden states, valid until the next forward; those of the tree are the last.
+        states: [n, hidden], last hidden states of the forward, valid until the next one.
+        rows: its own of these.
     """
 
     request: Request
     prompt_rows: int
     ends_prompt: bool
-    hidden: Tensor = field(default_factory=lambda: torch.empty(0))
+    states: Tensor = field(default_factory=lambda: torch.empty(0))
+    rows: range = range(0)
 
     @staticmethod
     def next_share(request: Request, chunks: int) -> "ScheduledRequest":
@@ -218,8 +222,7 @@ class ScheduledRequest:
         return DraftInput(
             slot=request.slot,
             prefix_len=stop,
-            hidden=self.hidden,
-            following=request.prompt[start + 1 : stop + 1],
+            new=NewRows(self.hidden, request.prompt[start + 1 : stop + 1]),
             root=request.tree.tokens[0],
             max_depth=0,
             position=0,
@@ -230,24 +233,28 @@ class ScheduledRequest:
             stream=request.observation.stream,
         )
 
-    def draft_input(self, commit: Commit, hidden: Tensor, following: Tensor) -> DraftInput:
+    def draft_input(self, commit: Commit, embed: Callable[[Tensor], Tensor]) -> DraftInput:
         """What a drafter needs of the rows that a commit has made final.
 
         Args:
             commit: what this share commits.
-            hidden: [n, hidden], last hidden states of its nodes.
-            following: [n, hidden], embeddings of its tokens.
+            embed: token ids to embeddings.
         """
         request, codec = self.request, self.request.codec
-        if self.prompt_rows:
-            before = self.hidden[: self.prompt_rows - 1]
-            hidden = self.hidden[: self.prompt_rows] if len(commit.nodes) == 1 else torch.cat((before, hidden))
-            following = torch.cat((request.prompt[len(request.prompt) - self.prompt_rows + 1 :], following))
+        known = max(0, self.prompt_rows - 1)  # behind the prompt's last row comes the answer
+        root = self.rows.stop - len(request.tree)
+        new = NewRows(
+            self.states[self.rows.start :][:known],
+            request.prompt[len(request.prompt) - known :],
+            self.states,
+            nodes=tuple(root + node for node in commit.nodes),
+            tokens=commit.tokens,
+            embed=embed,
+        )
         return DraftInput(
             slot=request.slot,
             prefix_len=request.prefix_len,
-            hidden=hidden,
-            following=following,
+            new=new,
             root=commit.tokens_on_device[-1],
             max_depth=codec.remaining(request.tokens) - 1,
             position=codec.position(request.tokens),
@@ -258,6 +265,11 @@ class ScheduledRequest:
             observation=request.observation,
             stream=request.observation.stream,
         )
+
+    @property
+    def hidden(self) -> Tensor:
+        """[rows, hidden], last hidden states of its rows; those of the tree are the last."""
+        return self.states[self.rows.start : self.rows.stop]
 
     @property
     def tree_hidden(self) -> Tensor:

@@ -83,13 +83,14 @@ class Runner:
         """
         segments = [share.segments() for share in batch.shares]
         result = self.forwards([segment for mine in segments for segment in mine])
-        rows = [sum(map(len, mine)) for mine in segments]
-        for share, hidden in zip(batch.shares, result.hidden.split(rows), strict=True):
-            share.hidden = hidden
+        start = 0
+        for share, mine in zip(batch.shares, segments, strict=True):
+            share.states, share.rows = result.hidden, range(start, start + sum(map(len, mine)))
+            start = share.rows.stop
             if share.request.rule.needs_visual:
                 share.keep_visual()
             if self._target.head is not None and share.ends_prompt:
-                share.request.actions = self._target.head(hidden[: share.prompt_rows])
+                share.request.actions = self._target.head(share.hidden[: share.prompt_rows])
         return result
 
     def vision_s(self) -> float:

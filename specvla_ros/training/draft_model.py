@@ -12,6 +12,7 @@ from torch import Tensor
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
+from specvla_ros.speculation.drafters.new_rows import NewRows
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
@@ -153,8 +154,7 @@ def _replay(policy: OpenVLATarget, drafter: EagleDrafter, sample: Sample) -> lis
                 DraftInput(
                     slot=0,
                     prefix_len=prefix,
-                    hidden=hidden[fed:prefix],
-                    following=following[fed:prefix],
+                    new=NewRows(hidden[fed:prefix], following[fed:prefix]),
                     root=tokens[dim - 1],
                     max_depth=answer - dim - 1,
                     position=policy.codec.position(goal[:dim]),

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specvla_ros.engine.cuda_graphs import Bucket, ForwardSizes, padded_rows
+from specvla_kernels.graph_capture import padded_rows
+from specvla_ros.engine.cuda_graphs import Bucket, ForwardSizes
 from specvla_ros.engine.request import Request, ScheduledRequest
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.target import PromptLayout

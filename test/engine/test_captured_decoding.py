@@ -19,7 +19,7 @@ from support.draft_heads import policy_with_random_head, write_random_head
 from support.random_checkpoint import write_random_checkpoint
 from support.static_forwards import recorded, use_table
 
-from specvla_kernels.graph_capture import Capture, Captures
+from specvla_kernels.graph_capture import Capture, Captures, paddings
 from specvla_ros.engine import cuda_graphs as graphs
 from specvla_ros.engine import runner as forwards
 from specvla_ros.engine.batch import Segment, packed_forward
@@ -32,7 +32,8 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
-from specvla_ros.speculation.drafters.eagle import EagleDrafter, StaticDraft
+from specvla_ros.speculation.drafters.eagle import EagleDrafter
+from specvla_ros.speculation.drafters.eagle_graphs import StaticDraft, StaticKeep
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 SMALL_TREE = adjusted(DraftSettings(nodes=8, top_k=3, depth=3), temporal=True)
@@ -70,8 +71,19 @@ def essence(outcome: Outcome) -> tuple[int, object, object]:
 
 def all_captured(policy: OpenVLATarget, chosen: EngineSettings) -> str:
     """The status once every size of forward and of draft, and the vision towers, are captured."""
-    drafts = chosen.slots * chosen.draft.depth if chosen.drafts else 0
+    engine = Engine(policy, chosen)
+    drafts = chosen.slots * chosen.draft.depth + keeps(engine) if chosen.drafts else 0
     return f"{len(ForwardSizes.from_settings(policy, chosen).buckets()) + drafts + 1} captured"
+
+
+def keeps(engine: Engine) -> int:
+    """Sizes at which the draft head keeps what a prompt leaves."""
+    return len(set(paddings(1, head_of(engine).committed_rows)))
+
+
+def head_of(engine: Engine) -> EagleDrafter:
+    (head,) = (each for each in engine.drafter.by_name.values() if isinstance(each, EagleDrafter))
+    return head
 
 
 def only_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +154,7 @@ def hidden(change: Callable[[torch.Tensor], torch.Tensor]) -> Capture:
 
 FORWARD, VISION = r"a captured forward of \d+ rows is", "the captured vision is"
 DRAFT = r"a captured draft of \d trees with \d levels"
+KEPT = r"captured draft keys of \d+ rows is"
 
 
 @pytest.mark.parametrize(
@@ -156,6 +169,8 @@ DRAFT = r"a captured draft of \d trees with \d levels"
         (StaticVision, stands_still, f"{VISION} off by nan of a row's length"),
         (StaticVision, ends_as(lambda rows: rows * 1.001), f"{VISION} off by 0.001 of a row's length"),
         (StaticVision, ends_as(lambda rows: rows.roll(1, 0)), f"{VISION} off by "),
+        (StaticKeep, refuses, "RuntimeError: an operation that a capture does not permit\\)"),
+        (StaticKeep, stands_still, f"{KEPT} off by"),
         (StaticDraft, refuses, "RuntimeError: an operation that a capture does not permit\\)"),
         (StaticDraft, stands_still, f"{DRAFT} has other roots"),
         (StaticDraft, probable(lambda each: each * 1.1), f"{DRAFT} is off by 0.1 of"),
@@ -181,15 +196,21 @@ def test_what_cannot_be_captured_runs_as_it_comes(
     assert re.search(rf"^\d+ captured; eager: .*\(RuntimeError: {said}|\({said}", status), status
     assert len(caplog.records) == 1 and status in caplog.text
     runner = engine.runner
-    (head,) = (each for each in engine.drafter.by_name.values() if isinstance(each, EagleDrafter))
+    head = head_of(engine)
     counts = {
         StaticForward: len(runner.forwards._captured),
         StaticVision: int(runner.vision._captured is not None),
         StaticDraft: len(head._captured),
+        StaticKeep: len(head._kept),
     }
     assert int(status.split()[0]) == sum(counts.values())
     assert all(n > 0 for kind, n in counts.items() if kind is not of), "one fault costs no other part"
-    whole = {StaticForward: len(runner.forwards._sizes.buckets()), StaticVision: 1, StaticDraft: SPECPIPE.slots * 3}
+    whole = {
+        StaticForward: len(runner.forwards._sizes.buckets()),
+        StaticVision: 1,
+        StaticDraft: SPECPIPE.slots * 3,
+        StaticKeep: keeps(engine),
+    }
     assert counts[of] < whole[of] and all(counts[kind] == n for kind, n in whole.items() if kind is not of)
     assert driven(engine) == expected
 

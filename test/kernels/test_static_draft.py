@@ -13,11 +13,12 @@ from support.kernels import DEVICE
 from support.no_read_back import no_read_back
 from support.static_forwards import kernels, rerun
 
-from specvla_kernels.graph_capture import Captures, capture_on
+from specvla_kernels.graph_capture import Captures, capture_on, paddings
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.speculation.drafters.children import WindowMass
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
+from specvla_ros.speculation.drafters.new_rows import NewRows
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.settings import DraftSettings
 
@@ -47,7 +48,7 @@ def captured(kind: str) -> EagleDrafter:
     captures = Captures(capture_on(made._grower.keys) or rerun)
     with kernels(True), torch.inference_mode():
         made.capture(captures)
-    assert captures.count == SLOTS * 3, captures.failed
+    assert captures.count == SLOTS * 3 + len(set(paddings(1, 40))), captures.failed
     return made
 
 
@@ -60,9 +61,18 @@ def requests(draw: st.DrawFn) -> list[DraftInput]:
     made = []
     for slot in draw(st.permutations(range(SLOTS)))[: draw(st.integers(1, SLOTS))]:
         rows = draw(st.one_of(st.integers(1, 8), st.just(20)))
-        hidden, following = torch.randn(2, rows, 32, generator=drawn).to(DEVICE)
-        root = torch.randint(50, (), generator=drawn).to(DEVICE)
-        made.append(DraftInput(slot, rows, hidden, following, root, max_depth=draw(st.integers(0, 4)), position=1))
+        known = draw(st.integers(0, rows - 1))
+        hidden = torch.randn(rows, 32, generator=drawn).to(DEVICE)
+        tokens = torch.randint(50, (rows,), generator=drawn).to(DEVICE)
+        new = NewRows(
+            hidden[:known],
+            DECODER.embed_tokens(tokens[:known]),
+            hidden,
+            nodes=tuple(range(known, rows)),
+            tokens=tuple(tokens[known:].tolist()),
+            embed=DECODER.embed_tokens,
+        )
+        made.append(DraftInput(slot, rows, new, tokens[-1], max_depth=draw(st.integers(0, 4)), position=1))
     return made
 
 

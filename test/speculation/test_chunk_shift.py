@@ -21,6 +21,7 @@ from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.codecs.fast_tokenizer import fit_fast_tokenizer
 from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.speculation.drafters.chunk_shift import ChunkShiftDrafter
+from specvla_ros.speculation.drafters.new_rows import NewRows
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
@@ -103,8 +104,7 @@ def test_a_committed_beginning_of_its_own_goes_on_where_it_ends(name: str, seed:
     request = DraftInput(
         slot=0,
         prefix_len=9,
-        hidden=torch.zeros(1, 4),
-        following=torch.zeros(1, 4),
+        new=NewRows(torch.zeros(1, 4), torch.zeros(1, 4)),
         root=torch.tensor(begun[-1] if begun else 0),
         max_depth=60,
         position=0,
@@ -147,8 +147,7 @@ def drafted(drafter: ChunkShiftDrafter, text: str, nodes: int = 64, *, epoch: in
     request = DraftInput(
         slot=0,
         prefix_len=9,
-        hidden=torch.zeros(1, 4),
-        following=torch.zeros(1, 4),
+        new=NewRows(torch.zeros(1, 4), torch.zeros(1, 4)),
         root=torch.tensor(begun[-1]),
         max_depth=300,
         position=0,

@@ -15,7 +15,7 @@ from support.no_read_back import no_read_back
 from support.static_forwards import recorded, use_table
 
 from specvla_kernels import packed_attention
-from specvla_kernels.graph_capture import Captures
+from specvla_kernels.graph_capture import Captures, paddings
 from specvla_kernels.layout import Span, pack_layout
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import ActionIds
@@ -24,6 +24,7 @@ from specvla_ros.speculation.drafters.children import WindowMass
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
 from specvla_ros.speculation.drafters.head import answer_ids
+from specvla_ros.speculation.drafters.new_rows import NewRows
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
@@ -50,17 +51,31 @@ def drafter(head: EagleHead, **arguments: Any) -> EagleDrafter:
     return made
 
 
-def rows(seed: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    hidden, following = torch.randn(2, n, 32, generator=generator, dtype=torch.float64)
-    return hidden, following
+def said(seed: int) -> torch.Tensor:
+    """The tokens after each of 40 rows."""
+    return torch.randint(50, (40,), generator=torch.Generator().manual_seed(seed))
+
+
+def rows(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """States at 40 rows, and embeddings of what comes after each."""
+    hidden = torch.randn(40, 32, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return hidden, DECODER.embed_tokens(said(seed))
 
 
 def request(seed: int, slot: int, prefix: int, first: int, levels: int) -> DraftInput:
-    """Rows `first` to `prefix` of the sequence that `seed` makes."""
-    hidden, following = rows(seed, 40)
-    root = torch.tensor(seed % 50)
-    return DraftInput(slot, prefix, hidden[first:prefix], following[first:prefix], root, levels, position=1)
+    """Rows `first` to `prefix` of the sequence that `seed` makes; some of the first ones are a prompt's."""
+    hidden, following = rows(seed)
+    tokens = said(seed)
+    known = first if first else (prefix - 1) // 2
+    new = NewRows(
+        hidden[first:known],
+        following[first:known],
+        hidden,
+        nodes=tuple(range(known, prefix)),
+        tokens=tuple(tokens[known:prefix].tolist()),
+        embed=DECODER.embed_tokens,
+    )
+    return DraftInput(slot, prefix, new, tokens[prefix - 1], levels, position=1)
 
 
 def same(one: Tree, other: Tree) -> None:
@@ -183,10 +198,11 @@ def captured(head: EagleHead, monkeypatch: pytest.MonkeyPatch) -> EagleDrafter:
     made = EagleDrafter(head, DECODER, SETTINGS, slots=4, slot_rows=40, children=WINDOW, captured_depth=9)
     captures = Captures(recorded)
     made.capture(captures)
-    assert captures.count == 4 * SETTINGS.depth and not captures.failed
+    assert captures.count == 4 * SETTINGS.depth + len(set(paddings(1, 40))) and not captures.failed
     made._grower.keys.fill_(float("nan"))
     made._grower.values.fill_(float("nan"))
-    monkeypatch.setattr(made, "_grow", None)  # nothing may grow as it comes
+    monkeypatch.setattr(made, "_grow", None)  # nothing may run as it comes
+    monkeypatch.setattr(made._grower, "keep", None)
     return made
 
 
@@ -205,7 +221,6 @@ def test_a_captured_draft_gives_the_same_trees(
     head: EagleHead, captured: EagleDrafter, rounds: list[dict[int, tuple[int, int, bool]]]
 ) -> None:
     """Any number of requests, of rows and of levels, draft behind draft on the same memory."""
-    pairs: list[tuple[Tree, Tree]] = []
     fed: dict[int, int] = {}
     for wanted in rounds:
         requests, whole = [], []
@@ -218,10 +233,9 @@ def test_a_captured_draft_gives_the_same_trees(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(packed_attention, "has_kernels", lambda _: False)
             expected = drafter(head, children=WINDOW).draft(whole)
-        pairs += zip(trees, expected, strict=True)
-    for tree, other in pairs:  # at the end: a later draft must leave them alone
-        same(tree, other)
-        assert tree.ancestry.ancestors.equal(other.ancestry.ancestors) and tree.valid.equal(other.valid)
+        for tree, other in zip(trees, expected, strict=True):
+            same(tree, other)
+            assert tree.ancestry.ancestors.equal(other.ancestry.ancestors) and tree.valid.equal(other.valid)
 
 
 def test_a_tree_of_its_root_alone_is_not_grown(head: EagleHead) -> None:
@@ -241,7 +255,7 @@ def test_a_parallel_head_drafts_all_levels_in_one_forward() -> None:
     (tree,) = made.draft([request(3, 1, 7, 0, 4)])
     assert made.forwards == 1
     again = HEADS["parallel"]
-    hidden, following = rows(3, 40)
+    hidden, following = rows(3)
     keys, values = torch.empty(2, 1, 20, 2, 8, dtype=torch.float64)
     fused = torch.cat((again.fuse(following[:7], hidden[:7]), again.mask_rows[:3]))
     states = []

@@ -22,6 +22,7 @@ from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout
 from specvla_ros.speculation.drafters.model_drafter import ModelDrafter
+from specvla_ros.speculation.drafters.new_rows import NewRows
 from specvla_ros.speculation.drafters.registry import DraftInput, DraftWork
 from specvla_ros.speculation.tree import Tree
 
@@ -76,8 +77,7 @@ def asked(seed: int, slot: int, answer: tuple[int, ...], depth: int, *, begins: 
     return DraftInput(
         slot,
         rows,
-        hidden,
-        hidden,
+        NewRows(hidden, hidden),
         torch.tensor(answer[-1]),
         depth,
         position=0,
@@ -161,7 +161,7 @@ def test_a_slot_that_is_given_on_shows_nothing_of_its_last_request(chunks: int) 
     answer = script(2).answer[:1]
     for chunk in range(chunks - 1):
         rows = torch.empty(TARGET_ROWS // 3, 0)
-        part = replace(asked(2, 0, answer, 0, begins=False), hidden=rows, mid_prompt=True, answer=())
+        part = replace(asked(2, 0, answer, 0, begins=False), new=NewRows(rows, rows), mid_prompt=True, answer=())
         (tree,) = drafted(made, replace(part, prefix_len=len(rows) * (chunk + 1)))
         assert len(tree) == 1
     (tree,) = drafted(made, asked(2, 0, answer, 6, begins=chunks == 1))
@@ -193,7 +193,7 @@ def test_limits_are_each_requests_own_and_what_is_not_wanted_costs_nothing() -> 
     trees = made.draft(requests, [1, 3], last=False)
     assert [tree.depth for tree in trees] == [0, 2]
     assert (made.work.model_forwards, made.work.model_images) == (2, 1)
-    (tree,) = drafted(made, replace(requests[0], hidden=torch.empty(1, 0)))
+    (tree,) = drafted(made, replace(requests[0], new=NewRows(torch.empty(1, 0), torch.empty(1, 0))))
     is_chain(tree, answers[0][-1], plain(1, answers[0], TOKENS))
 
 

@@ -18,6 +18,7 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.target import PromptLayout
+from specvla_ros.speculation.drafters.new_rows import NewRows
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.drafters.self_draft import KEEPS
 from specvla_ros.speculation.drafters.self_drafter import (
@@ -74,8 +75,7 @@ def request(seed: int, slot: int, told: int, levels: int, *, since: int = -1) ->
     return DraftInput(
         slot,
         prefix,
-        made.hidden[first:prefix],
-        made.embeddings[first + 1 : prefix + 1],
+        NewRows(made.hidden[first:prefix], made.embeddings[first + 1 : prefix + 1]),
         torch.tensor(made.answer[told]),
         levels,
         position=0,
@@ -85,14 +85,13 @@ def request(seed: int, slot: int, told: int, levels: int, *, since: int = -1) ->
 
 def chunked(whole: DraftInput, ends: list[int]) -> list[DraftInput]:
     """The same request as its rows come in chunks of the prompt that end before these rows."""
-    bounds = [0, *sorted({end for end in ends if 0 < end < len(whole.hidden)}), len(whole.hidden)]
+    bounds = [0, *sorted({end for end in ends if 0 < end < len(whole.new)}), len(whole.new)]
     return [
         replace(
             whole,
             prefix_len=stop,
-            hidden=whole.hidden[start:stop],
-            following=whole.following[start:stop],
-            mid_prompt=stop < len(whole.hidden),
+            new=NewRows(whole.new.hidden[start:stop], whole.new.following[start:stop]),
+            mid_prompt=stop < len(whole.new),
         )
         for start, stop in pairwise(bounds)
     ]
@@ -260,8 +259,7 @@ def test_rows_with_several_positions_keep_theirs_and_pictures_are_pruned_togethe
         asked = DraftInput(
             0,
             stop,
-            torch.zeros(stop - since, 32, dtype=torch.float64),
-            whole[since + 1 : stop + 1],
+            NewRows(torch.zeros(stop - since, 32, dtype=torch.float64), whole[since + 1 : stop + 1]),
             ids[4 + committed - 1],
             3,
             position=0,
@@ -303,14 +301,16 @@ def test_limits_are_each_requests_own_and_what_is_not_wanted_costs_nothing() -> 
 def test_a_chain_ends_at_the_first_nan() -> None:
     made = drafter(0.5)
     asked = request(1, 0, 2, 5)
-    (tree,) = made.draft([replace(asked, following=torch.full_like(asked.following, float("nan")))])
+    (tree,) = made.draft(
+        [replace(asked, new=NewRows(asked.new.hidden, torch.full_like(asked.new.following, float("nan"))))]
+    )
     assert tree.valid.tolist() == [True] + [False] * 5
     assert ((tree.tokens >= 0) & (tree.tokens < 50)).all()
 
 
 def test_a_prompt_that_is_not_whole_is_refused() -> None:
     asked = request(1, 0, 0, 5)
-    half = replace(asked, prefix_len=5, hidden=asked.hidden[:5], following=asked.following[:5])
+    half = replace(asked, prefix_len=5, new=NewRows(asked.new.hidden[:5], asked.new.following[:5]))
     with pytest.raises(ValueError, match="first 5 rows of slot 0 lack some of the prompt's 15"):
         drafter(0.5).draft([half])
 
@@ -345,7 +345,7 @@ def test_without_an_image_nothing_is_left_out(keep: str) -> None:
     words = DECODER.embed_tokens(torch.tensor([3, 1, 4, 1, 5]))
     hidden = hidden_of(words)
     asked = DraftInput(
-        0, 4, hidden[:4], words[1:], torch.tensor(5), 3, position=0, layout=PromptLayout((3, 1, 4), 3, ())
+        0, 4, NewRows(hidden[:4], words[1:]), torch.tensor(5), 3, position=0, layout=PromptLayout((3, 1, 4), 3, ())
     )
     (tree,) = blind.draft([asked])
     said: list[int] = []

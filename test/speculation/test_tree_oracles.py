@@ -14,6 +14,7 @@ from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.speculation.drafters.children import top_k
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
+from specvla_ros.speculation.drafters.new_rows import NewRows
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.drafters.tree_growth import TreeGrowth, tree_size
 from specvla_ros.speculation.settings import DraftSettings
@@ -96,8 +97,7 @@ def test_the_head_foresees_what_the_published_head_does() -> None:
         request = DraftInput(
             slot=1,
             prefix_len=prefix,
-            hidden=hidden,
-            following=embeddings[prefix + 1 - len(hidden) :],
+            new=NewRows(hidden, embeddings[prefix + 1 - len(hidden) :]),
             root=torch.tensor(calls[tag]["root"]),
             max_depth=5,
             position=1,

@@ -65,7 +65,7 @@ class ModelDrafter(Drafter):
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
         """A chain per request; one forward per token, for all requests together."""
         for request in inputs:
-            if len(request.hidden) == request.prefix_len:  # the rows begin with the prompt's first
+            if request.begins:
                 self._slots[request.slot] = _Slot()
         wanted = [
             0 if request.mid_prompt else max(0, min(limit - 1, self._tokens, request.max_depth))

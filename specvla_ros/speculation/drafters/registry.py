@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from specvla_ros.models.codecs.codec import Codec
     from specvla_ros.models.observation import Observation
     from specvla_ros.models.target import PromptLayout, Target
+    from specvla_ros.speculation.drafters.new_rows import NewRows
     from specvla_ros.speculation.settings import DraftSettings
     from specvla_ros.speculation.tree import Tree
 
@@ -87,8 +88,7 @@ class DraftInput:
     Args:
         slot: its KV slot.
         prefix_len: committed rows of the slot.
-        hidden: [m, hidden], the target's last hidden states of rows `prefix_len - m` to `prefix_len - 1`.
-        following: [m, hidden], embedding of the token after each of these rows; the last is the root's.
+        new: the last of these, committed since the last draft; what comes after the last is the root.
         root: int64 [], the last committed token, whose keys and values are not written yet.
         max_depth: of the tree: one less than the tokens still missing.
         position: action tokens committed so far, the root included: the dimension of the first drafted token.
@@ -103,8 +103,7 @@ class DraftInput:
 
     slot: int
     prefix_len: int
-    hidden: Tensor
-    following: Tensor
+    new: NewRows
     root: Tensor
     max_depth: int
     position: int
@@ -115,6 +114,11 @@ class DraftInput:
     in_text: bool = False
     observation: Observation | None = None
     stream: str = ""
+
+    @property
+    def begins(self) -> bool:
+        """Whether these are the first rows of the slot."""
+        return len(self.new) == self.prefix_len
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -132,6 +136,8 @@ class Drafter(Protocol):
 
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
         """One tree per request; called once per tick, whether or not anything may be drafted.
+
+        The next call may overwrite them.
 
         Args:
             inputs: the requests, of different slots.

@@ -11,6 +11,7 @@ from torch import Tensor
 from specvla_kernels.device import to_device
 from specvla_ros.models.target import Decoder, PromptLayout
 from specvla_ros.speculation.drafters.chains import Chain, ChainDecoder
+from specvla_ros.speculation.drafters.new_rows import NewRows
 from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftWork
 from specvla_ros.speculation.tree import Tree
 
@@ -96,8 +97,8 @@ class SelfDrafter(Drafter):
         """The chain before its first forward; where no token is wanted, that forward waits until one is."""
         request = self._joined(request)
         if request.mid_prompt:
-            return Chain(request.slot, request.root, 0, start=0, inputs=request.following)
-        first = len(request.hidden) == request.prefix_len
+            return Chain(request.slot, request.root, 0, start=0, inputs=request.new.following)
+        first = request.begins
         before = self._owed.pop(request.slot, None)
         rows = self._pruned(request) if first else self._committed(request)
         if before is not None and not first:
@@ -111,25 +112,24 @@ class SelfDrafter(Drafter):
 
     def _joined(self, request: DraftInput) -> DraftInput:
         """A request with the earlier chunks of its prompt: which image rows are kept may be known at its end only."""
-        begins = len(request.hidden) == request.prefix_len
-        chunks = [] if begins else self._chunks.pop(request.slot, [])
+        chunks = [] if request.begins else self._chunks.pop(request.slot, [])
         if request.mid_prompt:
             self._chunks[request.slot] = [*chunks, request]
         elif chunks:
-            parts = [*chunks, request]
+            parts = [each.new for each in (*chunks, request)]
             hidden, following = (torch.cat([getattr(part, name) for part in parts]) for name in ("hidden", "following"))
-            return replace(request, hidden=hidden, following=following)
+            return replace(request, new=NewRows(hidden, following))
         return request
 
     def _committed(self, request: DraftInput) -> "_Rows":
         """What was committed since the draft before."""
         stop = request.prefix_len + 1
-        positions = self._positions(_layout(request), stop - len(request.following), stop)
-        return _Rows(request.following, positions)
+        positions = self._positions(_layout(request), stop - len(request.new), stop)
+        return _Rows(request.new.following, positions)
 
     def _pruned(self, request: DraftInput) -> "_Rows":
         """The prompt with its share of the images, and what was committed after it."""
-        layout, hidden = _layout(request), request.hidden
+        layout, hidden = _layout(request), request.new.hidden
         if not layout.ids or len(hidden) < layout.rows:
             raise ValueError(
                 f"the first {len(hidden)} rows of slot {request.slot} lack some of the prompt's {layout.rows}"
@@ -144,7 +144,7 @@ class SelfDrafter(Drafter):
         first = self._decoder.embed_tokens(to_device(layout.ids[:1], hidden.device))
         positions = self._positions(layout, 0, stop)
         # `following` holds the embeddings of all rows but the first.
-        embeddings = torch.cat((first, request.following))[order]
+        embeddings = torch.cat((first, request.new.following))[order]
         return _Rows(embeddings, None if positions is None else positions[:, order])
 
     def _positions(self, layout: PromptLayout, start: int, stop: int) -> Tensor | None:

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,14 +28,12 @@ class GrownTrees:
     Args:
         numbers: int64 [4, trees, n]: tokens, and the parents, depths and ancestors of Ancestry. Node 0 is the root.
         log_probs: [trees, n].
+        valid: bool [trees, n], whether a node is there.
     """
 
     numbers: Tensor
     log_probs: Tensor
-
-    def clone(self) -> "GrownTrees":
-        """In memory of their own."""
-        return GrownTrees(self.numbers.clone(), self.log_probs.clone())
+    valid: Tensor
 
     def split(self, sizes: list[tuple[int, int]]) -> list[Tree]:
         """One by one.
@@ -42,12 +41,11 @@ class GrownTrees:
         Args:
             sizes: number of nodes and depth of each tree.
         """
-        valid = self.log_probs > -torch.inf
         trees = []
         for i, (n, depth) in enumerate(sizes):
             tokens, *ancestry = self.numbers[:, i, :n].unbind()
-            log_probs = self.log_probs[i, :n]
-            trees.append(Tree(tokens, Ancestry(*ancestry), log_probs, valid[i, :n], valid[i, :n], depth))
+            log_probs, valid = self.log_probs[i, :n], self.valid[i, :n]
+            trees.append(Tree(tokens, Ancestry(*ancestry), log_probs, valid, relaxable=valid, depth=depth))
         return trees
 
 
@@ -161,6 +159,7 @@ class DraftStart:
     dimensions: Tensor
     roots: Tensor
     spans: tuple[tuple[int, int], ...] = ()
+    COLUMNS: ClassVar[int] = 7
 
     @staticmethod
     def from_inputs(inputs: Sequence[DraftInput], nodes: Sequence[int]) -> "DraftStart":
@@ -171,25 +170,27 @@ class DraftStart:
             nodes: maximum of each tree.
         """
         roots = torch.stack([request.root for request in inputs])
-        start = DraftStart.on_device(to_device(DraftStart.numbers(inputs, nodes), roots.device), roots)
-        return replace(start, spans=tuple((request.slot, request.prefix_len) for request in inputs))
+        columns = to_device(DraftStart.columns(inputs, nodes, roots=[0] * len(inputs)), roots.device)
+        spans = tuple((request.slot, request.prefix_len) for request in inputs)
+        return replace(DraftStart.on_device(columns), roots=roots, spans=spans)
 
     @staticmethod
-    def numbers(inputs: Sequence[DraftInput], nodes: Sequence[int]) -> list[tuple[int, ...]]:
-        """The fields before `roots`, in their order: for each of the six a number per request."""
+    def columns(inputs: Sequence[DraftInput], nodes: Sequence[int], *, roots: Sequence[int]) -> list[tuple[int, ...]]:
+        """The first `COLUMNS` fields, in their order: for each of them a number per request."""
         return [
             tuple(request.slot for request in inputs),
             tuple(request.prefix_len for request in inputs),
-            tuple(len(request.hidden) for request in inputs),
+            tuple(len(request.new) for request in inputs),
             tuple(request.max_depth for request in inputs),
             tuple(nodes),
             tuple(IN_TEXT if request.in_text else request.position for request in inputs),
+            tuple(roots),
         ]
 
     @staticmethod
-    def on_device(numbers: Tensor, roots: Tensor) -> "DraftStart":
-        """From int64 [6, requests], as `numbers` gives them, and the roots."""
-        slots, prefix_lens, rows, max_depths, nodes, dimensions = numbers.unbind()
+    def on_device(columns: Tensor) -> "DraftStart":
+        """From int64 [COLUMNS, requests], as `columns` gives them."""
+        slots, prefix_lens, rows, max_depths, nodes, dimensions, roots = columns.unbind()
         return DraftStart(slots, prefix_lens, rows, max_depths, nodes, dimensions, roots)
 
 
@@ -258,19 +259,35 @@ class TreeGrower:
         out: Tensor = self._head(fused, layout, rotation, self.keys, self.values)
         return out
 
-    def keep(self, following: Tensor, hidden: Tensor, places: Sequence[tuple[int, int]]) -> None:
+    def embed(self, tokens: Tensor) -> Tensor:
+        """int64 [...] to the target's embeddings [..., hidden]."""
+        return self._decoder.embed_tokens(tokens)
+
+    @property
+    def spare_row(self) -> int:
+        """A row of all slots', that no committed row has."""
+        return self._slot_rows - 1
+
+    def places(self, inputs: Sequence[DraftInput]) -> tuple[list[int], list[int]]:
+        """Position, and row of all slots, of each of the requests' new rows."""
+        positions: list[int] = []
+        rows: list[int] = []
+        for request in inputs:
+            mine = range(request.prefix_len - len(request.new), request.prefix_len)
+            positions += mine
+            rows += [request.slot * self._slot_rows + row for row in mine]
+        return positions, rows
+
+    def keep(self, following: Tensor, hidden: Tensor, places: Tensor) -> None:
         """Keeps what the head knows of committed rows, for later forwards; nothing is predicted.
 
         Args:
             following: [n, hidden], as in EagleHead.
             hidden: like following.
-            places: slot and row of each.
+            places: int64 [2, n], as `places` gives them.
         """
-        positions = [row for _, row in places]
-        kv_rows = [slot * self._slot_rows + row for slot, row in places]
-        on_device = to_device([positions, kv_rows], hidden.device)
-        rotation = self._decoder.rotation(on_device[0])
-        self._head.keep(self.fuse(following, hidden), on_device[1], rotation, self.keys, self.values)
+        rotation = self._decoder.rotation(places[0])
+        self._head.keep(self.fuse(following, hidden), places[1], rotation, self.keys, self.values)
 
     def predict(self, start: DraftStart, following: Tensor, hidden: Tensor, depth: int) -> Tensor:
         """The head over each request's newest committed rows, and the masks behind them.
