@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _CLIENT_LEFT = 499  # nobody reads it; what nginx notes
-_NOT_ALLOWED, _TRY_LATER, _GOING = 4401, 1013, 1001  # closing codes of a websocket
+_NOT_ALLOWED, _TRY_LATER, _GOING, _NOT_READ = 4401, 1013, 1001, 1003  # closing codes of a websocket
 _MAX_TOLD = 32  # warnings of what clients send in vain
 _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 
@@ -213,16 +213,19 @@ class _Server:
             self._metrics.refused += 1
             await socket.close(_TRY_LATER, str(error))
             return
-        coming = asyncio.ensure_future(socket.receive_bytes())
+        coming = asyncio.ensure_future(_received(socket))
         try:
             if greet is not None:
                 await greet()
             while True:
                 message = await coming
-                coming = asyncio.ensure_future(socket.receive_bytes())
+                coming = asyncio.ensure_future(_received(socket))
                 await _unless_gone(answer(socket, session, message), coming)
-        except (WebSocketDisconnect, KeyError):  # KeyError: a text in place of bytes
+        except WebSocketDisconnect:
             pass
+        except _TextError:
+            self._metrics.refused += 1
+            await socket.close(_NOT_READ, "messages are MessagePack in binary frames, this one is a text")
         finally:
             await _cancel(coming)
             self._sessions.close(session)
@@ -329,6 +332,17 @@ async def _left(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     raise ClientDisconnect
+
+
+class _TextError(Exception):
+    """A client sends texts."""
+
+
+async def _received(socket: WebSocket) -> bytes:
+    try:
+        return await socket.receive_bytes()
+    except KeyError:  # a text has no bytes
+        raise _TextError from None
 
 
 async def _cancel(task: "asyncio.Future[Any]") -> None:

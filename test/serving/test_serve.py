@@ -308,6 +308,17 @@ def test_a_message_that_lies_is_answered_with_the_reason(server: Server, plain: 
         np.testing.assert_array_equal(ask(client, pictures(6)[0]), plain[0])  # the session goes on
 
 
+def test_a_text_is_told_what_is_read_here(server: Server, plain: list[np.ndarray]) -> None:
+    refused = server.metrics()["specvla_requests_refused_total"]
+    with server.open() as older, pytest.raises(ConnectionClosed) as closed:
+        older.recv()
+        older.send('{"image": 1}')
+        older.recv()
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == 1003 and "MessagePack" in closed.value.rcvd.reason
+    assert server.metrics()["specvla_requests_refused_total"] == refused + 1
+
+
 def test_who_has_no_token_or_sends_too_much_is_shown_out(server: Server, plain: list[np.ndarray]) -> None:
     for token in ("", "wrong"):
         with server.open(token) as client, pytest.raises(ConnectionClosed) as closed:
