@@ -27,7 +27,7 @@ from random_policy import PROMPT, SIZES, TOKENS, RandomPolicy, Size, frame, rand
 from results_page import RESULTS
 from torch import nn
 
-from specvla_ros.engine import cuda_graphs, runner
+from specvla_ros.engine import buckets, cuda_graphs, runner
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Drop, DropReason
 from specvla_ros.engine.settings import EngineSettings
@@ -133,6 +133,7 @@ def device() -> Iterator[Launches]:
             (runner, "check_forward", nothing),
             (runner, "check_rows", nothing),
             (runner, "randomize", nothing),
+            (buckets.ForwardSizes, "measured_on", lambda sizes, _: sizes),
             (eagle, "randomize", nothing),
             (eagle, "check_rows", nothing),
             (eagle.EagleDrafter, "_check", nothing),

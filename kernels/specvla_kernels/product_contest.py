@@ -49,7 +49,7 @@ def is_fused(
         return False  # float32 has no tensor cores that are exact, float16 may overflow in front of the norm's scale
     key = (x.device, x.dtype, x.shape[0], weight.shape, kind)
     if _timing.get() and key not in _faster and not torch.cuda.is_current_stream_capturing():
-        _faster[key] = _seconds(fused, x.device) <= _seconds(apart, x.device)
+        _faster[key] = seconds(fused, x.device) <= seconds(apart, x.device)
     return _faster.get(key, True)
 
 
@@ -78,8 +78,8 @@ def decisions() -> dict[_Key, bool]:
     return dict(_faster)
 
 
-def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
-    """Of one call, in the middle of several, with a cold cache as in a forward; waits for the device."""
+def seconds(call: Callable[[], Tensor], device: torch.device) -> float:
+    """Seconds of one call, in the middle of several, with a cold cache as in a forward; waits for the device."""
     call()  # compiles, and allocates workspaces
     # What empties the cache also keeps the device busy until the call has been launched.
     cold = torch.empty(_CACHE_BYTES, dtype=torch.int8, device=device)

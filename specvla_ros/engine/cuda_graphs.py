@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards and vision of fixed size, on memory that stays where it is, so that CUDA graphs can capture them.
 
-Few enough sizes of forward (buckets) to capture them all, near enough to the real ones to waste little; each captured
-one is compared with the same work run eagerly.
+Each captured one is compared with the same work run eagerly; which there are is said in `buckets.py`.
 """
 
 import logging
@@ -21,15 +20,13 @@ from specvla_kernels.graph_capture import (
     Captures,
     capture_on,
     check_rows,
-    padded_rows,
-    paddings,
 )
 from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_ros.engine.batch import Segment, first_positions, packed_forward, spans_of, wanted_rows
+from specvla_ros.engine.buckets import Bucket, ForwardSizes
 from specvla_ros.engine.kv_cache import KVCache
-from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.target import Decoder, ForwardResult, Target, VisionModel
+from specvla_ros.models.target import Decoder, ForwardResult, VisionModel
 
 _log = logging.getLogger(__name__)
 
@@ -77,82 +74,6 @@ class Graphs:
         self.status = captures.summary()
         if captures.failed:
             _log.warning("decoding partly without CUDA graphs, so that launches may limit it: %s", self.status)
-
-
-@dataclass(frozen=True, order=True)
-class Bucket:
-    """One size of forward.
-
-    Args:
-        rows: rows of the forward, those that no segment has included.
-        longest: maximum of rows in a segment; decides the attention's tiles.
-    """
-
-    rows: int
-    longest: int
-
-
-@dataclass(frozen=True)
-class ForwardSizes:
-    """Which forwards an engine's settings can lead to.
-
-    Args:
-        slots: maximum of requests in flight, a question's too; at most one of them has rows of its prompt in a
-            forward that are more than a tree has.
-        nodes: maximum in a tree, the root included; also of what is verified after a prompt.
-        chunks: rows of a prompt that a forward may carry, ascending, at least one.
-    """
-
-    slots: int
-    nodes: int
-    chunks: tuple[int, ...]
-
-    @staticmethod
-    def from_settings(policy: Target, settings: EngineSettings) -> "ForwardSizes":
-        """Those of a policy whose prompts may have any length that a slot has rows for."""
-        prompts = range(policy.image_tokens + 1, policy.image_tokens + settings.max_text_tokens + 1)
-        chunks = {rows for length in prompts for rows in _chunks(length, settings.chunks)}
-        return ForwardSizes(settings.kv_slots, settings.tree_nodes, tuple(sorted(chunks)))
-
-    @property
-    def segments(self) -> int:
-        """Of one forward at most: a tree of each request, and the end of a prompt in front of the newest one's."""
-        return self.slots + 1
-
-    @property
-    def wanted(self) -> int:
-        """Rows of one forward at most whose logits are wanted: all nodes of all trees."""
-        return self.slots * self.nodes
-
-    def bucket(self, lengths: Sequence[int]) -> Bucket | None:
-        """The bucket of a forward; None for one that the settings cannot lead to.
-
-        Args:
-            lengths: rows of each segment.
-        """
-        longest = self._longest(max(lengths))
-        if len(lengths) > self.segments or not longest:
-            return None
-        rows = padded_rows(sum(lengths))
-        return Bucket(rows, min(longest, rows))
-
-    def buckets(self) -> tuple[Bucket, ...]:
-        """Every bucket that a forward of these settings can have, ascending."""
-        others = (self.slots - 1) * self.nodes
-        ranges = [(1, others + self.nodes, self.nodes)]
-        ranges += [(rows, rows + others + self.nodes - 1, self._longest(rows)) for rows in self.chunks]
-        found = {Bucket(rows, min(longest, rows)) for low, high, longest in ranges for rows in paddings(low, high)}
-        return tuple(sorted(found))
-
-    def _longest(self, length: int) -> int:
-        """What attention is tiled for in a forward whose longest segment has so many rows; 0: there is none such."""
-        return next((limit for limit in (self.nodes, self.chunks[-1]) if length <= limit), 0)
-
-
-def _chunks(length: int, forwards: int) -> set[int]:
-    """Rows of the shares of a prompt; see ScheduledRequest.next_share."""
-    rows = -(-length // forwards)
-    return {rows, length % rows or rows}
 
 
 _TILE_WIDTH = 6  # numbers of a tile in AttentionPlan

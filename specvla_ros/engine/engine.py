@@ -427,6 +427,7 @@ class Engine:
             root=root,
             lay_out=self._lay_out,
             draft_prompt=self._draft_prompt,
+            chunk_rows=runner.forwards.chunk_rows,
             asking=asking,
         )
         self.mailbox.limit = settings.streams

@@ -153,11 +153,10 @@ class ScheduledRequest:
     rows: range = range(0)
 
     @staticmethod
-    def next_share(request: Request, chunks: int) -> "ScheduledRequest":
-        """The next share of a request whose prompt is spread over `chunks` forwards."""
-        length = request.layout.rows
-        left = max(0, length - request.prefix_len)
-        rows = min(left, -(-length // chunks))
+    def next_share(request: Request, chunk_rows: int) -> "ScheduledRequest":
+        """The next share of a request whose prompt is cut into chunks of so many rows."""
+        left = max(0, request.layout.rows - request.prefix_len)
+        rows = min(left, chunk_rows)
         return ScheduledRequest(request, rows, ends_prompt=0 < left == rows)
 
     @property

@@ -119,9 +119,14 @@ class Forwards:
         static = self._captured.get(bucket) if bucket else None
         return static(segments) if static else packed_forward(self._decoder, segments, self._cache)
 
+    def chunk_rows(self, length: int) -> int:
+        """Rows of each chunk but the last of a prompt with so many."""
+        return self._sizes.chunk_rows(length)
+
     def capture(self, captures: Captures) -> None:
         """See Capturable: a forward of every size. Every slot is written to."""
         randomize(self._cache.keys, self._cache.values)
+        self._sizes = self._sizes.measured_on(self._decoder)
         logits = logits_memory(self._decoder, self._sizes)
         for bucket in reversed(self._sizes.buckets()):  # the largest first: the others then find memory in its pool
             with captures.attempt(f"forwards of {bucket.rows} rows"):

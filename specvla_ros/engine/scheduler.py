@@ -89,6 +89,7 @@ class Scheduler:
         root: the tree of a request that has committed nothing, one node.
         lay_out: an observation's prompt; raises UserError for one that the policy cannot be given.
         draft_prompt: the tree that the end of a request's prompt verifies.
+        chunk_rows: rows of a prompt, to those of each of its chunks but the last.
         asking: answers questions beside the requests; None: none can be asked.
     """
 
@@ -102,6 +103,7 @@ class Scheduler:
         root: Tree,
         lay_out: Callable[[Observation], PromptLayout],
         draft_prompt: Callable[[Request], Tree],
+        chunk_rows: Callable[[int], int],
         asking: Asking | None = None,
     ) -> None:
         self.settings = settings
@@ -112,6 +114,7 @@ class Scheduler:
         self._root = root
         self._lay_out = lay_out
         self._draft_prompt = draft_prompt
+        self._chunk_rows = chunk_rows
         self._asking = asking
         self._forwards = 0.0  # per finished request, mean; 0: none yet
         self._fewest_forwards = 0  # of the last finished requests, about
@@ -142,8 +145,8 @@ class Scheduler:
         """
         if self.room_for(stream):
             return True
-        requests, chunks = [*self.requests], self.settings.chunks
-        if any(request.prefilling and not _next_ends_prompt(request, chunks) for request in requests):
+        requests = [*self.requests]
+        if any(request.prefilling and not self._next_share(request).ends_prompt for request in requests):
             return False
         ending = [each for each in requests if len(each.tokens_per_forward) + 1 >= self._fewest_forwards]
         own = [each for each in requests if each.observation.stream == stream]
@@ -153,7 +156,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Admits the newest frame if there is room, and gives each request its share of the next forward."""
         self._admit()
-        shares = [ScheduledRequest.next_share(request, self.settings.chunks) for request in self.requests]
+        shares = [self._next_share(request) for request in self.requests]
         for share in shares:
             if share.ends_prompt:  # not earlier: what is known of earlier answers grows meanwhile
                 share.request.tree = self._draft_prompt(share.request)
@@ -312,6 +315,9 @@ class Scheduler:
             if request.tokens:
                 furthest[stream] = max(furthest.get(stream, -1), len(request.tokens))
 
+    def _next_share(self, request: Request) -> ScheduledRequest:
+        return ScheduledRequest.next_share(request, self._chunk_rows(request.layout.rows))
+
     def _of(self, stream: str) -> list[Request]:
         return [request for request in self.requests if request.observation.stream == stream]
 
@@ -322,10 +328,6 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         self.requests.remove(request)
         self._slots.give_back(request.slot)
-
-
-def _next_ends_prompt(request: Request, chunks: int) -> bool:
-    return ScheduledRequest.next_share(request, chunks).ends_prompt
 
 
 def _stamp(action: Action) -> int:

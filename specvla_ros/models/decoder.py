@@ -120,6 +120,12 @@ class DecoderLayer(nn.Module):
         q, k, v = self._heads(normed_product(x, norm, _matrix(self.qkv), self.qkv_bias))
         return rope_write_kv(q, k, v, cos, sin, kv_rows, keys, values)
 
+    def products(self, x: Tensor) -> Tensor:
+        """[n_rows, hidden] to the same, without attention: what the time of a forward by its rows is made of."""
+        norm = self.input_norm.row_norm if isinstance(self.input_norm, _RMSNorm) else None
+        q, *_ = self._heads(normed_product(x, norm, _matrix(self.qkv), self.qkv_bias))
+        return self.mlp(*product_to_add(q.flatten(1), _matrix(self.out), x))
+
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The one matrix' products to queries, keys and values, without RoPE.
 
@@ -200,6 +206,11 @@ class PackedDecoder(nn.Module):
                 x = x + features[i]
         hidden: Tensor = self.norm(x)
         return hidden
+
+    def products(self, x: Tensor) -> Tensor:
+        """A layer's without attention, [n_rows, hidden] to the same, for who times them by rows."""
+        out: Tensor = cast(DecoderLayer, self.layers[0]).products(x)
+        return out
 
     def logits(self, hidden: Tensor, ids: range | None = None) -> Tensor:
         """[n, hidden] after the final norm to float32 [n, vocab]; float64 in a float64 model.

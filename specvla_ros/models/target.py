@@ -140,6 +140,9 @@ class Decoder(Protocol):
     def hidden_states(self, embeddings: Tensor, layout: PackedLayout, keys: Tensor, values: Tensor) -> Tensor:
         """All layers and the final norm: [n_rows, hidden] to the same; can be captured in a CUDA graph."""
 
+    def products(self, x: Tensor) -> Tensor:
+        """A layer's without attention, [n_rows, hidden] to the same, for who times them by rows."""
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] after the final norm to float32 [n, vocab]."""
 

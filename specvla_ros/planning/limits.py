@@ -10,6 +10,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from specvla_ros.engine.buckets import even_rows
 from specvla_ros.engine.kv_cache import SlotPool
 from specvla_ros.engine.mailbox import Mailbox
 from specvla_ros.engine.outcome import Action
@@ -189,6 +190,7 @@ def _run_scheduler(mode: Mode, prompt_rows: int, action_tokens: int, lengths: Ac
         root=root,
         lay_out=lambda _: layout,
         draft_prompt=lambda _: root,
+        chunk_rows=lambda rows: even_rows(rows, settings.chunks),
     )
     draws = random.Random(_SEED)
     commits = [_commit(tokens, codec) for tokens in range(len(lengths.probabilities) + 1)]

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every forward that settings can lead to has a bucket that is captured, not much larger than itself."""
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specvla_kernels.graph_capture import padded_rows
-from specvla_ros.engine.cuda_graphs import Bucket, ForwardSizes
+from specvla_kernels.graph_capture import padded_rows, worth_capturing
+from specvla_ros.engine import buckets
+from specvla_ros.engine.buckets import Bucket, ForwardSizes
 from specvla_ros.engine.request import Request, ScheduledRequest
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.target import PromptLayout
@@ -23,13 +27,13 @@ def sizes(chosen: EngineSettings, *, image_tokens: int = 256) -> ForwardSizes:
     return ForwardSizes.from_settings(policy, chosen)
 
 
-def shares(length: int, chunks: int) -> list[int]:
+def shares(length: int, chunk_rows: int) -> list[int]:
     """The rows of a prompt in each forward, as the engine cuts it."""
     nothing: Any = None
     request = Request(nothing, 0, PromptLayout((), length, ()), 0.0, nothing, nothing)
     rows = []
     while request.prefilling:
-        rows.append(ScheduledRequest.next_share(request, chunks).prompt_rows)
+        rows.append(ScheduledRequest.next_share(request, chunk_rows).prompt_rows)
         request.prefix_len += rows[-1]
     return rows
 
@@ -47,12 +51,15 @@ def test_a_forward_has_a_captured_bucket_that_is_little_larger(data: st.DataObje
     )
     image_tokens = data.draw(st.integers(1, 300))
     known = sizes(chosen, image_tokens=image_tokens)
+    if data.draw(st.booleans()):
+        measured = data.draw(st.sets(st.integers(5, 90).map(lambda n: 16 * n), min_size=1, max_size=12))
+        known = replace(known, measured=tuple(sorted(measured)))
     most = nodes if chosen.drafts else 1
     prompt = data.draw(st.integers(image_tokens + 1, image_tokens + chosen.max_text_tokens))
     begins = data.draw(st.booleans())
     lengths = data.draw(st.lists(st.integers(1, most), max_size=chosen.slots - begins, min_size=not begins))
     if begins:
-        lengths.append(data.draw(st.sampled_from(shares(prompt, chosen.chunks))))
+        lengths.append(data.draw(st.sampled_from(shares(prompt, known.chunk_rows(prompt)))))
         if most > 1 and data.draw(st.booleans()):
             lengths.append(data.draw(st.integers(1, most - 1)))
 
@@ -60,8 +67,64 @@ def test_a_forward_has_a_captured_bucket_that_is_little_larger(data: st.DataObje
 
     assert bucket in known.buckets()
     rows = sum(lengths)
-    assert rows <= bucket.rows < 2 * rows and bucket.rows - rows < max(64, rows / 4)
+    assert rows <= bucket.rows
+    if known.measured:
+        assert not [size for size in known.measured if rows > 64 and rows <= size < bucket.rows]
+    else:
+        assert bucket.rows < 2 * rows and bucket.rows - rows < max(64, rows / 4)
     assert max(lengths) <= bucket.longest <= bucket.rows
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    length=st.integers(1, 900),
+    forwards=st.integers(1, 16),
+    slots=st.integers(1, 6),
+    measured=st.sets(st.integers(5, 90).map(lambda n: 16 * n), max_size=12),
+)
+def test_a_prompt_comes_whole_and_in_no_more_forwards_than_it_may(
+    length: int, forwards: int, slots: int, measured: set[int]
+) -> None:
+    known = ForwardSizes(slots, 16, prompts=(length,), forwards=forwards, measured=tuple(sorted(measured)))
+    cut = shares(length, known.chunk_rows(length))
+    assert sum(cut) == length and len(cut) <= forwards
+    assert set(cut) <= set(known.chunks)
+
+
+def test_a_chunk_takes_what_its_forward_would_be_padded_with() -> None:
+    """290 rows in two forwards beside three trees of 16 nodes, on a device whose tiles end at 192 and 256 rows."""
+    known = ForwardSizes(4, 16, prompts=(290,), forwards=2, measured=(192, 256))
+    assert shares(290, known.chunk_rows(290)) == [208, 82]
+    assert known.bucket([208, 16, 16, 16]) == Bucket(256, 208)
+
+
+def test_sizes_are_those_that_no_larger_one_is_as_fast_as() -> None:
+    times = {80: 1.0, 96: 1.001, 112: 0.999, 128: 1.0, 144: 1.6, 160: 1.4, 176: 1.9, 192: 1.9}
+    assert worth_capturing(times) == (128, 160, 192)
+    assert worth_capturing({}) == ()
+    assert [padded_rows(n, (128, 160, 192)) for n in (1, 3, 64, 65, 128, 129, 161, 193, 300)] == [
+        1, 4, 64, 128, 128, 160, 192, 256, 320
+    ]  # fmt: skip
+
+
+def test_on_a_gpu_the_products_of_each_size_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a device of 128 rows to a tile; a CPU is not asked."""
+    timed: list[int] = []
+
+    def seconds(call: partial[Any], _: Any) -> float:
+        timed.append(len(call.args[0]))
+        return -(-timed[-1] // 128) * 1e-3
+
+    monkeypatch.setattr(buckets, "seconds", seconds)
+    monkeypatch.setattr(buckets.torch, "randn", lambda *shape, device: torch.empty(shape))
+    decoder: Any = SimpleNamespace(
+        device=torch.device("cuda"), dtype=torch.float32, config=SimpleNamespace(hidden_size=8), products=len
+    )
+    plain = sizes(EngineSettings("specpipe", prefill_chunks=2, draft=DraftSettings(nodes=16)))
+    known = plain.measured_on(decoder)
+    assert timed == list(range(80, 257, 16)) and known.measured == (128, 256)
+    decoder.device = torch.device("cpu")
+    assert plain.measured_on(decoder) is plain
 
 
 def test_buckets_of_the_usual_settings() -> None:
@@ -83,7 +146,7 @@ def test_the_largest_settings_do_not_capture_for_ever() -> None:
 
 @pytest.mark.parametrize("lengths", [[9], [2, 2, 2, 2]])
 def test_what_settings_cannot_lead_to_has_no_bucket(lengths: list[int]) -> None:
-    assert ForwardSizes(slots=2, nodes=4, chunks=(8,)).bucket(lengths) is None
+    assert ForwardSizes(slots=2, nodes=4, prompts=(8,)).bucket(lengths) is None
 
 
 def test_a_bucket_is_its_own() -> None:

@@ -23,7 +23,8 @@ from specvla_kernels.graph_capture import Capture, Captures, paddings
 from specvla_ros.engine import cuda_graphs as graphs
 from specvla_ros.engine import runner as forwards
 from specvla_ros.engine.batch import Segment, packed_forward
-from specvla_ros.engine.cuda_graphs import ForwardSizes, StaticForward, StaticVision
+from specvla_ros.engine.buckets import ForwardSizes
+from specvla_ros.engine.cuda_graphs import StaticForward, StaticVision
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Drop, Outcome
@@ -261,7 +262,7 @@ def test_a_size_that_was_not_expected_runs_as_it_comes(monkeypatch: pytest.Monke
     use_table(monkeypatch)
     decoder = random_decoder(DecoderShape(32, 40, 2, 4, 2, 16, vocab_size=50), dtype=torch.float64)
     cache, other = (new_cache(decoder, slots=2, slot_rows=64) for _ in range(2))
-    run = Forwards(decoder, cache, ForwardSizes(slots=2, nodes=4, chunks=(8,)))
+    run = Forwards(decoder, cache, ForwardSizes(slots=2, nodes=4, prompts=(8,)))
     run.capture(Captures(counted))
     before = runs
     for n, captured in ((8, 1), (30, 0), (5, 1)):

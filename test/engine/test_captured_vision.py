@@ -17,7 +17,8 @@ from support.static_forwards import recorded
 
 from specvla_kernels.graph_capture import Capture, capture_on
 from specvla_ros.engine import cuda_graphs as graphs
-from specvla_ros.engine.cuda_graphs import ForwardSizes, Graphs, StaticVision
+from specvla_ros.engine.buckets import ForwardSizes
+from specvla_ros.engine.cuda_graphs import Graphs, StaticVision
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Outcome
@@ -124,7 +125,7 @@ def test_what_was_captured_is_forgotten_when_a_later_warm_up_fails(
     decoder = random_decoder(DecoderShape(32, 40, 2, 4, 2, 16, vocab_size=50), dtype=torch.float64)
     vision = Vision(policy.model)
     cache = new_cache(decoder, slots=1, slot_rows=64)
-    run = Graphs(cache.keys, (Forwards(decoder, cache, ForwardSizes(slots=1, nodes=4, chunks=(8,))), vision))
+    run = Graphs(cache.keys, (Forwards(decoder, cache, ForwardSizes(slots=1, nodes=4, prompts=(8,))), vision))
     run.warm_up()
     assert vision._captured is not None
     monkeypatch.setattr(graphs, "capture_on", lambda _: refuses)

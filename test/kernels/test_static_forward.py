@@ -18,7 +18,8 @@ from specvla_kernels.graph_capture import Capture, Result
 from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
-from specvla_ros.engine.cuda_graphs import Bucket, ForwardSizes, Graphs, StaticForward, logits_memory
+from specvla_ros.engine.buckets import Bucket, ForwardSizes
+from specvla_ros.engine.cuda_graphs import Graphs, StaticForward, logits_memory
 from specvla_ros.engine.kv_cache import KVCache, new_cache
 from specvla_ros.engine.runner import Forwards
 from specvla_ros.models.config import DecoderShape
@@ -29,7 +30,7 @@ DECODER = random_decoder(
     DecoderShape(32, 40, 2, 4, 2, 16, vocab_size=50, max_position_embeddings=128), device=str(DEVICE)
 )
 SLOTS, SLOT_ROWS, NODES = 3, 64, 12
-SIZES = ForwardSizes(SLOTS, NODES, chunks=(5, 20, 33))
+SIZES = ForwardSizes(SLOTS, NODES, prompts=(5, 20, 33))
 
 
 @st.composite
