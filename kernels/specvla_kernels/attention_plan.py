@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from specvla_kernels.chain_attention import Chain
 from specvla_kernels.device import power_of_two, to_device
 
 _SMALLEST_TILE, _LARGEST_TILE = 16, 64  # an MMA's rows; what keeps a head of 128 in registers
@@ -68,6 +69,7 @@ class AttentionPlan:
         kv_heads: key heads.
         block_m: rows of a tile, a power of two: nodes times `group`, and what is left over is idle.
         splits: equal shares that each tile's keys are cut into, merged by log-sum-exp; 1: not cut.
+        chain: the one chain that has no tiles, since flash-attn computes it; None: there is none such.
     """
 
     tiles: Tensor
@@ -75,6 +77,7 @@ class AttentionPlan:
     kv_heads: int
     block_m: int
     splits: int
+    chain: Chain | None = None
 
     @cached_property
     def arrivals(self) -> Tensor:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specvla_kernels.attention_plan import AttentionPlan
+from specvla_kernels.chain_attention import attend_chain
 from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 from specvla_kernels.layout import PackedLayout
 
@@ -38,7 +39,8 @@ def packed_attention(q: Tensor, k_ring: Tensor, v_ring: Tensor, layout: PackedLa
     """
     if has_kernels(q):
         plan = layout.attention_plan(q.shape[1], k_ring.shape[2], k_ring.shape[1])
-        return packed_attention_triton(q, k_ring, v_ring, layout.ancestors, plan)
+        out = None if plan.chain is None else attend_chain(q, k_ring, v_ring, plan.chain)
+        return packed_attention_triton(q, k_ring, v_ring, layout.ancestors, plan, out)
     return packed_attention_reference(q, k_ring, v_ring, layout)
 
 
@@ -64,17 +66,18 @@ def packed_attention_reference(q: Tensor, k_ring: Tensor, v_ring: Tensor, layout
 
 
 def packed_attention_triton(
-    q: Tensor, k_ring: Tensor, v_ring: Tensor, ancestors: Tensor, plan: AttentionPlan
+    q: Tensor, k_ring: Tensor, v_ring: Tensor, ancestors: Tensor, plan: AttentionPlan, out: Tensor | None = None
 ) -> Tensor:
     """`packed_attention` as one launch; reads nothing back.
 
     Args:
         ancestors: int64 [n_rows], as in PackedLayout.
         plan: of this packed forward.
+        out: [n_rows, heads, head_dim], where rows are written that have tiles; None: in memory of their own.
     """
     (n_rows, heads, dim), kv_heads = q.shape, k_ring.shape[2]
     n_tiles, splits, block_d = len(plan.tiles), plan.splits, power_of_two(dim, 16)
-    out = q.new_empty(n_rows, heads, dim)
+    out = q.new_empty(n_rows, heads, dim) if out is None else out
     partial = sums = arrivals = out  # not read unless keys are split
     if splits > 1:
         arrivals = plan.arrivals

@@ -78,7 +78,7 @@ def decisions() -> dict[_Key, bool]:
     return dict(_faster)
 
 
-def seconds(call: Callable[[], Tensor], device: torch.device) -> float:
+def seconds(call: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call, in the middle of several, with a cold cache as in a forward; waits for the device."""
     call()  # compiles, and allocates workspaces
     # What empties the cache also keeps the device busy until the call has been launched.

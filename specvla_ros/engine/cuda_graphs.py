@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.attention_plan import AttentionPlan, plan_attention
+from specvla_kernels.chain_attention import Chain
 from specvla_kernels.device import copy_together
 from specvla_kernels.graph_capture import (
     Capturable,
@@ -77,6 +78,7 @@ class Graphs:
 
 
 _TILE_WIDTH = 6  # numbers of a tile in AttentionPlan
+_CHAIN_WIDTH = 4  # of a Chain's ends
 _COLUMNS = 5  # of HostInputs, beside the positions
 
 
@@ -91,6 +93,7 @@ class HostInputs:
         wanted: int64 [rows], of which the first are read.
         ids: int64 [rows], tokens; -1 where the row's embedding is given instead.
         depths: int64 [rows], added to the positions.
+        chain: int32 [2, 2], as in Chain.
         tiles: int32 [tiles, 6], as in AttentionPlan.
     """
 
@@ -101,21 +104,32 @@ class HostInputs:
     wanted: Tensor
     ids: Tensor
     depths: Tensor
+    chain: Tensor
     tiles: Tensor
 
     @staticmethod
     def in_memory(memory: Tensor, rows: int, axes: int) -> "HostInputs":
         width = rows + rows % 2  # 16 bytes: Triton compiles a kernel again for pointers that are less aligned
         columns = axes + _COLUMNS
-        table = memory[columns * width :].view(torch.int32).view(-1, _TILE_WIDTH)
+        chain, table = memory[columns * width :].view(torch.int32).tensor_split([_CHAIN_WIDTH])
         numbers = memory[: columns * width].view(columns, width)[:, :rows]
         positions = numbers[:axes] if axes > 1 else numbers[0]
         kv_rows, ancestors, wanted, ids, depths = numbers[axes:].unbind()
-        return HostInputs(memory, positions, kv_rows, ancestors, wanted, ids, depths, table)
+        return HostInputs(
+            memory,
+            positions,
+            kv_rows,
+            ancestors,
+            wanted,
+            ids,
+            depths,
+            chain.view(2, 2),
+            table.view(-1, _TILE_WIDTH),
+        )
 
     @staticmethod
     def size(rows: int, tiles: int, axes: int) -> int:
-        return (axes + _COLUMNS) * (rows + rows % 2) + tiles * _TILE_WIDTH // 2
+        return (axes + _COLUMNS) * (rows + rows % 2) + (_CHAIN_WIDTH + tiles * _TILE_WIDTH) // 2
 
 
 def logits_memory(decoder: Decoder, sizes: ForwardSizes) -> Tensor:
@@ -138,13 +152,25 @@ class StaticForward:
         segments: maximum number of segments in one forward.
         logits: [n, vocab], memory for those of at most n wanted rows, which other buckets may write to as well.
         capture: makes the forward repeatable.
+        flash: flash-attn computes the longest segment, which is a causal chain.
+
+    Attributes:
+        replay: runs the last forward once more.
 
     Raises:
         Exception: whatever the capture raises.
     """
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, bucket: Bucket, *, segments: int, logits: Tensor, capture: Capture
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        bucket: Bucket,
+        *,
+        segments: int,
+        logits: Tensor,
+        capture: Capture,
+        flash: bool = False,
     ) -> None:
         self._decoder = decoder
         self._cache = cache
@@ -157,12 +183,13 @@ class StaticForward:
         size = HostInputs.size(bucket.rows, _most_tiles(bucket, segments, plan), self._axes)
         memory = torch.zeros(size, dtype=torch.int64, device=device)
         self._numbers = numbers = HostInputs.in_memory(memory, bucket.rows, self._axes)
-        self._plan = replace(plan, tiles=numbers.tiles)
+        chain = Chain(numbers.chain, bucket.longest, cache.slot_rows) if flash else None
+        self._plan = replace(plan, tiles=numbers.tiles, chain=chain)
         plans = {(heads // kv_heads, kv_heads): self._plan}
         self._layout = PackedLayout((), numbers.positions, numbers.kv_rows, numbers.ancestors, plans)
         self._embeddings = torch.zeros(bucket.rows, config.input_size, dtype=decoder.dtype, device=device)
         self._send((), ())
-        self._replay = capture(self._run)
+        self.replay = capture(self._run)
 
     def __call__(self, segments: Sequence[Segment]) -> ForwardResult:
         """What `packed_forward` gives, to rounding; nothing is read back, and the next forward overwrites it.
@@ -181,7 +208,7 @@ class StaticForward:
             )
         self._send(segments, spans)
         self._fill(segments, spans)
-        hidden, choices = self._replay()
+        hidden, choices = self.replay()
         return ForwardResult(self._logits[:wanted], hidden[:n], choices[:wanted])
 
     def _run(self) -> tuple[Tensor, Tensor]:
@@ -209,7 +236,14 @@ class StaticForward:
             ids[rows] = -int(segment.inputs.is_floating_point())
         n = spans[-1].stop if spans else 0
         idle = [Span.idle(n, self._rows - n)] if n < self._rows else []
-        host.tiles.copy_(self._plan.table([*spans, *idle]))
+        tiled = [*spans, *idle]
+        if self._plan.chain is not None and spans:
+            longest = max(spans, key=lambda span: span.length)
+            tiled.remove(longest)
+            first = longest.first_kv_row(self._cache.slot_rows)
+            ends = [longest.start, longest.stop], [first - longest.prefix_len, first + longest.length]
+            host.chain.copy_(torch.tensor(ends, dtype=torch.int32))
+        host.tiles.copy_(self._plan.table(tiled))
         wanted = wanted_rows(segments, spans)
         host.wanted.numpy()[: len(wanted)] = wanted
         self._numbers.all.copy_(memory, non_blocking=True)

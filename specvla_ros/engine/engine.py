@@ -290,6 +290,7 @@ class Engine:
             "decode.fallback": self._fallback,
             "kernels": operators_on(self.target.decoder.device, self.target.decoder.dtype),
             "cuda_graphs": self.runner.graphs.status,
+            "attention": self.runner.forwards.attention,
             "fault": self._lost,
         }
         return self.target.describe() | described | {name: text for name, text in optional.items() if text}

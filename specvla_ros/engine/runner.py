@@ -5,12 +5,15 @@ The only place that knows which: sizes that were captured as CUDA graphs are rep
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from specvla_kernels.chain_attention import takes, version
 from specvla_kernels.graph_capture import Capturable, Capture, Captures, check_rows, randomize
+from specvla_kernels.product_contest import seconds
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.cuda_graphs import (
     Bucket,
@@ -52,7 +55,8 @@ class Runner:
         self._target = target
         self._clock = StageClock(target.decoder.device)
         self.vision = Vision(target.model)
-        self.forwards = Forwards(target.decoder, cache, ForwardSizes.from_settings(target, settings))
+        sizes = ForwardSizes.from_settings(target, settings)
+        self.forwards = Forwards(target.decoder, cache, sizes, causal=target.causal_prompt)
         self.graphs = Graphs(cache.keys, (self.forwards, self.vision, *others))
 
     def embed(self, request: Request) -> None:
@@ -105,13 +109,16 @@ class Forwards:
         decoder: the target.
         cache: keys and values of the requests in flight.
         sizes: of the forwards that will come.
+        causal: each row of a prompt sees only earlier ones.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, sizes: ForwardSizes) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, sizes: ForwardSizes, *, causal: bool = True) -> None:
         self._decoder = decoder
         self._cache = cache
         self._sizes = sizes
+        self._causal = causal
         self._captured: dict[Bucket, StaticForward] = {}
+        self._flash: dict[Bucket, str] = {}  # how flash-attn did
 
     def __call__(self, segments: Sequence[Segment]) -> ForwardResult:
         """`packed_forward`, by the captured forward of its size if there is one."""
@@ -130,20 +137,39 @@ class Forwards:
         logits = logits_memory(self._decoder, self._sizes)
         for bucket in reversed(self._sizes.buckets()):  # the largest first: the others then find memory in its pool
             with captures.attempt(f"forwards of {bucket.rows} rows"):
-                self._captured[bucket] = self._checked(bucket, logits, captures.capture)
+                self._captured[bucket] = self._fastest(bucket, logits, captures.capture)
 
-    def _checked(self, bucket: Bucket, logits: Tensor, capture: Capture) -> StaticForward:
-        segments_at_most = self._sizes.segments
-        static = StaticForward(
-            self._decoder, self._cache, bucket, segments=segments_at_most, logits=logits, capture=capture
-        )
-        segments = check_segments(bucket, self._sizes, self._decoder, self._cache)
-        check_forward(static, self._decoder, self._cache, segments)
+    def _fastest(self, bucket: Bucket, logits: Tensor, capture: Capture) -> StaticForward:
+        """With our attention, or flash-attn's for the chain where that is installed, equal and measured faster."""
+        ours = self._checked(bucket, logits, capture)
+        config, device = self._decoder.config, self._decoder.device
+        if not self._causal or bucket.longest <= self._sizes.nodes or not takes(self._decoder.dtype, config.head_dim):
+            return ours
+        try:
+            theirs = self._checked(bucket, logits, capture, flash=True)
+        except Exception as error:  # of a version that calls it otherwise, a device that it has no kernels for
+            self._flash[bucket] = f"fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            return ours
+        faster = seconds(theirs.replay, device) < seconds(ours.replay, device)
+        self._flash[bucket] = "faster" if faster else "slower"
+        return theirs if faster else ours
+
+    def _checked(self, bucket: Bucket, logits: Tensor, capture: Capture, *, flash: bool = False) -> StaticForward:
+        most, cache = self._sizes.segments, self._cache
+        static = StaticForward(self._decoder, cache, bucket, segments=most, logits=logits, capture=capture, flash=flash)
+        check_forward(static, self._decoder, cache, check_segments(bucket, self._sizes, self._decoder, cache))
         return static
+
+    @property
+    def attention(self) -> str:
+        """For diagnostics: what flash-attn is used for; empty where it is not installed, or has nothing to do."""
+        said = Counter(self._flash.values())
+        counts = ", ".join(f"{what} in {n} sizes of forward" for what, n in said.items())
+        return f"flash-attn {version()}, used where it is faster: {counts}" if counts else ""
 
     def release(self) -> None:
         """See Capturable."""
-        self._captured = {}
+        self._captured, self._flash = {}, {}
 
 
 class Vision:

@@ -6,8 +6,10 @@ There is no GPU here: a capture records the operations and does them again on th
 
 import logging
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -17,8 +19,9 @@ from support.captures import Run, capture_with, ends_as, refuses, stands_still
 from support.checkpoints import load_openvla
 from support.draft_heads import policy_with_random_head, write_random_head
 from support.random_checkpoint import write_random_checkpoint
-from support.static_forwards import recorded, use_table
+from support.static_forwards import flash_attention, recorded, use_table
 
+from specvla_kernels import chain_attention
 from specvla_kernels.graph_capture import Capture, Captures, paddings
 from specvla_ros.engine import cuda_graphs as graphs
 from specvla_ros.engine import runner as forwards
@@ -298,3 +301,53 @@ def test_on_a_gpu_every_size_is_captured(
     assert [each for each in driven(engine) if isinstance(each[1], tuple)] == [
         each for each in expected if isinstance(each[1], tuple)
     ]
+
+
+@pytest.mark.parametrize(
+    ("attend", "times", "said", "used"),
+    [
+        (flash_attention, (1.0, 2.0), "faster in ", True),
+        (flash_attention, (2.0, 1.0), "slower in ", False),
+        (lambda *_, **__: 1 / 0, (1.0, 2.0), "fails: ZeroDivisionError: division by zero in ", False),
+        (lambda q, *_, **__: torch.zeros_like(q), (1.0, 2.0), "fails: RuntimeError: a captured forward of ", False),
+    ],
+    ids=["faster", "slower", "refuses", "wrong"],
+)
+def test_flash_attn_is_taken_where_it_is_equal_and_faster(
+    policy: OpenVLATarget,
+    attend: Callable[..., torch.Tensor],
+    times: tuple[float, float],
+    said: str,
+    used: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not there without a GPU: by what its documentation says of it, and a clock that is told."""
+    expected = driven(Engine(policy, SPECPIPE))
+    capture_with(monkeypatch)
+    clock = cycle(times)  # flash-attn's comes first
+    monkeypatch.setattr(chain_attention, "varlen_kernel", lambda: attend)
+    monkeypatch.setattr(forwards, "takes", lambda *_: True)
+    monkeypatch.setattr(forwards, "seconds", lambda *_: next(clock))
+    engine = Engine(policy, SPECPIPE)
+    engine.warm_up()
+    assert engine.describe()["cuda_graphs"] == all_captured(policy, SPECPIPE), "what does not run costs nothing"
+    assert said in engine.describe()["attention"]
+    captured = engine.runner.forwards._captured
+    prompts = [bucket for bucket in captured if bucket.longest > SPECPIPE.tree_nodes]
+    assert prompts and {captured[each]._plan.chain is not None for each in prompts} == {used}
+    assert not any(captured[each]._plan.chain for each in captured if each not in prompts), "trees are ours"
+    only_captured(monkeypatch)
+    assert driven(engine) == expected
+
+
+def test_without_flash_attn_nothing_is_said_of_it(policy: OpenVLATarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    chain_attention.varlen_kernel.cache_clear()
+    assert not chain_attention.takes(torch.bfloat16, 128)
+    capture_with(monkeypatch)
+    engine = Engine(policy, PLAIN)
+    engine.warm_up()
+    assert "attention" not in engine.describe()
+    monkeypatch.setattr(chain_attention, "varlen_kernel", lambda: flash_attention)
+    assert chain_attention.takes(torch.bfloat16, 128)
+    assert not chain_attention.takes(torch.float32, 128) and not chain_attention.takes(torch.bfloat16, 260)

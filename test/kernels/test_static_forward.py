@@ -2,6 +2,7 @@
 """The forward that is captured, on the kernels, gives what any packed forward gives, whatever its memory held."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 from random_decoder import random_decoder
 from support.kernels import DEVICE, poisoned_empty
 from support.no_read_back import no_read_back
-from support.static_forwards import kernels, rerun
+from support.static_forwards import flash_attention, kernels, rerun
 
-from specvla_kernels import attention_plan
+from specvla_kernels import attention_plan, chain_attention
 from specvla_kernels.graph_capture import Capture, Result
 from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry
@@ -75,9 +76,9 @@ def ring_before(segments: list[Segment]) -> KVCache:
     return cache
 
 
-def static_forward(cache: KVCache, bucket: Bucket, capture: Capture) -> StaticForward:
+def static_forward(cache: KVCache, bucket: Bucket, capture: Capture, *, flash: bool = False) -> StaticForward:
     logits = logits_memory(DECODER, SIZES)
-    return StaticForward(DECODER, cache, bucket, segments=SIZES.segments, logits=logits, capture=capture)
+    return StaticForward(DECODER, cache, bucket, segments=SIZES.segments, logits=logits, capture=capture, flash=flash)
 
 
 def poison(static: StaticForward) -> None:
@@ -122,6 +123,30 @@ def test_forwards_of_a_bucket_are_packed_forwards(several: list[list[Segment]], 
             for store, wanted in ((cache.keys, expected_cache.keys), (cache.values, expected_cache.values)):
                 store.flatten(1, 2)[:, cache.sink_row] = torch.nan  # the one row that a packed forward leaves alone
                 torch.testing.assert_close(store, wanted, atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
+@settings(max_examples=12, deadline=None)
+@given(several=st.lists(forwards(), min_size=1, max_size=2))
+@torch.inference_mode()
+def test_forwards_whose_chain_flash_attn_computes_are_packed_forwards(several: list[list[Segment]]) -> None:
+    """By what flash-attn's documentation says of it: it is not there without a GPU."""
+    whole = [[replace(each, sees_all=False) for each in segments] for segments in several]
+    whole = [segments for segments in whole if max(map(len, segments)) > NODES]
+    cache = ring_before([])
+    with kernels(True) as patch:
+        patch.setattr(chain_attention, "varlen_kernel", lambda: flash_attention)
+        for segments in whole:
+            bucket = SIZES.bucket([len(each) for each in segments])
+            assert bucket is not None
+            static = static_forward(cache, bucket, rerun, flash=True)
+            with kernels(False):
+                expected = packed_forward(DECODER, segments, ring_before(segments))
+            cache.keys.copy_(ring_before(segments).keys)
+            cache.values.copy_(ring_before(segments).values)
+            poison(static)
+            result = static(segments)
+            torch.testing.assert_close(result.hidden, expected.hidden, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(result.logits, expected.logits, atol=1e-4, rtol=1e-4)
 
 
 @torch.inference_mode()

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -86,17 +88,55 @@ def kernels(wanted: bool):
         yield patch
 
 
-def _as_one_step(q: Tensor, k_ring: Tensor, v_ring: Tensor, ancestors: Tensor, plan: AttentionPlan) -> Tensor:
+def _as_one_step(
+    q: Tensor, k_ring: Tensor, v_ring: Tensor, ancestors: Tensor, plan: AttentionPlan, out: Tensor | None = None
+) -> Tensor:
     """`_by_table`, which a recording holds as the one launch that it stands for."""
+    return _one_step(lambda: _by_table(q, k_ring, v_ring, ancestors, plan, out))
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool,
+) -> Tensor:
+    """What flash-attn's documentation says of `flash_attn_varlen_func`: causal from the last row and key on."""
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and causal
+    assert k.shape == v.shape and q.shape[1] % k.shape[1] == 0
+
+    def attended() -> Tensor:
+        out = torch.full_like(q, torch.nan)  # it leaves what no sequence has as it was
+        (first, stop), (k_first, k_stop) = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        rows, keys = stop - first, k_stop - k_first
+        assert rows <= max_seqlen_q and keys <= max_seqlen_k
+        if rows:
+            own, ks, vs = (each[None].transpose(1, 2) for each in (q[first:stop], k[k_first:k_stop], v[k_first:k_stop]))
+            seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
+            found = F.scaled_dot_product_attention(own, ks, vs, attn_mask=seen, enable_gqa=True)
+            out[first:stop] = found[0].transpose(0, 1)
+        return out
+
+    return _one_step(attended)
+
+
+def _one_step(compute: Callable[[], Tensor]) -> Tensor:
     if not _recording:
-        return _by_table(q, k_ring, v_ring, ancestors, plan)
+        return compute()
     with _disable_current_modes():
-        out = _by_table(q, k_ring, v_ring, ancestors, plan)
-    _recording[-1].steps.append(lambda: out.copy_(_by_table(q, k_ring, v_ring, ancestors, plan)))
+        out = compute()
+    _recording[-1].steps.append(lambda: out.copy_(compute()))
     return out
 
 
-def _by_table(q: Tensor, k_ring: Tensor, v_ring: Tensor, ancestors: Tensor, plan: AttentionPlan) -> Tensor:
+def _by_table(
+    q: Tensor, k_ring: Tensor, v_ring: Tensor, ancestors: Tensor, plan: AttentionPlan, out: Tensor | None
+) -> Tensor:
     reference: Callable[..., Tensor] = packed_attention.packed_attention_reference
     nodes = plan.block_m // plan.group
     spans: dict[int, Span] = {}
@@ -107,11 +147,16 @@ def _by_table(q: Tensor, k_ring: Tensor, v_ring: Tensor, ancestors: Tensor, plan
             firsts.setdefault(start, []).append(first)
     for start, span in spans.items():
         assert sorted(firsts[start]) == list(range(0, span.length, nodes)), "a segment's tiles are all there, once"
-    covered = sorted(row for span in spans.values() for row in range(span.start, span.stop))
-    assert covered == list(range(len(q))), "each row belongs to one segment"
+    covered = [row for span in spans.values() for row in range(span.start, span.stop)]
+    covered += range(*plan.chain.ends[0].tolist()) if plan.chain is not None else ()
+    assert sorted(covered) == list(range(len(q))), "each row belongs to one segment"
     seeing = tuple(span for span in spans.values() if span.prefix_len >= 0)
     attended = reference(q, k_ring, v_ring, PackedLayout(seeing, ancestors, ancestors, ancestors))
     for span in spans.values():
         if span.prefix_len < 0:
             attended[span.start : span.stop] = 0
+    if plan.chain is not None:
+        assert out is not None
+        rows = slice(*plan.chain.ends[0].tolist())
+        attended[rows] = out[rows]
     return attended
