@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -286,37 +287,55 @@ _MOST_PARKED = 16
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """One kernel, compiled as one launch asks for it.
+class Usage:
+    """What a compiled kernel takes of a device.
 
     Args:
-        launch: what was launched.
-        kernel: its function.
-        capability: of the device, as in sm_90.
         registers: per thread.
         spilled: bytes of the thread's stack and local memory: registers that did not fit.
         looped: whether a loop stores or loads any of them.
         shared: bytes of shared memory per block.
     """
 
-    launch: str
-    kernel: str
-    capability: int
     registers: int
     spilled: int
     looped: bool
     shared: int
 
-    @property
-    def fault(self) -> str:
-        """What is wrong with it; empty where nothing is."""
-        limit = DEVICES[self.capability][1]
+    def fault(self, capability: int) -> str:
+        """What is wrong with it on a device; empty where nothing is."""
+        limit = DEVICES[capability][1]
         faults = []
         if self.looped or self.spilled > _MOST_PARKED:
             faults.append(f"{self.spilled} bytes spilled{' in a loop' if self.looped else ''}")
         if self.shared > limit:
             faults.append(f"{self.shared} bytes of shared memory, the device has {limit}")
         return ", ".join(faults)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel, compiled as one launch asks for it.
+
+    Args:
+        launch: what was launched.
+        kernel: its function.
+        hash: of what it was compiled from; launches that ask for the same kernel share it.
+        capability: of the device, as in sm_90.
+        usage: of the device.
+    """
+
+    launch: str
+    kernel: str
+    hash: str
+    capability: int
+    usage: Usage
+
+    def __str__(self) -> str:
+        """A row of the table."""
+        place = f"{self.launch:<44}{self.kernel.lstrip('_'):<18}sm_{self.capability:<5}"
+        usage = f"{self.usage.registers:>10}{self.usage.spilled:>9}{self.usage.shared:>8}"
+        return f"{place}{usage}  {self.usage.fault(self.capability)}".rstrip()
 
 
 class _NoDevice:
@@ -362,22 +381,27 @@ def _compiling_for(capability: int) -> Iterator[list[Any]]:
         JITFunction.run = run
 
 
-def compile_launch(name: str, launch: Callable[[], object], capability: int) -> list[Compiled]:
-    """Compiles the kernels of one launch for one device, with the arguments that the launch gives them."""
+def compile_launch(name: str, capability: int) -> list[Compiled]:
+    """Compiles the kernels of one of `LAUNCHES` for one device, with the arguments that the launch gives them."""
     with _compiling_for(capability) as kernels:
-        launch()
-    return [_examined(name, kernel, capability) for kernel in kernels]
+        LAUNCHES[name]()
+    return [Compiled(name, kernel.metadata.name, kernel.hash, capability, _usage(kernel)) for kernel in kernels]
 
 
-def _examined(launch: str, kernel: Any, capability: int) -> Compiled:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(kernel.asm["cubin"])
-        cubin.flush()
-        usage = _told("cuobjdump", "-res-usage", cubin.name)
-        found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-        spilled = found["STACK"] + found["LOCAL"]
-        looped = bool(spilled) and spills_in_loop(_told("nvdisasm", "-c", cubin.name))
-    return Compiled(launch, kernel.metadata.name, capability, found["REG"], spilled, looped, kernel.metadata.shared)
+_usages: dict[str, Usage] = {}  # by the kernel's hash
+
+
+def _usage(kernel: Any) -> Usage:
+    if kernel.hash not in _usages:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+            cubin.write(kernel.asm["cubin"])
+            cubin.flush()
+            told = _told("cuobjdump", "-res-usage", cubin.name)
+            found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", told)}
+            spilled = found["STACK"] + found["LOCAL"]
+            looped = bool(spilled) and spills_in_loop(_told("nvdisasm", "-c", cubin.name))
+        _usages[kernel.hash] = Usage(found["REG"], spilled, looped, kernel.metadata.shared)
+    return _usages[kernel.hash]
 
 
 def _told(tool: str, *arguments: str) -> str:
@@ -410,28 +434,32 @@ def main(arguments: list[str] | None = None) -> int:
         sys.exit("compile: unset TRITON_INTERPRET, an interpreted kernel cannot be compiled")
     print(f"Triton {triton.__version__}")
     print(f"{'launch':<44}{'kernel':<18}{'device':<8}{'registers':>10}{'spilled':>9}{'shared':>8}")
-    faults = kernels = parked = 0
-    for capability in DEVICES:
-        if _LEAST_TRITON.get(capability, (0,)) > tuple(map(int, triton.__version__.split(".")[:2])):
-            print(f"sm_{capability} is left out: Triton {triton.__version__} does not know it")
-            continue
-        for name, launch in LAUNCHES.items():
-            has_float8 = capability >= 89  # Ada's
-            if all(word in f"{name} sm_{capability}" for word in words) and (has_float8 or "float8" not in name):
-                for made in compile_launch(name, launch, capability):
-                    print(_line(made), flush=True)
-                    kernels += 1
-                    faults += bool(made.fault)
-                    parked += bool(made.spilled)
-    if parked:
+    chosen = [
+        (name, capability)
+        for capability in _known_devices()
+        for name in LAUNCHES
+        if all(word in f"{name} sm_{capability}" for word in words)
+        and ("float8" not in name or capability >= 89)  # Ada's
+    ]
+    made: list[Compiled] = []
+    with ProcessPoolExecutor() as pool:
+        for kernels in pool.map(compile_launch, *zip(*chosen, strict=True)):
+            made += kernels
+            print(*kernels, sep="\n", flush=True)
+    distinct = {kernel.hash: kernel for kernel in made}.values()
+    if parked := sum(bool(kernel.usage.spilled) for kernel in distinct):
         print(f"{parked} kernels have registers in memory; up to {_MOST_PARKED} bytes outside of loops may be")
-    print(f"{kernels} kernels compiled, {faults} do not fit")
+    faults = sum(bool(kernel.usage.fault(kernel.capability)) for kernel in distinct)
+    print(f"{len(distinct)} kernels compiled, for {len(made)} of launches; {faults} do not fit")
     return 1 if faults else 0
 
 
-def _line(made: Compiled) -> str:
-    place = f"{made.launch:<44}{made.kernel.lstrip('_'):<18}sm_{made.capability:<5}"
-    return f"{place}{made.registers:>10}{made.spilled:>9}{made.shared:>8}  {made.fault}".rstrip()
+def _known_devices() -> Iterator[int]:
+    for capability in DEVICES:
+        if _LEAST_TRITON.get(capability, (0,)) > tuple(map(int, triton.__version__.split(".")[:2])):
+            print(f"sm_{capability} is left out: Triton {triton.__version__} does not know it")
+        else:
+            yield capability
 
 
 if __name__ == "__main__":
