@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from math import ceil
 from typing import Annotated, Any
 
 import typer
@@ -175,8 +176,9 @@ def main(
 ) -> None:
     """Serves fleets of several sizes in every way."""
     policy = load_target(nano_policy(), device="cpu")
-    frames = list(islice(simulation_source(policy, FRAMES_FIRST_SEED), _FRAMES))
     counts = [int(each) for each in robots.split(",")]
+    watched = ceil(share * max(SECONDS.values()) / ACTION_DT_S) + _APART * (max(counts) - 1)
+    frames = list(islice(simulation_source(policy, FRAMES_FIRST_SEED), min(_FRAMES, watched)))
     devices: dict[str, Any] = {}
     for device in (*DEVICES, CPU):
         stages = None if device == CPU else read_stage_times(device)

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ def digits_codec(largest: int = 1000) -> DigitsCodec:
     return DigitsCodec(tuple(range(20, 30)), SPACE, frozenset({END}), NAMED, HORIZON, bins=largest, limit=999)
 
 
+@cache
 def fitted(values: float) -> FastTokenizer:
     """Some of its tokens are several characters; of large values, characters are two bytes, which may be two tokens."""
     rng = np.random.default_rng(0)

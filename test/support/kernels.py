@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the kernel tests share: they run in Triton's interpreter, or on a GPU where there is one."""
 
+import inspect
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
+
+from specvla_kernels.device import HAS_TRITON
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,3 +33,30 @@ def poisoned_empty(x: torch.Tensor, *size: Any, **kinds: Any) -> torch.Tensor:
     """`Tensor.new_empty`, with what is read before it is written made to show."""
     made = NEW_EMPTY(x, *size, **kinds)
     return made.fill_(torch.nan) if made.is_floating_point() else made
+
+
+def _hasten_interpreter() -> None:
+    """Without what takes half of the interpreter's time for nothing; it reaches into the Triton that is pinned.
+
+    Whether integers overflow is computed for every sum, and asserted with an option alone that nobody can set. And for
+    every call of every function the members of Triton's modules are listed anew.
+    """
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    @cache
+    def builtins_of(package: Any) -> list[str]:
+        return [name for name, _ in inspect.getmembers(package, is_builtin)]
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        for name in builtins_of(package):
+            if is_builtin(member := getattr(package, name)):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
+    options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    interpreter.interpreter_builder.options = options
+
+
+if HAS_TRITON and DEVICE.type == "cpu":
+    _hasten_interpreter()
