@@ -35,7 +35,6 @@ from specvla_kernels.finish_tree import finish_tree_triton
 from specvla_kernels.fused_linear import fused_linear_triton
 from specvla_kernels.gated_unit import gated_unit_triton
 from specvla_kernels.greedy_choice import greedy_choice_triton
-from specvla_kernels.int8_linear import round_rows_triton, scale_sums_triton
 from specvla_kernels.layernorm_residual import layernorm_residual_triton
 from specvla_kernels.layout import Span
 from specvla_kernels.packed_attention import packed_attention_triton
@@ -45,10 +44,8 @@ from specvla_kernels.rope_write_kv import rope_write_kv_triton
 from specvla_kernels.rounded_linear import (
     LARGEST,
     Rounded,
+    round_rows_triton,
     rounded_linear_triton,
-)
-from specvla_kernels.rounded_linear import (
-    round_rows_triton as round_whole_rows,
 )
 
 _META = torch.device("meta")
@@ -147,13 +144,6 @@ def _vision(dtype: torch.dtype) -> None:
         fused_linear_triton(gelu, empty(dim, hidden), bias=column, scale=scale, residual=x)
 
 
-def _int8(shape: _Shape) -> None:
-    x = torch.empty(300, shape.intermediate, dtype=shape.dtype, device=_META)
-    _, steps = round_rows_triton(x, 300)
-    sums = torch.empty(300, 2 * shape.intermediate, dtype=torch.int32, device=_META)
-    scale_sums_triton(sums, steps, torch.empty(sums.shape[1], device=_META), shape.dtype)
-
-
 def _rounded(shape: _Shape, dtype: torch.dtype, n_rows: int) -> None:
     """A layer's rounding and two of its products: behind the norm, and of the gated rows behind the residual."""
     x = torch.empty(n_rows, shape.hidden, dtype=shape.dtype, device=_META)
@@ -162,12 +152,12 @@ def _rounded(shape: _Shape, dtype: torch.dtype, n_rows: int) -> None:
         steps = torch.empty(out_features, device=_META)
         return Rounded(torch.empty(out_features, in_features, dtype=dtype, device=_META), steps)
 
-    round_whole_rows(x, dtype)
-    normed = round_whole_rows(x, dtype, norm=RowNorm(x[0], 1e-6))
+    round_rows_triton(x, dtype)
+    normed = round_rows_triton(x, dtype, norm=RowNorm(x[0], 1e-6))
     gate_up = rounded_linear_triton(normed, weight(2 * shape.intermediate, shape.hidden), shape.dtype)
     rounded_linear_triton(normed, weight(4608, shape.hidden), shape.dtype, bias=torch.empty(4608, device=_META))
-    round_whole_rows(gate_up, dtype, gate="gelu_tanh")
-    gated_rows = round_whole_rows(gate_up, dtype, gate="silu")
+    round_rows_triton(gate_up, dtype, gate="gelu_tanh")
+    gated_rows = round_rows_triton(gate_up, dtype, gate="silu")
     rounded_linear_triton(gated_rows, weight(shape.hidden, shape.intermediate), shape.dtype, residual=x)
 
 
@@ -272,7 +262,6 @@ for _name, _shape in _SHAPES.items():
             for _rows in (1, 32, 64, 300):
                 _kind = str(_format).removeprefix("torch.")
                 LAUNCHES[f"{_kind}, {_rows} rows, {_name}"] = partial(_rounded, _shape, _format, _rows)
-    LAUNCHES[f"int8, {_name}"] = partial(_int8, _shape)
     LAUNCHES[f"commit_kv, {_name}, action"] = partial(_commit, _shape, 8)
     LAUNCHES[f"commit_kv, {_name}, text"] = partial(_commit, _shape, 64)
 

@@ -13,7 +13,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from specvla_kernels.int8_linear import round_rows_reference
+from specvla_kernels.rounded_linear import round_rows_reference
 
 _ZERO = 128  # what a rounded activation of 0 is in a byte without a sign
 _PROBED_SHAPE, _PROBED_ROWS = (256, 2048), (1, 2, 7, 33)
@@ -50,8 +50,9 @@ class PackedInt8:
         Returns:
             [n_rows, out_features], dtype of x. A row depends on no other.
         """
-        rounded, steps = round_rows_reference(x, len(x))
-        return self._sums(rounded).to(steps.dtype).mul_(steps[:, None]).mul_(self._scales).to(x.dtype)
+        rows = round_rows_reference(x, torch.int8)
+        sums = self._sums(rows.values).to(rows.steps.dtype)
+        return sums.mul_(rows.steps[:, None]).mul_(self._scales).to(x.dtype)
 
 
 def pack_int8(weight: Tensor, scales: Tensor) -> PackedInt8 | None:

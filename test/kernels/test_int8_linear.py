@@ -9,13 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import DEVICE, DTYPES
 
-from specvla_kernels.int8_linear import (
-    int8_linear,
-    round_rows_reference,
-    round_rows_triton,
-    scale_sums_reference,
-    scale_sums_triton,
-)
+from specvla_kernels.int8_linear import int8_linear
 
 ALL_DTYPES = (*DTYPES, torch.float64)
 
@@ -82,43 +76,6 @@ def test_what_is_not_finite_stays_so_in_its_row_alone(dtype: torch.dtype) -> Non
 def test_a_row_of_zeros_gives_zeros() -> None:
     weight, scales = matrix(24, 16, seed=2)
     assert not int8_linear(torch.zeros(3, 16, device=DEVICE), weight, scales).any()
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered")  # the interpreter's numpy, in float16
-@settings(max_examples=40, deadline=None)
-@given(
-    n_rows=st.integers(1, 5),
-    padding=st.integers(0, 3),
-    width=st.sampled_from([1, 64, 480, 2048, 5000]),
-    dtype=st.sampled_from(DTYPES),
-    seed=st.integers(0, 1000),
-)
-def test_the_kernels_are_the_references_to_the_last_bit(
-    n_rows: int, padding: int, width: int, dtype: torch.dtype, seed: int
-) -> None:
-    pytest.importorskip("triton")
-    x = activations(n_rows, 2 * width, dtype, seed)[:, :width]  # strided rows
-    x[0] *= seed % 3 > 0
-    rounded, steps = round_rows_triton(x, n_rows + padding)
-    expected, expected_steps = round_rows_reference(x, n_rows + padding)
-    assert torch.equal(steps, expected_steps)
-    assert torch.equal(rounded, expected)
-    sums = torch.randint(-(2**27), 2**27, (n_rows + padding, width), dtype=torch.int32, device=DEVICE)
-    scales = torch.rand(width, device=DEVICE) * 1e-3
-    found = scale_sums_triton(sums, steps, scales, torch.float32)
-    assert torch.equal(found, scale_sums_reference(sums, steps, scales, torch.float32))
-    assert scale_sums_triton(sums, steps, scales, dtype).dtype == dtype
-
-
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's numpy
-def test_the_kernels_keep_what_is_not_finite() -> None:
-    pytest.importorskip("triton")
-    x = torch.randn(3, 3000, device=DEVICE)
-    x[1, 2999], x[2, 5] = float("nan"), float("inf")
-    rounded, steps = round_rows_triton(x, 3)
-    out = scale_sums_triton(rounded.to(torch.int32), steps, torch.ones(3000, device=DEVICE), torch.float32)
-    assert out.isfinite().all(dim=1).tolist() == [True, False, False]
-    assert not out[1:].isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

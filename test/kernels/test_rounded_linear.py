@@ -43,7 +43,10 @@ def test_rows_are_rounded_as_the_reference_rounds_them(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     gate = how if how in GATES else ""
-    x = torch.randn(n_rows, 4 * width, generator=generator).to(DEVICE, dtype)[:, : width * (2 if gate else 1)]
+    x = torch.randn(n_rows, 4 * width, generator=generator)[:, : width * (2 if gate else 1)]
+    if not how:  # of very different sizes, as activations are
+        x *= 10.0 ** torch.randint(-3, 3, (n_rows, 1), generator=generator)
+    x = x.to(DEVICE, dtype)
     weight = torch.randn(width, generator=generator).to(DEVICE, dtype)
     norm = RowNorm(weight, 1e-6, how.startswith("offset")) if "norm" in how else None
     with pytest.MonkeyPatch.context() as patch:
