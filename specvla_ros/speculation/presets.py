@@ -11,10 +11,13 @@ from typing import Any
 def _spec_vla(r: int) -> dict[str, Any]:
     """Spec-VLA, section 5.1 and table 4: r bins for every token, the gripper's too; 50 nodes, top-8.
 
-    Its tree depth is 4 in the text and 5 in the table, as its code counts the root's children as depth 0.
+    Its tree depth is 4 in the text and 5 in the table, as its code counts the root's children as depth 0. Which ids are
+    drafted the text does not say; its code takes the likeliest of all.
     """
-    tree = {"draft.top_k": 8, "draft.depth": 5, "draft.nodes": 50, "draft.children": "top_k"}
-    return {"acceptance.rule": "bin_distance", "acceptance.bins": (r,), "acceptance.gripper_bins": r, **tree}
+    tree = {"draft.top_k": 8, "draft.depth": 5, "draft.nodes": 50}
+    children = {"draft.children": "top_k", "draft.whole_vocabulary": True}
+    rule = {"acceptance.rule": "bin_distance", "acceptance.bins": (r,), "acceptance.gripper_bins": r}
+    return {**rule, **tree, **children}
 
 
 def _fly(k: int) -> dict[str, Any]:

@@ -58,6 +58,9 @@ class DraftSettings:
         "(window_mass).",
         choices=CHILDREN,
     )
+    whole_vocabulary: bool = parameter(
+        False, "The head drafts among all ids, as published, not only those that the answer may have: slower."
+    )
     drafters: Groups = groups(_drafter_settings)
 
     def __post_init__(self) -> None:

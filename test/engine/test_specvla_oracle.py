@@ -3,6 +3,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,13 +18,12 @@ from specvla_kernels.accept_tree import NO_NODE
 from specvla_ros.engine import verifier
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.settings import engine_settings_from
 from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule, Verification
-from specvla_ros.speculation.drafters import head as draft_head
-from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
+from specvla_ros.speculation.settings import AcceptanceSettings
 
 DATA, TARGET = ORACLES / "specvla_e2e", ORACLES / "openvla_tiny_b"
 pytestmark = needs(DATA)
@@ -53,9 +53,8 @@ def decode(run: dict, head: Path) -> tuple[int, ...]:
     image = np.asarray(Image.open(TARGET / case["image"]).convert("RGB"))
     bins = (run["r"] or 0,) * 7
     rule = "strict" if run["r"] is None else "bin_distance"
-    settings = EngineSettings(
-        "spec", draft=DraftSettings(head=str(head)), acceptance=AcceptanceSettings(rule, bins=bins)
-    )
+    published = engine_settings_from(mode="spec", preset="spec-vla-paper", draft_head=str(head))
+    settings = replace(published, acceptance=AcceptanceSettings(rule, bins=bins))
     action = Engine(policy_of(case["unnorm_key"]), settings).act(
         Observation(image, "", stamp_ns=1, prompt_ids=tuple(case["input_ids_given"]))
     )
@@ -105,7 +104,6 @@ def test_with_the_published_choice_of_path_the_answers_are_the_recorded_ones(
     monkeypatch.setattr(verifier, "accept", accept_as_published)
     # The published code drafts to its full depth, whatever is still missing of the answer.
     monkeypatch.setattr(BinsCodec, "remaining", lambda *_: 6)
-    monkeypatch.setattr(draft_head, "answer_ids", lambda *_: None)  # and among all ids of the vocabulary
     assert len(runs(r)) == 8
     for run in runs(r):
         assert list(decode(run, head)) == run["raw_tokens"][:7]

@@ -131,6 +131,7 @@ def test_a_preset_is_the_papers_numbers() -> None:
     goal = engine_settings_from(mode="spec", preset="spec-vla-paper")
     assert (goal.acceptance.rule, goal.acceptance.bins, goal.acceptance.gripper_bins) == ("bin_distance", (9,), 9)
     assert (goal.draft.top_k, goal.draft.depth, goal.draft.nodes) == (8, 5, 50)
+    assert goal.draft.whole_vocabulary and not engine_settings_from().draft.whole_vocabulary
     assert engine_settings_from(preset="spec-vla-paper-long").acceptance.bins == (5,)
     for preset, drafted in (("fly-paper", 15), ("fly-paper-405b", 25)):
         fly = engine_settings_from(preset=preset)

@@ -49,7 +49,7 @@ def _head(context: DraftContext) -> Drafter | None:
     # product in float64.
     if decoder.dtype != torch.float64 and any(is_packed(layer) for layer in decoder.layers):
         quantize_layer(head.layer, "w8a8")
-    window, ids = None, answer_ids(codec, settings.top_k)
+    window, ids = None, None if settings.whole_vocabulary else answer_ids(codec, settings.top_k)
     if settings.children == "window_mass":
         if codec.action_ids.first >= codec.action_ids.stop:
             raise UserError("draft.children window_mass counts bins, which this policy does not write: set it to top_k")
