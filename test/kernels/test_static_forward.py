@@ -156,7 +156,7 @@ def test_nothing_is_read_back() -> None:
     with kernels(True):
         static = static_forward(ring_before([]), bucket, rerun)
     held = torch.zeros(bucket.rows, 32, device=DEVICE), torch.zeros(SIZES.wanted, dtype=torch.int64, device=DEVICE)
-    static._replay = lambda: held
+    static.replay = lambda: held
     with no_read_back():
         result = static([Segment(0, 0, torch.arange(9, device=DEVICE), wanted=2)])
     assert result.hidden.shape == (9, 32) and result.logits.shape == (2, 50) and result.choices is not None
