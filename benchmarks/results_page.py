@@ -37,6 +37,7 @@ _NANO = ROOT / "specvla_ros" / "policies" / "nano"
 # What its weights decide; the text policy is made from it.
 _OF_NANO = (
     "simulation",
+    "formats",
     "speculation",
     "spec_vla",
     "head_recipes",

@@ -31,6 +31,30 @@ def _median_time(found: Result) -> float | None:
     return sum(times) / len(times) if times else None
 
 
+def _formats(result: Result) -> dict[str, Any]:
+    formats: dict[str, Result] = result["formats"]
+    said = {name: found["agreement"] for name, found in formats.items()}
+    rows: list[tuple[str, Callable[[Result], str]]] = [
+        ("tokens as float32's", lambda found: f"{found['same_tokens'] / found['tokens']:.1%}"),
+        ("answers wholly so", lambda found: f"{found['same_answers'] / found['answers']:.1%}"),
+        ("mm off, p95 / largest", lambda found: _p95_and_largest(found["deviation"], "mm")),
+        ("degrees off, p95 / largest", lambda found: _p95_and_largest(found["deviation"], "deg")),
+        ("another gripper command", lambda found: f"{found['deviation']['gripper_share']:.1%}"),
+    ]
+    cells = [["", *formats], *([label, *map(text, said.values())] for label, text in rows)]
+    cells.append(["**success**", *(f"**{rate(found['success'])}**" for found in formats.values())])
+    against = [difference(found["against"]) for name, found in formats.items() if name != "none"]
+    cells.append(["points of success against float32", "", *against])
+    for task in formats["none"]["tasks"]:
+        cells.append([task, *(rate(found["tasks"][task]) for found in formats.values())])
+    how = "\n".join(f"- *{name}*: {found['how']}" for name, found in formats.items())
+    return {"table": table(cells), "how": how, "starts": formats["none"]["success"]["episodes"]}
+
+
+def _p95_and_largest(deviation: Result, unit: str) -> str:
+    return f"{deviation[f'p95_{unit}']:.1f} / {deviation[f'largest_{unit}']:.1f}"
+
+
 def _driving(result: Result) -> dict[str, Any]:
     rows: list[Result] = result["rows"]
     tables = [
@@ -277,6 +301,7 @@ def _options(command: str) -> dict[str, float]:
 
 VIEWS: Mapping[str, Callable[[Result], dict[str, Any]]] = {
     "simulation": _simulation,
+    "formats": _formats,
     "driving": _driving,
     "live_driving": _live_driving,
     "soak": _soak,

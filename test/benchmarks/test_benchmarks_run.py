@@ -21,6 +21,7 @@ from support.text_models import write_text_model
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
+from specvla_ros.models.quantization import QUANTIZATIONS
 from specvla_ros.planning.limits import AcceptanceLengths, spec_vla_relaxed
 from specvla_ros.speculation.tree import Tree
 
@@ -101,6 +102,19 @@ def test_modes_take_the_forwards_that_their_trace_leaves_them(tmp_path: Path):
     assert all(2 <= quantized["w8a8"]["modes"][mode]["forwards_per_action"] < 7 for mode in ("spec", "specpipe"))
     assert 2 <= quantized["int4"]["modes"]["spec"]["forwards_per_action"] < 7
     assert "needs a CUDA GPU" in quantized["fp8"]["skipped"]
+
+
+def test_formats_are_held_against_float32(tmp_path: Path):
+    formats = run("formats", tmp_path / "out.json", "--pictures", 12, "--episodes", 1)["formats"]
+    assert list(formats) == list(QUANTIZATIONS)
+    plain = formats["none"]["agreement"]
+    assert plain["same_tokens"] == plain["tokens"] == 7 * 12 and not any(plain["deviation"].values())
+    for found in formats.values():
+        said, pairs = found["agreement"], found["against"]
+        assert 7 * said["same_answers"] <= said["same_tokens"] <= said["tokens"] == 7 * said["answers"]
+        assert pairs["first"] == formats["none"]["success"] and pairs["second"] == found["success"]
+        assert pairs["second"]["successes"] - pairs["first"]["successes"] == pairs["only_second"] - pairs["only_first"]
+    assert all(formats[name]["agreement"]["same_tokens"] < plain["tokens"] for name in ("int4", "fp8"))
 
 
 def test_sensitivity_covers_every_length(tmp_path: Path):
