@@ -65,6 +65,7 @@ def how_it_runs(weights: str, policy: Target) -> str:
         "none": "float32",
         "int4": "unpacked to float32 for every product; even steps, where torchao searches for better ones on a GPU",
         "w8a8": f"{packed}, with the rounding of the GPU's kernel",
+        "w8a8_hadamard": f"{packed}, with the rounding of the GPU's kernel; channels turned before",
         "fp8": "the reference of the GPU's kernel, which a policy on a CPU is refused",
     }[weights]
 

@@ -31,7 +31,15 @@ def head_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype if accumulates else torch.float32
 
 
-class _RMSNorm(nn.Module):
+class RMSNorm(nn.Module):
+    """Root mean square norm of rows.
+
+    Args:
+        dim: of a row.
+        eps: added to the mean square.
+        unit_offset: the weight is what is added to 1, as Gemma has it.
+    """
+
     def __init__(self, dim: int, eps: float, *, unit_offset: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
@@ -86,13 +94,13 @@ class DecoderLayer(nn.Module):
         super().__init__()
         hidden, dim = config.hidden_size, config.head_dim
         self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, dim
-        norm = partial(_RMSNorm, eps=config.rms_norm_eps, unit_offset=config.variant.unit_offset_norms)
-        self.input_norm: _RMSNorm | nn.Identity = norm(hidden) if input_norm else nn.Identity()
+        norm = partial(RMSNorm, eps=config.rms_norm_eps, unit_offset=config.variant.unit_offset_norms)
+        self.input_norm: RMSNorm | nn.Identity = norm(hidden) if input_norm else nn.Identity()
         self.qkv = nn.Linear(hidden, (self.heads + 2 * self.kv_heads) * dim, bias=False)
         # Beside the matrix and not in it: a quantised matrix has none.
         self.qkv_bias = nn.Parameter(torch.empty(self.qkv.out_features)) if config.variant.qkv_bias else None
-        self.q_norm: _RMSNorm | None = norm(dim) if config.variant.qk_norm else None
-        self.k_norm: _RMSNorm | None = norm(dim) if config.variant.qk_norm else None
+        self.q_norm: RMSNorm | None = norm(dim) if config.variant.qk_norm else None
+        self.k_norm: RMSNorm | None = norm(dim) if config.variant.qk_norm else None
         self.out = nn.Linear(self.heads * dim, hidden, bias=False)
         self.post_norm = norm(hidden)
         self.gate_name = config.variant.gate
@@ -116,13 +124,13 @@ class DecoderLayer(nn.Module):
 
     def write_kv(self, x: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """The rows' queries [n_rows, heads, head_dim]; their keys and values are written into the cache."""
-        norm = self.input_norm.row_norm if isinstance(self.input_norm, _RMSNorm) else None
+        norm = self.input_norm.row_norm if isinstance(self.input_norm, RMSNorm) else None
         q, k, v = self._heads(normed_product(x, norm, _matrix(self.qkv), self.qkv_bias))
         return rope_write_kv(q, k, v, cos, sin, kv_rows, keys, values)
 
     def products(self, x: Tensor) -> Tensor:
         """[n_rows, hidden] to the same, without attention: what the time of a forward by its rows is made of."""
-        norm = self.input_norm.row_norm if isinstance(self.input_norm, _RMSNorm) else None
+        norm = self.input_norm.row_norm if isinstance(self.input_norm, RMSNorm) else None
         q, *_ = self._heads(normed_product(x, norm, _matrix(self.qkv), self.qkv_bias))
         return self.mlp(*product_to_add(q.flatten(1), _matrix(self.out), x))
 
@@ -156,6 +164,7 @@ class PackedDecoder(nn.Module):
 
     Attributes:
         head_ids: the only ids whose logits are computed, all others' being -inf; None: every id's.
+        turn: [hidden, hidden], orthogonal, by which the stream is turned in the layers; None: it is not.
     """
 
     def __init__(self, config: DecoderShape) -> None:
@@ -163,9 +172,10 @@ class PackedDecoder(nn.Module):
         self.config = config
         self.embed_tokens = _Embedding(config)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = _RMSNorm(config.hidden_size, config.rms_norm_eps, unit_offset=config.variant.unit_offset_norms)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, unit_offset=config.variant.unit_offset_norms)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.head_ids: range | None = None
+        self.turn: Tensor | None = None
         self._rotary: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -200,11 +210,12 @@ class PackedDecoder(nn.Module):
         """
         cos, sin = self.rotation(layout.positions)
         x, *features = embeddings.split(self.config.hidden_size, dim=1)
+        x = x if self.turn is None else x @ self.turn
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, layout, keys[i], values[i])
             if i < len(features):
                 x = x + features[i]
-        hidden: Tensor = self.norm(x)
+        hidden: Tensor = self.norm(x if self.turn is None else x @ self.turn.T)
         return hidden
 
     def products(self, x: Tensor) -> Tensor:

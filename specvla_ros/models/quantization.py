@@ -22,11 +22,14 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.decoder import DecoderLayer
 from specvla_ros.models.settings import QUANTIZATIONS
 
+ROTATED = "w8a8_hadamard"
+"""As w8a8, of layers that were turned before, see `rotation.py`."""
+
 MATRICES = ("qkv", "out", "gate_up", "down")
 
 # What a weight takes, its share of the scales included. int4: a scale and a zero in bfloat16 per group of 128, and rows
 # padded to a multiple of 1024.
-BYTES_PER_WEIGHT = {"int4": 0.55, "w8a8": 1.01, "fp8": 1.01}
+BYTES_PER_WEIGHT = {"int4": 0.55, "w8a8": 1.01, ROTATED: 1.01, "fp8": 1.01}
 
 _INT4_GROUP = 128  # weights that share a scale
 _INT4_STEPS = 15
@@ -144,7 +147,7 @@ def check_quantization(quantization: str, device: torch.device, dtype: torch.dty
     """Whether a device can compute with such weights; reads no checkpoint.
 
     Args:
-        quantization: `none`; `int4`: weights alone; `w8a8`, `fp8`: weights and activations.
+        quantization: `none`; `int4`: weights alone; `w8a8`, `w8a8_hadamard`, `fp8`: weights and activations.
         device: where the policy shall run.
         dtype: of what is not quantised.
 
@@ -194,7 +197,7 @@ def quantize_layer(layer: DecoderLayer, quantization: str) -> None:
 def _quantized(matrix: nn.Linear, quantization: str) -> nn.Linear:
     if quantization == "int4":
         return _by_torchao(matrix) if matrix.weight.is_cuda else Int4Linear(matrix.weight)
-    is_int8 = quantization == "w8a8"
+    is_int8 = quantization in ("w8a8", ROTATED)
     rounded = round_weight(matrix.weight.detach(), torch.int8 if is_int8 else torch.float8_e4m3fn)
     return (Int8Linear if is_int8 else Float8Linear)(rounded.values, rounded.steps)
 

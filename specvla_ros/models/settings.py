@@ -16,6 +16,7 @@ class WeightFormat(str, Enum):
     NONE = "none"
     INT4 = "int4"
     W8A8 = "w8a8"
+    W8A8_HADAMARD = "w8a8_hadamard"
     FP8 = "fp8"
 
 
@@ -48,7 +49,8 @@ class ModelSettings:
     quantization: str = parameter(
         "none",
         "Weights of the language model's layers: int4 (weights alone, for ar and spec), or w8a8 and fp8 (weights and "
-        "activations, for every mode). fp8 needs a GPU, int4 on a GPU torchao; int4 on a CPU is slow.",
+        "activations, for every mode); w8a8_hadamard: w8a8 with channels turned so that none stands out. fp8 needs a "
+        "GPU, int4 on a GPU torchao; int4 on a CPU is slow.",
         name="model.quantization",
         choices=QUANTIZATIONS,
     )

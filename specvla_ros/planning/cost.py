@@ -34,13 +34,18 @@ _ACTION_TOKENS = 7  # where the checkpoint's statistics do not say
 
 def arithmetic_of(weights: WeightFormat) -> Arithmetic:
     """What products with the decoder's matrices are computed in."""
-    return {WeightFormat.W8A8: Arithmetic.INT8, WeightFormat.FP8: Arithmetic.FP8}.get(weights, Arithmetic.DENSE)
+    return {
+        WeightFormat.W8A8: Arithmetic.INT8,
+        WeightFormat.W8A8_HADAMARD: Arithmetic.INT8,
+        WeightFormat.FP8: Arithmetic.FP8,
+    }.get(weights, Arithmetic.DENSE)
 
 
 def weight_bytes(weights: WeightFormat, dtype_bytes: int) -> float:
     """Bytes read per weight of the decoder; int4 has a 16-bit scale and a 16-bit zero point per group of 128."""
-    stored = {WeightFormat.INT4: 4.25 / 8, WeightFormat.W8A8: 1.0, WeightFormat.FP8: 1.0}
-    return stored.get(weights, float(dtype_bytes))
+    if weights is WeightFormat.NONE:
+        return float(dtype_bytes)
+    return 4.25 / 8 if weights is WeightFormat.INT4 else 1.0
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def answers(policy: OpenVLATarget, chosen: EngineSettings) -> dict[int, tuple[in
     return found
 
 
-@pytest.mark.parametrize("how", ["w8a8", "int4"])
+@pytest.mark.parametrize("how", ["w8a8", "w8a8_hadamard", "int4"])
 @pytest.mark.parametrize("chosen", MODES, ids=lambda each: f"{each.mode}-{each.draft.drafters['self'].tokens}")
 def test_every_mode_yields_the_plain_decoders_tokens_in_float64(
     directory: Path, chosen: EngineSettings, how: str

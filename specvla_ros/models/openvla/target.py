@@ -27,10 +27,12 @@ from specvla_ros.models.openvla.prompt import PromptTokenizer, read_prompt_token
 from specvla_ros.models.quantization import (
     BYTES_PER_WEIGHT,
     MATRICES,
+    ROTATED,
     check_quantization,
     parameter_count,
     quantize_layer,
 )
+from specvla_ros.models.rotation import rotate_layer, turn_stream
 from specvla_ros.models.settings import ALL_CAMERAS, PromptStyle
 from specvla_ros.models.target import ImageEmbeddings, Pixels, PromptLayout, Target
 from specvla_ros.models.tokenizer import check_tokenizer
@@ -82,6 +84,7 @@ def _load_quantized(
     for part in (*model.towers, model.projector, decoder.embed_tokens, decoder.norm, decoder.lm_head):
         part.to_empty(device=device)
     _tie(model)
+    turn = turn_stream(decoder) if quantization == ROTATED else None
     around = {name: tensor for name, tensor in model.checkpoint_tensors().items() if not tensor.is_meta}
     load_weights(directory, around, _share(progress, 0, len(decoder.layers) + 1))
     for i, module in enumerate(decoder.layers):
@@ -89,6 +92,8 @@ def _load_quantized(
         tensors = layer_tensors(layer, decoder.config, f"language_model.model.layers.{i}.")
         load_weights(directory, tensors, _share(progress, i + 1, len(decoder.layers) + 1))
         del tensors  # they hold the unquantised matrices
+        if turn is not None:
+            rotate_layer(layer, turn)
         quantize_layer(layer, quantization)
 
 
