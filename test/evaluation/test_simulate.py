@@ -110,7 +110,7 @@ def test_killed_simulation_goes_on_where_it_stopped(policy, tmp_path):
 def test_a_killed_worker_changes_no_episode_and_each_is_counted_once(policy, tmp_path, where, monkeypatch, request):
     if "ray" in where:
         request.getfixturevalue("cluster")
-    settings, plan = SimulateSettings(policy, emulate="h200"), SimulatePlan(("push_green",), episodes=3, films=3)
+    settings, plan = SimulateSettings(policy, emulate="h200"), SimulatePlan(("push_green",), episodes=3, films=2)
     here = simulate(settings, plan, tmp_path / "here")
     monkeypatch.setattr(simulation, "run_job", run_job_dying_once)
     there = simulate(settings, replace(plan, **where), tmp_path / "there")
