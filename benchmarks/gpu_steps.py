@@ -30,9 +30,11 @@ from saturated import Contestant, EngineTurns, Saturated, make_engine, mode_sett
 from torch import Tensor
 
 import kernels
-from specvla_kernels.device import operators_on, why_no_kernels
+from specvla_kernels.device import has_kernels, operators_on, why_no_kernels
+from specvla_kernels.fused_linear import fused_linear
 from specvla_kernels.int8_linear import int8_linear
 from specvla_kernels.packed_attention import packed_attention
+from specvla_kernels.rounded_linear import round_rows, round_weight, rounded_linear
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.provenance import cpu_name, git_revision
@@ -204,8 +206,13 @@ def _products(x: Tensor, weight: Tensor) -> dict[str, Callable[[], object]]:
 
     calls: dict[str, Callable[[], object]] = {
         str(weight.dtype).removeprefix("torch."): lambda: F.linear(x, weight),
-        "w8a8, ours": lambda: int8_linear(x, whole, scales),
+        "w8a8, int8_linear": lambda: int8_linear(x, whole, scales),
     }
+    if has_kernels(x):
+        calls[f"{str(weight.dtype).removeprefix('torch.')}, fused_linear"] = lambda: fused_linear(x, weight)
+        for name, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+            rounded = round_rows(x, dtype), round_weight(weight, dtype)
+            calls[f"{name}, rounded_linear alone"] = partial(rounded_linear, *rounded, x.dtype)
     if x.is_cuda:
         x8, weight8 = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
         rows8, columns8 = torch.ones(len(x), 1, device=device), torch.ones(1, columns, device=device)
