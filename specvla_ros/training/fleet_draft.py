@@ -207,7 +207,7 @@ def _too_slow(runs: Mapping[str, FrameRun], plan: FleetPlan) -> list[str]:
         return []
     change = after / before - 1 if before else 0.0
     return [
-        f"it needs {after:.2f} forwards per action, {rival} {before:.2f}: {change:+.1%}, and {-plan.min_gain:+.1%} or "
+        f"it needs {after:.2f} forwards per action, {rival} {before:.2f}: {change:+.1%}, and {0 - plan.min_gain:+.1%} or "
         "less is asked for"
     ]
 
