@@ -175,7 +175,8 @@ class PackedDecoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, unit_offset=config.variant.unit_offset_norms)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.head_ids: range | None = None
-        self.turn: Tensor | None = None
+        self.turn: Tensor | None
+        self.register_buffer("turn", None, persistent=False)
         self._rotary: tuple[Tensor, Tensor] | None = None
 
     @property

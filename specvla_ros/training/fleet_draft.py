@@ -205,10 +205,10 @@ def _too_slow(runs: Mapping[str, FrameRun], plan: FleetPlan) -> list[str]:
     before, after = (runs[name].tally.forwards_per_action for name in (rival, _NEW))
     if after <= before * (1 - plan.min_gain):
         return []
-    change = after / before - 1 if before else 0.0
+    change, asked = after / before - 1 if before else 0.0, 0 - plan.min_gain
     return [
-        f"it needs {after:.2f} forwards per action, {rival} {before:.2f}: {change:+.1%}, and {0 - plan.min_gain:+.1%} or "
-        "less is asked for"
+        f"it needs {after:.2f} forwards per action, {rival} {before:.2f}: {change:+.1%}, and {asked:+.1%} or less is "
+        "asked for"
     ]
 
 

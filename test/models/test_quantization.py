@@ -229,7 +229,7 @@ def test_float8_is_near_the_unquantised_model_on_its_reference(checkpoint: Path)
 
 
 def test_an_unknown_quantisation_is_refused() -> None:
-    with pytest.raises(UserError, match="must be one of: none, int4, w8a8, fp8"):
+    with pytest.raises(UserError, match="must be one of: none, int4, w8a8, w8a8_hadamard, fp8"):
         check_quantization("int3", CPU, torch.float32)
 
 
