@@ -46,8 +46,11 @@ def resting(limits=LIMITS):
     return motion
 
 
-def run(motion, orders, *, tail_s=6.0):
-    """Poses and velocities at each step, with the orders given one after the other."""
+def run(motion, orders, *, tail_s=8.0):
+    """Poses and velocities at each step, with the orders given one after the other.
+
+    At the slowest pace the workspace is 6 s long.
+    """
     now_s, targets = 10.0, []
     for kind, goal, move_s, turn_s, lasting_s in orders:
         if kind == "brake":
