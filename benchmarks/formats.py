@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What fewer bits of the nano policy's weights change of what it says and of what it does, on a CPU.
 
-python benchmarks/formats.py --pictures 500 --episodes 20
+python benchmarks/formats.py --pictures 200 --episodes 20
 
 Every format of `model.quantization` answers the same pictures by plain decoding, and is held against float32: tokens,
 and how far the arm would be sent elsewhere. Then each acts from the same starts, in lockstep, paired with float32.
@@ -105,7 +105,7 @@ def episodes_of(name: str, policy: Target, wanted: Sequence[Episode]) -> dict[Ep
 
 def main(
     context: typer.Context,
-    pictures: Annotated[int, typer.Option(help="That every format answers.", min=1)] = 500,
+    pictures: Annotated[int, typer.Option(help="That every format answers.", min=1)] = 200,
     episodes: Episodes = 20,
     seed: Seed = 0,
     out: Out = RESULTS / "formats_cpu.json",
