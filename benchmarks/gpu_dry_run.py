@@ -2,6 +2,7 @@
 """A GPU that is not there, for the steps of gpu_report.py: their code runs, and nothing is computed or timed."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,10 @@ import fake_cuda  # noqa: F401  (before the kernels: they then are Triton's)
 import gpu_steps
 import harness
 import launches
+import saturated
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 import kernels
 from specvla_ros.engine import engine
@@ -35,6 +39,46 @@ class _HostGenerator(torch.Generator):
         return super().__new__(cls)
 
 
+class _AtOnce:
+    """In place of a thread that prepares pictures: fake tensors are one thread's."""
+
+    def __init__(self, _: int) -> None:
+        pass
+
+    def submit(self, run: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        done: Future[Any] = Future()
+        done.set_result(run(*arguments))
+        return done
+
+
+def _contiguous(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def contiguous(tensor: Tensor, **options: Any) -> Tensor:
+        if options or not isinstance(tensor, FakeTensor) or tensor.is_contiguous():
+            return real(tensor, **options)
+        return torch.ops.aten.clone.default(tensor, memory_format=torch.contiguous_format)
+
+    return contiguous
+
+
+def _invert(real: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def invert(tensor: Tensor) -> Tensor:
+        return torch.ops.aten.bitwise_not.default(tensor) if isinstance(tensor, FakeTensor) else real(tensor)
+
+    return invert
+
+
+def _nonzero(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Nothing is, since what is cannot be known."""
+
+    def nonzero(tensor: Tensor, *, as_tuple: bool = False) -> Any:
+        if not isinstance(tensor, FakeTensor):
+            return real(tensor, as_tuple=as_tuple)
+        none = torch.empty(0, tensor.dim(), dtype=torch.int64, device=tensor.device)
+        return none.unbind(1) if as_tuple else none
+
+    return nonzero
+
+
 @contextmanager
 def device() -> Iterator[None]:
     """The engine's fake device, with what a benchmark asks of one beside."""
@@ -54,6 +98,13 @@ def device() -> Iterator[None]:
             stack.enter_context(patch.object(torch.cuda, name, answer))
         stack.enter_context(patch.object(engine, "device_fault", lambda _: ""))
         stack.enter_context(patch.object(harness, "capture_on", _run_again))
+        stack.enter_context(patch.object(harness, "_WARM_UPS", 1))
+        stack.enter_context(patch.object(saturated, "ThreadPoolExecutor", _AtOnce))
+        # A build without CUDA has no guard for its device, and methods that are written by hand ask for one.
+        stack.enter_context(patch.object(FakeTensor, "__float__", lambda _: 0.0, create=True))
+        stack.enter_context(patch.object(Tensor, "contiguous", _contiguous(Tensor.contiguous)))
+        stack.enter_context(patch.object(Tensor, "__invert__", _invert(Tensor.__invert__)))
+        stack.enter_context(patch.object(Tensor, "nonzero", _nonzero(Tensor.nonzero)))
         stack.enter_context(patch.object(torch, "Generator", _HostGenerator))
         stack.enter_context(patch.object(kernels, "random_draft_head", lambda decoder: launches._head(Path(), decoder)))
         yield

@@ -7,11 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu_report import STEPS
+
+from specvla_ros.models.settings import QUANTIZATIONS
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 REPORT = [sys.executable, str(BENCHMARKS / "gpu_report.py")]
@@ -19,6 +24,32 @@ TINY = ["--device", "cpu", "--sizes", "tiny"]
 # As on a machine where only the checkout is: nothing says where the packages are.
 BARE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")} | {
     "OMP_NUM_THREADS": "1"
+}
+
+# All in one process, which has imported torch once.
+EVERY_STEP = """
+import json, sys
+from pathlib import Path
+import gpu_dry_run, gpu_page, gpu_steps, torch
+
+out, steps = Path(sys.argv[1]), {}
+with gpu_dry_run.device():
+    for name, step in gpu_steps.STEPS.items():
+        job = gpu_steps.Job("cuda", "tiny", torch.bfloat16, True, out / f"{name}.json", {}, fake=True)
+        step(job)
+        steps[name] = {"state": "done", "seconds": 0.0, "found": job.found}
+state = {"options": {"device": "cuda", "sizes": "tiny", "dry_run": True}, "steps": steps}
+(out / "report.json").write_text(json.dumps(state))
+(out / "report.html").write_text(gpu_page.page(state))
+"""
+# What needs numbers, a compiler for the device, or packages that need not be there.
+LEFT_OUT = {
+    ("modes", "transformers"),
+    ("attention", "FlexAttention"),
+    ("attention", "torch varlen"),
+    ("attention", "flash-attn"),
+    ("soak", "step"),
+    ("vllm", "step"),
 }
 
 
@@ -94,13 +125,51 @@ def test_a_folder_holds_figures_of_one_kind(tmp_path: Path) -> None:
     assert done.returncode == 1 and "name another --out" in done.stderr
 
 
-def test_a_dry_run_takes_the_gpu_branches(tmp_path: Path) -> None:
+def test_a_dry_run_is_a_report(tmp_path: Path) -> None:
     out = tmp_path / "report"
-    done = report(out, "--dry-run", "--sizes", "tiny", steps="gemm,ticks")
+    done = report(out, "--dry-run", "--sizes", "tiny", steps="gemm")
     assert done.returncode == 0, done.stdout + done.stderr + (out / "log.txt").read_text()
-    found = state(out)
-    products = found["gemm"]["found"]["down 384"]["seconds"]
+    products = state(out)["gemm"]["found"]["down 384"]["seconds"]
     ours = {"bfloat16, fused_linear", "int8, rounded_linear alone", "fp8, rounded_linear alone"}
     assert {products[name] for name in (*ours, "fp8, torch's product alone")} == {1e-3}, "as the fake events say"
-    assert found["ticks"]["found"]["specpipe"]["cuda_graphs"].endswith(" captured")
     assert "A dry run" in (out / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dry_run")
+    environment = BARE | {"PYTHONPATH": os.pathsep.join([str(BENCHMARKS.parent), str(BENCHMARKS.parent / "kernels")])}
+    command = [sys.executable, "-c", EVERY_STEP, str(out)]
+    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def test_a_dry_run_takes_every_steps_gpu_branch(dry_run: Path) -> None:
+    steps = {name: entry["found"] for name, entry in state(dry_run).items()}
+    assert steps.keys() == {step.name for step in STEPS}
+    assert steps["tests"]["captured"]["tests"] > 0 and not steps["tests"]["captured"]["failed"]
+    assert steps["ticks"]["specpipe"]["stages_s"]["draft"] > 0
+    assert {(step, name) for step, found in steps.items() for name, _ in _left_out(found)} <= LEFT_OUT
+    rows = [(name, row) for step in ("modes", "ticks", "graphs", "formats") for name, row in steps[step].items()]
+    captured = {name: row["cuda_graphs"] for name, row in rows if "cuda_graphs" in row}
+    assert {f"{weights}, {mode}" for weights in QUANTIZATIONS for mode in ("ar", "specpipe")} <= captured.keys()
+    assert all(status.endswith(" captured") != name.endswith("eager") for name, status in captured.items())
+
+
+def test_what_a_dry_run_leaves_out_says_why(dry_run: Path) -> None:
+    reasons = {name: why for entry in state(dry_run).values() for name, why in _left_out(entry["found"])}
+    assert "no numbers" in reasons["transformers"]
+    page = (dry_run / "report.html").read_text()
+    assert "its checks need numbers" in page and escape(reasons["transformers"]) in page
+
+
+def _left_out(found: Any, name: str = "step") -> Iterator[tuple[str, str]]:
+    """What has a reason in place of figures, and the reason."""
+    for key, value in found.items() if isinstance(found, dict) else ():
+        if key == "skipped" and isinstance(value, str):
+            yield name, value
+        elif name == "seconds" and isinstance(value, str):
+            yield key, value
+        else:
+            yield from _left_out(value, key)
