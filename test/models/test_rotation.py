@@ -22,10 +22,14 @@ def logits(decoder: PackedDecoder) -> torch.Tensor:
     return packed_forward(decoder, [Segment(0, 0, torch.arange(20), wanted=20)], cache).logits
 
 
+def layers_of(decoder: PackedDecoder) -> list[DecoderLayer]:
+    return [cast(DecoderLayer, layer) for layer in decoder.layers]
+
+
 def turned(decoder: PackedDecoder) -> PackedDecoder:
     turn = turn_stream(decoder)
-    for layer in decoder.layers:
-        rotate_layer(cast(DecoderLayer, layer), turn)
+    for layer in layers_of(decoder):
+        rotate_layer(layer, turn)
     return decoder
 
 
@@ -63,13 +67,13 @@ def test_a_channel_that_stands_out_costs_the_others_less() -> None:
         plain, rounded = (random_decoder(shape, seed=4) for _ in range(2))
         for decoder in (plain, rounded):
             decoder.embed_tokens.weight[:, [3, 40]] *= 100.0
-            for layer in decoder.layers:
+            for layer in layers_of(decoder):
                 for matrix in (layer.qkv, layer.gate_up):
                     matrix.weight[:, [3, 40]] *= 0.01
         if rotated:
             turned(rounded)
-        for layer in rounded.layers:
-            quantize_layer(cast(DecoderLayer, layer), "w8a8")
+        for layer in layers_of(rounded):
+            quantize_layer(layer, "w8a8")
         expected = logits(plain)
         off[rotated] = float((logits(rounded) - expected).norm() / expected.norm())
     assert off[True] < 0.5 * off[False], off
@@ -80,7 +84,7 @@ def test_a_checkpoint_is_turned_while_it_is_loaded(tmp_path: Path) -> None:
     plain, made = load_openvla(directory, device="cpu"), load_openvla(directory, device="cpu", quantization=ROTATED)
     assert plain.decoder.turn is None and made.decoder.turn is not None
     assert made.describe()["quantization"] == ROTATED
-    layer = made.decoder.layers[0]
+    layer = layers_of(made.decoder)[0]
     assert bool((layer.post_norm.weight == 1).all()), "its weight is in the matrix behind it"
     close = torch.nn.functional.cosine_similarity(logits(made.decoder), logits(plain.decoder), dim=1)
     assert float(close.min()) > 0.98
