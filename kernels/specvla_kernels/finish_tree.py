@@ -11,9 +11,19 @@ from specvla_kernels.layout import Ancestry
 _ENTRIES = 1 << 10  # that a program holds at once: more would not fit its registers
 
 
+Columns = tuple[Tensor, Tensor, Tensor]
+
+
 def finish_tree(
-    considered: Considered, roots: Tensor, nodes: Tensor, *, k: int, levels: int, max_nodes: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    considered: Considered,
+    roots: Tensor,
+    nodes: Tensor,
+    *,
+    k: int,
+    levels: int,
+    max_nodes: int,
+    out: Columns | None = None,
+) -> Columns:
     """The best of everything considered, in the order of depth; a parent comes with its child.
 
     A child's score is never above its parent's, and where they are equal, as in low precision, the first that was
@@ -26,6 +36,7 @@ def finish_tree(
         k: children per node.
         levels: that were considered.
         max_nodes: of any tree; known to the host. 64 at most.
+        out: memory of what is returned; None: it is new.
 
     Returns:
         numbers: int64 [4, trees, n]: tokens, parents, depths and ancestors; n = min(max_nodes, 1 + what was
@@ -35,12 +46,19 @@ def finish_tree(
         valid: bool [trees, n]; whether it is above -inf.
     """
     run = finish_tree_triton if has_kernels(considered.scores) else finish_tree_reference
-    return run(considered, roots, nodes, k=k, levels=levels, max_nodes=max_nodes)
+    return run(considered, roots, nodes, k=k, levels=levels, max_nodes=max_nodes, out=out)
 
 
 def finish_tree_reference(
-    considered: Considered, roots: Tensor, nodes: Tensor, *, k: int, levels: int, max_nodes: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    considered: Considered,
+    roots: Tensor,
+    nodes: Tensor,
+    *,
+    k: int,
+    levels: int,
+    max_nodes: int,
+    out: Columns | None = None,
+) -> Columns:
     """`finish_tree` in PyTorch."""
     tokens, scores, parents = considered.tokens, considered.scores, considered.parents
     n = tokens.shape[1]
@@ -65,18 +83,30 @@ def finish_tree_reference(
     )
     log_probs = torch.where(there, scores.gather(1, chosen), -torch.inf)
     log_probs = torch.cat((torch.zeros_like(roots, dtype=scores.dtype), log_probs), dim=1)
-    return torch.where(torch.cat((of_root, there), dim=1), numbers, 0), log_probs, log_probs > -torch.inf
+    made = torch.where(torch.cat((of_root, there), dim=1), numbers, 0), log_probs, log_probs > -torch.inf
+    for memory, each in zip(out or (), made, strict=out is not None):
+        memory.copy_(each)
+    return out or made
 
 
 def finish_tree_triton(
-    considered: Considered, roots: Tensor, nodes: Tensor, *, k: int, levels: int, max_nodes: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    considered: Considered,
+    roots: Tensor,
+    nodes: Tensor,
+    *,
+    k: int,
+    levels: int,
+    max_nodes: int,
+    out: Columns | None = None,
+) -> Columns:
     """`finish_tree` as one launch, a program per tree."""
     trees, n = considered.tokens.shape
     size = 1 + min(max_nodes - 1, n)
-    numbers = roots.new_empty(4, trees, size)
-    log_probs = considered.scores.new_empty(trees, size)
-    valid = torch.empty(trees, size, dtype=torch.bool, device=roots.device)
+    numbers, log_probs, valid = out or (
+        roots.new_empty(4, trees, size),
+        considered.scores.new_empty(trees, size),
+        torch.empty(trees, size, dtype=torch.bool, device=roots.device),
+    )
     node_of = torch.empty(trees, n + 1, dtype=torch.int32, device=roots.device)
     block = power_of_two(size, 16)
     _finish_tree[(trees,)](

@@ -19,7 +19,7 @@ from support.captures import Run, capture_with, ends_as, refuses, stands_still
 from support.checkpoints import load_openvla
 from support.draft_heads import policy_with_random_head, write_random_head
 from support.random_checkpoint import write_random_checkpoint
-from support.static_forwards import flash_attention, recorded, use_table
+from support.static_forwards import flash_attention, pooled, recorded, use_table
 
 from specvla_kernels import chain_attention
 from specvla_kernels.graph_capture import Capture, Captures, paddings
@@ -106,7 +106,7 @@ def test_captured_forwards_give_the_same_tokens(
 ) -> None:
     expected = driven(Engine(policy, chosen))
     assert any(len(each) == 3 and isinstance(each[1], tuple) for each in expected)
-    capture_with(monkeypatch)
+    capture_with(monkeypatch, pooled())
     engine = Engine(policy, chosen)
     engine.warm_up()
     assert engine.describe()["cuda_graphs"] == all_captured(policy, chosen)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from specvla_kernels import draft_rows, expand_tree, finish_tree, packed_attention, rope_write_kv
 from specvla_kernels.attention_plan import AttentionPlan
-from specvla_kernels.graph_capture import Result
+from specvla_kernels.graph_capture import Capture, Result
 from specvla_kernels.layout import PackedLayout, Span
 
 
@@ -29,6 +29,7 @@ class _Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Callable[[], Any]] = []
+        self.made: list[Tensor] = []  # what a GPU would allocate of the graphs' own memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -41,6 +42,7 @@ class _Recording(TorchDispatchMode):
             self.steps.append(lambda: func(*args, **kwargs))
         else:
             self.steps.append(lambda: _overwrite(out, func(*args, **kwargs)))
+            self.made += [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         return out
 
 
@@ -49,18 +51,37 @@ _recording: list[_Recording] = []
 
 def recorded(run: Callable[[], Result]) -> Callable[[], Result]:
     """In place of a capture: as a GPU does, the same operations on the same memory, and none of the Python around."""
-    run()  # a capture too comes behind a run that makes what is kept
-    with _Recording() as recording:
-        _recording.append(recording)
-        result = run()
-        _recording.pop()
+    return pooled()(run)
 
-    def again() -> Result:
-        for step in recording.steps:
-            step()
-        return result
 
-    return again
+def pooled() -> Capture:
+    """Captures that share the memory of what is in between, as on a GPU.
+
+    A graph finds memory there that an earlier one has done with: whenever the earlier one runs again, nothing is left
+    of what the later one has computed.
+    """
+    graphs: list[list[Tensor]] = []
+
+    def capture(run: Callable[[], Result]) -> Callable[[], Result]:
+        run()  # a capture too comes behind a run that makes what is kept
+        with _Recording() as recording:
+            _recording.append(recording)
+            result = run()
+            _recording.pop()
+        graphs.append(recording.made)
+        number = len(graphs)
+
+        def again() -> Result:
+            for later in graphs[number:]:
+                for each in later:
+                    each.fill_(torch.nan if each.is_floating_point() else 1)
+            for step in recording.steps:
+                step()
+            return result
+
+        return again
+
+    return capture
 
 
 def _storages(tensors: Any) -> set[int]:

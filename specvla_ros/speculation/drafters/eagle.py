@@ -144,7 +144,7 @@ class EagleDrafter(Drafter):
         expected = self._grow(inputs, inputs, nodes, depth)
         found = static(inputs, nodes)
         what = f"a captured draft of {requests} trees with {depth} levels"
-        check_trees(found, static.run(), dtype=torch.float32, what=what)
+        check_trees(found, static.again(), dtype=torch.float32, what=what)
         check_trees(found, expected, dtype=self._decoder.dtype, what=what)
 
     def _checked_keep(self, static: StaticKeep, rows: int) -> StaticKeep:

@@ -42,7 +42,10 @@ class StaticDraft:
         self._start = DraftStart.on_device(columns.view(-1, requests))
         self._tokens = tokens.view(requests, MAX_ROWS)
         self._hidden = torch.zeros(requests, MAX_ROWS, grower.hidden_size, dtype=grower.keys.dtype, device=device)
-        self._replay = capture(self.run)
+        # Not of the graphs' own memory: what one graph gives may lie where an earlier one, that of the next forward,
+        # keeps what is in between, and the trees are verified behind that.
+        self._trees = grower.memory(requests, depth)
+        self._replay = capture(self._run)
 
     def __call__(self, inputs: Sequence[DraftInput], nodes: Sequence[int]) -> GrownTrees:
         """What `TreeGrower.grow` gives, to rounding; nothing is read back, and the next call overwrites it.
@@ -60,11 +63,17 @@ class StaticDraft:
         torch.index_select(states, 0, self._nodes, out=self._hidden.view(-1, self._hidden.shape[-1]))
         return self._replay()
 
-    def run(self) -> GrownTrees:
-        """What is captured, launch by launch: the last draft once more."""
+    def again(self) -> GrownTrees:
+        """The last draft once more, launch by launch, in memory of its own."""
+        return self._grow(None)
+
+    def _run(self) -> GrownTrees:
+        return self._grow(self._trees)
+
+    def _grow(self, out: GrownTrees | None) -> GrownTrees:
         following = self._grower.embed(self._tokens)
         predicted = self._grower.predict(self._start, following, self._hidden, self._depth)
-        return self._grower.grow(self._start, predicted, self._depth)
+        return self._grower.grow(self._start, predicted, self._depth, out)
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> list[int]:

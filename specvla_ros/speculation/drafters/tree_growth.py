@@ -112,16 +112,20 @@ class TreeGrowth:
         )
         self.level += 1
 
-    def finish(self, nodes: Tensor, max_nodes: int) -> GrownTrees:
+    def finish(self, nodes: Tensor, max_nodes: int, out: GrownTrees | None = None) -> GrownTrees:
         """The best of everything considered, in the order of depth; see `finish_tree`.
 
         Args:
             nodes: int64 [trees], maximum of each finished tree, the root included.
             max_nodes: of any tree; known to the host.
+            out: where they are written; None: in memory of their own.
         """
         assert self._considered is not None
         considered = self._considered.first(self._count)
-        made = finish_tree(considered, self._roots, nodes, k=self._k, levels=self.level, max_nodes=max_nodes)
+        memory = None if out is None else (out.numbers, out.log_probs, out.valid)
+        made = finish_tree(
+            considered, self._roots, nodes, k=self._k, levels=self.level, max_nodes=max_nodes, out=memory
+        )
         return GrownTrees(*made)
 
 
@@ -323,7 +327,17 @@ class TreeGrower:
         ends = new - 1 + torch.arange(1 + later, device=new.device)
         return states.gather(1, ends[:, :, None].expand(-1, -1, size))
 
-    def grow(self, start: DraftStart, predicted: Tensor, depth: int) -> GrownTrees:
+    def memory(self, trees: int, depth: int) -> GrownTrees:
+        """For trees of a depth, to be grown into."""
+        n, device = tree_size(depth, self._k, self._nodes), self.keys.device
+        dtype = torch.promote_types(self.keys.dtype, torch.float32)  # as the logits'
+        return GrownTrees(
+            torch.zeros(4, trees, n, dtype=torch.int64, device=device),
+            torch.zeros(trees, n, dtype=dtype, device=device),
+            torch.zeros(trees, n, dtype=torch.bool, device=device),
+        )
+
+    def grow(self, start: DraftStart, predicted: Tensor, depth: int, out: GrownTrees | None = None) -> GrownTrees:
         """Trees after committed rows that the head has seen.
 
         Args:
@@ -331,13 +345,14 @@ class TreeGrower:
             predicted: [trees, n, hidden], the head's states after the last committed rows; of a parallel head also
                 after each of the tree's masks.
             depth: of the deepest tree, at least one.
+            out: where they are written, see `memory`; None: in memory of their own.
         """
         growth = TreeGrowth(start.roots, start.max_depths, k=self._k, levels=depth)
         if self.parallel_depth > 1:
             self._expand_all(growth, start, predicted[:, :depth])
         else:
             self._expand_levels(growth, start, predicted, depth)
-        return growth.finish(start.nodes, self._nodes)
+        return growth.finish(start.nodes, self._nodes, out)
 
     def _expand_levels(self, growth: TreeGrowth, start: DraftStart, states: Tensor, depth: int) -> None:
         """A forward of the head per level, over the beam that the level before has left."""
