@@ -2,6 +2,7 @@
 """The levels of draft trees and what is kept of them: kernel and reference agree, whatever their memory held."""
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -106,11 +107,13 @@ def same_trees(considered: Considered, generator: torch.Generator, k: int, level
     max_nodes = int(torch.randint(1, 65, (), generator=generator))
     nodes = torch.randint(1, max_nodes + 1, (trees,), generator=generator).to(DEVICE)
     roots = torch.randint(99, (trees,), generator=generator).to(DEVICE)
-    arguments = dict(k=k, levels=levels, max_nodes=max_nodes)
-    found = finish_tree_triton(considered, roots, nodes, **arguments)
+    arguments: dict[str, Any] = dict(k=k, levels=levels, max_nodes=max_nodes)
     expected = finish_tree_reference(considered, roots, nodes, **arguments)
-    for ours, other in zip(found, expected, strict=True):
-        assert ours.equal(other)
+    for finish in (finish_tree_triton, finish_tree_reference):
+        numbers, log_probs, valid = (torch.full_like(each, 7) for each in expected)
+        finish(considered, roots, nodes, **arguments, out=(numbers, log_probs, valid))
+        for ours, other in zip((numbers, log_probs, valid), expected, strict=True):
+            assert ours.equal(other)
 
 
 @settings(max_examples=10 if DEVICE.type == "cpu" else 200, deadline=None)
