@@ -86,7 +86,7 @@ def test_the_faster_of_the_two_is_taken_and_remembered(monkeypatch: pytest.Monke
     x, weight = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(4, 8, dtype=torch.bfloat16)
     times = {"fused": 2.0, "apart": 1.0}
     monkeypatch.setattr(product_contest, "_faster", {})
-    monkeypatch.setattr(product_contest, "_seconds", lambda call, _: times[call()])
+    monkeypatch.setattr(product_contest, "seconds", lambda call, _: times[call()])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def decide(kind: str = "norm", rows: torch.Tensor = x) -> bool:
