@@ -106,13 +106,14 @@ def hardware(device: str) -> str:
 
 
 def finish(result: dict[str, Any], out: Path | None) -> None:
-    """Shows a result as the results page does, and writes its JSON file, if one is wanted, at once or not at all."""
-    Console(width=max(_WIDTH, Console().width)).print(Markdown(section(result)))
+    """Writes a result's JSON file, if one is wanted, at once or not at all, and shows it as the results page does."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         part = out.with_name(f"{out.name}.part")
         part.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         os.replace(part, out)
+    # Last: hours of measuring are not lost where it cannot be shown.
+    Console(width=max(_WIDTH, Console().width)).print(Markdown(section(result)))
 
 
 def show_progress(name: str, _: object, done: int, wanted: int) -> None:

@@ -53,7 +53,10 @@ def _decode_modes(result: Result) -> dict[str, Any]:
             "quantized": [{"table": table(_quantized_cells(name, quantized))}] if quantized else [],
         }
 
-    return {"no_vision": not result["vision"], **by_size(result, view)}
+    alone = not any("modes" in size for size in result["sizes"].values())
+    of_sizes = ", ".join(result["sizes"])
+    flags = {"no_vision": not result["vision"], "all_modes": not alone, "formats_alone": alone}
+    return {**flags, "of_sizes": of_sizes, **by_size(result, view)}
 
 
 def _mode_cells(size: str, modes: Result) -> Cells:
