@@ -124,14 +124,12 @@ class DecoderLayer(nn.Module):
 
     def write_kv(self, x: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """The rows' queries [n_rows, heads, head_dim]; their keys and values are written into the cache."""
-        norm = self.input_norm.row_norm if isinstance(self.input_norm, RMSNorm) else None
-        q, k, v = self._heads(normed_product(x, norm, _matrix(self.qkv), self.qkv_bias))
+        q, k, v = self._queries_keys_values(x)
         return rope_write_kv(q, k, v, cos, sin, kv_rows, keys, values)
 
     def products(self, x: Tensor) -> Tensor:
         """[n_rows, hidden] to the same, without attention: what the time of a forward by its rows is made of."""
-        norm = self.input_norm.row_norm if isinstance(self.input_norm, RMSNorm) else None
-        q, *_ = self._heads(normed_product(x, norm, _matrix(self.qkv), self.qkv_bias))
+        q, *_ = self._queries_keys_values(x)
         return self.mlp(*product_to_add(q.flatten(1), _matrix(self.out), x))
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,6 +142,10 @@ class DecoderLayer(nn.Module):
             [..., heads, head_dim], and twice [..., kv_heads, head_dim].
         """
         return self._heads(qkv if self.qkv_bias is None else qkv + self.qkv_bias)
+
+    def _queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        norm = self.input_norm.row_norm if isinstance(self.input_norm, RMSNorm) else None
+        return self._heads(normed_product(x, norm, _matrix(self.qkv), self.qkv_bias))
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads, self.kv_heads), dim=-2)

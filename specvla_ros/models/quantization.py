@@ -20,9 +20,9 @@ from specvla_kernels.int8_packed import pack_int8
 from specvla_kernels.rounded_linear import Rounded, round_rows, round_weight, rounded_linear
 from specvla_ros.errors import UserError
 from specvla_ros.models.decoder import DecoderLayer
-from specvla_ros.models.settings import QUANTIZATIONS
+from specvla_ros.models.settings import QUANTIZATIONS, WeightFormat
 
-ROTATED = "w8a8_hadamard"
+ROTATED = WeightFormat.W8A8_HADAMARD.value
 """As w8a8, of layers that were turned before, see `rotation.py`."""
 
 MATRICES = ("qkv", "out", "gate_up", "down")

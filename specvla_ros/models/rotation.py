@@ -40,8 +40,9 @@ def turn_stream(decoder: PackedDecoder) -> Tensor:
     The decoder must read no features of pictures in its first layers.
     """
     assert not decoder.config.deepstack
-    turn = rotation(decoder.config.hidden_size)
-    decoder.turn = turn.to(decoder.device, decoder.dtype)
+    wide = torch.promote_types(decoder.dtype, torch.float32)
+    turn = rotation(decoder.config.hidden_size).to(decoder.device, wide)
+    decoder.turn = turn.to(decoder.dtype)
     return turn
 
 
@@ -53,21 +54,20 @@ def rotate_layer(layer: DecoderLayer, turn: Tensor) -> None:
         layer: with its weights, not quantised.
         turn: of the stream, see `turn_stream`.
     """
-    device = layer.out.weight.device
-    turn = turn.to(device)
-    of_head = rotation(layer.head_dim).to(device)
+    wide = turn.dtype
+    of_head = rotation(layer.head_dim).to(turn)
     for norm, matrix in ((layer.input_norm, layer.qkv), (layer.post_norm, layer.gate_up)):
         assert isinstance(norm, RMSNorm)
-        scale = norm.weight.double() + float(norm.unit_offset)
-        matrix.weight.copy_(matrix.weight.double() * scale @ turn)
+        scale = norm.weight.to(wide) + float(norm.unit_offset)
+        matrix.weight.copy_(matrix.weight.to(wide) * scale @ turn)
         norm.weight.fill_(0.0 if norm.unit_offset else 1.0)
     for matrix in (layer.out, layer.down):
-        matrix.weight.copy_(turn.T @ matrix.weight.double())
+        matrix.weight.copy_(turn.T @ matrix.weight.to(wide))
     first = (layer.heads + layer.kv_heads) * layer.head_dim
-    values = layer.qkv.weight[first:].double().unflatten(0, (layer.kv_heads, -1))
+    values = layer.qkv.weight[first:].to(wide).unflatten(0, (layer.kv_heads, -1))
     layer.qkv.weight[first:].copy_((of_head.T @ values).flatten(0, 1))
     if layer.qkv_bias is not None:
-        biases = layer.qkv_bias[first:].double().unflatten(0, (layer.kv_heads, -1))
+        biases = layer.qkv_bias[first:].to(wide).unflatten(0, (layer.kv_heads, -1))
         layer.qkv_bias[first:].copy_((biases @ of_head).flatten())
-    attended = layer.out.weight.double().unflatten(1, (layer.heads, -1))
+    attended = layer.out.weight.to(wide).unflatten(1, (layer.heads, -1))
     layer.out.weight.copy_((attended @ of_head).flatten(1))

@@ -114,7 +114,9 @@ class SelfDrafter(Drafter):
         """A request with the earlier chunks of its prompt: which image rows are kept may be known at its end only."""
         chunks = [] if request.begins else self._chunks.pop(request.slot, [])
         if request.mid_prompt:
-            self._chunks[request.slot] = [*chunks, request]
+            # The next forward overwrites its states.
+            kept = NewRows(request.new.hidden.clone(), request.new.following)
+            self._chunks[request.slot] = [*chunks, replace(request, new=kept)]
         elif chunks:
             parts = [each.new for each in (*chunks, request)]
             hidden, following = (torch.cat([getattr(part, name) for part in parts]) for name in ("hidden", "following"))
