@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times a few rows through a linear layer: torch's against specvla_kernels', on this CPU.
+"""Times rows through a linear layer: torch's product against specvla_kernels', on this CPU.
 
 python benchmarks/linear.py
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from specvla_kernels.linear import linear
 
 SHAPES = {"gate and up": (11264, 2048), "output head": (32064, 2048)}  # of a 1B Llama
-ROWS = (1, 2, 5, 8)
+ROWS = (1, 2, 5, 16, 64, 290)  # of a decode step, levels of a draft tree, trees, a prompt
 BYTES = 1 << 30  # of all matrices of a shape: more than the caches hold
 TURNS = 7
 

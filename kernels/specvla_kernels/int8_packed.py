@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The int8 product of `int8_linear` on a CPU, by the packed products that come with torch: oneDNN's and FBGEMM's.
+"""The int8 product of `int8_linear` on a CPU, by the packed products that come with torch: FBGEMM's and oneDNN's.
 
 torch's own product of two int8 matrices, which the reference calls, is fast only where the processor has instructions
 for it, and slower than float32 elsewhere. Packed, a weight is read once for all rows, in a quarter of float32's bytes.
@@ -68,12 +68,12 @@ def pack_int8(weight: Tensor, scales: Tensor) -> PackedInt8 | None:
 
 @cache
 def packed_product() -> Callable[[Tensor], Sums] | None:
-    """The first that gives exact sums here, the fastest first; None: none does.
+    """The first that gives exact sums here, the fastest of few rows first; None: none does.
 
     Tried with the largest values there are: without instructions for them (VNNI), FBGEMM adds products in pairs, in 16
     bits, and says nothing where they do not fit.
     """
-    for pack in (_by_onednn, _by_fbgemm, _by_fbgemm_in_halves):
+    for pack in (_by_fbgemm, _by_onednn, _by_fbgemm_in_halves):
         try:
             if _is_exact(pack):
                 return pack
@@ -84,7 +84,7 @@ def packed_product() -> Callable[[Tensor], Sums] | None:
 
 def _by_onednn(weight: Tensor) -> Sums:
     out_features, in_features = weight.shape
-    packed = torch.ops.onednn.qlinear_prepack(weight.t(), [1, in_features])
+    packed = torch.ops.onednn.qlinear_prepack(weight, [1, in_features])
     ones, zeros = torch.ones(out_features), torch.zeros(out_features, dtype=torch.int32)
 
     def sums(rounded: Tensor) -> Tensor:

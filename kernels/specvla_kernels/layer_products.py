@@ -127,7 +127,7 @@ def gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """The exact GELU of x W^T + bias, x being [..., in_features]; differentiable where gradients are wanted."""
 
     def apart() -> Tensor:
-        return F.gelu(F.linear(x, weight, bias))
+        return F.gelu(linear(x, weight, bias))
 
     if x.ndim != 2 or torch.is_grad_enabled() or not has_kernels(x):
         return apart()
@@ -144,7 +144,7 @@ def scaled_sum(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor | None, re
     """
 
     def apart() -> Tensor:
-        product = F.linear(x, weight, bias)
+        product = linear(x, weight, bias)
         return residual + product if scale is None else torch.addcmul(residual, product, scale)
 
     if not has_kernels(x):

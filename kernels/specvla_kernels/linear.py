@@ -1,36 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer without bias that reads its weight with all cores for few rows."""
+"""A linear layer whose float32 product a CPU takes from the faster of torch's libraries."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_FEW_ROWS = 5  # so many, or 8 of an output head, are faster with the weight on the left
-_FEW_ROWS_OF_HEAD = 8
-_HEAD_FEATURES = 1 << 14
+_FEW_ROWS = 5  # so many are faster with a small weight on the left
+_LARGE = 1 << 20  # elements of a weight from which on oneDNN, which first looks up what it compiled, is the faster
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """The product x W^T.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product x W^T, and the bias.
 
-    On a CPU, in float32, MKL is slow for few rows. A decode step multiplies one, and MKL's matrix-vector product runs
-    on one core, however many threads there are: a batched product over equal shares of the weight's rows, one per
-    thread, reads them in parallel. A level of a draft tree is a few rows, which are faster with the weight as the left
-    matrix: (W x^T)^T. The figures are those of benchmarks/linear.py. Half precision has other products, which
-    need neither.
+    On a CPU, in float32, MKL is slow for few rows, and on a processor that is not Intel's for many too. A decode step
+    multiplies one, and MKL's matrix-vector product runs on one core, however many threads there are: a batched product
+    over equal shares of the weight's rows, one per thread, reads them in parallel. More rows go to oneDNN where the
+    weight is large, and have no gradient; of a small one, a few rows are faster with the weight as the left matrix:
+    (W x^T)^T. The figures are those of benchmarks/linear.py. Other dtypes have other products, which need none of that.
 
     Args:
-        x: [n_rows, in_features].
+        x: [..., in_features].
         weight: [out_features, in_features], contiguous.
+        bias: [out_features].
 
     Returns:
-        [n_rows, out_features], contiguous.
+        [..., out_features], contiguous.
     """
-    n_rows, shares = x.shape[0], torch.get_num_threads()
-    out_features, in_features = weight.shape
-    if x.is_cuda or x.dtype.itemsize < 4:
-        return F.linear(x, weight)
+    n_rows = x.shape[:-1].numel()
+    if x.is_cuda or x.dtype != torch.float32 or not n_rows:
+        return F.linear(x, weight, bias)
+    if n_rows > 1 and weight.numel() >= _LARGE and _has_onednn() and not torch.is_grad_enabled():
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return product
+    if x.ndim != 2 or bias is not None:
+        return F.linear(x, weight, bias)
+    shares, (out_features, in_features) = torch.get_num_threads(), weight.shape
     if n_rows == 1 and shares > 1 and out_features % shares == 0:
         return torch.bmm(weight.view(shares, -1, in_features), x.T.expand(shares, in_features, 1)).view(1, out_features)
-    most = _FEW_ROWS_OF_HEAD if out_features >= _HEAD_FEATURES else _FEW_ROWS
-    return torch.mm(weight, x.T).T.contiguous() if 1 < n_rows <= most else F.linear(x, weight)
+    return torch.mm(weight, x.T).T.contiguous() if 1 < n_rows <= _FEW_ROWS else F.linear(x, weight)
+
+
+def _has_onednn() -> bool:
+    """Whether this torch has oneDNN's product of plain matrices, which torch.compile uses too."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

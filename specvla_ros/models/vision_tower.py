@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from specvla_kernels.device import has_kernels
 from specvla_kernels.layer_products import gelu_product, scaled_sum
 from specvla_kernels.layernorm_residual import layernorm_residual
+from specvla_kernels.linear import linear
 from specvla_kernels.patch_embedding import patch_embedding
 from specvla_ros.models.config import VisionTowerConfig
 
@@ -36,9 +37,9 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, dim = x.shape
-        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = linear(x, self.qkv.weight, self.qkv.bias).view(batch, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(attended.transpose(1, 2).reshape(batch, tokens, dim))
+        return linear(attended.transpose(1, 2).reshape(batch, tokens, dim), self.proj.weight, self.proj.bias)
 
 
 class _Mlp(nn.Module):
@@ -48,7 +49,7 @@ class _Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
+        return linear(gelu_product(x, self.fc1.weight, self.fc1.bias), self.fc2.weight, self.fc2.bias)
 
 
 class _Block(nn.Module):

@@ -77,6 +77,17 @@ def test_a_row_with_nan_gives_nothing_finite_and_the_others_stay() -> None:
     assert not result[2].isfinite().any() and torch.equal(result[others], expected[others])
 
 
+@pytest.mark.parametrize("name", ["_by_onednn", "_by_fbgemm", "_by_fbgemm_in_halves"])
+@pytest.mark.parametrize("n_rows", [1, 2, 33])
+def test_each_product_is_exact_of_small_numbers_on_any_processor(name: str, n_rows: int) -> None:
+    if name != "_by_onednn" and "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("this torch has no FBGEMM")
+    generator = torch.Generator().manual_seed(n_rows)
+    weight, rows = (torch.randint(-8, 9, (n, 96), generator=generator, dtype=torch.int8) for n in (24, n_rows))
+    sums = getattr(int8_packed, name)(weight)
+    assert torch.equal(sums(rows), (rows.int() @ weight.int().T).float())
+
+
 def test_a_product_that_loses_a_sum_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def saturated(weight: torch.Tensor) -> Sums:
         """As products of bytes that are added in pairs, in 16 bits."""

@@ -67,20 +67,38 @@ def test_rope_rotates_pairs_half_a_head_apart_and_writes_the_given_rows(dtype: t
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("rows", "out_features"), [(0, 12), (1, 12), (1, 13), (2, 12), (5, 12), (6, 12), (8, 1 << 14), (9, 1 << 14)]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(12, 7), (13, 7), (2048, 512), (1025, 1024)], ids=str)
+@pytest.mark.parametrize("rows", [(0,), (1,), (2,), (5,), (6,), (70,), (1, 9), (2, 3)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
 def test_linear_is_the_plain_product_for_any_number_of_threads(
-    threads: int, rows: int, out_features: int, dtype: torch.dtype
+    threads: int, rows: tuple[int, ...], shape: tuple[int, int], dtype: torch.dtype, biased: bool
 ) -> None:
     torch.manual_seed(2)
-    x, weight = torch.randn(rows, 7, dtype=dtype), torch.randn(out_features, 7, dtype=dtype)
+    x = torch.randn(*rows, 2 * shape[1], dtype=dtype)[..., : shape[1]]  # as of a wider matrix
+    weight = torch.randn(shape, dtype=dtype) / shape[1] ** 0.5
+    bias = torch.randn(shape[0], dtype=dtype) if biased else None
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        product = linear(x, weight)
-        torch.testing.assert_close(product, x @ weight.T)
+        with torch.inference_mode():
+            product = linear(x, weight, bias)
+        rounding = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}  # product and sum are rounded
+        torch.testing.assert_close(product, expected.to(dtype), **rounding)
         assert product.is_contiguous()
     finally:
         torch.set_num_threads(before)
+
+
+def test_linear_has_a_gradient() -> None:
+    x, weight = torch.randn(3, 1024), torch.randn(1024, 1024, requires_grad=True)
+    linear(x, weight).sum().backward()
+    torch.testing.assert_close(weight.grad, x.sum(dim=0).expand(1024, -1))
+
+
+def test_linear_without_onednn_is_the_plain_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)
+    x, weight = torch.randn(3, 1024), torch.randn(1024, 1024) / 32
+    with torch.inference_mode():
+        torch.testing.assert_close(linear(x, weight), x @ weight.T)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from specvla_kernels.graph_capture import side_by_side
 from specvla_kernels.layer_products import gelu_product
+from specvla_kernels.linear import linear
 from specvla_ros.models.decoder import PackedDecoder, decoder_tensors
 from specvla_ros.models.openvla.config import OpenVLAConfig
 from specvla_ros.models.vision_tower import VisionTower
@@ -39,7 +40,7 @@ class Projector(nn.Module):
         *inner, last = (cast(nn.Linear, self.get_submodule(f"fc{i + 1}")) for i in range(self.depth))
         for layer in inner:
             features = gelu_product(features, layer.weight, layer.bias)
-        return last(features)
+        return linear(features, last.weight, last.bias)
 
 
 class OpenVLA(nn.Module):

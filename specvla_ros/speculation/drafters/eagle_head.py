@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from specvla_kernels.layout import MAX_TREE_NODES, PackedLayout
+from specvla_kernels.linear import linear
 from specvla_ros.errors import UserError
 from specvla_ros.models.config import MAX_WIDTH, DecoderShape, DecoderVariant, read_checkpoint_json
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
@@ -57,8 +58,11 @@ class EagleHead(nn.Module):
             following: [..., hidden], embedding of the token after each row.
             hidden: [..., hidden], the target's state at each row, or the head's own where the target has none yet.
         """
-        fused: Tensor = self.fc(torch.cat((following, hidden), dim=-1))
-        return fused
+        return self.project(torch.cat((following, hidden), dim=-1))
+
+    def project(self, both: Tensor) -> Tensor:
+        """The layer's input, of what `fuse` takes side by side: [..., 2 * hidden]."""
+        return linear(both, self.fc.weight, self.fc.bias)
 
     def forward(
         self, fused: Tensor, layout: PackedLayout, rotation: tuple[Tensor, Tensor], keys: Tensor, values: Tensor

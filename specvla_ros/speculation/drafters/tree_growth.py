@@ -382,7 +382,7 @@ class TreeGrower:
         spans = tuple(Span(slot, i * n, n, prefix, is_tree=True) for i, (slot, prefix) in enumerate(start.spans))
         plans = {(plan.group, self.keys.shape[2]): plan}
         layout = PackedLayout(spans, rows.positions, rows.kv_rows, rows.ancestors, plans)
-        fused = self._head.fc(rows.inputs.flatten(0, 1))
+        fused = self._head.project(rows.inputs.flatten(0, 1))
         out: Tensor = self._head(fused, layout, (rows.cos, rows.sin), self.keys, self.values)
         return out
 
