@@ -37,7 +37,11 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, dim = x.shape
-        q, k, v = linear(x, self.qkv.weight, self.qkv.bias).view(batch, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            linear(x, self.qkv.weight, self.qkv.bias)
+            .view(batch, tokens, 3, self.heads, dim // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         attended = F.scaled_dot_product_attention(q, k, v)
         return linear(attended.transpose(1, 2).reshape(batch, tokens, dim), self.proj.weight, self.proj.bias)
 

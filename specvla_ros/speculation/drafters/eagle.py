@@ -100,16 +100,20 @@ class EagleDrafter(Drafter):
         }
         growing = [request for request in inputs if request.slot in sizes]
         if not growing:
+            self.forwards += any(len(request.new) for request in inputs)
             self._keep(inputs)
             return [Tree.from_root(request.root) for request in inputs]
         max_nodes, deepest = [limit for _, limit in sizes.values()], max(depth for depth, _ in sizes.values())
-        static = self._captured.get((len(growing), deepest))
-        if static is None or not all(request.new.nodes for request in growing):
-            grown = self._grow(inputs, growing, max_nodes, deepest)
-        else:
+        apart, fed = all(request.new.nodes for request in growing), inputs
+        if apart:  # only the newest rows lead anywhere, and of the others only keys and values are looked at
             self._keep([_before_newest(request, MAX_ROWS * (request.slot in sizes)) for request in inputs])
+            growing = fed = [replace(request, new=request.new.newest(MAX_ROWS)) for request in growing]
+        static = self._captured.get((len(growing), deepest)) if apart else None
+        if static is None:
+            grown = self._grow(fed, growing, max_nodes, deepest)
+        else:
             self.forwards += self._forwards(deepest)
-            grown = static([replace(request, new=request.new.newest(MAX_ROWS)) for request in growing], max_nodes)
+            grown = static(growing, max_nodes)
         k = self._settings.top_k
         trees = iter(grown.split([(tree_size(depth, k, limit), depth) for depth, limit in sizes.values()]))
         return [next(trees) if request.slot in sizes else Tree.from_root(request.root) for request in inputs]
@@ -168,11 +172,10 @@ class EagleDrafter(Drafter):
         return depth if self._grower.parallel_depth == 1 else 1
 
     def _keep(self, inputs: Sequence[DraftInput]) -> None:
-        """The head's keys and values of newly committed rows, after which nothing grows yet."""
+        """The head's keys and values of newly committed rows after which nothing grows yet: no attention, no MLP."""
         parts = [each for each in inputs if len(each.new)]
         if not parts:
             return
-        self.forwards += 1
         following, hidden = [each.new.following for each in parts], [each.new.hidden for each in parts]
         places = self._grower.places(parts)
         static = self._kept.get(padded_rows(len(places[0])))
