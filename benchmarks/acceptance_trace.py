@@ -9,16 +9,18 @@ from pathlib import Path
 from specvla_ros.engine.engine import Engine
 from specvla_ros.errors import UserError
 from specvla_ros.planning.limits import SPEC_VLA_RELAXED, AcceptanceLengths, spec_vla_relaxed
-from specvla_ros.speculation.settings import AcceptanceSettings
+from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, adjusted
 from specvla_ros.speculation.tree import Tree
 
 TRACE_HELP = (
-    f"Whose accept lengths: a LIBERO suite of Spec-VLA's table 2 ({', '.join(SPEC_VLA_RELAXED)}), or nano:ROW for a "
-    "row of benchmarks/results/speculation_nano.json."
+    f"Whose accept lengths: a LIBERO suite of Spec-VLA's table 2 ({', '.join(SPEC_VLA_RELAXED)}), nano:ROW for a "
+    "row of benchmarks/results/speculation_nano.json, or chunks:POLICY for a policy of pipelining_of_chunks.json, "
+    "drafted by the answer before."
 )
 # Every action token is near enough: a tree's depth alone decides. The rule is one that the acceptance kernel knows.
 ANYTHING = AcceptanceSettings("bin_distance", bins=(254,), gripper_bins=254)
-_NANO = Path(__file__).parent / "results" / "speculation_nano.json"
+_RESULTS = Path(__file__).parent / "results"
+_NANO, _CHUNKS = _RESULTS / "speculation_nano.json", _RESULTS / "pipelining_of_chunks.json"
 _DECK = 200
 
 
@@ -31,6 +33,8 @@ def trace_lengths(name: str) -> AcceptanceLengths:
         UserError: the name is unknown.
     """
     source, _, row = name.partition(":")
+    if source == "chunks":
+        return _of_chunks(row)
     if source != "nano":
         return spec_vla_relaxed(name)
     rows = {found["name"]: found for found in json.loads(_NANO.read_text(encoding="utf-8"))["rows"]}
@@ -40,6 +44,31 @@ def trace_lengths(name: str) -> AcceptanceLengths:
     total = sum(shares.values())
     probabilities = tuple(shares.get(length, 0.0) / total for length in range(max(shares) + 1))
     return AcceptanceLengths(f"recorded from the nano policy, {row}", probabilities)
+
+
+def _of_chunks(policy: str) -> AcceptanceLengths:
+    """Only the mean is recorded: the two lengths around it. Every forward verifies, the prompt's too."""
+    policies = json.loads(_CHUNKS.read_text(encoding="utf-8"))["policies"]
+    if policy not in policies:
+        raise UserError(f"{_CHUNKS.name} has no policy '{policy}'; it has: {', '.join(policies)}")
+    found = policies[policy]
+    row = found["devices"]["orin"]["frame_always_waiting"]["spec, strict"]  # devices change times alone
+    shorter, rest = divmod(found["tokens"] / row["forwards_per_action"] - 1, 1)
+    probabilities = (0.0,) * int(shorter) + (1 - rest, rest)
+    return AcceptanceLengths(
+        f"recorded from the policy '{policy}', drafted by its answer before, strict", probabilities
+    )
+
+
+def trace_drafts(name: str, nodes: int) -> DraftSettings:
+    """What drafts in a run that follows a trace: the draft head, or the answer before.
+
+    Args:
+        name: of the trace.
+        nodes: of a tree, the root included.
+    """
+    settings = DraftSettings(nodes=nodes)
+    return adjusted(settings, head=NO_HEAD, temporal=True) if name.startswith("chunks:") else settings
 
 
 class Trace:
@@ -68,8 +97,9 @@ class Trace:
     def follow(self, engine: Engine) -> None:
         """Cuts whatever an engine drafts from now on."""
         drafter = engine.drafter  # a trace is nothing that settings can ask for
-        draft = drafter.draft
+        draft, draft_prompt = drafter.draft, drafter.draft_prompt
         drafter.draft = lambda inputs: [self.cut(tree) for tree in draft(inputs)]  # type: ignore[method-assign]
+        drafter.draft_prompt = lambda epoch, **asked: self.cut(draft_prompt(epoch, **asked))  # type: ignore[method-assign]
 
 
 def describe(lengths: AcceptanceLengths) -> dict[str, object]:

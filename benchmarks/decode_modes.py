@@ -12,8 +12,9 @@ weights, taking turns with the same modes on weights as they are.
 
 What int8 gives a CPU, for short and for long answers:
 
-    python benchmarks/decode_modes.py --sizes 1b --quantization none,w8a8 --formats-only --actions 3 --repeats 5
-    python benchmarks/decode_modes.py --sizes 1b --quantization none,w8a8 --formats-only --actions 2 --tokens 50
+    python benchmarks/decode_modes.py --sizes 1b --quantization none,w8a8 --formats-only --no-vision --actions 3
+    python benchmarks/decode_modes.py --sizes 1b --quantization none,w8a8 --formats-only --no-vision --actions 1 \
+        --tokens 53 --trace chunks:digits-2 --nodes 48
 """
 
 import tempfile
@@ -24,7 +25,7 @@ from typing import Annotated, Any
 
 import transformers
 import typer
-from acceptance_trace import TRACE_HELP, describe, trace_lengths
+from acceptance_trace import TRACE_HELP, describe, trace_drafts, trace_lengths
 from harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head
 from random_policy import NO_PICTURES, PICTURES, PROMPT, SIZES, TOKENS, RandomPolicy, Size, quantized, random_policy
 from saturated import Contestant, EngineTurns, compete, mode_settings, weight_bytes
@@ -32,6 +33,7 @@ from transformers_baseline import GenerateTurns
 
 from specvla_ros.models.quantization import QUANTIZATIONS
 from specvla_ros.planning.limits import AcceptanceLengths
+from specvla_ros.speculation.settings import DraftSettings
 
 CHUNKS = (1, 2, 3)
 BASELINE, COMPILED, PLAIN = "transformers", "transformers, compiled", "ar"
@@ -72,7 +74,7 @@ def main(
         "pictures": PICTURES if vision else NO_PICTURES,
         "sizes": {},
     }
-    run = Run(lengths, tokens, nodes, actions, repeats)
+    run = Run(lengths, trace_drafts(trace, nodes), tokens, actions, repeats)
     for name in sizes.split(","):
         with tempfile.TemporaryDirectory() as directory:
             policy = random_policy(
@@ -121,15 +123,15 @@ class Run:
 
     Args:
         lengths: accept lengths of the trace.
+        draft: what drafts.
         tokens: tokens of an answer.
-        nodes: nodes of a tree, the root included.
         actions: timed in each turn.
         repeats: turns of each contestant.
     """
 
     lengths: AcceptanceLengths
+    draft: DraftSettings
     tokens: int
-    nodes: int
     actions: int
     repeats: int
 
@@ -180,7 +182,7 @@ class Run:
         } | skipped
 
     def _engine(self, policy: RandomPolicy, mode: str, chunks: int = 1) -> EngineTurns:
-        settings = mode_settings(mode, self.lengths, tokens=self.tokens, nodes=self.nodes, chunks=chunks)
+        settings = mode_settings(mode, self.lengths, tokens=self.tokens, draft=self.draft, chunks=chunks)
         return EngineTurns(policy, settings, self.lengths)
 
     def _compete(self, contestants: Mapping[Any, Contestant]) -> dict[Any, dict[str, Any]]:

@@ -39,6 +39,7 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.provenance import cpu_name, git_revision
 from specvla_ros.models.quantization import QUANTIZATIONS
+from specvla_ros.speculation.settings import DraftSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 REFUSED = 3  # exit code: figures of this machine would be of the references
@@ -453,13 +454,13 @@ def _policy(job: Job) -> Iterator[RandomPolicy]:
 
 
 def _modes(job: Job) -> dict[str, EngineSettings]:
-    lengths = trace_lengths("goal")
+    lengths, draft = trace_lengths("goal"), DraftSettings(nodes=16)
     chosen: dict[str, EngineSettings] = {
-        "ar": mode_settings("ar", lengths, tokens=TOKENS, nodes=16),
-        "spec": mode_settings("spec", lengths, tokens=TOKENS, nodes=16),
-        "pipeline": mode_settings("pipeline", lengths, tokens=TOKENS, nodes=16),
-        "specpipe": mode_settings("specpipe", lengths, tokens=TOKENS, nodes=16),
-        "specpipe, 2 chunks": mode_settings("specpipe", lengths, tokens=TOKENS, nodes=16, chunks=2),
+        "ar": mode_settings("ar", lengths, tokens=TOKENS, draft=draft),
+        "spec": mode_settings("spec", lengths, tokens=TOKENS, draft=draft),
+        "pipeline": mode_settings("pipeline", lengths, tokens=TOKENS, draft=draft),
+        "specpipe": mode_settings("specpipe", lengths, tokens=TOKENS, draft=draft),
+        "specpipe, 2 chunks": mode_settings("specpipe", lengths, tokens=TOKENS, draft=draft, chunks=2),
     }
     spec = chosen["spec"]
     chosen["spec, window mass"] = replace(spec, draft=replace(spec.draft, children="window_mass"))

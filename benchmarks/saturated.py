@@ -236,7 +236,7 @@ def rate_and_latency(latency_s: Sequence[float], rates_hz: Sequence[float], peak
 
 
 def mode_settings(
-    mode: str, lengths: AcceptanceLengths, *, tokens: int, nodes: int, chunks: int = 1, in_order: bool = False
+    mode: str, lengths: AcceptanceLengths, *, tokens: int, draft: DraftSettings, chunks: int = 1, in_order: bool = False
 ) -> EngineSettings:
     """One mode's settings, with room for as many requests as it can use.
 
@@ -244,7 +244,7 @@ def mode_settings(
         mode: the decoding mode.
         lengths: accept lengths of the trace.
         tokens: tokens of an action; plain pipelining has a stage for each.
-        nodes: nodes of a tree, the root included.
+        draft: what drafts, and the trees' size.
         chunks: forwards over which a prompt is spread.
         in_order: whether no frame overtakes another.
     """
@@ -255,7 +255,7 @@ def mode_settings(
         prefill_chunks=chunks,
         in_order=in_order,
         max_text_tokens=TEXT_TOKENS,
-        draft=DraftSettings(nodes=nodes),
+        draft=draft,
         acceptance=ANYTHING,
     )
 

@@ -16,12 +16,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from acceptance_trace import TRACE_HELP, describe, trace_lengths
+from acceptance_trace import TRACE_HELP, describe, trace_drafts, trace_lengths
 from harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head
 from random_policy import NO_PICTURES, SIZES, TEXT_TOKENS, RandomPolicy, random_codec, random_policy
 from saturated import EngineTurns, compete, mode_settings
 
 from specvla_ros.planning.limits import AcceptanceLengths
+from specvla_ros.speculation.settings import DraftSettings
 
 IN_ORDER = "specpipe, in order"
 MODES = ("ar", "spec", "pipeline", "specpipe", IN_ORDER)
@@ -57,7 +58,7 @@ def main(
                 Path(directory), SIZES[name], prompt_rows=290, tokens=7, vision=False, dtype=chosen, device=device
             )
             points = [
-                _point(_reshaped(policy, count, rows), lengths, nodes, actions, repeats)
+                _point(_reshaped(policy, count, rows), lengths, trace_drafts(trace, nodes), actions, repeats)
                 for count in map(int, tokens.split(","))
                 for rows in map(int, prompts.split(","))
             ]
@@ -78,13 +79,15 @@ def _reshaped(policy: RandomPolicy, tokens: int, rows: int) -> RandomPolicy:
     return replace(policy, prompt_rows=rows, embeddings=embeddings, codec=codec)
 
 
-def _point(policy: RandomPolicy, lengths: AcceptanceLengths, nodes: int, actions: int, repeats: int) -> dict[str, Any]:
+def _point(
+    policy: RandomPolicy, lengths: AcceptanceLengths, draft: DraftSettings, actions: int, repeats: int
+) -> dict[str, Any]:
     """Every mode at one length of answer and prompt, taking turns."""
     tokens = policy.action_dim
     contestants = {}
     for mode in MODES:
         name, in_order = mode.partition(",")[0], mode == IN_ORDER
-        settings = mode_settings(name, lengths, tokens=tokens, nodes=nodes, in_order=in_order)
+        settings = mode_settings(name, lengths, tokens=tokens, draft=draft, in_order=in_order)
         contestants[mode] = EngineTurns(policy, settings, lengths)
     rows = compete(contestants, actions=actions, repeats=repeats)
     for row in rows.values():

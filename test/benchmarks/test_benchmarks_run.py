@@ -269,3 +269,7 @@ def test_a_trace_that_nobody_recorded_is_refused():
     with pytest.raises(UserError, match="has no row 'perfect'"):
         trace_lengths("nano:perfect")
     assert trace_lengths("nano:strict, 50 nodes").mean > 1
+    with pytest.raises(UserError, match=r"no policy 'words'; it has: fast"):
+        trace_lengths("chunks:words")
+    lengths = trace_lengths("chunks:digits-2")
+    assert 7 < lengths.mean < 8 and lengths.probabilities[7] + lengths.probabilities[8] == pytest.approx(1)
