@@ -18,6 +18,7 @@ from rich.markup import render
 from support.bags import episode, write_bag
 from support.checkpoints import write_checkpoint
 from support.paths import ORACLES, needs
+from support.typed import specvla
 from typer.core import TyperOption
 from typer.testing import CliRunner
 
@@ -32,10 +33,10 @@ COMMANDS: dict = typer.main.get_command(app).commands  # type: ignore[attr-defin
 INSTALLED = Path(sys.executable).parent / "specvla"
 
 
-def specvla(*arguments: object, missing: str = "") -> "subprocess.CompletedProcess[str]":
-    """Runs the command, as on a machine that lacks a Python package."""
-    lacking = f"import sys; sys.modules['{missing}'] = None; " if missing else ""
-    command = [sys.executable, "-c", f"{lacking}from specvla_ros.cli.app import main; main()", *map(str, arguments)]
+def without(missing: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    """Runs the command as on a machine that lacks a Python package."""
+    code = f"import sys; sys.modules['{missing}'] = None; from specvla_ros.cli.app import main; main()"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
@@ -244,10 +245,10 @@ def test_replay_pipelines_and_speculates(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_one_sentence(image: Path) -> None:
-    done = specvla("predict", "--image", image, "--instruction", "lift the red cube", missing="torch")
+    done = without("torch", "predict", "--image", image, "--instruction", "lift the red cube")
     refused(done, "the Python package 'torch' is missing; install it with")
     assert len(done.stderr.strip().splitlines()) == 1
-    refused(specvla("demo", missing="rclpy"), "A pip wheel brings neither")
+    refused(without("rclpy", "demo"), "A pip wheel brings neither")
 
 
 def test_training_counts_its_images_before_it_asks_the_target(tmp_path: Path) -> None:
