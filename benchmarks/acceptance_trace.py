@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Acceptance by trace: random weights accept nothing in earnest, so accept lengths come from a named source."""
 
+import itertools
 import json
 import random
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.errors import UserError
@@ -47,17 +50,19 @@ def trace_lengths(name: str) -> AcceptanceLengths:
 
 
 def _of_chunks(policy: str) -> AcceptanceLengths:
-    """Only the mean is recorded: the two lengths around it. Every forward verifies, the prompt's too."""
+    """Only forwards are recorded: two neighbouring lengths that take as many. Every one verifies, the prompt's too."""
     policies = json.loads(_CHUNKS.read_text(encoding="utf-8"))["policies"]
     if policy not in policies:
         raise UserError(f"{_CHUNKS.name} has no policy '{policy}'; it has: {', '.join(policies)}")
     found = policies[policy]
     row = found["devices"]["orin"]["frame_always_waiting"]["spec, strict"]  # devices change times alone
-    shorter, rest = divmod(found["tokens"] / row["forwards_per_action"] - 1, 1)
-    probabilities = (0.0,) * int(shorter) + (1 - rest, rest)
-    return AcceptanceLengths(
-        f"recorded from the policy '{policy}', drafted by its answer before, strict", probabilities
-    )
+    name = f"recorded from the policy '{policy}', drafted by its answer before, strict"
+    for hundredths in itertools.count():
+        shorter, rest = divmod(hundredths, 100)
+        lengths = AcceptanceLengths(name, (0.0,) * shorter + (1 - rest / 100, rest / 100))
+        if lengths.verifications(round(found["tokens"])) <= row["forwards_per_action"]:
+            break
+    return lengths
 
 
 def trace_drafts(name: str, nodes: int) -> DraftSettings:
@@ -87,12 +92,16 @@ class Trace:
         self._dealt = 0
 
     def cut(self, tree: Tree) -> Tree:
-        """The tree with its deeper nodes marked as padding: it costs what it did, but they are never accepted."""
+        """The tree with its deeper nodes marked as padding: it costs what it did, but they are never accepted.
+
+        All others are, also where a draft is for strict acceptance: what random weights choose turns on a rounding.
+        """
         if not tree.depth:
             return tree
         length = self._deck[self._dealt % _DECK]
         self._dealt += 1
-        return replace(tree, valid=tree.valid & (tree.ancestry.depths <= length))
+        valid = tree.valid & (tree.ancestry.depths <= length)
+        return replace(tree, valid=valid, relaxable=torch.ones_like(tree.relaxable))
 
     def follow(self, engine: Engine) -> None:
         """Cuts whatever an engine drafts from now on."""

@@ -33,13 +33,14 @@ from transformers_baseline import GenerateTurns
 
 from specvla_ros.models.quantization import QUANTIZATIONS
 from specvla_ros.planning.limits import AcceptanceLengths
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.settings import NO_HEAD, DraftSettings
 
 CHUNKS = (1, 2, 3)
 BASELINE, COMPILED, PLAIN = "transformers", "transformers, compiled", "ar"
 UNQUANTISED = "none"
 _LOSSLESS = ("ar", "pipeline")
 _QUANTISED_MODES = (PLAIN, "spec", "specpipe")
+_ALONE = (PLAIN, "spec")  # several frames in flight are timed over many actions, a few would do for these
 
 
 def main(
@@ -54,7 +55,7 @@ def main(
     ),
     tokens: Annotated[int, typer.Option(help="Of an answer.", min=2)] = TOKENS,
     formats_only: Annotated[
-        bool, typer.Option("--formats-only", help="Leave out the comparison of all modes.")
+        bool, typer.Option("--formats-only", help="Leave out the comparison of all modes; of formats, ar and spec.")
     ] = False,
     vision: Annotated[bool, typer.Option(help="Every frame goes through the vision towers.")] = True,
     actions: Annotated[int, typer.Option(help="Timed in each turn.", min=1)] = 40,
@@ -63,10 +64,11 @@ def main(
 ) -> None:
     """Rate, latency and memory of every mode, beside transformers' generate."""
     chosen, formats = dtype_on(device, dtype), _formats(quantization)
-    lengths = trace_lengths(trace)
+    lengths, draft = trace_lengths(trace), trace_drafts(trace, nodes)
+    of_prompt = 0 if draft.head == NO_HEAD else 1  # a head has nothing yet that the prompt's forward could verify
     result = result_head(context, chosen, transformers=transformers.__version__) | {
         "acceptance": describe(lengths),
-        "expected_forwards_per_action": 1 + lengths.verifications(tokens - 1),
+        "expected_forwards_per_action": of_prompt + lengths.verifications(tokens - of_prompt),
         "prompt_rows": PROMPT,
         "tokens": tokens,
         "tree_nodes": nodes,
@@ -74,7 +76,7 @@ def main(
         "pictures": PICTURES if vision else NO_PICTURES,
         "sizes": {},
     }
-    run = Run(lengths, trace_drafts(trace, nodes), tokens, actions, repeats)
+    run = Run(lengths, draft, tokens, actions, repeats)
     for name in sizes.split(","):
         with tempfile.TemporaryDirectory() as directory:
             policy = random_policy(
@@ -88,7 +90,7 @@ def main(
             )
             measured = {} if formats_only else {"modes": run.modes(policy)}
             if formats:
-                measured["quantized"] = run.quantized(policy, formats)
+                measured["quantized"] = run.quantized(policy, formats, _ALONE if formats_only else _QUANTISED_MODES)
             result["sizes"][name] = _shapes(SIZES[name], policy) | measured
     finish(result, out)
 
@@ -152,12 +154,13 @@ class Run:
                 _add_ratios(row, label, rows[other])
         return rows
 
-    def quantized(self, policy: RandomPolicy, formats: Sequence[str]) -> dict[str, Any]:
+    def quantized(self, policy: RandomPolicy, formats: Sequence[str], modes: Sequence[str]) -> dict[str, Any]:
         """Figures by format and mode, the first format `none`; or why a format cannot run here.
 
         Args:
             policy: with weights as they are.
             formats: of the decoder's layers, `none` not among them.
+            modes: those compared, plain decoding among them.
         """
         policies, skipped = {UNQUANTISED: policy}, {}
         for name in formats:
@@ -167,16 +170,14 @@ class Run:
             except Exception as error:  # some formats only say when they multiply that they cannot
                 policies.pop(name, None)
                 skipped[name] = {"skipped": str(error) or type(error).__name__}
-        rows = self._compete(
-            {(name, mode): self._engine(policies[name], mode) for name in policies for mode in _QUANTISED_MODES}
-        )
+        rows = self._compete({(name, mode): self._engine(policies[name], mode) for name in policies for mode in modes})
         for (name, _), row in rows.items():
             _add_ratios(row, "ar", rows[UNQUANTISED, PLAIN])
             _add_ratios(row, "ar_of_format", rows[name, PLAIN])
         return {
             name: {
                 "layer_bytes": weight_bytes(policies[name].decoder.layers),
-                "modes": {mode: rows[name, mode] for mode in _QUANTISED_MODES},
+                "modes": {mode: rows[name, mode] for mode in modes},
             }
             for name in policies
         } | skipped
