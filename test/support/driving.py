@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A driver and its robot, over real DDS, in one process and on one thread."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from rclpy.node import Node
 from rclpy.parameter import Parameter
 from sensor_msgs.msg import JointState
 from std_msgs.msg import Float64MultiArray
-from support.patience import wait_until
+from support.patience import PATIENCE_S, wait_until
 from trajectory_msgs.msg import JointTrajectory
 
 from specvla_msgs.msg import VlaAction
@@ -122,8 +123,9 @@ class Arm:
 
     def rest(self) -> None:
         """Spins until the driver has nothing to move any more, for ten control steps."""
-        still, seen = 0, None
+        still, seen, deadline = 0, None, time.monotonic() + PATIENCE_S
         while still < 10:
+            assert time.monotonic() < deadline, f"it never rests: {self.core.target.pose} is sent, {self.pose} measured"
             self._until_step_after(seen)
             seen = self.core._last_step
             still = 0 if self.core.target.moving else still + 1
