@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of anything that runs on memory that stays where it is, each compared with the eager run."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
@@ -18,7 +18,6 @@ _EXACT = 1e-6
 
 TILE_ROWS = 64  # of a matrix product: a part of a tile takes as long as a whole one
 _PART = 8  # above 512 rows a size is at most an eighth larger than the power of two below it asks for
-_AS_FAST = 0.99
 
 
 def padded_rows(rows: int, measured: Sequence[int] = ()) -> int:
@@ -26,7 +25,7 @@ def padded_rows(rows: int, measured: Sequence[int] = ()) -> int:
 
     Args:
         rows: at least one.
-        measured: sizes above a tile, ascending, as `worth_capturing` gives them. Up to a tile, and beyond the last of
+        measured: sizes above a tile, ascending, that were found on the device. Up to a tile, and beyond the last of
             them, sizes are powers of two, then multiples of a tile or an eighth.
     """
     power = 1 << (rows - 1).bit_length()
@@ -42,21 +41,6 @@ def paddings(low: int, high: int, measured: Sequence[int] = ()) -> Iterator[int]
     while rows < high:
         rows = padded_rows(rows + 1, measured)
         yield rows
-
-
-def worth_capturing(seconds: Mapping[int, float]) -> tuple[int, ...]:
-    """The sizes that are faster than every larger one, ascending; what is padded to another takes no longer there.
-
-    Args:
-        seconds: of a forward's products, by rows.
-    """
-    found: list[int] = []
-    least = float("inf")
-    for rows in sorted(seconds, reverse=True):
-        if seconds[rows] < _AS_FAST * least:
-            found.append(rows)
-        least = min(least, seconds[rows])
-    return tuple(reversed(found))
 
 
 def randomize(keys: Tensor, values: Tensor) -> None:

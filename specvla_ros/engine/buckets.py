@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buckets: few enough sizes of forward to capture them all, near enough to the real ones to waste little."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
 
-from specvla_kernels.graph_capture import TILE_ROWS, padded_rows, paddings, worth_capturing
+from specvla_kernels.graph_capture import TILE_ROWS, padded_rows, paddings
 from specvla_kernels.product_contest import seconds
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.target import Decoder, Target
+
+_STEP = 16  # rows of the smallest tile that a product may end with
+_AS_FAST = 0.99
 
 
 @dataclass(frozen=True, order=True)
@@ -60,8 +63,11 @@ class ForwardSizes:
         if decoder.device.type != "cuda":
             return self
         most = max(bucket.rows for bucket in replace(self, measured=()).buckets())
+        tried = range(
+            TILE_ROWS + _STEP, most + 1, _STEP
+        )  # above one tile, where weights are not all that is waited for
         x = torch.randn(most, decoder.config.hidden_size, device=decoder.device).to(decoder.dtype)
-        times = {rows: seconds(partial(decoder.products, x[:rows]), decoder.device) for rows in candidates(most)}
+        times = {rows: seconds(partial(decoder.products, x[:rows]), decoder.device) for rows in tried}
         return replace(self, measured=worth_capturing(times))
 
     @property
@@ -130,9 +136,16 @@ def even_rows(length: int, forwards: int) -> int:
     return -(-length // forwards)
 
 
-_STEP = 16  # rows of the smallest tile that a product may end with
+def worth_capturing(seconds: Mapping[int, float]) -> tuple[int, ...]:
+    """The sizes that are faster than every larger one, ascending; what is padded to another takes no longer there.
 
-
-def candidates(most: int) -> range:
-    """Sizes that are measured: above one tile, where weights are not all that is waited for."""
-    return range(TILE_ROWS + _STEP, most + 1, _STEP)
+    Args:
+        seconds: of a forward's products, by rows.
+    """
+    found: list[int] = []
+    least = float("inf")
+    for rows in sorted(seconds, reverse=True):
+        if seconds[rows] < _AS_FAST * least:
+            found.append(rows)
+        least = min(least, seconds[rows])
+    return tuple(reversed(found))

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specvla_kernels.graph_capture import padded_rows, worth_capturing
+from specvla_kernels.graph_capture import padded_rows
 from specvla_ros.engine import buckets
 from specvla_ros.engine.buckets import Bucket, ForwardSizes
 from specvla_ros.engine.request import Request, ScheduledRequest
@@ -100,8 +100,8 @@ def test_a_chunk_takes_what_its_forward_would_be_padded_with() -> None:
 
 def test_sizes_are_those_that_no_larger_one_is_as_fast_as() -> None:
     times = {80: 1.0, 96: 1.001, 112: 0.999, 128: 1.0, 144: 1.6, 160: 1.4, 176: 1.9, 192: 1.9}
-    assert worth_capturing(times) == (128, 160, 192)
-    assert worth_capturing({}) == ()
+    assert buckets.worth_capturing(times) == (128, 160, 192)
+    assert buckets.worth_capturing({}) == ()
     assert [padded_rows(n, (128, 160, 192)) for n in (1, 3, 64, 65, 128, 129, 161, 193, 300)] == [
         1, 4, 64, 128, 128, 160, 192, 256, 320
     ]  # fmt: skip
