@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from ruckig import ControlInterface, InputParameter, Result, Ruckig, RuckigError, Trajectory
+from ruckig import ControlInterface, InputParameter, Result, Ruckig, RuckigError, Synchronization, Trajectory
 
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
@@ -116,8 +116,12 @@ class _ThreeAxes:
         return (*legs, *brake) if brake else ()
 
     def brake(self, start: _State) -> _Legs:
-        """To rest as soon as possible; empty: there is no way."""
+        """To rest as soon as possible, each axis by itself; empty: there is no way.
+
+        An axis that waited for the slowest would go further than its way did, out of the workspace.
+        """
         given = self._given(start, ControlInterface.Velocity)
+        given.synchronization = Synchronization.No
         given.max_velocity = [self._speed] * 3
         given.target_velocity = [0.0] * 3
         given.minimum_duration = None
@@ -126,6 +130,7 @@ class _ThreeAxes:
     def _given(self, start: _State, interface: ControlInterface) -> InputParameter:
         given = self._input
         given.control_interface = interface
+        given.synchronization = Synchronization.Time
         given.current_position = start.position.tolist()
         given.current_velocity = _without_dust(start.velocity)
         given.current_acceleration = _without_dust(start.acceleration)

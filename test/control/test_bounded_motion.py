@@ -92,6 +92,14 @@ def test_no_limit_is_ever_broken(orders):
     assert not targets[-1].moving
 
 
+def test_a_brake_in_front_of_the_edge_stays_within_the_workspace():
+    """Its axis had been braking for the edge already; held back by another that is faster, it went 1.7 mm beyond."""
+    beyond = Pose(np.array([0.21875, 0.0, -0.5]), np.eye(3))
+    for lasting_s in np.arange(0.05, 0.8, 0.03):
+        targets = run(resting(), [("pass", beyond, 0.0, 0.5, lasting_s), ("brake", beyond, 0.0, 0.0, 0.0)])
+        assert min(target.pose.position[2] for target in targets) >= -1e-9
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.lists(orders, min_size=1, max_size=5))
 def test_a_brake_ends_all_motion_within_the_stated_time(orders):
