@@ -76,6 +76,12 @@ def trace_drafts(name: str, nodes: int) -> DraftSettings:
     return adjusted(settings, head=NO_HEAD, temporal=True) if name.startswith("chunks:") else settings
 
 
+def expected_forwards(lengths: AcceptanceLengths, draft: DraftSettings, tokens: int) -> float:
+    """Forwards of an answer under a trace; a head has nothing yet that the prompt's own could verify."""
+    of_prompt = 0 if draft.head == NO_HEAD else 1
+    return of_prompt + lengths.verifications(tokens - of_prompt)
+
+
 class Trace:
     """Cuts drafted trees to the depth that a trace says; what is left of them is accepted, under `ANYTHING`.
 

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 import transformers
 import typer
-from acceptance_trace import TRACE_HELP, describe, trace_drafts, trace_lengths
+from acceptance_trace import TRACE_HELP, describe, expected_forwards, trace_drafts, trace_lengths
 from harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head
 from random_policy import NO_PICTURES, PICTURES, PROMPT, SIZES, TOKENS, RandomPolicy, Size, quantized, random_policy
 from saturated import Contestant, EngineTurns, compete, mode_settings, weight_bytes
@@ -33,7 +33,7 @@ from transformers_baseline import GenerateTurns
 
 from specvla_ros.models.quantization import QUANTIZATIONS
 from specvla_ros.planning.limits import AcceptanceLengths
-from specvla_ros.speculation.settings import NO_HEAD, DraftSettings
+from specvla_ros.speculation.settings import DraftSettings
 
 CHUNKS = (1, 2, 3)
 BASELINE, COMPILED, PLAIN = "transformers", "transformers, compiled", "ar"
@@ -65,10 +65,9 @@ def main(
     """Rate, latency and memory of every mode, beside transformers' generate."""
     chosen, formats = dtype_on(device, dtype), _formats(quantization)
     lengths, draft = trace_lengths(trace), trace_drafts(trace, nodes)
-    of_prompt = 0 if draft.head == NO_HEAD else 1  # a head has nothing yet that the prompt's forward could verify
     result = result_head(context, chosen, transformers=transformers.__version__) | {
         "acceptance": describe(lengths),
-        "expected_forwards_per_action": of_prompt + lengths.verifications(tokens - of_prompt),
+        "expected_forwards_per_action": expected_forwards(lengths, draft, tokens),
         "prompt_rows": PROMPT,
         "tokens": tokens,
         "tree_nodes": nodes,

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from acceptance_trace import TRACE_HELP, describe, trace_drafts, trace_lengths
+from acceptance_trace import TRACE_HELP, describe, expected_forwards, trace_drafts, trace_lengths
 from harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head
 from random_policy import NO_PICTURES, SIZES, TEXT_TOKENS, RandomPolicy, random_codec, random_policy
 from saturated import EngineTurns, compete, mode_settings
@@ -95,7 +95,7 @@ def _point(
     return {
         "tokens": tokens,
         "prompt_rows": policy.prompt_rows,
-        "expected_forwards": 1 + lengths.verifications(tokens - 1),
+        "expected_forwards": expected_forwards(lengths, draft, tokens),
         "same_tokens": contestants["ar"].tokens == contestants["pipeline"].tokens,
         "modes": rows,
     }
