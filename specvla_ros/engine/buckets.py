@@ -63,9 +63,8 @@ class ForwardSizes:
         if decoder.device.type != "cuda":
             return self
         most = max(bucket.rows for bucket in replace(self, measured=()).buckets())
-        tried = range(
-            TILE_ROWS + _STEP, most + 1, _STEP
-        )  # above one tile, where weights are not all that is waited for
+        # Above one tile, where weights are not all that is waited for.
+        tried = range(TILE_ROWS + _STEP, most + 1, _STEP)
         x = torch.randn(most, decoder.config.hidden_size, device=decoder.device).to(decoder.dtype)
         times = {rows: seconds(partial(decoder.products, x[:rows]), decoder.device) for rows in tried}
         return replace(self, measured=worth_capturing(times))
