@@ -17,27 +17,31 @@ from specvla_ros.speculation.tree import Tree
 
 TRACE_HELP = (
     f"Whose accept lengths: a LIBERO suite of Spec-VLA's table 2 ({', '.join(SPEC_VLA_RELAXED)}), nano:ROW for a "
-    "row of benchmarks/results/speculation_nano.json, or chunks:POLICY for a policy of pipelining_of_chunks.json, "
-    "drafted by the answer before."
+    "row of benchmarks/results/speculation_nano.json, or chunks:POLICY for a policy of draft_nodes.json with trees of "
+    "as many nodes, drafted by the answer before."
 )
 # Every action token is near enough: a tree's depth alone decides. The rule is one that the acceptance kernel knows.
 ANYTHING = AcceptanceSettings("bin_distance", bins=(254,), gripper_bins=254)
 _RESULTS = Path(__file__).parent / "results"
-_NANO, _CHUNKS = _RESULTS / "speculation_nano.json", _RESULTS / "pipelining_of_chunks.json"
+_NANO, _CHUNKS = _RESULTS / "speculation_nano.json", _RESULTS / "draft_nodes.json"
 _DECK = 200
 
 
-def trace_lengths(name: str) -> AcceptanceLengths:
+def trace_lengths(name: str, nodes: int) -> AcceptanceLengths:
     """The accept lengths that a name stands for.
 
     Those of the nano policy are what its forwards accepted, cut where an answer ended; a run cuts them there once more.
 
+    Args:
+        name: of the trace.
+        nodes: of a tree, the root included; only those of chunks were recorded by it.
+
     Raises:
-        UserError: the name is unknown.
+        UserError: the name is unknown, or nothing was recorded with such trees.
     """
     source, _, row = name.partition(":")
     if source == "chunks":
-        return _of_chunks(row)
+        return _of_chunks(row, nodes)
     if source != "nano":
         return spec_vla_relaxed(name)
     rows = {found["name"]: found for found in json.loads(_NANO.read_text(encoding="utf-8"))["rows"]}
@@ -49,18 +53,20 @@ def trace_lengths(name: str) -> AcceptanceLengths:
     return AcceptanceLengths(f"recorded from the nano policy, {row}", probabilities)
 
 
-def _of_chunks(policy: str) -> AcceptanceLengths:
+def _of_chunks(policy: str, nodes: int) -> AcceptanceLengths:
     """Only forwards are recorded: two neighbouring lengths that take as many. Every one verifies, the prompt's too."""
     policies = json.loads(_CHUNKS.read_text(encoding="utf-8"))["policies"]
     if policy not in policies:
         raise UserError(f"{_CHUNKS.name} has no policy '{policy}'; it has: {', '.join(policies)}")
-    found = policies[policy]
-    row = found["devices"]["orin"]["frame_always_waiting"]["spec, strict"]  # devices change times alone
+    found, rows = policies[policy], policies[policy]["nodes"]
+    if str(nodes) not in rows:
+        raise UserError(f"of '{policy}' {_CHUNKS.name} has trees of {', '.join(rows)} nodes, and none of {nodes}")
+    tokens, forwards = (row["forwards_per_action"] for row in (found["plain"], rows[str(nodes)]))
     name = f"recorded from the policy '{policy}', drafted by its answer before, strict"
     for hundredths in itertools.count():
         shorter, rest = divmod(hundredths, 100)
         lengths = AcceptanceLengths(name, (0.0,) * shorter + (1 - rest / 100, rest / 100))
-        if lengths.verifications(round(found["tokens"])) <= row["forwards_per_action"]:
+        if lengths.verifications(round(tokens)) <= forwards:
             break
     return lengths
 

@@ -14,7 +14,7 @@ What int8 gives a CPU, for short and for long answers:
 
     python benchmarks/decode_modes.py --sizes 1b --quantization none,w8a8 --formats-only --no-vision --actions 3
     python benchmarks/decode_modes.py --sizes 1b --quantization none,w8a8 --formats-only --no-vision --actions 1 \
-        --tokens 53 --trace chunks:digits-2 --nodes 48
+        --tokens 53 --trace chunks:digits-2 --nodes 12 --repeats 3
 """
 
 import tempfile
@@ -64,7 +64,7 @@ def main(
 ) -> None:
     """Rate, latency and memory of every mode, beside transformers' generate."""
     chosen, formats = dtype_on(device, dtype), _formats(quantization)
-    lengths, draft = trace_lengths(trace), trace_drafts(trace, nodes)
+    lengths, draft = trace_lengths(trace, nodes), trace_drafts(trace, nodes)
     result = result_head(context, chosen, transformers=transformers.__version__) | {
         "acceptance": describe(lengths),
         "expected_forwards_per_action": expected_forwards(lengths, draft, tokens),

@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 import attention_contestants
 import torch
 import torch.nn.functional as F
-from acceptance_trace import Trace, trace_lengths
+from acceptance_trace import Trace
 from harness import ColdTimer, dtype_on, hardware, synchronise
 from kernel_cases import batches, filled_cache, first_layer
 from random_decoder import random_decoder
@@ -39,6 +39,7 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.evaluation.provenance import cpu_name, git_revision
 from specvla_ros.models.quantization import QUANTIZATIONS
+from specvla_ros.planning.limits import spec_vla_relaxed
 from specvla_ros.speculation.settings import DraftSettings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -313,7 +314,7 @@ def ticks(job: Job) -> None:
     with _policy(job) as policy:
         for name, settings in _modes(job).items():
             if job.lacks(name):
-                engine = make_engine(policy, settings, None if job.fake else Trace(trace_lengths("goal")))
+                engine = make_engine(policy, settings, None if job.fake else Trace(spec_vla_relaxed("goal")))
                 job.put(name, _stages(engine, job))
                 del engine
 
@@ -454,7 +455,7 @@ def _policy(job: Job) -> Iterator[RandomPolicy]:
 
 
 def _modes(job: Job) -> dict[str, EngineSettings]:
-    lengths, draft = trace_lengths("goal"), DraftSettings(nodes=16)
+    lengths, draft = spec_vla_relaxed("goal"), DraftSettings(nodes=16)
     chosen: dict[str, EngineSettings] = {
         "ar": mode_settings("ar", lengths, tokens=TOKENS, draft=draft),
         "spec": mode_settings("spec", lengths, tokens=TOKENS, draft=draft),
@@ -478,7 +479,7 @@ def _modes(job: Job) -> dict[str, EngineSettings]:
 
 
 def _engine(job: Job, policy: RandomPolicy, settings: EngineSettings, *, graphs: bool = True) -> EngineTurns:
-    return EngineTurns(policy, settings, trace_lengths("goal"), graphs=graphs, keep=True)
+    return EngineTurns(policy, settings, spec_vla_relaxed("goal"), graphs=graphs, keep=True)
 
 
 def _generates(policy: RandomPolicy) -> dict[str, Contestant]:

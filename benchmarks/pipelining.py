@@ -64,7 +64,8 @@ from specvla_ros.speculation.tolerance import Tolerance
 Results = Mapping[tuple[str, int], EpisodeResult]
 
 DEVICES = ("orin", "rtx5090", "h100")
-_DEVICES_OF_CHUNKS = DEVICES[:2]
+DEVICES_OF_CHUNKS = DEVICES[:2]
+PLAIN, SPEC = "ar", "spec, strict"  # rows that other benchmarks build on
 TOLERANCE = Tolerance(5.0, 3.0)
 TIME_LIMIT = 4.0
 _WARM = 60  # frames until the pipeline is full and knows how many it should hold
@@ -144,8 +145,8 @@ def _modes(
     spec, pipeline = replace(plain, mode="spec"), replace(plain, mode="pipeline", max_in_flight=stages)
     specpipe = replace(plain, mode="specpipe")
     return {
-        "ar": plain,
-        "spec, strict": replace(spec, draft=strict),
+        PLAIN: plain,
+        SPEC: replace(spec, draft=strict),
         "spec, relaxed": replace(spec, draft=loose, acceptance=rule),
         "pipeline": pipeline,
         "pipeline, 3 chunks": replace(pipeline, prefill_chunks=3),
@@ -172,7 +173,7 @@ def main(
     plan = SimulatePlan(episodes=episodes, first_seed=seed, films=0, workers=workers)
     chunks = answers is Answers.CHUNKS
     chosen = subjects_of_chunks(two_actions) if chunks else subjects(text_policy)
-    devices = _DEVICES_OF_CHUNKS if chunks else DEVICES
+    devices = DEVICES_OF_CHUNKS if chunks else DEVICES
     policies = {name: _policy(name, subject, devices, plan, work) for name, subject in chosen.items()}
     result = (
         result_head(context)
@@ -219,7 +220,7 @@ def _saturated(
         nonlocal now_s
         now_s += device.tick_s(work)
 
-    run = Saturated(make_engine(policy, chosen), _observations(frames), lambda: now_s, advance)
+    run = Saturated(make_engine(policy, chosen), numbered(frames), lambda: now_s, advance)
     latency_s: list[float] = []
     actions: list[Action] = []
     drops, warm = 0, False
@@ -245,7 +246,8 @@ def _saturated(
     }
 
 
-def _observations(frames: Sequence[Observation]) -> Iterator[Observation]:
+def numbered(frames: Sequence[Observation]) -> Iterator[Observation]:
+    """A recording's frames with stamps that count them and an epoch for each instruction."""
     epoch, current = 0, ""
     for number, frame in enumerate(frames, start=1):
         epoch += frame.instruction != current

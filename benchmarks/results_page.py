@@ -52,6 +52,7 @@ _OF_NANO = (
 _EMULATED = (
     "simulation",
     "pipelining",
+    "draft_nodes",
     "driving",
     "faults",
     "actionflow",

@@ -319,6 +319,26 @@ def _waiting_cells(policy: Result) -> Cells:
     return cells
 
 
+def _draft_nodes(result: Result) -> dict[str, Any]:
+    """Each policy's forwards by nodes, and its latency on each device beside plain decoding's there."""
+    policies = result["policies"].values()
+    devices = {name: device["name"] for name, device in result["emulated"].items()}
+    return {"policies": [_by_nodes(policy, devices) for policy in policies]}
+
+
+def _by_nodes(policy: Result, devices: Mapping[str, str]) -> dict[str, Any]:
+    plain, rows = policy["plain"], policy["nodes"]
+    cells = [["nodes", "forwards", *(f"{name}: ms (ar's / its own)" for name in devices.values())]]
+    best = {name: min(row["latency_s"][name] for row in rows.values()) for name in devices}
+    for nodes, row in {"ar": plain, **rows}.items():
+        shown = []
+        for name, own in row["latency_s"].items():
+            text = f"{own * 1e3:.0f} ({plain['latency_s'][name] / own:.2f})"
+            shown.append(f"**{text}**" if own == best[name] else text)
+        cells.append([str(nodes), f"{row['forwards_per_action']:.2f}", *shown])
+    return {**policy, "tokens": f"{plain['forwards_per_action']:.0f}", "table": table(cells)}
+
+
 def _closed_loop(policies: list[Result]) -> dict[str, Any]:
     devices = [(policy["tokens"], device) for policy in policies for device in policy["devices"].values()]
     return {
@@ -356,4 +376,5 @@ VIEWS: Mapping[str, Callable[[Result], dict[str, Any]]] = {
     "fly": _fly,
     "actionflow": _actionflow,
     "pipelining": _pipelining,
+    "draft_nodes": _draft_nodes,
 }

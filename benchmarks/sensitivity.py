@@ -45,7 +45,7 @@ def main(
 ) -> None:
     """Time per action of every mode, over the lengths of answer and prompt."""
     chosen = dtype_on(device, dtype)
-    lengths = trace_lengths(trace)
+    lengths = trace_lengths(trace, nodes)
     result = result_head(context, chosen) | {
         "acceptance": describe(lengths),
         "tree_nodes": nodes,

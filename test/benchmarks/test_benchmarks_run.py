@@ -13,7 +13,7 @@ import pytest
 import torch
 from acceptance_trace import Trace, trace_lengths
 from harness import ColdTimer, command
-from results_page import PAGE, README, page, readme, section
+from results_page import PAGE, README, RESULTS, page, readme, section
 from soak import MARGINS, Soak, soak_policy
 from spec_vla import PAPERS_R, threshold
 from support.text_models import write_text_model
@@ -267,9 +267,27 @@ def test_a_trace_cuts_a_chain_to_its_length():
 
 def test_a_trace_that_nobody_recorded_is_refused():
     with pytest.raises(UserError, match="has no row 'perfect'"):
-        trace_lengths("nano:perfect")
-    assert trace_lengths("nano:strict, 50 nodes").mean > 1
+        trace_lengths("nano:perfect", 16)
+    assert trace_lengths("nano:strict, 50 nodes", 16).mean > 1
     with pytest.raises(UserError, match=r"no policy 'words'; it has: fast"):
-        trace_lengths("chunks:words")
-    lengths = trace_lengths("chunks:digits-2")
-    assert 7 < lengths.mean < 8 and lengths.probabilities[7] + lengths.probabilities[8] == pytest.approx(1)
+        trace_lengths("chunks:words", 16)
+    with pytest.raises(UserError, match=r"has trees of 8, .* nodes, and none of 17"):
+        trace_lengths("chunks:digits-2", 17)
+
+
+@pytest.mark.parametrize("nodes", (8, 16, 48))
+def test_a_trace_of_chunks_takes_the_forwards_that_were_recorded(nodes: int):
+    found = json.loads((RESULTS / "draft_nodes.json").read_text())["policies"]["digits-2"]
+    lengths = trace_lengths("chunks:digits-2", nodes)
+    forwards = lengths.verifications(round(found["plain"]["forwards_per_action"]))
+    assert forwards == pytest.approx(found["nodes"][str(nodes)]["forwards_per_action"], abs=0.1)
+    assert lengths.mean < nodes
+
+
+def test_a_larger_tree_takes_fewer_forwards_of_the_same_answers(tmp_path: Path):
+    small = ["--policies", "fast", "--nodes", "8,32", "--frames", 6]
+    found = run("draft_nodes", tmp_path / "out.json", *small)["policies"]["fast"]
+    few, many = (found["nodes"][nodes] for nodes in ("8", "32"))
+    assert many["forwards_per_action"] < few["forwards_per_action"] < found["plain"]["forwards_per_action"]
+    assert few["latency_s"].keys() == many["latency_s"].keys() == {"orin", "rtx5090"}
+    assert max(few["latency_s"].values()) < found["plain"]["latency_s"]["orin"]
