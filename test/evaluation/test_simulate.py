@@ -24,6 +24,7 @@ from specvla_ros.simulation.tasks import TASKS
 from specvla_ros.training.nano import NanoShape, write_nano
 
 SHAPE = NanoShape(image_size=28, patch_size=14, vision_dim=32, vision_depth=2, hidden_size=64, layers=1, head_dim=16)
+SHORT = 0.25  # of the time: an untrained policy takes all that it is given
 INSTRUCTIONS = [task.instruction for task in TASKS]
 
 
@@ -110,7 +111,8 @@ def test_killed_simulation_goes_on_where_it_stopped(policy, tmp_path):
 def test_a_killed_worker_changes_no_episode_and_each_is_counted_once(policy, tmp_path, where, monkeypatch, request):
     if "ray" in where:
         request.getfixturevalue("cluster")
-    settings, plan = SimulateSettings(policy, emulate="h200"), SimulatePlan(("push_green",), episodes=3, films=2)
+    settings = SimulateSettings(policy, emulate="h200", time_limit=SHORT)
+    plan = SimulatePlan(("push_green",), episodes=3, films=2)
     here = simulate(settings, plan, tmp_path / "here")
     monkeypatch.setattr(simulation, "run_job", run_job_dying_once)
     there = simulate(settings, replace(plan, **where), tmp_path / "there")
@@ -126,7 +128,8 @@ def test_workers_that_share_an_engine_see_the_same_episodes_though_it_is_killed(
 ):
     if "ray" in where:
         request.getfixturevalue("cluster")
-    settings, plan = SimulateSettings(policy), SimulatePlan(("push_green", "lift_red"), episodes=2, films=0)
+    settings = SimulateSettings(policy, time_limit=SHORT)
+    plan = SimulatePlan(("push_green", "lift_red"), episodes=2, films=0)
     simulate(settings, plan, tmp_path / "here")
     died = tmp_path / ".died"
     monkeypatch.setattr(simulation, "host_engine", partial(simulating_host_dying_once, died))
