@@ -48,10 +48,10 @@ def _hasten_interpreter() -> None:
     def builtins_of(package: Any) -> list[str]:
         return [name for name, _ in inspect.getmembers(package, is_builtin)]
 
-    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    def patch_builtin(package: Any, *passed: Any) -> None:  # Triton 3.2 passes no scope
         for name in builtins_of(package):
             if is_builtin(member := getattr(package, name)):
-                interpreter._patch_attr(package, name, member, builder, scope)
+                interpreter._patch_attr(package, name, member, *passed)
 
     interpreter._patch_builtin = patch_builtin
     options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
