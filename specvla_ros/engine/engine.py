@@ -119,12 +119,18 @@ class Engine:
                 f"decode.streams is {self.settings.streams}, and as many robots are there: close one, or raise it"
             )
 
-    def close(self, stream: str) -> list[Drop]:
-        """Lets a robot go: drops what waits and is in flight, and gives its place to another."""
+    def close(self, stream: str, *, before_epoch: float = math.inf) -> list[Drop]:
+        """Lets a robot go: drops what waits and is in flight, and gives its place to another.
+
+        Args:
+            stream: its name.
+            before_epoch: epoch whose frames stay, with the place: the robot came back meanwhile; by default none do.
+        """
         self.drafter.forget(stream)
         self._ensemble.forget(stream)
         reason = DropReason.EPOCH_CHANGED
-        return self.scheduler.flush(reason, stream=stream) + self.mailbox.close(stream, reason)
+        flushed = self.scheduler.flush(reason, before_epoch, stream)
+        return flushed + self.mailbox.close(stream, reason, before_epoch)
 
     def submit(self, observation: Observation, pictures: Pictures | None = None) -> list[Drop]:
         """Puts the newest observation of its stream before the engine; one that still waited is dropped for it.

@@ -89,12 +89,14 @@ class Mailbox:
                 stream.budget_s, stream.priority = budget_s, priority
             return stream is not None
 
-    def close(self, name: str, reason: DropReason) -> list[Drop]:
-        """Gives a stream's place to another."""
+    def close(self, name: str, reason: DropReason, before_epoch: float = math.inf) -> list[Drop]:
+        """Gives a stream's place to another, unless an observation of `before_epoch` or later waits."""
+        void = self.drop(reason, before_epoch, name)
         with self._lock:
-            stream = self._streams.pop(name, None)
-        waiting = stream.waiting if stream is not None else None
-        return [Drop(waiting.observation, reason)] if waiting is not None else []
+            stream = self._streams.get(name)
+            if stream is not None and stream.waiting is None:
+                del self._streams[name]
+        return void
 
     def submit(self, observation: Observation, pictures: Pictures | None = None) -> list[Drop]:
         """Takes the newest observation of its stream in; one that still waited is dropped for it."""

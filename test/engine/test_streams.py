@@ -63,7 +63,7 @@ def rest(engine: Engine) -> list[Outcome]:
 
 EVENTS = st.lists(
     st.one_of(
-        st.tuples(st.just("frame"), st.sampled_from(ROBOTS), st.integers(0, 7)),
+        st.tuples(st.sampled_from(["frame", "back"]), st.sampled_from(ROBOTS), st.integers(0, 7)),
         st.tuples(st.just("tick"), st.just(""), st.integers(1, 4)),
         st.tuples(st.sampled_from(["reset", "close", "instruction", "clock"]), st.sampled_from(ROBOTS), st.just(0)),
     ),
@@ -100,12 +100,16 @@ def test_each_robots_answers_are_the_plain_decoders(
             for _ in range(number):
                 outcomes += engine.tick()
             continue
-        if event == "frame":
+        if event in ("frame", "back"):
             stamps[robot] += 10
+            epochs[robot] += event == "back"
             seen = frame(robot, stamps[robot], number, epochs[robot])
             pictures[id(seen)] = number
             submitted.append(seen)
             outcomes += engine.submit(seen)
+            if event == "back":  # the engine gets to closing it when it is open again
+                outcomes += engine.close(robot, before_epoch=epochs[robot])
+                assert all(each.observation is not seen for each in outcomes) and robot in engine.mailbox.streams
         elif event == "instruction":
             epochs[robot] += 1
             outcomes += engine.flush(before_epoch=epochs[robot], stream=robot)

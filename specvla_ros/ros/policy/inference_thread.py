@@ -87,9 +87,14 @@ class InferenceThread:
         """Has the engine take a robot in, or give it another budget: see `Engine.open`."""
         self._call(lambda engine: engine.open(stream, budget_s=budget_s, priority=priority))
 
-    def close(self, stream: str) -> None:
-        """Has the engine let a robot go, with what it has learned from it."""
-        self._call(lambda engine: self._hand_back(engine.close(stream)))
+    def close(self, stream: str, *, before_epoch: int) -> None:
+        """Has the engine let a robot go, with what it has learned from it.
+
+        Args:
+            stream: its name.
+            before_epoch: epoch whose frames stay: when the engine's turn comes, the robot may be active again.
+        """
+        self._call(lambda engine: self._hand_back(engine.close(stream, before_epoch=before_epoch)))
 
     def begin_epoch(self, epoch: int, stream: str = "", *, forget_stamps: bool = False) -> None:
         """Has the engine drop what is of a robot's earlier epochs; an action that is just ready may still come out.

@@ -176,7 +176,7 @@ class RobotPart:
             self._instruction = None
         policy, self._policy = self._policy, None
         if policy is not None:
-            policy.thread.close(self._stream)
+            policy.thread.close(self._stream, before_epoch=self._publisher.epoch)
 
     # Inputs
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several robots at one policy node, over real DDS: each has its topics, lifecycle, pauses and diagnostics."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +16,15 @@ from rclpy.parameter import Parameter
 from sensor_msgs.msg import Image
 from std_msgs.msg import String
 from std_srvs.srv import SetBool
-from support.patience import wait_until
+from support.patience import PATIENCE_S, wait_until
 from support.ros import ANY_MACHINE, rgb_image
 
 from specvla_msgs.msg import VlaAction
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.bags.image_message import rgb_from_image
 from specvla_ros.engine.outcome import Action
+from specvla_ros.engine.scheduler import Batch
+from specvla_ros.engine.verifier import Commit
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.ros.policy.node import PolicyNode
 from specvla_ros.ros.policy.robot_node import RobotNode
@@ -161,6 +164,34 @@ def test_a_robot_that_is_paused_told_otherwise_or_deactivated_leaves_the_others_
         assert again.seq == 0
         f.answer("right", f.send("right", 4))
         assert [each.seq for each in f.actions["right"]] == [0, 1, 2]
+
+
+def test_a_robot_that_is_back_before_the_engine_has_let_it_go_loses_no_image(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on = threading.Event(), threading.Event()
+    forward = Engine._forward
+
+    def held_up(engine: Engine, batch: Batch) -> list[Commit]:
+        began.set()
+        assert go_on.wait(PATIENCE_S)
+        return forward(engine, batch)
+
+    with fleet(checkpoint, instruction="lift the cube") as f:
+        f.start()
+        f.answer("left", f.send("left", 1))
+        monkeypatch.setattr(Engine, "_forward", held_up)
+        slow = f.send("right", 1)
+        f.until(began.is_set)
+        for transition in ("deactivate", "cleanup", "configure", "activate"):
+            assert getattr(f.left, f"trigger_{transition}")().name == "SUCCESS"
+        f.until(f.images["left"].get_subscription_count)
+        image = f.send("left", 2)
+        waits = f.node._thread._engine.mailbox.waits  # type: ignore[union-attr]
+        f.until(lambda: waits("left"))
+        go_on.set()
+        assert f.answer("left", image).seq == 0
+        f.answer("right", slow)
 
 
 def test_the_nodes_own_transitions_are_every_robots(checkpoint: Path) -> None:
