@@ -67,6 +67,19 @@ def result_head(context: typer.Context, dtype: torch.dtype | None = None, **vers
     return head if dtype is None else head | {"dtype": str(dtype).removeprefix("torch.")}
 
 
+def kept_before(out: Path | None, figures: str) -> dict[str, Any] | None:
+    """What the figures in a file that is about to be written over are held against; None: there is none.
+
+    Args:
+        out: the file. What it is held against itself is kept; if that is nothing, its own figures are.
+        figures: their name in it.
+    """
+    if out is None or not out.exists():
+        return None
+    old = json.loads(out.read_text(encoding="utf-8"))
+    return old.get("before") or {"git_revision": old["git_revision"], figures: old[figures]}
+
+
 def of_weights(policy: Path) -> dict[str, str]:
     """Whose figures they are.
 

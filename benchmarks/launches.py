@@ -10,7 +10,6 @@ Beside each figure the file keeps what was counted first. Where the code launche
 `test/benchmarks/test_launches.py` fails: a launch more is to be avoided, one less is to be written down.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,7 @@ from unittest.mock import patch
 import torch
 import typer
 from fake_cuda import COPY_IN, READ_BACK, REPLAY, WAIT, Launches, fake_cuda
-from harness import Out, finish, result_head
+from harness import Out, finish, kept_before, result_head
 from random_policy import PROMPT, SIZES, TOKENS, RandomPolicy, Size, frame, random_codec
 from results_page import RESULTS
 from torch import nn
@@ -292,8 +291,7 @@ def main(context: typer.Context, out: Out = RESULTS / "launches.json") -> None:
     cases = {mode: count(mode) for mode in CASES}
     head = result_head(context)
     first = {"git_revision": head["git_revision"], "cases": cases}
-    before = json.loads(out.read_text(encoding="utf-8"))["before"] if out is not None and out.exists() else first
-    finish(head | {"cases": cases, "before": before}, out)
+    finish(head | {"cases": cases, "before": kept_before(out, "cases") or first}, out)
 
 
 if __name__ == "__main__":

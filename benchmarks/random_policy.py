@@ -32,7 +32,7 @@ TOKENS = 7  # of an action
 _BINS = 256
 _PAD_ROWS = 64
 _SHARPNESS = 64.0
-_PICTURE = np.random.default_rng(1).integers(0, 256, (480, 640, 3), dtype=np.uint8)  # as large as a camera's
+PICTURE = np.random.default_rng(1).integers(0, 256, (480, 640, 3), dtype=np.uint8)  # as large as a camera's
 PICTURES = (
     "every frame is a picture of 640 x 480, resized and normalised on a thread beside the ticks; latency counts it"
 )
@@ -182,7 +182,7 @@ def random_codec(vocab_size: int, tokens: int) -> BinsCodec:
 
 def frame(stamp_ns: int) -> Observation:
     """An observation; all show the same, so that modes can be compared by their answers."""
-    return Observation(_PICTURE, "", stamp_ns=stamp_ns, prompt_ids=(1,) * TEXT_TOKENS)
+    return Observation(PICTURE, "", stamp_ns=stamp_ns, prompt_ids=(1,) * TEXT_TOKENS)
 
 
 def _around(decoder: PackedDecoder, size: Size, vision: bool) -> OpenVLA:

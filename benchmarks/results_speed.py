@@ -34,15 +34,20 @@ def _linear(result: Result) -> dict[str, Any]:
 
 
 def _tick_cost(result: Result) -> dict[str, Any]:
-    sizes = result["sizes"].values()
-    first = next(iter(sizes))
-    cells = [["", *result["sizes"]]]
-    cells += [[part, *(f"{size['seconds'][part] * 1e3:.2f}" for size in sizes)] for part in first["seconds"]]
-    cells += [
-        [f"share of a tick: {part}", *(f"{size['share_of_tick'][part]:.1%}" for size in sizes)]
-        for part in first["share_of_tick"]
-    ]
-    return {"table": table(cells)}
+    sizes, before = result["sizes"], result.get("before") or {"sizes": {}}
+
+    def cell(size: str, kind: str, part: str, shown: Callable[[float], str]) -> str:
+        old, now = before["sizes"].get(size, {}).get(kind, {}), shown(sizes[size][kind][part])
+        return f"{shown(old[part])} → **{now}**" if part in old else now
+
+    first = next(iter(sizes.values()))
+    cells = [["", *sizes]]
+    for kind, name, shown in (
+        ("seconds", "{}", lambda seconds: f"{seconds * 1e3:.2f}"),
+        ("share_of_tick", "share of a tick: {}", lambda share: f"{share:.1%}"),
+    ):
+        cells += [[name.format(part), *(cell(size, kind, part, shown) for size in sizes)] for part in first[kind]]
+    return {"table": table(cells), "has_before": bool(before["sizes"])}
 
 
 def _decode_modes(result: Result) -> dict[str, Any]:

@@ -3,7 +3,10 @@
 
 Acceptance holds a commit that moves nothing, as random weights accept nothing.
 
-Behind a prompt of 290 rows, as OpenVLA's, with random weights: time does not depend on their values.
+Behind a prompt of 290 rows, as OpenVLA's, with random weights: time does not depend on their values. A picture is
+resized and normalised once per frame, on a thread beside the ticks.
+
+A file that is written over is kept in the new one as `before`, once: run an earlier revision and this one in turns.
 
     python benchmarks/tick_cost.py                                  # this CPU: tiny and 1B
     python benchmarks/tick_cost.py --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
@@ -15,9 +18,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head, take_turns
+from harness import Device, Dtype, Out, Sizes, dtype_on, finish, kept_before, result_head, take_turns
 from random_decoder import random_decoder, random_draft_head
-from random_policy import PROMPT, SIZES, tree_parents
+from random_policy import PICTURE, PROMPT, SIZES, tree_parents
 
 from specvla_kernels.accept_tree import NO_NODE
 from specvla_kernels.commit_kv import commit_kv
@@ -28,6 +31,7 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.verifier import Verifier, VerifyInput
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.decoder import PackedDecoder
+from specvla_ros.models.openvla.image_processor import dinosiglip_processor
 from specvla_ros.models.target import ForwardResult
 from specvla_ros.speculation.accept import AcceptanceRule
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
@@ -64,7 +68,7 @@ def main(
         with torch.inference_mode():
             decoder = random_decoder(SIZES[name].llama, dtype=chosen, device=device)
             result["sizes"][name] = _measure(decoder, device, repeats)
-    finish(result, out)
+    finish(result | {"before": kept_before(out, "sizes")}, out)
 
 
 def _measure(decoder: PackedDecoder, device: str, repeats: int) -> dict[str, Any]:
@@ -93,6 +97,7 @@ def _measure(decoder: PackedDecoder, device: str, repeats: int) -> dict[str, Any
     for size in (TREE, 50):
         parts[f"draft, {size} nodes"] = _drafting(decoder, size, prompt, actions)
         parts[f"draft, {size} nodes, any ids"] = _drafting(decoder, size, prompt)
+    parts["picture of 640 x 480, once per frame"] = partial(dinosiglip_processor([224, 224]), PICTURE)
     seconds = take_turns(parts, repeats, device)
     tick = [f"forward, {TREE} nodes", "accept and commit, bin_distance", f"draft, {TREE} nodes"]
     total = sum(seconds[part] for part in tick)
