@@ -2,9 +2,6 @@
 """The benchmark scripts run end to end at their smallest size; what is asserted cannot fail by a slow machine."""
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from harness import ColdTimer, command
 from results_page import PAGE, README, RESULTS, page, readme, section
 from soak import MARGINS, Soak, soak_policy
 from spec_vla import PAPERS_R, threshold
+from support import typed
 from support.text_models import write_text_model
 
 from specvla_kernels.layout import Ancestry
@@ -29,9 +27,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def run(script: str, out: Path, *arguments: object) -> dict[str, Any]:
-    command = [sys.executable, str(SCRIPTS / f"{script}.py"), *map(str, arguments), "--out", str(out)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = typed.script(SCRIPTS / f"{script}.py", *arguments, "--out", out)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     assert result["benchmark"] == script

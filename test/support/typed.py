@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command as it is typed, in a process of its own that has its imports already."""
+"""A command as it is typed, in a process of its own that has its imports already."""
 
 import multiprocessing
 import os
+import runpy
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -19,28 +20,52 @@ _PROCESSES.set_forkserver_preload(
 
 def specvla(*arguments: object) -> "CompletedProcess[str]":
     """Runs `specvla` with arguments, and waits for it."""
-    words = [*map(str, arguments)]
+    return _typed(_specvla, "specvla", *arguments)
+
+
+def script(path: Path, *arguments: object) -> "CompletedProcess[str]":
+    """Runs a file of Python with arguments, and waits for it."""
+    return _typed(_script, path, *arguments)
+
+
+def _typed(main: Callable[[], object], *command: object) -> "CompletedProcess[str]":
+    words = [*map(str, command)]
     with tempfile.TemporaryDirectory() as directory:
         outputs = [Path(directory) / name for name in ("stdout", "stderr")]
-        process = _PROCESSES.Process(target=_run, args=(words, outputs, dict(os.environ), Path.cwd()))
+        process = _PROCESSES.Process(target=_run, args=(main, words, outputs, dict(os.environ), Path.cwd()))
         process.start()
         process.join(_LIMIT_S)
         if process.is_alive():
             process.kill()
             process.join()
-            raise TimeoutError(f"specvla {' '.join(words)} takes more than {_LIMIT_S:g} s")
+            raise TimeoutError(f"{' '.join(words)} takes more than {_LIMIT_S:g} s")
         assert process.exitcode is not None
         return CompletedProcess(words, process.exitcode, *(path.read_text(encoding="utf-8") for path in outputs))
 
 
-def _run(words: Sequence[str], outputs: Sequence[Path], environment: dict[str, str], directory: Path) -> None:
+def _run(
+    main: Callable[[], object],
+    words: Sequence[str],
+    outputs: Sequence[Path],
+    environment: dict[str, str],
+    directory: Path,
+) -> None:
     for number, path in enumerate(outputs, start=1):
         with path.open("wb") as file:
             os.dup2(file.fileno(), number)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
-    sys.argv = ["specvla", *words]
+    sys.argv = [*words]
+    main()
+
+
+def _specvla() -> None:
     from specvla_ros.cli.app import main
 
     main()
+
+
+def _script() -> None:
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
