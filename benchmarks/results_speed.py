@@ -38,7 +38,7 @@ def _tick_cost(result: Result) -> dict[str, Any]:
 
     def cell(size: str, kind: str, part: str, shown: Callable[[float], str]) -> str:
         old, now = before["sizes"].get(size, {}).get(kind, {}), shown(sizes[size][kind][part])
-        return f"{shown(old[part])} → **{now}**" if part in old else now
+        return _from_to(shown(old[part]), now) if part in old else now
 
     first = next(iter(sizes.values()))
     cells = [["", *sizes]]
@@ -179,7 +179,7 @@ def _most(ticks: list[Result], name: str) -> int:
     return max(int(tick[name]) for tick in ticks)
 
 
-def _from_to(before: int, now: int) -> str:
+def _from_to(before: int | str, now: int | str) -> str:
     return f"{before} → **{now}**" if before != now else str(now)
 
 

@@ -124,7 +124,8 @@ class Engine:
 
         Args:
             stream: its name.
-            before_epoch: epoch whose frames stay, with the place: the robot came back meanwhile; by default none do.
+            before_epoch: epoch whose frames stay, since the robot came back meanwhile, and the place with one that
+                waits; by default none do.
         """
         self.drafter.forget(stream)
         self._ensemble.forget(stream)
