@@ -44,8 +44,8 @@ lint: build $(TESTING) mypy  ## Run ruff and mypy, and look for licence headers
 # The oldest for Orin alone, whose images come with it; other GPUs have what torch brings. Nice, since continuous
 # integration compiles beside the tests: in what they leave of the cores.
 kernels: build $(TESTING) $(OLDEST_TRITON)/.installed  ## Compile the GPU kernels with two Tritons, without a GPU
-	@PYTHONPATH=$(OLDEST_TRITON) nice -n 19 $(BIN)/python -m specvla_kernels.compile --only sm_87 > build/oldest-triton.log 2>&1 & oldest=$$!; \
-	    nice -n 19 $(BIN)/python -m specvla_kernels.compile; newest=$$?; \
+	@PYTHONPATH=$(OLDEST_TRITON) nice -n 19 $(BIN)/python test/kernels/compile_kernels.py --only sm_87 > build/oldest-triton.log 2>&1 & oldest=$$!; \
+	    nice -n 19 $(BIN)/python test/kernels/compile_kernels.py; newest=$$?; \
 	    wait $$oldest; oldest=$$?; cat build/oldest-triton.log; [ $$newest = 0 ] && [ $$oldest = 0 ]
 
 # A cache for each set of flags: in one, each run would throw away what the other has found.
@@ -65,13 +65,11 @@ benchmark: build $(TESTING)  ## Time the plain decoder beside transformers' gene
 
 # Messages are generated in about 5 seconds; afterwards this is under a second. Modules are linked, not copied.
 build: $(RUNTIME)
-	@mkdir -p build && touch build/COLCON_IGNORE && : > build.log
-	@for package in specvla_msgs specvla_ros; do \
-	    $(RUN) cmake -S $$package -B build/$(ROS)/$$package -DCMAKE_PREFIX_PATH="$(PREFIX)" -DCMAKE_INSTALL_PREFIX="$(PREFIX)" \
-	        -DPython3_EXECUTABLE="$(PREFIX)/bin/python" -DAMENT_CMAKE_SYMLINK_INSTALL=ON >> build.log 2>&1 \
-	    && $(RUN) cmake --build build/$(ROS)/$$package --target install >> build.log 2>&1 \
-	    || { tail -n 30 build.log; echo "make: building $$package failed; the whole log is in build.log" >&2; exit 1; }; \
-	done
+	@mkdir -p build && touch build/COLCON_IGNORE
+	@$(RUN) cmake -S . -B build/$(ROS) -DCMAKE_PREFIX_PATH="$(PREFIX)" -DCMAKE_INSTALL_PREFIX="$(PREFIX)" \
+	    -DPython3_EXECUTABLE="$(PREFIX)/bin/python" -DAMENT_CMAKE_SYMLINK_INSTALL=ON > build.log 2>&1 \
+	    && $(RUN) cmake --build build/$(ROS) --target install >> build.log 2>&1 \
+	    || { tail -n 30 build.log; echo "make: the build failed; the whole log is in build.log" >&2; exit 1; }
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info[:2] <= (3, 13); sys.exit(0 if ok else \
@@ -80,7 +78,7 @@ $(VENV)/bin/python:
 	@echo "making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(RUNTIME): requirements/runtime.txt $(ROS_REQUIREMENTS) | $(VENV)/bin/python
+$(RUNTIME): requirements/runtime.txt requirements/lab.txt requirements/serve.txt $(ROS_REQUIREMENTS) | $(VENV)/bin/python
 	@echo "installing torch, ROS 2 $(ROS) and the libraries into $(VENV) (a few minutes, once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) "$(TORCH)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \

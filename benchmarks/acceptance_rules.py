@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The acceptance rules side by side: on the nano policy's actions, and on a policy that writes text before it acts.
 
-python -m specvla_ros.policies.text --out text-policy
+python benchmarks/text_policy.py --out text-policy
 python benchmarks/acceptance_rules.py --text-policy text-policy --workers 2
 
 Agreement is the share of the committed tokens that are the target's own choice for the same prefix.
@@ -16,13 +16,13 @@ from typing import Annotated, Any
 import typer
 from harness import Out, Seed, Work, Workers, finish, of_weights, result_head, show_progress
 from results_page import RESULTS
+from text_policy import LONGEST_TEXT
 
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings
-from specvla_ros.evaluation.simulate_summary import Setting, SweepRow
-from specvla_ros.evaluation.sweep import sweep
-from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.policies.text import LONGEST_TEXT
+from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings
+from specvla_ros.lab.evaluation.simulate_summary import Setting, SweepRow
+from specvla_ros.lab.evaluation.sweep import sweep
 from specvla_ros.speculation.accept import AcceptReason
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 

@@ -11,7 +11,7 @@ import torch
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.errors import UserError
-from specvla_ros.planning.limits import SPEC_VLA_RELAXED, AcceptanceLengths, spec_vla_relaxed
+from specvla_ros.lab.planning.limits import SPEC_VLA_RELAXED, AcceptanceLengths, spec_vla_relaxed
 from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, adjusted
 from specvla_ros.speculation.tree import Tree
 

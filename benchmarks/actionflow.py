@@ -4,8 +4,8 @@
 python benchmarks/actionflow.py
 
 OpenVLA-7B's shapes, plain decoding, a frame always waiting. The engine's own scheduler is driven with the stage times
-of the devices' tables (specvla_ros/planning): derived, nothing is measured here. What the paper's authors measured
-(Dai et al., arXiv 2512.20276) is in specvla_ros/planning/published.json.
+of the devices' tables (specvla_ros/lab/planning): derived, nothing is measured here. What the paper's authors measured
+(Dai et al., arXiv 2512.20276) is in benchmarks/published.json.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from typing import Annotated, Any
 
 import typer
 from harness import Out, finish, of_devices, result_head
+from published import published
 from results_page import RESULTS
 
+from specvla_ros.lab.planning.cost import OPENVLA_7B, Forward, ModelCost, Part, forward_parts, full_pipeline, model_cost
+from specvla_ros.lab.planning.device import Device, read_device
+from specvla_ros.lab.planning.limits import AcceptanceLengths, Mode, ModeLimit, mode_limit
 from specvla_ros.models.settings import WeightFormat
-from specvla_ros.planning.cost import OPENVLA_7B, Forward, ModelCost, Part, forward_parts, full_pipeline, model_cost
-from specvla_ros.planning.device import Device, read_device
-from specvla_ros.planning.limits import AcceptanceLengths, Mode, ModeLimit, mode_limit
-from specvla_ros.planning.published import published
 
 DEVICES = ("orin", "rtx5090")
 _MODEL = model_cost(OPENVLA_7B)

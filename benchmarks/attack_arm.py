@@ -16,7 +16,7 @@ from diagnostic_msgs.msg import DiagnosticArray
 from geometry_msgs.msg import PoseStamped
 from std_msgs.msg import Bool, Float64MultiArray
 
-from specvla_msgs.msg import VlaAction
+from specvla_ros.msg import VlaAction
 from specvla_ros.ros.qos import ACTION, COMMAND, DIAGNOSTICS, LATCHED_STATE
 from specvla_ros.settings.profiles import write_parameters
 

@@ -30,12 +30,12 @@ from rosbags.rosbag2 import StoragePlugin, Writer
 from rosbags.rosbag2.enums import CompressionFormat, CompressionMode
 from rosbags.typesys import Stores, get_typestore
 
-from specvla_ros.bags.demonstrations import DemonstrationRecord, write_demonstration
-from specvla_ros.bags.frames import TopicChoice, bag_frames, choose_topics
-from specvla_ros.bags.image_message import rgb_from_message
-from specvla_ros.bags.mcap_storage import MCAP_MAGIC
-from specvla_ros.bags.reader import open_bag
 from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.demonstrations import DemonstrationRecord, write_demonstration
+from specvla_ros.lab.bags.frames import TopicChoice, bag_frames, choose_topics
+from specvla_ros.lab.bags.mcap_storage import MCAP_MAGIC
+from specvla_ros.lab.bags.reader import open_bag
+from specvla_ros.messages.image_message import rgb_from_message
 
 _STORE = get_typestore(Stores.ROS2_JAZZY)
 _PAGE = 4096

@@ -23,8 +23,8 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.families.openvla.target import require_openvla
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import require_openvla
 
 # Stand for what Python's json does not write; replaced in the text.
 _MANY_DIGITS, _DEEP = "many digits", "deep"

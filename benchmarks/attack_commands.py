@@ -23,18 +23,18 @@ from PIL import Image
 
 from specvla_ros.cli.app import app
 from specvla_ros.cli.ending import BUG, one_line_endings
-from specvla_ros.policies.bundled import nano_policy
+from specvla_ros.lab.bundled.policies import nano_policy
 
 _LONGEST_S, _REACHED = 60, 44
 # Where a command has checked all that it was given, and what takes minutes begins.
 _STUBS = (
-    ("specvla_ros.evaluation.simulate", "run_jobs"),
-    ("specvla_ros.simulation.collect", "run_jobs"),
-    ("specvla_ros.evaluation.calibrate", "_try_on_frames"),
-    ("specvla_ros.planning.measure", "measure_device"),
-    ("specvla_ros.training.train_policy", "train_policy"),
-    ("specvla_ros.training.train_draft", "collect_features"),
-    ("specvla_ros.ros.demo.run", "start_node"),
+    ("specvla_ros.lab.evaluation.simulate", "run_jobs"),
+    ("specvla_ros.lab.simulation.collect", "run_jobs"),
+    ("specvla_ros.lab.evaluation.calibrate", "_try_on_frames"),
+    ("specvla_ros.lab.planning.measure", "measure_device"),
+    ("specvla_ros.lab.training.train_policy", "train_policy"),
+    ("specvla_ros.lab.training.train_draft", "collect_features"),
+    ("specvla_ros.lab.ros.demo.run", "start_node"),
 )
 _TEXTS = (
     *("", " ", "-", "--", "x", "0", "-1", "7", "1.5", "1e400", "inf", "-inf", "nan", "9" * 30, "9" * 5000, "1e-320"),

@@ -19,7 +19,7 @@ from attack_tally import Silent, Tally
 from rclpy.serialization import serialize_message
 from sensor_msgs.msg import Image
 
-from specvla_msgs.msg import VlaAction
+from specvla_ros.msg import VlaAction
 from specvla_ros.ros.qos import ACTION
 
 

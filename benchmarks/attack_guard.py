@@ -21,7 +21,7 @@ from geometry_msgs.msg import PoseStamped
 from std_msgs.msg import Bool, Float64MultiArray
 from std_srvs.srv import Trigger
 
-from specvla_msgs.msg import VlaAction
+from specvla_ros.msg import VlaAction
 from specvla_ros.ros.qos import ACTION
 
 

@@ -24,8 +24,8 @@ from rosgraph_msgs.msg import Clock
 from sensor_msgs.msg import CompressedImage, Image
 from std_msgs.msg import String
 
-from specvla_msgs.msg import DecodeStats, VlaAction
-from specvla_ros.policies.bundled import nano_policy
+from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.msg import DecodeStats, VlaAction
 from specvla_ros.ros.qos import ACTION, CLOCK, DIAGNOSTICS
 
 TAUGHT = ("lift the red cube", "lift the blue cube")

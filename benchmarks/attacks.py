@@ -25,8 +25,8 @@ from harness import Out, finish, result_head
 from rich.console import Console
 from safetensors.torch import load_file
 
+from specvla_ros.lab.training.nano import NanoShape, write_nano
 from specvla_ros.models.weights import save_weights
-from specvla_ros.training.nano import NanoShape, write_nano
 
 _SHAPE = NanoShape(image_size=56, patch_size=14, vision_dim=32, vision_depth=2, hidden_size=64, layers=2, head_dim=32)
 _STATISTICS = {"attack": {"action": {"q01": [-1.0] * 7, "q99": [1.0] * 7, "mask": [True] * 6 + [False]}}}

@@ -31,8 +31,8 @@ from random_policy import NO_PICTURES, PICTURES, PROMPT, SIZES, TOKENS, RandomPo
 from saturated import Contestant, EngineTurns, compete, mode_settings, weight_bytes
 from transformers_baseline import GenerateTurns
 
+from specvla_ros.lab.planning.limits import AcceptanceLengths
 from specvla_ros.models.quantization import QUANTIZATIONS
-from specvla_ros.planning.limits import AcceptanceLengths
 from specvla_ros.speculation.settings import DraftSettings
 
 CHUNKS = (1, 2, 3)

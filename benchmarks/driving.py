@@ -19,12 +19,12 @@ from harness import Episodes, Out, Seed, Work, Workers, finish, of_devices, of_w
 from results_page import RESULTS
 
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
-from specvla_ros.evaluation.simulate_summary import compare_episodes
-from specvla_ros.planning.device import read_device
-from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.simulation.commanded_arm import COMMANDS
-from specvla_ros.simulation.rollout import Clock
+from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
+from specvla_ros.lab.evaluation.simulate_summary import compare_episodes
+from specvla_ros.lab.planning.device import read_device
+from specvla_ros.lab.simulation.commanded_arm import COMMANDS
+from specvla_ros.lab.simulation.rollout import Clock
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 SIMULATOR = "simulator"

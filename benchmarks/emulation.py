@@ -3,16 +3,16 @@
 
 python benchmarks/emulation.py
 
-Nothing runs here: each published figure (specvla_ros/planning/published.json) stands beside what the device's table
-(specvla_ros/planning/devices) gives for the same work, with the error of the time.
+Nothing runs here: each published figure (benchmarks/published.json) stands beside what the device's table
+(specvla_ros/lab/planning/devices) gives for the same work, with the error of the time.
 """
 
 import typer
 from harness import Out, finish, result_head
+from published import published
 from results_page import RESULTS
 
-from specvla_ros.planning.device import known_devices, read_device
-from specvla_ros.planning.published import published
+from specvla_ros.lab.planning.device import known_devices, read_device
 
 
 def main(context: typer.Context, out: Out = RESULTS / "emulation.json") -> None:

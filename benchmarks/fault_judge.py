@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from specvla_ros.control.guard.settings import GuardSettings
-from specvla_ros.simulation.motion_record import MotionRecord
+from specvla_ros.lab.simulation.motion_record import MotionRecord
 
 # What an arm may add to what it is told, by its own control and its inertia: a little more than runs without a
 # fault showed. Accelerations while the arm touches something are the contact's.

@@ -13,7 +13,7 @@ from fault_scene import Scene, Setup
 from fault_timing import Timing
 
 from specvla_ros.control.guard.guard import State
-from specvla_ros.simulation.motion_record import read_motion_record
+from specvla_ros.lab.simulation.motion_record import read_motion_record
 
 _SETTLED_S, _BEGINS_S, _MOVES_S, _AFTER_S = 4.0, (0.3, 3.0), 1.0, 3.0
 _LOOK_S, _MOVES_M_S = 0.02, 0.03

@@ -49,17 +49,17 @@ from specvla_ros.control.inverse_kinematics import (
 from specvla_ros.control.limits import Limits
 from specvla_ros.control.pose import Pose, quaternion, quaternion_matrix
 from specvla_ros.control.pose_history import PoseHistory
+from specvla_ros.lab.simulation.arms import Arm, choose_arm
+from specvla_ros.lab.simulation.commanded_arm import CommandedArm
+from specvla_ros.lab.simulation.controllers.controller import BASE_FRAME, CONTROL_DT_S, CommandRefusedError
+from specvla_ros.lab.simulation.controllers.joint_trajectory import JointTrajectory, Point
+from specvla_ros.lab.simulation.controllers.servo import Twist
+from specvla_ros.lab.simulation.expert import demonstrate
+from specvla_ros.lab.simulation.motion_record import MotionRecorder
+from specvla_ros.lab.simulation.robot import ACTION_DT_S
+from specvla_ros.lab.simulation.tasks import TASKS, Task, WorldState, draw_layout
+from specvla_ros.lab.simulation.world import World
 from specvla_ros.ros.guard.sources import Senders
-from specvla_ros.simulation.arms import Arm, choose_arm
-from specvla_ros.simulation.commanded_arm import CommandedArm
-from specvla_ros.simulation.controllers.controller import BASE_FRAME, CONTROL_DT_S, CommandRefusedError
-from specvla_ros.simulation.controllers.joint_trajectory import JointTrajectory, Point
-from specvla_ros.simulation.controllers.servo import Twist
-from specvla_ros.simulation.expert import demonstrate
-from specvla_ros.simulation.motion_record import MotionRecorder
-from specvla_ros.simulation.robot import ACTION_DT_S
-from specvla_ros.simulation.tasks import TASKS, Task, WorldState, draw_layout
-from specvla_ros.simulation.world import World
 
 CAMERA_S, ENABLE_S = 0.05, 0.1
 IMAGE_DELAY_S = 0.01
@@ -113,7 +113,7 @@ def guard_settings(arm: Arm, output: str, speed: float) -> GuardSettings:
 @lru_cache(maxsize=3)
 def kinematics(arm: Arm) -> Any:
     """The arm alone, compiled."""
-    import mujoco  # after specvla_ros.simulation, which chooses how it draws
+    import mujoco  # after specvla_ros.lab.simulation, which chooses how it draws
 
     return mujoco.MjModel.from_xml_string(arm.kinematics())
 

@@ -11,10 +11,10 @@ import numpy as np
 from driving import modes
 
 from specvla_ros.engine.engine import Engine
+from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.simulation.robot import TableRobot
+from specvla_ros.lab.simulation.rollout import Clock, Rollout, read_stage_times, tick_time
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.simulation.robot import TableRobot
-from specvla_ros.simulation.rollout import Clock, Rollout, read_stage_times, tick_time
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from harness import Out, Seed, Work, Workers, finish, of_devices, result_head
 from results_page import RESULTS
 
 from specvla_ros.errors import UserError
-from specvla_ros.jobs.run import run_jobs
-from specvla_ros.simulation.commanded_arm import COMMANDS
+from specvla_ros.lab.jobs.run import run_jobs
+from specvla_ros.lab.simulation.commanded_arm import COMMANDS
 
 MODES = ("ar", "spec", "pipeline", "specpipe")
 _TIMINGS, _RUNS, _REAL = "timings.json", "runs.jsonl", "real.jsonl"

@@ -20,17 +20,17 @@ from results_page import RESULTS
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.evaluation.calibration import deviation
-from specvla_ros.evaluation.frame_sources import simulation_source
-from specvla_ros.evaluation.simulate import TABLE, make_robot, tasks_of
-from specvla_ros.evaluation.simulate_summary import compare_episodes, summarise_episodes
+from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.evaluation.calibration import deviation
+from specvla_ros.lab.evaluation.frame_sources import simulation_source
+from specvla_ros.lab.evaluation.simulate import TABLE, make_robot, tasks_of
+from specvla_ros.lab.evaluation.simulate_summary import compare_episodes, summarise_episodes
+from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, tick_time
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import QUANTIZATIONS, is_packed, quantize_layer
 from specvla_ros.models.target import Target
-from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.simulation.rollout import Clock, EpisodeResult, Rollout, tick_time
 
 Episode = tuple[str, int]
 Answers = list[Action]

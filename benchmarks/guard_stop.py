@@ -34,7 +34,7 @@ from rclpy.node import Node
 from sensor_msgs.msg import JointState
 from std_msgs.msg import Bool, Float64MultiArray
 
-from specvla_msgs.msg import VlaAction
+from specvla_ros.msg import VlaAction
 from specvla_ros.ros.qos import ACTION, COMMAND
 from specvla_ros.settings.profiles import write_parameters
 

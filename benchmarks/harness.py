@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from specvla_kernels.graph_capture import capture_on
-from specvla_ros.evaluation.provenance import cpu_name, git_revision
+from specvla_ros.lab.evaluation.provenance import cpu_name, git_revision
+from specvla_ros.lab.planning.device import read_device
+from specvla_ros.lab.planning.stage_times import stage_times
 from specvla_ros.models.checkpoint import DTYPES
-from specvla_ros.planning.device import read_device
-from specvla_ros.planning.stage_times import stage_times
 
 Sizes = Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SIZES)}.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]

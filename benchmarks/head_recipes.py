@@ -22,16 +22,16 @@ from harness import FRAMES_FIRST_SEED, Out, Work, finish, of_weights, result_hea
 from results_page import RESULTS
 
 from specvla_ros import Action, Engine, EngineSettings, Observation
-from specvla_ros.evaluation.frame_sources import simulation_source
-from specvla_ros.evaluation.terminal import progress_bar
+from specvla_ros.cli.terminal import progress_bar
+from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.evaluation.frame_sources import simulation_source
+from specvla_ros.lab.training.draft_model import DraftValidation
+from specvla_ros.lab.training.train_draft import DraftTraining, collect_features, train_draft
+from specvla_ros.lab.training.trainer import Progress
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.openvla.target import require_openvla
+from specvla_ros.models.families.openvla.target import require_openvla
 from specvla_ros.models.target import Target
-from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.speculation.settings import DraftSettings
-from specvla_ros.training.draft_model import DraftValidation
-from specvla_ros.training.train_draft import DraftTraining, collect_features, train_draft
-from specvla_ros.training.trainer import Progress
 
 _MAX_BYTES = 20e9
 _IMAGES = 100

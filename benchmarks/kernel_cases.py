@@ -26,9 +26,9 @@ from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm_residual, rmsnorm_
 from specvla_kernels.rope_write_kv import rope_write_kv
 from specvla_ros.engine.batch import PackedBatch, Segment, pack
 from specvla_ros.engine.kv_cache import KVCache, new_cache
+from specvla_ros.lab.planning.cost import Part
+from specvla_ros.lab.planning.device import Arithmetic
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
-from specvla_ros.planning.cost import Part
-from specvla_ros.planning.device import Arithmetic
 from specvla_ros.speculation.drafters.eagle_head import EagleHead
 
 TRITON, PYTORCH, COMPILED, UNQUANTISED = "Triton", "PyTorch", "torch.compile", "unquantised"

@@ -19,10 +19,10 @@ from kernel_cases import UNQUANTISED, Case, batches, filled_cache, first_layer, 
 from random_decoder import random_decoder, random_draft_head
 from random_policy import SIZES
 
+from specvla_ros.lab.planning.cost import roofline_seconds, total_bytes, total_operations
+from specvla_ros.lab.planning.device import Device as DeviceLimits
+from specvla_ros.lab.planning.measure import measure_device
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.planning.cost import roofline_seconds, total_bytes, total_operations
-from specvla_ros.planning.device import Device as DeviceLimits
-from specvla_ros.planning.measure import measure_device
 
 _MANY_ROWS = 2048  # of a product that is bound by computing
 _MEASURED = 7

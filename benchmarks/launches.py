@@ -33,9 +33,9 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import Commit, Prepared, Verifier, VerifyInput
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.models.openvla.config import OpenVLAConfig
-from specvla_ros.models.openvla.model import OpenVLA
-from specvla_ros.models.openvla.prompt import PromptTokenizer
+from specvla_ros.models.families.openvla.config import OpenVLAConfig
+from specvla_ros.models.families.openvla.model import OpenVLA
+from specvla_ros.models.families.openvla.prompt import PromptTokenizer
 from specvla_ros.models.settings import PromptStyle
 from specvla_ros.speculation.drafters import eagle, eagle_head
 from specvla_ros.speculation.drafters.children import WindowMass

@@ -20,7 +20,7 @@ from harness import Episodes, Out, Seed, Work, finish, of_weights, result_head
 from results_page import RESULTS
 
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.policies.bundled import nano_policy
+from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.settings.parameter import values_of
 
 _LONGEST_S = 1800.0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """LVSpec, its drafters, its baselines and its sweeps (arXiv 2604.05650), on a policy that writes text before it acts.
 
-python -m specvla_ros.policies.text --out text-policy
-python -m specvla_ros.policies.text --layers 2 --out text-2
-python -m specvla_ros.policies.text --layers 1 --out text-1
+python benchmarks/text_policy.py --out text-policy
+python benchmarks/text_policy.py --layers 2 --out text-2
+python benchmarks/text_policy.py --layers 1 --out text-1
 python benchmarks/lvspec.py --text-policy text-policy --draft-policies text-2,text-1 --episodes 20 --workers 2
 
 Self-SD of the paper: the policy drafts a chain for itself with a tenth of the image's tokens, evenly spaced. Std.-SD: a
@@ -24,18 +24,18 @@ from acceptance_rules import rule_row
 from harness import Out, Seed, Work, Workers, finish, of_weights, result_head, show_progress
 from lvspec_baselines import EmbeddingRelevance, RandomRelaxation
 from results_page import RESULTS, weights_digest
+from text_policy import LONGEST_TEXT
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
-from specvla_ros.evaluation.frame_sources import simulation_source
-from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, policy_of
-from specvla_ros.evaluation.simulate_summary import Setting, SweepRow
-from specvla_ros.evaluation.sweep import sweep
+from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.evaluation.frame_sources import simulation_source
+from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings, policy_of
+from specvla_ros.lab.evaluation.simulate_summary import Setting, SweepRow
+from specvla_ros.lab.evaluation.sweep import sweep
 from specvla_ros.models.config import read_checkpoint_json
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
-from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.policies.text import LONGEST_TEXT
 from specvla_ros.speculation.accept import Acceptance, AcceptanceRule, Verification
 from specvla_ros.speculation.rules.registry import RuleContext, rule
 from specvla_ros.speculation.settings import AcceptanceSettings, adjusted

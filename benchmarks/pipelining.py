@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What gives what: speculation alone, pipelining alone and both, at the stage times of devices that are emulated.
 
-python -m specvla_ros.policies.text --out text-policy
+python benchmarks/text_policy.py --out text-policy
 python benchmarks/pipelining.py --text-policy text-policy --episodes 16 --workers 2
 
 specvla train-policy --data DEMONSTRATIONS --init digits --codec digits --horizon 2 --steps 700 --learning-rate 0.0008
@@ -43,21 +43,21 @@ from harness import (
 )
 from results_page import RESULTS, weights_digest
 from saturated import Saturated, make_engine
+from text_policy import LONGEST_TEXT
 
 from specvla_ros.engine.outcome import Action, Drop
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import TickWork
-from specvla_ros.evaluation.frame_sources import simulation_source
-from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
-from specvla_ros.evaluation.simulate_summary import compare_episodes
+from specvla_ros.lab.bundled.policies import bundled_policy, nano_policy
+from specvla_ros.lab.evaluation.frame_sources import simulation_source
+from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
+from specvla_ros.lab.evaluation.simulate_summary import compare_episodes
+from specvla_ros.lab.simulation.robot import ACTION_DT_S
+from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, StageTimes, read_stage_times
+from specvla_ros.lab.simulation.tasks import choose_tasks
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
-from specvla_ros.policies.bundled import bundled_policy, nano_policy
-from specvla_ros.policies.text import LONGEST_TEXT
-from specvla_ros.simulation.robot import ACTION_DT_S
-from specvla_ros.simulation.rollout import Clock, EpisodeResult, StageTimes, read_stage_times
-from specvla_ros.simulation.tasks import choose_tasks
 from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, adjusted
 from specvla_ros.speculation.tolerance import Tolerance
 

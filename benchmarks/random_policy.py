@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
 from specvla_ros.models.config import DecoderShape, VisionTowerConfig
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
+from specvla_ros.models.families.openvla.config import OpenVLAConfig
+from specvla_ros.models.families.openvla.image_processor import dinosiglip_processor
+from specvla_ros.models.families.openvla.model import OpenVLA
+from specvla_ros.models.families.openvla.prompt import PromptTokenizer
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.config import OpenVLAConfig
-from specvla_ros.models.openvla.image_processor import dinosiglip_processor
-from specvla_ros.models.openvla.model import OpenVLA
-from specvla_ros.models.openvla.prompt import PromptTokenizer
-from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.quantization import check_quantization, quantize_layer
 from specvla_ros.models.settings import PromptStyle
 from specvla_ros.models.target import ImageEmbeddings, Pixels

@@ -25,15 +25,15 @@ import results_robot
 import results_speed
 from results_cells import Result
 
-from specvla_ros.planning.device import read_device
-from specvla_ros.planning.stage_times import stage_times
+from specvla_ros.lab.planning.device import read_device
+from specvla_ros.lab.planning.stage_times import stage_times
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results"
 SAFETY, README = ROOT / "docs" / "explanation" / "safety.md", ROOT / "README.md"
 _TRIED = re.compile(r"(?<=<!-- tried -->\n).*?(?=\n<!-- end of tried -->)", re.DOTALL)
 _HEADLINE = re.compile(r"(?<=<!-- headline -->\n).*?(?=\n<!-- end of headline -->)", re.DOTALL)
-_NANO = ROOT / "specvla_ros" / "policies" / "nano"
+_NANO = ROOT / "specvla_ros" / "lab" / "bundled" / "nano"
 # What its weights decide; the text policy is made from it.
 _OF_NANO = (
     "simulation",

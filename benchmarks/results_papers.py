@@ -8,7 +8,7 @@ from typing import Any
 
 from results_cells import Cells, Result, difference, if_any, ms, rate, table
 
-_HEAD = Path(__file__).resolve().parents[1] / "specvla_ros" / "policies" / "nano" / "draft" / "training.json"
+_HEAD = Path(__file__).resolve().parents[1] / "specvla_ros" / "lab" / "bundled" / "nano" / "draft" / "training.json"
 
 
 def _emulation(result: Result) -> dict[str, Any]:

@@ -31,13 +31,13 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import TickWork
-from specvla_ros.evaluation.frame_sources import simulation_source
+from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.evaluation.frame_sources import simulation_source
+from specvla_ros.lab.simulation.robot import ACTION_DT_S
+from specvla_ros.lab.simulation.rollout import read_stage_times
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
-from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.simulation.robot import ACTION_DT_S
-from specvla_ros.simulation.rollout import read_stage_times
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 DEVICES = ("orin", "rtx5090")

@@ -21,12 +21,11 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.pictures import Pictures, pictures_of
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.tally import TickWork
-from specvla_ros.evaluation.statistics import percentiles
+from specvla_ros.engine.tally import TickWork, percentiles
+from specvla_ros.lab.planning.limits import AcceptanceLengths
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import Int8Linear
 from specvla_ros.models.target import Target
-from specvla_ros.planning.limits import AcceptanceLengths
 from specvla_ros.speculation.settings import DraftSettings
 
 _WARM = 12  # actions until a pipeline is full and knows how many requests it should hold

@@ -21,7 +21,7 @@ from harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head
 from random_policy import NO_PICTURES, SIZES, TEXT_TOKENS, RandomPolicy, random_codec, random_policy
 from saturated import EngineTurns, compete, mode_settings
 
-from specvla_ros.planning.limits import AcceptanceLengths
+from specvla_ros.lab.planning.limits import AcceptanceLengths
 from specvla_ros.speculation.settings import DraftSettings
 
 IN_ORDER = "specpipe, in order"

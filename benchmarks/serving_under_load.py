@@ -36,10 +36,10 @@ from websockets.sync.client import ClientConnection, connect
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.evaluation.frame_sources import simulation_source
+from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
-from specvla_ros.policies.bundled import nano_policy
 from specvla_ros.serving.arrays import pack, unpack
 
 _TOKEN = "secret"

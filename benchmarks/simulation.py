@@ -3,7 +3,7 @@
 
 python benchmarks/simulation.py --episodes 100 --workers 2
 
-The devices are emulated: each stage of the engine counts for the time in its table (specvla_ros/planning/devices).
+The devices are emulated: each stage of the engine counts for the time in its table (specvla_ros/lab/planning/devices).
 """
 
 import sys
@@ -15,10 +15,10 @@ import typer
 from harness import Episodes, Out, Seed, Work, Workers, finish, of_devices, of_weights, result_head
 from results_page import RESULTS
 
-from specvla_ros.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
-from specvla_ros.evaluation.simulate_summary import compare_episodes
-from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.simulation.rollout import Clock
+from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
+from specvla_ros.lab.evaluation.simulate_summary import compare_episodes
+from specvla_ros.lab.simulation.rollout import Clock
 
 DEVICES = ("h200", "rtx5090", "orin")
 LOCKSTEP = "lockstep"

@@ -31,14 +31,10 @@ from torch import Tensor, nn
 from transformers_baseline import transformers_decoder
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.decoder import PackedDecoder, decoder_tensors
-from specvla_ros.models.text.target import TextTarget
-from specvla_ros.models.weights import save_weights
-from specvla_ros.training.batched_forward import decoder_hidden
-from specvla_ros.training.dataset import shuffled
-from specvla_ros.training.train_policy import precision
-from specvla_ros.training.trainer import (
+from specvla_ros.lab.training.batched_forward import decoder_hidden
+from specvla_ros.lab.training.dataset import shuffled
+from specvla_ros.lab.training.train_policy import precision
+from specvla_ros.lab.training.trainer import (
     STATE_DIRECTORY,
     Progress,
     Trainer,
@@ -47,6 +43,10 @@ from specvla_ros.training.trainer import (
     warm_up,
     write_json,
 )
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.decoder import PackedDecoder, decoder_tensors
+from specvla_ros.models.text.target import TextTarget
+from specvla_ros.models.weights import save_weights
 
 _ANSWERS = "answers.safetensors"
 _GENERATED_AT_ONCE = 32

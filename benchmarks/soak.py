@@ -29,13 +29,13 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, DropCounter, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.lab.training.nano import NanoShape, write_nano
 from specvla_ros.models.checkpoint import DTYPES, load_target
+from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.weights import save_weights
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
 from specvla_ros.speculation.settings import DRAFT_FOLDER, DraftSettings, adjusted
-from specvla_ros.training.nano import NanoShape, write_nano
 
 # Logits of the soak's policy spread over about ±5; a rounding in its two layers moves them by less than this.
 MARGINS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.4}

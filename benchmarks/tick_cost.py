@@ -31,7 +31,7 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.verifier import Verifier, VerifyInput
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.models.openvla.image_processor import dinosiglip_processor
+from specvla_ros.models.families.openvla.image_processor import dinosiglip_processor
 from specvla_ros.models.target import ForwardResult
 from specvla_ros.speculation.accept import AcceptanceRule
 from specvla_ros.speculation.drafters.eagle import EagleDrafter

@@ -62,7 +62,7 @@ def generate_launch_description() -> LaunchDescription:
 
 
 def _play(context: LaunchContext) -> list:
-    from specvla_ros.bags.reader import open_bag
+    from specvla_ros.lab.bags.reader import open_bag
 
     def argument(name: str) -> str:
         return LaunchConfiguration(name).perform(context)

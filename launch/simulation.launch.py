@@ -20,7 +20,7 @@ from launch_ros.actions import Node
 from launch_ros.parameter_descriptions import ParameterValue
 
 from launch import LaunchContext, LaunchDescription
-from specvla_ros.policies.bundled import nano_policy
+from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.settings.profiles import as_number
 
 IMAGE_TOPIC = "/camera/image_raw"
@@ -73,8 +73,8 @@ def generate_launch_description() -> LaunchDescription:
 
 
 def _act(context: LaunchContext) -> list:
-    from specvla_ros.simulation.gl import require_gl
-    from specvla_ros.simulation.tasks import choose_tasks
+    from specvla_ros.lab.simulation.gl import require_gl
+    from specvla_ros.lab.simulation.tasks import choose_tasks
 
     def argument(name: str) -> str:
         return LaunchConfiguration(name).perform(context)

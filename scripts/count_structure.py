@@ -27,18 +27,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-PACKAGE, KERNELS = "specvla_ros", "specvla_kernels"
+PACKAGE, KERNELS, LAB = "specvla_ros", "specvla_kernels", "lab"
 # From the top down; imports go down, or stay on a floor. Rooms without a floor may be imported by all others.
 FLOORS = (
+    ("lab/ros", "lab/cli"),
+    ("lab/evaluation", "lab/simulation", "lab/training", "lab/planning"),
+    ("lab/jobs", "lab/bags", "lab/bundled"),
     ("ros", "serving", "cli", "nodes"),
-    ("evaluation", "simulation", "training", "planning"),
+    ("evaluation", "simulation", "training", "planning"),  # like nodes and drafting rooms of older revisions
     ("policy",),
     ("engine",),
-    ("drafting",),  # like nodes and acceptance a room of older revisions
+    ("drafting",),
     ("models", "speculation", "acceptance"),
     (KERNELS,),
 )
 ALONE = "control"  # neither imports nor is below any room with a floor
+LAB_ENTRY = f"{PACKAGE}.cli.laboratory"  # the one module outside of the laboratory that may import it
 
 Graph = Mapping[str, set[str]]
 
@@ -99,17 +103,35 @@ def _targets(node: ast.AST, package: str) -> Iterable[str]:
 
 
 def room_of(module: str) -> str:
-    """The room that a module is in."""
-    top, _, rest = module.partition(".")
-    return top if top == KERNELS or not rest else rest.partition(".")[0]
+    """The room that a module is in; the laboratory's folders are rooms of their own."""
+    top, *rest = module.split(".")
+    if top == KERNELS or not rest:
+        return top
+    return "/".join(rest[:2]) if rest[0] == LAB and len(rest) > 1 else rest[0]
 
 
 def arrows(graph: Graph) -> dict[str, set[str]]:
-    """The rooms that each room imports."""
+    """The rooms that each room imports; the laboratory's entry, which is meant to climb, counts for none."""
     rooms: dict[str, set[str]] = {room_of(module): set() for module in graph}
     for module, targets in graph.items():
-        rooms[room_of(module)] |= {room_of(target) for target in targets} - {room_of(module)}
+        if module != LAB_ENTRY:
+            rooms[room_of(module)] |= {room_of(target) for target in targets} - {room_of(module)}
     return rooms
+
+
+def in_lab(module: str) -> bool:
+    """Whether a module is the laboratory's."""
+    return module.startswith(f"{PACKAGE}.{LAB}.") or module == f"{PACKAGE}.{LAB}"
+
+
+def into_lab(graph: Graph) -> list[str]:
+    """Imports from outside into the laboratory, its entry's left out."""
+    return sorted(
+        f"{module} -> {target}"
+        for module, targets in graph.items()
+        for target in targets
+        if in_lab(target) and not in_lab(module) and module != LAB_ENTRY
+    )
 
 
 def climbing(rooms: Graph) -> list[str]:
@@ -174,15 +196,22 @@ def count(root: Path) -> dict[str, Any]:
         "files": len(modules),
         "files_without_init": sum(module.path.name != "__init__.py" for module in modules.values()),
         "lines": sum(module.lines for module in modules.values()),
+        "lines_on_a_robot": sum(module.lines for name, module in modules.items() if not in_lab(name)),
+        "lines_of_benchmarks": _lines_of(root / "benchmarks"),
         "rooms": len(rooms),
         "arrows": sum(map(len, rooms.values())),
         "climbing_arrows": climbing(rooms),
+        "imports_into_lab": into_lab(graph),
         "circles_of_modules": circles(graph),
         "circles_of_rooms": circles(rooms),
         "modules_with_one_importer": sum(importers[name] == 1 for name in plain),
         "private_functions": sum(total for total, _ in private),
         "private_functions_used_once": sum(once for _, once in private),
     }
+
+
+def _lines_of(folder: Path) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
 
 
 def trace(root: Path) -> list[str]:
@@ -221,12 +250,12 @@ def _run_node() -> None:
     from sensor_msgs.msg import Image
     from std_msgs.msg import String
 
-    from specvla_msgs.msg import VlaAction
+    from specvla_ros.msg import VlaAction
 
     package = Path(import_module(PACKAGE).__path__[0])
     older = (package / "nodes").is_dir()  # asked of the files: an installed package may stand behind this one
     node_class = import_module(f"{PACKAGE}.nodes.policy" if older else f"{PACKAGE}.ros.policy.node").PolicyNode
-    checkpoint = package / "policies" / "nano"
+    checkpoint = package / "lab" / "bundled" / "nano"
     chosen = {"checkpoint": str(checkpoint), "device": "cpu", "instruction": "lift the red cube"}
     rclpy.init()
     node = node_class(parameter_overrides=[Parameter(name, value=value) for name, value in chosen.items()])

@@ -6,6 +6,7 @@ imported when it is first used.
 """
 
 from importlib import import_module
+from pkgutil import extend_path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from specvla_ros.errors import UserError as UserError
     from specvla_ros.models.observation import Observation as Observation
     from specvla_ros.policy import Policy as Policy
+
+# A developer imports the modules from the sources, and the generated messages (specvla_ros.msg) from where they are
+# installed: without this line the sources would hide the messages.
+__path__ = extend_path(__path__, __name__)
 
 __version__ = "0.1.0"
 

@@ -2,6 +2,13 @@
 """Errors that a user can mend."""
 
 _SHOWN_CHARACTERS = 80
+# The extras of setup.cfg that a robot does without, and their packages as they are imported.
+_EXTRAS = {
+    "lab": ("rosbags", "mujoco", "plotly", "av", "rich", "typer"),
+    "serve": ("starlette", "uvicorn", "websockets", "msgpack"),
+    "ray": ("ray",),
+    "train": ("accelerate",),
+}
 
 
 class UserError(Exception):
@@ -12,10 +19,19 @@ class UserError(Exception):
     """
 
 
-def missing_package(error: ModuleNotFoundError, requirements: str = "requirements/runtime.txt") -> UserError:
-    """What a user does about a Python package that is not installed; `requirements` is the file that has it."""
+def missing_package(error: ModuleNotFoundError, requirements: str = "") -> UserError:
+    """What a user does about a Python package that is not installed.
+
+    Args:
+        error: the failed import.
+        requirements: the file in requirements/ that has the package; empty: by the package's name.
+    """
+    package = str(error.name).partition(".")[0]
+    extra = next((extra for extra, packages in _EXTRAS.items() if package in packages), "")
+    files = requirements or (f"requirements/{extra}.txt" if extra else "requirements/runtime.txt")
+    with_pip = f", or the extra specvla_ros[{extra}]" if extra else ""
     return UserError(
-        f"the Python package '{error.name}' is missing; install it with `pip install -r {requirements}` "
+        f"the Python package '{error.name}' is missing; install it with `pip install -r {files}`{with_pip} "
         "(on a Jetson take torch from NVIDIA's wheels); `specvla doctor` lists everything that is missing"
     )
 

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
     # Read when Triton is imported: kernels then run on the CPU. Nothing else in the tests asks for it.
     os.environ["TRITON_INTERPRET"] = "1"
 
-import specvla_ros.simulation  # noqa: F401  MuJoCo chooses its OpenGL when it is first imported, whoever does it
+import specvla_ros.lab.simulation  # noqa: F401  MuJoCo chooses its OpenGL when it is first imported, whoever does it
 
 # A busy machine makes examples slow, not wrong.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -13,7 +13,7 @@ from support.pipelines import frame, plain_tokens
 import specvla_ros
 from specvla_ros import Policy, UserError
 from specvla_ros.engine.outcome import DropReason
-from specvla_ros.policies.bundled import nano_policy
+from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.policy import NoActionError
 
 ASKED = "put carrot on plate"

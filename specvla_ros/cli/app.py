@@ -3,33 +3,18 @@
 
 import json
 import warnings
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specvla_ros import __version__
-from specvla_ros.cli import certify as cli_certify
-from specvla_ros.cli import experiments, training
-from specvla_ros.cli import fleet_draft as cli_fleet_draft
-from specvla_ros.cli import plan as cli_plan
-from specvla_ros.cli import qualify as cli_qualify
-from specvla_ros.cli import replay as cli_replay
 from specvla_ros.cli import serve as cli_serve
 from specvla_ros.cli.ending import one_line_endings
-from specvla_ros.cli.options import (
-    PolicyOptions,
-    Rerun,
-    Robot,
-    Tasks,
-    Viewer,
-    shown_in,
-    takes_policy,
-)
+from specvla_ros.cli.laboratory import add_laboratory
+from specvla_ros.cli.options import PolicyOptions, takes_policy
 from specvla_ros.errors import UserError
 from specvla_ros.settings.json_file import shown
-from specvla_ros.settings.parameter import values_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,14 +32,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(cli_replay.app)
-app.add_typer(experiments.app)
-app.add_typer(training.app)
-app.add_typer(cli_plan.app)
 app.add_typer(cli_serve.app)
-app.add_typer(cli_certify.app)
-app.add_typer(cli_qualify.app)
-app.add_typer(cli_fleet_draft.app)
+add_laboratory(app)
 
 
 def main() -> None:
@@ -190,83 +169,12 @@ def _parse_state(text: str) -> "np.ndarray":
         raise UserError(f"--state must be numbers separated by commas, got {shown(text)}") from None
 
 
-class DemoInterface(str, Enum):
-    """What moves the demo's arm."""
-
-    ACTION = "action"
-    POSE = "pose"
-
-
-@app.command()
-@takes_policy(publishes=True)
-def demo(
-    chosen: PolicyOptions,
-    out: Annotated[Path, typer.Option(help="Directory for films and report; remade each time.")] = Path("demo"),
-    robot: Robot = "table",
-    interface: Annotated[
-        DemoInterface | None,
-        typer.Option(
-            help="What moves the arm: the policy's actions as they come (action), or what driver and guard make of "
-            "them (pose). Default: action for the table's arm, pose for the others."
-        ),
-    ] = None,
-    task: Tasks = None,
-    episodes: Annotated[int, typer.Option(help="Per task.", min=1)] = 3,
-    seed: Annotated[int, typer.Option(help="Of the first episode's start.", min=0)] = 0,
-    rerun: Rerun = False,
-    viewer: Viewer = "",
-) -> None:
-    """Watch a trained policy drive a simulated arm over ROS 2 topics; type another instruction while it runs.
-
-    An arm that is commanded, as arms are that are sold, has a driver and a guard before it: Esc stops it, Ctrl-R clears
-    the stop.
-    """
-    try:
-        from specvla_ros.ros.demo.robot import DemoRobot
-        from specvla_ros.ros.demo.run import run_demo
-        from specvla_ros.simulation.arms import TABLE_ARM, choose_arm
-    except ImportError as error:
-        raise UserError(
-            f"the demo needs ROS 2 and this package's messages ({error}). A pip wheel brings neither: build from the "
-            "repository with `make build` or colcon; `specvla doctor` says what is there"
-        ) from None
-    parameters = values_of(chosen.model) | values_of(chosen.engine) | values_of(chosen.action)
-    del parameters["max_image_age_s"]  # the node's own default differs from that of recorded images
-    if chosen.model.device == "auto":
-        parameters["device"] = "cpu"  # enough for the nano policy, and a GPU may be busy
-    arm = choose_arm(robot or TABLE_ARM.name)
-    interface = interface or (DemoInterface.ACTION if arm is TABLE_ARM else DemoInterface.POSE)
-    exit_code = run_demo(
-        out,
-        chosen.checkpoint,
-        robot=DemoRobot(arm, interface.value),
-        tasks=list(task or ()),
-        episodes=episodes,
-        seed=seed,
-        parameters=parameters,
-        shown=shown_in(out, rerun, viewer),
-    )
-    raise typer.Exit(exit_code)
-
-
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False) -> None:
     """Say what is installed, and what to fix. Exit code 1 if something needed is missing."""
-    from dataclasses import asdict
+    from specvla_ros.cli.doctor import report
 
-    from specvla_ros.cli.doctor import examine
-
-    checks = examine()
-    if as_json:
-        typer.echo(json.dumps([asdict(check) for check in checks]))
-    else:
-        for check in checks:
-            colour = {"ok": typer.colors.GREEN, "missing": typer.colors.RED}.get(check.state, typer.colors.YELLOW)
-            typer.echo(f"{typer.style(f'{check.state:8}', fg=colour)}{check.name:15} {check.found}")
-            if check.fix:
-                typer.echo(f"{'':8}{'':15} -> {check.fix}")
-    if any(check.state == "missing" for check in checks):
-        raise typer.Exit(1)
+    raise typer.Exit(report(as_json=as_json))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 """What is installed, what is missing, and what to do about it."""
 
 import importlib
+import json
 import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 
 
@@ -20,21 +21,41 @@ class Check:
     fix: str = ""  # what to do; empty when there is nothing to do
 
 
-# What everything needs: policy, driver, guard and replay; and what a robot does without, by the file that has it.
-_LIBRARIES = (
-    *("numpy", "pillow", "safetensors", "tokenizers", "rosbags", "mcap", "lz4", "zstandard", "pyyaml", "typer", "rich"),
-    "ruckig",
-)
+# What policy, driver, guard and task need; and what a robot does without, by the file that has it.
+_LIBRARIES = ("numpy", "pillow", "safetensors", "tokenizers", "mcap", "lz4", "zstandard", "pyyaml", "ruckig")
 _INSTALL = "pip install -r requirements/runtime.txt; on a robot with an apt ROS 2 -r requirements/robot.txt"
 _WITHOUT = {
     "mujoco": "only the driver's joint outputs and the simulator need it: pip install -r requirements/robot-joints.txt",
     "mink": "only the driver's joint outputs need it: pip install -r requirements/robot-joints.txt",
-    "plotly": "only reports need it: pip install -r requirements/runtime.txt",
-    "av": "only the simulator's films need it: pip install -r requirements/runtime.txt",
+    "typer": "all specvla commands but doctor need it: pip install -r requirements/lab.txt",
+    "rich": "all specvla commands but doctor need it: pip install -r requirements/lab.txt",
+    "rosbags": "only replay and training from bags need it: pip install -r requirements/lab.txt",
+    "plotly": "only reports need it: pip install -r requirements/lab.txt",
+    "av": "only the simulator's films need it: pip install -r requirements/lab.txt",
     "transformers": "only NORA, VLA-0 and pi0-FAST need it: pip install -r requirements/robot-transformers.txt",
     "accelerate": "only training needs it: pip install -r requirements/train.txt",
     "torchao": "only int4 on a GPU needs it: pip install torchao (0.18 goes with torch 2.13)",
 }
+
+
+_COLOURS = {"ok": 32, "missing": 31, "note": 33}  # of terminals, by state
+
+
+def report(*, as_json: bool) -> int:
+    """Prints the findings; needs no library. The exit code is 1 if something needed is missing."""
+    checks = examine()
+    if as_json:
+        print(json.dumps([asdict(check) for check in checks]))
+    else:
+        for check in checks:
+            print(f"{_coloured(check.state)}{check.name:15} {check.found}")
+            if check.fix:
+                print(f"{'':8}{'':15} -> {check.fix}")
+    return int(any(check.state == "missing" for check in checks))
+
+
+def _coloured(state: str) -> str:
+    return f"\x1b[{_COLOURS[state]}m{state:8}\x1b[0m" if sys.stdout.isatty() else f"{state:8}"
 
 
 def examine() -> list[Check]:
@@ -156,9 +177,9 @@ def _kernels() -> list[Check]:
 
 def _opengl() -> Check:
     def backend() -> Check:
-        from specvla_ros.simulation.gl import require_gl
+        from specvla_ros.cli.laboratory import simulator_gl
 
-        return Check("OpenGL", "ok", f"offscreen with MUJOCO_GL={require_gl()}")
+        return Check("OpenGL", "ok", f"offscreen with MUJOCO_GL={simulator_gl()}")
 
     return _attempt("OpenGL", backend, "only the simulator needs it: apt-get install libosmesa6", state="note")
 
@@ -174,8 +195,8 @@ def _ros() -> list[Check]:
         return Check("RMW", "ok", implementation)
 
     def messages() -> Check:
-        importlib.import_module("specvla_msgs.msg._vla_action")  # the sources' folder is named as the package is
-        return Check("messages", "ok", "specvla_msgs: VlaAction, DecodeStats, SimEpisode, RunTask")
+        importlib.import_module("specvla_ros.msg")
+        return Check("messages", "ok", "VlaAction, DecodeStats, SimEpisode, RunTask")
 
     def tools() -> Check:
         path = shutil.which("ros2")

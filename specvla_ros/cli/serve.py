@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from specvla_ros.cli.options import PolicyOptions, takes_policy
+from specvla_ros.cli.terminal import progress
 from specvla_ros.engine.settings import MAX_STREAMS
 from specvla_ros.errors import UserError, missing_package
-from specvla_ros.evaluation.terminal import progress
 
 app = typer.Typer()
 
@@ -49,7 +49,7 @@ def serve(
 
         from specvla_ros.serving.app import ServeSettings, make_app
     except ModuleNotFoundError as error:
-        raise missing_package(error, "requirements/serve.txt") from None
+        raise missing_package(error) from None
     from specvla_ros.engine.engine import Engine
     from specvla_ros.models.checkpoint import leave_a_core, load_target
     from specvla_ros.models.target import require_actions

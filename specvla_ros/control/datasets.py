@@ -86,7 +86,7 @@ _DROID = Dataset(
 _TDROID = _rate(5, source="openvla prismatic/vla/datasets/rlds/oxe/configs.py")
 
 DATASETS: dict[str, Dataset] = {
-    "specvla_table": _metric("this package, specvla_ros/simulation", 5, Rotation.ROTATION_VECTOR),
+    "specvla_table": _metric("this package, specvla_ros/lab/simulation", 5, Rotation.ROTATION_VECTOR),
     "bridge_orig": _BRIDGE,
     "bridge_dataset": _BRIDGE,
     "bridge_oxe": _BRIDGE,

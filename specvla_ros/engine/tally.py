@@ -2,9 +2,11 @@
 """How ticks and answers were decoded, added up: the figures of Spec-VLA's tables 1 to 3."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from specvla_ros.engine.outcome import DecodeRecord
 from specvla_ros.speculation.drafters.registry import DraftWork
@@ -123,3 +125,11 @@ class DecodeTally:
             total.bins_off += each.bins_off
             total.why += each.why
         return total
+
+
+def percentiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """p50, p95, p99, mean and max; empty without values."""
+    if not len(values):
+        return {}
+    p50, p95, p99 = np.percentile(values, (50, 95, 99)).tolist()
+    return {"p50": p50, "p95": p95, "p99": p99, "mean": float(np.mean(values)), "max": float(np.max(values))}

@@ -19,8 +19,8 @@ from support.text_models import write_text_model
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
+from specvla_ros.lab.planning.limits import AcceptanceLengths, spec_vla_relaxed
 from specvla_ros.models.quantization import QUANTIZATIONS
-from specvla_ros.planning.limits import AcceptanceLengths, spec_vla_relaxed
 from specvla_ros.speculation.tree import Tree
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"

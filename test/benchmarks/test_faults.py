@@ -14,8 +14,8 @@ from fault_timing import Timing
 from faults import MODES, plan, summary
 from results_page import SAFETY, safety_page
 
-from specvla_ros.simulation.commanded_arm import COMMANDS
-from specvla_ros.simulation.motion_record import read_motion_record
+from specvla_ros.lab.simulation.commanded_arm import COMMANDS
+from specvla_ros.lab.simulation.motion_record import read_motion_record
 
 PICTURED_S = tuple((0.2 * np.arange(40)).tolist())
 TIMING = Timing("spec", PICTURED_S, tuple(time_s + 0.3 for time_s in PICTURED_S), 8.0)

@@ -23,14 +23,14 @@ from typer.testing import CliRunner
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.tally import DecodeTally
-from specvla_ros.evaluation.simulate import SimulateSettings, policy_of
-from specvla_ros.evaluation.simulate_summary import Setting, SweepRow, summarise_episodes
-from specvla_ros.evaluation.statistics import PairedComparison
+from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.evaluation.simulate import SimulateSettings, policy_of
+from specvla_ros.lab.evaluation.simulate_summary import Setting, SweepRow, summarise_episodes
+from specvla_ros.lab.evaluation.statistics import PairedComparison
+from specvla_ros.lab.simulation.rollout import EpisodeResult
+from specvla_ros.lab.simulation.tasks import TASKS
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.observation import Observation
-from specvla_ros.policies.bundled import nano_policy
-from specvla_ros.simulation.rollout import EpisodeResult
-from specvla_ros.simulation.tasks import TASKS
 from specvla_ros.speculation.accept import AcceptReason, Verification
 from specvla_ros.speculation.registry import RULES
 

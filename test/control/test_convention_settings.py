@@ -14,9 +14,9 @@ from specvla_ros.control.convention import ActionConvention, ActionFrame, Grippe
 from specvla_ros.control.convention_settings import ConventionSettings
 from specvla_ros.control.datasets import DATASETS, known_dataset
 from specvla_ros.errors import UserError
-from specvla_ros.simulation.libero import CONTROL_HZ
-from specvla_ros.simulation.osc import POSITION_SCALE_M, ROTATION_SCALE_RAD
-from specvla_ros.simulation.robot import ACTION_DT_S
+from specvla_ros.lab.simulation.libero import CONTROL_HZ
+from specvla_ros.lab.simulation.osc import POSITION_SCALE_M, ROTATION_SCALE_RAD
+from specvla_ros.lab.simulation.robot import ACTION_DT_S
 
 OWN = ConventionSettings(
     dt=0.1,

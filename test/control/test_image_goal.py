@@ -11,9 +11,9 @@ from support.pace import invented_pace
 
 from specvla_ros.control.displacement import ImageGoal
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
-from specvla_ros.simulation.osc import CONTROL_HZ, POSITION_SCALE_M, SCALE
-from specvla_ros.simulation.robot import TableRobot
-from specvla_ros.simulation.rollout import Clock, Rollout
+from specvla_ros.lab.simulation.osc import CONTROL_HZ, POSITION_SCALE_M, SCALE
+from specvla_ros.lab.simulation.robot import TableRobot
+from specvla_ros.lab.simulation.rollout import Clock, Rollout
 
 DT_S, STEP_S = 0.2, 0.05
 

@@ -17,8 +17,8 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted

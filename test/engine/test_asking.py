@@ -22,10 +22,10 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.text import TextCodec
+from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.models.families.qwen_vl.target import QwenVLTarget
 from specvla_ros.models.generation import read_end_ids
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
-from specvla_ros.models.qwen_vl.target import QwenVLTarget
 from specvla_ros.models.target import Target
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 

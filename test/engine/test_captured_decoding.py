@@ -34,8 +34,8 @@ from specvla_ros.engine.outcome import Action, Drop, Outcome
 from specvla_ros.engine.runner import Forwards
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.config import DecoderShape
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.eagle import EagleDrafter
 from specvla_ros.speculation.drafters.eagle_graphs import StaticDraft, StaticKeep
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted

@@ -25,8 +25,8 @@ from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.runner import Forwards, Vision
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.config import DecoderShape
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
 
 PLAIN = EngineSettings()
 CHUNKED = EngineSettings("pipeline", prefill_chunks=3)

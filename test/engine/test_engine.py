@@ -19,8 +19,8 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
 
 INSTRUCTION = "put carrot on plate"
 

@@ -22,12 +22,12 @@ from support.random_qwen_vl import FAST_IDS, SHAPES, add_nora, add_vla0, write_q
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action, Outcome
-from specvla_ros.evaluation.collect_answers import collect_answers
+from specvla_ros.lab.evaluation.collect_answers import collect_answers
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.text import TextCodec
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.models.pi0_fast.target import Pi0FastTarget
-from specvla_ros.models.qwen_vl.target import QwenVLTarget
+from specvla_ros.models.families.pi0_fast.target import Pi0FastTarget
+from specvla_ros.models.families.qwen_vl.target import QwenVLTarget
 from specvla_ros.models.target import Target
 from specvla_ros.speculation.drafters.earlier_answers import ANSWERS_FILE, save_answers
 from specvla_ros.speculation.settings import DraftSettings, adjusted

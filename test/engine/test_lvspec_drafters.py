@@ -25,9 +25,9 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.text import TextCodec
+from specvla_ros.models.families.qwen_vl.target import QwenVLTarget
 from specvla_ros.models.generation import GreedyRules
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.qwen_vl.target import QwenVLTarget
 from specvla_ros.models.target import PromptLayout, Target
 from specvla_ros.speculation.accept import Acceptance, AcceptanceRule, AcceptReason, Verification
 from specvla_ros.speculation.rules.lvspec import LVSpec

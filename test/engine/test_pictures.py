@@ -24,8 +24,8 @@ from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.pictures import Pictures, pictures_of
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.target import Pixels, PreparesPictures, Target
 from specvla_ros.speculation.settings import DraftSettings
 

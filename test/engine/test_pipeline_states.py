@@ -20,7 +20,7 @@ from support.pipelines import failing_tick, frame, plain_tokens, poisoned
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.settings import MODES, EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 TREE = adjusted(DraftSettings(nodes=8, top_k=2, depth=3), temporal=True)

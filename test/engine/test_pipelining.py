@@ -15,7 +15,7 @@ from specvla_ros.engine import verifier
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 SMALL_TREE = adjusted(DraftSettings(nodes=8, top_k=3, depth=3), temporal=True)

@@ -25,8 +25,8 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models import quantization
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import DecoderLayer
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.models.quantization import is_packed, quantize_layer
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 

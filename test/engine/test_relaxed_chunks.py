@@ -26,8 +26,8 @@ from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.codecs.fast_tokenizer import HALF, FastTokenizer, fit_fast_tokenizer
-from specvla_ros.models.openvla.config import read_config
-from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.models.families.openvla.config import read_config
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 HORIZON, END = 4, 40

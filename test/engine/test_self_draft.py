@@ -14,8 +14,8 @@ from support.random_checkpoint import write_random_checkpoint
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.self_draft import KEEPS
 from specvla_ros.speculation.drafters.self_drafter import SelfDrafter
 from specvla_ros.speculation.settings import DraftSettings, adjusted

@@ -22,8 +22,8 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 

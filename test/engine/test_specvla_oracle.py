@@ -20,8 +20,8 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import engine_settings_from
 from specvla_ros.models.codecs.bins import BinsCodec
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.accept import NOT_A_NUMBER, AcceptanceRule, Verification
 from specvla_ros.speculation.settings import AcceptanceSettings
 

@@ -12,8 +12,8 @@ from support.draft_heads import policy_with_random_head
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.settings import DraftSettings
 
 LIMIT_S = 1.0

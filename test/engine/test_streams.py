@@ -14,8 +14,8 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 ROBOTS = ("left", "right", "third")

@@ -10,8 +10,8 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
 from specvla_ros.speculation.accept import AcceptReason
 from specvla_ros.speculation.drafters.chains import ChainDecoder
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted

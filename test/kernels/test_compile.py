@@ -5,21 +5,25 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-
-from specvla_kernels.compile import Usage, spills_in_loop
+from compile_kernels import Usage, spills_in_loop
 
 pytest.importorskip("triton")
 
+COMPILER = Path(__file__).with_name("compile_kernels.py")
+
 
 # Not the interpreter's. What `make kernels` has compiled is found in Triton's cache, by what it was compiled from.
-COMPILING = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+COMPILING = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(COMPILER.parent), os.environ.get("PYTHONPATH", ""))))
+}
 
 
 def run(*words: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "specvla_kernels.compile", "--only", *words]
+    command = [sys.executable, str(COMPILER), "--only", *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
@@ -36,9 +40,8 @@ def test_every_kernel_of_the_smallest_policy_compiles_for_every_device() -> None
 
 FEW = """
 import triton
-from specvla_kernels import compile
-from specvla_kernels import compile as launches
-with compile._compiling_for(90) as kernels:
+import compile_kernels as launches
+with launches._compiling_for(90) as kernels:
     for n in (1, 2, 5, 16, 17, 31, 32, 33, 50, 64):
         for levels in (0, 1, 5, 7, 8, 15, 16, 31, 32, 63):
             for loose in (False, True):

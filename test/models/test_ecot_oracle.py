@@ -19,8 +19,8 @@ from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.engine.settings import MODES, EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 HERE = ORACLES / "ecot_tiny_a"

@@ -18,7 +18,7 @@ from support.random_fast import DIMS, HORIZON, write_fast_policy
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
-from specvla_ros.evaluation.replay_summary import compare
+from specvla_ros.lab.evaluation.replay_summary import compare
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.codec import CODEC_FOLDER as FOLDER
 from specvla_ros.models.codecs.fast import FastCodec

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from support.checkpoints import edit_json, write_checkpoint
 
-from specvla_ros.models.openvla.image_processor import (
+from specvla_ros.models.families.openvla.image_processor import (
     STRATEGIES,
     ImageProcessor,
     _letterbox,

@@ -19,7 +19,7 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.openvla.oft import OFTTarget
+from specvla_ros.models.families.openvla.oft import OFTTarget
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 ORACLE = ORACLES / "oft_tiny_a"

@@ -18,8 +18,8 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.openvla.target import OpenVLATarget
 
 VARIANTS = ("openvla_tiny_a", "openvla_tiny_b")
 CASES = [(variant, case) for variant in VARIANTS for case in range(8)]

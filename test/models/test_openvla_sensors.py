@@ -12,7 +12,7 @@ from support.checkpoints import copy_checkpoint, edit_json, load_openvla, with_s
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action, Outcome
-from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.speculation.settings import NO_HEAD, DraftSettings, adjusted
 
 ASKED = "put the carrot on the plate"

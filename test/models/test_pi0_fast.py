@@ -23,10 +23,10 @@ from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.models.pi0_fast.config import Normalisation, Pi0FastConfig
-from specvla_ros.models.pi0_fast.model import PaliGemma
-from specvla_ros.models.pi0_fast.pictures import padded_picture
-from specvla_ros.models.pi0_fast.target import Pi0FastTarget
+from specvla_ros.models.families.pi0_fast.config import Normalisation, Pi0FastConfig
+from specvla_ros.models.families.pi0_fast.model import PaliGemma
+from specvla_ros.models.families.pi0_fast.pictures import padded_picture
+from specvla_ros.models.families.pi0_fast.target import Pi0FastTarget
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 ORACLE = ORACLES / "pi0fast_tiny_a"

@@ -11,7 +11,7 @@ from support.checkpoints import write_checkpoint
 
 from specvla_ros import UserError
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.openvla.target import require_openvla
+from specvla_ros.models.families.openvla.target import require_openvla
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from support.random_checkpoint import write_random_checkpoint
 from tokenizers import AddedToken, Tokenizer
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.openvla.prompt import PromptTokenizer, read_prompt_tokenizer
+from specvla_ros.models.families.openvla.prompt import PromptTokenizer, read_prompt_tokenizer
 from specvla_ros.models.settings import PromptStyle
 from specvla_ros.models.tokenizer import MAX_INSTRUCTION
 

@@ -19,14 +19,14 @@ from specvla_ros.cli.app import predict
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.errors import UserError
+from specvla_ros.lab.planning.cost import OPENVLA_7B
 from specvla_ros.models import quantization
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.decoder import DecoderLayer
-from specvla_ros.models.openvla import target as load_model
-from specvla_ros.models.openvla.model import OpenVLA
-from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.models.families.openvla import target as load_model
+from specvla_ros.models.families.openvla.model import OpenVLA
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.quantization import MATRICES, QUANTIZATIONS, Int4Linear, Int8Linear, check_quantization
-from specvla_ros.planning.cost import OPENVLA_7B
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.settings.parameter import walk
 

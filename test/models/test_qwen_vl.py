@@ -21,7 +21,7 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.codecs.text import TextCodec
-from specvla_ros.models.qwen_vl.target import QwenVLTarget
+from specvla_ros.models.families.qwen_vl.target import QwenVLTarget
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 MODES = ("ar", "spec", "pipeline", "specpipe")

@@ -20,8 +20,8 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.qwen_vl.target import QwenVLTarget
-from specvla_ros.models.qwen_vl.vla0 import vla0
+from specvla_ros.models.families.qwen_vl.target import QwenVLTarget
+from specvla_ros.models.families.qwen_vl.vla0 import vla0
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 NORA, VLA0 = ORACLES / "nora_tiny_a", ORACLES / "vla0_tiny_a"

@@ -24,7 +24,7 @@ from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action, Drop, DropReason
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.fast import FastCodec
-from specvla_ros.models.qwen_vl.target import QwenVLTarget
+from specvla_ros.models.families.qwen_vl.target import QwenVLTarget
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 NORA = ORACLES / "nora_tiny_a"

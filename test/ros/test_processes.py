@@ -23,11 +23,11 @@ from support.paths import BAGS, needs
 from support.patience import PATIENCE_S, wait_until
 from support.ros import robot, stamps
 
-from specvla_ros.bags.image_message import stamp_ns
-from specvla_ros.bags.reader import open_bag
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.evaluation.replay import replay
+from specvla_ros.lab.bags.reader import open_bag
+from specvla_ros.lab.evaluation.replay import replay
+from specvla_ros.messages.image_message import stamp_ns
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.ros.qos import DIAGNOSTICS
 

@@ -47,9 +47,12 @@ def test_imports_circles_and_private_functions_are_counted(tmp_path: Path) -> No
         "files": 9,
         "files_without_init": 5,
         "lines": 18,
+        "lines_on_a_robot": 18,
+        "lines_of_benchmarks": 0,
         "rooms": 5,
         "arrows": 4,
         "climbing_arrows": ["models -> engine"],
+        "imports_into_lab": [],
         "circles_of_modules": [
             ["specvla_ros.engine.engine", "specvla_ros.engine.run", "specvla_ros.models.llama"],
         ],
@@ -65,8 +68,20 @@ def test_kernels_of_older_revisions_lie_in_their_folder_itself(tmp_path: Path) -
     assert counts("--root", write(tmp_path, files))["arrows"] == 1
 
 
+def test_the_laboratory_is_imported_by_its_entry_in_the_command_line_alone(tmp_path: Path) -> None:
+    files = {
+        "specvla_ros/lab/__init__.py": "",
+        "specvla_ros/lab/jobs/run.py": "import specvla_ros.engine.engine\n",
+        "specvla_ros/engine/engine.py": "def f():\n    from specvla_ros.lab.jobs.run import g\n",
+        "specvla_ros/cli/laboratory.py": "import specvla_ros.lab.jobs.run\n",
+    }
+    found = counts("--root", write(tmp_path, files))
+    assert found["imports_into_lab"] == ["specvla_ros.engine.engine -> specvla_ros.lab.jobs.run"]
+    assert found["climbing_arrows"] == ["engine -> lab/jobs"]
+    assert (found["lines"], found["lines_on_a_robot"]) == (4, 3)
+
+
 def test_no_import_climbs_and_none_goes_in_a_circle() -> None:
     found = counts()
-    assert found["climbing_arrows"] == []
-    assert found["circles_of_modules"] == []
-    assert found["circles_of_rooms"] == []
+    assert found["climbing_arrows"] == found["imports_into_lab"] == []
+    assert found["circles_of_modules"] == found["circles_of_rooms"] == []

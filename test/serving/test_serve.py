@@ -28,8 +28,8 @@ from websockets.sync.client import ClientConnection, connect
 from specvla_ros import Engine, EngineSettings, Observation
 from specvla_ros.engine.outcome import Action
 from specvla_ros.errors import UserError
+from specvla_ros.lab.simulation.libero import require_libero
 from specvla_ros.serving.arrays import dump, pack, unpack
-from specvla_ros.simulation.libero import require_libero
 
 INSTRUCTION = "put carrot on plate"
 TOKEN = "secret"

@@ -154,9 +154,9 @@ def test_every_parameter_of_the_policy_has_a_name_of_its_own_and_a_default_that_
 
 def test_the_reference_page_is_up_to_date() -> None:
     pytest.importorskip("rclpy")
-    from specvla_ros.cli.reference import reference
+    from parameter_reference import reference
 
     page = (ROOT / "docs" / "reference" / "parameters.md").read_text()
-    assert page == reference(), "python -m specvla_ros.cli.reference > docs/reference/parameters.md"
+    assert page == reference(), "python scripts/parameter_reference.py > docs/reference/parameters.md"
     rows = re.findall(r"^\| `([a-z_.]+)`", page, re.MULTILINE)
     assert {each.name for each in walk(PolicyParameters())} <= set(rows)

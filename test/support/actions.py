@@ -3,9 +3,9 @@
 
 import numpy as np
 
-from specvla_ros.bags.action_message import ActionMeaning
 from specvla_ros.control.convention import ActionConvention, ActionFrame, GripperSign, Reference, Rotation
 from specvla_ros.engine.outcome import Action, DecodeRecord, StageTimings
+from specvla_ros.messages.action_message import ActionMeaning
 from specvla_ros.models.observation import Observation
 
 NAMES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.openvla.target import OpenVLATarget, require_openvla
+from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
 
 
 def write_checkpoint(directory: Path, *, seed: int = 0) -> Path:

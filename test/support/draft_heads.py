@@ -9,7 +9,7 @@ from support.checkpoints import load_openvla
 from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.models.openvla.target import OpenVLATarget
+from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
 
 

@@ -6,13 +6,13 @@ import signal
 from pathlib import Path
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.hosted_engine import EngineHost
 from specvla_ros.engine.outcome import Outcome
-from specvla_ros.evaluation import replay_bags, simulate
-from specvla_ros.evaluation.replay_bags import BagJob, ReplaySettings, replay_bag
-from specvla_ros.evaluation.simulate import EpisodeJob, SimulateSettings, run_job
-from specvla_ros.simulation.rollout import EpisodeResult
-from specvla_ros.training.draft_features import ShardJob, make_shard
+from specvla_ros.lab.evaluation import replay_bags, simulate
+from specvla_ros.lab.evaluation.replay_bags import BagJob, ReplaySettings, replay_bag
+from specvla_ros.lab.evaluation.simulate import EpisodeJob, SimulateSettings, run_job
+from specvla_ros.lab.jobs.hosted_engine import EngineHost
+from specvla_ros.lab.simulation.rollout import EpisodeResult
+from specvla_ros.lab.training.draft_features import ShardJob, make_shard
 
 
 def replay_bag_dying_once(job: BagJob) -> str:

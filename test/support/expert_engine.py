@@ -11,11 +11,11 @@ from specvla_ros.control.convention import ACTION_NAMES
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DecodeRecord, Outcome, StageTimings
 from specvla_ros.engine.tally import TickWork
+from specvla_ros.lab.simulation.expert import demonstrate
+from specvla_ros.lab.simulation.robot import TableRobot
+from specvla_ros.lab.simulation.tasks import TASKS, Task
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
 from specvla_ros.models.observation import ONLY_CAMERA, Observation
-from specvla_ros.simulation.expert import demonstrate
-from specvla_ros.simulation.robot import TableRobot
-from specvla_ros.simulation.tasks import TASKS, Task
 
 STATISTICS = ActionStatistics(
     "expert",

@@ -22,8 +22,8 @@ from support.guarding import BASE, HOME, JOINTS, LIMITS
 from support.patience import wait_until
 from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
-from specvla_msgs.msg import VlaAction
 from specvla_ros.control.guard.guard import State
+from specvla_ros.msg import VlaAction
 from specvla_ros.ros.guard.node import GuardNode
 from specvla_ros.ros.qos import ACTION, COMMAND, DIAGNOSTICS
 from specvla_ros.settings.parameter import values_of

@@ -10,7 +10,7 @@ from pathlib import Path
 from support.patience import PATIENCE_S
 
 from specvla_ros.errors import UserError
-from specvla_ros.jobs.workers import Host
+from specvla_ros.lab.jobs.workers import Host
 
 
 def square(job: tuple[int, str]) -> int:

@@ -2,7 +2,7 @@
 """The seconds that ticks count for, invented."""
 
 from specvla_ros.engine.tally import TickWork
-from specvla_ros.simulation.rollout import TickTime
+from specvla_ros.lab.simulation.rollout import TickTime
 
 
 def invented_pace(image_s: float, prompt_s: float, token_s: float) -> TickTime:

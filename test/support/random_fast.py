@@ -12,7 +12,7 @@ from support.random_checkpoint import write_random_checkpoint
 from specvla_ros.models.codecs.codec import CODEC_FOLDER
 from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.codecs.fast_tokenizer import fit_fast_tokenizer
-from specvla_ros.models.openvla.config import read_config
+from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.weights import save_weights
 
 

@@ -11,7 +11,7 @@ import pytest
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.evaluation.replay_summary import ReplaySummary
+from specvla_ros.lab.evaluation.replay_summary import ReplaySummary
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 

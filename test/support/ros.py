@@ -20,8 +20,8 @@ from sensor_msgs.msg import Image
 from std_msgs.msg import String
 from support.patience import wait_until
 
-from specvla_msgs.msg import DecodeStats, Reasoning, VlaAction
-from specvla_ros.bags.image_message import stamp_ns
+from specvla_ros.messages.image_message import stamp_ns
+from specvla_ros.msg import DecodeStats, Reasoning, VlaAction
 from specvla_ros.ros.policy.node import PolicyNode
 from specvla_ros.ros.qos import ACTION, DIAGNOSTICS
 

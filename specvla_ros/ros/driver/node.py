@@ -18,7 +18,6 @@ from rclpy.time import Time
 from std_msgs.msg import Bool
 from std_srvs.srv import SetBool
 
-from specvla_msgs.msg import VlaAction
 from specvla_ros.control.bounded_motion import BoundedMotion
 from specvla_ros.control.clock_offset import ClockOffset
 from specvla_ros.control.convention import (
@@ -36,6 +35,7 @@ from specvla_ros.control.inverse_kinematics import JointSolver, UnreachableError
 from specvla_ros.control.pose import Pose
 from specvla_ros.control.pose_history import PoseHistory
 from specvla_ros.errors import UserError
+from specvla_ros.msg import VlaAction
 from specvla_ros.ros.diagnostics import DiagnosticsPublisher, make_status
 from specvla_ros.ros.driver.outputs.gripper import GripperOutput
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput

@@ -11,10 +11,10 @@ from rclpy.time import Time
 from std_msgs.msg import Header
 from tokenizers import Tokenizer
 
-from specvla_msgs.msg import DecodeStats, Reasoning, VlaAction
-from specvla_ros.bags.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
 from specvla_ros.engine.outcome import Action, Drop, DropReason
+from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
 from specvla_ros.models.tokenizer import text_of
+from specvla_ros.msg import DecodeStats, Reasoning, VlaAction
 from specvla_ros.ros.qos import ACTION
 
 _NS = 1e-9

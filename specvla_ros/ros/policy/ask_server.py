@@ -14,7 +14,7 @@ from rclpy.task import Future
 from rclpy.time import Time
 from std_msgs.msg import Header
 
-from specvla_msgs.action import Ask
+from specvla_ros.action import Ask
 from specvla_ros.engine.outcome import Question
 
 _LOOK_S = 0.05

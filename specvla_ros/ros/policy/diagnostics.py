@@ -12,8 +12,8 @@ import numpy as np
 from diagnostic_msgs.msg import DiagnosticStatus
 
 from specvla_ros.engine.outcome import DropCounter, DropReason
+from specvla_ros.engine.tally import percentiles
 from specvla_ros.errors import shortened
-from specvla_ros.evaluation.statistics import percentiles
 from specvla_ros.ros.diagnostics import make_status
 from specvla_ros.ros.policy.instruction import Instruction
 

@@ -16,9 +16,9 @@ from rclpy.qos_overriding_options import QoSOverridingOptions
 from rclpy.subscription import Subscription
 from sensor_msgs.msg import CompressedImage, Image
 
-from specvla_ros.bags.image_message import is_grey, rgb_from_compressed, rgb_from_image, stamp_ns
 from specvla_ros.engine.outcome import DropReason
 from specvla_ros.errors import UserError
+from specvla_ros.messages.image_message import is_grey, rgb_from_compressed, rgb_from_image, stamp_ns
 from specvla_ros.ros.parameters import is_given
 from specvla_ros.ros.qos import IMAGE_OVERRIDES, newest_image, offered_reliability, override_name
 

@@ -10,11 +10,11 @@ import numpy as np
 from rclpy.node import Node
 from sensor_msgs.msg import JointState
 
-from specvla_ros.bags.image_message import stamp_ns
-from specvla_ros.bags.state_message import read_state
-from specvla_ros.bags.synchronizer import Matched, Synchronizer, Unmatched
 from specvla_ros.engine.outcome import DropReason
 from specvla_ros.errors import UserError
+from specvla_ros.messages.image_message import stamp_ns
+from specvla_ros.messages.state_message import read_state
+from specvla_ros.messages.synchronizer import Matched, Synchronizer, Unmatched
 from specvla_ros.models.observation import ONLY_CAMERA
 from specvla_ros.ros.policy.image_input import Frame, ImageInput
 from specvla_ros.ros.policy.parameters import ALL_NUMBERS, RobotParameters

@@ -4,10 +4,10 @@
 import re
 from dataclasses import dataclass, replace
 
-from specvla_ros.bags.synchronizer import TOLERANCE_S
 from specvla_ros.control.convention_settings import ConventionSettings
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
+from specvla_ros.messages.synchronizer import TOLERANCE_S
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.settings.parameter import parameter, section
 

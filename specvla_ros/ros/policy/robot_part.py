@@ -15,9 +15,9 @@ from rclpy.lifecycle import LifecycleNode
 from std_msgs.msg import Bool
 from std_srvs.srv import SetBool
 
-from specvla_ros.bags.action_message import ActionMeaning
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome, Question
 from specvla_ros.errors import shortened
+from specvla_ros.messages.action_message import ActionMeaning
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.tokenizer import text_of
 from specvla_ros.ros.policy.action_publisher import ActionPublisher, Published

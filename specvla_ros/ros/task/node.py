@@ -19,9 +19,9 @@ from rclpy.signals import SignalHandlerOptions
 from rclpy.task import Future
 from std_msgs.msg import Bool, String
 
-from specvla_msgs.action import RunTask
-from specvla_msgs.msg import SimEpisode, VlaAction
+from specvla_ros.action import RunTask
 from specvla_ros.errors import UserError
+from specvla_ros.msg import SimEpisode, VlaAction
 from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION, LATCHED_STATE
 from specvla_ros.ros.spinning import run_node

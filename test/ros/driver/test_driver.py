@@ -13,11 +13,11 @@ from std_msgs.msg import Bool
 from std_srvs.srv import SetBool
 from support.driving import LIMITS, MOVE, NAMES, START, arm
 
-import specvla_ros.simulation
+import specvla_ros.lab.simulation
 from specvla_ros.control.pose import Pose
 from specvla_ros.ros.qos import LATCHED_STATE
 
-TABLE = Path(specvla_ros.simulation.__file__).parent / "assets" / "table.xml"
+TABLE = Path(specvla_ros.lab.simulation.__file__).parent / "assets" / "table.xml"
 JOINTS = [f"joint{i}" for i in range(1, 8)]
 HOME = dict(zip(JOINTS, (0.0, 0.15, 0.0, -2.2, 0.0, 2.35, 0.785), strict=True))
 GOAL = START.displaced(np.array(MOVE[:6]))

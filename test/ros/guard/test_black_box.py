@@ -155,7 +155,7 @@ def test_the_ring_keeps_its_time_and_its_size() -> None:
 
 
 def test_definitions_hold_what_they_need() -> None:
-    text = definition("specvla_msgs/msg/VlaAction")
+    text = definition("specvla_ros/msg/VlaAction")
     assert "MSG: std_msgs/Header" in text
     assert "MSG: builtin_interfaces/Time" in text
     nested = definition("trajectory_msgs/msg/JointTrajectory")

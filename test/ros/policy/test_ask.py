@@ -10,11 +10,11 @@ from rclpy.action import ActionClient
 from support.checkpoints import edit_json, write_checkpoint
 from support.ros import Robot, rgb_image, robot
 
-from specvla_msgs.action import Ask
-from specvla_ros.bags.image_message import rgb_from_image
+from specvla_ros.action import Ask
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Question
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.messages.image_message import rgb_from_image
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.tokenizer import text_of

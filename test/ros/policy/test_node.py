@@ -23,10 +23,10 @@ from support.checkpoints import write_checkpoint
 from support.patience import wait_until
 from support.ros import LATCHED, Robot, rgb_image, robot, stamps
 
-from specvla_ros.bags.image_message import rgb_from_image
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.messages.image_message import rgb_from_image
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.ros.parameters import read_parameters

@@ -10,11 +10,11 @@ from diagnostic_msgs.msg import DiagnosticStatus
 from rclpy.parameter import Parameter
 from support.ros import Robot, rgb_image, robot, stamps
 
-from specvla_msgs.msg import DecodeStats
-from specvla_ros.bags.image_message import stamp_ns
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Drop, Outcome
+from specvla_ros.messages.image_message import stamp_ns
 from specvla_ros.models.observation import Observation
+from specvla_ros.msg import DecodeStats
 
 INSTRUCTION = "put carrot on plate"
 

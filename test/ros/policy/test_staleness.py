@@ -20,12 +20,12 @@ from sensor_msgs.msg import Image
 from support.patience import PATIENCE_S, wait_until
 from support.ros import rgb_image, robot
 
-from specvla_msgs.msg import VlaAction
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.engine.scheduler import Batch
 from specvla_ros.engine.verifier import Commit
-from specvla_ros.ros.demo.processes import LifecycleClient
+from specvla_ros.lab.ros.demo.processes import LifecycleClient
+from specvla_ros.msg import VlaAction
 from specvla_ros.ros.policy.action_publisher import ActionPublisher, Published
 from specvla_ros.ros.qos import ACTION, CLOCK
 

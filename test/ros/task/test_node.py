@@ -25,8 +25,8 @@ from std_srvs.srv import SetBool
 from support.patience import PATIENCE_S, wait_until
 from support.ros import ANY_MACHINE, rgb_image
 
-from specvla_msgs.action import RunTask
-from specvla_msgs.msg import SimEpisode, VlaAction
+from specvla_ros.action import RunTask
+from specvla_ros.msg import SimEpisode, VlaAction
 from specvla_ros.ros.policy.node import PolicyNode
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION, LATCHED_STATE
 from specvla_ros.ros.task.node import TaskNode

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The laboratory's entry in the command line, the one module outside of it that imports it.
+
+Its commands import their libraries when they run, and say which extra brings what is missing.
+"""
+
+from importlib import import_module
+from pathlib import Path
+
+import typer
+
+_COMMANDS = ("demo", "replay", "experiments", "training", "plan", "certify", "qualify", "fleet_draft")
+
+
+def add_laboratory(app: typer.Typer) -> None:
+    """Adds the laboratory's commands."""
+    for name in _COMMANDS:
+        app.add_typer(import_module(f"specvla_ros.lab.cli.{name}").app)
+
+
+def find_policy(given: Path | None) -> tuple[Path, Path | None]:
+    """The checkpoint that a user means: see `specvla_ros.lab.bundled.policies.find_policy`."""
+    from specvla_ros.lab.bundled import policies
+
+    return policies.find_policy(given)
+
+
+def bundled_names() -> tuple[str, ...]:
+    """Names of the policies that come with the package."""
+    from specvla_ros.lab.bundled import policies
+
+    return policies.bundled_names()
+
+
+def simulator_gl() -> str:
+    """How the simulator draws, as MUJOCO_GL names it.
+
+    Raises:
+        UserError: it cannot.
+    """
+    from specvla_ros.lab.simulation.gl import require_gl
+
+    return require_gl()

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The laboratory: evaluation, simulation, training and planning. Nothing that runs on a robot imports it."""

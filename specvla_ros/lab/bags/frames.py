@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frames of a bag: which topics are read, and each image with its instruction and its recorded action."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.reader import Bag, BagMessage, Topic
+from specvla_ros.messages.image_message import stamp_ns
+from specvla_ros.messages.state_message import JOINT_STATE
+from specvla_ros.messages.synchronizer import TOLERANCE_S, Matched, Synchronizer, Unmatched
+
+RAW_IMAGE = "sensor_msgs/msg/Image"
+COMPRESSED_IMAGE = "sensor_msgs/msg/CompressedImage"
+TEXT = "std_msgs/msg/String"
+NUMBERS = ("std_msgs/msg/Float32MultiArray", "std_msgs/msg/Float64MultiArray")
+
+STATE = "state"
+
+_COMPRESSED_SUFFIX = "/compressed"
+_DEFAULT_IMAGES = ("/camera/image_raw", "/camera/image_raw" + _COMPRESSED_SUFFIX)
+_DEFAULT_INSTRUCTION = "/instruction"
+_DEFAULT_ACTION = "/ground_truth/action"
+
+
+@dataclass(frozen=True)
+class TopicChoice:
+    """What the user says about a bag's topics; None: the default is looked for."""
+
+    image_topic: str | None = None  # default: /camera/image_raw, raw or compressed, or the only image topic
+    instruction_topic: str | None = None  # default: /instruction
+    instruction: str | None = None  # in place of a topic
+    # recorded actions to compare with; default: /ground_truth/action, where the bag has it
+    action_topic: str | None = None
+    cameras: Mapping[str, str] = field(default_factory=dict)  # topics of further cameras, by the policy's names
+    state_topic: str | None = None  # of the robot's state, for a policy that reads it
+    sync_tolerance_s: float = TOLERANCE_S  # of their stamps, against the first camera's
+
+
+@dataclass(frozen=True)
+class Sensors:
+    """What is read of bags beside the first camera's images.
+
+    Args:
+        cameras: image topics of further cameras, by the policy's names for them, in its order.
+        state_topic: JointState; empty: no state.
+        state_names: the state's numbers in the policy's order; empty: the message's own.
+        instruction: in place of the bags' own; empty: theirs.
+    """
+
+    cameras: Mapping[str, str] = field(default_factory=dict)
+    state_topic: str = ""
+    state_names: tuple[str, ...] = ()
+    instruction: str = ""
+
+    @property
+    def topics(self) -> TopicChoice:
+        """Of a bag."""
+        instruction, state_topic = self.instruction or None, self.state_topic or None
+        return TopicChoice(instruction=instruction, cameras=self.cameras, state_topic=state_topic)
+
+
+CAMERA_ALONE = Sensors()
+
+
+@dataclass(frozen=True)
+class ReplayTopics:
+    """What a replay reads."""
+
+    image: Topic  # the camera
+    instruction: Topic | None  # None: the user gave the instruction
+    action: Topic | None  # the recorded action to compare with; None: none
+    note: str = ""  # what the user should know of the choice; empty: nothing
+    cameras: Mapping[str, Topic] = field(default_factory=dict)  # further ones
+    state: Topic | None = None
+    sync_tolerance_s: float = TOLERANCE_S
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        topics = (self.image, self.instruction, self.action, *self.sensors.values())
+        return tuple(topic.name for topic in topics if topic is not None)
+
+    @property
+    def sensors(self) -> dict[str, Topic]:
+        """What is put together with each image: further cameras by name, and the state."""
+        return {**self.cameras, **({STATE: self.state} if self.state is not None else {})}
+
+
+def choose_topics(bag: Bag, choice: TopicChoice) -> ReplayTopics:
+    """Takes the topics named, and finds the others."""
+    image = _named_image(bag, choice.image_topic) if choice.image_topic else _find_image(bag)
+    cameras = {name: _named_image(bag, topic) for name, topic in choice.cameras.items()}
+    state = _typed(bag, choice.state_topic, (JOINT_STATE,)) if choice.state_topic else None
+    if choice.instruction is not None:
+        instruction = None
+    elif choice.instruction_topic:
+        instruction = _typed(bag, choice.instruction_topic, (TEXT,))
+    else:
+        instruction = _find_instruction(bag)
+    if choice.action_topic:
+        action: Topic | None = _typed(bag, choice.action_topic, NUMBERS)
+    else:
+        action = next(
+            (topic for topic in bag.topics if topic.name == _DEFAULT_ACTION and topic.msgtype in NUMBERS), None
+        )
+    note = ""
+    if choice.image_topic and image.name != choice.image_topic:
+        note = f"bag {bag.path} holds {choice.image_topic} only compressed: {image.name} is read"
+    return ReplayTopics(image, instruction, action, note, cameras, state, choice.sync_tolerance_s)
+
+
+@dataclass(frozen=True)
+class BagFrame:
+    """One image of a bag."""
+
+    index: int  # counts the images, from 0
+    image: BagMessage
+    instruction: str  # in force when the image was recorded; empty: none yet
+    epoch: int  # 0 before the first instruction, bumped on each new one, as in the node
+    recorded: tuple[float, ...] | None = None  # the first recorded action from this image on and before the next one
+    # of the other cameras and the state, by name; the nearest by their stamps
+    others: Mapping[str, BagMessage] = field(default_factory=dict)
+    missing: str = ""  # why there is nothing to answer: what of the others did not come; empty: all is there
+
+
+def bag_frames(bag: Bag, topics: ReplayTopics, instruction: str | None = None) -> Iterator[BagFrame]:
+    """The frames in bag time, each as soon as its recorded action is known; `instruction` replaces a topic's."""
+    text, epoch = instruction or "", int(bool(instruction))
+    index = 0
+    newest: BagFrame | None = None
+    together = Synchronizer(topics.image.name, [*topics.sensors], topics.sync_tolerance_s)
+    sensors = {topic.name: name for name, topic in topics.sensors.items()}
+    for message in _in_causal_order(bag, topics):
+        if message.topic == topics.image.name:
+            if newest is not None:
+                yield _ended(newest, together.give_up())
+            newest = BagFrame(index, message, text, epoch)
+            stamp = _stamp_ns(message) if sensors else 0  # which costs reading the whole message
+            newest = _ended(newest, together.add(message.topic, stamp, message))
+            index += 1
+        elif message.topic in sensors:
+            ended = together.add(sensors[message.topic], _stamp_ns(message), message)
+            newest = _ended(newest, ended) if newest is not None else None
+        elif topics.instruction is not None and message.topic == topics.instruction.name:
+            received = str(message.message().data)
+            if received != text or not epoch:
+                text, epoch = received, epoch + 1
+        elif newest is not None and newest.recorded is None:
+            newest = replace(newest, recorded=tuple(float(value) for value in message.message().data))
+    if newest is not None:
+        yield _ended(newest, together.give_up())
+
+
+def _ended(frame: BagFrame, ended: list[Matched | Unmatched]) -> BagFrame:
+    """The frame with what came of its image, if that is known."""
+    for each in ended:
+        changes: Any = {"others": each.others} if isinstance(each, Matched) else {"missing": each.why}
+        frame = replace(frame, **changes)
+    return frame
+
+
+def _stamp_ns(message: BagMessage) -> int:
+    """A message's own stamp; the bag's time for one without."""
+    try:
+        return stamp_ns(message.message().header)
+    except UserError:
+        return message.time_ns
+
+
+def _in_causal_order(bag: Bag, topics: ReplayTopics) -> Iterator[BagMessage]:
+    """In bag time; at equal times the instruction, what the other sensors saw, the image, the action that answers it.
+
+    The first camera's image last: it takes the nearest of the others that there are, and these are the nearest.
+    """
+    names = (topics.instruction, *topics.sensors.values(), topics.image, topics.action)
+    rank = {topic.name: order for order, topic in enumerate(names) if topic is not None}
+    for _, simultaneous in groupby(bag.messages(topics.names), key=lambda message: message.time_ns):
+        yield from sorted(simultaneous, key=lambda message: rank[message.topic])
+
+
+def _typed(bag: Bag, name: str, types: tuple[str, ...]) -> Topic:
+    topic = bag.topic(name)
+    if topic.msgtype not in types:
+        raise UserError(f"bag {bag.path}: topic {name} is of type {topic.msgtype}, but {' or '.join(types)} is needed")
+    return topic
+
+
+def _named_image(bag: Bag, name: str) -> Topic:
+    """The topic of that name; where the bag lacks it, its compressed form as image_transport names it."""
+    compressed = name + _COMPRESSED_SUFFIX
+    held = {topic.name: topic.msgtype for topic in bag.topics}
+    if name not in held and held.get(compressed) == COMPRESSED_IMAGE:
+        name = compressed
+    return _typed(bag, name, (RAW_IMAGE, COMPRESSED_IMAGE))
+
+
+def _find_image(bag: Bag) -> Topic:
+    images = [topic for topic in bag.topics if topic.msgtype in (RAW_IMAGE, COMPRESSED_IMAGE)]
+    candidates = {topic.name: topic for topic in images if not topic.name.lower().endswith("/compresseddepth")}
+    for name in _DEFAULT_IMAGES:
+        if name in candidates:
+            return candidates[name]
+    if len(candidates) == 1:
+        return next(iter(candidates.values()))
+    if candidates:
+        raise UserError(f"bag {bag.path} has several cameras; pick one with --image-topic: {', '.join(candidates)}")
+    held = ", ".join(f"{topic.name} ({topic.msgtype})" for topic in bag.topics)
+    raise UserError(f"bag {bag.path} has no images ({RAW_IMAGE} or {COMPRESSED_IMAGE}); it holds: {held}")
+
+
+def _find_instruction(bag: Bag) -> Topic:
+    candidates = {topic.name: topic for topic in bag.topics if topic.msgtype == TEXT}
+    if _DEFAULT_INSTRUCTION in candidates:
+        return candidates[_DEFAULT_INSTRUCTION]
+    hint = f", or pick a topic with --instruction-topic: {', '.join(candidates)}" if candidates else ""
+    raise UserError(
+        f"bag {bag.path} has no instruction on {_DEFAULT_INSTRUCTION}; say what the robot was to do with "
+        f"--instruction 'TEXT'{hint}"
+    )

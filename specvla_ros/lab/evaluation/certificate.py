@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specvla certify`: what a setting changes of a policy's answers to recorded pictures, in a file that can be checked.
+
+Every picture is answered by plain decoding and as the setting says, with as many frames in flight as its mode has.
+Strict settings must give the same tokens, bit for bit; for relaxed ones the file says how far the actions are apart.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import specvla_kernels
+import specvla_ros
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.kv_cache import new_cache
+from specvla_ros.engine.outcome import Action, DropReason, Outcome
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.frames import Sensors, choose_topics
+from specvla_ros.lab.bags.reader import open_bag
+from specvla_ros.lab.evaluation.calibration import deviation
+from specvla_ros.lab.evaluation.frame_sources import bag_source
+from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, file_hashes, head
+from specvla_ros.lab.evaluation.report.certificate import write_certificate_page
+from specvla_ros.models.generation import NO_RULES
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import Target
+from specvla_ros.settings.json_file import load_json
+from specvla_ros.settings.parameter import values_of, with_values
+from specvla_ros.settings.replace_file import replace_file
+from specvla_ros.speculation.settings import AcceptanceSettings
+
+VERSION = 2
+# Between the two largest logits of a place, below which two orders of the same sum may choose differently.
+_TIES = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 0.0625, torch.float16: 0.0078125}
+_SHOWN = 20  # differences that are listed one by one
+_ROUNDED = ("near_ties", "closest", "margin", "ties")
+_WHAT = ("strict", "instruction", "settings", "policy_files", "draft_files", "bags", "result")
+
+
+@dataclass
+class Finding:
+    """What was found in one bag, or in all.
+
+    Attributes:
+        frames: pictures with an instruction.
+        actions: of them that both answered.
+        tokens: of those answers.
+        lost: frames that plain decoding answered and the setting did not, by reason.
+        unanswered: frames that plain decoding has no action for, by reason; the setting must have none either.
+        gained: of these that the setting acted on.
+        differing: frames whose tokens differ.
+        ties: of these whose first different token is one of two that are as good; see `tie`.
+        near_ties: tokens of plain decoding whose two largest logits are closer than `tie`.
+        closest: the smallest distance between the two largest logits of any token; None: not looked at.
+        digest: SHA-256 of all tokens of plain decoding.
+    """
+
+    frames: int = 0
+    actions: int = 0
+    tokens: int = 0
+    lost: dict[str, int] = field(default_factory=dict)
+    unanswered: dict[str, int] = field(default_factory=dict)
+    gained: int = 0
+    differing: int = 0
+    ties: int = 0
+    near_ties: int = 0
+    closest: float | None = None
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The content of the file.
+
+    Args:
+        content: as JSON.
+    """
+
+    content: Mapping[str, Any]
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Why the setting is not equivalent, in sentences; empty: it is, or is a relaxed one, which need not be."""
+        result = self.content["result"]
+        failures = []
+        if not result["actions"]:
+            failures.append("not one picture was answered with an action")
+        if result["lost"] or result["gained"]:
+            failures.append(f"{sum(result['lost'].values()) + result['gained']} pictures were answered by one alone")
+        if self.content["strict"] and result["differing"] > result["ties"]:
+            different = result["differing"] - result["ties"]
+            failures.append(f"{different} of {result['actions']} strict answers are others than plain decoding's")
+        return tuple(failures)
+
+    def write(self, path: Path) -> None:
+        """Writes the file, as a whole, and beside it a page of the same name that shows it."""
+        replace_file(path, json.dumps(self.content, indent=1) + "\n")
+        write_certificate_page(path.with_suffix(".html"), self.content, self.failures)
+
+
+def read_certificate(path: Path) -> Certificate:
+    """Reads a file that `Certificate.write` wrote.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        content = load_json(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    if not isinstance(content, dict) or content.get("certificate") != VERSION or not {*_WHAT} <= content.keys():
+        raise UserError(f"{path} is no certificate of this version ({VERSION})")
+    return Certificate(content)
+
+
+def settings_of(certificate: Certificate) -> EngineSettings:
+    """The setting that a certificate is about.
+
+    Raises:
+        UserError: it names settings that are not known.
+    """
+    return with_values(EngineSettings(), dict(certificate.content["settings"]))
+
+
+def count_pictures(bags: Sequence[Path], sensors: Sensors) -> int:
+    """How many there are in bags.
+
+    Raises:
+        UserError: one cannot be read.
+    """
+    count = 0
+    for path in bags:
+        with open_bag(path) as bag:
+            count += choose_topics(bag, sensors.topics).image.count
+    return count
+
+
+def certify(
+    policy: Target,
+    settings: EngineSettings,
+    bags: Sequence[Path],
+    sensors: Sensors,
+    on_frame: Callable[[int], None] = lambda done: None,
+) -> Certificate:
+    """Compares a setting with plain decoding.
+
+    Args:
+        policy: the policy.
+        settings: the setting.
+        bags: whose pictures are answered, one bag after the other.
+        sensors: what is read of them beside the first camera's images.
+        on_frame: called with the number of pictures that both have answered.
+
+    Raises:
+        UserError: a bag cannot be read, or the settings do not fit the policy.
+    """
+    if len({bag.name for bag in bags}) < len(bags):
+        raise UserError("the bags must have different names: a certificate says by their names which they were")
+    total, of_bags, values = Finding(), {}, _Values()
+    digest = hashlib.sha256()
+    tie = _TIES[policy.decoder.dtype]
+    margins = _margins if policy.causal_prompt and policy.generation == NO_RULES and policy.head is None else None
+    for bag in bags:
+        found, of_bag = Finding(closest=None), hashlib.sha256()
+        for observation, plain, own in _answered(policy, settings, bag_source(policy, [bag], 0, sensors)):
+            _compare(found, values, policy, observation, (plain, own), tie, margins, bag.name)
+            if isinstance(plain, Action):
+                for each in (of_bag, digest):
+                    each.update(np.asarray((*plain.text_tokens, *plain.tokens), np.int64).tobytes())
+            on_frame(total.frames + found.frames)
+        found.digest = of_bag.hexdigest()
+        files = file_hashes(sorted(path for path in bag.iterdir() if path.is_file()))
+        of_bags[bag.name] = {"files": files} | asdict(found)
+        _add(total, found)
+    total.digest = digest.hexdigest()
+    strict = settings.acceptance.rule == "strict" or not settings.drafts
+    defaults = values_of(EngineSettings())
+    content = {
+        "certificate": VERSION,
+        **head(),
+        "code": _code_hash(),
+        "policy": policy.describe() | {"checkpoint": policy.directory.name},
+        "strict": strict,
+        "instruction": sensors.instruction,
+        "settings": {name: value for name, value in values_of(settings).items() if value != defaults[name]},
+        **checkpoint_hashes(policy.directory, settings),
+        "tie": tie,
+        "ties_looked_at": margins is not None,
+        "bags": of_bags,
+        "result": asdict(total) | {"deviation": values.deviation(), "differences": values.differences},
+    }
+    return Certificate(json.loads(json.dumps(content)))
+
+
+def differences(given: Certificate, again: Certificate) -> tuple[str, ...]:
+    """What another run found otherwise, in sentences; empty: nothing.
+
+    Args:
+        given: the certificate.
+        again: of the same setting, made anew.
+    """
+    names = {
+        "strict": "the rule of acceptance",
+        "instruction": "the instruction",
+        "settings": "the settings",
+        "policy_files": "the policy's files",
+        "draft_files": "the draft head's files",
+        "bags": "the bags or what was found in them",
+        "result": "the result",
+    }
+    found = (what for what in _WHAT if _exact(given.content[what]) != _exact(again.content[what]))
+    return tuple(f"{names[what]}: other than in the certificate" for what in found)
+
+
+def _exact(value: Any) -> Any:
+    """Without what another machine's sums may change in the last places: how close the logits are."""
+    if isinstance(value, dict):
+        return {name: _exact(each) for name, each in value.items() if name not in _ROUNDED}
+    return [_exact(each) for each in value] if isinstance(value, list) else value
+
+
+@dataclass
+class _Values:
+    """Actions in the robot's units, side by side, and the first differences."""
+
+    plain: list[np.ndarray] = field(default_factory=list)
+    own: list[np.ndarray] = field(default_factory=list)
+    differences: list[dict[str, Any]] = field(default_factory=list)
+
+    def deviation(self) -> dict[str, float] | None:
+        """Millimetres, degrees, gripper; None: the policy's actions have no such units."""
+        if not self.plain:
+            return None
+        try:
+            return asdict(deviation(self.plain, self.own))
+        except UserError:
+            return None
+
+
+_Margins = Callable[[Target, Observation, Sequence[int]], np.ndarray]
+
+
+def _compare(
+    found: Finding,
+    values: _Values,
+    policy: Target,
+    observation: Observation,
+    outcomes: tuple[Outcome, Outcome],
+    tie: float,
+    margins: _Margins | None,
+    bag: str,
+) -> None:
+    plain, own = outcomes
+    found.frames += 1
+    if not isinstance(plain, Action):
+        _count(found.unanswered, plain.reason)
+        found.gained += isinstance(own, Action)
+        return
+    if not isinstance(own, Action):
+        _count(found.lost, own.reason)
+        return
+    found.actions += 1
+    tokens, others = ((*each.text_tokens, *each.tokens) for each in (plain, own))
+    found.tokens += len(tokens)
+    values.plain.append(plain.values)
+    values.own.append(own.values)
+    distances = margins(policy, observation, tokens) if margins is not None and tokens else np.empty(0)
+    if len(distances):
+        found.near_ties += int((distances < tie).sum())
+        found.closest = min(float(distances.min()), np.inf if found.closest is None else found.closest)
+    if tokens == others and np.array_equal(plain.actions, own.actions):
+        return
+    found.differing += 1
+    place = next((i for i, (one, other) in enumerate(zip(tokens, others, strict=False)) if one != other), len(tokens))
+    margin = float(distances[place]) if place < len(distances) else None
+    found.ties += margin is not None and margin < tie
+    if len(values.differences) < _SHOWN:
+        seen = {"bag": bag, "frame": observation.stamp_ns, "place": place, "margin": margin}
+        values.differences.append(seen)
+
+
+def _answered(
+    policy: Target, settings: EngineSettings, frames: Iterator[Observation]
+) -> Iterator[tuple[Observation, Outcome, Outcome]]:
+    """Each frame with the answer of plain decoding, and of the setting; a frame is begun when there is room."""
+    settings = replace(settings, max_image_age_s=0.0, in_order=True)
+    plain = Engine(policy, replace(settings, mode="ar", acceptance=AcceptanceSettings()))
+    own = Engine(policy, settings)
+    expected: dict[int, tuple[Observation, Outcome]] = {}
+    epoch, instruction = 0, ""
+
+    def pairs(outcomes: Sequence[Outcome]) -> Iterator[tuple[Observation, Outcome, Outcome]]:
+        for outcome in outcomes:
+            yield *expected.pop(outcome.observation.stamp_ns), outcome
+
+    for number, frame in enumerate(frames, start=1):
+        epoch += frame.instruction != instruction
+        instruction = frame.instruction
+        observation = replace(frame, stamp_ns=number, epoch=epoch)
+        expected[number] = observation, plain.act(observation)
+        while not own.has_room:
+            yield from pairs(own.tick())
+        yield from pairs(own.submit(observation))
+        yield from pairs(own.tick())
+    while own.busy:
+        yield from pairs(own.tick())
+
+
+@torch.inference_mode()
+def _margins(policy: Target, observation: Observation, tokens: Sequence[int]) -> np.ndarray:
+    """Between the two largest logits of each place of an answer, float [tokens]: one forward over prompt and answer."""
+    decoder, layout = policy.decoder, policy.prompt_layout(observation)
+    answer = torch.tensor(tokens, device=decoder.device)
+    prompt = policy.prompt_embeddings(observation, layout.ids)
+    inputs = torch.cat((prompt, decoder.embed_tokens(answer[:-1]).to(prompt.dtype)))
+    positions = None
+    if layout.positions is not None:
+        behind = layout.positions_behind(layout.rows, len(tokens) - 1)
+        assert behind is not None
+        positions = np.concatenate((layout.positions, behind + np.arange(len(tokens) - 1)), axis=1)
+    cache = new_cache(decoder, slots=1, slot_rows=len(inputs))
+    segment = Segment(0, 0, inputs, wanted=len(tokens), positions=positions)
+    largest = packed_forward(decoder, [segment], cache).logits.topk(2, dim=1).values
+    margins: np.ndarray = (largest[:, 0] - largest[:, 1]).double().cpu().numpy()
+    return margins
+
+
+def _count(counts: dict[str, int], reason: DropReason) -> None:
+    counts[reason.value] = counts.get(reason.value, 0) + 1
+
+
+def _add(total: Finding, found: Finding) -> None:
+    for name in ("frames", "actions", "tokens", "gained", "differing", "ties", "near_ties"):
+        setattr(total, name, getattr(total, name) + getattr(found, name))
+    for counts, more in ((total.lost, found.lost), (total.unanswered, found.unanswered)):
+        for reason, number in more.items():
+            counts[reason] = counts.get(reason, 0) + number
+    known = [each for each in (total.closest, found.closest) if each is not None]
+    total.closest = min(known) if known else None
+
+
+def _code_hash() -> str:
+    """SHA-256 of the sources of this package and its kernels."""
+    digest = hashlib.sha256()
+    for package in (specvla_ros, specvla_kernels):
+        root = Path(str(package.__file__)).parent
+        for path in sorted(root.rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frames to decode: from bags, or from what the policy itself does in simulation."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, count
+from pathlib import Path
+
+import numpy as np
+
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.frames import CAMERA_ALONE, STATE, BagFrame, Sensors, bag_frames, choose_topics
+from specvla_ros.lab.bags.reader import open_bag
+from specvla_ros.lab.evaluation.replay import check_senses
+from specvla_ros.lab.evaluation.simulate import TABLE, make_robot, tasks_of
+from specvla_ros.lab.simulation.rollout import Clock, Rollout, tick_time
+from specvla_ros.lab.simulation.tasks import FRAME_FIRST_SEED
+from specvla_ros.messages.image_message import rgb_from_message
+from specvla_ros.messages.state_message import read_state
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import Target
+from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, adjusted
+
+_log = logging.getLogger(__name__)
+
+SIMULATION = "sim"
+_LONG_ANSWER = 16  # tokens, from which drafts pay even on a CPU
+
+
+def find_bags(directories: Sequence[Path]) -> tuple[Path, ...]:
+    """Every bag that is one of these directories or lies directly in one, sorted."""
+    bags: list[Path] = []
+    for directory in directories:
+        if not directory.is_dir():
+            raise UserError(f"--data {directory} does not exist; `specvla collect --out {directory}` records some")
+        children = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
+        bags += [path for path in (directory, *children) if (path / "metadata.yaml").exists()]
+    if not bags:
+        raise UserError(
+            f"no bags in {', '.join(map(str, directories))}; `specvla collect --out {directories[0]}` records some"
+        )
+    return tuple(bags)
+
+
+def frame_source(
+    policy: Target,
+    data: Sequence[Path] | None,
+    seed: int,
+    sensors: Sensors = CAMERA_ALONE,
+    *,
+    world: str = TABLE,
+    tasks: Sequence[str] = (),
+    engine: EngineSettings | None = None,
+) -> Iterator[Observation]:
+    """Frames to ask a policy about; without one it is refused.
+
+    Args:
+        policy: whose cameras and state are wanted.
+        data: bags, or directories of bags; None: what the policy does in simulation.
+        seed: of the bags' order, or behind how many starts the simulation's first is.
+        sensors: what is read of bags beside the first camera's images.
+        world, tasks, engine: of the simulation, see `simulation_source`.
+
+    Raises:
+        UserError: there is none, or the sensors are not the policy's.
+    """
+    if data is None:
+        if sensors != CAMERA_ALONE:
+            raise UserError("--camera, --state-topic and --state-names are of bags; with --data sim leave them out")
+        source = simulation_source(policy, FRAME_FIRST_SEED + seed, world=world, tasks=tasks, engine=engine)
+    else:
+        check_senses(policy, sensors.cameras, sensors.state_topic)
+        source = bag_source(policy, find_bags(data), seed, sensors)
+    first = next(source, None)
+    if first is None:
+        raise UserError("the data hold no image with an instruction: nothing to ask the target about")
+    return chain([first], source)
+
+
+def bag_source(policy: Target, bags: Sequence[Path], seed: int, sensors: Sensors) -> Iterator[Observation]:
+    """The frames of bags as `frames_in` gives them, bags in random order."""
+    return frames_in(policy, shuffled(bags, seed), sensors)
+
+
+def shuffled(bags: Sequence[Path], seed: int) -> list[Path]:
+    """Bags in the order in which `bag_source` reads them."""
+    return [bags[i] for i in np.random.default_rng(seed).permutation(len(bags))]
+
+
+def frames_in(policy: Target, bags: Sequence[Path], sensors: Sensors) -> Iterator[Observation]:
+    """Every image of every bag with the instruction in force and what else the policy looks at, bag after bag.
+
+    An image whose other sensors did not come in time is left out, and counted in a warning.
+    """
+    lead, *others = policy.cameras
+    for path in bags:
+        missing: list[str] = []
+        with open_bag(path) as bag:
+            topics = choose_topics(bag, sensors.topics)
+            for frame in bag_frames(bag, topics, sensors.instruction):
+                if frame.missing:
+                    missing.append(frame.missing)
+                elif frame.instruction:
+                    seen = {lead: frame.image} | {name: frame.others[name] for name in others}
+                    images = {name: rgb_from_message(message.message()) for name, message in seen.items()}
+                    yield Observation(images, frame.instruction, frame.index + 1, state=_state(policy, frame, sensors))
+            bag.warn_of_damage()
+        if missing:
+            _log.warning("bag %s: %d images are left out, the first as %s", path, len(missing), missing[0])
+
+
+def count_frames(path: Path, sensors: Sensors) -> int:
+    """How many frames `frames_in` gives of a bag; no image is decoded for it."""
+    with open_bag(path) as bag:
+        found = bag_frames(bag, choose_topics(bag, sensors.topics), sensors.instruction)
+        return sum(1 for frame in found if frame.instruction and not frame.missing)
+
+
+def _state(policy: Target, frame: BagFrame, sensors: Sensors) -> np.ndarray | None:
+    if not policy.state_dims:
+        return None
+    return read_state(frame.others[STATE].message(), sensors.state_names, policy.state_dims)
+
+
+def simulation_source(
+    policy: Target,
+    first_seed: int,
+    *,
+    world: str = TABLE,
+    tasks: Sequence[str] = (),
+    engine: EngineSettings | None = None,
+) -> Iterator[Observation]:
+    """What the policy sees while the policy drives a simulated arm by its own choices, task after task, without end.
+
+    Args:
+        first_seed: of the first episode's start; the others follow.
+        world: `table`, or the name of a LIBERO suite.
+        tasks: names of the tasks; none: all of the world.
+        engine: settings of which prompt and text lengths are taken.
+    """
+    names = tasks_of(world, tasks)
+    seen: list[Observation] = []
+    rollout = Rollout(
+        Engine(policy, lossless(policy, engine or EngineSettings())),
+        make_robot(world),
+        Clock.LOCKSTEP,
+        tick_time(None),
+        on_look=seen.append,
+    )
+    for episode in count():
+        rollout.run(names[episode % len(names)], first_seed + episode)
+        yield from seen
+        seen.clear()
+
+
+def lossless(policy: Target, engine: EngineSettings) -> EngineSettings:
+    """Settings of plain decoding; of long answers what gives the same tokens sooner, without any training."""
+    codec = policy.codec.with_text(engine.max_reasoning_tokens)
+    if codec.max_tokens <= _LONG_ANSWER:
+        return replace(engine, mode="ar")
+    chunks = codec.horizon > 1
+    drafts = adjusted(DraftSettings(nodes=48, head=NO_HEAD), chunk_shift=chunks, temporal=not chunks)
+    return replace(engine, mode="spec", draft=drafts, acceptance=AcceptanceSettings())

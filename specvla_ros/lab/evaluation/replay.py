@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specvla replay`: a recording in; actions, figures, a report and a bag of the actions out."""
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from specvla_ros.cli.terminal import deferred_interruption, progress_bar
+from specvla_ros.control.convention import ActionConvention
+from specvla_ros.control.convention_settings import ConventionSettings
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.outcome import Action, DecodeRecord, DropReason, StageTimings
+from specvla_ros.errors import UserError, missing_package
+from specvla_ros.lab.bags.frames import STATE, BagFrame, ReplayTopics, TopicChoice, bag_frames, choose_topics
+from specvla_ros.lab.bags.reader import Bag, open_bag
+from specvla_ros.lab.bags.recorder import BagRecorder
+from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, file_hashes, head
+from specvla_ros.lab.evaluation.replay_summary import (
+    FrameRecord,
+    ReplayColumns,
+    ReplaySummary,
+    Thresholds,
+    compare,
+    summarise,
+)
+from specvla_ros.lab.evaluation.report.replay import Pictures, write_replay_report
+from specvla_ros.lab.evaluation.rerun_recording import RerunRecording, RerunSettings
+from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, write_line
+from specvla_ros.lab.jobs.hosted_engine import HostedEngine
+from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
+from specvla_ros.messages.image_message import rgb_from_message, stamp_ns
+from specvla_ros.messages.state_message import read_state
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import PolicyFacts
+
+FRAMES_FILE, BAG_DIRECTORY = "frames.jsonl", "actions_bag"
+INTERRUPTED = "interrupted"  # how `incomplete` of a summary begins that a signal ended
+_NS = 1e-9
+_DEFAULT_TOPICS = TopicChoice()
+_KNOWN_DATASET = ConventionSettings()
+_BASE_FRAME = "base_link"  # a bag does not name it
+_HINT = "; the frames so far are kept, and the same command goes on"
+
+
+class ReplayRun:
+    """Answers the frames of a bag, from the first one, and writes what comes of it.
+
+    frames.jsonl is what a replay is resumed from: its frames are not decoded again, and the bag of actions is recorded
+    anew from them. The engine decodes the newest of them once more before the first frame that is missing, so that it
+    knows the last stamp and the last action.
+
+    Args:
+        engine: warm, and used by nobody else meanwhile.
+        directory: of the results; begun.
+        start_ns: bag time that counts as 0 s.
+        meaning: of the actions' numbers.
+        state_names: of the state's numbers, in the policy's order; empty: the message's.
+        shown: where Rerun shows it; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | HostedEngine,
+        directory: RunDirectory,
+        *,
+        frames_in_bag: int,
+        start_ns: int,
+        meaning: ActionMeaning,
+        state_names: Sequence[str],
+        shown: RerunSettings | None,
+    ) -> None:
+        self._engine = engine
+        self._directory = directory
+        self._columns = ReplayColumns(engine.target.codec.names, start_ns)
+        self._pictures = Pictures(frames_in_bag, start_ns)
+        self._kept = directory.resume_lines(FRAMES_FILE, lambda line: FrameRecord(**line))
+        self._newest: list[Observation] = []  # of the kept frames: that of the newest action, and the newest of all
+        bag = directory.path / BAG_DIRECTORY
+        shutil.rmtree(bag, ignore_errors=True)
+        described = {key: str(value) for key, value in engine.target.describe().items()}
+        self._recorder = BagRecorder(bag, described, meaning)
+        self._lines = directory.append_to(FRAMES_FILE)
+        self._meaning, self._state_names = meaning, state_names
+        self._shown = RerunRecording(shown) if shown is not None else None
+
+    def play(self, frame: BagFrame) -> bool:
+        """Answers one frame and writes the result at once; returns whether it was missing."""
+        received_ns = time.monotonic_ns()
+        observed = _observe(frame, received_ns, self._engine.target, self._state_names)
+        if frame.index < len(self._kept):
+            self._restore(self._kept[frame.index], frame, observed)
+            return False
+        for observation in self._newest:
+            self._engine.act(observation)
+        self._newest.clear()
+        action, record = None, observed
+        if isinstance(observed, Observation):
+            outcome = self._engine.act(observed)
+            if isinstance(outcome, Action):
+                action, record = outcome, self._answered(frame, outcome, received_ns)
+            else:
+                record = _dropped(frame, received_ns, outcome.reason, outcome.detail, observed.stamp_ns)
+        assert isinstance(record, FrameRecord)
+        write_line(self._lines, record.as_json())
+        self._add(record, observed, action)
+        return True
+
+    def finish(self, *, thresholds: Thresholds, incomplete: str, context: Mapping[str, Any]) -> ReplaySummary:
+        """Writes the end of the bag, the report and, when all else is there, the summary."""
+        with closing(self._recorder):
+            self._lines.close()
+        if self._shown is not None and (lost := self._shown.close()):
+            tell(lost)
+        in_bag = self._pictures.frames
+        summary = summarise(
+            self._columns, frames_in_bag=in_bag, thresholds=thresholds, incomplete=incomplete, context=context
+        )
+        try:
+            write_replay_report(self._directory.path / REPORT_FILE, summary, self._columns, self._pictures)
+        except ModuleNotFoundError as error:  # a robot has no Plotly
+            tell(f"there is no {REPORT_FILE}: {missing_package(error)}")
+        self._directory.write_json(SUMMARY_FILE, summary.as_json())
+        return summary
+
+    def _answered(self, frame: BagFrame, action: Action, received_ns: int) -> FrameRecord:
+        record = action.record
+        return FrameRecord.from_frame(
+            frame,
+            stamp_ns=action.observation.stamp_ns,
+            total_s=(action.finished_ns - received_ns) * _NS,
+            seq=len(self._columns.frame),
+            publish_s=(time.monotonic_ns() - action.finished_ns) * _NS,
+            tokens=list(action.tokens),
+            values=action.values.tolist(),
+            timings=asdict(action.timings),
+            decode={**asdict(record), "forwards": record.forwards, "tau": record.tau},
+            **compare(self._engine.target.codec, action, frame.recorded),
+        )
+
+    def _restore(self, record: FrameRecord, frame: BagFrame, observed: Observation | FrameRecord) -> None:
+        """Takes a frame from the results of the replay that is resumed."""
+        if (record.frame, record.time_ns) != (frame.index, frame.image.time_ns):
+            raise UserError(
+                f"line {frame.index + 1} of {self._directory.path / FRAMES_FILE} is not of frame {frame.index} of the "
+                "bag; remove that directory"
+            )
+        action = None
+        if isinstance(observed, Observation):
+            action = _action(record, observed, self._columns.names)
+            if action is not None:
+                self._newest = [observed]
+            elif record.drop is None or record.drop["reason"] != DropReason.OUT_OF_ORDER.value:
+                self._newest = [*self._newest[:1], observed]
+        self._add(record, observed, action)
+
+    def _add(self, record: FrameRecord, observed: Observation | FrameRecord, action: Action | None) -> None:
+        self._columns.add(record)
+        image = next(iter(observed.cameras.values())) if isinstance(observed, Observation) else None
+        self._pictures.add(record, image)
+        if self._shown is not None and isinstance(observed, Observation) and image is not None:
+            self._shown.add_image(observed.stamp_ns, image)
+        if action is None or record.seq is None or record.publish_s is None:
+            return
+        drop_counts = self._columns.drops.by_name()
+        latency_s = record.total_s + record.publish_s
+        self._recorder.record(
+            action,
+            seq=record.seq,
+            time_ns=record.time_ns,
+            publish_s=record.publish_s,
+            latency_s=latency_s,
+            drop_counts=drop_counts,
+        )
+        if self._shown is not None:
+            fields = vla_action_fields(
+                action, self._meaning, seq=record.seq, publish_s=record.publish_s, latency_s=latency_s
+            )
+            self._shown.add_action(action.observation.stamp_ns, SimpleNamespace(**fields))
+            stats = decode_stats_fields(action, seq=record.seq, drop_counts=drop_counts)
+            self._shown.add_stats(action.observation.stamp_ns, SimpleNamespace(**stats))
+
+
+def _observe(
+    frame: BagFrame, received_ns: int, policy: PolicyFacts, state_names: Sequence[str]
+) -> Observation | FrameRecord:
+    """What the node does with images and state, without ROS: the checks before the engine, in the same order."""
+    lead, *others = policy.cameras
+    try:
+        message = frame.image.message()
+        images = {lead: rgb_from_message(message)}
+        images |= {name: rgb_from_message(frame.others[name].message()) for name in others if not frame.missing}
+    except UserError as error:
+        return _dropped(frame, received_ns, DropReason.BAD_IMAGE, str(error))
+    try:
+        stamp = stamp_ns(message.header)
+    except UserError as error:
+        return _dropped(frame, received_ns, DropReason.BAD_STAMP, str(error))
+    if frame.missing:
+        return _dropped(frame, received_ns, DropReason.INCOMPLETE, frame.missing, stamp)
+    state = None
+    if policy.state_dims:
+        try:
+            state = read_state(frame.others[STATE].message(), state_names, policy.state_dims)
+        except UserError as error:
+            return _dropped(frame, received_ns, DropReason.INCOMPLETE, f"the state was refused: {error}", stamp)
+    if not frame.epoch:
+        return _dropped(frame, received_ns, DropReason.NO_INSTRUCTION, "recorded before any instruction", stamp)
+    return Observation(
+        images=images,
+        state=state,
+        instruction=frame.instruction,
+        stamp_ns=stamp,
+        frame_id=message.header.frame_id,
+        epoch=frame.epoch,
+        received_ns=received_ns,
+    )
+
+
+def _dropped(
+    frame: BagFrame, received_ns: int, reason: DropReason, detail: str, stamp: int | None = None
+) -> FrameRecord:
+    total_s = (time.monotonic_ns() - received_ns) * _NS
+    return FrameRecord.from_frame(
+        frame, stamp_ns=stamp, total_s=total_s, drop={"reason": reason.value, "detail": detail}
+    )
+
+
+def _action(record: FrameRecord, observation: Observation, names: tuple[str, ...]) -> Action | None:
+    """The action that a line of frames.jsonl is of; None: that frame was dropped."""
+    if record.values is None or record.tokens is None or record.timings is None or record.decode is None:
+        return None
+    decode: dict[str, Any] = {each.name: record.decode[each.name] for each in fields(DecodeRecord)}
+    decode = {name: tuple(value) if isinstance(value, list) else value for name, value in decode.items()}
+    return Action(
+        observation=observation,
+        names=names,
+        actions=np.array(record.values)[None],
+        tokens=tuple(record.tokens),
+        timings=StageTimings(**record.timings),
+        record=DecodeRecord(**decode),
+        finished_ns=observation.received_ns,
+    )
+
+
+def replay(
+    engine: Engine | HostedEngine,
+    bag_path: str | Path,
+    out_dir: str | Path,
+    *,
+    topics: TopicChoice = _DEFAULT_TOPICS,
+    state_names: Sequence[str] = (),
+    action: ConventionSettings = _KNOWN_DATASET,
+    thresholds: Thresholds | None = None,
+    shown: RerunSettings | None = None,
+    progress: bool = True,
+) -> ReplaySummary:
+    """Decodes an action for every image of a bag and writes frames.jsonl, summary.json, report.html and actions_bag/.
+
+    Each frame is written at once. When the bag turns out to be cut off, when Ctrl-C ends the replay, or when something
+    fails, summary and report are still written, and `failures` of the summary says what is missing. Called again with
+    the same settings it decodes the frames that are missing.
+
+    Args:
+        engine: warm, and used by nobody else meanwhile, unless it is shared; without a staleness limit, as a recorded
+            image has no age.
+        bag_path: the bag's directory or file.
+        out_dir: directory of the results; made if missing, refused if it holds a whole replay or other results.
+        topics: which of the bag's to read.
+        state_names: of the state's numbers, in the policy's order; empty: the message's.
+        action: how the actions are meant, where the dataset is not known.
+        shown: where Rerun shows it, from the first frame on; None: nowhere.
+    """
+    directory = _open_output(out_dir)
+    policy = engine.target
+    check_senses(policy, topics.cameras, topics.state_topic)
+    with open_bag(bag_path) as bag:
+        chosen = choose_topics(bag, topics)
+        if chosen.note:
+            tell(chosen.note)
+        instruction = topics.instruction
+        convention = action.convention(policy.unnorm_key, policy.codec.dt_s)
+        meaning = ActionMeaning(convention, policy.unnorm_key, _BASE_FRAME)
+        if instruction is not None:
+            engine.check_instruction(instruction)
+        engine.reset()
+        context = _context(bag, chosen, engine, instruction=instruction, convention=convention)
+        content = {name: value for name, value in context["bag"].items() if name != "path"}  # it may have been moved
+        deciding = {"bag": content, "settings": context["settings"], "policy": context["policy"]}
+        directory.begin(deciding | checkpoint_hashes(policy.directory, engine.settings))
+        ending: dict[str, Any] = dict(thresholds=thresholds or Thresholds(), context=context)
+        if shown is not None and shown.out:
+            context["recording"] = Path(shown.out).name
+        run = ReplayRun(
+            engine,
+            directory,
+            frames_in_bag=chosen.image.count,
+            start_ns=bag.start_ns,
+            meaning=meaning,
+            state_names=state_names,
+            shown=shown,
+        )
+        try:
+            incomplete = _play_all(run, bag, chosen, instruction, progress=progress)
+        except BaseException as error:
+            # What was replayed is worth keeping; if it cannot even be written, the first error says why.
+            with suppress(OSError):
+                run.finish(incomplete=f"{type(error).__name__}: {error}", **ending)
+            if isinstance(error, OSError):
+                raise UserError(f"replaying {bag.path} to {directory.path} failed: {error}{_HINT}") from error
+            raise
+        with directory.reporting_errors(_HINT):
+            return run.finish(incomplete=incomplete, **ending)
+
+
+def check_senses(policy: PolicyFacts, cameras: Mapping[str, str], state_topic: str | None) -> None:
+    """Whether the topics are those that the policy looks at.
+
+    Args:
+        policy: the policy.
+        cameras: topics of further cameras, by the policy's names.
+        state_topic: of the robot's state; empty or None: none.
+
+    Raises:
+        UserError: a camera's or the state's topic is missing, or is of none that the policy has.
+    """
+    lead, *others = policy.cameras
+    missing = [name for name in others if name not in cameras]
+    if missing:
+        raise UserError(
+            f"{policy.directory} looks at the cameras {', '.join(policy.cameras)}: beside the image topic, which is of "
+            f"'{lead}', say where '{missing[0]}' is: --camera {missing[0]}=TOPIC"
+        )
+    unknown = [name for name in cameras if name not in others]
+    if unknown:
+        raise UserError(f"{policy.directory} has no further camera '{unknown[0]}'; leave --camera {unknown[0]}=… out")
+    if bool(policy.state_dims) != bool(state_topic):
+        raise UserError(
+            f"{policy.directory} reads the robot's state: say where it is: --state-topic TOPIC"
+            if policy.state_dims
+            else f"{policy.directory} reads no state; leave --state-topic out"
+        )
+
+
+def tell(text: str) -> None:
+    """Says something beside the results, on stderr."""
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def check_replay(bag_path: str | Path, out_dir: str | Path, topics: TopicChoice = _DEFAULT_TOPICS) -> None:
+    """Checks what can be checked before a policy is loaded, which may take minutes."""
+    _open_output(out_dir)
+    with open_bag(bag_path) as bag:
+        choose_topics(bag, topics)
+
+
+def _play_all(run: ReplayRun, bag: Bag, topics: ReplayTopics, instruction: str | None, *, progress: bool) -> str:
+    """Replays frame by frame; returns why not all of them, empty when all."""
+    total = topics.image.count
+    played = 0
+    with deferred_interruption() as interrupted, progress_bar(shown=progress) as bar:
+        task = bar.add_task("replaying", total=total)
+        try:
+            for frame in bag_frames(bag, topics, instruction):
+                missing = run.play(frame)
+                played += 1
+                bar.advance(task)
+                if interrupted() and missing:
+                    return f"{INTERRUPTED} after {played} of {total} frames"
+        except UserError as error:
+            return f"stopped after {played} of {total} frames: {error}"
+    return bag.damage
+
+
+def _open_output(out_dir: str | Path) -> RunDirectory:
+    directory = RunDirectory(out_dir, "replay")
+    directory.check()
+    summary = directory.read_json(SUMMARY_FILE)
+    if summary is not None and not summary.get("incomplete"):
+        raise UserError(
+            f"{directory.path} holds the result of an earlier replay; give another directory with --out, or remove "
+            "that one"
+        )
+    return directory
+
+
+def _context(
+    bag: Bag,
+    topics: ReplayTopics,
+    engine: Engine | HostedEngine,
+    *,
+    instruction: str | None,
+    convention: ActionConvention,
+) -> dict[str, Any]:
+    return {
+        "bag": {
+            "path": str(bag.path),
+            "sha256": file_hashes(bag.files),
+            "duration_s": (bag.end_ns - bag.start_ns) * _NS,
+            "image_topic": topics.image.name,
+            "instruction_topic": topics.instruction.name if topics.instruction else None,
+            "action_topic": topics.action.name if topics.action else None,
+            **{f"{name}_topic": topic.name for name, topic in topics.sensors.items()},
+        },
+        "settings": {**asdict(engine.settings), "instruction": instruction, "action": asdict(convention)},
+        "policy": engine.target.describe(),
+        **head(),
+    }

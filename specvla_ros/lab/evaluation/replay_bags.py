@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specvla replay` of many bags: each replayed once, one report, one set of limits over all of their frames."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from specvla_ros.control.convention_settings import ConventionSettings
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.errors import UserError, missing_package
+from specvla_ros.lab.bags.frames import TopicChoice
+from specvla_ros.lab.bags.reader import BAG_SUFFIXES, open_bag
+from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, file_hashes, head
+from specvla_ros.lab.evaluation.replay import FRAMES_FILE, INTERRUPTED, check_senses, replay, tell
+from specvla_ros.lab.evaluation.replay_summary import (
+    BagRow,
+    BagsSummary,
+    FrameRecord,
+    ReplayColumns,
+    Thresholds,
+    summarise,
+)
+from specvla_ros.lab.evaluation.report.replay_bags import write_bags_report
+from specvla_ros.lab.evaluation.rerun_recording import RerunSettings
+from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SETTINGS_FILE, SUMMARY_FILE, RunDirectory, read_lines
+from specvla_ros.lab.jobs.hosted_engine import EngineHost, HostedEngine
+from specvla_ros.lab.jobs.run import run_jobs
+from specvla_ros.lab.jobs.workers import Host, share
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.settings import ModelSettings
+from specvla_ros.models.target import Target, require_actions
+
+_COMMAND = "replay"
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """What decides the actions: the same settings give the same for the same bag."""
+
+    policy: Path  # checkpoint directory
+    model: ModelSettings = field(default_factory=ModelSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    action: ConventionSettings = field(default_factory=ConventionSettings)
+    topics: TopicChoice = field(default_factory=TopicChoice)
+    state_names: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "policy": str(self.policy.resolve())}
+
+
+@dataclass(frozen=True)
+class BagJob:
+    """One bag to replay."""
+
+    settings: ReplaySettings
+    bag: Path
+    out: Path  # directory of its results
+    rerun: str = ""  # the recording for Rerun to write; empty: none
+
+
+def find_bags(given: Sequence[Path]) -> tuple[dict[str, Path], tuple[str, ...]]:
+    """The bags that a user means, by name and sorted, and what lies beside them in a folder of bags.
+
+    Args:
+        given: bags (a directory with an .mcap or .db3 file or a metadata.yaml, or such a file), or folders of bags.
+
+    Raises:
+        UserError: one does not exist, there are no bags, or two have the same name.
+    """
+    bags: list[Path] = []
+    left_out: list[str] = []
+    for path in (each.expanduser() for each in given):
+        if not path.exists():
+            raise UserError(f"bag {path} does not exist; give bags, or folders of bags")
+        if not is_folder_of_bags(path):
+            bags.append(path)
+            continue
+        for child in sorted(each for each in path.iterdir() if not each.name.startswith(".")):
+            held = _looks_like_a_bag(child) if child.is_dir() else child.suffix in BAG_SUFFIXES
+            if held:
+                bags.append(child)
+            else:
+                left_out.append(str(child))
+    by_name = {_name(path): path for path in sorted(bags, key=_name)}
+    counts = Counter(_name(path) for path in {each.resolve() for each in bags})
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        raise UserError(
+            f"two bags are called {twice[0]}, and results lie in a folder of the bag's name: replay them one after the "
+            "other, each with its own --out"
+        )
+    return by_name, tuple(left_out)
+
+
+def is_folder_of_bags(path: Path) -> bool:
+    """Whether a directory is no bag itself and holds some."""
+    path = path.expanduser()
+    return path.is_dir() and not _looks_like_a_bag(path) and any(map(_looks_like_a_bag, path.iterdir()))
+
+
+def _looks_like_a_bag(path: Path) -> bool:
+    if not path.is_dir() or path.name.startswith("."):
+        return False
+    return (path / "metadata.yaml").exists() or any(each.suffix in BAG_SUFFIXES for each in path.iterdir())
+
+
+def _name(bag: Path) -> str:
+    bag = bag.resolve()
+    return bag.stem if bag.suffix in BAG_SUFFIXES else bag.name
+
+
+def replay_bags(
+    settings: ReplaySettings,
+    bags: Mapping[str, Path],
+    out_dir: str | Path,
+    *,
+    left_out: Sequence[str] = (),
+    thresholds: Thresholds | None = None,
+    rerun: str = "",
+    workers: int = 0,
+    ray: str = "",
+    per_engine: int = 0,
+    on_bag: Callable[[str, int, int], None] = lambda name, done, wanted: None,
+) -> BagsSummary:
+    """Replays bags, each into a folder of its name, and writes summary.json and report.html of all.
+
+    Called again with the same settings it replays what is missing: bags that are not there yet or were cut short. A bag
+    that cannot be read, or whose worker dies again and again, is a row that fails the replay; the others go on.
+
+    Args:
+        settings: how to replay; see `replay`.
+        bags: by the name of their folder.
+        out_dir: directory of the results.
+        left_out: what was found beside the bags, for the summary.
+        thresholds: limits over the frames of all bags together.
+        rerun: name of the file for Rerun in each bag's folder; empty: none.
+        workers: as of `run_jobs`; each replays one bag after the other.
+        ray: as of `run_jobs`.
+        per_engine: workers whose frames one engine packs into its forwards; 0: each has its own.
+        on_bag: called with the name of a bag that has ended, how many have, and how many there are.
+
+    Raises:
+        UserError: the policy, or what it is asked with, is wrong for all bags.
+    """
+    directory = RunDirectory(out_dir, _COMMAND)
+    hashes = checkpoint_hashes(settings.policy, settings.engine)
+    resumed = directory.begin(settings.as_json() | hashes)
+    jobs: list[BagJob] = []
+    why: dict[str, str] = {}
+    for name, bag in bags.items():
+        out = directory.path / name
+        try:
+            if not _is_replayed(bag, out, hashes):
+                jobs.append(BagJob(settings, bag, out, str(out / rerun) if rerun else ""))
+                why[name] = "not replayed: the run ended before"
+        except UserError as error:
+            why[name] = str(error)
+    gpu = settings.model.device != "cpu"
+    shared = share(partial(host_engine, settings), per_engine)
+    results = run_jobs(
+        replay_bag,
+        jobs,
+        workers=workers,
+        ray=ray,
+        gpu=gpu,
+        shared=shared,
+        name=_job_name,
+        lost=lambda _, why: why,
+    )
+    done = len(bags) - len(jobs)
+    try:
+        for job, reason in results:
+            why[job.out.name] = reason
+            done += 1
+            on_bag(job.out.name, done, len(bags))
+            if reason.startswith(INTERRUPTED):
+                break
+    except BaseException:
+        with suppress(OSError):  # the first error says why
+            if resumed or any((directory.path / name).exists() for name in bags):
+                _summarise(settings, directory, bags, why, left_out, thresholds or Thresholds())
+            else:  # what is wrong for every bag leaves nothing behind
+                (directory.path / SETTINGS_FILE).unlink()
+                directory.path.rmdir()
+        raise
+    with directory.reporting_errors("; the bags so far are kept, and the same command goes on"):
+        return _summarise(settings, directory, bags, why, left_out, thresholds or Thresholds())
+
+
+def replay_bag(job: BagJob, host: Host | None = None) -> str:
+    """Replays one bag; returns why not as a whole, empty when it was. The engine is kept for the next one.
+
+    Args:
+        job: the bag.
+        host: an `EngineHost` that several workers share; None: the engine is this process's own.
+    """
+    settings = job.settings
+    engine = _engine(settings, host)
+    try:
+        summary = replay(
+            engine,
+            job.bag,
+            job.out,
+            topics=settings.topics,
+            state_names=settings.state_names,
+            action=settings.action,
+            shown=RerunSettings(job.rerun) if job.rerun else None,
+            progress=False,
+        )
+    except UserError as error:
+        return str(error)
+    return summary.incomplete
+
+
+def host_engine(settings: ReplaySettings, workers: int) -> EngineHost:
+    """The engine that several workers share."""
+    return EngineHost(_load(settings.policy, settings.model), settings.engine, workers)
+
+
+def _engine(settings: ReplaySettings, host: Host | None) -> Engine | HostedEngine:
+    """With all checked that does not depend on the bag: what is wrong for all of them is said once."""
+    topics = settings.topics
+    engine = _engine_of(settings.policy, settings.model, settings.engine, topics.instruction, host)
+    policy = engine.target
+    check_senses(policy, topics.cameras, topics.state_topic)
+    settings.action.convention(policy.unnorm_key, policy.codec.dt_s)
+    return engine
+
+
+@lru_cache(maxsize=1)
+def _engine_of(
+    directory: Path, model: ModelSettings, settings: EngineSettings, instruction: str | None, host: Host | None
+) -> Engine | HostedEngine:
+    """That of a process."""
+    engine = HostedEngine(host) if host is not None else Engine(_load(directory, model), settings)
+    if instruction is not None:
+        engine.check_instruction(instruction)
+    if isinstance(engine, Engine):
+        engine.warm_up()
+    return engine
+
+
+def _load(directory: Path, model: ModelSettings) -> Target:
+    return require_actions(load_target(directory, **vars(model)))
+
+
+def _job_name(job: BagJob) -> str:
+    return job.out.name
+
+
+def _is_replayed(bag: Path, out: Path, hashes: Mapping[str, Any]) -> bool:
+    """Whether a folder holds the whole replay of this bag.
+
+    Raises:
+        UserError: the bag cannot be read, or the folder holds something else.
+    """
+    with open_bag(bag) as opened:
+        files = file_hashes(opened.files)
+    directory = RunDirectory(out, _COMMAND)
+    directory.check()
+    summary = directory.read_json(SUMMARY_FILE)
+    if summary is None or summary.get("incomplete"):
+        return False
+    found = directory.read_json(SETTINGS_FILE)
+    if found.get("bag", {}).get("sha256") != files or any(found.get(name) != hashes[name] for name in hashes):
+        raise UserError(f"{out} holds the replay of another bag or policy; remove it, or give another --out")
+    return True
+
+
+def _summarise(
+    settings: ReplaySettings,
+    directory: RunDirectory,
+    bags: Mapping[str, Path],
+    why: Mapping[str, str],
+    left_out: Sequence[str],
+    thresholds: Thresholds,
+) -> BagsSummary:
+    """Summary and report, from what lies in the folders of the bags."""
+    rows: list[BagRow] = []
+    together: ReplayColumns | None = None
+    context: dict[str, Any] = {"settings": settings.as_json(), "policy": {"checkpoint": str(settings.policy)}, **head()}
+    in_bags = 0
+    for name, bag in bags.items():
+        found = RunDirectory(directory.path / name, _COMMAND).read_json(SUMMARY_FILE)
+        if found is None:
+            rows.append(BagRow(name, str(bag), why.get(name, "")))
+            continue
+        names = tuple(found["names"])
+        together = together or ReplayColumns(names, 0)
+        columns = ReplayColumns(names, 0)
+        for record in read_lines(directory.path / name / FRAMES_FILE, lambda line: FrameRecord(**line)):
+            columns.add(record)
+            together.add(record)
+        in_bags += found["frames_in_bag"]
+        of_bag = {key: found[key] for key in ("bag", "policy", "hardware")}
+        context["policy"] = found["policy"]
+        incomplete = why.get(name) or found["incomplete"]
+        alone = summarise(
+            columns,
+            frames_in_bag=found["frames_in_bag"],
+            thresholds=Thresholds(),
+            incomplete=incomplete,
+            context=of_bag,
+        )
+        rows.append(BagRow(name, str(bag), incomplete, alone))
+    columns = together or ReplayColumns((), 0)
+    total = summarise(columns, frames_in_bag=in_bags, thresholds=thresholds, incomplete="", context=context)
+    summary = BagsSummary(tuple(rows), total, tuple(left_out))
+    try:
+        write_bags_report(directory.path / REPORT_FILE, summary)
+    except ModuleNotFoundError as error:  # a robot has no Plotly
+        tell(f"there is no {REPORT_FILE}: {missing_package(error)}")
+    directory.write_json(SUMMARY_FILE, summary.as_json())
+    return summary

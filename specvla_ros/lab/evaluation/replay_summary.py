@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a replay found: each frame's result, the figures over all of them, and which limits they break."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from specvla_ros.engine.outcome import Action, DropCounter, DropReason
+from specvla_ros.engine.tally import percentiles
+from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.frames import BagFrame
+from specvla_ros.models.codecs.bins import BinsCodec
+from specvla_ros.models.codecs.codec import Codec
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Limits; None: not checked."""
+
+    max_p95_latency_s: float | None = None  # of the image in this process to its action
+    max_drop_fraction: float | None = None  # frames without an action, of all frames, 0 to 1
+    # mean over frames and dimensions of the distance to the recorded action, in bins: a dimension has 255 of them,
+    # so that metres, radians and gripper weigh the same
+    max_bin_distance: float | None = None
+    min_action_rate_hz: float | None = None  # actions per second of decoding
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            limit = getattr(self, each.name)
+            if limit is not None and not (math.isfinite(limit) and limit >= 0):
+                raise UserError(f"the limit {each.name} must be a number from 0 on, got {limit}")
+        if self.max_drop_fraction is not None and self.max_drop_fraction > 1:
+            raise UserError(f"the limit max_drop_fraction is a fraction from 0 to 1, got {self.max_drop_fraction}")
+
+
+@dataclass(frozen=True)
+class FrameRecord:
+    """How one frame ended: a line of frames.jsonl, in the units of VlaAction.msg and DecodeStats.msg."""
+
+    frame: int  # index of the image in the bag
+    time_ns: int  # bag time of the image
+    stamp_ns: int | None  # the image's stamp; None: it has none that is valid
+    seq: int | None  # the action's number; None: no action
+    epoch: int
+    instruction: str  # in force when the image was recorded
+    total_s: float  # seconds from the image's bytes in this process to the outcome
+    recorded: list[float | None] | None  # the recorded action, None for a value that is not finite; None: there is none
+    drop: dict[str, str] | None  # reason and detail; None: not dropped
+    publish_s: float | None = None  # seconds from the last token to the record
+    tokens: list[int] | None = None
+    values: list[float] | None = None
+    timings: dict[str, float] | None = None
+    decode: dict[str, Any] | None = None
+    # decoded minus recorded action, in the action's units; None: no recorded action to compare with
+    error: list[float] | None = None
+    # between the decoded tokens and those of the recorded action, in bins; None as for `error`
+    bin_distance: list[int] | None = None
+
+    @staticmethod
+    def from_frame(frame: BagFrame, *, stamp_ns: int | None, total_s: float, **ending: Any) -> "FrameRecord":
+        """The record of a frame of a bag with the fields that its ending fills."""
+        recorded: list[float | None] | None = None
+        if frame.recorded is not None:  # JSON has no NaN
+            recorded = [value if math.isfinite(value) else None for value in frame.recorded]
+        known = {"seq": None, "drop": None} | ending
+        return FrameRecord(
+            frame=frame.index,
+            time_ns=frame.image.time_ns,
+            stamp_ns=stamp_ns,
+            epoch=frame.epoch,
+            instruction=frame.instruction,
+            total_s=total_s,
+            recorded=recorded,
+            **known,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The line, without what only actions have where there is none."""
+        required = {each.name for each in fields(self) if each.default is MISSING}
+        return {name: value for name, value in vars(self).items() if value is not None or name in required}
+
+
+def compare(codec: Codec, action: Action, recorded: tuple[float, ...] | None) -> dict[str, Any]:
+    """An action beside the recorded one: error and, of a policy that writes bins, bin_distance of its FrameRecord.
+
+    Empty where the recorded one is missing, not finite or of another length. Of a chunk the first action counts.
+    """
+    if recorded is None or len(recorded) != len(codec.names) or not all(map(math.isfinite, recorded)):
+        return {}
+    wanted = np.asarray(recorded, dtype=np.float64)
+    error = {"error": (action.values - wanted).tolist()}
+    if not isinstance(codec, BinsCodec):
+        return error
+    distance = np.abs(np.asarray(codec.encode(wanted[None])) - np.asarray(action.tokens))
+    return error | {"bin_distance": distance.tolist()}
+
+
+STAGES = ("wait", "vision", "prefill", "decode")
+LATENCY_INTERVAL = (
+    "from the image message's bytes in this process to its action: image decoding (in wait), vision, prefill, decode; "
+    "no transport, no publication. The warm-up is not in it."
+)
+RATE_INTERVAL = "actions per second of decoding, frame after frame, without reading the bag or writing results"
+
+
+@dataclass
+class ReplayColumns:
+    """The numbers of every frame, column by column, as summary and report need them."""
+
+    names: tuple[str, ...]
+    start_ns: int  # bag time that counts as 0 s
+    total_s: list[float] = field(default_factory=list)  # seconds spent on each frame, dropped ones included
+    drops: DropCounter = field(default_factory=DropCounter)
+    examples: dict[DropReason, str] = field(default_factory=dict)  # the first detail of each reason
+    dropped: list[tuple[int, DropReason]] = field(default_factory=list)  # frame index and reason of each dropped frame
+    # index of each action's frame. The columns below have one row per action, too
+    frame: list[int] = field(default_factory=list)
+    time_s: list[float] = field(default_factory=list)  # bag time of the image
+    latency_s: list[tuple[float, ...]] = field(default_factory=list)  # total, then one per stage
+    values: list[list[float]] = field(default_factory=list)  # the action
+    # the recorded action; NaN where there is none to compare
+    recorded: list[Sequence[float | None]] = field(default_factory=list)
+    bins: list[Sequence[float]] = field(default_factory=list)  # distance to it in bins; NaN where there is none
+
+    def add(self, record: FrameRecord) -> None:
+        self.total_s.append(record.total_s)
+        if record.drop is not None:
+            reason = DropReason(record.drop["reason"])
+            self.drops.add(reason)
+            self.examples.setdefault(reason, record.drop["detail"])
+            self.dropped.append((record.frame, reason))
+        if record.values is None or record.timings is None:
+            return
+        nothing = [math.nan] * len(self.names)
+        self.frame.append(record.frame)
+        self.time_s.append((record.time_ns - self.start_ns) * 1e-9)
+        self.latency_s.append((record.total_s, *(record.timings[f"{stage}_s"] for stage in STAGES)))
+        self.values.append(record.values)
+        self.recorded.append(nothing if record.error is None or record.recorded is None else record.recorded)
+        self.bins.append(nothing if record.bin_distance is None else record.bin_distance)
+
+    @property
+    def frames(self) -> int:
+        return len(self.total_s)
+
+    @property
+    def compared(self) -> np.ndarray:
+        """Whether there was a recorded action to compare with: bool [actions]."""
+        recorded = np.array(self.recorded, dtype=np.float64).reshape(len(self.recorded), len(self.names))
+        present: np.ndarray = np.logical_not(np.isnan(recorded).any(axis=1))
+        return present
+
+
+@dataclass(frozen=True)
+class ReplaySummary:
+    """The content of summary.json."""
+
+    names: tuple[str, ...]  # of the action's dimensions
+    frames: int  # images replayed
+    actions: int  # of them answered
+    frames_in_bag: int
+    drops: dict[str, int]  # frames without an action, by reason
+    drop_examples: dict[str, str]  # the details of the first of each reason
+    # per stage and in total: p50, p95, p99, mean and max, of the frames with an action
+    latency_s: dict[str, dict[str, float]]
+    action_rate_hz: float  # see `RATE_INTERVAL`; 0 without actions
+    compared: int  # actions that had a recorded action beside them
+    mean_abs_error: dict[str, float]  # per dimension, in the action's units; empty without recorded actions
+    mean_bin_distance: dict[str, float]  # per dimension; empty without recorded actions
+    thresholds: Thresholds
+    incomplete: str  # why not the whole bag was replayed; empty: it was
+    context: Mapping[str, Any]
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Why the replay counts as failed, in sentences; empty: it does not."""
+        failures = [self.incomplete] if self.incomplete else []
+        faults = self.drops[DropReason.ENGINE_FAULT.value]
+        if faults:
+            example = self.drop_examples[DropReason.ENGINE_FAULT.value]
+            failures.append(
+                f"{faults} of {self.frames} frames ended in a fault of the engine, the first one: {example}"
+            )
+        if self.frames and not self.actions:
+            failures.append(f"not one of {self.frames} frames gave an action: {_drops_in_words(self)}")
+        return (*failures, *_exceeded(self))
+
+    def as_json(self) -> dict[str, Any]:
+        own = {name: value for name, value in vars(self).items() if name not in ("thresholds", "context")}
+        own["failures"] = self.failures
+        intervals = {"latency_interval": LATENCY_INTERVAL, "action_rate_interval": RATE_INTERVAL}
+        return {**own, **intervals, "thresholds": asdict(self.thresholds), **self.context}
+
+
+@dataclass(frozen=True)
+class BagRow:
+    """What became of a bag."""
+
+    name: str
+    path: str
+    why: str = ""  # why it was not replayed as a whole; empty: it was
+    # of the bag alone, without limits; None: not one frame was read
+    summary: ReplaySummary | None = None
+
+    @property
+    def silent(self) -> bool:
+        """Whether its frames gave no action at all."""
+        return self.summary is not None and bool(self.summary.frames) and not self.summary.actions
+
+    @property
+    def passed(self) -> bool:
+        """Whether it gave what it should; limits are over all bags."""
+        return not self.why and self.summary is not None and not self.summary.failures
+
+    def as_json(self) -> dict[str, Any]:
+        """Without what the summary of all says once."""
+        row: dict[str, Any] = {"path": self.path, "why": self.why}
+        if self.summary is None:
+            return row
+        found = self.summary.as_json()
+        same = ("thresholds", "incomplete", "names", "latency_interval", "action_rate_interval")
+        return row | {name: value for name, value in found.items() if name not in same}
+
+
+@dataclass(frozen=True)
+class BagsSummary:
+    """The content of summary.json: all bags together, and each."""
+
+    rows: tuple[BagRow, ...]
+    total: ReplaySummary
+    left_out: tuple[str, ...]  # what lies in a given folder and is no bag
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Why the replay counts as failed, in sentences; empty: it does not."""
+        why = {row.name: row.why for row in self.rows if row.why}
+        if self.total.actions:  # else all together says it
+            why |= {row.name: "not one of its frames gave an action" for row in self.rows if row.silent and not row.why}
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in why.items():
+            by_reason.setdefault(reason, []).append(name)
+        return (*(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()), *self.total.failures)
+
+    def as_json(self) -> dict[str, Any]:
+        rows = {row.name: row.as_json() for row in self.rows}
+        return {**self.total.as_json(), "failures": self.failures, "bags": rows, "left_out": self.left_out}
+
+
+def summarise(
+    columns: ReplayColumns,
+    *,
+    frames_in_bag: int,
+    thresholds: Thresholds,
+    incomplete: str,
+    context: Mapping[str, Any],
+) -> ReplaySummary:
+    """The summary of the frames."""
+    compared = columns.compared
+    errors = bins = np.empty((0, len(columns.names)))
+    if compared.any():
+        errors = np.abs(np.array(columns.values) - np.array(columns.recorded))[compared]
+        bins = np.array(columns.bins)[compared]
+    stages = np.array(columns.latency_s).T  # without an action: no rows
+    spent_s = sum(columns.total_s)
+    return ReplaySummary(
+        names=columns.names,
+        frames=columns.frames,
+        actions=len(columns.frame),
+        frames_in_bag=frames_in_bag,
+        drops=columns.drops.by_name(),
+        drop_examples={reason.value: detail for reason, detail in columns.examples.items()},
+        latency_s={name: percentiles(column) for name, column in zip(("total", *STAGES), stages, strict=False)},
+        action_rate_hz=len(columns.frame) / spent_s if spent_s > 0 else 0.0,
+        compared=len(errors),
+        mean_abs_error=_per_dimension(columns.names, errors),
+        mean_bin_distance=_per_dimension(columns.names, bins),
+        thresholds=thresholds,
+        incomplete=incomplete,
+        context=context,
+    )
+
+
+def _per_dimension(names: tuple[str, ...], rows: np.ndarray) -> dict[str, float]:
+    return dict(zip(names, rows.mean(axis=0).tolist(), strict=True)) if np.isfinite(rows).any() else {}
+
+
+def _exceeded(summary: ReplaySummary) -> list[str]:
+    """The limits that were not kept, in words."""
+    limits = summary.thresholds
+    failures = []
+    p95_s = summary.latency_s.get("total", {}).get("p95")
+    if limits.max_p95_latency_s is not None and p95_s is not None and p95_s > limits.max_p95_latency_s:
+        failures.append(f"the p95 latency is {p95_s:.4f} s, the limit is {limits.max_p95_latency_s:g} s")
+    fraction = 1 - summary.actions / summary.frames if summary.frames else 0.0
+    if limits.max_drop_fraction is not None and fraction > limits.max_drop_fraction:
+        failures.append(
+            f"{fraction:.1%} of the frames gave no action, the limit is {limits.max_drop_fraction:.1%}: "
+            + _drops_in_words(summary)
+        )
+    if limits.min_action_rate_hz is not None and summary.action_rate_hz < limits.min_action_rate_hz:
+        failures.append(
+            f"the action rate is {summary.action_rate_hz:.2f} Hz, the limit is {limits.min_action_rate_hz:g} Hz"
+        )
+    limit = limits.max_bin_distance
+    if limit is not None and not summary.mean_bin_distance:
+        why = "this policy does not answer in bins"
+        if not summary.compared:
+            why = "the bag has no recorded action of the policy's length to compare"
+        failures.append(f"max_bin_distance was asked for, but {why}")
+    elif limit is not None:
+        mean = float(np.mean(list(summary.mean_bin_distance.values())))
+        if mean > limit:
+            failures.append(f"the mean distance to the recorded action is {mean:.1f} bins, the limit is {limit:g}")
+    return failures
+
+
+def _drops_in_words(summary: ReplaySummary) -> str:
+    counts = [f"{count} {reason}" for reason, count in summary.drops.items() if count]
+    details = [detail for detail in summary.drop_examples.values() if detail]
+    return ", ".join(counts) + (f" (the first one: {details[0]})" if details else "")

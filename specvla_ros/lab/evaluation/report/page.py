@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The style that every report shares: one HTML file, readable without a network and on a phone."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specvla_ros.lab.evaluation.statistics import Rate
+from specvla_ros.settings.replace_file import replace_file
+
+if TYPE_CHECKING:  # a robot has no Plotly: what is not drawn does not need it
+    import plotly.graph_objects as go
+
+INK, GREY, BLUE, GREEN, AMBER, RED = "#1b1f24", "#9aa3ad", "#3c7fb1", "#58a371", "#e1a03c", "#c9512f"
+_NUMBER = re.compile(r"[-+]?[0-9.]+%?")
+_LONG_CELL = 40  # characters; longer ones are text, which may wrap
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 1200px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin-bottom: 0; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+.scroll { overflow-x: auto; margin: .5rem 0; } table { border-collapse: collapse; }
+td, th { padding: .2rem .9rem .2rem 0; text-align: left; vertical-align: top; white-space: nowrap; }
+td { border-bottom: 1px solid #eceef0; font-variant-numeric: tabular-nums; }
+th { font-weight: 600; border-bottom: 1px solid #c8ccd1; } .number { text-align: right; }
+.plot { min-width: 560px; } .provenance td { text-align: left; }
+td.text { white-space: normal; min-width: 10rem; overflow-wrap: anywhere; }
+.verdict { padding: .6rem 1rem; border-left: 5px solid #9aa3ad; margin: 1rem 0; overflow-wrap: anywhere; }
+.passed { border-color: #2a8a4a; background: #eef8f1; } .failed { border-color: #c0392b; background: #fdf0ee; }
+.emulated { border-color: #c98a1b; background: #fdf6e7; }
+.note { color: #59636e; overflow-wrap: anywhere; }
+figure { display: inline-block; margin: 0 1rem 1rem 0; } figure video { max-width: min(340px, 100%); }
+"""
+
+
+def write_page(path: Path, title: str, parts: Sequence[str]) -> None:
+    """Writes a page with a title in plain text, which is also its heading, and parts in HTML, one after the other."""
+    from plotly.offline import get_plotlyjs
+
+    head = (
+        "<meta charset=utf-8><meta name=viewport content='width=device-width, initial-scale=1'>"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style><script>{get_plotlyjs()}</script>"
+    )
+    body = "\n".join((f"<h1>{escape(title)}</h1>", *parts))
+    replace_file(path, f"<!doctype html><html lang=en><head>{head}</head><body>\n{body}\n</body></html>\n")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of plain text, which scrolls where the window is narrow. Columns of numbers are flush right."""
+    rows = list(rows)
+    columns = list(zip(*rows, strict=True)) or [()] * len(head)
+    numbers = [any(cells) and all(map(_NUMBER.fullmatch, filter(None, cells))) for cells in columns]
+    lines = [_row("th", head, numbers)] if any(head) else []
+    lines += [_row("td", row, numbers) for row in rows]
+    return "<div class=scroll><table>" + "".join(lines) + "</table></div>"
+
+
+def _row(tag: str, cells: Sequence[str], numbers: Sequence[bool]) -> str:
+    html = []
+    for cell, number in zip(cells, numbers, strict=True):
+        kind = " class=number" if number else " class=text" if len(cell) > _LONG_CELL else ""
+        html.append(f"<{tag}{kind}>{escape(cell)}</{tag}>")
+    return f"<tr>{''.join(html)}</tr>"
+
+
+def plot(drawn: "go.Figure", height: int, *, name: str | None = None, **layout: Any) -> str:
+    """A plot that can be zoomed; `height` in pixels, `name` the id of its element, for scripts."""
+    common = dict(template="plotly_white", height=height, margin=dict(l=60, r=20, t=60, b=50))
+    drawn.update_layout(**common | layout)
+    # Markers on an axis are drawn whole.
+    drawn.update_traces(cliponaxis=False, selector=lambda trace: trace.type in ("scatter", "bar"))
+    options = {"displaylogo": False, "responsive": True}
+    html: str = drawn.to_html(full_html=False, include_plotlyjs=False, config=options, div_id=name)
+    return f"<div class=scroll><div class=plot>{html}</div></div>"
+
+
+def subplots(*shape: int, **layout: Any) -> "go.Figure":
+    """A figure of several plots; arguments as of Plotly's make_subplots."""
+    from plotly.subplots import make_subplots
+
+    return make_subplots(*shape, **layout)
+
+
+def heatmap(x: Sequence[str], y: Sequence[str], shares: Sequence[Sequence[float]], text: Any) -> "go.Figure":
+    """Shares from 0 to 1 as shades of one colour, with a text in each cell."""
+    import plotly.graph_objects as go
+
+    return go.Figure(
+        go.Heatmap(
+            x=x,
+            y=y,
+            z=shares,
+            text=text,
+            texttemplate="%{text}",
+            colorscale=[[0, "#ffffff"], [1, BLUE]],
+            zmin=0,
+            zmax=1,
+            showscale=False,
+        )
+    )
+
+
+def rate_trace(rates: Sequence[Rate]) -> dict[str, Any]:
+    """The arguments of a Plotly trace for success rates with error bars."""
+    values = [rate.value for rate in rates]
+    above = [rate.interval[1] - rate.value for rate in rates]
+    below = [rate.value - rate.interval[0] for rate in rates]
+    return {"y": values, "error_y": dict(array=above, arrayminus=below)}
+
+
+def emulation(device: Mapping[str, Any] | None) -> str:
+    """The sentence that says that times are those of a device that did not run; empty without one."""
+    if not device:
+        return ""
+    return (
+        f"<p class='verdict emulated'><b>Emulation</b> of {escape(device['name'])}: no such device ran. Each stage of "
+        f"the engine counted for the time in its table ({escape(device['source'])}).</p>"
+    )
+
+
+def recording(name: str | None) -> str:
+    """The section that names the recording beside the page; empty without one."""
+    if not name:
+        return ""
+    what = "Camera, instruction, actions, latency by stage, drafted and accepted tokens over time"
+    return f"<h2>Recording</h2><p>{what}: <code>rerun {escape(name)}</code>, beside this page.</p>"
+
+
+def provenance(context: Mapping[str, Any]) -> str:
+    """The section at a page's end: what the result was made of."""
+    return f"<h2>Provenance</h2><div class=provenance>{table(('', ''), context_rows(context))}</div>"
+
+
+def context_rows(context: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Nested values as rows of a table; None is left out."""
+    rows: list[tuple[str, str]] = []
+    for name, value in context.items():
+        if isinstance(value, Mapping):
+            rows += [(f"{name}.{key}", text) for key, text in context_rows(value)]
+        elif value is not None:
+            rows.append((name, str(value)))
+    return rows

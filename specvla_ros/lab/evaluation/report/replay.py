@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a replay: figures, limits, latencies and actions beside the recorded ones."""
+
+import base64
+import io
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from specvla_ros.lab.evaluation.replay_summary import (
+    LATENCY_INTERVAL,
+    RATE_INTERVAL,
+    STAGES,
+    FrameRecord,
+    ReplayColumns,
+    ReplaySummary,
+)
+from specvla_ros.lab.evaluation.report.page import (
+    AMBER,
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    RED,
+    plot,
+    provenance,
+    recording,
+    subplots,
+    table,
+    write_page,
+)
+
+_UNITS = {"x": "m", "y": "m", "z": "m", "roll": "rad", "pitch": "rad", "yaw": "rad"}
+_STAGE_COLOURS = dict(zip(STAGES, (GREY, AMBER, BLUE, GREEN), strict=True))
+_PLOT_COLUMNS = 2
+_MAX_PICTURES = 300
+_PICTURE_SIZE = (240, 240)  # pixels at most
+
+# The slider, the picture, the numbers and the line in the plots show one frame.
+_SCRUBBER_STYLE = """
+<style>
+.scrubber { display: grid; grid-template-columns: 260px minmax(0, 1fr); gap: 1rem; }
+.scrubber > div:first-child { position: sticky; top: 0; align-self: start; background: #fff; z-index: 1; }
+.scrubber img, .scrubber input { display: block; width: 100%; } .scrubber img { min-height: 4rem; background: #eceef0; }
+@media (max-width: 760px) { .scrubber { grid-template-columns: minmax(0, 1fr); } .scrubber img { width: 160px; } }
+</style>
+"""
+_SCRUBBER = """
+<script>
+{
+  const frames = JSON.parse(document.getElementById("frames").textContent);
+  const [slider, picture, caption, numbers, plot] =
+    ["slider", "picture", "caption", "numbers", "actions"].map((id) => document.getElementById(id));
+  const names = JSON.parse(numbers.dataset.names);
+  const cell = (row, text) => { row.insertCell().textContent = text; row.lastChild.className = "number"; };
+  const show = (index) => {
+    const frame = frames[index];
+    slider.value = index;
+    if (frame.picture) picture.src = "data:image/jpeg;base64," + frame.picture;
+    else picture.removeAttribute("src");
+    caption.textContent =
+      `frame ${frame.frame}, ${frame.time.toFixed(2)} s: ` + (frame.instruction || "no instruction") +
+      (frame.drop ? ` (dropped: ${frame.drop})` : "");
+    numbers.tBodies[0].replaceChildren();
+    names.forEach((name, dimension) => {
+      const row = numbers.tBodies[0].insertRow();
+      row.insertCell().textContent = name;
+      for (const values of [frame.values, frame.recorded]) {
+        const value = values && values[dimension];
+        cell(row, typeof value === "number" ? value.toFixed(4) : "");
+      }
+    });
+    if (!plot) return;
+    Plotly.relayout(plot, { shapes: names.map((_, dimension) => {
+      const axis = dimension ? dimension + 1 : "";
+      return { type: "line", xref: "x" + axis, yref: `y${axis} domain`, x0: frame.time, x1: frame.time, y0: 0, y1: 1,
+        line: { color: "#1b1f24", width: 1, dash: "dot" } };
+    }) });
+  };
+  slider.addEventListener("input", () => show(Number(slider.value)));
+  if (plot) for (const event of ["plotly_hover", "plotly_click"]) plot.on(event, (data) => {
+    const distance = (frame) => Math.abs(frame.time - data.points[0].x);
+    const nearest = frames.reduce((best, frame, index) => distance(frame) < distance(frames[best]) ? index : best, 0);
+    if (nearest !== Number(slider.value)) show(nearest);
+  });
+  show(0);
+}
+</script>
+"""
+
+
+@dataclass
+class Pictures:
+    """Small camera pictures of a replay with what was asked and answered, evenly spaced over the bag."""
+
+    frames: int
+    start_ns: int  # bag time that counts as 0 s
+    shown: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, record: FrameRecord, image: np.ndarray | None) -> None:
+        """Keeps the frame if it is one of those that are shown; RGB uint8 [height, width, 3], None: unreadable."""
+        if record.frame % max(1, -(-self.frames // _MAX_PICTURES)):
+            return
+        self.shown.append(
+            {
+                "frame": record.frame,
+                "time": (record.time_ns - self.start_ns) * 1e-9,
+                "instruction": record.instruction,
+                "drop": record.drop and record.drop["reason"],
+                "values": record.values,
+                "recorded": record.recorded,
+                "picture": None if image is None else _jpeg(image),
+            }
+        )
+
+
+def _jpeg(image: np.ndarray) -> str:
+    small, stream = Image.fromarray(image), io.BytesIO()
+    small.thumbnail(_PICTURE_SIZE)
+    small.save(stream, "JPEG", quality=70)
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+def write_replay_report(path: Path, summary: ReplaySummary, columns: ReplayColumns, pictures: Pictures) -> None:
+    """Writes the page."""
+    parts = [
+        f"<p class=note>{escape(summary.context['policy']['checkpoint'])}, {escape(summary.context['date'])}</p>",
+        _verdict(summary),
+        "<h2>Frames</h2>",
+        table(("", "frames"), frame_rows(summary)),
+        _drop_plot(columns) if columns.dropped else "",
+        "<h2>Latency</h2>",
+        f"<p class=note>Measured {escape(LATENCY_INTERVAL)}</p>",
+        table(("stage", "p50 ms", "p95 ms", "p99 ms", "mean ms", "max ms"), latency_rows(summary)),
+        f"<p>{summary.action_rate_hz:.2f} {escape(RATE_INTERVAL)}.</p>",
+        _latency_plot(columns) if columns.frame else "",
+        "<h2>Actions</h2>",
+        comparison(summary),
+        _actions(columns, pictures),
+        recording(summary.context.get("recording")),
+        provenance(summary.context),
+    ]
+    write_page(path, f"Replay of {Path(summary.context['bag']['path']).name}", parts)
+
+
+def _verdict(summary: ReplaySummary) -> str:
+    if not summary.failures:
+        limits = [limit for limit in vars(summary.thresholds).values() if limit is not None]
+        kept = "all limits kept" if limits else "no limits were set"
+        return f"<p class='verdict passed'>The whole bag was replayed; {kept}.</p>"
+    reasons = "".join(f"<li>{escape(failure)}</li>" for failure in summary.failures)
+    return f"<div class='verdict failed'>The replay failed:<ul>{reasons}</ul></div>"
+
+
+def frame_rows(summary: ReplaySummary) -> list[tuple[str, str]]:
+    """What became of the frames, for a table of two columns."""
+    rows = [
+        ("in the bag", str(summary.frames_in_bag)),
+        ("replayed", str(summary.frames)),
+        ("with an action", str(summary.actions)),
+    ]
+    for reason, count in summary.drops.items():
+        if count:
+            example = summary.drop_examples.get(reason, "")
+            rows.append((f"dropped: {reason}" + (f" (the first: {example})" if example else ""), str(count)))
+    return rows
+
+
+def latency_rows(summary: ReplaySummary) -> list[tuple[str, ...]]:
+    """The latency of each stage in ms, for a table of six columns."""
+    statistics = ("p50", "p95", "p99", "mean", "max")
+    return [
+        (stage, *(f"{seconds[name] * 1e3:.2f}" for name in statistics)) for stage, seconds in summary.latency_s.items()
+    ]
+
+
+def _one_decimal(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def comparison(summary: ReplaySummary) -> str:
+    """The table of the actions beside the recorded ones, or why there is none."""
+    if not summary.compared:
+        return "<p>The bag has no recorded action of the policy's length to compare with.</p>"
+    rows = [
+        (name, _UNITS.get(name, ""), f"{error:.5f}", _one_decimal(summary.mean_bin_distance.get(name)))
+        for name, error in summary.mean_abs_error.items()
+    ]
+    note = f"Means over {summary.compared} actions. A dimension has 256 bins over its range."
+    return f"<p class=note>{note}</p>" + table(("dimension", "unit", "mean |error|", "mean bin distance"), rows)
+
+
+def _actions(columns: ReplayColumns, pictures: Pictures) -> str:
+    """The plot of the actions beside the camera's pictures."""
+    drawn = _action_plot(columns) if columns.frame else ""
+    if not pictures.shown:
+        return drawn
+    # No text of a bag may end the script element.
+    frames, names = (json.dumps(each).replace("<", "\\u003c") for each in (pictures.shown, columns.names))
+    note = (
+        f"Pictures of {len(pictures.shown)} of {columns.frames} frames. Move the slider, or the pointer over the plots."
+    )
+    return (
+        f"{_SCRUBBER_STYLE}<p class=note>{note}</p><div class=scrubber><div><img id=picture alt='camera picture'>"
+        f"<input id=slider type=range min=0 max={len(pictures.shown) - 1} value=0 aria-label=frame><p id=caption></p>"
+        f"<table id=numbers data-names='{escape(names)}'><thead><tr><th><th>decoded<th>recorded</thead><tbody></tbody>"
+        f"</table></div><div>{drawn}</div></div><script id=frames type='application/json'>{frames}</script>{_SCRUBBER}"
+    )
+
+
+def _drop_plot(columns: ReplayColumns) -> str:
+    """Dropped frames by reason, and where in the bag they were."""
+    counts = Counter(reason.value for _, reason in columns.dropped)
+    drawn = subplots(cols=2, column_widths=[0.32, 0.68], subplot_titles=("dropped frames", "which"))
+    drawn.add_bar(x=list(counts.values()), y=list(counts), orientation="h", marker_color=RED, row=1, col=1)
+    drawn.add_scatter(
+        x=[frame for frame, _ in columns.dropped],
+        y=[reason.value for _, reason in columns.dropped],
+        mode="markers",
+        marker=dict(color=RED, symbol="x"),
+        row=1,
+        col=2,
+    )
+    drawn.update_xaxes(title_text="frames", col=1)
+    drawn.update_xaxes(title_text="frame", range=[-0.5, columns.frames - 0.5], col=2)
+    drawn.update_yaxes(automargin=True)
+    return plot(drawn, 180 + 40 * len(counts), showlegend=False)
+
+
+def _latency_plot(columns: ReplayColumns) -> str:
+    """The stages stacked over the frames, and the histogram of their sum."""
+    total_ms, *stages_ms = np.array(columns.latency_s).T * 1e3
+    drawn = subplots(cols=2, column_widths=[0.68, 0.32], subplot_titles=("by frame", "distribution of the total"))
+    for stage, milliseconds in zip(STAGES, stages_ms, strict=True):
+        line = dict(width=0.5, color=_STAGE_COLOURS[stage])
+        drawn.add_scatter(x=columns.frame, y=milliseconds, name=stage, stackgroup="stages", line=line, row=1, col=1)
+    drawn.add_scatter(x=columns.frame, y=total_ms, name="total", line=dict(width=1, color=INK), row=1, col=1)
+    drawn.add_histogram(x=total_ms, name="total", marker_color=GREY, showlegend=False, row=1, col=2)
+    drawn.update_xaxes(title_text="frame", col=1)
+    drawn.update_xaxes(title_text="latency [ms]", col=2)
+    drawn.update_yaxes(title_text="latency [ms]", rangemode="tozero", col=1)
+    drawn.update_yaxes(title_text="frames", col=2)
+    return plot(drawn, 380)
+
+
+def _action_plot(columns: ReplayColumns) -> str:
+    """Each dimension over the bag's time, beside the recorded action where there is one."""
+    series = [("decoded", BLUE, np.array(columns.values))]
+    if columns.compared.any():
+        series.append(("recorded", RED, np.array(columns.recorded)))
+    rows = -(-len(columns.names) // _PLOT_COLUMNS)
+    titles = [f"{name} [{_UNITS[name]}]" if name in _UNITS else name for name in columns.names]
+    drawn = subplots(rows, _PLOT_COLUMNS, subplot_titles=titles, shared_xaxes=True, vertical_spacing=0.07)
+    mode = "lines+markers" if len(columns.frame) < 200 else "lines"  # a single point is invisible as a line
+    for dimension in range(len(columns.names)):
+        row, col = divmod(dimension, _PLOT_COLUMNS)
+        for name, colour, values in series:
+            drawn.add_scatter(
+                x=columns.time_s,
+                y=[None if np.isnan(value) else value for value in values[:, dimension].tolist()],
+                name=name,
+                legendgroup=name,
+                showlegend=dimension == 0,
+                mode=mode,
+                line=dict(width=1.3, color=colour),
+                marker=dict(size=4),
+                row=row + 1,
+                col=col + 1,
+            )
+    drawn.update_xaxes(title_text="bag time [s]", row=rows)
+    drawn.update_yaxes(exponentformat="power")
+    return plot(drawn, 80 + 190 * rows, name="actions", legend=dict(orientation="h", y=1.06, x=0))

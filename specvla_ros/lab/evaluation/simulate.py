@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specvla simulate`: a policy acts; success, latency, films."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.errors import UserError
+from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, head
+from specvla_ros.lab.evaluation.report.simulate import Film, write_simulate_report
+from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, read_lines, write_line
+from specvla_ros.lab.evaluation.simulate_summary import SimulateSummary, summarise_episodes
+from specvla_ros.lab.jobs.hosted_engine import EngineHost, HostedEngine
+from specvla_ros.lab.jobs.run import run_jobs
+from specvla_ros.lab.jobs.workers import Host, share
+from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
+from specvla_ros.lab.simulation.robot import SimulatedRobot
+from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, read_stage_times, tick_time
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.families.openvla.config import read_config
+from specvla_ros.models.settings import ModelSettings
+from specvla_ros.models.target import PolicyFacts, Target
+
+TABLE = "table"
+EPISODES_FILE, FILMS = "episodes.jsonl", "films"
+
+
+@dataclass(frozen=True)
+class SimulateSettings:
+    """What decides the episodes of a simulation: the same settings give the same episodes."""
+
+    policy: Path  # checkpoint directory
+    world: str = TABLE  # `table`, or the name of a LIBERO suite
+    robot: str = TABLE_ARM.name  # the arm at the table
+    follow: str = ""  # who follows the actions: one of `driven_robot.Follow`; empty: the simulator's own follower
+    interface: str = "pose"  # by which the arm is commanded by who follows; one of `commanded_arm.COMMANDS`
+    clock: Clock = Clock.LOCKSTEP  # how the world's time passes during a decision
+    emulate: str = ""  # the device whose stage times are taken in place of those measured; empty: none
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    time_limit: float = 1.0  # the time after which an episode has failed, as a multiple of what its task allows
+    model: ModelSettings = field(default_factory=ModelSettings)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"policy": str(self.policy.resolve()), "clock": self.clock.value}
+
+
+@dataclass(frozen=True)
+class EpisodeJob:
+    """One episode to run."""
+
+    settings: SimulateSettings
+    task: str
+    seed: int  # of the start
+    film: Path | None = None  # the MP4 file to write; None: none
+
+
+def run_job(job: EpisodeJob, host: Host | None = None) -> EpisodeResult:
+    """Runs one episode; engine and robot are kept for the next one in this process.
+
+    Args:
+        job: the episode.
+        host: an `EngineHost` that several workers share; None: the engine is this process's own.
+    """
+    settings = job.settings
+    engine, robot = _engine_and_robot(settings, os.getpid(), host)
+    pace = tick_time(read_stage_times(settings.emulate) if settings.emulate else None)
+    if job.film is None:
+        return Rollout(engine, robot, settings.clock, pace, time_limit=settings.time_limit).run(job.task, job.seed)
+    how = settings.clock.value + (f", emulated {settings.emulate}" if settings.emulate else "")
+    with Film(job.film, 1.0 / robot.control_dt) as film:
+
+        def add_picture() -> None:
+            film.add(robot.look(), f"{robot.instruction}  [{how}]" + ("  done" if robot.succeeded() else ""))
+
+        rollout = Rollout(engine, robot, settings.clock, pace, add_picture, time_limit=settings.time_limit)
+        return rollout.run(job.task, job.seed)
+
+
+@lru_cache(maxsize=1)
+def _engine_and_robot(
+    settings: SimulateSettings, process: int, host: Host | None
+) -> tuple[Engine | HostedEngine, SimulatedRobot]:
+    """Those of a process: loading takes longer than an episode."""
+    robot = make_robot(settings.world, settings.robot, settings.follow, settings.interface)
+    if host is not None:
+        hosted = HostedEngine(host)
+        _check_actions(hosted.target, robot)
+        return hosted, robot
+    policy = policy_of(settings)
+    _check_actions(policy, robot)
+    engine = Engine(policy, settings.engine)
+    engine.warm_up()
+    return engine, robot
+
+
+def host_engine(settings: SimulateSettings, workers: int) -> EngineHost:
+    """The engine that several workers share."""
+    pace = tick_time(read_stage_times(settings.emulate) if settings.emulate else None)
+    return EngineHost(policy_of(settings), settings.engine, workers, pace)
+
+
+def policy_of(settings: SimulateSettings) -> Target:
+    """Loads the policy; without a key it takes the action statistics that have the name of the LIBERO suite.
+
+    Of LIBERO-PRO's, which nobody trains with: of the one that it was made from.
+    """
+    from specvla_ros.lab.simulation.libero import original_of
+
+    key = settings.model.unnorm_key or ("" if settings.world == TABLE else original_of(settings.world))
+    return load_target(settings.policy, **vars(settings.model) | {"unnorm_key": key})
+
+
+def make_robot(world: str, robot: str = TABLE_ARM.name, follow: str = "", interface: str = "pose") -> SimulatedRobot:
+    """The robot of a world; see `SimulateSettings`."""
+    if world == TABLE:
+        arm = choose_arm(robot)
+        if follow:
+            from specvla_ros.lab.simulation.driven_robot import DrivenRobot, Follow
+
+            return DrivenRobot(arm, interface, Follow(follow))
+        from specvla_ros.lab.simulation.robot import TableRobot
+
+        return TableRobot(arm=arm)
+    from specvla_ros.lab.simulation.libero import LiberoRobot
+
+    return LiberoRobot()
+
+
+def _check_actions(policy: PolicyFacts, robot: SimulatedRobot) -> None:
+    """Refuses a policy whose actions the robot cannot have been trained with."""
+    low, high = policy.codec.action_range
+    if len(low) != 7:
+        raise UserError(f"the policy's actions ('{policy.unnorm_key}') have {len(low)} values, the robot takes 7")
+    reach = np.maximum(np.abs(low), np.abs(high))[:3].max()
+    largest = robot.largest_translation
+    if not largest / 50 < reach < largest * 4:
+        raise UserError(
+            f"the action statistics '{policy.unnorm_key}' do not fit this robot: the policy moves by up to "
+            f"{reach:g} per action, the robot's training data by {largest:g}; was the policy trained for another "
+            "robot, or is another --unnorm-key meant?"
+        )
+
+
+@dataclass(frozen=True)
+class SimulatePlan:
+    """The episodes to run, and where."""
+
+    tasks: tuple[str, ...] = ()  # names of the tasks; none: all of the world
+    episodes: int = 20  # number per task
+    first_seed: int = 0  # seed of the first start; the same seeds make two settings comparable pair by pair
+    films: int = 1  # number of filmed episodes per task
+    workers: int = 0  # worker processes; 0: this process
+    ray: str = ""  # address of the Ray cluster that they run on; empty: this machine, see `run_jobs`
+    per_engine: int = 0  # workers whose frames one engine packs into its forwards; 0: each has its own
+
+
+def simulate(
+    settings: SimulateSettings,
+    plan: SimulatePlan,
+    out: Path,
+    on_episode: Callable[[EpisodeResult, int, int], None] = lambda result, done, wanted: None,
+) -> SimulateSummary:
+    """Runs episodes and writes episodes.jsonl, summary.json, report.html and films.
+
+    Called again with the same settings it runs what is missing: each episode is written when it ends. `on_episode` is
+    called with each new episode, the number of finished episodes and that of all.
+    """
+    read_config(settings.policy)
+    if settings.emulate:
+        read_stage_times(settings.emulate)
+    if plan.per_engine and settings.clock is Clock.REALTIME:
+        raise UserError(f"--per-engine {plan.per_engine} is of --clock lockstep: in real time each robot has its own")
+    if settings.world != TABLE and settings.robot != TABLE_ARM.name:
+        raise UserError(f"--robot {settings.robot} stands at the table; {settings.world} has a robot of its own")
+    if settings.world == TABLE:
+        choose_arm(settings.robot).model()  # a missing package is said here, and not by a worker
+    tasks = tasks_of(settings.world, plan.tasks)
+    directory = RunDirectory(out, "simulate")
+    out = directory.path
+    directory.begin(settings.as_json() | checkpoint_hashes(settings.policy, settings.engine))
+    done = {(each.task, each.seed): each for each in directory.resume_lines(EPISODES_FILE, episode_of)}
+    wanted = [(task, plan.first_seed + i) for i in range(plan.episodes) for task in tasks]
+    jobs = []
+    for task, seed in wanted:
+        if (task, seed) not in done:
+            film = out / FILMS / f"{task.replace('/', '_')}-{seed}.mp4"
+            jobs.append(EpisodeJob(settings, task, seed, film if seed - plan.first_seed < plan.films else None))
+    with directory.reporting_errors("; the episodes so far are kept, and the same command goes on"):
+        (out / FILMS).mkdir(exist_ok=True)
+        try:
+            with directory.append_to(EPISODES_FILE) as lines:
+                gpu = settings.model.device != "cpu"
+                results = run_jobs(
+                    run_job,
+                    jobs,
+                    workers=plan.workers,
+                    ray=plan.ray,
+                    gpu=gpu,
+                    shared=share(partial(host_engine, settings), plan.per_engine),
+                    name=job_name,
+                )
+                for _, result in results:
+                    write_line(lines, asdict(result))
+                    done[result.task, result.seed] = result
+                    on_episode(result, sum(key in done for key in wanted), len(wanted))
+        finally:
+            finished = [done[key] for key in wanted if key in done]
+            summary = summarise_episodes(finished, context=_context(settings, plan))
+            directory.write_json(SUMMARY_FILE, summary.as_json())
+            write_simulate_report(out / REPORT_FILE, summary, sorted((out / FILMS).glob("*.mp4")))
+    return summary
+
+
+def read_episodes(out: Path) -> dict[tuple[str, int], EpisodeResult]:
+    """The finished episodes of a results directory, by task and seed."""
+    return {(each.task, each.seed): each for each in read_lines(out / EPISODES_FILE, episode_of)}
+
+
+def job_name(job: EpisodeJob) -> str:
+    """What an episode is called in messages."""
+    return f"{job.task} from seed {job.seed}"
+
+
+def episode_of(raw: dict[str, Any]) -> EpisodeResult:
+    """Of a line of EPISODES_FILE."""
+    return EpisodeResult(**raw | {"latency_s": tuple(raw["latency_s"])})
+
+
+def tasks_of(world: str, names: Sequence[str]) -> list[str]:
+    """The tasks of a world: those named, or all."""
+    if world == TABLE:
+        from specvla_ros.lab.simulation.tasks import choose_tasks
+
+        return [task.name for task in choose_tasks(list(names))]
+    from specvla_ros.lab.simulation.libero import require_libero, suite_tasks
+
+    known = suite_tasks(world)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UserError(f"there is no task '{unknown[0]}'; the tasks of {world} are: {', '.join(known)}")
+    require_libero()
+    return list(names) or list(known)
+
+
+def _context(settings: SimulateSettings, plan: SimulatePlan) -> dict[str, object]:
+    emulated = read_stage_times(settings.emulate).as_json() if settings.emulate else None
+    return {"settings": settings.as_json(), "plan": asdict(plan), "emulation": emulated, **head()}

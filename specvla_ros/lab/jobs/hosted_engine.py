@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine for several processes: the frames of all of them are packed into its forwards."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.engine_thread import Decoded, EngineThread
+from specvla_ros.engine.outcome import Action, Outcome
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.tally import TickWork
+from specvla_ros.lab.jobs.workers import Host
+from specvla_ros.models.codecs.codec import Codec
+from specvla_ros.models.observation import ONLY_CAMERA, Observation
+from specvla_ros.models.target import Target
+
+_NO_IMAGES = {ONLY_CAMERA: np.zeros((1, 1, 3), np.uint8)}
+
+
+@dataclass(frozen=True)
+class HostedPolicy:
+    """What is known of the policy where its weights are not; see `PolicyFacts`."""
+
+    directory: Path
+    codec: Codec
+    unnorm_key: str
+    cameras: tuple[str, ...]
+    state_dims: int
+    description: dict[str, Any]
+
+    def describe(self) -> dict[str, Any]:
+        """As the policy described itself."""
+        return self.description
+
+
+class EngineHost:
+    """The engine's process; see `specvla_ros.lab.jobs.workers.Shared`.
+
+    Args:
+        target: the policy.
+        settings: how to decode.
+        robots: how many may ask at once.
+        tick_time: seconds that a tick counts for, of its work and those that it took here.
+
+    Raises:
+        UserError: the settings do not fit the target or the device's memory.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        settings: EngineSettings,
+        robots: int,
+        tick_time: Callable[[TickWork, float], float] = lambda _, seconds: seconds,
+    ) -> None:
+        self._settings = settings
+        self._engine = Engine(target, replace(settings, streams=robots))
+        self._engine.warm_up()
+        self._thread = EngineThread(self._engine, tick_time)
+
+    def facts(self) -> tuple[HostedPolicy, EngineSettings]:
+        """What is decoded with, and how: as an engine of one's own would say it."""
+        target = self._engine.target
+        facts = HostedPolicy(
+            target.directory, target.codec, target.unnorm_key, target.cameras, target.state_dims, target.describe()
+        )
+        return facts, replace(self._engine.settings, streams=self._settings.streams)
+
+    def check_instruction(self, instruction: str) -> None:
+        """See `Engine.check_instruction`."""
+        self._engine.check_instruction(instruction)
+
+    def reset(self, stream: str) -> None:
+        """Forgets what a robot was about."""
+        self._thread.close(stream)
+
+    def decode(self, observation: Observation) -> Decoded:
+        """What becomes of an observation, without its images: they are large, and whoever asks has them."""
+        decoded = self._thread.decode(observation, self._thread.prepared(observation)).result()
+        seen = replace(decoded.outcome.observation, images=_NO_IMAGES)
+        return replace(decoded, outcome=replace(decoded.outcome, observation=seen))
+
+
+class HostedEngine:
+    """An engine in another process, as one of those has it that share it: a robot of its own.
+
+    What is decoded is what an engine of one's own decodes, acceptance and drafts included; what is timed are the ticks
+    that carried it beside the others.
+
+    Attributes:
+        target: the policy, without its weights.
+        settings: how it decodes.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._stream = f"worker {host.place}"
+        self.target, self.settings = host.call("facts")
+        self.reset()
+
+    def reset(self) -> None:
+        """See `Engine.reset`."""
+        self._host.call("reset", self._stream)
+
+    def check_instruction(self, instruction: str) -> None:
+        """See `Engine.check_instruction`."""
+        self._host.call("check_instruction", instruction)
+
+    def decode(self, observation: Observation) -> Decoded:
+        """Decodes one observation to its end."""
+        decoded: Decoded = self._host.call("decode", replace(observation, stream=self._stream))
+        outcome = replace(decoded.outcome, observation=observation)
+        if isinstance(outcome, Action):
+            outcome = replace(outcome, finished_ns=time.monotonic_ns())  # on this machine's clock, with the way here
+        return replace(decoded, outcome=outcome)
+
+    def act(self, observation: Observation) -> Outcome:
+        """See `Engine.act`."""
+        return self.decode(observation).outcome

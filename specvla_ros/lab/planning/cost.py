@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a forward costs: bytes, operations and seconds, from a checkpoint's shapes."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specvla_ros.lab.planning.device import LIMIT, Arithmetic, Device, Efficiency
+from specvla_ros.models.config import DecoderShape, VisionTowerConfig
+from specvla_ros.models.families.openvla.config import OpenVLAConfig
+from specvla_ros.models.settings import WeightFormat
+
+# Hugging Face openvla/openvla-7b, config.json: Llama-2-7B with a vocabulary padded to 32064, DINOv2 ViT-L/14 with four
+# registers and SigLIP SoViT-400m/14 at 224 pixels; the towers' shapes are timm's for the names given there.
+OPENVLA_7B = OpenVLAConfig(
+    towers=(
+        VisionTowerConfig(1024, 24, 16, 4096, 14, True, 4, layer_scale=True, image_size=224),
+        VisionTowerConfig(1152, 27, 16, 4304, 14, False, 0, layer_scale=False, image_size=224),
+    ),
+    llama=DecoderShape(vocab_size=32064),
+    pad_to_multiple_of=64,
+    action_bins=256,
+    norm_stats={},
+    vicuna=False,
+)
+
+
+# BOS, "In: What action should the robot take to …?\nOut:" with an instruction of about ten words, and the space token:
+# with OpenVLA-7B's 256 patches a prompt of 290 rows.
+_TEXT_TOKENS = 34
+_ACTION_TOKENS = 7  # where the checkpoint's statistics do not say
+
+
+def arithmetic_of(weights: WeightFormat) -> Arithmetic:
+    """What products with the decoder's matrices are computed in."""
+    return {
+        WeightFormat.W8A8: Arithmetic.INT8,
+        WeightFormat.W8A8_HADAMARD: Arithmetic.INT8,
+        WeightFormat.FP8: Arithmetic.FP8,
+    }.get(weights, Arithmetic.DENSE)
+
+
+def weight_bytes(weights: WeightFormat, dtype_bytes: int) -> float:
+    """Bytes read per weight of the decoder; int4 has a 16-bit scale and a 16-bit zero point per group of 128."""
+    if weights is WeightFormat.NONE:
+        return float(dtype_bytes)
+    return 4.25 / 8 if weights is WeightFormat.INT4 else 1.0
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Counts of a checkpoint. Biases and norms are left out: together less than a thousandth."""
+
+    decoder_values: int  # weights of the decoder's layers, all read by every forward
+    head_values: int  # weights of the output head, all read by every forward that ends in logits
+    embedding_values: int  # weights of the input embeddings; a lookup: memory alone (0 where tied to the head)
+    vision_values: int  # weights of towers and projector
+    decoder_layers: int
+    vision_layers: int  # of both towers, those that are computed
+    vision_operations: int  # multiplications and additions of one image in towers and projector
+    kv_values: int  # keys and values of one token, all layers
+    pair_operations: int  # operations of attention for one pair of query and key, all layers and heads
+    draft_values: int  # weights of an EAGLE head for this decoder: its fusion and its one layer
+    draft_kv_values: int  # keys and values of one token in that layer
+    prompt_rows: int  # rows of a prompt: the images' patches, a state's tokens and about 34 text tokens
+    action_tokens: int  # tokens of an answer
+    pictures: int = 1  # of a prompt, one of each camera
+
+    def memory_bytes(self, weights: WeightFormat, dtype_bytes: int, *, draft: bool) -> float:
+        """Memory of all weights, with or without the draft head's [bytes]."""
+        plain = self.head_values + self.embedding_values + self.vision_values + (self.draft_values if draft else 0)
+        return self.decoder_values * weight_bytes(weights, dtype_bytes) + plain * dtype_bytes
+
+
+def model_cost(config: OpenVLAConfig) -> ModelCost:
+    """Counts from the shapes that config.json names."""
+    llama = config.llama
+    layer = _layer_values(llama)
+    width = sum(tower.embed_dim for tower in config.towers)
+    # Three matrices after two towers, two after one.
+    first = 4 * width * (width + llama.hidden_size) if len(config.towers) > 1 else width * llama.hidden_size
+    projector = first + llama.hidden_size**2
+    kv_values = 2 * llama.num_key_value_heads * llama.head_dim
+    return ModelCost(
+        decoder_values=llama.num_hidden_layers * layer,
+        head_values=llama.vocab_size * llama.hidden_size,
+        embedding_values=0 if llama.tie_word_embeddings else llama.vocab_size * llama.hidden_size,
+        vision_values=sum(_tower_values(tower) for tower in config.towers) + projector,
+        decoder_layers=llama.num_hidden_layers,
+        vision_layers=sum(tower.depth - 1 for tower in config.towers),
+        vision_operations=sum(_tower_operations(tower) for tower in config.towers)
+        + 2 * projector * config.image_tokens,
+        pictures=len(config.cameras),
+        kv_values=llama.num_hidden_layers * kv_values,
+        pair_operations=llama.num_hidden_layers * 4 * llama.num_attention_heads * llama.head_dim,
+        draft_values=2 * llama.hidden_size**2 + layer,
+        draft_kv_values=kv_values,
+        prompt_rows=len(config.cameras) * config.image_tokens + config.state_dims + _TEXT_TOKENS,
+        action_tokens=_action_tokens(config.norm_stats),
+    )
+
+
+def _action_tokens(norm_stats: Mapping[str, Any]) -> int:
+    """Numbers of an action by the first dataset's statistics."""
+    for statistics in norm_stats.values():
+        try:
+            return len(statistics["action"]["q01"])
+        except (KeyError, TypeError):
+            continue
+    return _ACTION_TOKENS
+
+
+def _layer_values(llama: DecoderShape) -> int:
+    heads = 2 * llama.num_attention_heads + 2 * llama.num_key_value_heads  # query and output, key and value
+    return llama.hidden_size * (heads * llama.head_dim + 3 * llama.intermediate_size)
+
+
+def _tower_values(tower: VisionTowerConfig) -> int:
+    """Patch embedding and all blocks but the last, which OpenVLA does not compute."""
+    block = 4 * tower.embed_dim**2 + 2 * tower.embed_dim * tower.mlp_dim
+    return 3 * tower.patch_size**2 * tower.embed_dim + (tower.depth - 1) * block
+
+
+def _tower_operations(tower: VisionTowerConfig) -> int:
+    tokens = tower.patches + tower.register_tokens + int(tower.class_token)
+    attention = 4 * tokens**2 * tower.embed_dim * (tower.depth - 1)
+    return 2 * _tower_values(tower) * tokens + attention
+
+
+_MAX_ROWS = 4096  # more than any forward has
+_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What goes through the model together."""
+
+    prompt_rows: int = 0  # rows of the newest frame's prompt in this forward: all, a chunk, or none
+    prompt_before: int = 0  # rows of that prompt that earlier forwards computed
+    image: bool = False  # whether the frame goes through the vision towers first
+    prompt_ends: bool = True  # whether the chunk is the prompt's last, so that it yields a token
+    trees: int = 0  # number of requests whose prompt is through
+    nodes: int = 0  # tree nodes of all of them, roots included
+    prefix_rows: int = 0  # committed rows of all of them
+
+    @property
+    def rows(self) -> int:
+        """Rows of every matrix product in the decoder."""
+        return self.prompt_rows + self.nodes
+
+
+def full_pipeline(prompt_rows: int, tokens: int) -> Forward:
+    """ActionFlow's tick: the newest frame's image and prompt, and a token of each of the `tokens` - 1 older frames."""
+    others = tokens - 1
+    prefix_rows = others * prompt_rows + sum(range(others))
+    return Forward(prompt_rows, image=True, trees=others, nodes=others, prefix_rows=prefix_rows)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A share of a forward whose reading and computing may overlap."""
+
+    name: str  # vision, decoder, attention, head or draft
+    bytes: float  # bytes read and written; activations are left out, they stay in the caches
+    operations: float  # multiplications and additions, each counted
+    rows: int  # rows of the matrix products, on which a measured rate depends
+    arithmetic: Arithmetic = Arithmetic.DENSE  # number format of the products
+    layers: int = 0  # of the model that it runs through, one after the other
+
+    def seconds(self, device: Device, efficiency: Efficiency = LIMIT) -> float:
+        """Time on a device of which that much is reached."""
+        if not self.rows:
+            return 0.0
+        reading_s = self.bytes / (device.bytes_per_s() * efficiency.bandwidth)
+        rate = device.operations_per_s(self.arithmetic, self.rows) * efficiency.compute(self.rows)
+        return max(reading_s, self.operations / rate) + self.layers * efficiency.layer_s
+
+
+def forward_parts(forward: Forward, model: ModelCost, weights: WeightFormat, dtype_bytes: int) -> tuple[Part, ...]:
+    """The parts of one forward, in the order in which they run."""
+    chosen_rows = forward.nodes + int(bool(forward.prompt_rows) and forward.prompt_ends)
+    # Every row of a prompt or tree is written once; it and the rows before it are read once.
+    kv_rows = forward.prompt_before + forward.prefix_rows + 2 * forward.rows
+    kv_bytes = kv_rows * model.kv_values * dtype_bytes
+    parts = [
+        Part(
+            "decoder",
+            model.decoder_values * weight_bytes(weights, dtype_bytes),
+            2.0 * model.decoder_values * forward.rows,
+            forward.rows,
+            arithmetic_of(weights),
+            model.decoder_layers,
+        ),
+        Part("attention", float(kv_bytes), _attention_operations(forward, model), forward.rows),
+        Part("head", model.head_values * dtype_bytes, 2.0 * model.head_values * chosen_rows, chosen_rows, layers=1),
+    ]
+    if forward.image:
+        parts.insert(0, vision_part(model, dtype_bytes))
+    return tuple(part for part in parts if part.rows)
+
+
+def vision_part(model: ModelCost, dtype_bytes: int) -> Part:
+    """Towers and projector, over the pictures of one prompt, one after the other."""
+    read, n = float(model.vision_values * dtype_bytes), model.pictures
+    return Part("vision", n * read, n * model.vision_operations, model.prompt_rows, layers=n * model.vision_layers)
+
+
+def _attention_operations(forward: Forward, model: ModelCost) -> float:
+    """Causal: half of the pairs within a prompt; a node sees its prefix, and at most its tree."""
+    chunk = forward.prompt_rows * (forward.prompt_before + (forward.prompt_rows + 1) / 2)
+    nodes_per_tree = forward.nodes / forward.trees if forward.trees else 0.0
+    trees = nodes_per_tree * (forward.prefix_rows + forward.nodes)
+    return model.pair_operations * (chunk + trees)
+
+
+def draft_part(model: ModelCost, dtype_bytes: int, *, steps: int, rows: int, prefix_rows: int) -> Part:
+    """One draft for all requests in flight: the head's layer, then the output head and the choice of the children.
+
+    Args:
+        steps: forwards of the draft head, one after the other: the depth of the tree.
+        rows: tree nodes of all requests, in all steps.
+        prefix_rows: committed rows of all requests.
+    """
+    values = model.draft_values + model.head_values
+    read = steps * (values + prefix_rows * model.draft_kv_values)
+    return Part("draft", float(read * dtype_bytes), 2.0 * values * rows, rows, layers=2 * steps)
+
+
+def draft_prompt_part(model: ModelCost, dtype_bytes: int) -> Part:
+    """The draft head over one prompt."""
+    rows = model.prompt_rows
+    values = model.draft_values + 2 * rows * model.draft_kv_values
+    return Part("draft prompt", float(values * dtype_bytes), 2.0 * model.draft_values * rows, rows, layers=1)
+
+
+def total_bytes(parts: Sequence[Part]) -> float:
+    """Bytes of all parts."""
+    return sum(part.bytes for part in parts)
+
+
+def total_operations(parts: Sequence[Part]) -> float:
+    """Operations of all parts."""
+    return sum(part.operations for part in parts)
+
+
+def roofline_seconds(parts: Sequence[Part], device: Device, efficiency: Efficiency = LIMIT) -> float:
+    """Time of parts that run one after the other: more than the larger of all reading and all computing.
+
+    Args:
+        efficiency: what is reached of the device; by default all, which is the shortest time.
+    """
+    return sum(part.seconds(device, efficiency) for part in parts)
+
+
+def ridge_rows(model: ModelCost, device: Device, weights: WeightFormat, efficiency: Efficiency = LIMIT) -> float:
+    """Rows from which on the decoder's matrices are bound by computing: below it, a row more costs nothing.
+
+    Of measured rates: the rows up to which a product takes no more than a tenth longer than with one row. One row
+    rarely reaches the bandwidth of a plain read, and measured times scatter.
+    """
+    arithmetic = arithmetic_of(weights)
+
+    def computing_s(rows: int) -> float:
+        rate = device.operations_per_s(arithmetic, rows) * efficiency.compute(rows)
+        return 2.0 * model.decoder_values * rows / rate
+
+    read = model.decoder_values * weight_bytes(weights, device.value_bytes)
+    reading_s = read / (device.bytes_per_s() * efficiency.bandwidth)
+    if not device.tflops_by_rows or arithmetic is not Arithmetic.DENSE:
+        rows = 1.0
+        for _ in range(_STEPS):  # the share that is reached hangs on the rows
+            size = math.ceil(rows)
+            rows = max(1.0, size * reading_s / computing_s(size))
+        return rows
+    free_s = 1.1 * max(reading_s, computing_s(1))
+    rows = 1.0
+    for size in sorted({size for size in device.tflops_by_rows if size > 1} | {_MAX_ROWS}):
+        crossing = size * free_s / computing_s(size)
+        rows = max(rows, min(crossing, size))
+        if crossing < size:
+            break
+    return rows

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each mode could reach: the engine's scheduler, driven with the costs of its forwards."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from specvla_ros.engine.buckets import even_rows
+from specvla_ros.engine.kv_cache import SlotPool
+from specvla_ros.engine.mailbox import Mailbox
+from specvla_ros.engine.outcome import Action
+from specvla_ros.engine.scheduler import Batch, Scheduler
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.verifier import Commit
+from specvla_ros.errors import UserError
+from specvla_ros.lab.planning.cost import Forward, ModelCost, WeightFormat, draft_part, forward_parts, roofline_seconds
+from specvla_ros.lab.planning.device import LIMIT, Device, Efficiency
+from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import PromptLayout
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
+from specvla_ros.speculation.tree import Tree
+
+# Spec-VLA (arXiv 2507.22424), table 2, relaxed acceptance: percent of trials by accept length 0 to 5 on each LIBERO
+# suite, and the tolerance in bins that they were reached with.
+SPEC_VLA_RELAXED = {
+    "goal": (23.01, 18.98, 39.99, 15.41, 2.53, 0.08),
+    "object": (28.23, 37.62, 17.29, 10.11, 6.22, 0.53),
+    "spatial": (37.07, 33.52, 19.15, 8.23, 1.99, 0.03),
+    "long": (42.39, 28.57, 16.65, 8.84, 3.35, 0.20),
+}
+_SPEC_VLA_BINS = {"goal": 9, "object": 9, "spatial": 9, "long": 5}
+
+
+@dataclass(frozen=True)
+class AcceptanceLengths:
+    """A distribution of accept lengths."""
+
+    name: str
+    probabilities: tuple[float, ...]  # chances of 0, 1, … accepted tokens
+    # Settings that the lengths were reached with.
+    acceptance: AcceptanceSettings = field(default_factory=AcceptanceSettings)
+
+    def __post_init__(self) -> None:
+        if min(self.probabilities) < 0 or abs(sum(self.probabilities) - 1) > 1e-9:
+            raise UserError(f"acceptance lengths '{self.name}' must be probabilities that sum to 1")
+
+    @property
+    def mean(self) -> float:
+        """Accepted tokens per verification where enough tokens are missing."""
+        return sum(length * share for length, share in enumerate(self.probabilities))
+
+    def accepted(self, uniform: float) -> int:
+        """The length at a quantile from 0 to 1."""
+        for length, share in enumerate(self.probabilities):
+            uniform -= share
+            if uniform < 0:
+                return length
+        return len(self.probabilities) - 1
+
+    def verifications(self, tokens: int) -> float:
+        """Expected verifications for so many tokens; each commits its accepted tokens and one of the target's."""
+        expected = [0.0]
+        for missing in range(1, tokens + 1):
+            rest = (share * expected[max(0, missing - length - 1)] for length, share in enumerate(self.probabilities))
+            expected.append(1.0 + sum(rest))
+        return expected[tokens]
+
+
+def spec_vla_relaxed(suite: str) -> AcceptanceLengths:
+    """The accept lengths that Spec-VLA printed of a suite, as shares of their sum (the rounded rows sum to 100.00).
+
+    Raises:
+        UserError: there is no such suite.
+    """
+    if suite not in SPEC_VLA_RELAXED:
+        raise UserError(f"there are no acceptance lengths of '{suite}'; known: {', '.join(SPEC_VLA_RELAXED)}")
+    printed = SPEC_VLA_RELAXED[suite]
+    acceptance = AcceptanceSettings("bin_distance", bins=(_SPEC_VLA_BINS[suite],))
+    probabilities = tuple(percent / sum(printed) for percent in printed)
+    return AcceptanceLengths(f"Spec-VLA relaxed, LIBERO-{suite.title()}", probabilities, acceptance)
+
+
+_FRAMES = 2000
+_WARM_UP_TICKS = 50  # until the pipeline is full
+_SEED = 1
+_VOCABULARY = 32000  # of Llama 2; any will do
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to decode."""
+
+    name: str
+    decode_mode: str  # value of `decode.mode`
+    nodes: int = 1  # of a tree; 1: plain decoding
+    depth: int = DraftSettings.depth  # drafted tokens on a tree's longest path, each a forward of the draft head
+    chunks: int = 1  # forwards over which a prompt is spread
+    max_in_flight: int = 64  # requests of a robot; a new frame waits while there are so many
+    robots: int = 1  # whose frames share the forwards
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether a frame is admitted as soon as the prompt of the one before is through."""
+        return self.decode_mode in ("pipeline", "specpipe")
+
+    @property
+    def drafts(self) -> bool:
+        return self.nodes > 1
+
+
+@dataclass(frozen=True)
+class Tick:
+    """One tick."""
+
+    forward: Forward
+    drafting: int = 0  # requests whose drafting is counted: all that verified, also those that were done with it
+
+
+@dataclass(frozen=True)
+class LoopResult:
+    """Averages over many frames, a frame of each robot always waiting."""
+
+    action_rate_hz: float  # actions per second of a robot
+    latency_s: float  # mean, from a frame's admission to its action
+    ticks_per_action: float  # mean, of those that became an action
+    dropped: float  # share of the admitted frames that a newer one overtook
+    in_flight: int  # maximum of requests
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """What the engine's scheduler did with a frame always waiting; the same on every device."""
+
+    ticks: tuple[Tick, ...]  # from the first one
+    # Tick of the admission and tick of the last token, for each action of any robot after the warm-up.
+    actions: tuple[tuple[int, int], ...]
+    # Requests after the warm-up that a newer one overtook, or that finished in the same tick as a newer one.
+    dropped: int
+    in_flight: int  # maximum of requests
+
+
+def chunk_rows(prompt_rows: int, chunks: int) -> list[int]:
+    """A prompt in nearly equal chunks, the longer ones first."""
+    chunks = min(chunks, prompt_rows)
+    return [prompt_rows // chunks + (i < prompt_rows % chunks) for i in range(chunks)]
+
+
+def run_loop(
+    mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths, seconds: Callable[[Tick], float]
+) -> LoopResult:
+    """How often and how late actions come.
+
+    Acceptance is drawn from a seed, so that the same arguments give the same result.
+    """
+    schedule = _run_scheduler(mode, prompt_rows, action_tokens, lengths)
+    ends = list(accumulate(map(seconds, schedule.ticks), initial=0.0))
+    count = len(schedule.actions)
+    return LoopResult(
+        action_rate_hz=count / (ends[-1] - ends[_WARM_UP_TICKS]) / mode.robots,
+        latency_s=sum(ends[last + 1] - ends[first] for first, last in schedule.actions) / count,
+        ticks_per_action=sum(last + 1 - first for first, last in schedule.actions) / count,
+        dropped=schedule.dropped / (schedule.dropped + count),
+        in_flight=schedule.in_flight,
+    )
+
+
+@lru_cache(maxsize=128)
+def _run_scheduler(mode: Mode, prompt_rows: int, action_tokens: int, lengths: AcceptanceLengths) -> _Schedule:
+    """Drives the engine's scheduler with a runner that only counts."""
+    settings = EngineSettings(
+        mode=mode.decode_mode, max_in_flight=mode.max_in_flight, prefill_chunks=mode.chunks, streams=mode.robots
+    )
+    mailbox, root = Mailbox(None), Tree.from_root(torch.zeros((), dtype=torch.int64))
+    mailbox.limit = mode.robots
+    robots = [str(i) for i in range(mode.robots)]
+    layout = PromptLayout(ids=(), rows=prompt_rows, visual_rows=())
+    zeros = np.zeros(action_tokens)
+    codec = BinsCodec(ActionTokenizer(_VOCABULARY), ActionStatistics("", zeros, zeros, zeros > 0))
+    scheduler = Scheduler(
+        settings,
+        mailbox,
+        SlotPool(settings.slots),
+        codec,
+        root=root,
+        lay_out=lambda _: layout,
+        draft_prompt=lambda _: root,
+        chunk_rows=lambda rows: even_rows(rows, settings.chunks),
+    )
+    draws = random.Random(_SEED)
+    commits = [_commit(tokens, codec) for tokens in range(len(lengths.probabilities) + 1)]
+    picture = np.zeros((1, 1, 3), np.uint8)
+    ticks: list[Tick] = []
+    actions: list[tuple[int, int]] = []
+    admitted: dict[tuple[str, int], int] = {}  # tick by robot and stamp
+    dropped = in_flight = frames = 0
+    while frames < _FRAMES:
+        number = len(ticks)
+        for robot in robots:
+            if not mailbox.waits(robot):
+                mailbox.submit(Observation(picture, "", stamp_ns=number + 1, stream=robot))
+        batch = scheduler.schedule()
+        begun = [_frame(share.request.observation) for share in batch.shares if share.begins]
+        admitted |= dict.fromkeys(begun, number)
+        in_flight = max(in_flight, len(batch.shares))
+        forward = _forward(batch, mode)
+        chosen = [
+            commits[1 + (lengths.accepted(draws.random()) if mode.drafts and not share.prompt_rows else 0)]
+            for share in batch.verified
+        ]
+        scheduler.commit(batch, chosen)
+        ticks.append(Tick(forward, len(batch.verified) if mode.drafts else 0))
+        outcomes = scheduler.release()
+        if number >= _WARM_UP_TICKS:
+            frames += len(begun)
+            answered = [_frame(outcome.observation) for outcome in outcomes if isinstance(outcome, Action)]
+            followed = {robot: (robot, stamp) for robot, stamp in answered}  # of two at the same moment one
+            actions += [(admitted[frame], number) for frame in followed.values()]
+            dropped += len(outcomes) - len(followed)
+    return _Schedule(tuple(ticks), tuple(actions), dropped, in_flight)
+
+
+def _frame(observation: Observation) -> tuple[str, int]:
+    return observation.stream, observation.stamp_ns
+
+
+def _commit(tokens: int, codec: BinsCodec) -> Commit:
+    """What a verification commits that accepts one token less; which tokens they are does not matter."""
+    rows, ids = tuple(range(tokens)), (codec.action_ids.first,) * tokens
+    none = torch.empty(0, dtype=torch.int64)
+    return Commit(rows, ids, bins_off=(0,) * tokens, why=(0,) * tokens, tokens_on_device=none)
+
+
+def _forward(batch: Batch, mode: Mode) -> Forward:
+    prefill = next((share for share in batch.shares if share.prompt_rows), None)
+    trees = sum(not share.prompt_rows for share in batch.shares)
+    return Forward(
+        prompt_rows=prefill.prompt_rows if prefill else 0,
+        prompt_before=prefill.request.prefix_len if prefill else 0,
+        image=prefill is not None and prefill.begins,
+        prompt_ends=prefill is None or prefill.ends_prompt,
+        trees=trees,
+        nodes=trees * mode.nodes,  # of static size, as a captured graph has them, however few tokens are missing
+        # Rows of the prompt, and of the committed tokens but the last, whose row this forward writes. Their number is
+        # taken at its mean, for the forwards to be few different ones: at most 3 rows of 290 are off.
+        prefix_rows=sum(share.request.layout.rows + 3 for share in batch.shares if not share.prompt_rows),
+    )
+
+
+NODES = 16  # one tile of a matrix product's rows; the best size for latency is flat between 8 and 32
+
+# No more than 3 chunks: of fewer rows they lose more in the matrix products than they win (as Sarathi reports of 64).
+MODES = (
+    Mode("ar", "ar"),
+    Mode("spec", "spec", nodes=NODES),
+    Mode("pipeline", "pipeline"),
+    Mode("pipeline, 2 chunks", "pipeline", chunks=2),
+    Mode("pipeline, 3 chunks", "pipeline", chunks=3),
+    Mode("specpipe", "specpipe", nodes=NODES),
+    Mode("specpipe, 2 chunks", "specpipe", nodes=NODES, chunks=2),
+    Mode("specpipe, 3 chunks", "specpipe", nodes=NODES, chunks=3),
+)
+
+
+@dataclass(frozen=True)
+class ModeLimit:
+    """One row of the table."""
+
+    mode: Mode
+    action_rate_hz: float  # mean, at the limit
+    latency_s: float  # mean, at the limit
+    derated_rate_hz: float  # the same at the efficiency to expect
+    derated_latency_s: float  # the same at the efficiency to expect
+    ticks_per_action: float  # forwards from a frame's admission to its action, mean
+    dropped: float  # share of the admitted frames that a newer one overtakes
+    in_flight: int  # maximum of requests
+    kv_bytes: float  # memory of the slots for them
+    weight_bytes: float  # memory of all weights, with the draft head's where there is one
+
+    @property
+    def oldest_image_s(self) -> float:
+        """Age of an action's image when the next action replaces it, derated: latency and a period."""
+        return self.derated_latency_s + 1.0 / self.derated_rate_hz
+
+    def fits(self, device: Device) -> bool:
+        return self.kv_bytes + self.weight_bytes <= device.memory_gb * 1e9
+
+
+def mode_limit(
+    mode: Mode, model: ModelCost, device: Device, weights: WeightFormat, lengths: AcceptanceLengths
+) -> ModeLimit:
+    """Runs the tick loop at the limit and derated."""
+
+    def run(efficiency: Efficiency) -> LoopResult:
+        @cache
+        def seconds(tick: Tick) -> float:
+            # Without the draft head's forward over the prompt: it may run beside the next frame.
+            parts = forward_parts(tick.forward, model, weights, device.value_bytes)
+            if tick.drafting:
+                rows, prefix = tick.drafting * mode.nodes, tick.drafting * model.prompt_rows
+                parts += (draft_part(model, device.value_bytes, steps=mode.depth, rows=rows, prefix_rows=prefix),)
+            return roofline_seconds(parts, device, efficiency)
+
+        return run_loop(mode, model.prompt_rows, model.action_tokens, lengths, seconds)
+
+    best, expected = run(LIMIT), run(device.efficiency)
+    slot_rows = model.prompt_rows + model.action_tokens + (mode.nodes if mode.drafts else 0)
+    return ModeLimit(
+        mode,
+        best.action_rate_hz,
+        best.latency_s,
+        expected.action_rate_hz,
+        expected.latency_s,
+        best.ticks_per_action,
+        best.dropped,
+        best.in_flight,
+        float(best.in_flight * slot_rows * model.kv_values * device.value_bytes),
+        model.memory_bytes(weights, device.value_bytes, draft=mode.drafts),
+    )

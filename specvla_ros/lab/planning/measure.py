@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the device at hand: bandwidth, and the rate of matrix products in a checkpoint's shapes."""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specvla_ros.lab.planning.device import MEASURED, Device
+from specvla_ros.models.config import DecoderShape
+
+ROWS = (1, 16, 64, 128, 192, 256, 320)
+_WARM_UPS = 2
+_TURNS = 7
+
+
+def measure_device(
+    llama: DecoderShape,
+    on_step: Callable[[str], None] = lambda _: None,
+    *,
+    device: str = "",
+    dtype: torch.dtype | None = None,
+    more_rows: Sequence[int] = (),
+) -> Device:
+    """Measures bandwidth and matrix rates, medians; 8-bit rates are left out.
+
+    Args:
+        llama: shapes of the matrices; as many layers as it has, or as fill the buffer of the bandwidth test.
+        device: cpu or cuda; empty: the first GPU, or this CPU if there is none, as the engine does.
+        dtype: None: bfloat16 on a GPU, float32 on a CPU, as the engine does.
+        more_rows: of the left matrix, beside `ROWS`.
+    """
+    cuda = device.startswith("cuda") if device else torch.cuda.is_available()
+    target = torch.device(device or ("cuda" if cuda else "cpu"))
+    dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
+    buffer_bytes = (4 if cuda else 1) << 28
+    on_step("bandwidth")
+    reading, copying = _bandwidths(target, dtype, buffer_bytes)
+    layers = _layers(llama, target, dtype, buffer_bytes)
+    by_rows = {}
+    for rows in (*ROWS, *more_rows):
+        on_step(f"matrix products of {rows} rows")
+        by_rows[rows] = _tflops(layers, rows)
+    where = f"{_name(cuda)}, torch {torch.__version__}, {date.today().isoformat()}"
+    return Device(
+        name=_name(cuda),
+        kind="measured",
+        dtype=str(dtype).removeprefix("torch."),
+        bandwidth_gb_s=max(reading, copying),
+        dense_tflops=max(by_rows.values()),
+        memory_gb=_memory_bytes(cuda) / 1e9,
+        tflops_by_rows=by_rows,
+        sources={
+            "bandwidth_gb_s": f"measured: reading {reading:.4g}, copying {copying:.4g} (both ways counted), the larger "
+            f"of the two; {buffer_bytes >> 20} MiB; {where}",
+            "tflops_by_rows": f"measured: products with {len(layers)} x 4 matrices of a decoder layer, hidden size "
+            f"{llama.hidden_size}, median of {_TURNS}; {where}",
+            "dense_tflops": "the largest of tflops_by_rows",
+            "int8_tops": "not measured",
+            "fp8_tflops": "not measured",
+            "memory_gb": "as the system says",
+            "efficiency": "the measured rates hold their losses; assumed: a layer's time as the RTX 5090's",
+        },
+        capability=".".join(map(str, torch.cuda.get_device_capability())) if cuda else "",
+        efficiency=MEASURED,
+    )
+
+
+def _bandwidths(device: torch.device, dtype: torch.dtype, size: int) -> tuple[float, float]:
+    source = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
+    target = torch.zeros_like(source)
+    reading_s = _median_s(lambda: source.sum(), device)
+    copying_s = _median_s(lambda: target.copy_(source), device)
+    return size / reading_s / 1e9, 2 * size / copying_s / 1e9
+
+
+def _layers(llama: DecoderShape, device: torch.device, dtype: torch.dtype, size: int) -> list[list[Tensor]]:
+    """The four matrices of each layer, [out, in]: query, key and value; output; gate and up; down."""
+    hidden, heads = llama.hidden_size, llama.num_attention_heads * llama.head_dim
+    shapes = (
+        (heads + 2 * llama.num_key_value_heads * llama.head_dim, hidden),
+        (hidden, heads),
+        (2 * llama.intermediate_size, hidden),
+        (hidden, llama.intermediate_size),
+    )
+    layer_bytes = sum(rows * columns for rows, columns in shapes) * dtype.itemsize
+    count = min(llama.num_hidden_layers, max(1, size // layer_bytes))
+    generator = torch.Generator(device).manual_seed(0)
+    return [
+        [torch.rand(shape, dtype=dtype, device=device, generator=generator) for shape in shapes] for _ in range(count)
+    ]
+
+
+def _tflops(layers: list[list[Tensor]], rows: int) -> float:
+    """Rate of all products [1e12 operations/s] with `rows` rows in the left matrix."""
+    first = layers[0][0]
+    widths = {matrix.shape[1] for matrix in layers[0]}
+    inputs = {width: torch.rand((rows, width), dtype=first.dtype, device=first.device) for width in widths}
+
+    def multiply() -> None:
+        for layer in layers:
+            for matrix in layer:
+                torch.nn.functional.linear(inputs[matrix.shape[1]], matrix)
+
+    operations = 2.0 * rows * sum(matrix.numel() for layer in layers for matrix in layer)
+    with torch.inference_mode():
+        return operations / _median_s(multiply, first.device) / 1e12
+
+
+def _median_s(work: Callable[[], object], device: torch.device) -> float:
+    times = []
+    for _ in range(_WARM_UPS + _TURNS):
+        _finish(device)
+        started = time.perf_counter()
+        work()
+        _finish(device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[_WARM_UPS:])
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _name(cuda: bool) -> str:
+    return torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def cpu_name() -> str:
+    """The processor's name; on ARM its architecture, where Linux gives no name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.lower().startswith(("model name", "hardware"))]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _memory_bytes(cuda: bool) -> int:
+    if cuda:
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

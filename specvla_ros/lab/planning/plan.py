@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specvla plan`: what a policy could reach on a device, and with which parameters."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.lab.planning.cost import (
+    OPENVLA_7B,
+    Forward,
+    ModelCost,
+    Part,
+    draft_part,
+    draft_prompt_part,
+    forward_parts,
+    model_cost,
+    ridge_rows,
+    roofline_seconds,
+    total_bytes,
+    total_operations,
+)
+from specvla_ros.lab.planning.device import Device
+from specvla_ros.lab.planning.limits import (
+    MODES,
+    NODES,
+    AcceptanceLengths,
+    ModeLimit,
+    chunk_rows,
+    mode_limit,
+    spec_vla_relaxed,
+)
+from specvla_ros.models.families.openvla.config import read_config
+from specvla_ros.models.settings import WeightFormat
+from specvla_ros.settings.parameter import values_of
+from specvla_ros.settings.profiles import format_parameters
+from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings
+
+_TREES = (8, 16, 24, 32, 48, 64)
+_PACKED_NODES = 16
+_TILES = (64, 128, 192, 256, 320, 384)
+_TOP_K = 8
+_SUITE = "goal"  # whose accept lengths are planned with
+_PLANNED = (
+    "decode.mode",
+    "decode.max_in_flight",
+    "decode.prefill_chunks",
+    "draft.head",
+    "draft.nodes",
+    "draft.depth",
+    "draft.top_k",
+    "acceptance.rule",
+)
+_DRAFT_REASONS = {"draft.head": "the folder `draft` of the checkpoint; `specvla train-draft` makes one"}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Parameters for the policy node."""
+
+    settings: EngineSettings  # of the engine
+    chunk_rows: int  # of the longest chunk, such that it fills tiles of the matrix products together with the trees
+    limit: ModeLimit  # what the mode reaches with these parameters
+    reasons: Mapping[str, str]  # in words, by what they explain
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Values by full name: those that the figures rest on, and what else is not a default."""
+        defaults = values_of(EngineSettings())
+        values = values_of(self.settings)
+        return {name: value for name, value in values.items() if name in _PLANNED or value != defaults[name]}
+
+    def as_yaml(self) -> str:
+        return format_parameters(self.parameters)
+
+
+def choose(
+    model: ModelCost,
+    device: Device,
+    weights: WeightFormat,
+    limits: Sequence[ModeLimit],
+    lengths: AcceptanceLengths,
+) -> Profile:
+    """The profile whose actions answer the freshest images, of the modes that find room (of all, if none does)."""
+    ridge = ridge_rows(model, device, weights, device.efficiency)
+    fitting = [limit for limit in limits if limit.fits(device)]
+    best = min(fitting or limits, key=lambda limit: limit.oldest_image_s)
+    pipelined, drafts, chunks = best.mode.pipelined, best.mode.drafts, best.mode.chunks
+    verifications = lengths.verifications(model.action_tokens - 1) if drafts else model.action_tokens - 1
+    robots = best.mode.robots
+    in_flight = math.ceil((chunks + verifications) / chunks / robots) if pipelined else 1  # of each robot
+    packed = pipelined or robots > 1
+    nodes = _nodes(ridge / (in_flight * robots), packed=packed) if drafts else 1
+    # A tree is no deeper than the tokens that may be missing when it is drafted, the target's own one not counted.
+    depth = max(1, min(best.mode.depth, model.action_tokens - 2)) if drafts else 1
+    mode = replace(best.mode, nodes=nodes, depth=depth, max_in_flight=in_flight)
+    limit = mode_limit(mode, model, device, weights, lengths)
+    trees = math.ceil(verifications / chunks) if pipelined else 0
+    longest = chunk_rows(model.prompt_rows, chunks)[0]
+    filled = _fill_tiles(longest, trees * nodes, max_rows=model.prompt_rows) if chunks > 1 else longest
+    needed_gb = (limit.kv_bytes + limit.weight_bytes) / 1e9
+    reasons = {
+        "decode.mode": f"{best.mode.name} acts on the freshest images: at most {best.oldest_image_s * 1e3:.0f} ms old "
+        "when the next action comes (latency and period, derated)",
+        "decode.prefill_chunks": _chunk_reason(model, ridge, chunks),
+        "chunk length": f"{filled} rows beside {trees} x {nodes} nodes: {filled + trees * nodes}, whole tiles"
+        if chunks > 1
+        else "the whole prompt",
+        "decode.max_in_flight": f"{chunks} forward(s) for the prompt and {verifications:.1f} after it, "
+        f"a new frame every {chunks}"
+        if pipelined
+        else "one request at a time",
+        "draft.nodes": _node_reason(ridge, in_flight * robots, nodes, packed=packed) if drafts else "no tree",
+        **(_DRAFT_REASONS | {"acceptance.rule": _acceptance_reason(lengths)} if drafts else {}),
+        "memory": f"{needed_gb:.3g} of {device.memory_gb:.0f} GB for weights, keys and values"
+        + ("" if fitting else ": IT DOES NOT FIT; try --weights int4"),
+        "expect": f"{limit.derated_rate_hz:.3g} actions/s{f' for each of {robots} robots' if robots > 1 else ''}, "
+        f"{limit.derated_latency_s * 1e3:.0f} ms (derated)",
+    }
+    settings = EngineSettings(
+        mode=best.mode.decode_mode,
+        max_in_flight=in_flight,
+        streams=robots,
+        prefill_chunks=chunks,
+        draft=DraftSettings(
+            head="" if drafts else NO_HEAD, nodes=nodes, depth=depth, top_k=max(1, min(_TOP_K, nodes // depth))
+        ),
+        acceptance=lengths.acceptance if drafts else AcceptanceSettings(),
+    )
+    return Profile(settings, filled, limit, reasons)
+
+
+def _nodes(free_rows: float, *, packed: bool) -> int:
+    """The largest tree that is free where there is no prompt; beside a prompt each node costs, so no more than 16."""
+    largest = _PACKED_NODES if packed else _TREES[-1]
+    return max((size for size in _TREES if size <= min(free_rows, largest)), default=_TREES[0])
+
+
+def _fill_tiles(chunk: int, nodes: int, *, max_rows: int) -> int:
+    """The longest chunk that takes no more tiles than this one, beside so many nodes."""
+    tile = min((size for size in _TILES if size >= chunk + nodes), default=chunk + nodes)
+    return min(tile - nodes, max_rows)
+
+
+def _acceptance_reason(lengths: AcceptanceLengths) -> str:
+    settings = lengths.acceptance
+    tolerance = f"{settings.rule}, {', '.join(map(str, settings.bins))} bins" if any(settings.bins) else settings.rule
+    return (
+        f"{tolerance}: what the lengths of {lengths.name} were reached with; a stricter rule accepts "
+        "less than planned. `specvla calibrate` finds the tolerance of your policy"
+    )
+
+
+def _chunk_reason(model: ModelCost, ridge: float, chunks: int) -> str:
+    crossing = f"a prompt of {model.prompt_rows} rows, computing and reading balance at {ridge:.0f}, derated"
+    return f"whole ({crossing})" if chunks == 1 else crossing
+
+
+def _node_reason(ridge: float, in_flight: int, nodes: int, *, packed: bool) -> str:
+    free = f"{nodes} nodes for each of {in_flight} in flight, {ridge:.0f} rows are free in a forward without a prompt"
+    return f"{free}; beside a prompt every node costs, and beyond {_PACKED_NODES} more than it wins" if packed else free
+
+
+@dataclass(frozen=True)
+class ForwardLimit:
+    """One row of the table of forwards."""
+
+    name: str
+    bytes: float  # sums over its parts
+    operations: float  # sums over its parts
+    seconds: float  # at the limit, its parts one after the other
+    derated_seconds: float  # at the efficiency to expect
+    bound_by: str  # what most of the time is for: reading or computing
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that `specvla plan` shows."""
+
+    checkpoint: str  # directory, or OpenVLA-7B
+    weights: WeightFormat
+    device: Device
+    model: ModelCost
+    lengths: AcceptanceLengths
+    ridge_rows: float
+    forwards: tuple[ForwardLimit, ...]
+    modes: tuple[ModeLimit, ...]
+    profile: Profile
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "note": note(self.device),
+            "checkpoint": self.checkpoint,
+            "weights": self.weights.value,
+            "device": self.device.as_json(),
+            "derated": self.device.efficiency.as_json(),
+            "model": asdict(self.model),
+            "acceptance": {
+                "name": self.lengths.name,
+                "probabilities": self.lengths.probabilities,
+                "mean": self.lengths.mean,
+            },
+            "ridge_rows": self.ridge_rows,
+            "forwards": [asdict(forward) for forward in self.forwards],
+            "modes": [_mode_json(mode) for mode in self.modes],
+            "profile": {
+                "parameters": self.profile.parameters,
+                "chunk_rows": self.profile.chunk_rows,
+                "limit": _mode_json(self.profile.limit),
+                "reasons": dict(self.profile.reasons),
+            },
+        }
+
+
+def make_plan(device: Device, weights: WeightFormat, checkpoint: Path | None = None, robots: int = 1) -> Plan:
+    """Computes everything for a directory with a config.json, or for OpenVLA-7B; takes about a second.
+
+    Args:
+        device: that it is for.
+        weights: format of the decoder's matrices.
+        checkpoint: the directory; None: OpenVLA-7B.
+        robots: whose frames share the forwards; rates are of each.
+    """
+    model = model_cost(OPENVLA_7B if checkpoint is None else read_config(checkpoint))
+    lengths = spec_vla_relaxed(_SUITE)
+    modes = [replace(mode, robots=robots) for mode in MODES]
+    ridge = ridge_rows(model, device, weights)
+    limits = tuple(mode_limit(mode, model, device, weights, lengths) for mode in modes)
+    return Plan(
+        checkpoint="OpenVLA-7B" if checkpoint is None else str(checkpoint),
+        weights=weights,
+        device=device,
+        model=model,
+        lengths=lengths,
+        ridge_rows=ridge,
+        forwards=forward_limits(model, device, weights),
+        modes=limits,
+        profile=choose(model, device, weights, limits, lengths),
+    )
+
+
+def forward_limits(model: ModelCost, device: Device, weights: WeightFormat) -> tuple[ForwardLimit, ...]:
+    """The forwards that the modes are made of."""
+    rows = []
+    for name, parts in _forwards(model, device, weights).items():
+        reading_s = total_bytes(parts) / device.bytes_per_s()
+        seconds = roofline_seconds(parts, device)
+        rows.append(
+            ForwardLimit(
+                name,
+                total_bytes(parts),
+                total_operations(parts),
+                seconds,
+                roofline_seconds(parts, device, device.efficiency),
+                "reading" if math.isclose(reading_s, seconds, rel_tol=0.05) else "computing",
+            )
+        )
+    return tuple(rows)
+
+
+def _forwards(model: ModelCost, device: Device, weights: WeightFormat) -> Mapping[str, tuple[Part, ...]]:
+    prompt = model.prompt_rows
+    prefix = prompt + 3  # rows that a request has on average after its prompt
+
+    def packed(trees: int, nodes: int, prompt_rows: int = 0, before: int = 0) -> tuple[Part, ...]:
+        forward = Forward(
+            prompt_rows=prompt_rows,
+            prompt_before=before,
+            image=bool(prompt_rows) and not before,
+            prompt_ends=before + prompt_rows == prompt,
+            trees=trees,
+            nodes=trees * nodes,
+            prefix_rows=trees * prefix,
+        )
+        return forward_parts(forward, model, weights, device.value_bytes)
+
+    first, *others = chunk_rows(prompt, 2)
+    pending = model.action_tokens - 1
+    return {
+        "decode, 1 row": packed(1, 1),
+        f"verify, {NODES} nodes": packed(1, NODES),
+        f"vision + prompt of {prompt}": packed(0, 0, prompt),
+        f"vision + {prompt} + {pending}x1": packed(pending, 1, prompt),
+        **{f"vision + {prompt} + 3x{nodes}": packed(3, nodes, prompt) for nodes in (8, 16, 50)},
+        f"vision + chunk of {first} + 2x16": packed(2, 16, first),
+        f"chunk of {sum(others)} + 2x16": packed(2, 16, sum(others), first),
+        "verify, 3x16": packed(3, 16),
+        f"draft head, {DraftSettings.depth} steps": (
+            draft_part(model, device.value_bytes, steps=DraftSettings.depth, rows=NODES, prefix_rows=prefix),
+        ),
+        "draft head, prompt": (draft_prompt_part(model, device.value_bytes),),
+    }
+
+
+def note(device: Device) -> str:
+    """What these numbers are."""
+    if device.kind == "measured":
+        return f"Limits from rates measured on {device.name}: computed, no policy ran; a real engine is slower."
+    return f"Limits from assumed figures of {device.name}: nothing here was measured, and no such device ran."
+
+
+def _mode_json(limit: ModeLimit) -> dict[str, Any]:
+    return {**asdict(limit), "oldest_image_s": limit.oldest_image_s}

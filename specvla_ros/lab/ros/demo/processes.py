@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's nodes as processes: started, brought to their active state, ended."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import rclpy
+from lifecycle_msgs.msg import State, Transition
+from lifecycle_msgs.srv import ChangeState, GetState
+from rclpy.client import Client
+from rclpy.node import Node
+from rclpy.task import Future
+
+from specvla_ros.errors import UserError
+
+NodeProcess = subprocess.Popen[bytes]
+
+_ANSWER_S = 5.0
+_STOP_TIMEOUT_S = 15.0
+_STATES = {
+    State.PRIMARY_STATE_UNCONFIGURED: "unconfigured",
+    State.PRIMARY_STATE_INACTIVE: "inactive",
+    State.PRIMARY_STATE_FINALIZED: "finalized",
+    State.TRANSITION_STATE_CONFIGURING: "configuring",
+    State.TRANSITION_STATE_ACTIVATING: "activating",
+}
+_NEXT = {
+    State.PRIMARY_STATE_UNCONFIGURED: Transition.TRANSITION_CONFIGURE,
+    State.PRIMARY_STATE_INACTIVE: Transition.TRANSITION_ACTIVATE,
+}
+
+
+class NodeProcesses:
+    """Nodes of this package, each a process that ends with this one; a context manager that ends them."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, NodeProcess] = {}
+
+    def start(
+        self,
+        module: str,
+        *parameters: str,
+        params_file: Path | None = None,
+        remaps: Iterable[tuple[str, str]] = (),
+        log: Path | None = None,
+    ) -> None:
+        """Starts a node.
+
+        Args:
+            module: under specvla_ros.ros; its first part is the node's name.
+            parameters: as `name:=value`.
+            params_file: a ROS parameter file.
+            remaps: from and to.
+            log: file for what it says; None: its errors on the terminal.
+        """
+        arguments = [part for parameter in parameters for part in ("-p", parameter)]
+        arguments += ["--params-file", str(params_file)] if params_file is not None else []
+        arguments += [part for source, target in remaps for part in ("-r", f"{source}:={target}")]
+        # A demo that is killed must not leave a policy behind on the topics of the next one.
+        end_with = f"from specvla_ros.lab.jobs.processes import end_with_parent; end_with_parent({os.getpid()})"
+        code = f"{end_with}; from specvla_ros.ros.{module} import main; main()"
+        command = [sys.executable, "-c", code, "--ros-args", *arguments]
+        name = module.partition(".")[0]
+        if log is None:
+            self._running[name] = subprocess.Popen([*command, "--log-level", "error"], stdin=subprocess.DEVNULL)
+            return
+        with log.open("wb") as said:
+            self._running[name] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT
+            )
+
+    def exit_code(self, name: str) -> int | None:
+        """Of a node that ended; None: it runs."""
+        return self._running[name].poll()
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        """Sends a signal to a node."""
+        self._running[name].send_signal(number)
+
+    def ended(self, names: Iterable[str]) -> str:
+        """The first of these that ended; empty: none."""
+        return next((name for name in names if self.exit_code(name) is not None), "")
+
+    def __enter__(self) -> "NodeProcesses":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends them as Ctrl-C does; those that do not end are killed."""
+        running = [process for process in self._running.values() if process.poll() is None]
+        for process in running:
+            process.send_signal(signal.SIGINT)
+        for process in running:
+            try:
+                process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class LifecycleClient:
+    """Requests transitions, and looks at the node's state rather than wait for an answer.
+
+    A service's answer is lost when the server has not yet discovered the client's end of the answer's topic, which
+    happens on a loaded machine: what counts is the state that the node is in.
+
+    Args:
+        node: the client's own node; nobody else may spin it meanwhile.
+        name: the lifecycle node's name, for example `/policy`.
+        explanation: where the user finds why it refused.
+    """
+
+    def __init__(self, node: Node, name: str, explanation: str = "its own message above says why") -> None:
+        self._node = node
+        self._name, self._explanation = name.lstrip("/"), explanation
+        self._get: Client = node.create_client(GetState, f"{name}/get_state")
+        self._change: Client = node.create_client(ChangeState, f"{name}/change_state")
+
+    def activate(self, alive: Callable[[], bool], timeout_s: float) -> None:
+        """Configures and activates the node.
+
+        Args:
+            alive: whether its process runs.
+            timeout_s: limit for all of it.
+
+        Raises:
+            UserError: it does not come up, or refuses.
+        """
+        deadline = time.monotonic() + timeout_s
+        answer: Future[Any] | None = None
+        requested, requested_s = 0, 0.0
+        seen = State.PRIMARY_STATE_UNKNOWN
+        while alive() and time.monotonic() < deadline:
+            state = self._state()
+            seen = state or seen
+            if state == State.PRIMARY_STATE_ACTIVE:
+                return
+            transition = _NEXT.get(state)
+            if transition is None:  # unknown, or in a transition
+                time.sleep(0.05)
+                continue
+            if transition == requested and answer is not None:
+                result = answer.result() if answer.done() else None
+                if result is not None and not result.success:
+                    raise UserError(f"the node {self._name} refused to start; {self._explanation}")
+                if time.monotonic() - requested_s < _ANSWER_S:
+                    rclpy.spin_once(self._node, timeout_sec=0.05)
+                    continue
+            answer = self._change.call_async(ChangeState.Request(transition=Transition(id=transition)))
+            requested, requested_s = transition, time.monotonic()
+        if not alive():
+            raise UserError(f"the node {self._name} ended before it came up; {self._explanation}")
+        raise UserError(
+            f"the node {self._name} did not come up in {timeout_s:g} s: {self._how_far(seen)}; `specvla doctor` says "
+            "what to fix"
+        )
+
+    def _how_far(self, seen: int) -> str:
+        """What is known of a node that did not come up, from the last state that it answered."""
+        if seen:
+            return f"it was last heard to be {_STATES.get(seen, f'in state {seen}')}"
+        there = self._get.service_is_ready()
+        return "it never answered, though it offers its services" if there else "nobody offers its services"
+
+    def _state(self) -> int:
+        """The node's state; 0, unknown, when it does not answer."""
+        if not self._get.wait_for_service(timeout_sec=0.5):
+            return int(State.PRIMARY_STATE_UNKNOWN)
+        future = self._get.call_async(GetState.Request())
+        rclpy.spin_until_future_complete(self._node, future, timeout_sec=1.0)
+        if not future.done():
+            self._get.remove_pending_request(future)
+            return int(State.PRIMARY_STATE_UNKNOWN)
+        answer = future.result()
+        return int(answer.current_state.id) if answer is not None else int(State.PRIMARY_STATE_UNKNOWN)

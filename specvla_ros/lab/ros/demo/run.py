@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specvla demo`: the policy drives the simulated arm over topics, a terminal shows it and takes instructions."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import rclpy
+from rclpy.executors import ExternalShutdownException
+from rich.console import Console
+from rich.live import Live
+
+from specvla_ros.errors import UserError
+from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE, RerunSettings
+from specvla_ros.lab.evaluation.simulate_summary import SimulateSummary
+from specvla_ros.lab.evaluation.statistics import Rate
+from specvla_ros.lab.ros.demo.operator import Operator
+from specvla_ros.lab.ros.demo.processes import LifecycleClient, NodeProcesses
+from specvla_ros.lab.ros.demo.record import DemoRecord
+from specvla_ros.lab.ros.demo.robot import DemoRobot
+from specvla_ros.lab.ros.demo.terminal import CLEAR_KEY, STOP_KEY, TypedLine, picture
+from specvla_ros.lab.ros.sim_robot.outputs import IMAGE_TOPIC, JOINTS_TOPIC, WRIST_TOPIC
+from specvla_ros.lab.simulation.gl import require_gl
+from specvla_ros.lab.simulation.rollout import EpisodeResult
+from specvla_ros.lab.simulation.tasks import choose_tasks
+from specvla_ros.models.families.openvla.config import OpenVLAConfig, read_config
+from specvla_ros.models.families.openvla.prompt import normalise_instruction
+from specvla_ros.msg import SimEpisode
+from specvla_ros.ros.wiring import Remaps, image_remappings
+from specvla_ros.settings.parameter import values_of
+from specvla_ros.settings.profiles import write_parameters
+
+PARAMETERS_FILE, ROBOT_FILE, BLACK_BOX = "parameters.yaml", "robot.yaml", "black_box"
+DRIVER_LOG, GUARD_LOG = "driver.log", "guard.log"
+_CONFIGURE_TIMEOUT_S = 120.0
+_SILENCE_S = 60.0  # limit without news of an episode
+_CLOCK = "realtime"
+_CAMERA = image_remappings("image", IMAGE_TOPIC)
+# A policy of several cameras is shown the robot's in their order; the first is always the one above.
+_FURTHER, _STATE = (WRIST_TOPIC,), [("state", JOINTS_TOPIC)]
+
+
+def run_demo(
+    out: Path,
+    policy: Path,
+    *,
+    robot: DemoRobot,
+    tasks: list[str],
+    episodes: int,
+    seed: int,
+    parameters: Mapping[str, Any],
+    shown: RerunSettings | None = None,
+) -> int:
+    """Shows the policy drive the simulated arm, and writes films and a report.
+
+    Args:
+        out: directory of the results; films and report in it are made anew.
+        policy: checkpoint directory.
+        robot: the arm, and what moves it.
+        tasks: names; none: all.
+        episodes: number per task.
+        seed: seed of the first start.
+        parameters: of the policy node, by name; written to parameters.yaml in `out`.
+        shown: where Rerun shows it; None: nowhere.
+
+    Returns:
+        0 when the arm succeeded at least once and everything ran to its end, else 1.
+
+    Raises:
+        UserError: no OpenGL, no model of the arm, a bad checkpoint, or a process that does not come up.
+    """
+    require_gl()
+    chosen = [task.name for task in choose_tasks(tasks)]
+    robot.arm.build()  # says what is missing
+    config = read_config(policy)
+    senses, taught = _senses(policy, config), config.instructions
+    # A simulated policy must not be heard by a robot on the network.
+    os.environ.setdefault("ROS_AUTOMATIC_DISCOVERY_RANGE", "LOCALHOST")
+    record = DemoRecord(out, policy, robot.commanded)
+    given = {**parameters, "checkpoint": str(policy), "use_sim_time": True}
+    write_parameters(out / PARAMETERS_FILE, given, ["Of the policy node in `specvla demo`."])
+    console = Console()
+    console.print(_introduction(robot))
+    rclpy.init(args=[])
+    operator = Operator(record, robot.commanded)
+    finished = False
+    try:
+        with NodeProcesses() as nodes:
+            _start(nodes, out, robot, chosen, episodes, seed, shown, senses)
+            _bring_up(nodes, operator, out, robot)
+            finished = _show(console, record, operator, nodes, robot, taught)
+    except (KeyboardInterrupt, ExternalShutdownException):
+        console.print("interrupted")
+    except Exception:
+        if rclpy.ok():
+            raise
+        console.print("interrupted")  # a signal ended the context in the middle of a callback
+    finally:
+        operator.destroy_node()
+        rclpy.try_shutdown()
+    summary = record.finish(_context(robot, parameters, operator, shown))
+    _print_results(console, summary, operator, out, shown)
+    return 0 if finished and summary.success.successes else 1
+
+
+def _introduction(robot: DemoRobot) -> str:
+    between = "guard ⇄ driver ⇄ " if robot.commanded else ""
+    arm = f"sim_robot ({robot.arm.name})"
+    return f"[bold]specvla demo[/bold]: {arm} ⇄ ROS 2 topics ⇄ {between}an OpenVLA policy, trained for this table"
+
+
+def _senses(policy: Path, config: OpenVLAConfig) -> Remaps:
+    """Remaps of what the policy is asked with to what the simulated robot publishes."""
+    further = config.cameras[1:]
+    if len(further) > len(_FURTHER):
+        robot = 1 + len(_FURTHER)
+        raise UserError(f"{policy} is asked with images of {len(config.cameras)} cameras, and this robot has {robot}")
+    remaps = list(_CAMERA)
+    for name, topic in zip(further, _FURTHER, strict=False):
+        remaps += image_remappings(f"{name}/image", topic)
+    return [*remaps, *(_STATE if config.state_dims else ())]
+
+
+def _start(
+    nodes: NodeProcesses,
+    out: Path,
+    robot: DemoRobot,
+    tasks: list[str],
+    episodes: int,
+    seed: int,
+    shown: RerunSettings | None,
+    senses: Remaps,
+) -> None:
+    """Starts all that may run before the policy can act."""
+    nodes.start("policy.node", params_file=out / PARAMETERS_FILE, remaps=senses)
+    names = ", ".join(tasks)
+    nodes.start(
+        "sim_robot.node",
+        f"robot:={robot.arm.name}",
+        f"command:={robot.interface}",
+        f"clock:={_CLOCK}",
+        f"tasks:=[{names}]",
+        f"episodes:={episodes}",
+        f"seed:={seed}",
+    )
+    limits = {}
+    if robot.commanded:
+        limits = robot.parameters()
+        write_parameters(out / ROBOT_FILE, limits, ["Of driver and guard in `specvla demo`."])
+        nodes.start("driver.node", params_file=out / ROBOT_FILE, remaps=robot.topics.driver, log=out / DRIVER_LOG)
+    if shown is not None:
+        of_the_arm = {name: value for name, value in limits.items() if name.startswith("limits.")}
+        given = {name: json.dumps(value) for name, value in (values_of(shown) | of_the_arm).items()}
+        remaps = [*_CAMERA, *(robot.topics.live_view if robot.commanded else ())]
+        nodes.start("live_view", *(f"{name}:={value}" for name, value in given.items()), remaps=remaps)
+
+
+def _bring_up(nodes: NodeProcesses, operator: Operator, out: Path, robot: DemoRobot) -> None:
+    """Policy and driver to their active states; then the guard, whose commands are what the arm begins with."""
+    if robot.commanded:
+        driver = LifecycleClient(operator, "/driver", f"{out / DRIVER_LOG} says why")
+        driver.activate(lambda: nodes.exit_code("driver") is None, _CONFIGURE_TIMEOUT_S)
+    LifecycleClient(operator, "/policy").activate(lambda: nodes.exit_code("policy") is None, _CONFIGURE_TIMEOUT_S)
+    if robot.commanded:
+        black_box = f"black_box_dir:={json.dumps(str((out / BLACK_BOX).resolve()))}"
+        nodes.start(
+            "guard.node", black_box, params_file=out / ROBOT_FILE, remaps=robot.topics.guard, log=out / GUARD_LOG
+        )
+        operator.enable(True)
+
+
+def _show(
+    console: Console,
+    record: DemoRecord,
+    operator: Operator,
+    nodes: NodeProcesses,
+    robot: DemoRobot,
+    taught: tuple[str, ...],
+) -> bool:
+    """Shows what happens until the robot has had its episodes; False when a process ended early or nothing happens."""
+    others = ("policy", "driver", "guard") if robot.commanded else ("policy",)
+    motion = operator.motion if robot.commanded else None
+    with TypedLine() as typed, Live(console=console, refresh_per_second=8, vertical_overflow="crop") as view:
+        warning, state = "", ""
+        deadline = time.monotonic() + _SILENCE_S
+        while nodes.exit_code("sim_robot") is None and not nodes.ended(others) and time.monotonic() < deadline:
+            news, finished = record.episode, len(record.episodes)
+            rclpy.spin_once(operator, timeout_sec=0.05)
+            line = typed.poll()
+            if line:
+                operator.instruct(line)
+                warning = _unknown_instruction(line, taught)
+            if motion is not None:
+                _obey(typed.take_pressed(), operator)
+            if record.episode is not news:
+                deadline = time.monotonic() + _SILENCE_S
+                if _begins(record.episode, news) and (stopped := operator.begin_episode()):
+                    console.print(f"a new start: the operator clears the stop ({stopped})", markup=False)
+            if not console.is_terminal:  # a log has no live view
+                if len(record.episodes) > finished:
+                    console.print(_sentence(record.episodes[-1]))
+                if motion is not None and motion.guard.partition(":")[0] != state:
+                    state = motion.guard.partition(":")[0]
+                    console.print(f"guard: {motion.guard}", markup=False)
+            view.update(picture(record, motion, typed, operator.answer or warning))
+    if robot.commanded:
+        operator.enable(False)
+    for _ in range(5):  # the last message may still be on its way
+        rclpy.spin_once(operator, timeout_sec=0.1)
+    code = nodes.exit_code("sim_robot")
+    if code is None:
+        ended = nodes.ended(others)
+        why = f"the {ended} ended" if ended else f"nothing happened for {_SILENCE_S:g} s"
+        console.print(f"[red]{why}; what was seen so far is kept[/red]")
+    return code == 0
+
+
+def _begins(episode: SimEpisode | None, before: SimEpisode | None) -> bool:
+    if episode is None or episode.state != SimEpisode.RUNNING:
+        return False
+    return before is None or (before.episode, before.state) != (episode.episode, SimEpisode.RUNNING)
+
+
+def _obey(pressed: str, operator: Operator) -> None:
+    if STOP_KEY in pressed:
+        operator.stop()
+    elif CLEAR_KEY in pressed:
+        operator.clear_stop()
+
+
+def _unknown_instruction(line: str, taught: tuple[str, ...]) -> str:
+    """A warning; empty when the policy was taught this, or does not say what it was taught."""
+    if not taught or normalise_instruction(line) in taught:
+        return ""
+    return f"the policy was never taught “{line}”; it knows: {'; '.join(taught)}"
+
+
+def _sentence(result: EpisodeResult) -> str:
+    return f"{result.instruction}: {'done' if result.succeeded else 'not done'} after {result.time_s:.1f} s"
+
+
+def _context(
+    robot: DemoRobot, parameters: Mapping[str, Any], operator: Operator, shown: RerunSettings | None
+) -> dict[str, Any]:
+    """What the demo was, for its report."""
+    processes = ["policy", "robot", "operator", *(["driver", "guard"] if robot.commanded else [])]
+    context: dict[str, Any] = {
+        "settings": {
+            "robot": robot.arm.name,
+            "interface": robot.interface,
+            "clock": _CLOCK,
+            "engine": {"mode": parameters["decode.mode"]},
+        },
+        "over": f"ROS 2 topics, a process each: {', '.join(processes)}",
+    }
+    if robot.commanded:
+        context["refused"] = operator.motion.refused
+    if shown is not None and shown.out:
+        context["recording"] = Path(shown.out).name
+    return context
+
+
+def _print_results(
+    console: Console, summary: SimulateSummary, operator: Operator, out: Path, shown: RerunSettings | None
+) -> None:
+    done: Rate = summary.success
+    console.print(f"the arm did {done.successes} of {done.n} tasks ({done}, {_CLOCK})")
+    if summary.latency_s:
+        p50, p95 = summary.latency_s["p50"] * 1e3, summary.latency_s["p95"] * 1e3
+        rate = f"{summary.action_rate_hz:.1f} actions/s"
+        console.print(f"observation-to-action latency: p50 {p50:.1f} ms, p95 {p95:.1f} ms; {rate}")
+    for who, counts in operator.motion.refused.items():
+        console.print(f"{who} refused: {', '.join(f'{count} × {kind}' for kind, count in counts.items()) or 'nothing'}")
+    console.print(f"report with films: {out / 'report.html'}")
+    if shown is not None and shown.out:
+        console.print(f"recording: rerun {out / RECORDING_FILE}")

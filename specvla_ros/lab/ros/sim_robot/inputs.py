@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The topics that the simulated robot listens to: actions and instructions."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rclpy.node import Node
+from std_msgs.msg import String
+
+from specvla_ros.errors import UserError
+from specvla_ros.lab.simulation.robot import SimulatedRobot
+from specvla_ros.messages.image_message import stamp_ns
+from specvla_ros.models.families.openvla.prompt import normalise_instruction
+from specvla_ros.msg import VlaAction
+from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION
+
+# A translation of more than this many times the training data's largest is somebody's error, not a motion.
+_TOO_FAR = 4.0
+_ECHO_S = 2.0  # limit of the time in which a node's own message comes back to it
+
+
+class ActionIgnoredError(Exception):
+    """An action that comes too late or belongs to another episode, as happens."""
+
+
+class ActionRefusedError(ActionIgnoredError):
+    """An action that no policy should ever send."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an action must answer.
+
+    Args:
+        began_ns: stamp of the episode's start.
+        last_taken_ns: stamp of the last action taken in it; 0: none.
+        newest_ns: stamp of the newest image.
+        only_newest: whether nothing but the newest image may be answered.
+        instruction: instruction in force.
+    """
+
+    began_ns: int
+    last_taken_ns: int
+    newest_ns: int
+    only_newest: bool
+    instruction: str
+
+
+def check_relevance(stamp_ns: int, instruction: str, expected: Expected) -> None:
+    """Whether an action answers an image of this episode, under the instruction in force, and is news.
+
+    Args:
+        stamp_ns: the action's stamp.
+        instruction: instruction that the action follows; empty: its sender does not say.
+        expected: what it must answer.
+
+    Raises:
+        ActionIgnoredError: it does not.
+    """
+    if stamp_ns < expected.began_ns:
+        raise ActionIgnoredError("it answers an image from before the episode's start")
+    if stamp_ns <= expected.last_taken_ns:
+        raise ActionIgnoredError("it is no newer than the last action that was taken")
+    if stamp_ns > expected.newest_ns:
+        raise ActionIgnoredError("it is stamped later than the newest image: does another camera run?")
+    if expected.only_newest and stamp_ns != expected.newest_ns:
+        raise ActionIgnoredError(
+            "it answers an image that the robot no longer waits for; set action_timeout_s above the policy's latency"
+        )
+    if instruction and normalise_instruction(instruction) != normalise_instruction(expected.instruction):
+        raise ActionIgnoredError(
+            f"it follows '{instruction}', but '{expected.instruction}' is in force; if that goes on, remap the "
+            "policy's topic 'instruction' to /instruction"
+        )
+
+
+def robot_values(
+    values: Sequence[float], action_dt: float, *, robot_dt: float, largest_translation: float
+) -> np.ndarray:
+    """An action's values in the robot's own period; the speed that the policy meant stays.
+
+    Args:
+        values: 3 translations, 3 rotations [rad], gripper.
+        action_dt: seconds over which the policy means its displacements.
+        robot_dt: seconds over which the robot spreads an action.
+        largest_translation: the training data's largest in `robot_dt`, in the unit of the translations.
+
+    Returns:
+        float64 [7].
+
+    Raises:
+        ActionRefusedError: not 7 finite values, no usable action_dt, or farther than any policy of this robot moves it.
+    """
+    if len(values) != 7:
+        raise ActionRefusedError(f"it has {len(values)} values, but this robot takes 7: x y z, roll pitch yaw, gripper")
+    taken = np.array(values, dtype=np.float64)
+    if not np.isfinite(taken).all():
+        raise ActionRefusedError(f"its values are not all finite: {taken.tolist()}")
+    if not (math.isfinite(action_dt) and action_dt > 0):
+        raise ActionRefusedError(f"its action_dt is {action_dt} s; set the policy's parameter action.dt")
+    taken[:6] *= robot_dt / action_dt
+    distance, turn = (float(np.linalg.norm(part)) for part in (taken[:3], taken[3:6]))
+    if not distance <= _TOO_FAR * largest_translation:
+        raise ActionRefusedError(
+            f"it would move the hand by {distance:.3f} m in {robot_dt:g} s, and the limit is "
+            f"{_TOO_FAR * largest_translation:.3f} m; is it another robot's policy, or its action_dt wrong?"
+        )
+    if not turn <= math.pi:
+        raise ActionRefusedError(f"it would turn the hand by {turn:.3f} rad in {robot_dt:g} s, and the limit is pi")
+    return taken
+
+
+class ActionInput:
+    """Lets through what the robot may take, and says why it does not take the rest.
+
+    Args:
+        node: the node that subscribes.
+        robot: the robot that takes the actions.
+        expected: what an action must answer now; None: nothing is expected.
+        on_action: called with the values, in the robot's own period, and the stamp [ns].
+        on_ignored: called with the stamp of one that is not to be taken; 0: it has no valid one.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        robot: SimulatedRobot,
+        *,
+        expected: Callable[[], Expected | None],
+        on_action: Callable[[np.ndarray, int], None],
+        on_ignored: Callable[[int], None],
+    ) -> None:
+        self._logger = node.get_logger()
+        self._robot = robot
+        self._expected = expected
+        self._on_action = on_action
+        self._on_ignored = on_ignored
+        self._subscription = node.create_subscription(VlaAction, "/policy/action", self._on_message, ACTION)
+
+    @property
+    def topic(self) -> str:
+        """The topic's name, as remapped."""
+        return str(self._subscription.topic_name)
+
+    def _on_message(self, message: VlaAction) -> None:
+        expected = self._expected()
+        if expected is None:
+            return
+        stamp = 0
+        try:
+            stamp = _stamp(message)
+            check_relevance(stamp, message.instruction, expected)
+            values = robot_values(
+                message.values[: len(message.values) // max(1, message.horizon)],  # of a chunk the first action
+                message.action_dt,
+                robot_dt=self._robot.action_dt,
+                largest_translation=self._robot.largest_translation,
+            )
+        except ActionRefusedError as why:
+            self._logger.error(f"an action was refused: {why}", throttle_duration_sec=5.0)
+            self._on_ignored(stamp)
+        except ActionIgnoredError as why:
+            self._logger.warning(f"an action was ignored: {why}", throttle_duration_sec=5.0)
+            self._on_ignored(stamp)
+        else:
+            self._on_action(values, stamp)
+
+
+def _stamp(message: VlaAction) -> int:
+    try:
+        return stamp_ns(message.header)
+    except UserError as error:
+        raise ActionRefusedError(str(error).split(";")[0]) from None
+
+
+class InstructionTopic:
+    """Publishes instructions, and listens to those of others.
+
+    What it published itself comes back to it. ROS does not say who sent a message, so an echo is known by its text: it
+    comes soon, and in the order of publication.
+
+    Args:
+        node: the node that publishes and subscribes.
+        on_other: called with each instruction of somebody else that differs from the one in force.
+    """
+
+    def __init__(self, node: Node, on_other: Callable[[str], None]) -> None:
+        self._on_other = on_other
+        self._echoes: list[tuple[str, float]] = []
+        self.current = ""
+        self._publisher = node.create_publisher(String, "/instruction", LATCHED_INSTRUCTION)
+        # Volatile, to match publishers that latch and others; what was sent before this node's own is out of date.
+        self._subscription = node.create_subscription(String, "/instruction", self._on_message, ACTION)
+
+    def tell(self, text: str) -> None:
+        """Puts an instruction in force, and publishes it."""
+        self.current = text
+        self._echoes.append((text, time.monotonic() + _ECHO_S))
+        self._publisher.publish(String(data=text))
+
+    def _on_message(self, message: String) -> None:
+        now_s = time.monotonic()
+        self._echoes = [(text, until_s) for text, until_s in self._echoes if now_s < until_s]
+        texts = [text for text, _ in self._echoes]
+        if message.data in texts:  # those before it were overwritten on their way
+            del self._echoes[: texts.index(message.data) + 1]
+            return
+        if message.data == self.current:
+            return
+        self.current = message.data
+        self._on_other(message.data)

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Demonstrations by the scripted experts, with noise injected into what they do but not into what is recorded.
+
+In most episodes the expert decides anew before its action is through, after 0.05 s to 0.2 s: a policy that
+decides faster than its training data must know what it sees then, such as fingers half closed.
+
+Each moment is also labelled with what the experts of the other tasks would do: the same picture under another
+instruction is what teaches a policy to listen.
+
+Noise follows DART (Laskey et al. 2017, arXiv 1703.09327): the learner sees states off the expert's path together with
+the expert's correction. With a policy it is DAgger (Ross et al. 2011, arXiv 1011.0686): the policy acts, at 20 actions
+per second, and the expert says what it should have done; now and then the expert acts for a while, which leads out of
+where the policy would stand still for ever.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.demonstrations import PARTIAL, DemonstrationRecord, Hindsight, write_demonstration
+from specvla_ros.lab.jobs.run import run_jobs
+from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
+from specvla_ros.lab.simulation.expert import demonstrate
+from specvla_ros.lab.simulation.robot import TableRobot
+from specvla_ros.lab.simulation.tasks import (
+    CUBE_HALF_M,
+    DEMONSTRATION_FIRST_SEED,
+    TASKS,
+    Task,
+    WorldState,
+    choose_tasks,
+)
+from specvla_ros.lab.simulation.world import SimulationDiverged
+
+if TYPE_CHECKING:  # torch, which a worker without a policy does not need
+    from specvla_ros.engine.engine import Engine
+
+_NOISE = np.array([0.012, 0.012, 0.012, 0.02, 0.02, 0.04, 0.0])  # metres and radians per action, at full noise
+_NOISE_LEVELS = (0.0, 0.5, 1.0)
+_SHOVE_CHANCE = 0.04
+_SHOVE_M = 0.04
+_FLIP_CHANCE = 0.08
+_LIES_M = 0.01  # what is not higher above the table has not far to fall
+_HASTY_SHARE = 0.7
+_POLICY_SHARE = 0.7  # of the turns
+_TURN_STEPS = (10, 41)  # of 0.05 s, from and below
+_AFTER_SUCCESS = 3  # frames, so that the policy also knows what to do when it is done
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """One episode to record."""
+
+    robot: str
+    task: str
+    seed: int
+    directory: Path
+    noise: float
+    policy: Path | None = None  # that acts; None: the expert
+    all_sensors: bool = False  # its further cameras and its state too
+
+
+@dataclass(frozen=True)
+class CollectResult:
+    """What a collection holds now."""
+
+    wanted: int  # number of episodes
+    kept: int  # number of them on the disk
+    new: int  # number of those that this call recorded
+    failed: int  # episodes that are not kept: the expert did not succeed, or the simulation diverged
+
+
+def collect(
+    out: Path,
+    *,
+    tasks: list[str],
+    episodes: int,
+    robots: Sequence[str] = (TABLE_ARM.name,),
+    noise: float = 1.0,
+    policy: Path | None = None,
+    first_seed: int = DEMONSTRATION_FIRST_SEED,
+    all_sensors: bool = False,
+    workers: int = 0,
+    ray: str = "",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> CollectResult:
+    """Records demonstrations as bags `TASK-SEED`, or `ROBOT-TASK-SEED`; those that are there already are kept.
+
+    Args:
+        tasks: names; none: all.
+        episodes: per task and robot.
+        robots: names of the arms.
+        noise: 0 none, 1 as the shipped policy was trained with.
+        policy: checkpoint that acts while the expert labels; None: the expert acts.
+        first_seed: of the layouts.
+        all_sensors: the robot's further cameras and its state are recorded too.
+        workers: processes; 0: this one.
+        ray: address of a Ray cluster; empty: this machine, see `run_jobs`.
+        on_progress: called with the episodes done and wanted.
+    """
+    chosen = choose_tasks(tasks)
+    for robot in robots:
+        choose_arm(robot).model()  # a missing package is said here, and not by a worker
+    # One robot after the other: a process keeps the one that it made last.
+    wanted = [
+        Demonstration(
+            robot=robot,
+            task=task.name,
+            seed=first_seed + i,
+            directory=out / bag_name(robot, task.name, first_seed + i),
+            noise=noise,
+            policy=policy,
+            all_sensors=all_sensors,
+        )
+        for robot in robots
+        for i in range(episodes)
+        for task in chosen
+    ]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out} cannot be made: {error.strerror}") from None
+    for partial in out.glob(f".*{PARTIAL}"):  # as a killed process leaves them
+        shutil.rmtree(partial, ignore_errors=True)
+    jobs = [job for job in wanted if not job.directory.exists()]
+    kept, new = len(wanted) - len(jobs), 0
+    results = run_jobs(demonstrate_and_record, jobs, workers=workers, ray=ray, name=lambda job: job.directory.name)
+    for done, (_, succeeded) in enumerate(results, start=1):
+        new += succeeded
+        if on_progress is not None:
+            on_progress(len(wanted) - len(jobs) + done, len(wanted))
+    return CollectResult(len(wanted), kept + new, new, len(jobs) - new)
+
+
+def demonstrate_and_record(job: Demonstration) -> bool:
+    """Records one demonstration; False, and nothing is kept, when the expert fails.
+
+    Where a policy acts, its failures are kept: every label is the expert's.
+    """
+    robot = _robot(job.robot, os.getpid())
+    rng = np.random.default_rng([job.seed, sum(map(ord, job.task))])
+    robot.reset(job.task, job.seed)
+    images: list[np.ndarray] = []
+    further: dict[str, list[np.ndarray]] = {camera: [] for camera in robot.cameras[1:] if job.all_sensors}
+    states: list[np.ndarray] = []
+    actions: list[np.ndarray] = []
+    others: dict[str, list[np.ndarray]] = {task.name: [] for task in TASKS if task.name != job.task}
+    times_s: list[float] = []
+    per_action = round(robot.action_dt / robot.control_dt)
+    actor = _Disturbed(rng, job.noise, per_action) if job.policy is None else _PolicyInTurn(rng, job, per_action)
+    passed, after = 0, 0
+    try:
+        while after < _AFTER_SUCCESS:
+            if passed >= robot.max_steps * per_action:
+                if job.policy is None:
+                    return False
+                break
+            state = robot.state()
+            action = demonstrate(robot.task, state)
+            for task in TASKS:
+                if task.name in others:
+                    others[task.name].append(demonstrate(task, state))
+            images.append(robot.look())
+            for camera, seen in further.items():
+                seen.append(robot.look(camera))
+            states.append(robot.feel())
+            actions.append(action)
+            times_s.append(passed * robot.control_dt)
+            done, lasting = actor.act(action, lies=_lies(state, robot.task), robot=robot, passed=passed)
+            robot.take(done)
+            for _ in range(lasting):
+                robot.advance()
+            passed += lasting
+            after += bool(after) or robot.succeeded()
+    except SimulationDiverged:
+        return False
+    try:
+        hindsight = {task.name: Hindsight(task.instruction, others[task.name]) for task in TASKS if task.name in others}
+        names = robot.state_names if job.all_sensors else ()
+        record = DemonstrationRecord(
+            images, actions, robot.instruction, times_s, hindsight, cameras=further, state_names=names, states=states
+        )
+        write_demonstration(job.directory, record)
+    except OSError as error:
+        full = error.errno == errno.ENOSPC
+        raise UserError(
+            f"{job.directory} cannot be written: {error.strerror}. "
+            + ("Free some space, or choose another --out; " if full else "")
+            + "what is recorded so far is kept, and the same command goes on from there"
+        ) from None
+    return True
+
+
+class _Disturbed:
+    """What an arm is told in place of the expert's action: noise, shoves, and a gripper that does the opposite.
+
+    Args:
+        rng: decides everything.
+        noise: of the collection; an episode has a level of its own.
+        per_action: steps of an action.
+    """
+
+    def __init__(self, rng: np.random.Generator, noise: float, per_action: int) -> None:
+        self._rng = rng
+        self._level = noise * rng.choice(_NOISE_LEVELS)
+        self._per_action = per_action
+        self._hasty = rng.random() < _HASTY_SHARE
+        self._shove, self._shoves_left, self._flips_left = np.zeros(3), 0, 0
+
+    def act(self, action: np.ndarray, *, lies: bool, **_: object) -> tuple[np.ndarray, int]:
+        """What is done, float64 [7], and for how many steps.
+
+        Args:
+            action: the expert's.
+            lies: whether the cube lies on the table.
+        """
+        rng, level = self._rng, self._level
+        disturbed = action + level * rng.normal(size=7) * _NOISE
+        if self._shoves_left == 0 and rng.random() < _SHOVE_CHANCE:
+            self._shove, self._shoves_left = level * rng.uniform(-_SHOVE_M, _SHOVE_M, 3), int(rng.integers(1, 4))
+        if self._shoves_left:
+            disturbed[:3] += self._shove
+            self._shoves_left -= 1
+        if self._flips_left == 0 and lies and rng.random() < level * _FLIP_CHANCE:
+            self._flips_left = int(rng.integers(1, 4))
+        if self._flips_left:
+            disturbed[-1] = 1.0 - disturbed[-1]
+            self._flips_left -= 1
+        return disturbed, int(rng.integers(1, self._per_action + 1)) if self._hasty else self._per_action
+
+
+class _PolicyInTurn:
+    """A policy that acts at every step, in turn with the disturbed expert.
+
+    Args:
+        rng: decides everything.
+        job: with a policy.
+        per_action: steps of an action.
+    """
+
+    def __init__(self, rng: np.random.Generator, job: Demonstration, per_action: int) -> None:
+        assert job.policy is not None
+        self._rng, self._expert = rng, _Disturbed(rng, job.noise, per_action)
+        self._engine = _engine(job.policy, _robot(job.robot, os.getpid()), os.getpid())
+        self._engine.reset()
+        self._turn_ends, self._policy_acts = 0, False
+
+    def act(self, action: np.ndarray, *, lies: bool, robot: TableRobot, passed: int) -> tuple[np.ndarray, int]:
+        """What is done, float64 [7], and for how many steps.
+
+        Args:
+            action: the expert's.
+            lies: whether the cube lies on the table.
+            robot: that the policy looks from.
+            passed: steps of the episode so far.
+        """
+        if passed >= self._turn_ends:
+            self._turn_ends = passed + int(self._rng.integers(*_TURN_STEPS))
+            self._policy_acts = bool(self._rng.random() < _POLICY_SHARE)
+        if not self._policy_acts:
+            return self._expert.act(action, lies=lies)
+        return _decided(self._engine, robot, stamp_ns=passed + 1), 1
+
+
+def _lies(state: WorldState, task: Task) -> bool:
+    return bool(state.positions[task.cube][2] < CUBE_HALF_M + _LIES_M)
+
+
+def bag_name(robot: str, task: str, seed: int) -> str:
+    """The name of a demonstration's bag; the table's own arm goes without saying."""
+    return ("" if robot == TABLE_ARM.name else f"{robot}-") + f"{task}-{seed:07d}"
+
+
+def _decided(engine: "Engine", robot: TableRobot, *, stamp_ns: int) -> np.ndarray:
+    """What a policy does, float64 [7]; it stands still where it has no answer."""
+    from specvla_ros.engine.outcome import Action
+    from specvla_ros.lab.simulation.rollout import observe
+
+    outcome = engine.act(observe(robot, engine.target, robot.instruction, stamp_ns))
+    return outcome.values if isinstance(outcome, Action) else np.array([0.0] * 6 + [1.0])
+
+
+@lru_cache(maxsize=1)
+def _engine(policy: Path, robot: TableRobot, process: int) -> "Engine":
+    from specvla_ros.engine.engine import Engine
+    from specvla_ros.engine.settings import EngineSettings
+    from specvla_ros.lab.simulation.rollout import check_senses
+    from specvla_ros.models.checkpoint import load_target
+
+    engine = Engine(load_target(policy, device="cpu"), EngineSettings())
+    check_senses(engine.target, robot)
+    return engine
+
+
+@lru_cache(maxsize=1)
+def _robot(name: str, process: int) -> TableRobot:
+    """One per process: making its OpenGL context takes longer than an episode."""
+    return TableRobot(arm=choose_arm(name))

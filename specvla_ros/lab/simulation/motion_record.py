@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the simulated arm really did, whatever it was told: one row per control step, in a file that outlives a kill.
+
+A line of JSON names the robot and the columns, and rows of fixed size follow; an incomplete last row is left out.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import mujoco
+import numpy as np
+
+from specvla_ros.control.pose import quaternion
+from specvla_ros.errors import UserError
+from specvla_ros.lab.simulation.arms import Arm, choose_arm
+from specvla_ros.lab.simulation.world import World
+
+_FORMAT = "specvla motion record 1"
+_FLUSH_ROWS = 100
+# Bits of `touching`.
+TOUCHES_TABLE, TOUCHES_THING, TOUCHES_ITSELF = 1, 2, 4
+
+
+def _columns(arm: Arm) -> np.dtype[Any]:
+    joints = (len(arm.joints),)
+    return np.dtype(
+        [
+            ("time_s", "<f8"),  # on /clock, at the end of the step
+            ("episode", "<i4"),
+            ("running", "u1"),  # whether the episode is judged
+            ("position", "<f8", (3,)),  # of the tool in the base frame, metres
+            ("quaternion", "<f8", (4,)),  # w x y z
+            ("velocity", "<f8", (6,)),  # of the tool: m/s and rad/s, base frame
+            ("joint_position", "<f8", joints),  # radians
+            ("joint_velocity", "<f8", joints),  # rad/s
+            ("joint_torque", "<f4", joints),  # of the motors, N m
+            ("opening", "<f4"),  # between the fingers, metres
+            ("touching", "u1"),  # what arm and gripper touch: TOUCHES_…
+            ("contact_force", "<f4"),  # the largest normal force on arm and gripper, N
+        ]
+    )
+
+
+class MotionRecorder:
+    """Writes a record; nothing is lost but the last second when the process is killed.
+
+    Args:
+        path: the file; one that is there is replaced.
+        world: whose arm is recorded.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, world: World) -> None:
+        self._path, self._world = path, world
+        columns = _columns(world.arm)
+        self._rows = np.zeros(_FLUSH_ROWS, columns)
+        self._filled = 0
+        model = world.model
+        self._site = model.site("pinch").id
+        self._motors = [model.actuator(name).id for name in world.arm.motors]
+        self._qpos = np.array([model.joint(name).qposadr[0] for name in world.arm.joints])
+        self._dofs = np.array([model.joint(name).dofadr[0] for name in world.arm.joints])
+        self._kinds = _geom_kinds(model)
+        self._velocity, self._force = np.zeros(6), np.zeros(6)
+        head = {
+            "format": _FORMAT,
+            "robot": world.arm.name,
+            "joints": list(world.arm.joints),
+            "speed_limits": list(world.arm.speed),
+        }
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("wb")
+            self._file.write(json.dumps(head).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"the record {path} cannot be written: {error.strerror}") from None
+
+    def add(self, time_s: float, episode: int, running: bool) -> None:
+        """Records the present state.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        data, row = self._world.data, self._rows[self._filled]
+        mujoco.mj_objectVelocity(self._world.model, data, mujoco.mjtObj.mjOBJ_SITE, self._site, self._velocity, 0)
+        row["time_s"], row["episode"], row["running"] = time_s, episode, running
+        row["position"] = data.site_xpos[self._site]
+        row["quaternion"] = quaternion(data.site_xmat[self._site].reshape(3, 3))
+        row["velocity"] = np.roll(self._velocity, 3)  # MuJoCo has the rotation first
+        row["joint_position"] = data.qpos[self._qpos]
+        row["joint_velocity"] = data.qvel[self._dofs]
+        row["joint_torque"] = data.actuator_force[self._motors]
+        row["opening"] = self._world.opening()
+        row["touching"], row["contact_force"] = self._contacts()
+        self._filled += 1
+        if self._filled == _FLUSH_ROWS:
+            self._flush()
+
+    def _contacts(self) -> tuple[int, float]:
+        data = self._world.data
+        kinds = self._kinds[data.contact.geom[: data.ncon]]
+        touching, largest = 0, 0.0
+        for index in np.flatnonzero((kinds == _ARM).any(axis=1)):
+            mujoco.mj_contactForce(self._world.model, data, index, self._force)
+            if self._force[0] <= 0.0:  # near, but no contact yet
+                continue
+            largest = max(largest, float(self._force[0]))
+            touching |= _TOUCHES[int(kinds[index].sum())]
+        return touching, largest
+
+    def _flush(self) -> None:
+        try:
+            self._file.write(self._rows[: self._filled].tobytes())
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"the record {self._path} cannot be written any further: {error.strerror}") from None
+        self._filled = 0
+
+    def close(self) -> None:
+        """Writes what is left."""
+        if not self._file.closed:
+            self._flush()
+            self._file.close()
+
+    def __enter__(self) -> "MotionRecorder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_ARM, _STATIC, _THING = 1, 10, 100
+_TOUCHES = {2 * _ARM: TOUCHES_ITSELF, _ARM + _STATIC: TOUCHES_TABLE, _ARM + _THING: TOUCHES_THING}
+
+
+def _geom_kinds(model: mujoco.MjModel) -> np.ndarray:
+    """What each geom belongs to, int [geoms]; things are free bodies, and the arm's are all others that move."""
+    kinds = np.full(model.ngeom, _STATIC)
+    for geom, body in enumerate(model.geom_bodyid):
+        root = model.body_rootid[body]
+        if model.body_jntnum[root] and model.jnt_type[model.body_jntadr[root]] == mujoco.mjtJoint.mjJNT_FREE:
+            kinds[geom] = _THING
+        elif root and model.body(root).name != "block":
+            kinds[geom] = _ARM
+    return kinds
+
+
+@dataclass(frozen=True)
+class MotionRecord:
+    """A record that was read.
+
+    Args:
+        arm: that moved.
+        rows: structured array, one row per control step; see `_columns`.
+    """
+
+    arm: Arm
+    rows: np.ndarray
+
+    def acceleration(self) -> np.ndarray:
+        """The tool's, float64 [rows, 6] in m/s² and rad/s²: what its velocity changed by in a step, over the step.
+
+        NaN at the first row and after each reset, across which nothing moved.
+        """
+        steps = np.diff(self.rows["time_s"])
+        change = np.full((len(self.rows), 6), np.nan)
+        change[1:] = np.diff(self.rows["velocity"], axis=0) / steps[:, None]
+        change[1:][np.diff(self.rows["episode"]) != 0] = np.nan
+        return change
+
+
+def read_motion_record(path: Path) -> MotionRecord:
+    """Reads a record, also one whose writer was killed.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    first, _, rest = content.partition(b"\n")
+    try:
+        head = json.loads(first)
+        arm = choose_arm(head["robot"]) if head["format"] == _FORMAT else None
+    except (ValueError, KeyError, TypeError):
+        arm = None
+    if arm is None:
+        raise UserError(f"{path} is no record of a simulated arm's motion")
+    columns = _columns(arm)
+    whole = len(rest) // columns.itemsize * columns.itemsize
+    return MotionRecord(arm, np.frombuffer(rest[:whole], columns))

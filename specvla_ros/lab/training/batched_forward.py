@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy's forward pass as training needs it: many sequences of one length, without a KV cache, with gradients.
+
+It reads the parameters of the very model that is served; `test_batched_forward` holds it against the packed forward.
+"""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
+from specvla_ros.models.families.openvla.model import OpenVLA
+
+
+def action_logits(model: OpenVLA, pixels: Tensor, prompt_ids: Tensor, lengths: Tensor, answers: Tensor) -> Tensor:
+    """Logits of every action token, each after the true tokens before it (teacher forcing).
+
+    All instructions of a step share its images' rows: a sequence is BOS, the images, then one branch per instruction
+    that sees those rows and itself. Each branch gives what a sequence of its own would.
+
+    Args:
+        pixels: [batch, cameras, 3 * towers, size, size], normalised.
+        prompt_ids: int64 [batch, asked, n], BOS first, padded on the right.
+        lengths: int64 [batch, asked], ids of each prompt that are not padding.
+        answers: int64 [batch, asked, action_dim], the action tokens, or answers of different lengths; what is below 0
+            is padding, and what is predicted of it stands for nothing.
+
+    Returns:
+        [batch, asked, action_dim, vocab].
+    """
+    batch, asked, dim = answers.shape
+    image = image_embeddings(model, pixels.flatten(0, 1)).unflatten(0, (batch, -1)).flatten(1, 2)
+    prefix = 1 + image.shape[1]
+    # The answer follows its prompt at once; padding comes after both, where causal attention hides it. The last token
+    # of the answer predicts nothing.
+    width = prompt_ids.shape[2] + dim - 1
+    text_ids = F.pad(prompt_ids, (0, dim))
+    at = lengths[..., None] + torch.arange(dim, device=answers.device)
+    text_ids = text_ids.scatter(2, at, answers.clamp(min=0))[..., :width]
+    text = model.decoder.embed_tokens(text_ids).to(image.dtype)
+    branches = text[:, :, 1:].flatten(1, 2)
+    embeddings = torch.cat((text[:, 0, :1], image, branches), dim=1)
+    mask, positions = _branch_layout(prefix, asked, width - 1, image.device)
+    # The token before each answer predicts it.
+    rows = at - 2 + prefix + (width - 1) * torch.arange(asked, device=answers.device)[:, None]
+    hidden = decoder_hidden(model.decoder, embeddings, mask, positions, rows.flatten(1))
+    return F.linear(hidden, model.decoder.lm_head.weight).view(batch, asked, dim, -1)
+
+
+def _branch_layout(prefix: int, branches: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which row sees which, bool [rows, rows], and the position of each row, int64 [rows]."""
+    rows = torch.arange(prefix + branches * width, device=device)
+    branch = torch.where(rows < prefix, -1, (rows - prefix) // width)
+    positions = torch.where(rows < prefix, rows, prefix + (rows - prefix) % width)
+    causal = rows[:, None] >= rows
+    mask = causal & ((branch == -1) | (branch[:, None] == branch))
+    return mask, positions
+
+
+def image_embeddings(model: OpenVLA, pixels: Tensor) -> Tensor:
+    """[batch, 3 * towers, size, size] to [batch, image_tokens, hidden]."""
+    images = pixels.split(3, dim=1)
+    features = [tower(image) for tower, image in zip(model.towers, images, strict=True)]
+    return model.projector(torch.cat(features, dim=2))
+
+
+def decoder_hidden(
+    decoder: PackedDecoder, embeddings: Tensor, mask: Tensor, positions: Tensor, wanted: Tensor
+) -> Tensor:
+    """Hidden states after the final norm, [batch, n, hidden].
+
+    Args:
+        embeddings: [batch, rows, hidden].
+        mask: bool [rows, rows], True where a row (first) sees another.
+        positions: int64 [rows].
+        wanted: int64 [batch, n], the rows whose states are returned.
+    """
+    cos, sin = decoder.rotation(positions)
+    x = embeddings
+    layers = [cast(DecoderLayer, layer) for layer in decoder.layers]
+    for layer in layers:
+        x = attend(layer, x, *queries_keys_values(layer, x, cos, sin), mask)
+        if layer is layers[-1]:  # after the last attention nothing reads the other rows
+            x = x.gather(1, wanted[:, :, None].expand(-1, -1, x.shape[-1]))
+        x = mlp(layer, x)
+    return decoder.norm(x)
+
+
+def queries_keys_values(layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows [batch, length, hidden]: each [batch, heads, length, head_dim], with RoPE as in transformers' Llama."""
+    q, k, v = (each.transpose(1, 2) for each in layer.split_heads(layer.qkv(layer.input_norm(x))))
+    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def attend(layer: DecoderLayer, x: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """The layer's first half: rows with what they attend to added."""
+    dtype = q.dtype
+    if q.device.type == "cpu":  # where its backward takes half the time that it takes in bfloat16
+        q, keys, values = q.float(), keys.float(), values.float()
+    with torch.autocast("cpu", enabled=False):
+        attended = F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, enable_gqa=layer.heads != layer.kv_heads
+        )
+    return x + layer.out(attended.to(dtype).transpose(1, 2).flatten(2))
+
+
+def mlp(layer: DecoderLayer, x: Tensor) -> Tensor:
+    """The layer's second half: rows with the MLP's output added."""
+    gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, dim=-1)
+    return x + layer.down(layer.gate(gate) * up)

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Demonstrations as training data: bags in, batches out."""
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.demonstrations import (
+    ACTION_TOPIC,
+    HINDSIGHT_ACTION_TOPIC,
+    HINDSIGHT_INSTRUCTION_TOPIC,
+)
+from specvla_ros.lab.bags.frames import STATE, BagFrame, Sensors, bag_frames, choose_topics
+from specvla_ros.lab.bags.reader import Bag, open_bag
+from specvla_ros.lab.training.trainer import write_json
+from specvla_ros.messages.image_message import rgb_from_message
+from specvla_ros.messages.state_message import read_state
+from specvla_ros.models.codecs.bins import BinsCodec
+from specvla_ros.models.codecs.codec import Codec
+from specvla_ros.models.codecs.digits import DigitsCodec
+from specvla_ros.models.families.openvla.prompt import normalise_instruction
+from specvla_ros.models.families.openvla.target import OpenVLATarget
+
+PADDING = -100  # behind answers; PyTorch's cross-entropy leaves it out
+_VERSION = 3
+# Of an action's usual range, as digits are taught it; a millimetre at the table. What is finer in demonstrations is how
+# the arm happened to follow, and a policy can only learn it by heart.
+_DIGIT_STEPS = 100
+_MANY_BAGS = 64
+_VALIDATION_SHARE = 20  # one episode in so many
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DemonstrationSet:
+    """All steps of all demonstrations.
+
+    A step is one picture of each camera with one action for each instruction that is known for it: that of its
+    episode, and those of the bag's hindsight topics. All steps have the same number of instructions.
+    """
+
+    images: np.ndarray  # uint8 [steps, cameras, size, size, 3], mapped from a file
+    states: np.ndarray  # float64 [steps, state_dims]
+    actions: np.ndarray  # float64 [steps, asked, action_dim], in the robot's units
+    instruction_of: np.ndarray  # int64 [steps, asked], index into `instructions`
+    episode_of: np.ndarray  # int64 [steps], counts the bags
+    time_ns: np.ndarray  # int64 [steps], of the pictures
+    instructions: tuple[str, ...]  # sorted, each once
+
+    @property
+    def validation(self) -> np.ndarray:
+        """Mask [steps] of each 20th episode, which training never sees."""
+        return self.episode_of % _VALIDATION_SHARE == _VALIDATION_SHARE - 1
+
+
+def load_demonstrations(
+    bags: Sequence[Path],
+    cache: Path,
+    size: int,
+    sensors: Sensors,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> DemonstrationSet:
+    """Reads bags into `cache`, or maps what is there from an earlier call with the same bags.
+
+    Args:
+        bags: bags with images, an instruction, and a recorded action of seven values per image.
+        size: side of the images in pixels; they are squeezed as OpenVLA's image processor does it (bicubic, on bytes).
+        sensors: what is read beside the first camera's images.
+        on_progress: called with bags read and their number.
+
+    Raises:
+        UserError: a bag lacks actions, or they are not seven finite numbers; or it has no such camera or state.
+    """
+    names = "\n".join(f"{bag.resolve()} {(bag / 'metadata.yaml').stat().st_mtime_ns}" for bag in bags)
+    fingerprint = hashlib.sha256(f"{_VERSION} {size} {sensors}\n{names}".encode()).hexdigest()
+    index = cache / "index.json"
+    if not index.exists() or json.loads(index.read_text())["fingerprint"] != fingerprint:
+        _fill(bags, cache, size, sensors, fingerprint, on_progress)
+    described = json.loads(index.read_text())
+    return DemonstrationSet(
+        images=np.load(cache / "images.npy", mmap_mode="r"),
+        states=np.load(cache / "states.npy"),
+        actions=np.load(cache / "actions.npy"),
+        instruction_of=np.load(cache / "instruction_of.npy"),
+        episode_of=np.load(cache / "episode_of.npy"),
+        time_ns=np.load(cache / "time_ns.npy"),
+        instructions=tuple(described["instructions"]),
+    )
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """One bag's steps; see DemonstrationSet."""
+
+    images: np.ndarray
+    states: np.ndarray
+    actions: np.ndarray
+    texts: tuple[tuple[str, ...], ...]
+    time_ns: tuple[int, ...]
+    left_out: str = ""  # what is missing of images that are no steps, and of how many
+
+
+def _fill(
+    bags: Sequence[Path],
+    cache: Path,
+    size: int,
+    sensors: Sensors,
+    fingerprint: str,
+    on_progress: Callable[[int, int], None] | None,
+) -> None:
+    shutil.rmtree(cache, ignore_errors=True)
+    cache.mkdir(parents=True)
+    actions: list[np.ndarray] = []
+    states: list[np.ndarray] = []
+    texts: list[tuple[str, ...]] = []
+    episodes: list[int] = []
+    times: list[int] = []
+    with (cache / "images.raw").open("wb") as images:
+        for episode, (bag, steps) in enumerate(zip(bags, _read(bags, size, sensors), strict=True)):
+            if steps.left_out:
+                _log.warning("bag %s: %s", bag, steps.left_out)
+            if any(len(asked) != len((texts or steps.texts)[0]) for asked in steps.texts):
+                raise UserError(
+                    f"bag {bag} has {len(steps.texts[0])} instructions per image, the bags before it {len(texts[0])}: "
+                    "train on bags of one kind"
+                )
+            if states and len(steps.states) and steps.states.shape[1] != len(states[0]):
+                raise UserError(
+                    f"bag {bag}: a state on {sensors.state_topic} of {steps.states.shape[1]} numbers, in the bags "
+                    f"before it {len(states[0])}: name those to read with --state-names"
+                )
+            images.write(steps.images.tobytes())
+            actions += list(steps.actions)
+            states += list(steps.states)
+            texts += steps.texts
+            episodes += [episode] * len(steps.texts)
+            times += steps.time_ns
+            if on_progress is not None:
+                on_progress(episode + 1, len(bags))
+    if not actions:
+        raise UserError(f"the {len(bags)} bags hold no image with an instruction and a recorded action")
+    raw = cache / "images.raw"
+    # NumPy's header before the pixels, so that they can be mapped.
+    shape = (len(actions), 1 + len(sensors.cameras), size, size, 3)
+    np.save(cache / "images.npy", np.memmap(raw, dtype=np.uint8, mode="r", shape=shape))
+    raw.unlink()
+    instructions = sorted({text for asked in texts for text in asked})
+    index_of = {text: index for index, text in enumerate(instructions)}
+    np.save(cache / "actions.npy", np.array(actions))
+    np.save(cache / "states.npy", np.array(states))
+    np.save(cache / "instruction_of.npy", np.array([[index_of[text] for text in asked] for asked in texts]))
+    np.save(cache / "episode_of.npy", np.array(episodes, dtype=np.int64))
+    np.save(cache / "time_ns.npy", np.array(times, dtype=np.int64))
+    described = {"fingerprint": fingerprint, "instructions": instructions, "bags": len(bags), "steps": len(actions)}
+    write_json(cache / "index.json", described)
+
+
+def _read(bags: Sequence[Path], size: int, sensors: Sensors) -> Iterator[_Steps]:
+    """The bags in their order, read on all cores where there are many."""
+    if len(bags) < _MANY_BAGS:
+        yield from (_read_bag(bag, size, sensors) for bag in bags)
+        return
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_read_bag, bags, [size] * len(bags), [sensors] * len(bags), chunksize=16)
+
+
+def _read_bag(bag: Path, size: int, sensors: Sensors) -> _Steps:
+    images: list[list[np.ndarray]] = []
+    states: list[np.ndarray] = []
+    missing: list[str] = []
+    actions: list[np.ndarray] = []
+    texts: list[tuple[str, ...]] = []
+    times: list[int] = []
+    with open_bag(bag) as reader:
+        topics = choose_topics(reader, sensors.topics)
+        if topics.action is None:
+            raise UserError(f"bag {bag} has no recorded actions on {ACTION_TOPIC}: nothing to learn from")
+        hindsight = _hindsight(reader)
+        for frame in bag_frames(reader, topics):
+            if frame.missing:
+                missing.append(frame.missing)
+                continue
+            others = [answers.get(frame.image.time_ns) for answers in hindsight.values()]
+            if frame.recorded is None or not frame.instruction or any(other is None for other in others):
+                continue
+            answers = [frame.recorded, *(other for other in others if other is not None)]
+            if any(len(answer) != 7 for answer in answers) or not np.isfinite(answers).all():
+                raise UserError(f"bag {bag}, image {frame.index}: the recorded action must be 7 finite numbers")
+            seen = [frame.image, *(frame.others[name] for name in sensors.cameras)]
+            images.append([_squeezed(message.message(), size) for message in seen])
+            states.append(_state(bag, frame, sensors))
+            actions.append(np.array(answers))
+            texts.append((normalise_instruction(frame.instruction), *hindsight))
+            times.append(frame.image.time_ns)
+        reader.warn_of_damage()
+    left_out = f"{len(missing)} images are left out, the first as {missing[0]}" if missing else ""
+    return _Steps(np.array(images, np.uint8), np.array(states), np.array(actions), tuple(texts), tuple(times), left_out)
+
+
+def _squeezed(message: Any, size: int) -> np.ndarray:
+    """An image message as uint8 [size, size, 3]."""
+    image = Image.fromarray(rgb_from_message(message))
+    return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC))
+
+
+def _state(bag: Path, frame: BagFrame, sensors: Sensors) -> np.ndarray:
+    """The robot's state at a frame, float64 [state_dims]; empty where none is read."""
+    if not sensors.state_topic:
+        return np.empty(0)
+    message = frame.others[STATE].message()
+    try:
+        return read_state(message, sensors.state_names, len(sensors.state_names or message.position))
+    except UserError as error:
+        raise UserError(f"bag {bag}, image {frame.index}: its state cannot be read: {error}") from None
+
+
+def _hindsight(reader: Bag) -> dict[str, dict[int, tuple[float, ...]]]:
+    """The expert under other instructions: by instruction, the action at each time."""
+    pattern = re.compile(HINDSIGHT_ACTION_TOPIC.format(r"(\w+)"))
+    found = {match[1]: topic.name for topic in reader.topics if (match := pattern.fullmatch(topic.name))}
+    asked = {HINDSIGHT_INSTRUCTION_TOPIC.format(name): name for name in sorted(found)}
+    wanted = (*asked, *found.values())
+    if not found:
+        return {}
+    texts: dict[str, str] = {}
+    actions: dict[str, dict[int, tuple[float, ...]]] = {name: {} for name in found.values()}
+    for message in reader.messages(wanted):
+        if message.topic in actions:
+            actions[message.topic][message.time_ns] = tuple(message.message().data)
+        else:
+            texts[asked[message.topic]] = normalise_instruction(message.message().data)
+    return {texts[name]: actions[found[name]] for name in sorted(texts)}
+
+
+def action_statistics(actions: np.ndarray) -> dict[str, Any]:
+    """The action statistics of OpenVLA's config.json, of float64 [..., 7]: 1st and 99th percentile, gripper kept."""
+    low, high = np.quantile(actions.reshape(-1, actions.shape[-1]), (0.01, 0.99), axis=0)
+    low[-1], high[-1] = 0.0, 1.0
+    return {"action": {"q01": low.tolist(), "q99": high.tolist(), "mask": [True] * (len(low) - 1) + [False]}}
+
+
+def state_statistics(states: np.ndarray) -> dict[str, Any]:
+    """Those of the robot's state, float64 [steps, dims], under the name that OpenVLA-OFT gives them."""
+    low, high = np.quantile(states, (0.01, 0.99), axis=0)
+    return {"proprio": {"q01": low.tolist(), "q99": high.tolist(), "mask": [True] * len(low)}}
+
+
+_BRIGHTNESS = 0.1
+_TINT = 0.05
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some steps of demonstrations, each with every instruction that is known for it."""
+
+    pixels: Tensor  # float32 [batch, cameras, 3 * towers, size, size], normalised
+    prompt_ids: Tensor  # int64 [batch, asked, n], padded on the right
+    lengths: Tensor  # int64 [batch, asked], ids that are not padding
+    answers: Tensor  # int64 [batch, asked, n], the tokens of each answer; PADDING behind shorter ones
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(*(tensor.to(device, non_blocking=True) for tensor in vars(self).values()))
+
+
+class Batches:
+    """Makes batches of a policy's demonstrations."""
+
+    def __init__(self, policy: OpenVLATarget, data: DemonstrationSet) -> None:
+        self._images = data.images
+        # A chunk goes on with what was done next, which no instruction but the episode's own explains.
+        chunks = not isinstance(policy.codec, BinsCodec)
+        self._instruction_of = data.instruction_of[:, :1] if chunks else data.instruction_of
+        prompts = [policy.prompt_ids(text) for text in data.instructions]
+        self._lengths = torch.tensor([len(ids) for ids in prompts])
+        self._prompts = torch.zeros(len(prompts), int(self._lengths.max()), dtype=torch.int64)
+        for row, ids in zip(self._prompts, prompts, strict=True):
+            row[: len(ids)] = torch.tensor(ids)
+        self._states = torch.from_numpy(policy.state.ids(data.states)) if policy.state is not None else None
+        if isinstance(policy.codec, BinsCodec):
+            normalised = policy.statistics.normalise(data.actions)
+            self._answers = torch.from_numpy(policy.action_tokenizer.encode(normalised))
+        else:
+            self._answers = _chunk_answers(policy.codec, data)
+        towers = policy.image_processor.towers
+        self._mean = torch.from_numpy(np.concatenate([tower.mean for tower in towers]))[:, None, None]
+        self._std = torch.from_numpy(np.concatenate([tower.std for tower in towers]))[:, None, None]
+        self._towers = len(towers)
+
+    def make(self, steps: np.ndarray, augment: np.random.Generator | None = None) -> Batch:
+        """A batch of these steps.
+
+        Args:
+            steps: int64 [batch].
+            augment: changes brightness and tint of each image; None: the images as they are.
+        """
+        order = np.argsort(steps)  # the file is read from front to back
+        steps = steps[order]
+        pixels = torch.from_numpy(self._images[steps]).permute(0, 1, 4, 2, 3).float().div_(255.0)
+        if augment is not None:
+            cameras = pixels.shape[1]
+            gain = augment.uniform(1 - _BRIGHTNESS, 1 + _BRIGHTNESS, (len(steps), cameras, 1, 1, 1))
+            tint = augment.uniform(-_TINT, _TINT, (len(steps), cameras, 3, 1, 1))
+            pixels.mul_(torch.from_numpy(gain)).add_(torch.from_numpy(tint)).clamp_(0.0, 1.0)
+        pixels = (pixels.repeat(1, 1, self._towers, 1, 1) - self._mean) / self._std
+        asked, rows = torch.from_numpy(self._instruction_of[steps]), torch.from_numpy(steps)
+        prompts, lengths = self._prompts[asked], self._lengths[asked]
+        if self._states is not None:
+            states = self._states[rows][:, None].expand(-1, asked.shape[1], -1)
+            prompts = torch.cat((prompts[..., :1], states, prompts[..., 1:]), dim=-1)
+            lengths = lengths + states.shape[-1]
+        return Batch(pixels, prompts, lengths, self._answers[rows])
+
+
+def action_chunks(
+    data: DemonstrationSet, horizon: int, action_range: tuple[np.ndarray, np.ndarray], step_s: float | None
+) -> np.ndarray:
+    """What each episode's own instruction asked for from each picture on, float64 [steps, horizon, action_dim].
+
+    Behind an episode's end its last action stays. Values beyond the usual range are clipped to it, as bins do it: a
+    few of them would give a FAST tokenizer more coefficients than it has ids.
+
+    Args:
+        data: the demonstrations.
+        horizon: actions of a chunk.
+        action_range: smallest and largest usual value of each dimension.
+        step_s: seconds from action to action, whatever the pictures' rate: the picture nearest to each is looked at;
+            None: from picture to picture.
+    """
+    steps = np.arange(len(data.actions))
+    rows = steps[:, None] + np.arange(horizon)
+    if step_s is not None:
+        rows = np.concatenate([_rows_at(data.time_ns, mine, horizon, step_s) for mine in _by_episode(data.episode_of)])
+    last = np.searchsorted(data.episode_of, data.episode_of, side="right") - 1
+    chunks: np.ndarray = data.actions[:, 0][np.minimum(rows, last[:, None])]
+    return chunks.clip(*action_range)
+
+
+def _by_episode(episode_of: np.ndarray) -> list[np.ndarray]:
+    """The steps of each."""
+    return np.split(np.arange(len(episode_of)), np.flatnonzero(np.diff(episode_of)) + 1)
+
+
+def _rows_at(time_ns: np.ndarray, mine: np.ndarray, horizon: int, step_s: float) -> np.ndarray:
+    """Of an episode's steps, those nearest to each action of each one's chunk: int64 [its steps, horizon]."""
+    times = time_ns[mine]
+    wanted = times[:, None] + np.rint(np.arange(horizon) * step_s * 1e9).astype(np.int64)
+    behind = np.searchsorted(times, wanted).clip(1, len(times) - 1) if len(times) > 1 else np.zeros_like(wanted)
+    before = np.maximum(behind - 1, 0)
+    nearer = np.where(wanted - times[before] <= times[behind] - wanted, before, behind)
+    return mine[nearer]
+
+
+def _chunk_answers(codec: Codec, data: DemonstrationSet) -> Tensor:
+    """Int64 [steps, 1, longest answer]: each chunk's tokens and an end token, and PADDING."""
+    end = min(codec.end_ids)  # type: ignore[attr-defined]
+    chunks = action_chunks(data, codec.horizon, codec.action_range, codec.dt_s)
+    if isinstance(codec, DigitsCodec):
+        chunks = _rounded(chunks, *codec.action_range)
+    answers = [torch.tensor((*codec.encode(chunk), end)) for chunk in chunks]
+    return pad_sequence(answers, batch_first=True, padding_value=PADDING)[:, None]
+
+
+def _rounded(chunks: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Actions to the nearest of evenly spaced ones."""
+    step = np.where(high > low, high - low, 1.0) / _DIGIT_STEPS
+    return low + np.rint((chunks - low) / step) * step
+
+
+def shuffled(steps: np.ndarray, batch_size: int, *, seed: int, start: int = 0) -> Iterator[np.ndarray]:
+    """Endless batches of steps, each epoch in a new order that only the seed and the epoch decide.
+
+    Args:
+        steps: int64 [n], n > 0.
+        batch_size: rows of a batch; larger than n: batches of n.
+        start: number of batches to leave out, to resume a training.
+    """
+    size = min(batch_size, len(steps))
+    per_epoch = len(steps) // size
+    epoch, skip = divmod(start, per_epoch)
+    while True:
+        order = np.random.default_rng([seed, epoch]).permutation(steps)
+        for i in range(skip, per_epoch):
+            yield order[i * size : (i + 1) * size]
+        epoch, skip = epoch + 1, 0

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training data of draft heads: the target's own answers with its hidden states, in shards on disk."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import count, islice, takewhile
+from operator import attrgetter
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specvla_kernels.greedy_choice import greedy_choice
+from specvla_kernels.layout import Ancestry
+from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.kv_cache import new_cache
+from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.frames import CAMERA_ALONE, Sensors
+from specvla_ros.lab.evaluation.frame_sources import count_frames, frames_in
+from specvla_ros.lab.jobs.run import run_jobs
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.settings import ModelSettings
+
+SHARD_SAMPLES = 256
+MIN_FRAMES = SHARD_SAMPLES + 1  # a shard to train on and one to validate with
+_BATCH = 16  # requests of one packed forward
+_NAMES = ("lengths", "answers", "prompts", "hidden", "tokens")
+_FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer of the target."""
+
+    prompt: Tensor  # [prompt_len, hidden], the prompt's embeddings
+    # [prompt_len + n - 1, hidden], after the final norm: of the prompt, then of each token of the answer but the last.
+    hidden: Tensor
+    tokens: Tensor  # int64 [n], the answer
+
+
+@torch.inference_mode()
+def answer(policy: OpenVLATarget, frames: Sequence[Observation], max_text: int = 0) -> list[Sample]:
+    """Has the target answer, greedily, with all frames in one packed forward per token.
+
+    Frames that it answers with anything but an action are left out.
+
+    Args:
+        max_text: tokens of text at most before its actions.
+    """
+    prompts = [policy.prompt_embeddings(frame, policy.prompt_layout(frame).ids) for frame in frames]
+    decoder, codec = policy.decoder, policy.codec.with_text(max_text)
+    cache = new_cache(decoder, slots=len(prompts), slot_rows=max(map(len, prompts)) + codec.max_tokens)
+    result = packed_forward(decoder, [Segment(slot, 0, prompt) for slot, prompt in enumerate(prompts)], cache)
+    hidden = [[rows] for rows in result.hidden.split([len(prompt) for prompt in prompts])]
+    answers = [[token] for token in greedy_choice(result.logits).tolist()]
+    root = Ancestry.from_parents((-1,), decoder.device)
+    while going := [slot for slot, tokens in enumerate(answers) if not codec.end(tokens, len(tokens) - 1)]:
+        newest = torch.tensor([answers[slot][-1] for slot in going], device=decoder.device)
+        rows = [len(prompts[slot]) + len(answers[slot]) - 1 for slot in going]
+        roots = [
+            Segment(slot, row, newest[i : i + 1], root) for i, (slot, row) in enumerate(zip(going, rows, strict=True))
+        ]
+        result = packed_forward(decoder, roots, cache)
+        chosen = greedy_choice(result.logits).tolist()
+        for slot, row, token in zip(going, result.hidden.split(1), chosen, strict=True):
+            hidden[slot].append(row)
+            answers[slot].append(token)
+    return [
+        Sample(prompt, torch.cat(mine), torch.tensor(tokens))
+        for prompt, mine, tokens in zip(prompts, hidden, answers, strict=True)
+        if not codec.problem(tokens)
+    ]
+
+
+class FeatureStore:
+    """Shards of samples in a directory; each is written whole or not at all.
+
+    Args:
+        described: target and data; features of any other are refused.
+    """
+
+    def __init__(self, directory: Path, described: dict[str, object]) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / "features.json"
+        text = json.dumps(described | {"format": _FORMAT}, indent=2, sort_keys=True) + "\n"
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            raise UserError(
+                f"{directory} holds features of another target or other data (see {path}); choose another --out, or "
+                "remove that directory"
+            )
+        path.write_text(text, encoding="utf-8")
+
+    @property
+    def shards(self) -> list[Path]:
+        """Without those behind one that is missing."""
+        return list(takewhile(Path.exists, map(self._path, count())))
+
+    def fill(
+        self,
+        policy: OpenVLATarget,
+        frames: Iterable[Observation],
+        *,
+        max_text: int,
+        limit_bytes: float,
+        on_frame: Callable[[int], None] | None = None,
+    ) -> None:
+        """Keeps the target's answers to frames, until the frames end or the disk's share is used up.
+
+        Called again with the same frames it resumes after the last whole shard.
+
+        Args:
+            frames: the frames, always in the same order.
+            max_text: tokens of text at most before the actions of an answer.
+            limit_bytes: limit of all shards together, bytes.
+        """
+        source = iter(frames)
+        done = len(self.shards) * SHARD_SAMPLES
+        next(islice(source, done, done), None)
+        while _size(self.shards) < limit_bytes:
+            report = None if on_frame is None else partial(_report, on_frame, done)
+            path = self._path(len(self.shards))
+            taken = _fill_shard(path, policy, islice(source, SHARD_SAMPLES), max_text, report)
+            done += taken
+            if taken < SHARD_SAMPLES:
+                return
+
+    def fill_by_workers(
+        self,
+        asked: "Asked",
+        frames: int,
+        *,
+        limit_bytes: float,
+        workers: int,
+        ray: str,
+        on_frame: Callable[[int], None] | None = None,
+    ) -> None:
+        """As `fill` with the frames of bags, and with the same shards in the end, each made by a worker.
+
+        Args:
+            asked: who is asked about what.
+            frames: the most that are taken.
+            limit_bytes: limit of all shards together, bytes; meanwhile there may be one more for each worker.
+            workers: as of `run_jobs`.
+            ray: as of `run_jobs`.
+            on_frame: called with how many are done.
+        """
+        jobs = self._jobs(asked, frames)
+        missing = [job for job in jobs if not job.path.exists()]
+        done = sum(job.frames for job in jobs) - sum(job.frames for job in missing)
+        gpu = asked.model.device != "cpu"
+        results = run_jobs(make_shard, missing, workers=workers, ray=ray, gpu=gpu, name=lambda job: job.path.name)
+        with closing(results):
+            while _size(self.shards) < limit_bytes and (ended := next(results, None)) is not None:
+                done += ended[1]
+                if on_frame is not None:
+                    on_frame(done)
+        kept: list[Path] = []
+        for path in map(attrgetter("path"), jobs):  # what `fill` would not have made
+            if _size(kept) < limit_bytes:
+                kept.append(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _jobs(self, asked: "Asked", frames: int) -> list["ShardJob"]:
+        ends = np.cumsum([count_frames(bag, asked.sensors) for bag in asked.bags])
+        total = min(frames, int(ends[-1]))
+        jobs = []
+        for number, start in enumerate(range(0, total, SHARD_SAMPLES)):
+            first = int(np.searchsorted(ends, start, side="right"))
+            skip = start - (int(ends[first - 1]) if first else 0)
+            mine = replace(asked, bags=asked.bags[first:])
+            jobs.append(ShardJob(self._path(number), mine, skip, min(SHARD_SAMPLES, total - start)))
+        return jobs
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"shard-{number:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Who is asked about the images of which bags; a worker needs no more."""
+
+    policy: Path  # checkpoint directory
+    model: ModelSettings
+    bags: tuple[Path, ...]  # in the order in which their frames are taken
+    sensors: Sensors = CAMERA_ALONE  # what is read of them beside the first camera's images
+    max_text: int = 0  # tokens of text at most before its actions
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """One shard to make."""
+
+    path: Path
+    asked: Asked
+    skip: int  # frames of the first bag that belong to the shard before
+    frames: int
+
+
+def make_shard(job: ShardJob) -> int:
+    """Makes a shard; returns how many frames were taken. The target is kept for the next one."""
+    asked = job.asked
+    policy = _target(asked.policy, asked.model)
+    frames = frames_in(policy, asked.bags, asked.sensors)
+    return _fill_shard(job.path, policy, islice(frames, job.skip, job.skip + job.frames), asked.max_text, None)
+
+
+@lru_cache(maxsize=1)
+def _target(directory: Path, model: ModelSettings) -> OpenVLATarget:
+    return require_openvla(load_target(directory, **vars(model)))
+
+
+def _report(on_frame: Callable[[int], None], before: int, taken: int) -> None:
+    on_frame(before + taken)
+
+
+def _size(shards: Sequence[Path]) -> int:
+    return sum(shard.stat().st_size for shard in shards)
+
+
+def _fill_shard(
+    path: Path,
+    policy: OpenVLATarget,
+    frames: Iterator[Observation],
+    max_text: int,
+    on_frame: Callable[[int], None] | None,
+) -> int:
+    """Writes the answers to frames; returns how many were taken."""
+    samples: list[Sample] = []
+    taken = 0
+    while batch := list(islice(frames, _BATCH)):
+        samples += answer(policy, batch, max_text)
+        taken += len(batch)
+        if on_frame is not None:
+            on_frame(taken)
+    if samples:
+        _write(path, samples)
+    elif taken == SHARD_SAMPLES:
+        raise UserError(
+            f"the target answered none of {taken} images in a row with an action: are they of its robot and its tasks?"
+        )
+    return taken
+
+
+def _write(path: Path, samples: Sequence[Sample]) -> None:
+    kept = torch.bfloat16  # half the disk; the training adds more noise than the rounding
+    tensors = {
+        "lengths": torch.tensor([len(sample.prompt) for sample in samples]),
+        "answers": torch.tensor([len(sample.tokens) for sample in samples]),
+        "prompts": torch.cat([sample.prompt for sample in samples]).to("cpu", kept),
+        "hidden": torch.cat([sample.hidden for sample in samples]).to("cpu", kept),
+        "tokens": torch.cat([sample.tokens for sample in samples]).cpu(),
+    }
+    unfinished = path.with_suffix(".partial")
+    try:
+        save_file(tensors, unfinished)
+    except (OSError, SafetensorError) as error:
+        unfinished.unlink(missing_ok=True)
+        raise UserError(f"{path} cannot be written ({error}); the shards before it are kept") from None
+    unfinished.replace(path)
+
+
+def read_shard(path: Path) -> list[Sample]:
+    """A shard's samples, bfloat16, on the CPU."""
+    with safe_open(path, framework="pt") as file:
+        lengths, answers, prompts, hidden, tokens = (file.get_tensor(name) for name in _NAMES)
+    rows = (lengths + answers - 1).tolist()
+    parts = prompts.split(lengths.tolist()), hidden.split(rows), tokens.split(answers.tolist())
+    return [Sample(*tensors) for tensors in zip(*parts, strict=True)]
+
+
+def shuffled_samples(shards: Sequence[Path], *, seed: int, epoch: int, at_once: int = 8) -> Iterator[Sample]:
+    """All samples of an epoch in a random order that needs no more than `at_once` shards in memory."""
+    order = np.random.default_rng([seed, epoch])
+    shards = [shards[i] for i in order.permutation(len(shards))]
+    for start in range(0, len(shards), at_once):
+        samples = [sample for shard in shards[start : start + at_once] for sample in read_shard(shard)]
+        for i in order.permutation(len(samples)):
+            yield samples[i]

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specvla fleet-draft`: from bags to a new draft head, held against the one in use, promoted or refused."""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from html import escape
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.frames import CAMERA_ALONE, Sensors
+from specvla_ros.lab.evaluation.calibrate import PROFILE_FILE, CalibratePlan, calibrate
+from specvla_ros.lab.evaluation.certificate import certify
+from specvla_ros.lab.evaluation.frame_sources import find_bags, frames_in, shuffled
+from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, file_hashes, head
+from specvla_ros.lab.evaluation.report.page import provenance, table, write_page
+from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory
+from specvla_ros.lab.evaluation.simulate import SimulateSettings
+from specvla_ros.lab.evaluation.sweep import FrameRun, run_side_by_side
+from specvla_ros.lab.training.draft_model import DraftValidation
+from specvla_ros.lab.training.train_draft import DraftTraining, check_frames, collect_features, train_draft
+from specvla_ros.lab.training.trainer import Progress
+from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.models.settings import ModelSettings
+from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings
+
+FLEET_FILE, CERTIFICATE_FILE, HEAD, CALIBRATION = "fleet.json", "certificate.json", "head", "calibration"
+RUNS_HEAD = ("held-out frames", "forwards per action", "τ", "ms")
+_PLAIN, _USED, _NEW = "plain decoding", "in use", "new"
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """What a new head is made of, and what it must give."""
+
+    training: DraftTraining = field(default_factory=DraftTraining)
+    frames: int = 20000  # that the target is asked about at most
+    max_bytes: float = 20e9  # of their features on disk, while the head is trained
+    held_out: float = 0.2  # share of the bags that the heads are judged by; at least one
+    judged_frames: int = 300  # of them at most, for forwards and calibration; losslessness is judged by all
+    min_gain: float = 0.01  # share of the forwards per action that the new head must save
+    calibrate: CalibratePlan | None = None  # what is tried with the new head; None: nothing
+
+    def __post_init__(self) -> None:
+        if not 0 < self.held_out < 1 or not 0 <= self.min_gain < 1:
+            raise UserError("--held-out and --min-gain are shares: more than 0, or 0 on, and less than 1")
+
+
+@dataclass(frozen=True)
+class FleetDraft:
+    """The verdict on a new head."""
+
+    refusals: tuple[str, ...]  # why it is not taken, in sentences; empty: it is
+    runs: Mapping[str, FrameRun]  # the held-out frames, plainly, with the head in use where there is one, and the new
+    promoted: Path | None  # where the new head was put; None: nowhere
+    kept: Path | None  # where the head is now that was in use there; None: there was none
+    calibration: str  # what calibration chose, or why there is none
+    context: Mapping[str, Any]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Cells under RUNS_HEAD."""
+        found = ((name, run.tally, run.action_s) for name, run in self.runs.items())
+        return [
+            (name, f"{tally.forwards_per_action:.2f}", f"{tally.tau:.2f}" if tally.tau else "", f"{action_s * 1e3:.1f}")
+            for name, tally, action_s in found
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        runs = {
+            name: {
+                "actions": run.tally.actions,
+                "forwards_per_action": run.tally.forwards_per_action,
+                "tau": run.tally.tau,
+                "action_s": run.action_s,
+            }
+            for name, run in self.runs.items()
+        }
+        return {
+            "refusals": self.refusals,
+            "runs": runs,
+            "promoted": str(self.promoted) if self.promoted else None,
+            "kept": str(self.kept) if self.kept else None,
+            "calibration": self.calibration,
+            **self.context,
+        }
+
+
+def fleet_draft(
+    policy: OpenVLATarget,
+    model: ModelSettings,
+    engine: EngineSettings,
+    data: Sequence[Path],
+    out: Path,
+    plan: FleetPlan,
+    *,
+    promote: Path | None = None,
+    sensors: Sensors = CAMERA_ALONE,
+    workers: int = 0,
+    ray: str = "",
+    on_frame: Callable[[int], None] | None = None,
+    on_training: Callable[[Progress[DraftValidation]], None] | None = None,
+) -> FleetDraft:
+    """Trains a head on some of the bags, judges it by the others, and takes or refuses it.
+
+    It is taken where it saves forwards, and where strict answers with it are plain decoding's, token for token. A run
+    that was cut short goes on with its training.
+
+    Args:
+        policy: the target.
+        model: how it was loaded, for workers.
+        engine: with the head in use, and what else drafts beside either.
+        data: bags, or directories of bags.
+        out: directory for the head, certificate, calibration, verdict and report.
+        plan: what is done.
+        promote: where the head is put if it is taken, in place of what lies there; None: it stays in `out` alone.
+        sensors: what is read of bags beside the first camera's images.
+        workers: who asks the target for training data, as of `run_jobs`.
+        ray: as of `run_jobs`.
+        on_frame: called with how many frames the target was asked about.
+        on_training: called with how the training goes.
+
+    Raises:
+        UserError: too few bags or frames, or `out` holds another run.
+    """
+    taught, judged = _split(find_bags(data), plan)
+    check_frames(taught, plan.frames)
+    directory = RunDirectory(out, "fleet-draft")
+    bags = {"trained on": _hashes(taught), "judged by": _hashes(judged)}
+    directory.begin({"plan": _plan_json(plan), "bags": bags} | checkpoint_hashes(policy.directory, engine))
+    if directory.read_json(FLEET_FILE) is not None:
+        raise UserError(f"{out} holds the verdict of an earlier run; give another directory with --out")
+    new = directory.path / HEAD
+    if not (new / "training.json").exists():
+        shards = collect_features(
+            policy,
+            taught,
+            new,
+            seed=plan.training.seed,
+            frames=plan.frames,
+            max_text=engine.max_reasoning_tokens,
+            max_bytes=plan.max_bytes,
+            sensors=sensors,
+            model=model,
+            workers=workers,
+            ray=ray,
+            on_frame=on_frame,
+        )
+        train_draft(policy, shards, new, plan.training, on_training)
+    strict = replace(engine, mode="spec", acceptance=AcceptanceSettings())
+    with_new = replace(strict, draft=replace(strict.draft, head=str(new.resolve())))
+    certificate = certify(policy, with_new, judged, sensors)
+    certificate.write(directory.path / CERTIFICATE_FILE)
+    frames = list(islice(frames_in(policy, judged, sensors), plan.judged_frames))
+    settings = {_PLAIN: replace(strict, mode="ar"), _USED: strict, _NEW: with_new}
+    used = strict.draft.head_directory(policy.directory)
+    if strict.draft.head == NO_HEAD or used is None or not used.exists():
+        del settings[_USED]
+    runs = run_side_by_side(policy, settings, frames, rounds=1)
+    refusals = (*certificate.failures, *_too_slow(runs, plan))
+    chosen = "not calibrated: the head is refused"
+    if not refusals:
+        chosen = _calibrated(policy, model, with_new, frames, plan, directory.path)
+    kept = _put(new, promote) if promote is not None and not refusals else None
+    found = FleetDraft(
+        refusals=refusals,
+        runs=runs,
+        promoted=promote if not refusals else None,
+        kept=kept,
+        calibration=chosen,
+        context={"frames": len(frames), "bags": bags, "policy": policy.describe(), "plan": _plan_json(plan), **head()},
+    )
+    with directory.reporting_errors():
+        directory.write_json(FLEET_FILE, found.as_json())
+        _write_report(directory.path / REPORT_FILE, found)
+    return found
+
+
+def _split(bags: Sequence[Path], plan: FleetPlan) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """The bags to train on, and those to judge by: never frames of the same recording."""
+    if len(bags) < 2:
+        raise UserError("one bag cannot both teach a head and judge it: give two or more")
+    order = shuffled(bags, plan.training.seed)
+    held_out = min(len(bags) - 1, max(1, round(plan.held_out * len(bags))))
+    return tuple(order[held_out:]), tuple(order[:held_out])
+
+
+def _hashes(bags: Sequence[Path]) -> dict[str, dict[str, str]]:
+    return {str(bag): file_hashes(sorted(path for path in bag.iterdir() if path.is_file())) for bag in sorted(bags)}
+
+
+def _plan_json(plan: FleetPlan) -> dict[str, Any]:
+    return asdict(replace(plan, calibrate=None)) | {
+        "tolerances": [str(each) for each in plan.calibrate.tolerances] if plan.calibrate else []
+    }
+
+
+def _too_slow(runs: Mapping[str, FrameRun], plan: FleetPlan) -> list[str]:
+    """Why the new head saves too little, against the one in use or, without one, plain decoding."""
+    rival = _USED if _USED in runs else _PLAIN
+    before, after = (runs[name].tally.forwards_per_action for name in (rival, _NEW))
+    if after <= before * (1 - plan.min_gain):
+        return []
+    change, asked = after / before - 1 if before else 0.0, 0 - plan.min_gain
+    return [
+        f"it needs {after:.2f} forwards per action, {rival} {before:.2f}: {change:+.1%}, and {asked:+.1%} or less is "
+        "asked for"
+    ]
+
+
+def _calibrated(
+    policy: OpenVLATarget,
+    model: ModelSettings,
+    engine: EngineSettings,
+    frames: Sequence[Any],
+    plan: FleetPlan,
+    out: Path,
+) -> str:
+    if plan.calibrate is None:
+        return "not calibrated: it was not asked for"
+    base = SimulateSettings(policy=policy.directory, engine=engine, model=model)
+    try:
+        found = calibrate(policy, base, frames, plan.calibrate, out / CALIBRATION)
+    except UserError as error:  # as of a policy whose actions are no millimetres and degrees
+        return f"not calibrated: {error}"
+    return f"{found.chosen.trial.name}, see {CALIBRATION}/{PROFILE_FILE}"
+
+
+def _put(new: Path, place: Path) -> Path | None:
+    """Copies a head to its place; returns where what lay there is now."""
+    place = place.expanduser()
+    waiting = place.with_name(f".{place.name}.new")
+    kept = place.with_name(f"{place.name}-before-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            shutil.rmtree(waiting)
+        shutil.copytree(new, waiting)
+        replaced = place.exists()
+        if replaced:
+            place.rename(kept)
+        waiting.rename(place)
+    except OSError as error:
+        raise UserError(f"the head cannot be put into {place} ({error}); it is in {new}") from None
+    return kept if replaced else None
+
+
+def _write_report(path: Path, found: FleetDraft) -> None:
+    if found.refusals:
+        reasons = "".join(f"<li>{escape(each)}</li>" for each in found.refusals)
+        verdict = f"<div class='verdict failed'>The new head is refused:<ul>{reasons}</ul></div>"
+    else:
+        where = f"; it is in {found.promoted}" if found.promoted else ""
+        verdict = f"<p class='verdict passed'>The new head is taken{escape(where)}.</p>"
+    parts = [
+        verdict,
+        "<h2>On bags that it was not trained on</h2>",
+        table(RUNS_HEAD, found.rows()),
+        f"<p class=note>{found.context['frames']} frames, the settings taking turns, strict acceptance. "
+        f"Calibration: {escape(found.calibration)}.</p>",
+        provenance(found.context),
+    ]
+    write_page(path, f"A draft head for {Path(found.context['policy']['checkpoint']).name}", parts)

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specvla train-draft`: teaches an EAGLE draft head to predict its target's hidden states and tokens."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specvla_kernels.layout import MAX_TREE_NODES
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.frames import CAMERA_ALONE, Sensors
+from specvla_ros.lab.evaluation.frame_sources import SIMULATION, count_frames, find_bags, frame_source, shuffled
+from specvla_ros.lab.evaluation.provenance import file_hashes
+from specvla_ros.lab.evaluation.replay import check_senses
+from specvla_ros.lab.training.draft_features import MIN_FRAMES, Asked, FeatureStore, Sample, shuffled_samples
+from specvla_ros.lab.training.draft_model import DraftValidation, draft_features, validate_draft
+from specvla_ros.lab.training.trainer import (
+    STATE_DIRECTORY,
+    Progress,
+    Trainer,
+    begin_or_resume,
+    check_settings,
+    warm_up,
+)
+from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.models.settings import ModelSettings
+from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
+
+_FEATURE_WEIGHT, _TOKEN_WEIGHT = 1.0, 0.1  # Spec-VLA section 5.1
+_LATER_STEP = 0.8  # weight of a step fed with the head's own features, against the one before it
+_WARM_UP = 2000
+_CLIP = 0.5
+_BETAS = (0.9, 0.95)
+_NOISE = 0.2 * 512  # EAGLE: uniform, this wide, over the length of the sequence
+_HELD_OUT = 20  # one shard in so many, and at least one
+
+
+@dataclass(frozen=True)
+class DraftTraining:
+    """How to train a draft head."""
+
+    epochs: int = 20  # passes over the features
+    batch_size: int = 16  # samples of one step, over all processes
+    learning_rate: float = 5e-5  # its peak, after a warm-up; then it falls to 0
+    # Depth in drafted tokens to which the head is trained on its own features (training-time test); 1: on the
+    # target's only, as in EAGLE and Spec-VLA.
+    own_steps: int = 1
+    # Tokens that the head drafts in one forward (P-EAGLE); 1: it grows a tree level by level.
+    parallel_depth: int = 1
+    seed: int = 0  # of weights, order and noise
+
+    def __post_init__(self) -> None:
+        check_settings(self, ("epochs", "batch_size", "own_steps", "parallel_depth"))
+        if self.own_steps > 1 and self.parallel_depth > 1:
+            raise UserError("--own-steps is for heads that grow trees level by level: leave it out for a parallel one")
+        if self.parallel_depth >= MAX_TREE_NODES:
+            raise UserError(f"--parallel-depth {self.parallel_depth}: a tree is {MAX_TREE_NODES - 1} deep at most")
+
+
+def check_frames(data: Sequence[Path] | None, frames: int) -> None:
+    """Counts what the target could be asked, before it is loaded and asked.
+
+    Args:
+        data: bags, or directories of bags; None: simulation, which has no end.
+    """
+    if frames < MIN_FRAMES:
+        raise UserError(f"--frames {frames} is too few to train on and to validate with; {MIN_FRAMES} are the minimum")
+    if data is None:
+        return
+    held = 0
+    for path in find_bags(data):
+        held += count_frames(path, CAMERA_ALONE)
+        if held >= MIN_FRAMES:
+            return
+    raise UserError(
+        f"the data hold {held} images with an instruction, too few to train on and to validate with; {MIN_FRAMES} are "
+        "the minimum: give more bags; train-draft --data sim asks the target in simulation"
+    )
+
+
+def collect_features(
+    policy: OpenVLATarget,
+    data: Sequence[Path] | None,
+    out: Path,
+    *,
+    seed: int,
+    frames: int,
+    max_text: int = 0,
+    max_bytes: float,
+    sensors: Sensors = CAMERA_ALONE,
+    model: ModelSettings | None = None,
+    workers: int = 0,
+    ray: str = "",
+    on_frame: Callable[[int], None] | None = None,
+) -> list[Path]:
+    """Asks the target about frames and keeps its features below `out`; called again it resumes where it stopped.
+
+    Args:
+        data: bags, or directories of bags; None: what the target does in simulation.
+        frames: the most that the target is asked.
+        max_text: tokens of text at most before its actions.
+        max_bytes: limit of the features on disk, bytes.
+        sensors: what is read of bags beside the first camera's images.
+        model: how workers load the target; None: as by default.
+        workers: as of `run_jobs`; each loads the target and fills one shard after the other.
+        ray: as of `run_jobs`.
+
+    Raises:
+        UserError: no usable data, or `out` holds features of something else.
+    """
+    if data is None and (workers or ray):
+        raise UserError(
+            "--workers and --ray are of bags: in simulation each image follows from the answer to the one before; "
+            "`specvla collect --policy` records bags of what the target does"
+        )
+    named = sorted(str(bag.resolve()) for bag in find_bags(data)) if data is not None else [SIMULATION]
+    weights = file_hashes(sorted(policy.directory.glob("*.safetensors")))
+    described = {"target": weights, "data": named, "seed": seed, "max_text": max_text}
+    described |= {"sensors": str(sensors)} if sensors != CAMERA_ALONE else {}
+    store = FeatureStore(out / STATE_DIRECTORY / "features", described)
+    if data is not None and (workers or ray):
+        check_senses(policy, sensors.cameras, sensors.state_topic)
+        bags = tuple(shuffled(find_bags(data), seed))
+        by = Asked(policy.directory, model or ModelSettings(), bags, sensors, max_text)
+        store.fill_by_workers(by, frames, limit_bytes=max_bytes, workers=workers, ray=ray, on_frame=on_frame)
+        return store.shards
+    engine = EngineSettings(max_reasoning_tokens=max_text)
+    asked = islice(frame_source(policy, data, seed, sensors, engine=engine), frames)
+    store.fill(policy, asked, max_text=max_text, limit_bytes=max_bytes, on_frame=on_frame)
+    return store.shards
+
+
+def train_draft(
+    policy: OpenVLATarget,
+    shards: Sequence[Path],
+    out: Path,
+    training: DraftTraining,
+    on_progress: Callable[[Progress[DraftValidation]], None] | None = None,
+) -> list[DraftValidation]:
+    """Trains, and leaves a draft checkpoint in `out`; called again, it resumes after the last whole epoch."""
+    from accelerate import Accelerator
+
+    held_out = max(1, len(shards) // _HELD_OUT)
+    if len(shards) <= held_out:
+        raise UserError("the features fill one shard only: too few to train on and to validate with; give more frames")
+    accelerator = Accelerator()
+    task = _DraftTask(accelerator, policy, shards[:-held_out], shards[-held_out:], out, training)
+    described = asdict(training) | {"samples": task.samples, "target": str(policy.directory.resolve())}
+    begin_or_resume(accelerator, out, described)
+    return Trainer(accelerator, task, out).run(on_progress)
+
+
+class _DraftTask:
+    """A draft head on its target's features; see TrainingTask."""
+
+    def __init__(
+        self,
+        accelerator: Any,
+        policy: OpenVLATarget,
+        shards: Sequence[Path],
+        held_out: Sequence[Path],
+        out: Path,
+        training: DraftTraining,
+    ) -> None:
+        self._accelerator = accelerator
+        self._policy = policy
+        self._shards, self._held_out = shards, held_out
+        self._out = out
+        self._seed = training.seed
+        torch.manual_seed(training.seed)
+        self.trained = EagleHead(policy.decoder.config, training.parallel_depth).to(policy.decoder.device)
+        _initialise(self.trained)
+        self.optimisers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(self.trained.parameters(), lr=training.learning_rate, betas=_BETAS, weight_decay=0.0)
+        ]
+        self.model = _DraftLoss(policy, self.trained, steps=max(training.own_steps, training.parallel_depth))
+        self.samples = sum(1 for _ in self._epoch(0))
+        self.batch_size = training.batch_size
+        self.validate_every = self.samples // training.batch_size
+        if not self.validate_every:
+            raise UserError(f"{self.samples} samples are fewer than --batch-size {training.batch_size}")
+        self.steps = self.validate_every * training.epochs
+        self.clip = _CLIP
+
+    def schedule(self, step: int) -> float:
+        return warm_up(step, self.steps, _WARM_UP) * (1 - step / self.steps)
+
+    def batches(self, start: int) -> Iterator[tuple[list[Sample], torch.Generator]]:
+        rank, share = self._accelerator.process_index, self._accelerator.num_processes
+        for epoch in range(start // self.validate_every, self.steps // self.validate_every):
+            samples = self._epoch(epoch)
+            for i in range(self.validate_every):
+                step = epoch * self.validate_every + i
+                noise = torch.Generator().manual_seed(hash((self._seed, step, rank)))
+                yield list(islice(samples, self.batch_size))[rank::share], noise
+
+    def validate(self, step: int, seconds: float) -> DraftValidation:
+        samples = (sample for path in self._held_out for sample in shuffled_samples([path], seed=0, epoch=0))
+        return validate_draft(self._policy, self.trained, samples, epoch=step // self.validate_every)
+
+    def validation_from_json(self, raw: dict[str, Any]) -> DraftValidation:
+        lengths = tuple((int(dim), float(length)) for dim, length in raw["accept_length_by_place"])
+        return DraftValidation(**raw | {"accept_length_by_place": lengths})
+
+    def write(self, described: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
+        """The head, for its target by name."""
+        save_draft_head(self._out, self.trained)
+        finished = time.strftime("%Y-%m-%d", time.gmtime())
+        return described | {"target": self._policy.directory.name, "epochs_done": history, "finished": finished}
+
+    def _epoch(self, epoch: int) -> Iterator[Sample]:
+        return shuffled_samples(self._shards, seed=self._seed, epoch=epoch)
+
+
+class _DraftLoss(nn.Module):
+    """The loss of a batch; only the head's weights are its own."""
+
+    def __init__(self, policy: OpenVLATarget, head: EagleHead, steps: int) -> None:
+        super().__init__()
+        self.head = head
+        self._decoder = (policy.decoder,)  # in a tuple, so that the target is no part of this module
+        self._steps = steps
+
+    def forward(self, samples: list[Sample], noise: torch.Generator) -> Tensor:
+        (decoder,) = self._decoder
+        batch = collate(samples, decoder.embed_tokens)
+        answer = batch.following.shape[1] - batch.prompt_rows
+        width = _NOISE / batch.hidden.shape[1]
+        noisy = batch.hidden + (torch.rand(batch.hidden.shape, generator=noise) - 0.5).to(batch.hidden.device) * width
+        positions = torch.arange(batch.hidden.shape[1], device=batch.hidden.device)
+        cos, sin = decoder.rotation(positions)
+        predictions = draft_features(
+            self.head,
+            batch.following,
+            noisy,
+            batch.padding,
+            cos,
+            sin,
+            answer=answer,
+            steps=min(self._steps, answer),
+        )
+        with torch.no_grad():
+            probabilities = decoder.logits(batch.goal.flatten(0, 1)).softmax(-1).view(*batch.goal.shape[:2], -1)
+        weights = [_LATER_STEP**step for step in range(len(predictions))]
+        losses = []
+        for step, (weight, predicted) in enumerate(zip(weights, predictions, strict=True)):
+            there = batch.there[:, step:]
+            goal, wanted = batch.goal[:, step:][there], probabilities[:, step:][there]
+            losses.append(weight * draft_loss(predicted[there], goal, wanted, decoder.lm_head.weight))
+        return torch.stack(losses).sum() / sum(weights)
+
+
+def draft_loss(predicted: Tensor, features: Tensor, probabilities: Tensor, lm_head: Tensor) -> Tensor:
+    """1.0 smooth-L1 of the features and 0.1 cross-entropy with the target's distribution, means (Spec-VLA section 5.1).
+
+    Args:
+        predicted: [rows, hidden], the head's hidden states.
+        features: [rows, hidden], the target's.
+        probabilities: [rows, vocab], the target's distribution at each row.
+        lm_head: [vocab, hidden], the target's.
+    """
+    logits = F.linear(predicted, lm_head.to(predicted.dtype))
+    tokens = -(probabilities * logits.log_softmax(-1)).sum(-1).mean()
+    return _FEATURE_WEIGHT * F.smooth_l1_loss(predicted, features) + _TOKEN_WEIGHT * tokens
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """Samples of one batch, padded on both sides so that their answers begin in the same row."""
+
+    following: Tensor  # float32 [batch, rows, hidden], the embedding of the token after each row
+    hidden: Tensor  # float32 [batch, rows, hidden], the target's state at each row
+    goal: Tensor  # float32 [batch, answer rows, hidden], the target's state after each of the answer's rows
+    there: Tensor  # bool [batch, answer rows]; False: padding behind a shorter answer
+    padding: Tensor  # int64 [batch], number of padding rows at the left end
+    prompt_rows: int  # rows before the answer's
+
+
+def collate(samples: Sequence[Sample], embed: nn.Embedding) -> DraftBatch:
+    """Makes a batch on the target's device."""
+    device = embed.weight.device
+    answer = max(len(sample.tokens) for sample in samples) - 1
+    longest = max(len(sample.prompt) for sample in samples)
+    padding = [longest - len(sample.prompt) for sample in samples]
+    following, hidden, goal, there = [], [], [], []
+    for sample, left in zip(samples, padding, strict=True):
+        mine = len(sample.tokens) - 1
+        right = answer - mine
+        answered = embed(sample.tokens[:-1].to(device)).detach().float()
+        prompt, states = sample.prompt.to(device).float(), sample.hidden.to(device).float()
+        following.append(F.pad(torch.cat((prompt[1:], answered)), (0, 0, left, right)))
+        hidden.append(F.pad(states[:-1], (0, 0, left, right)))
+        goal.append(F.pad(states[len(prompt) :], (0, 0, 0, right)))
+        there.append(torch.arange(answer, device=device) < mine)
+    return DraftBatch(
+        torch.stack(following),
+        torch.stack(hidden),
+        torch.stack(goal),
+        torch.stack(there),
+        torch.tensor(padding, device=device),
+        prompt_rows=longest - 1,
+    )
+
+
+def _initialise(head: EagleHead) -> None:
+    """Small random matrices; norms at 1 and biases at 0."""
+    for name, parameter in head.named_parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.02)
+        else:
+            nn.init.constant_(parameter, 1.0 if "norm" in name else 0.0)

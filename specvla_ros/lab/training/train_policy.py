@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Behaviour cloning of a small policy."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specvla_ros.control.datasets import known_dataset
+from specvla_ros.errors import UserError
+from specvla_ros.lab.evaluation.frame_sources import find_bags
+from specvla_ros.lab.training.batched_forward import action_logits
+from specvla_ros.lab.training.dataset import (
+    PADDING,
+    Batch,
+    Batches,
+    DemonstrationSet,
+    Sensors,
+    action_chunks,
+    action_statistics,
+    load_demonstrations,
+    shuffled,
+    state_statistics,
+)
+from specvla_ros.lab.training.nano import END_ID, NanoShape, write_nano
+from specvla_ros.lab.training.trainer import (
+    STATE_DIRECTORY,
+    Progress,
+    Trainer,
+    begin_or_resume,
+    check_settings,
+    warm_up,
+    write_json,
+)
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec, select_statistics
+from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER
+from specvla_ros.models.codecs.fast_tokenizer import fit_fast_tokenizer
+from specvla_ros.models.config import read_checkpoint_json
+from specvla_ros.models.families.openvla.config import read_config
+from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
+from specvla_ros.models.observation import ONLY_CAMERA
+from specvla_ros.models.weights import save_weights
+
+# Neighbouring bins are neighbouring actions, which plain cross-entropy has to learn from the data, bin by bin.
+_BLUR_BINS = 2.0
+
+
+def action_loss(logits: Tensor, answers: Tensor, tokenizer: ActionTokenizer) -> Tensor:
+    """Mean cross-entropy over the vocabulary against the true bin blurred over its neighbours; the gripper sharp.
+
+    Args:
+        logits: [..., action_dim, vocab].
+        answers: int64 [..., action_dim], action tokens.
+    """
+    log_probabilities = logits.float().log_softmax(-1)
+    bins = log_probabilities[..., tokenizer.first_id : tokenizer.vocab_size]
+    candidates = torch.arange(bins.shape[-1], device=bins.device)
+    true = (answers - tokenizer.first_id)[..., None]
+    weights = torch.exp(-0.5 * ((candidates - true) / _BLUR_BINS) ** 2)
+    weights[..., -1, :] = (candidates == true[..., -1, :]).float()
+    weights = weights / weights.sum(-1, keepdim=True)
+    return -(weights * bins).sum(-1).mean()
+
+
+def cross_entropy(logits: Tensor, answers: Tensor) -> Tensor:
+    """Mean cross-entropy of the true tokens, comparable with models trained without a blur; padding left out."""
+    return F.cross_entropy(logits.float().flatten(0, -2), answers.flatten(), ignore_index=PADDING)
+
+
+_VALIDATION_STEPS = 2048
+_WARM_UP = 300
+_WEIGHT_DECAY = 0.05
+_CLIP = 1.0
+_MUON_FACTOR = 2.0
+_MUON_SCALE = "match_rms_adamw"  # so that both optimisers take one learning rate
+
+
+CODEC_CHOICES = ("bins", "digits", "fast")
+_NUMBERS = 1000  # the largest that digits write, as VLA-0's
+_POSITIONS = 1024  # prompt, answer and draft of 8 actions in digits
+_FAST_IDS = 256  # as many as the nano policy has tokens for actions
+_FAST_SCALE = 20.0  # twice the paper's: half its rounding, a third more tokens
+
+
+@dataclass(frozen=True)
+class PolicyTraining:
+    """How to train a policy."""
+
+    steps: int = 10000
+    batch_size: int = 32  # images of one step, over all processes
+    learning_rate: float = 1.5e-3  # its peak, after a warm-up; it falls to 0 along a cosine
+    seed: int = 0  # of weights, order and augmentation
+    validate_every: int = 500  # steps between validations, each of which also saves the state to resume from
+    unnorm_key: str = "specvla_table"  # name of the action statistics
+    init: str = ""  # checkpoint whose weights, words and statistics to begin with; empty: random
+    codec: str = "bins"  # how it writes its actions: `bins` (one action), `digits` or `fast` (chunks)
+    horizon: int = 8  # actions of a chunk
+    sensors: Sensors = field(default_factory=Sensors)  # what it reads beside the first camera's images
+    shape: NanoShape = field(default_factory=NanoShape)
+
+    def __post_init__(self) -> None:
+        check_settings(self, ("steps", "batch_size", "validate_every", "horizon"))
+        if self.codec not in CODEC_CHOICES:
+            raise UserError(f"codec '{self.codec}' cannot be trained; choose one of {', '.join(CODEC_CHOICES)}")
+
+
+@dataclass(frozen=True)
+class Validation:
+    """How well the policy predicts demonstrations that it has not seen."""
+
+    step: int  # optimiser steps before it
+    loss: float  # cross-entropy of the true tokens, nats, mean over the tokens
+    accuracy: tuple[float, ...]  # share of tokens predicted exactly, per dimension; of chunks a single number
+    bin_distance: tuple[float, ...]  # per dimension, mean distance to the true token in bins; of chunks empty
+    seconds: float  # training time so far
+
+
+def train_policy(
+    data: Sequence[Path],
+    out: Path,
+    training: PolicyTraining,
+    *,
+    init: Path | None = None,
+    on_reading: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[Progress[Validation]], None] | None = None,
+) -> list[Validation]:
+    """Trains, and leaves an OpenVLA checkpoint in `out`; called again, it resumes where it stopped.
+
+    Args:
+        data: bags, or directories of bags.
+        out: the checkpoint's directory, with the training state in a folder of it until the end.
+        init: where `training.init` lies; None: it is the directory.
+        on_reading: called with the number of bags read and of all.
+
+    Raises:
+        UserError: no or unusable bags, or `out` holds the state of another training.
+    """
+    from accelerate import Accelerator
+
+    init = init or (Path(training.init) if training.init else None)
+    bags = find_bags(data)
+    accelerator = Accelerator(mixed_precision=precision())
+    with accelerator.main_process_first():  # the others then find the cache filled
+        demonstrations = load_demonstrations(
+            bags,
+            out / STATE_DIRECTORY / "demonstrations",
+            read_config(init).towers[0].image_size if init is not None else training.shape.image_size,
+            training.sensors,
+            on_reading if accelerator.is_main_process else None,
+        )
+    episodes = int(demonstrations.episode_of.max()) + 1
+    if demonstrations.validation.all() or not demonstrations.validation.any():
+        raise UserError(
+            f"{len(demonstrations.images)} steps in {episodes} episodes are too few to train on and to "
+            "validate with: at least 20 episodes are needed; `specvla collect` records more"
+        )
+    settings = json.loads(json.dumps(asdict(training)))  # as they are read again
+    described = settings | {"demonstration_steps": len(demonstrations.images), "episodes": episodes}
+    begin_or_resume(accelerator, out, described, lambda: _write_untrained(out, demonstrations, training, init))
+    return Trainer(accelerator, _PolicyTask(accelerator, demonstrations, out, training), out).run(on_progress)
+
+
+def _write_untrained(out: Path, data: DemonstrationSet, training: PolicyTraining, init: Path | None) -> None:
+    if (out / "config.json").exists():
+        raise UserError(f"{out} holds a checkpoint already; choose another --out")
+    if init is not None:
+        _copy_checkpoint(init, out, data.instructions)
+    else:
+        norm_stats = {training.unnorm_key: action_statistics(data.actions)}
+        write_nano(out, training.shape, data.instructions, norm_stats, seed=training.seed)
+    if training.sensors != Sensors():
+        _choose_sensors(out, data, training.sensors)
+    if training.codec != "bins":
+        _choose_codec(out, data, training)
+
+
+def _choose_sensors(out: Path, data: DemonstrationSet, sensors: Sensors) -> None:
+    """Makes an untrained checkpoint one of several cameras, or with a state."""
+    fields = read_checkpoint_json(out / "config.json")
+    cameras = [*dict.fromkeys((ONLY_CAMERA, *sensors.cameras))]
+    if len(cameras) != data.images.shape[1]:
+        raise UserError(f"a further camera cannot be called {ONLY_CAMERA}, which is the first one's name")
+    changed = fields.raw | {"cameras": cameras, "state_dims": data.states.shape[1]}
+    if data.states.shape[1]:
+        norm_stats = fields.inner("norm_stats").raw
+        changed["norm_stats"] = {key: of | state_statistics(data.states) for key, of in norm_stats.items()}
+    write_json(out / "config.json", changed)
+
+
+def _choose_codec(out: Path, data: DemonstrationSet, training: PolicyTraining) -> None:
+    """Makes an untrained checkpoint one that writes chunks; its tokens for bins become those of the codec."""
+    fields = read_checkpoint_json(out / "config.json")
+    decoder = fields.inner("text_config").raw | {"max_position_embeddings": _POSITIONS}
+    changed = {"action_codec": training.codec, "eos_token_id": END_ID, "text_config": decoder}
+    write_json(out / "config.json", fields.raw | changed)
+    statistics = select_statistics(fields.inner("norm_stats").raw, "")
+    known = known_dataset(statistics.unnorm_key)
+    step_s = known.dt_s if known else None
+    shape = {"time_horizon": training.horizon, "action_dim": data.actions.shape[-1], "dt_s": step_s}
+    folder = out / CODEC_FOLDER
+    if training.codec == "digits":
+        folder.mkdir(exist_ok=True)
+        write_json(folder / CODEC_FILE, shape | {"bins": _NUMBERS})
+        return
+    chunks = action_chunks(data, training.horizon, (statistics.low, statistics.high), step_s)
+    tokenizer = fit_fast_tokenizer(statistics.normalise(chunks), scale=_FAST_SCALE, vocab_size=_FAST_IDS)
+    tokenizer.save(folder, **shape)
+
+
+def _copy_checkpoint(init: Path, out: Path, instructions: tuple[str, ...]) -> None:
+    taught = read_config(init).instructions
+    strange = sorted(set(instructions) - set(taught)) if taught else []
+    if strange:
+        raise UserError(f"{init} has no words for '{strange[0]}'; it knows: {'; '.join(taught)}")
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        for name in ("config.json", "preprocessor_config.json", "tokenizer.json", "model.safetensors"):
+            shutil.copy(init / name, out / name)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be copied to {out}: {error.strerror}") from None
+
+
+class _PolicyTask:
+    """Behaviour cloning; see TrainingTask."""
+
+    def __init__(self, accelerator: Any, data: DemonstrationSet, out: Path, training: PolicyTraining) -> None:
+        self._accelerator = accelerator
+        self._out = out
+        self._training = training
+        self._train = np.flatnonzero(~data.validation)
+        self._held_out = np.flatnonzero(data.validation)
+        self._policy = require_openvla(load_target(out, device=str(accelerator.device), dtype="float32"))
+        self._data = Batches(self._policy, data)
+        self.model = _PolicyLoss(self._policy)
+        self.trained = self._policy.model
+        self.optimisers = _optimisers(self.model, training.learning_rate)
+        self.steps = training.steps
+        self.batch_size = training.batch_size
+        self.validate_every = training.validate_every
+        self.clip = _CLIP
+
+    def schedule(self, step: int) -> float:
+        return warm_up(step, self.steps, _WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / self.steps))
+
+    def batches(self, start: int) -> Iterator[tuple[Batch]]:
+        rank, share = self._accelerator.process_index, self._accelerator.num_processes
+        seed = self._training.seed
+        order = shuffled(self._train, max(1, self.batch_size // share) * share, seed=seed, start=start)
+        for step, steps in enumerate(order, start):
+            augment = np.random.default_rng([seed, step, rank])
+            yield (self._data.make(steps[rank::share], augment).to(self._accelerator.device),)
+
+    @torch.no_grad()
+    def validate(self, step: int, seconds: float) -> Validation:
+        some = self._held_out[:: max(1, len(self._held_out) // _VALIDATION_STEPS)]
+        losses, right, distance = [], [], []
+        for start in range(0, len(some), 256):
+            batch = self._data.make(some[start : start + 256]).to(self._accelerator.device)
+            with self._accelerator.autocast():
+                logits = self.model.logits(batch)
+            predicted, there = logits.argmax(-1), batch.answers != PADDING
+            losses.append(cross_entropy(logits, batch.answers) * there.sum())
+            right.append(torch.where(there, (predicted == batch.answers).float(), torch.nan).flatten(0, 1))
+            distance.append((predicted - batch.answers).abs().float().flatten(0, 1))
+        found = torch.cat(right)
+        accuracy = found.mean(0) if self.model.of_bins else found.nanmean()[None]
+        return Validation(
+            step=step,
+            loss=float(torch.stack(losses).sum() / (~found.isnan()).sum()),
+            accuracy=tuple(accuracy.tolist()),
+            bin_distance=tuple(torch.cat(distance).mean(0).tolist()) if self.model.of_bins else (),
+            seconds=seconds,
+        )
+
+    def validation_from_json(self, raw: dict[str, Any]) -> Validation:
+        return Validation(**raw | {name: tuple(raw[name]) for name in ("accuracy", "bin_distance")})
+
+    def write(self, described: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
+        """The weights in bfloat16, as OpenVLA's are."""
+        tensors = self._policy.model.checkpoint_tensors()
+        save_weights(
+            self._out / "model.safetensors", {name: tensor.bfloat16().cpu() for name, tensor in tensors.items()}
+        )
+        return described | {"validation": history}
+
+
+class _PolicyLoss(nn.Module):
+    def __init__(self, policy: OpenVLATarget) -> None:
+        super().__init__()
+        self.model = policy.model.train().requires_grad_(True)
+        self._tokenizer = policy.action_tokenizer if isinstance(policy.codec, BinsCodec) else None
+
+    @property
+    def of_bins(self) -> bool:
+        """Whether each answer is one action of bins."""
+        return self._tokenizer is not None
+
+    def logits(self, batch: Batch) -> Tensor:
+        """[batch, asked, action_dim, vocab]."""
+        return action_logits(self.model, batch.pixels, batch.prompt_ids, batch.lengths, batch.answers)
+
+    def forward(self, batch: Batch) -> Tensor:
+        logits = self.logits(batch)
+        if self._tokenizer is None:
+            return cross_entropy(logits, batch.answers)
+        return action_loss(logits, batch.answers, self._tokenizer)
+
+
+def _optimisers(model: nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
+    """Muon (Jordan et al. 2024) for the matrices inside, AdamW for embeddings, head, norms and biases.
+
+    On this task Muon needs about half the images of AdamW until the policy finds the things on the table.
+    """
+    inside: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+        (inside if is_matrix else rest).append(parameter)
+    return [
+        torch.optim.Muon(inside, lr=_MUON_FACTOR * learning_rate, weight_decay=_WEIGHT_DECAY, adjust_lr_fn=_MUON_SCALE),
+        torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def precision() -> str:
+    """bfloat16 where the processor multiplies it; elsewhere it is slower than float32."""
+    if torch.cuda.is_available():
+        fast = torch.cuda.is_bf16_supported()
+    else:
+        fast = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported()
+    return "bf16" if fast else "no"

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VLA-0 (arXiv 2510.13054): an unchanged Qwen2.5-VL that writes its actions as numbers.
+
+Read in NVlabs/vla0: rv_train/models/qwen/model.py, rv_train/configs.py, configs/vla0.yaml and RoboVerse's
+image_unifier.py. Its checkpoint is the folder `model_last`, which lies beside `dataset_stats.pkl` and `config.yaml`.
+"""
+
+import math
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import yaml
+
+from specvla_ros.errors import UserError
+from specvla_ros.models.codecs.bins import MAX_VALUE, ActionStatistics
+from specvla_ros.models.codecs.digits import DigitsCodec
+from specvla_ros.models.families.qwen_vl.pictures import PatchProcessor, resized
+from specvla_ros.models.families.qwen_vl.policy import IMAGE, ChatPolicy, Messages, PolicyContext
+from specvla_ros.models.generation import read_end_ids
+from specvla_ros.settings.json_file import Fields, is_number, read_fields, shown
+
+_STATISTICS = ("dataset_stats.json", "dataset_stats.pkl")
+_ACTIONS = "out_ori_act"
+_MAX_NEW_TOKENS = 1024  # QwenActor.num_tokens
+_CROP = "IMAGE.crop_img"
+# What qwen_vl_utils lets a picture have, in pixels.
+_LEAST_PIXELS, _MOST_PIXELS = 4 * 28 * 28, 16384 * 28 * 28
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Of its config.yaml; the defaults are those of configs/vla0.yaml, with which the released policy was trained.
+
+    Args:
+        horizon, num_cam, num_bins_actions, add_vision_id, tiled_rgb_imgs: as in MODEL.QWEN.
+        height, width: `rgb_img_size`.
+        crop: share of a picture's sides that is kept.
+    """
+
+    horizon: int = 8
+    num_cam: int = 2
+    num_bins_actions: int = 1000
+    add_vision_id: bool = True
+    tiled_rgb_imgs: bool = True
+    height: int = 224
+    width: int = 224
+    crop: float = 0.875
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Height and width of a picture in the prompt, before it is made to fit."""
+        return self.height, self.width * (self.num_cam if self.tiled_rgb_imgs else 1)
+
+
+def vla0(context: PolicyContext) -> ChatPolicy | None:
+    """The policy, where its statistics of actions are.
+
+    Raises:
+        UserError: a file of it is damaged, or asks for what is not supported.
+    """
+    path = _beside(context.directory, _STATISTICS)
+    if path is None:
+        return None
+    statistics = _statistics(path)
+    run = _run(context.directory)
+    written = [context.tokenizer.encode(text).ids for text in "0123456789 "]
+    if any(len(each) != 1 for each in written):
+        raise UserError(f"{context.directory}: tokenizer.json has no token of its own for each digit and the space")
+    ids = [only for (only,) in written]
+    end_ids = read_end_ids(context.directory)
+    codec = DigitsCodec(
+        digit_ids=tuple(ids[:10]),
+        space_id=ids[10],
+        end_ids=end_ids,
+        statistics=statistics,
+        horizon=run.horizon,
+        bins=run.num_bins_actions,
+        limit=context.generation.max_new_tokens or _MAX_NEW_TOKENS,
+    )
+    sides = _fitted(run.tile, context.processor)
+    pictures = 1 if run.tiled_rgb_imgs else run.num_cam
+
+    def messages(instruction: str) -> Messages:
+        images = [IMAGE] * pictures
+        return [
+            {"role": "system", "content": [{"type": "text", "text": _system_message(run, len(statistics.low))}]},
+            {"role": "user", "content": [*images, {"type": "text", "text": instruction}]},
+        ]
+
+    def show(images: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        cropped = [_cropped(image, run) for image in images.values()]
+        tiled = [np.concatenate(cropped, axis=1)] if run.tiled_rgb_imgs else cropped
+        return [_resized_twice(picture, sides) for picture in tiled]
+
+    return ChatPolicy(
+        name="vla0",
+        cameras=tuple(f"3p{i + 1}" for i in range(run.num_cam)),
+        picture_sizes=(sides[-1],) * pictures,
+        pictures=show,
+        messages=messages,
+        numbers_pictures=run.add_vision_id,
+        codec=codec,
+        generation=replace(context.generation, allowed_ids=(*ids, _end_of_turn(context, end_ids))),
+    )
+
+
+def _system_message(run: _Run, dims: int) -> str:
+    return (
+        f"Analyze the input image and predict robot actions for the next {run.horizon} timesteps. "
+        f"Each action has {dims} dimensions. Output a single sequence of {run.horizon * dims} integers "
+        f"(0-{run.num_bins_actions} each), representing the {run.horizon} timesteps sequentially. "
+        "Provide only space separated numbers. Nothing else."
+    )
+
+
+def _end_of_turn(context: PolicyContext, end_ids: frozenset[int]) -> int:
+    """The tokenizer's own end token, which alone it lets through."""
+    config = read_fields(context.directory / "tokenizer_config.json", missing="copy it from the original", hint="")
+    given = config.raw.get("eos_token")
+    name = given.get("content") if isinstance(given, dict) else given
+    found = context.tokenizer.token_to_id(name) if isinstance(name, str) else None
+    if found is None or found not in end_ids:
+        raise UserError(f"{config.path}: eos_token is {shown(given)}, which is no token that ends an answer")
+    return found
+
+
+def _beside(directory: Path, names: tuple[str, ...]) -> Path | None:
+    """A file in the checkpoint, or in the run's folder around it."""
+    paths = (folder / name for folder in (directory, directory.resolve().parent) for name in names)
+    return next((path for path in paths if path.is_file()), None)
+
+
+class _Numbers(pickle.Unpickler):
+    """Reads plain values and NumPy's arrays, and nothing that could act."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Of NumPy's own three."""
+        if module.split(".")[0] == "numpy" and name in ("_reconstruct", "ndarray", "dtype"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it holds {module}.{name}")
+
+
+def _statistics(path: Path) -> ActionStatistics:
+    """Smallest and largest actions.
+
+    Raises:
+        UserError: the file is damaged, or has none.
+    """
+    if path.suffix == ".pkl":
+        try:
+            with path.open("rb") as file:
+                value = _Numbers(file).load()
+        except Exception as error:  # a damaged pickle raises nearly anything
+            raise UserError(f"{path} cannot be read as statistics of actions ({error}); copy it again") from None
+        raw = Fields(value if isinstance(value, dict) else {}, path)
+    else:
+        raw = read_fields(path, missing="copy it again")
+    actions = raw.inner(_ACTIONS)
+    bounds: list[np.ndarray] = []
+    for name in ("min", "max"):
+        values = np.asarray(actions.raw.get(name, ()), dtype=object).reshape(-1).tolist()
+        if not values or not all(is_number(each) and abs(each) <= MAX_VALUE for each in values):
+            raise actions.wrong(name, f"a list of numbers, at most {MAX_VALUE:g}")
+        bounds.append(np.float64(values))
+    low, high = bounds
+    if len(low) != len(high) or not (low <= high).all():
+        raise UserError(f"{path}: {_ACTIONS}.min and max must be of the same length, min <= max")
+    return ActionStatistics("", low, high, np.ones(len(low), dtype=bool))
+
+
+def _run(directory: Path) -> _Run:
+    """What config.yaml says of the policy.
+
+    Raises:
+        UserError: it cannot be read, or asks for what is not supported.
+    """
+    path = _beside(directory, ("config.yaml",))
+    if path is None:
+        return _Run()
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+        fields = Fields(given, path)
+        qwen = fields.inner("MODEL").inner("QWEN")
+        options = fields.inner("DATALOADER", {}).inner("ROBOVERSE", {}).text("cfg_opts", "")
+    except (OSError, ValueError, yaml.YAMLError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read as a VLA-0 configuration ({error}); copy it again") from None
+    if qwen.whole("history", 1) != 1 or qwen.text("action_type", "original") != "original":
+        raise UserError(f"{path}: only policies of one moment (history 1) and of original actions are supported")
+    height, width = _sides(qwen)
+    usual = _Run()
+    names, values = options.split(":")[::2], options.split(":")[1::2]
+    crop = dict(zip(names, values, strict=False)).get(_CROP, "1.0")
+    try:
+        share = float(crop)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise UserError(f"{path}: {_CROP} is {shown(crop)}, but it must be a number above 0, at most 1")
+    return _Run(
+        horizon=qwen.whole("horizon", usual.horizon, minimum=1, maximum=256),
+        num_cam=qwen.whole("num_cam", 1, minimum=1, maximum=16),
+        num_bins_actions=qwen.whole("num_bins_actions", usual.num_bins_actions, minimum=1, maximum=10**6),
+        add_vision_id=qwen.flag("add_vision_id", False),
+        tiled_rgb_imgs=qwen.flag("tiled_rgb_imgs", False),
+        height=height,
+        width=width,
+        crop=share,
+    )
+
+
+def _sides(qwen: Fields) -> tuple[int, int]:
+    """`rgb_img_size`: a list, or a text such as `224,224`."""
+    given = qwen.raw.get("rgb_img_size")
+    words = given.strip("()[] ").split(",") if isinstance(given, str) else given
+    try:
+        height, width = (int(each) for each in words or ())
+    except (TypeError, ValueError):
+        raise qwen.wrong("rgb_img_size", "height and width, such as 224,224") from None
+    if not (28 <= height <= 4096 and 28 <= width <= 4096):
+        raise qwen.wrong("rgb_img_size", "height and width from 28 to 4096 pixels")
+    return height, width
+
+
+def _cropped(image: np.ndarray, run: _Run) -> np.ndarray:
+    """The middle of a picture, bilinear without antialiasing, aspect ratio not kept: uint8 [height, width, 3].
+
+    As its server for robots does it, on whole colours; its LIBERO evaluation computes with fractions and cuts them off,
+    which differs by 1 of 255 in some pixels.
+    """
+    height, width = image.shape[:2]
+    kept_height, kept_width = int(height * run.crop), int(width * run.crop)
+    top, left = round((height - kept_height) / 2), round((width - kept_width) / 2)
+    kept = image[top : top + kept_height, left : left + kept_width]
+    if kept.shape[:2] == (run.height, run.width):
+        return kept
+    planes = torch.from_numpy(np.ascontiguousarray(kept.transpose(2, 0, 1)))[None]
+    scaled = F.interpolate(planes, size=(run.height, run.width), mode="bilinear", align_corners=False)
+    return scaled[0].numpy().transpose(1, 2, 0)
+
+
+def _fitted(sides: tuple[int, int], processor: PatchProcessor) -> tuple[tuple[int, int], ...]:
+    """The sizes that a picture goes through: qwen_vl_utils' own, and its processor's, which is given its pixels."""
+    first, pixels = processor.fitted(*sides, _LEAST_PIXELS, _MOST_PIXELS), sides[0] * sides[1]
+    return first, processor.fitted(*first, pixels, pixels)
+
+
+def _resized_twice(picture: np.ndarray, sizes: tuple[tuple[int, int], ...]) -> np.ndarray:
+    for height, width in sizes:
+        picture = resized(picture, height, width)
+    return picture

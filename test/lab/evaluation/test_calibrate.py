@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration: tolerances as users write them, deviations, limits, and the profile that comes out."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.gl import needs_gl
+
+from specvla_ros.engine.settings import EngineSettings, engine_settings_from
+from specvla_ros.errors import UserError
+from specvla_ros.lab.bags.frames import Sensors
+from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.evaluation.calibrate import PROFILE_FILE, CalibratePlan, calibrate, collect_frames, write_profile
+from specvla_ros.lab.evaluation.calibration import Calibration, Candidate, Deviation, Limits, Trial, deviation
+from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings
+from specvla_ros.lab.evaluation.statistics import PairedComparison, Rate, paired_difference
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.settings.profiles import merge_parameters
+from specvla_ros.speculation.settings import DraftSettings, adjusted
+from specvla_ros.speculation.tolerance import Tolerance
+
+
+def test_tolerances_are_read_as_they_are_written():
+    assert Tolerance.parse("2mm, 1.1deg") == Tolerance(2.0, 1.1)
+    assert str(Tolerance.parse("0.5mm")) == "0.5mm" and str(Tolerance.parse("5bins")) == "5bins"
+    acceptance = Tolerance.parse("2mm,1.1deg").acceptance
+    assert acceptance.tolerance_m == pytest.approx(0.002)
+    assert acceptance.tolerance_rad == pytest.approx(math.radians(1.1), abs=1e-6)
+    assert Tolerance.parse("1bin").acceptance.bins == (1,)
+    assert Tolerance.parse("5mm,3deg") > Tolerance.parse("2mm,4deg")
+
+
+@pytest.mark.parametrize("text", ["", "2", "2cm", "0mm", "-1mm", "1mm,2mm", "5bins,1mm", "1.5bins", "1..2mm"])
+def test_what_is_no_tolerance_is_refused_with_an_example(text):
+    with pytest.raises(UserError, match=r"2mm,1\.1deg"):
+        Tolerance.parse(text)
+
+
+def test_deviation_is_that_of_displacement_rotation_and_gripper():
+    plain = np.zeros((100, 7))
+    other = plain.copy()
+    other[:, 0], other[:, 1] = 0.003, 0.004
+    other[0, :3] = (0.0, 0.0, 0.02)
+    other[:, 5] = math.radians(2)
+    other[:3, 6] = 1.0
+    found = deviation(list(plain), list(other))
+    assert found.p95_mm == pytest.approx(5) and found.largest_mm == pytest.approx(20)
+    assert found.p95_deg == found.largest_deg == pytest.approx(2)
+    assert found.gripper_share == 0.03 and found.lost_share == 0
+    other[:50] = np.nan
+    assert deviation(list(plain), list(other)).lost_share == 0.5
+    assert deviation(list(plain), [np.full(7, np.nan)] * 100).lost_share == 1
+    with pytest.raises(UserError, match="not known"):
+        deviation([np.zeros(3)], [np.zeros(3)])
+
+
+def test_pairs_that_never_differ_are_no_certainty():
+    assert paired_difference(0, 0, 0) == (0, -1, 1)
+    middle, low, high = paired_difference(0, 0, 300)
+    assert middle == 0 and low == -high and 0 < high < 0.01
+    assert paired_difference(0, 0, 30)[2] > high
+    lost, low, high = paired_difference(8, 2, 100)
+    assert lost == pytest.approx(-0.06) and low < -0.06 < high < 0.005
+
+
+def candidate(**given) -> Candidate:
+    trial = Trial("2mm", Tolerance(2.0), EngineSettings("spec", acceptance=Tolerance(2.0).acceptance))
+    known: dict[str, Any] = dict(
+        trial=trial, action_s=0.01, speed_up=2.0, tau=3.0, forwards_per_action=3.0, deviation=Deviation()
+    )
+    return Candidate(**known | given)
+
+
+def test_each_limit_refuses_with_its_figures():
+    limits = Limits(loss_points=2, p95_mm=1, p95_deg=1, gripper_share=0.1)
+    exact = candidate(speed_up=1.5, trial=Trial("strict", None, EngineSettings("spec")))
+    assert not candidate().judged(limits, exact).refusals
+    for found, said in (
+        (candidate(deviation=Deviation(p95_mm=1.5)), "1.5 mm off"),
+        (candidate(deviation=Deviation(p95_deg=1.5)), "1.5 deg off"),
+        (candidate(deviation=Deviation(gripper_share=0.25)), "gripper differs in 25.00%"),
+        (candidate(deviation=Deviation(lost_share=0.01)), "no action for 1.00%"),
+        (candidate(speed_up=1.5), "no faster than strict"),
+    ):
+        (refusal,) = found.judged(limits, exact).refusals
+        assert said in refusal
+    few, many = (PairedComparison(Rate(n, n), Rate(n, n), 0, 0, 1.0) for n in (20, 300))
+    assert candidate().with_success(many, limits).refusals == ()
+    assert "points of success" in candidate().with_success(few, limits).refusals[0]
+    with pytest.raises(UserError, match="p95_mm"):
+        Limits(p95_mm=-1)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        EngineSettings("ar"),
+        EngineSettings("spec", draft=adjusted(DraftSettings(head="/some/head", nodes=8), temporal=True)),
+        EngineSettings("spec", acceptance=Tolerance(2.0, 1.1).acceptance),
+        EngineSettings("spec", acceptance=Tolerance(bins=5).acceptance),
+    ],
+)
+def test_the_profile_is_read_back_as_the_setting_that_was_chosen(tmp_path: Path, engine: EngineSettings):
+    chosen = candidate(trial=Trial("any", None, engine))
+    path = tmp_path / PROFILE_FILE
+    write_profile(path, Calibration((chosen,), chosen, Limits(), {}, {"emulate": {"name": "an Orin"}}))
+    again = engine_settings_from(params_file=path)
+    assert (again.mode, again.acceptance, again.draft) == (engine.mode, engine.acceptance, engine.draft)
+    assert "none ran" in path.read_text()
+
+
+@pytest.mark.parametrize("quantization", ["none", "w8a8"])
+def test_the_profile_names_the_quantisation_that_it_was_found_for(tmp_path: Path, quantization: str):
+    chosen = candidate(trial=Trial("any", None, EngineSettings()))
+    path = tmp_path / PROFILE_FILE
+    write_profile(path, Calibration((chosen,), chosen, Limits(), {}, {"policy": {"quantization": quantization}}))
+    named = merge_parameters([path], {}, node="policy").get("model.quantization", "none")
+    assert named == quantization
+
+
+@needs_gl
+def test_the_most_relaxed_setting_within_the_limits_is_chosen(tmp_path: Path):
+    base = SimulateSettings(
+        nano_policy(), engine=EngineSettings("spec", draft=adjusted(DraftSettings(), temporal=True))
+    )
+    policy = load_target(base.policy, device="cpu")
+    none, near, far = map(Tolerance.parse, ("0.0001mm", "2mm,1.1deg", "30mm,20deg"))
+    # Of three pairs nothing is certain: all of the success may be lost.
+    wide = Limits(loss_points=100, p95_mm=1000, p95_deg=1000, gripper_share=1)
+    plan = CalibratePlan((none, near, far), nodes=(8,), limits=wide, emulate="orin")
+    frames = collect_frames(policy, base, None, plan, 30, Sensors())
+    anything = calibrate(policy, base, frames, plan, tmp_path / "wide")
+    assert anything.chosen.trial.tolerance == far and anything.chosen.speed_up > 1
+    assert anything.candidates[0].trial.name == "ar" and anything.candidates[0].speed_up == 1.0
+    assert list(anything.refused) == ["0.0001mm"] and "smaller than one bin" in anything.refused["0.0001mm"]
+
+    off = {each.trial.tolerance: each.deviation.p95_mm for each in anything.candidates}  # of window mass, the last
+    assert 0 < off[near] < off[far]
+    episodes = SimulatePlan(("lift_red",), episodes=3, films=0)
+    tight = replace(plan, limits=replace(wide, p95_mm=off[near]), episodes=episodes)
+    found = calibrate(policy, base, frames, tight, tmp_path / "tight")
+    assert found.chosen.trial.tolerance == near
+    assert found.chosen.pairs is not None and found.chosen.pairs.first.n == 3
+    assert all("off at p95" in each.refusals[0] for each in found.candidates if each.trial.tolerance == far)
+    assert [each.trial.tolerance for each in found.shortlist] == [None, None, near, far]
+    assert found.chosen in found.shortlist
+    written = json.loads((tmp_path / "tight" / "calibration.json").read_text())
+    assert written["chosen"]["name"] == found.chosen.trial.name
+    assert "Emulation" in (tmp_path / "tight" / "report.html").read_text()
+    profile = engine_settings_from(params_file=tmp_path / "tight" / PROFILE_FILE)
+    assert profile.acceptance == near.acceptance and profile.draft.drafters["temporal"].enabled
+
+    exact = calibrate(
+        policy, base, frames, replace(plan, limits=Limits(p95_mm=0, p95_deg=0)), tmp_path / "exact"
+    ).chosen
+    assert exact.trial.tolerance is None and exact.deviation == Deviation() and exact.trial.engine.mode == "spec"
+
+
+def test_sim_and_bags_do_not_mix(tmp_path: Path):
+    with pytest.raises(UserError, match="cannot be mixed"):
+        collect_frames(None, SimulateSettings(tmp_path), ["sim", "bag"], CalibratePlan((), ()), 1, Sensors())  # type: ignore[arg-type]

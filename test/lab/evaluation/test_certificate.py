@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Certificates: what strict settings leave as it is, what relaxed ones change, and what is found in a check."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import bags
+from support.checkpoints import load_openvla, write_checkpoint
+from support.draft_heads import write_random_head
+from typer.testing import CliRunner
+
+from specvla_ros import Engine, EngineSettings, UserError
+from specvla_ros.cli.app import app
+from specvla_ros.lab.bags.frames import Sensors
+from specvla_ros.lab.evaluation import certificate
+from specvla_ros.lab.evaluation.certificate import certify, differences, read_certificate, settings_of
+from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
+
+FRAMES = 6
+DRAFTS = adjusted(DraftSettings(nodes=8), temporal=True)
+RELAXED = AcceptanceSettings("bin_distance", bins=(254,))
+ALONE = Sensors()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), seed=4)
+    write_random_head(directory / "draft", load_openvla(directory, device="cpu").decoder)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def policy(checkpoint: Path) -> OpenVLATarget:
+    return load_openvla(checkpoint, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("bags")
+    words = ("put carrot on plate", "flip the pot")
+    return [bags.write_bag(folder / f"bag_{i}", bags.episode(FRAMES, instruction=text)) for i, text in enumerate(words)]
+
+
+@pytest.mark.parametrize("mode", ["ar", "spec", "pipeline", "specpipe"])
+def test_strict_settings_change_nothing(policy: OpenVLATarget, recorded: list[Path], mode: str) -> None:
+    settings = EngineSettings(mode, draft=DRAFTS)
+    found = certify(policy, settings, recorded, ALONE)
+    result = found.content["result"]
+    assert not found.failures and found.content["strict"]
+    assert (result["frames"], result["actions"], result["tokens"]) == (2 * FRAMES, 2 * FRAMES, 14 * FRAMES)
+    assert result["differing"] == 0 and result["deviation"]["largest_mm"] == 0
+    assert result["closest"] > 0 and found.content["ties_looked_at"]
+    assert settings_of(found) == settings
+    assert found.content["bags"]["bag_0"]["digest"] != found.content["bags"]["bag_1"]["digest"]
+
+
+def test_the_two_largest_logits_are_the_plain_decoders(policy: OpenVLATarget, recorded: list[Path]) -> None:
+    """By its own forwards, one token at a time."""
+    (closest,) = (certify(policy, EngineSettings(), recorded[:1], ALONE).content["result"]["closest"],)
+    margins = []
+    engine = Engine(policy, EngineSettings())
+    run = engine.runner.run
+
+    def watched(batch: Any) -> Any:
+        result = run(batch)
+        if len(result.logits):
+            largest = result.logits.topk(2, dim=1).values
+            margins.append(float((largest[:, 0] - largest[:, 1]).min()))
+        return result
+
+    engine.runner.run = watched  # type: ignore[method-assign]
+    for frame in certificate.bag_source(policy, recorded[:1], 0, ALONE):
+        engine.act(frame)
+    assert closest == pytest.approx(min(margins), abs=1e-5)
+
+
+def test_relaxed_settings_say_how_far(policy: OpenVLATarget, recorded: list[Path]) -> None:
+    found = certify(policy, EngineSettings("spec", draft=DRAFTS, acceptance=RELAXED), recorded, ALONE)
+    result = found.content["result"]
+    assert not found.content["strict"] and not found.failures, "a relaxed setting may differ"
+    assert result["differing"] == len(result["differences"]) > 0 and result["ties"] == 0
+    assert result["deviation"]["largest_mm"] >= result["deviation"]["p95_mm"] > 0
+
+
+def test_a_setting_made_bad_on_purpose_is_found(
+    policy: OpenVLATarget, recorded: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that relaxes where it is told to be strict."""
+
+    def lax(target: OpenVLATarget, settings: EngineSettings) -> Engine:
+        return Engine(target, replace(settings, acceptance=RELAXED) if settings.drafts else settings)
+
+    monkeypatch.setattr(certificate, "Engine", lax)
+    found = certify(policy, EngineSettings("spec", draft=DRAFTS), recorded, ALONE)
+    assert found.content["strict"]
+    (failure,) = found.failures
+    assert f"of {2 * FRAMES} strict answers are others than plain decoding's" in failure
+
+
+def test_a_certificate_holds_for_the_same_and_for_nothing_else(
+    policy: OpenVLATarget, recorded: list[Path], tmp_path: Path
+) -> None:
+    settings = EngineSettings("spec", draft=DRAFTS)
+    given = certify(policy, settings, recorded, ALONE)
+    given.write(tmp_path / "certificate.json")
+    assert read_certificate(tmp_path / "certificate.json") == given
+    assert differences(given, certify(policy, settings, recorded, ALONE)) == ()
+
+    other = load_openvla(write_checkpoint(tmp_path / "other", seed=5), device="cpu")
+    found = differences(given, certify(other, settings, recorded, ALONE))
+    assert any("the policy's files" in each for each in found) and any("the result" in each for each in found)
+    shorter = bags.write_bag(tmp_path / "bag_0", bags.episode(FRAMES - 1))
+    found = differences(given, certify(policy, settings, [shorter, recorded[1]], ALONE))
+    assert any("the bags or what was found in them" in each for each in found)
+    found = differences(given, certify(policy, EngineSettings("ar"), recorded, ALONE))
+    assert any("the settings" in each for each in found)
+
+
+def test_what_plain_decoding_does_not_answer_the_setting_must_not_either(
+    policy: OpenVLATarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bag = bags.write_bag(tmp_path / "bag", bags.episode(FRAMES, instruction="x" * 4000))
+    found = certify(policy, EngineSettings("spec", draft=DRAFTS), [bag], ALONE)
+    assert found.content["result"]["unanswered"] == {"bad_instruction": FRAMES}
+    assert found.failures == ("not one picture was answered with an action",)
+
+
+def test_the_command_writes_and_checks(checkpoint: Path, recorded: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "certificate.json"
+    given = ["certify", "--policy", str(checkpoint), "--device", "cpu", "--data", str(recorded[0].parent)]
+    made = CliRunner().invoke(app, [*given, "--mode", "spec", "--out", str(out)], catch_exceptions=False)
+    assert made.exit_code == 0 and "0 answers differ from plain decoding's" in made.output
+    held = CliRunner().invoke(app, [*given, "--verify", str(out)], catch_exceptions=False)
+    assert held.exit_code == 0 and f"{out} holds" in " ".join(held.output.split()).replace(" /", "/")
+    page = out.with_suffix(".html").read_text()
+    assert "answers differ from plain decoding" in page
+    content = json.loads(out.read_text())
+    assert all(name in page for name in content["bags"])
+    content["result"]["digest"] = "0" * 64
+    out.write_text(json.dumps(content))
+    broken = CliRunner().invoke(app, [*given, "--verify", str(out)], catch_exceptions=False)
+    assert broken.exit_code == 1 and "the result: other than in the certificate" in " ".join(broken.output.split())
+    with pytest.raises(UserError, match="is no certificate of this version"):
+        (tmp_path / "no.json").write_text("{}")
+        read_certificate(tmp_path / "no.json")
+    assert np.isfinite(content["result"]["closest"])
+    told = [*given, "--mode", "spec", "--out", str(out), "--instruction", "turn the lever"]
+    assert CliRunner().invoke(app, told, catch_exceptions=False).exit_code == 0
+    other = json.loads(out.read_text())
+    assert other["instruction"] == "turn the lever" and other["result"]["digest"] != content["result"]["digest"]
+    assert CliRunner().invoke(app, [*given, "--verify", str(out)], catch_exceptions=False).exit_code == 0
+    both = CliRunner().invoke(app, [*given, "--verify", str(out), "--instruction", "lift"])
+    assert "leave --instruction out" in str(both.exception)
+    assert "give one, such as --mode spec" in str(CliRunner().invoke(app, given).exception)

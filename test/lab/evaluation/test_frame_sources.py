@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frames of what a policy does itself in simulation."""
+
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+from support.gl import needs_gl
+
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.lab.bundled.policies import bundled_policy
+from specvla_ros.lab.evaluation import frame_sources
+from specvla_ros.lab.evaluation.frame_sources import simulation_source
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.speculation.settings import AcceptanceSettings
+
+pytestmark = needs_gl
+
+
+@pytest.mark.parametrize("name", ["nano", "fast"])
+def test_what_a_policy_does_is_decoded_without_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = load_target(bundled_policy(name), device="cpu")
+    relaxed = EngineSettings("spec", acceptance=AcceptanceSettings("bin_distance", bins=(3,)))
+    ours = list(islice(simulation_source(policy, 4000, engine=relaxed), 12))
+    monkeypatch.setattr(frame_sources, "lossless", lambda _, engine: replace(engine, mode="ar"))
+    plain = islice(simulation_source(policy, 4000), 12)
+    for frame, expected in zip(ours, plain, strict=True):
+        np.testing.assert_array_equal(frame.image, expected.image)
+        assert frame.instruction == expected.instruction

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold of the modes' limits on any device."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specvla_ros.errors import UserError
+from specvla_ros.lab.planning.cost import (
+    OPENVLA_7B,
+    Forward,
+    WeightFormat,
+    forward_parts,
+    model_cost,
+    ridge_rows,
+    roofline_seconds,
+)
+from specvla_ros.lab.planning.device import LIMIT, Arithmetic, Device, Efficiency, read_device
+from specvla_ros.lab.planning.limits import (
+    MODES,
+    AcceptanceLengths,
+    Mode,
+    chunk_rows,
+    mode_limit,
+    run_loop,
+    spec_vla_relaxed,
+)
+from specvla_ros.lab.planning.plan import choose, make_plan
+
+MODEL = model_cost(OPENVLA_7B)
+GOAL = spec_vla_relaxed("goal")
+DEVICES = st.builds(
+    lambda bandwidth, rate: Device(
+        "random",
+        "assumed",
+        "bfloat16",
+        bandwidth,
+        rate,
+        64.0,
+        int8_tops=2 * rate,
+        fp8_tflops=2 * rate,
+        efficiency=Efficiency(0.85, {296: 0.36, 1032: 0.63}, 1e-4),
+    ),
+    st.floats(10, 1e4),
+    st.floats(1, 1e3),
+)
+
+
+@given(
+    device=DEVICES,
+    mode=st.sampled_from(MODES),
+    weights=st.sampled_from(WeightFormat),
+    wider=st.floats(1, 4),
+    faster=st.floats(1, 4),
+)
+@settings(max_examples=25, deadline=None)
+def test_more_bandwidth_or_compute_never_makes_a_mode_slower(
+    device: Device, mode: Mode, weights: WeightFormat, wider: float, faster: float
+) -> None:
+    before = mode_limit(mode, MODEL, device, weights, GOAL)
+    better = replace(
+        device,
+        bandwidth_gb_s=device.bandwidth_gb_s * wider,
+        dense_tflops=device.dense_tflops * faster,
+        int8_tops=device.operations_per_s(Arithmetic.INT8, 1) / 1e12 * faster,
+        fp8_tflops=device.operations_per_s(Arithmetic.FP8, 1) / 1e12 * faster,
+    )
+    after = mode_limit(mode, MODEL, better, weights, GOAL)
+    for name in ("latency_s", "derated_latency_s"):
+        assert getattr(after, name) <= getattr(before, name) * (1 + 1e-9)
+    for name in ("action_rate_hz", "derated_rate_hz"):
+        assert getattr(after, name) >= getattr(before, name) * (1 - 1e-9)
+    assert before.derated_latency_s > before.latency_s
+    assert after.ticks_per_action == before.ticks_per_action
+
+
+@given(device=DEVICES, rows=st.integers(1, 290), nodes=st.integers(1, 64), trees=st.integers(0, 6))
+def test_a_row_or_a_tree_more_never_makes_a_forward_cheaper(device: Device, rows: int, nodes: int, trees: int) -> None:
+    forward = Forward(rows, image=True, trees=trees, nodes=trees * nodes, prefix_rows=trees * 293)
+    larger = (
+        replace(forward, prompt_rows=rows + 1),
+        replace(forward, trees=trees + 1, nodes=(trees + 1) * nodes, prefix_rows=(trees + 1) * 293),
+    )
+    seconds = roofline_seconds(forward_parts(forward, MODEL, WeightFormat.NONE, 2), device)
+    for each in larger:
+        assert roofline_seconds(forward_parts(each, MODEL, WeightFormat.NONE, 2), device) >= seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("device", ["orin", "rtx5090", "h200"])
+def test_chunks_shorten_the_latency_of_a_pipeline(device: str) -> None:
+    limits = {
+        mode.name: mode_limit(mode, MODEL, read_device(device), WeightFormat.NONE, GOAL)
+        for mode in MODES
+        if mode.name in ("pipeline", "pipeline, 2 chunks", "specpipe", "specpipe, 2 chunks")
+    }
+    for name in ("pipeline", "specpipe"):
+        assert limits[f"{name}, 2 chunks"].latency_s < limits[name].latency_s
+        assert limits[f"{name}, 2 chunks"].derated_latency_s < limits[name].derated_latency_s
+
+
+@pytest.mark.parametrize(("suite", "mean"), [("goal", 1.56), ("object", 1.30), ("spatial", 1.05), ("long", 1.03)])
+def test_acceptance_lengths_are_those_that_were_printed(suite: str, mean: float) -> None:
+    lengths = spec_vla_relaxed(suite)
+    assert lengths.mean == pytest.approx(mean, abs=0.005)
+    assert 3.6 <= 1 + lengths.verifications(6) <= 4.4
+    drawn = [lengths.accepted(i / 1000) for i in range(1000)]
+    assert sum(drawn) / 1000 == pytest.approx(lengths.mean, abs=0.01)
+
+
+def test_acceptance_lengths_that_are_none_are_refused() -> None:
+    with pytest.raises(UserError, match="known: goal, object, spatial, long"):
+        spec_vla_relaxed("moon")
+    with pytest.raises(UserError, match="sum to 1"):
+        AcceptanceLengths("odd", (0.5, 0.4))
+
+
+def test_the_loop_without_chance_is_exact() -> None:
+    """Ticks of one second, and every verification commits two tokens: 1 + 3 forwards for 7 tokens."""
+    two = AcceptanceLengths("always one", (0.0, 1.0))
+
+    def run(mode: Mode) -> tuple[float, float, float, int]:
+        found = run_loop(mode, 290, 7, two, lambda tick: 1.0)
+        return found.latency_s, round(found.action_rate_hz, 3), found.dropped, found.in_flight
+
+    assert run(Mode("ar", "ar")) == (7, 0.143, 0, 1)
+    assert run(Mode("spec", "spec", nodes=16)) == (4, 0.25, 0, 1)
+    assert run(Mode("pipeline", "pipeline")) == (7, 1, 0, 7)
+    assert run(Mode("pipeline, 2", "pipeline", chunks=2)) == (8, 0.5, 0, 4)
+    assert run(Mode("specpipe", "specpipe", nodes=16)) == (4, 1, 0, 4)
+    assert run(Mode("specpipe, 3", "specpipe", nodes=16, chunks=3)) == (6, 0.333, 0, 2)
+
+
+def test_frames_wait_where_enough_are_in_flight() -> None:
+    never = AcceptanceLengths("never", (1.0,))
+    found = run_loop(Mode("two", "specpipe", nodes=8, max_in_flight=2), 290, 7, never, lambda _: 1.0)
+    assert found.in_flight == 2
+    assert found.latency_s == 7
+    assert found.action_rate_hz == pytest.approx(2 / 7, rel=0.01)
+
+
+@given(rows=st.integers(1, 2000), chunks=st.integers(1, 8))
+def test_chunks_make_up_the_prompt(rows: int, chunks: int) -> None:
+    parts = chunk_rows(rows, chunks)
+    assert sum(parts) == rows
+    assert max(parts) - min(parts) <= 1
+    assert min(parts) >= 1
+
+
+@pytest.mark.parametrize("mode", [MODES[0], MODES[1], MODES[3], MODES[6]], ids=lambda mode: mode.name)
+def test_robots_that_share_forwards_get_more_than_their_share(mode: Mode) -> None:
+    device = read_device("rtx5090")
+    alone, *shared = (
+        mode_limit(replace(mode, robots=robots), MODEL, device, WeightFormat.NONE, GOAL) for robots in (1, 2, 4)
+    )
+    for robots, limit in zip((2, 4), shared, strict=True):
+        assert limit.action_rate_hz <= alone.action_rate_hz
+        in_turns = alone.action_rate_hz / robots
+        assert limit.action_rate_hz >= in_turns if mode.pipelined else limit.action_rate_hz > 1.2 * in_turns
+    assert shared[1].in_flight >= 4
+
+
+def test_a_plan_for_several_robots_is_one_of_so_many_streams() -> None:
+    plan = make_plan(read_device("rtx5090"), WeightFormat.NONE, robots=6)
+    assert plan.profile.parameters["decode.streams"] == 6
+    assert "for each of 6 robots" in plan.profile.reasons["expect"]
+
+
+def test_a_draw_is_repeated() -> None:
+    mode = MODES[-1]
+    first, second = (mode_limit(mode, MODEL, read_device("orin"), WeightFormat.NONE, GOAL) for _ in range(2))
+    assert first == second
+
+
+@given(device=DEVICES, weights=st.sampled_from(WeightFormat))
+@settings(max_examples=15, deadline=None)
+def test_any_device_gets_a_profile_that_holds_together(device: Device, weights: WeightFormat) -> None:
+    limits = [mode_limit(mode, MODEL, device, weights, GOAL) for mode in MODES]
+    profile = choose(MODEL, device, weights, limits, GOAL)
+    settings = profile.settings
+    pipelined = settings.mode in ("pipeline", "specpipe")
+    assert (settings.prefill_chunks == 1 and settings.max_in_flight == 1) or pipelined
+    assert 1 <= settings.draft.nodes <= (16 if pipelined else 64)
+    assert settings.draft.top_k * (settings.draft.depth - 1) <= 64
+    assert profile.limit.in_flight <= settings.max_in_flight
+    assert -(-MODEL.prompt_rows // settings.prefill_chunks) <= profile.chunk_rows <= MODEL.prompt_rows
+    if settings.mode == "specpipe" and settings.draft.nodes > 8:
+        assert settings.draft.nodes * settings.max_in_flight <= ridge_rows(MODEL, device, weights, device.efficiency)
+
+
+@pytest.mark.parametrize(("device", "chunks"), [("h200", 2), ("rtx5090", 3), ("orin", 2)])
+def test_chunks_of_about_the_ridge_are_chosen_where_all_of_a_device_is_reached(device: str, chunks: int) -> None:
+    profile = make_plan(replace(read_device(device), efficiency=LIMIT), WeightFormat.NONE).profile
+    settings = profile.settings
+    assert (settings.mode, settings.prefill_chunks, settings.draft.nodes) == ("specpipe", chunks, 16)
+    tiles = {"h200": 192, "rtx5090": 128, "orin": 192}
+    assert f"{tiles[device]}, whole tiles" in profile.reasons["chunk length"]
+
+
+@pytest.mark.parametrize("device", ["h200", "rtx5090", "orin"])
+def test_one_frame_at_a_time_acts_on_the_freshest_images_at_what_was_published(device: str) -> None:
+    """A prompt beside which trees ride costs several times a forward without one, so that riding along is dear."""
+    plan = make_plan(read_device(device), WeightFormat.NONE)
+    assert plan.profile.settings.mode == "spec"
+    oldest = {limit.mode.name: limit.oldest_image_s for limit in plan.modes}
+    assert min(oldest, key=oldest.__getitem__) == "spec"
+
+
+@pytest.mark.parametrize(
+    ("norm_stats", "tokens"),
+    [({}, 7), ({"a": {"action": {"q01": [0.0] * 14}}}, 14), ({"a": {}}, 7), ({"a": None, "b": {"action": 3}}, 7)],
+)
+def test_action_tokens_are_those_of_the_statistics(norm_stats: dict[str, object], tokens: int) -> None:
+    assert model_cost(replace(OPENVLA_7B, norm_stats=norm_stats)).action_tokens == tokens
+
+
+def test_too_small_a_memory_is_said() -> None:
+    small = replace(read_device("rtx5090"), memory_gb=8.0)
+    assert "DOES NOT FIT" in make_plan(small, WeightFormat.NONE).profile.reasons["memory"]
+    assert "DOES NOT FIT" not in make_plan(small, WeightFormat.INT4).profile.reasons["memory"]

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specvla plan` and `bench --measure` as a user types them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.checkpoints import load_openvla
+from typer.testing import CliRunner, Result
+
+from specvla_ros.cli.app import app
+from specvla_ros.engine.settings import EngineSettings, engine_settings_from
+from specvla_ros.errors import UserError
+from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.planning import measure
+from specvla_ros.lab.planning.cost import model_cost
+from specvla_ros.lab.planning.device import known_devices, read_device
+from specvla_ros.lab.planning.plan import make_plan
+from specvla_ros.models.settings import WeightFormat
+from specvla_ros.settings.parameter import values_of
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
+
+
+def specvla(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+def refusal(*arguments: object) -> str:
+    done = specvla(*arguments)
+    assert isinstance(done.exception, UserError), done.output
+    return str(done.exception)
+
+
+def test_a_plan_is_shown_and_written(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    done = specvla("plan", "--device", "orin", "--json", path)
+    assert done.exit_code == 0, done.output
+    assert "nothing here was measured" in done.output
+    assert "specpipe, 3 chunks" in done.output
+    written = json.loads(path.read_text())
+    assert written["device"]["sources"]["bandwidth_gb_s"]
+    assert len(written["modes"]) == 8
+    assert written["model"]["prompt_rows"] == 290
+    printed = values_of(read_back(done.output, tmp_path))
+    for name, value in written["profile"]["parameters"].items():
+        assert printed[name] == (tuple(value) if isinstance(value, list) else value)
+
+
+def read_back(output: str, tmp_path: Path) -> EngineSettings:
+    """The settings of an engine that is started with what was printed."""
+    start = output.index("/**:")
+    path = tmp_path / "profile.yaml"
+    path.write_text(output[start : output.index("\n\n", start)])
+    return engine_settings_from(params_file=path)
+
+
+@pytest.mark.parametrize("device", known_devices())
+def test_the_printed_parameters_are_the_settings_that_were_planned(device: str, tmp_path: Path) -> None:
+    planned = make_plan(read_device(device), WeightFormat.NONE)
+    done = specvla("plan", "--device", device)
+    read = read_back(done.output, tmp_path)
+    assert read == planned.profile.settings
+    limit = planned.profile.limit.mode
+    assert (read.mode, read.prefill_chunks, read.slots) == (limit.decode_mode, limit.chunks, limit.max_in_flight)
+    assert (read.tree_nodes, read.draft.depth) == (limit.nodes, limit.depth)
+    assert read.acceptance == (planned.lengths.acceptance if read.drafts else AcceptanceSettings())
+
+
+def test_acceptance_is_as_relaxed_as_the_lengths_that_were_planned_with(tmp_path: Path) -> None:
+    done = specvla("plan", "--device", "orin")
+    read = read_back(done.output, tmp_path)
+    assert read.drafts and read.draft.head == "" and read.draft.depth == DraftSettings().depth
+    assert (read.acceptance.rule, read.acceptance.bins, read.acceptance.gripper_bins) == ("bin_distance", (9,), 0)
+    assert "what the lengths of Spec-VLA relaxed, LIBERO-Goal were reached with" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("weights", ["none", "int4", "w8a8", "fp8"])
+def test_a_plan_of_the_nano_policy(tmp_path: Path, weights: str) -> None:
+    path = tmp_path / "plan.json"
+    done = specvla("plan", "--device", "h200", "--model", nano_policy(), "--weights", weights, "--json", path)
+    assert done.exit_code == 0, done.output
+    written = json.loads(path.read_text())
+    assert written["model"]["action_tokens"] == 7
+    assert written["model"]["prompt_rows"] == 64 + 34
+    assert written["weights"] == weights
+
+
+def test_counts_of_the_nano_policy_are_those_of_its_model() -> None:
+    from specvla_ros.models.families.openvla.config import read_config
+
+    counts = model_cost(read_config(nano_policy()))
+    model = load_openvla(nano_policy(), device="cpu").model
+    decoder = sum(p.numel() for layer in model.decoder.layers for p in layer.parameters() if p.dim() == 2)
+    assert counts.decoder_values == decoder
+    vision = [*model.towers.parameters(), *model.projector.parameters()]
+    assert counts.vision_values == sum(p.numel() for p in vision if p.dim() in (2, 4))
+
+
+def test_the_documentation_shows_what_the_command_prints() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "plan.md").read_text()
+    shown = " ".join(page.split())
+    for line in specvla("plan", "--device", "orin").output.splitlines():
+        if "─" not in line:
+            assert " ".join(line.split()) in shown
+
+
+def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
+    assert "orin" in refusal("plan", "--device", "toaster")
+    assert "config.json is missing" in refusal("plan", "--device", "orin", "--model", tmp_path)
+    assert "does not exist" in refusal("plan", "--device", "orin", "--model", tmp_path / "none")
+    assert "no fp8 rate" in refusal("plan", "--device", "orin", "--weights", "fp8")
+    assert "cannot be written" in refusal("plan", "--device", "orin", "--json", tmp_path / "none" / "plan.json")
+    raw = read_device("orin").as_json()
+    del raw["memory_gb"]
+    (tmp_path / "device.json").write_text(json.dumps(raw))
+    assert "lacks the field 'memory_gb'" in refusal("plan", "--device", tmp_path / "device.json")
+    assert specvla("plan").exit_code == 2
+
+
+def test_this_machine_is_measured_and_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "ROWS", (1, 64))
+    monkeypatch.setattr(measure, "_TURNS", 1)
+    path = tmp_path / "here.json"
+    done = specvla("bench", "--measure", "--out", path, "--model", nano_policy())
+    assert done.exit_code == 0, done.output
+    device = read_device(str(path))
+    assert device.kind == "measured"
+    assert set(device.tflops_by_rows) == {1, 64}
+    assert "torch" in device.sources["tflops_by_rows"]
+    done = specvla("plan", "--device", path, "--model", nano_policy())
+    assert done.exit_code == 0, done.output
+    assert "rates measured on" in done.output
+    assert "no int8 rate" in refusal("plan", "--device", path, "--weights", "w8a8")
+    assert "does not exist" in refusal("bench", "--measure", "--out", tmp_path / "none" / "here.json")
+
+
+def test_a_bench_of_nothing_says_what_to_type() -> None:
+    assert "`specvla bench --measure`" in refusal("bench")
+
+
+@pytest.mark.parametrize("command", ["plan", "bench"])
+def test_help_says_what_it_is_for(command: str) -> None:
+    done = specvla(command, "--help")
+    assert done.exit_code == 0
+    assert "Default: OpenVLA-7B's shapes" in " ".join(done.output.replace("│", " ").split())

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo, as a newcomer runs it, with the policy that is shipped."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from support.checkpoints import copy_checkpoint, with_sensors
+from support.gl import needs_gl
+from support.patience import PATIENCE_S, wait_until
+
+from specvla_ros.errors import UserError
+from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.ros.demo.run import _senses
+from specvla_ros.models.families.openvla.config import read_config
+
+COMMAND = [sys.executable, "-m", "specvla_ros.cli.app", "demo", "--episodes", "1"]
+
+
+@needs_gl
+def test_arm_acts_over_topics_and_leaves_a_report_with_films(tmp_path):
+    run = subprocess.run(
+        [*COMMAND, "--out", str(tmp_path), "--task", "lift_red", "--task", "push_green"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert "the arm did" in run.stdout, run.stdout + run.stderr
+    assert "lift the red cube: " in run.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert set(summary["tasks"]) == {"lift_red", "push_green"} and summary["success"]["episodes"] == 2
+    assert run.returncode == (0 if summary["success"]["successes"] else 1)
+    assert summary["latency_s"]["p50"] > 0 and summary["action_rate_hz"] > 1
+    for task in summary["tasks"]:
+        (path,) = (tmp_path / "films").glob(f"{task}-*.mp4")
+        with av.open(str(path)) as film:
+            assert sum(1 for _ in film.decode(video=0)) > 5
+    assert "data:video/mp4" in (tmp_path / "report.html").read_text()
+
+
+@needs_gl
+def test_commanded_arm_moves_through_driver_and_guard(tmp_path):
+    run = subprocess.run(
+        [*COMMAND, "--out", str(tmp_path), "--interface", "pose", "--task", "lift_red"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert "guard: passing" in run.stdout and "the arm did" in run.stdout, run.stdout + run.stderr
+    assert "Traceback" not in run.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert run.returncode == (0 if summary["success"]["successes"] else 1)
+    context = summary["context"]
+    assert (context["settings"]["robot"], context["settings"]["interface"]) == ("table", "pose")
+    assert set(context["refused"]) == {"driver", "guard"}
+    assert context["refused"]["guard"]["not_enabled"] >= 1, "nothing goes through before the operator enables it"
+    assert "Driver and guard" in (tmp_path / "report.html").read_text()
+    (path,) = (tmp_path / "films").glob("*.mp4")
+    with av.open(str(path)) as film:
+        first, *_, last = (frame.to_ndarray(format="rgb24").astype(int) for frame in film.decode(video=0))
+    assert np.abs(last - first).max() > 50, "the arm is where it was"
+
+
+@needs_gl
+def test_a_key_stops_the_arm_and_another_clears_the_stop(tmp_path):
+    command = [*COMMAND, "--out", str(tmp_path), "--interface", "pose", "--episodes", "100"]
+    with _terminal(command) as (master, shown, process):
+        wait_until(lambda: "Esc: stop the arm" in shown() and "passing" in shown())
+        os.write(master, b"\x1b")
+        wait_until(lambda: "stopped: stop: " in shown())
+        cleared = len(shown())
+
+        def press_clear():
+            """Again and again, as who stands there does: the guard refuses it until the arm has come to rest."""
+            os.write(master, b"\x12")
+            time.sleep(0.5)
+
+        wait_until(lambda: "passing" in shown()[cleared:], meanwhile=press_clear)
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: "report with films" in shown() and process.poll() is not None)
+        assert "Traceback" not in shown()
+    assert json.loads((tmp_path / "summary.json").read_text())["context"]["refused"]["guard"]["stop"] == 1
+
+
+@contextlib.contextmanager
+def _terminal(command):
+    """A command on a terminal: where keys go, a function that gives all that was shown so far, and its process."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, close_fds=True)
+    os.close(slave)
+    os.set_blocking(master, False)
+    read = []
+
+    def shown():
+        with contextlib.suppress(OSError):
+            read.append(os.read(master, 1 << 16).decode(errors="ignore"))
+        return "".join(read)
+
+    try:
+        yield master, shown, process
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+
+
+@pytest.mark.parametrize(
+    ("package", "options", "how"),
+    [
+        ("robosuite", ["--robot", "panda"], "pip install --no-deps robosuite=="),
+        ("rerun", ["--rerun"], "pip install -r requirements/rerun.txt"),
+    ],
+)
+def test_what_is_not_installed_is_named_with_the_command_that_brings_it(tmp_path, package, options, how):
+    code = f"import sys; sys.modules[{package!r}] = None; from specvla_ros.cli.app import main; main()"
+    command = [sys.executable, "-c", code, "demo", "--out", str(tmp_path), *options]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert run.returncode == 2 and "Traceback" not in run.stderr
+    assert how in " ".join(run.stderr.split())
+
+
+@needs_gl
+def test_typed_instruction_is_what_the_arm_is_judged_by(tmp_path):
+    command = [*COMMAND, "--out", str(tmp_path), "--task", "put_red", "--policy", str(_sluggish(tmp_path / "policy"))]
+    with _terminal(command) as (master, shown, process):
+        wait_until(lambda: "then Enter: " in shown())
+        os.write(master, b"push the green cube into the white zone")
+        wait_until(lambda: "then Enter: push the green cube into the white zone" in shown())
+        # Two seconds on, when all have found each other: who is not yet known to the robot is not heard by it.
+        wait_until(lambda: re.search(r"episode +1, [2-9]\.", shown()))
+        os.write(master, b"\n")
+        wait_until(lambda: "report with films" in shown() and process.poll() is not None)
+        assert process.returncode in (0, 1)
+    assert set(json.loads((tmp_path / "summary.json").read_text())["tasks"]) == {"push_green"}
+
+
+def _sluggish(directory):
+    """The shipped policy with displacements so small that no task is done before its time is up."""
+    shutil.copytree(nano_policy(), directory)
+    config = json.loads((directory / "config.json").read_text())
+    for statistics in config["norm_stats"].values():
+        action = statistics["action"]
+        action["q01"], action["q99"] = [-1e-4] * 6 + action["q01"][6:], [1e-4] * 6 + action["q99"][6:]
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@needs_gl
+def test_nothing_outlives_a_demo_that_is_killed(tmp_path):
+    demo = subprocess.Popen([*COMMAND, "--out", str(tmp_path)], stdout=subprocess.DEVNULL)
+    children = wait_until(lambda: found if len(found := _children(demo.pid)) == 2 else [])
+    # From here on they have asked to end with the demo: ROS is loaded after that.
+    wait_until(lambda: all("_rclpy_pybind11" in Path(f"/proc/{child}/maps").read_text() for child in children))
+    demo.kill()
+    demo.wait()
+    wait_until(lambda: not any(map(_runs, children)))
+
+
+def _children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _runs(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+@needs_gl
+def test_policy_that_cannot_be_loaded_ends_with_one_sentence(tmp_path):
+    run = subprocess.run(
+        [*COMMAND, "--out", str(tmp_path / "out"), "--policy", str(tmp_path / "none")], capture_output=True, text=True
+    )
+    assert run.returncode == 2 and "does not exist" in run.stderr and "Traceback" not in run.stderr
+
+
+def test_shipped_policy_is_small_and_complete():
+    directory = nano_policy()
+    names = {path.name for path in directory.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "training.json"} <= names
+    assert sum(path.stat().st_size for path in directory.iterdir()) < 16e6
+
+
+def test_missing_shipped_policy_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr("specvla_ros.lab.bundled.policies.__file__", str(tmp_path / "shipped.py"))
+    with pytest.raises(UserError, match="name a checkpoint with --policy"):
+        nano_policy()
+
+
+@needs_gl
+def test_a_policy_of_two_cameras_with_a_state_is_shown_all_of_it(tmp_path):
+    run = subprocess.run(
+        [*COMMAND, "--out", str(tmp_path / "out"), "--policy", "wrist", "--task", "lift_red"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        cwd=tmp_path,
+    )
+    assert "the arm did" in run.stdout, run.stdout + run.stderr
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["action_rate_hz"] > 1
+
+
+def test_a_policy_of_more_cameras_than_the_robot_has_is_refused(tmp_path):
+    copied = with_sensors(copy_checkpoint(nano_policy(), tmp_path / "three"))
+    with pytest.raises(UserError, match="asked with images of 3 cameras, and this robot has 2"):
+        _senses(copied, read_config(copied))

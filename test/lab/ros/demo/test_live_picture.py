@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo's live picture says of an answer: its first action, its tokens per forward, its text."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.ros.demo.record import DemoRecord
+from specvla_ros.lab.ros.demo.terminal import TypedLine, picture
+from specvla_ros.msg import DecodeStats, Reasoning, VlaAction
+
+NAMES = ["x", "y", "z", "roll", "pitch", "yaw", "gripper"]
+
+
+def shown(record: DemoRecord) -> str:
+    console = Console(width=160)
+    with console.capture() as said:
+        console.print(picture(record, None, TypedLine(), ""))
+    return said.get()
+
+
+def test_a_chunk_is_shown_by_its_first_action_and_the_text_before_it(tmp_path: Path) -> None:
+    record = DemoRecord(tmp_path / "demo", nano_policy(), commanded=False)
+    values = [round(0.001 * i, 3) for i in range(14)]
+    for _ in range(2):
+        record.on_action(VlaAction(names=NAMES, values=values, horizon=2))
+    record.on_stats(DecodeStats(tokens_per_forward=[3, 0, 5], forwards=3, tau=4.0))
+    record.on_reasoning(Reasoning(text="now reach the red cube :"))
+    said = shown(record)
+    assert "x +0.000  y +0.001" in said and "gripper +0.006" in said and "+0.007" not in said
+    assert "8 tokens in 3 forwards, 4.0 per forward" in said
+    assert "now reach the red cube :" in said
+
+
+def test_nothing_is_said_of_what_has_not_come(tmp_path: Path) -> None:
+    said = shown(DemoRecord(tmp_path / "demo", nano_policy(), commanded=False))
+    assert "forwards" not in said and "it wrote" not in said
