@@ -223,7 +223,7 @@ def test_predict_decodes_in_every_mode_and_within_a_tolerance(image: Path, tmp_p
     assert np.abs(np.subtract(near["values"], plain["values"]))[0, :3].max() <= 0.002 + 1e-9
 
 
-def test_what_is_no_option_is_refused_before_anything_is_loaded(image: Path) -> None:
+def test_what_is_no_option_is_otherbefore_anything_is_loaded(image: Path) -> None:
     command = ("predict", "--image", image, "--instruction", "lift the red cube")
     refused(specvla(*command, "--tolerance", "2"), "write it as 2mm,1.1deg")
     refused(specvla(*command, "-p", "draft.node:=3"), "did you mean 'draft.nodes'?")
@@ -398,11 +398,41 @@ def without_simulator_and_plots(code: str, *arguments: object) -> "subprocess.Co
     )
 
 
-@pytest.mark.parametrize("node", ["policy", "driver", "guard"])
-def test_a_robots_nodes_need_neither_simulator_nor_plots(node: str) -> None:
+STRUCTURE = Path(__file__).resolve().parents[2] / "scripts" / "count_structure.py"
+GUARDED = STRUCTURE.parents[1] / "config" / "guard.yaml"
+NODES = {
+    "policy": f"import runpy; sys.argv[1:] = ['--run-node']; runpy.run_path({str(STRUCTURE)!r}, run_name='__main__')",
+    "driver": "from specvla_ros.ros.driver.node import DriverNode as Node",
+    "guard": "from specvla_ros.ros.guard.node import GuardNode as Node",
+    "task": "from specvla_ros.ros.task.node import TaskNode as Node",
+}
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_a_robots_nodes_need_no_extra(node: str) -> None:
+    """The policy's answers an image, the others are made."""
     pytest.importorskip("rclpy")
-    done = without_simulator_and_plots(f"import specvla_ros.ros.{node}.node")
+    lacking = "sys.modules.update(dict.fromkeys(('rosbags', 'rich', 'typer'))); "
+    made = (
+        ""
+        if node == "policy"
+        else "; import rclpy; rclpy.init(args=['--ros-args', '--params-file', sys.argv[1]]); Node().close()"
+    )
+    done = without_simulator_and_plots(lacking + NODES[node] + made, GUARDED)
     assert done.returncode == 0, done.stderr
+
+
+def test_without_the_commands_libraries_doctor_runs_and_the_others_say_what_they_want() -> None:
+    code = (
+        "import importlib.util, sys; found = importlib.util.find_spec\n"
+        "import specvla_ros.cli.entry as entry\n"
+        "entry.find_spec = lambda name: None if name in ('rich', 'typer') else found(name)\n"
+        "entry.main()"
+    )
+    doctor = without_simulator_and_plots(code, "doctor", "--json")
+    assert {check["name"] for check in json.loads(doctor.stdout)} >= {"python", "torch", "ruckig", "mujoco"}
+    other = without_simulator_and_plots(code, "simulate")
+    assert other.returncode == 1 and "pip install -r requirements/lab.txt" in other.stderr
 
 
 def test_a_robot_replays_without_plots(tmp_path: Path) -> None:

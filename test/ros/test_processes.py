@@ -34,8 +34,8 @@ from specvla_ros.ros.qos import DIAGNOSTICS
 
 def command(node: str, **parameters: object) -> list[str]:
     arguments = [part for name, value in parameters.items() for part in ("-p", f"{name}:={value}")]
-    module = node if node == "bag_player" else f"{node}.node"
-    code = f"from specvla_ros.ros.{module} import main; main()"
+    module = "lab.ros.bag_player" if node == "bag_player" else f"ros.{node}.node"
+    code = f"from specvla_ros.{module} import main; main()"
     return [sys.executable, "-c", code, "--ros-args", *arguments]
 
 
