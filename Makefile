@@ -20,12 +20,13 @@ RUNTIME := $(VENV)/.runtime-installed
 TESTING := $(VENV)/.testing-installed
 CLIENTS := $(VENV)/.clients-installed
 ROBOTS := $(VENV)/.robots-installed
+COLCON := $(VENV)/.colcon-installed
 OLDEST_TRITON := $(VENV)/oldest-triton
 GL := $(VENV)/.gl-looked-for
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint mypy format kernels build doctor benchmark clean
+.PHONY: help demo test lint mypy format kernels colcon build doctor benchmark clean
 
 help:  ## Show what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -47,6 +48,10 @@ kernels: build $(TESTING) $(OLDEST_TRITON)/.installed  ## Compile the GPU kernel
 	@PYTHONPATH=$(OLDEST_TRITON) nice -n 19 $(BIN)/python test/kernels/compile_kernels.py --only sm_87 > build/oldest-triton.log 2>&1 & oldest=$$!; \
 	    nice -n 19 $(BIN)/python test/kernels/compile_kernels.py; newest=$$?; \
 	    wait $$oldest; oldest=$$?; cat build/oldest-triton.log; [ $$newest = 0 ] && [ $$oldest = 0 ]
+
+colcon: build $(COLCON)  ## Build the package as a colcon workspace does: plainly, linked, the interfaces alone
+	@$(RUN) CMAKE_PREFIX_PATH="$(PREFIX)" $(BIN)/python scripts/colcon_build.py > build/colcon.log 2>&1 \
+	    && grep '^colcon build, ' build/colcon.log || { tail -n 30 build/colcon.log; exit 1; }
 
 # A cache for each set of flags: in one, each run would throw away what the other has found.
 mypy: build $(TESTING)
@@ -110,6 +115,10 @@ $(OLDEST_TRITON)/.installed: requirements/oldest-triton.txt | $(VENV)/bin/python
 	@rm -rf $(OLDEST_TRITON)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps \
 	    --target $(OLDEST_TRITON) -r requirements/oldest-triton.txt
+	@touch $@
+
+$(COLCON): requirements/colcon.txt | $(RUNTIME)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements/colcon.txt
 	@touch $@
 
 # Their NumPy is another than ours.

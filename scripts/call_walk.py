@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Walks through the product's code as a reader would: from a function into every function that it calls, in order.
 
-Calls are resolved from the source alone: imports, methods of `self`, and objects whose class is told by an annotation, a
-constructor or a return type. What is chosen at run time (a registry's entry, a protocol's method, a callback) is not
+Calls are resolved from the source alone: imports, methods of `self`, and objects whose class is told by an annotation,
+a constructor or a return type. What is chosen at run time (a registry's entry, a protocol's method, a callback) is not
 followed; a walk over such a place has several starts. Each function is read once, where it is first called.
 """
 

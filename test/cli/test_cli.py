@@ -416,7 +416,7 @@ def test_a_robots_nodes_need_no_extra(node: str) -> None:
     made = (
         ""
         if node == "policy"
-        else "; import rclpy; rclpy.init(args=['--ros-args', '--params-file', sys.argv[1]]); Node().close()"
+        else "; import rclpy; rclpy.init(args=['--ros-args', '--params-file', sys.argv[1], *'-p black_box_dir:='.split()]); Node().close()"
     )
     done = without_simulator_and_plots(lacking + NODES[node] + made, GUARDED)
     assert done.returncode == 0, done.stderr
