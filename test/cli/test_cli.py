@@ -413,11 +413,8 @@ def test_a_robots_nodes_need_no_extra(node: str) -> None:
     """The policy's answers an image, the others are made."""
     pytest.importorskip("rclpy")
     lacking = "sys.modules.update(dict.fromkeys(('rosbags', 'rich', 'typer'))); "
-    made = (
-        ""
-        if node == "policy"
-        else "; import rclpy; rclpy.init(args=['--ros-args', '--params-file', sys.argv[1], *'-p black_box_dir:='.split()]); Node().close()"
-    )
+    arguments = "['--ros-args', '--params-file', sys.argv[1], '-p', 'black_box_dir:=']"
+    made = "" if node == "policy" else f"; import rclpy; rclpy.init(args={arguments}); Node().close()"
     done = without_simulator_and_plots(lacking + NODES[node] + made, GUARDED)
     assert done.returncode == 0, done.stderr
 
