@@ -12,10 +12,11 @@ from specvla_kernels.layout import Ancestry
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.speculation.drafters.branches import Branches
-from specvla_ros.speculation.drafters.children import Children, WindowMass, top_k
+from specvla_ros.speculation.drafters.eagle.children import Children, WindowMass, top_k
+from specvla_ros.speculation.drafters.eagle.tree_growth import TreeGrowth, tree_size
 from specvla_ros.speculation.drafters.prompt_lookup import look_up
+from specvla_ros.speculation.drafters.registry import FinishedAnswer
 from specvla_ros.speculation.drafters.temporal import TemporalDrafter
-from specvla_ros.speculation.drafters.tree_growth import TreeGrowth, tree_size
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 from specvla_ros.speculation.tree import Tree
 
@@ -145,17 +146,17 @@ def test_a_tree_of_windows_keeps_every_parent(seed: int, k: int, nodes: int) -> 
 def test_temporal_holds_and_extrapolates_within_one_epoch() -> None:
     drafter = TemporalDrafter(ACTIONS)
     assert drafter.chains(0, 1) == []
-    drafter.observe(0, (12, 20, 25), (12, 20, 25), stamp_ns=1)
+    drafter.observe(FinishedAnswer(0, (12, 20, 25), (12, 20, 25), stamp_ns=1))
     assert drafter.chains(0, 1) == [(20, 25)]
-    drafter.observe(0, (12, 18, 25), (12, 18, 25), stamp_ns=1)
+    drafter.observe(FinishedAnswer(0, (12, 18, 25), (12, 18, 25), stamp_ns=1))
     assert drafter.chains(0, 0) == [(12, 18, 25), (12, 16, 25)]
     assert drafter.chains(0, 2) == [(25,)], "the line is the same as holding still"
-    drafter.observe(0, (12, 11, 25), (12, 11, 25), stamp_ns=1)
+    drafter.observe(FinishedAnswer(0, (12, 11, 25), (12, 11, 25), stamp_ns=1))
     assert drafter.chains(0, 1)[1] == (10, 25), "never outside the action ids"
     assert drafter.chains(1, 1) == []
-    drafter.observe(1, (13, 13, 13), (13, 13, 13), stamp_ns=1)
+    drafter.observe(FinishedAnswer(1, (13, 13, 13), (13, 13, 13), stamp_ns=1))
     assert drafter.chains(1, 0) == [(13, 13, 13)], "an action of another epoch is no slope"
-    drafter.observe(1, (11, 11, 11), (11, 11, 11), stamp_ns=1, stream="another robot")
+    drafter.observe(FinishedAnswer(1, (11, 11, 11), (11, 11, 11), stamp_ns=1, stream="another robot"))
     assert drafter.chains(1, 0) == [(13, 13, 13)], "another robot's action is no draft of this one's"
     drafter.forget("another robot")
     assert drafter.chains(1, 0, "another robot") == [] and drafter.chains(1, 0)
@@ -249,7 +250,7 @@ def test_every_pair_of_sizes_that_is_allowed_fits_a_forward() -> None:
 def test_temporal_text_goes_on_where_this_answer_is() -> None:
     drafter = TemporalDrafter(ACTIONS)
     assert drafter.text((), 4) == drafter.text((9,), 4) == ()
-    drafter.observe(3, (1, 2, 3, 4, 2, 3, 5, 12, 20), (12, 20), stamp_ns=1)
+    drafter.observe(FinishedAnswer(3, (1, 2, 3, 4, 2, 3, 5, 12, 20), (12, 20), stamp_ns=1))
     assert drafter.text((), 4) == (1, 2, 3, 4)
     assert drafter.text((1, 9), 2) == (3, 4), "what has changed is a token, and goes on in its place"
     assert drafter.text((1, 2, 3), 9) == (4, 2, 3, 5, 12, 20), "the nearer of two places"
@@ -266,7 +267,7 @@ def test_an_answer_that_repeats_the_one_before_is_drafted_whole_from_everywhere(
     before: list[int], data: st.DataObject
 ) -> None:
     drafter = TemporalDrafter(ACTIONS)
-    drafter.observe(0, tuple(before), (), stamp_ns=1)
+    drafter.observe(FinishedAnswer(0, tuple(before), (), stamp_ns=1))
     at = data.draw(st.integers(0, len(before)))
     assert drafter.text(before[:at], 99) == tuple(before[at:])
     changed = data.draw(st.integers(0, len(before) - 1))

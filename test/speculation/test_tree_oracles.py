@@ -11,12 +11,11 @@ from support.paths import ORACLES, needs
 
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.speculation.drafters.children import top_k
-from specvla_ros.speculation.drafters.eagle import EagleDrafter
-from specvla_ros.speculation.drafters.eagle_head import EagleHead
-from specvla_ros.speculation.drafters.new_rows import NewRows
-from specvla_ros.speculation.drafters.registry import DraftInput
-from specvla_ros.speculation.drafters.tree_growth import TreeGrowth, tree_size
+from specvla_ros.speculation.drafters.eagle.children import top_k
+from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
+from specvla_ros.speculation.drafters.eagle.head import EagleHead
+from specvla_ros.speculation.drafters.eagle.tree_growth import TreeGrowth, tree_size
+from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
 

@@ -12,11 +12,11 @@ from specvla_kernels.device import to_device
 from specvla_kernels.graph_capture import Captures, check_rows, padded_rows, paddings, randomize
 from specvla_kernels.layout import Ancestry, Span, pack_layout
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.speculation.drafters.children import Children, WindowMass, top_k
-from specvla_ros.speculation.drafters.eagle_graphs import MAX_ROWS, StaticDraft, StaticKeep, check_inputs, check_trees
-from specvla_ros.speculation.drafters.eagle_head import EagleHead
+from specvla_ros.speculation.drafters.eagle.children import Children, WindowMass, top_k
+from specvla_ros.speculation.drafters.eagle.graphs import MAX_ROWS, StaticDraft, StaticKeep, check_inputs, check_trees
+from specvla_ros.speculation.drafters.eagle.head import EagleHead
+from specvla_ros.speculation.drafters.eagle.tree_growth import GrownTrees, TreeGrower, tree_size
 from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftWork
-from specvla_ros.speculation.drafters.tree_growth import DraftStart, GrownTrees, TreeGrower, tree_size
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
 
@@ -222,7 +222,7 @@ class EagleDrafter(Drafter):
         self.forwards += self._forwards(depth) - 1
         # No level beyond a tree's own is kept, so any state will do there.
         predicted = pad_sequence([fed[request.slot] for request in growing], batch_first=True)
-        return self._grower.grow(DraftStart.from_inputs(growing, nodes), predicted, depth)
+        return self._grower.grow(self._grower.start_of(growing, nodes), predicted, depth)
 
 
 def _before_newest(request: DraftInput, left: int) -> DraftInput:
