@@ -37,6 +37,7 @@ class EngineSettings:
         "flight. specpipe: the same with a draft tree of every frame.",
         choices=MODES,
         writable=True,
+        basic=True,
     )
     max_in_flight: int = parameter(
         0,
@@ -110,6 +111,7 @@ class EngineSettings:
         maximum=3600.0,
         writable=True,
         name="max_image_age_s",
+        basic=True,
     )
     preset: str = parameter(
         _NO_PRESET,

@@ -47,7 +47,9 @@ class DraftSettings:
     ROS_PREFIX: ClassVar[str] = "draft."
 
     head: str = parameter(
-        "", "Directory of the draft head; empty: the folder `draft` of the checkpoint if there is one; none: no head."
+        "",
+        "Directory of the draft head; empty: the folder `draft` of the checkpoint if there is one; none: no head.",
+        basic=True,
     )
     fallback_to_ar: bool = parameter(False, "Decode plainly, with a warning, when no draft can be had.")
     top_k: int = parameter(8, "Children per node that a draft tree considers.", minimum=1, maximum=_MAX_NODES)
@@ -55,7 +57,7 @@ class DraftSettings:
     depth: int = parameter(
         5, "Drafted tokens on a draft tree's longest path.", unit="tokens", minimum=1, maximum=_MAX_NODES - 1
     )
-    nodes: int = parameter(50, "Nodes of a draft tree, the root included.", minimum=1, maximum=_MAX_NODES)
+    nodes: int = parameter(50, "Nodes of a draft tree, the root included.", minimum=1, maximum=_MAX_NODES, basic=True)
     children: str = parameter(
         "top_k",
         "How children are chosen: the likeliest (top_k), or those whose tolerance covers most of the draft's mass "
@@ -103,6 +105,7 @@ class AcceptanceSettings:
         "other text.",
         choices=RULES.names,
         writable=True,
+        basic=True,
     )
     bins: tuple[int, ...] = parameter(
         (0,),
@@ -120,6 +123,7 @@ class AcceptanceSettings:
         minimum=0.0,
         maximum=1.0,
         writable=True,
+        basic=True,
     )
     tolerance_rad: float = parameter(
         0.0,
@@ -128,6 +132,7 @@ class AcceptanceSettings:
         minimum=0.0,
         maximum=3.2,
         writable=True,
+        basic=True,
     )
     gripper_bins: int = parameter(
         0,
