@@ -12,7 +12,7 @@ from specvla_kernels.layout import Ancestry
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.speculation.drafters.branches import Branches
-from specvla_ros.speculation.drafters.eagle.children import Children, WindowMass, top_k
+from specvla_ros.speculation.drafters.eagle.children import Children, TopK, WindowMass
 from specvla_ros.speculation.drafters.eagle.tree_growth import TreeGrowth, tree_size
 from specvla_ros.speculation.drafters.prompt_lookup import look_up
 from specvla_ros.speculation.drafters.registry import FinishedAnswer
@@ -74,7 +74,7 @@ def test_window_mass_without_tolerance_is_top_k_over_the_bins(seed: int, k: int)
     restricted = torch.full_like(given_, -torch.inf)
     restricted[:, 10:26] = given_[:, 10:26]
     first = torch.zeros(3, dtype=torch.int64)
-    ours, likeliest = window_mass(k)(given_, first), top_k(k)(restricted, first)
+    ours, likeliest = window_mass(k)(given_, first), TopK(k)(restricted, first)
     assert ours[0].equal(likeliest[0])
     torch.testing.assert_close(ours[1], likeliest[1], atol=1e-9, rtol=1e-6)
 
@@ -104,7 +104,7 @@ def test_a_grown_tree_is_a_tree_of_the_best(data: st.DataObject, k: int, levels:
         rows = rows.to(torch.float32)
         if data.draw(st.integers(0, 9)) == 0:
             rows[data.draw(st.integers(0, beam - 1))] = torch.nan
-        grow(growth, top_k(k), rows, level)
+        grow(growth, TopK(k), rows, level)
         considered.append(beam * k)
     tree = finished(growth, levels=levels, k=k, nodes=nodes)
     parents, tokens = tree.ancestry.parents.tolist(), tree.tokens.tolist()
@@ -203,7 +203,7 @@ def test_chains_that_grow_together_end_together() -> None:
 def test_branches_hang_below_the_root_of_any_tree() -> None:
     growth = growth_of(2, 2)
     for level in range(2):
-        grow(growth, top_k(2), log_probs(level, growth.beam_tokens.shape[1]), level)
+        grow(growth, TopK(2), log_probs(level, growth.beam_tokens.shape[1]), level)
     tree = finished(growth, levels=2, k=2, nodes=6)
     root = tree.tokens[:1]
     chains = Branches.from_chains([(1, 2, 3), (4,)], max_depth=3, max_nodes=9)

@@ -11,7 +11,7 @@ from support.paths import ORACLES, needs
 
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.speculation.drafters.eagle.children import top_k
+from specvla_ros.speculation.drafters.eagle.children import TopK
 from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
 from specvla_ros.speculation.drafters.eagle.tree_growth import TreeGrowth, tree_size
@@ -50,7 +50,7 @@ def test_the_same_nodes_are_kept_as_in_the_published_code() -> None:
             else:
                 assert growth.beam_tokens[0].tolist() == recorded[f"{key}_step{step}_tokens"].tolist()
                 log_probs = torch.from_numpy(recorded[f"{key}_step{step}_logprobs"])
-            tokens, scores = top_k(case["top_k"])(log_probs, torch.tensor([step]))
+            tokens, scores = TopK(case["top_k"])(log_probs, torch.tensor([step]))
             growth.expand(tokens[None], scores[None])
         nodes = case["total_tokens_arg"]
         kept = tree_size(levels, case["top_k"], nodes)
@@ -71,7 +71,7 @@ class _Recorder:
 
     def __call__(self, log_probs: torch.Tensor, dimensions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.seen.append(log_probs)
-        return top_k(8)(log_probs, dimensions)
+        return TopK(8)(log_probs, dimensions)
 
 
 @needs(DATA)

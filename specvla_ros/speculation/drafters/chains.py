@@ -119,7 +119,6 @@ class ChainDecoder:
             growing = [chain for chain in growing if len(chain.tokens) < chain.wanted]
 
     def _add_next(self, chains: Sequence[Chain]) -> None:
-        """One token for each chain."""
         tokens, gains, embeddings = self._choices(chains, [()] * len(chains))
         for i, chain in enumerate(chains):
             chain.add(tokens[i : i + 1], gains[i : i + 1], embeddings[i : i + 1])

@@ -177,14 +177,12 @@ class ChunkShiftDrafter(Drafter):
         return [shifted, *(self._encode(last, chunk) for chunk in _as_begun(expected, begun))]
 
     def _going_on(self, request: DraftInput) -> tuple[int, ...]:
-        """What an earlier answer said behind the same tokens."""
         assert self._earlier is not None
         rest = self._earlier.going_on(request.answer)
         last = self._last.get(request.stream, self._unknown)
         return (*rest, *last.behind) if rest else rest
 
     def _passed(self, last: _Chunk, stamp_ns: int) -> int:
-        """Actions since the chunk before."""
         passed = round((stamp_ns - last.stamp_ns) * 1e-9 / self._step_s) if self._step_s else 1
         return min(max(passed, 0), len(last.actions) - 1)
 

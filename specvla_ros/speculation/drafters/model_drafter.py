@@ -129,7 +129,6 @@ class ModelDrafter(Drafter):
             slot.answer, slot.drafted = held[: common_prefix(held, request.answer[:-1])], ()
 
     def _begin(self, request: DraftInput, wanted: int) -> Chain:
-        """The chain before its first forward."""
         import torch
 
         from specvla_kernels.device import to_device

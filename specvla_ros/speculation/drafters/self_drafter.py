@@ -172,7 +172,6 @@ class SelfDrafter(Drafter):
         return request
 
     def _committed(self, request: DraftInput) -> _Rows:
-        """What was committed since the draft before."""
         stop = request.prefix_len + 1
         positions = self._positions(_layout(request), stop - len(request.new), stop)
         return _Rows(request.new.following, positions)

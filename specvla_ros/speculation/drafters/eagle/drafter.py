@@ -12,7 +12,7 @@ from specvla_kernels.device import to_device
 from specvla_kernels.graph_capture import Captures, check_rows, padded_rows, paddings, randomize
 from specvla_kernels.layout import Ancestry, Span, pack_layout
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.speculation.drafters.eagle.children import Children, WindowMass, top_k
+from specvla_ros.speculation.drafters.eagle.children import Children, TopK, WindowMass
 from specvla_ros.speculation.drafters.eagle.graphs import MAX_ROWS, StaticDraft, StaticKeep, check_inputs, check_trees
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
 from specvla_ros.speculation.drafters.eagle.tree_growth import GrownTrees, TreeGrower, tree_size
@@ -68,7 +68,7 @@ class EagleDrafter(Drafter):
             nodes=settings.nodes,
             slots=slots,
             slot_rows=self._slot_rows,
-            children=children or top_k(settings.top_k),
+            children=children or TopK(settings.top_k),
             ids=ids,
         )
 
@@ -168,7 +168,6 @@ class EagleDrafter(Drafter):
         return static
 
     def _forwards(self, depth: int) -> int:
-        """Of the head for trees so deep."""
         return depth if self._grower.parallel_depth == 1 else 1
 
     def _keep(self, inputs: Sequence[DraftInput]) -> None:
