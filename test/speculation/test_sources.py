@@ -13,7 +13,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.speculation.drafters.branches import Branches
 from specvla_ros.speculation.drafters.eagle.children import Children, TopK, WindowMass
-from specvla_ros.speculation.drafters.eagle.tree_growth import TreeGrowth, tree_size
+from specvla_ros.speculation.drafters.eagle.tree_growth import TreeGrowth, split_trees, tree_size
 from specvla_ros.speculation.drafters.prompt_lookup import look_up
 from specvla_ros.speculation.drafters.registry import FinishedAnswer
 from specvla_ros.speculation.drafters.temporal import TemporalDrafter
@@ -40,7 +40,7 @@ def grow(growth: TreeGrowth, children: Children, rows: torch.Tensor, level: int,
 
 
 def finished(growth: TreeGrowth, *, levels: int, k: int, nodes: int) -> Tree:
-    return growth.finish(torch.tensor([nodes]), nodes).split([(tree_size(levels, k, nodes), levels)])[0]
+    return split_trees(growth.finish(torch.tensor([nodes]), nodes), [(tree_size(levels, k, nodes), levels)])[0]
 
 
 def log_probs(seed: int, rows: int = 3, sharpness: float = 2.0) -> torch.Tensor:

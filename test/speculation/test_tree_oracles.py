@@ -14,7 +14,7 @@ from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.speculation.drafters.eagle.children import TopK
 from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
-from specvla_ros.speculation.drafters.eagle.tree_growth import TreeGrowth, tree_size
+from specvla_ros.speculation.drafters.eagle.tree_growth import TreeGrowth, split_trees, tree_size
 from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
@@ -54,7 +54,7 @@ def test_the_same_nodes_are_kept_as_in_the_published_code() -> None:
             growth.expand(tokens[None], scores[None])
         nodes = case["total_tokens_arg"]
         kept = tree_size(levels, case["top_k"], nodes)
-        (tree,) = growth.finish(torch.tensor([nodes]), nodes).split([(kept, levels)])
+        (tree,) = split_trees(growth.finish(torch.tensor([nodes]), nodes), [(kept, levels)])
         expected = paths(recorded[f"{key}_draft_tokens"].tolist(), recorded[f"{key}_parents"].tolist())
         assert paths_of(tree) == expected, key
         assert sorted(tree.log_probs.tolist()) == pytest.approx(sorted(recorded[f"{key}_cum_logprob"]), abs=1e-4)

@@ -9,13 +9,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specvla_kernels.device import to_device
+from specvla_kernels.finish_tree import GrownTrees
 from specvla_kernels.graph_capture import Captures, check_rows, padded_rows, paddings, randomize
 from specvla_kernels.layout import Ancestry, Span, pack_layout
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.speculation.drafters.eagle.children import Children, TopK, WindowMass
 from specvla_ros.speculation.drafters.eagle.graphs import MAX_ROWS, StaticDraft, StaticKeep, check_inputs, check_trees
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
-from specvla_ros.speculation.drafters.eagle.tree_growth import GrownTrees, TreeGrower, tree_size
+from specvla_ros.speculation.drafters.eagle.tree_growth import TreeGrower, split_trees, tree_size
 from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftWork
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
@@ -115,7 +116,7 @@ class EagleDrafter(Drafter):
             self.forwards += self._forwards(deepest)
             grown = static(growing, max_nodes)
         k = self._settings.top_k
-        trees = iter(grown.split([(tree_size(depth, k, limit), depth) for depth, limit in sizes.values()]))
+        trees = iter(split_trees(grown, [(tree_size(depth, k, limit), depth) for depth, limit in sizes.values()]))
         return [next(trees) if request.slot in sizes else Tree.from_root(request.root) for request in inputs]
 
     def capture(self, captures: Captures) -> None:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.device import copy_together
+from specvla_kernels.finish_tree import GrownTrees
 from specvla_kernels.graph_capture import Capture, check_rows
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.speculation.drafters.eagle.tree_growth import DraftStart, GrownTrees, TreeGrower
+from specvla_ros.speculation.drafters.eagle.tree_growth import DraftStart, TreeGrower
 from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
 
 MAX_ROWS = 8  # of a request in a captured draft: what OpenVLA's actions commit at once; more are kept before

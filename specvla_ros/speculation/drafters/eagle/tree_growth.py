@@ -12,7 +12,7 @@ from specvla_kernels.attention_plan import AttentionPlan, plan_attention
 from specvla_kernels.device import to_device
 from specvla_kernels.draft_rows import DraftRows, DraftSlots, beam_rows, chain_rows
 from specvla_kernels.expand_tree import Beam, Candidates, Considered, expand_tree
-from specvla_kernels.finish_tree import finish_tree
+from specvla_kernels.finish_tree import GrownTrees, finish_tree
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.speculation.drafters.eagle.children import IN_TEXT, Children, TopK, WindowMass
@@ -21,32 +21,19 @@ from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.tree import Tree
 
 
-@dataclass(frozen=True)
-class GrownTrees:
-    """Finished trees side by side; what a tree does not fill comes last.
+def split_trees(grown: GrownTrees, sizes: list[tuple[int, int]]) -> list[Tree]:
+    """Trees one by one.
 
     Args:
-        numbers: int64 [4, trees, n]: tokens, and the parents, depths and ancestors of Ancestry. Node 0 is the root.
-        log_probs: [trees, n].
-        valid: bool [trees, n], whether a node is there.
+        grown: the trees.
+        sizes: number of nodes and depth of each tree.
     """
-
-    numbers: Tensor
-    log_probs: Tensor
-    valid: Tensor
-
-    def split(self, sizes: list[tuple[int, int]]) -> list[Tree]:
-        """One by one.
-
-        Args:
-            sizes: number of nodes and depth of each tree.
-        """
-        trees = []
-        for i, (n, depth) in enumerate(sizes):
-            tokens, *ancestry = self.numbers[:, i, :n].unbind()
-            log_probs, valid = self.log_probs[i, :n], self.valid[i, :n]
-            trees.append(Tree(tokens, Ancestry(*ancestry), log_probs, valid, relaxable=valid, depth=depth))
-        return trees
+    trees = []
+    for i, (n, depth) in enumerate(sizes):
+        tokens, *ancestry = grown.numbers[:, i, :n].unbind()
+        log_probs, valid = grown.log_probs[i, :n], grown.valid[i, :n]
+        trees.append(Tree(tokens, Ancestry(*ancestry), log_probs, valid, relaxable=valid, depth=depth))
+    return trees
 
 
 class TreeGrowth:
@@ -122,11 +109,7 @@ class TreeGrowth:
         """
         assert self._considered is not None
         considered = self._considered.first(self._count)
-        memory = None if out is None else (out.numbers, out.log_probs, out.valid)
-        made = finish_tree(
-            considered, self._roots, nodes, k=self._k, levels=self.level, max_nodes=max_nodes, out=memory
-        )
-        return GrownTrees(*made)
+        return finish_tree(considered, self._roots, nodes, k=self._k, levels=self.level, max_nodes=max_nodes, out=out)
 
 
 def tree_size(depth: int, k: int, max_nodes: int) -> int:
