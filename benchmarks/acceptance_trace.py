@@ -120,7 +120,7 @@ class Trace:
         drafter = engine.drafter  # a trace is nothing that settings can ask for
         draft, draft_prompt = drafter.draft, drafter.draft_prompt
         drafter.draft = lambda inputs: [self.cut(tree) for tree in draft(inputs)]  # type: ignore[method-assign]
-        drafter.draft_prompt = lambda epoch, **asked: self.cut(draft_prompt(epoch, **asked))  # type: ignore[method-assign]
+        drafter.draft_prompt = lambda prompt: self.cut(draft_prompt(prompt))  # type: ignore[method-assign]
 
 
 def describe(lengths: AcceptanceLengths) -> dict[str, object]:

@@ -16,8 +16,7 @@ from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
 from specvla_ros.models.text.target import TextTarget, text_observation
 from specvla_ros.speculation.accept import AcceptReason
-from specvla_ros.speculation.presets import PRESETS
-from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.settings import PRESETS, DraftSettings
 
 PLAIN = "plain"
 PRESET = "fly-paper"

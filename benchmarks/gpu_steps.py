@@ -31,7 +31,7 @@ from torch import Tensor
 
 import kernels
 from specvla_kernels.device import has_kernels, operators_on, why_no_kernels
-from specvla_kernels.fused_linear import fused_linear
+from specvla_kernels.fused_linear import fused_linear_triton
 from specvla_kernels.int8_linear import int8_linear
 from specvla_kernels.packed_attention import packed_attention
 from specvla_kernels.rounded_linear import round_rows, round_weight, rounded_linear
@@ -213,7 +213,7 @@ def _products(x: Tensor, weight: Tensor) -> dict[str, Callable[[], object]]:
         "w8a8, int8_linear": lambda: int8_linear(x, whole, scales),
     }
     if has_kernels(x):
-        calls[f"{str(weight.dtype).removeprefix('torch.')}, fused_linear"] = lambda: fused_linear(x, weight)
+        calls[f"{str(weight.dtype).removeprefix('torch.')}, fused_linear"] = lambda: fused_linear_triton(x, weight)
         for name, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
             rounded = round_rows(x, dtype), round_weight(weight, dtype)
             calls[f"{name}, rounded_linear alone"] = partial(rounded_linear, *rounded, x.dtype)

@@ -29,7 +29,7 @@ from specvla_ros.engine.kv_cache import KVCache, new_cache
 from specvla_ros.lab.planning.cost import Part
 from specvla_ros.lab.planning.device import Arithmetic
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
-from specvla_ros.speculation.drafters.eagle_head import EagleHead
+from specvla_ros.speculation.drafters.eagle.head import EagleHead
 
 TRITON, PYTORCH, COMPILED, UNQUANTISED = "Triton", "PyTorch", "torch.compile", "unquantised"
 Calls = dict[str, Callable[[], object] | str]  # contestants, or why one cannot run here

@@ -58,8 +58,7 @@ from specvla_ros.lab.simulation.tasks import choose_tasks
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
-from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, adjusted
-from specvla_ros.speculation.tolerance import Tolerance
+from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, Tolerance, adjusted
 
 Results = Mapping[tuple[str, int], EpisodeResult]
 

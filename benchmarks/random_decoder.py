@@ -7,7 +7,7 @@ import torch
 
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.speculation.drafters.eagle_head import EagleHead
+from specvla_ros.speculation.drafters.eagle.head import EagleHead
 
 
 def random_decoder(

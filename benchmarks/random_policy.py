@@ -23,7 +23,7 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import check_quantization, quantize_layer
 from specvla_ros.models.settings import PromptStyle
 from specvla_ros.models.target import ImageEmbeddings, Pixels
-from specvla_ros.speculation.drafters.eagle_head import save_draft_head
+from specvla_ros.speculation.drafters.eagle.head import save_draft_head
 from specvla_ros.speculation.settings import DRAFT_FOLDER
 
 TEXT_TOKENS = 34  # of OpenVLA's prompt, about

@@ -34,7 +34,7 @@ from specvla_ros.models.checkpoint import DTYPES, load_target
 from specvla_ros.models.families.openvla.target import OpenVLATarget, require_openvla
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.weights import save_weights
-from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
+from specvla_ros.speculation.drafters.eagle.head import EagleHead, save_draft_head
 from specvla_ros.speculation.settings import DRAFT_FOLDER, DraftSettings, adjusted
 
 # Logits of the soak's policy spread over about ±5; a rounding in its two layers moves them by less than this.

@@ -21,8 +21,7 @@ from specvla_ros.lab.evaluation.simulate_summary import Setting, SweepRow
 from specvla_ros.lab.evaluation.sweep import sweep
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.speculation.rules.registry import bins_of
-from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, adjusted
-from specvla_ros.speculation.tolerance import Tolerance
+from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings, DraftSettings, Tolerance, adjusted
 
 # The first is about the size of what the nano policy's own tokens are off the expert's; the second is what
 # `specvla calibrate` chooses for it with the limits that are its defaults.

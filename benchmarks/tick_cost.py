@@ -34,9 +34,8 @@ from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.families.openvla.image_processor import dinosiglip_processor
 from specvla_ros.models.target import ForwardResult
 from specvla_ros.speculation.accept import AcceptanceRule
-from specvla_ros.speculation.drafters.eagle import EagleDrafter
-from specvla_ros.speculation.drafters.new_rows import NewRows
-from specvla_ros.speculation.drafters.registry import DraftInput
+from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
+from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
 from specvla_ros.speculation.rules.bin_distance import BinDistance
 from specvla_ros.speculation.rules.composite import Composite
 from specvla_ros.speculation.rules.fly import Fly

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/reference/parameters.md: `python scripts/parameter_reference.py > docs/reference/parameters.md`."""
 
+from collections.abc import Iterable
+
 from specvla_ros.settings.parameter import Declared, walk
 
 _HEAD = """# Parameters
@@ -13,7 +15,10 @@ Parameters are set in a ROS 2 parameter file (`params_file:=` of the launch file
 policy) and in Python by keywords with underscores for dots (`draft_nodes=16`). Those marked *live* may change while the
 node runs. The policy reads the others when it is configured (`image_transport` and `image_reliability` when it is
 activated): they change before, and are refused afterwards with the transitions that are needed.
+
+The basic ones, which a robot sets, come first, and then all; `--help` of the commands shows the basic ones alone.
 """
+_ROBOT = ("policy", "driver", "guard")
 
 
 def reference() -> str:
@@ -36,12 +41,15 @@ def reference() -> str:
         "bag_player": BagPlayerParameters(),
         "live_view": LiveViewParameters(),
     }
-    return "\n".join([_HEAD, *(_table(name, settings) for name, settings in nodes.items())])
+    declared = {name: [*walk(settings)] for name, settings in nodes.items()}
+    basic = {name: [each for each in declared[name] if each.parameter.basic] for name in _ROBOT}
+    first = [_table(f"## Basic parameters of node `{name}`", found) for name, found in basic.items()]
+    return "\n".join([_HEAD, *first, *(_table(f"## Node `{name}`", found) for name, found in declared.items())])
 
 
-def _table(node: str, settings: object) -> str:
-    lines = [f"## Node `{node}`", "", "| parameter | default | values | unit | live | |", "|---|---|---|---|---|---|"]
-    return "\n".join([*lines, *map(_row, walk(settings)), ""])
+def _table(heading: str, declared: Iterable[Declared]) -> str:
+    lines = [heading, "", "| parameter | default | values | unit | live | |", "|---|---|---|---|---|---|"]
+    return "\n".join([*lines, *map(_row, declared), ""])
 
 
 def _row(declared: Declared) -> str:

@@ -33,13 +33,13 @@ class Chain:
     most_keys: int
 
 
-def attend_chain(q: Tensor, k_ring: Tensor, v_ring: Tensor, chain: Chain) -> Tensor:
+def attend_chain(q: Tensor, k_cache: Tensor, v_cache: Tensor, chain: Chain) -> Tensor:
     """What `packed_attention` gives for the chain's rows, in float16 or bfloat16; the others are not written.
 
     Args:
         q: [n_rows, heads, head_dim], rotated.
-        k_ring: [slots, slot_rows, kv_heads, head_dim], one layer.
-        v_ring: like k_ring.
+        k_cache: [slots, slot_rows, kv_heads, head_dim], one layer.
+        v_cache: like k_cache.
         chain: which rows; causal, the last row sees the last key.
 
     Returns:
@@ -47,7 +47,7 @@ def attend_chain(q: Tensor, k_ring: Tensor, v_ring: Tensor, chain: Chain) -> Ten
     """
     attend = varlen_kernel()
     assert attend is not None
-    keys, values = k_ring.flatten(0, 1), v_ring.flatten(0, 1)
+    keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
     of_rows, of_keys = chain.ends.unbind()
     out: Tensor = attend(q, keys, values, of_rows, of_keys, chain.most_rows, chain.most_keys, causal=True)
     return out

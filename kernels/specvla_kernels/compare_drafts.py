@@ -61,17 +61,7 @@ class Trees:
 
 
 class Nodes(NamedTuple):
-    """Nodes of trees, one tree after the other, each column as in `Trees`.
-
-    Args:
-        tokens: int64 [nodes].
-        parents: int64 [nodes], within the tree.
-        depths: int64 [nodes].
-        ancestors: int64 [nodes], bits of nodes within the tree.
-        log_probs: float32 [nodes].
-        valid: bool [nodes].
-        relaxable: bool [nodes].
-    """
+    """Nodes of trees, one tree after the other: columns [nodes] as in `Trees`, which count nodes within their tree."""
 
     tokens: Tensor
     parents: Tensor

@@ -41,8 +41,8 @@ class Candidates:
             or log-probabilities. The last dimension is contiguous.
         first_id: of column 0.
         normalised: whether the rows are log-probabilities.
-        window: chooses by the mass of windows (see `specvla_ros.speculation.drafters.children.WindowMass`); None: the
-            likeliest.
+        window: chooses by the mass of windows (`WindowMass` in specvla_ros.speculation.drafters.eagle.children); None:
+            the likeliest.
         chosen: tokens, int64, and log-probabilities, both [trees, beam, k], that are the children where the rows do
             not say them: in dimensions below 0, or everywhere without rows. The last dimension is contiguous.
     """

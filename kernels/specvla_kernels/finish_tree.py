@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The finished draft trees of several requests: the best of everything that was considered."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,19 @@ from specvla_kernels.layout import Ancestry
 _ENTRIES = 1 << 10  # that a program holds at once: more would not fit its registers
 
 
-Columns = tuple[Tensor, Tensor, Tensor]
+class GrownTrees(NamedTuple):
+    """Finished trees side by side; what a tree does not fill comes last.
+
+    Args:
+        numbers: int64 [4, trees, n]: tokens, and the parents, depths and ancestors of Ancestry; 0 where nothing is.
+            Node 0 is the root, of parent -1.
+        log_probs: [trees, n]; 0 of the root, -inf where nothing is.
+        valid: bool [trees, n]; whether it is above -inf.
+    """
+
+    numbers: Tensor
+    log_probs: Tensor
+    valid: Tensor
 
 
 def finish_tree(
@@ -22,8 +36,8 @@ def finish_tree(
     k: int,
     levels: int,
     max_nodes: int,
-    out: Columns | None = None,
-) -> Columns:
+    out: GrownTrees | None = None,
+) -> GrownTrees:
     """The best of everything considered, in the order of depth; a parent comes with its child.
 
     A child's score is never above its parent's, and where they are equal, as in low precision, the first that was
@@ -39,11 +53,7 @@ def finish_tree(
         out: memory of what is returned; None: it is new.
 
     Returns:
-        numbers: int64 [4, trees, n]: tokens, parents, depths and ancestors; n = min(max_nodes, 1 + what was
-            considered). Node 0 is the root, of parent -1. What a tree of fewer nodes does not fill has token, parent,
-            depth and ancestors 0.
-        log_probs: [trees, n]; 0 of the root, -inf where nothing is.
-        valid: bool [trees, n]; whether it is above -inf.
+        The trees; n = min(max_nodes, 1 + what was considered).
     """
     run = finish_tree_triton if has_kernels(considered.scores) else finish_tree_reference
     return run(considered, roots, nodes, k=k, levels=levels, max_nodes=max_nodes, out=out)
@@ -57,8 +67,8 @@ def finish_tree_reference(
     k: int,
     levels: int,
     max_nodes: int,
-    out: Columns | None = None,
-) -> Columns:
+    out: GrownTrees | None = None,
+) -> GrownTrees:
     """`finish_tree` in PyTorch."""
     tokens, scores, parents = considered.tokens, considered.scores, considered.parents
     n = tokens.shape[1]
@@ -83,7 +93,8 @@ def finish_tree_reference(
     )
     log_probs = torch.where(there, scores.gather(1, chosen), -torch.inf)
     log_probs = torch.cat((torch.zeros_like(roots, dtype=scores.dtype), log_probs), dim=1)
-    made = torch.where(torch.cat((of_root, there), dim=1), numbers, 0), log_probs, log_probs > -torch.inf
+    numbers = torch.where(torch.cat((of_root, there), dim=1), numbers, 0)
+    made = GrownTrees(numbers, log_probs, log_probs > -torch.inf)
     for memory, each in zip(out or (), made, strict=out is not None):
         memory.copy_(each)
     return out or made
@@ -97,12 +108,12 @@ def finish_tree_triton(
     k: int,
     levels: int,
     max_nodes: int,
-    out: Columns | None = None,
-) -> Columns:
+    out: GrownTrees | None = None,
+) -> GrownTrees:
     """`finish_tree` as one launch, a program per tree."""
     trees, n = considered.tokens.shape
     size = 1 + min(max_nodes - 1, n)
-    numbers, log_probs, valid = out or (
+    made = out or GrownTrees(
         roots.new_empty(4, trees, size),
         considered.scores.new_empty(trees, size),
         torch.empty(trees, size, dtype=torch.bool, device=roots.device),
@@ -110,12 +121,12 @@ def finish_tree_triton(
     node_of = torch.empty(trees, n + 1, dtype=torch.int32, device=roots.device)
     block = power_of_two(size, 16)
     _finish_tree[(trees,)](
-        considered.tokens, considered.scores, considered.parents, roots, nodes, numbers, log_probs, valid,
+        considered.tokens, considered.scores, considered.parents, roots, nodes, *made,
         node_of, considered.tokens.stride(0), n, k, size, trees,
         DOUBLINGS=levels.bit_length(), BLOCK=block, BLOCK_ENTRIES=min(power_of_two(n, 16), _ENTRIES),
         num_warps=max(4, block // 8),
     )  # fmt: skip
-    return numbers, log_probs, valid
+    return made
 
 
 @jit(

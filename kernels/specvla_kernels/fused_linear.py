@@ -7,7 +7,7 @@ Few rows are bound by reading the weight; every launch around the product then c
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvla_kernels.device import has_kernels, jit, power_of_two, tl
+from specvla_kernels.device import jit, power_of_two, tl
 from specvla_kernels.gated_unit import GATES, gated, gated_unit_reference
 from specvla_kernels.linear import linear
 from specvla_kernels.rmsnorm_residual import RowNorm, rmsnorm_reference
@@ -18,7 +18,7 @@ _TILES = {16: (32, 128, 4), 32: (32, 128, 3), 64: (64, 64, 3)}
 _MOST_ROWS = 64  # of a tile
 
 
-def fused_linear(
+def fused_linear_reference(
     x: Tensor,
     weight: Tensor,
     *,
@@ -42,23 +42,8 @@ def fused_linear(
 
     Returns:
         [n_rows, width], dtype of x; width is out_features, or half of them behind a gate. The kernel rounds once, at
-        the end; the reference behind every part.
+        the end; this one behind every part.
     """
-    run = fused_linear_triton if has_kernels(x) else fused_linear_reference
-    return run(x, weight, norm=norm, bias=bias, activation=activation, scale=scale, residual=residual)
-
-
-def fused_linear_reference(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    norm: RowNorm | None = None,
-    bias: Tensor | None = None,
-    activation: str = "",
-    scale: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """`fused_linear` in PyTorch."""
     out = linear(x if norm is None else rmsnorm_reference(x, norm), weight)
     if bias is not None:
         out = out + bias
@@ -79,7 +64,7 @@ def fused_linear_triton(
     scale: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`fused_linear` as one launch, a program per tile of the result.
+    """`fused_linear_reference` as one launch, a program per tile of the result.
 
     The norm's scale of a row is applied to the result, since its sum of squares is known behind the last column. In
     float16 the rows times the norm's weight must therefore not overflow.

@@ -1,5 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer whose weights and activations are both int8 (W8A8), by torch's own product."""
+"""A linear layer whose weights and activations are both int8 (W8A8), by torch's own products.
+
+On a CPU torch's product of two int8 matrices is fast only where the processor has instructions for it, and slower than
+float32 elsewhere. The packed products that come with torch, FBGEMM's and oneDNN's, read a weight once for all rows, in
+a quarter of float32's bytes.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +18,11 @@ from torch import Tensor
 from specvla_kernels.rounded_linear import round_rows
 
 _LEAST_ROWS = 32  # cuBLAS' int8 product refuses 16 rows and fewer; up to 32 it is read-bound, so padding costs nothing
+_ZERO = 128  # what a rounded activation of 0 is in a byte without a sign
+_PROBED_SHAPE, _PROBED_ROWS = (256, 2048), (1, 2, 7, 33)
+
+Sums = Callable[[Tensor], Tensor]
+"""Rows of int8 [n_rows, in_features] to float32 [n_rows, out_features]: their exact products, rounded."""
 
 
 def int8_linear(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
@@ -29,3 +44,136 @@ def int8_linear(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     values = F.pad(rows.values, (0, 0, 0, max(0, _LEAST_ROWS - len(x)))) if x.is_cuda else rows.values
     sums = torch._int_mm(values, weight.T)[: len(x)]
     return (sums.to(rows.steps.dtype) * rows.steps[:, None] * scales).to(x.dtype)
+
+
+class PackedInt8:
+    """A weight, packed for a CPU.
+
+    Args:
+        sums: the products with it, by one of this processor's.
+        scales: float32 [out_features], what one step of each of the weight's rows stands for.
+        weights: its elements.
+    """
+
+    def __init__(self, sums: Sums, scales: Tensor, weights: int) -> None:
+        self._sums = sums
+        self._scales = scales
+        self._nbytes = weights + scales.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weight and its scales."""
+        return self._nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`int8_linear` with this weight.
+
+        Args:
+            x: [n_rows, in_features], any floating dtype.
+
+        Returns:
+            [n_rows, out_features], dtype of x. A row depends on no other.
+        """
+        rows = round_rows(x, torch.int8)
+        sums = self._sums(rows.values).to(rows.steps.dtype)
+        return sums.mul_(rows.steps[:, None]).mul_(self._scales).to(x.dtype)
+
+
+def pack_int8(weight: Tensor, scales: Tensor) -> PackedInt8 | None:
+    """Packs a weight; None where no product of torch's for packed ones is exact on this processor.
+
+    Args:
+        weight: int8 [out_features, in_features], in the host's memory.
+        scales: float32 [out_features].
+    """
+    pack = packed_product()
+    return PackedInt8(pack(weight), scales, weight.numel()) if pack is not None else None
+
+
+@cache
+def packed_product() -> Callable[[Tensor], Sums] | None:
+    """The first that gives exact sums here, the fastest of few rows first; None: none does.
+
+    Tried with the largest values there are: without instructions for them (VNNI), FBGEMM adds products in pairs, in 16
+    bits, and says nothing where they do not fit.
+    """
+    for pack in (_by_fbgemm, _by_onednn, _by_fbgemm_in_halves):
+        try:
+            if _is_exact(pack):
+                return pack
+        except (RuntimeError, AttributeError):  # not in this torch, or not on this processor
+            continue
+    return None
+
+
+def _by_onednn(weight: Tensor) -> Sums:
+    out_features, in_features = weight.shape
+    packed = torch.ops.onednn.qlinear_prepack(weight, [1, in_features])
+    ones, zeros = torch.ones(out_features), torch.zeros(out_features, dtype=torch.int32)
+
+    def sums(rounded: Tensor) -> Tensor:
+        shifted = (rounded.to(torch.int16) + _ZERO).to(torch.uint8)
+        product: Tensor = torch.ops.onednn.qlinear_pointwise(
+            shifted, 1.0, _ZERO, packed, ones, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return product
+
+    return sums
+
+
+def _by_fbgemm(weight: Tensor) -> Sums:
+    multiply = _fbgemm(weight)
+    return lambda rounded: multiply(rounded.float(), 1.0, _ZERO)
+
+
+def _by_fbgemm_in_halves(weight: Tensor) -> Sums:
+    """For processors without VNNI: activations in two halves of at most 128, of which two products fit into 16 bits."""
+    multiply = _fbgemm(weight)
+
+    def sums(rounded: Tensor) -> Tensor:
+        n_rows, shifted = len(rounded), rounded.to(torch.int16) + _ZERO
+        lower = shifted >> 1
+        halves = multiply(torch.cat((lower, shifted - lower)).float() - _ZERO // 2, 1.0, _ZERO // 2)
+        return halves[:n_rows].add_(halves[n_rows:])
+
+    return sums
+
+
+def _fbgemm(weight: Tensor) -> Callable[[Tensor, float, int], Tensor]:
+    """Products of float32 rows that hold whole numbers; called with them, their scale and their zero."""
+    ones, zeros = torch.ones(len(weight), dtype=torch.float64), torch.zeros(len(weight), dtype=torch.int64)
+    with _engine("fbgemm"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantised tensors are deprecated, packed weights have no other way in
+        packed = torch.ops.quantized.linear_prepack(torch._make_per_channel_quantized_tensor(weight, ones, zeros, 0))
+    multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+    return lambda rows, scale, zero: multiply(rows, scale, zero, packed)
+
+
+@contextmanager
+def _engine(name: str) -> Iterator[None]:
+    """Packs for one of torch's quantised libraries; each weight then goes to the one that it was packed for."""
+    before = torch.backends.quantized.engine
+    torch.backends.quantized.engine = name
+    try:
+        yield
+    finally:
+        torch.backends.quantized.engine = before
+
+
+def _is_exact(pack: Callable[[Tensor], Sums]) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randint, generator=generator, dtype=torch.int8)
+    weight = draw(-128, 128, _PROBED_SHAPE)
+    weight[:3] = torch.tensor([[-128], [127], [-127]])
+    sums = pack(weight)
+    for n_rows in _PROBED_ROWS:
+        rows = draw(-127, 128, (n_rows, _PROBED_SHAPE[1]))
+        rows[0], rows[-1] = 127, -127
+        if not torch.equal(sums(rows), _exact_sums(rows, weight)):
+            return False
+    return True
+
+
+def _exact_sums(rows: Tensor, weight: Tensor) -> Tensor:
+    """In float64, which holds them all; rounded to float32 as a product's integers are."""
+    return (rows.double() @ weight.double().T).float()

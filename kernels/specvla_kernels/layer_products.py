@@ -7,6 +7,7 @@ they give, the products scale, add bias and residual, 10 a layer for any rows.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,7 @@ def normed_product(x: Tensor, norm: RowNorm | None, matrix: Matrix, bias: Tensor
 
     if not isinstance(matrix, Tensor) or not has_kernels(x) or (norm is None and bias is None):
         return apart()
-    fused = _Fused(x, matrix, norm=norm, bias=bias)
+    fused = partial(fused_linear_triton, x, matrix, norm=norm, bias=bias)
     return fused() if is_fused(fused, apart, x, matrix, "norm" if norm else "") else apart()
 
 
@@ -63,7 +64,7 @@ def product_to_add(x: Tensor, matrix: Matrix, residual: Tensor) -> tuple[Tensor,
     if isinstance(matrix, Rounded):
         return rounded_linear(round_rows(x, matrix.values.dtype), matrix, x.dtype, residual=residual), None
     if isinstance(matrix, Tensor) and has_kernels(x):
-        fused = _Fused(x, matrix, residual=residual)
+        fused = partial(fused_linear_triton, x, matrix, residual=residual)
         if is_fused(fused, lambda: residual + F.linear(x, matrix), x, matrix, "residual"):
             return fused(), None
     return residual, _product(x, matrix)
@@ -85,7 +86,7 @@ def gated_mlp(x: Tensor, added: Tensor | None, norm: RowNorm, gate_up: Matrix, d
         rounded = round_rows(normed_product(total, norm, gate_up), down.values.dtype, gate=gate)
         return rounded_linear(rounded, down, x.dtype, residual=total)
     if added is None and isinstance(gate_up, Tensor) and has_kernels(x):
-        fused = _Fused(x, gate_up, norm=norm, activation=gate)
+        fused = partial(fused_linear_triton, x, gate_up, norm=norm, activation=gate)
         if is_fused(fused, lambda: gated_unit(F.linear(rmsnorm(x, norm), gate_up), gate), x, gate_up, "gate"):
             return _sum(fused(), down, x, owned=False)
     if added is None:
@@ -98,7 +99,7 @@ def gated_mlp(x: Tensor, added: Tensor | None, norm: RowNorm, gate_up: Matrix, d
 def _sum(x: Tensor, matrix: Matrix, residual: Tensor, *, owned: bool) -> Tensor:
     """The residual with the rows' product added; in place where nobody else has it."""
     if isinstance(matrix, Tensor) and has_kernels(x):
-        fused = _Fused(x, matrix, residual=residual)
+        fused = partial(fused_linear_triton, x, matrix, residual=residual)
         if is_fused(fused, lambda: residual + F.linear(x, matrix), x, matrix, "residual"):
             return fused()
         if owned and not torch.is_grad_enabled():
@@ -112,17 +113,6 @@ def _product(x: Tensor, matrix: Matrix) -> Tensor:
     return linear(x, matrix) if isinstance(matrix, Tensor) else matrix(x)
 
 
-class _Fused:
-    """One launch of `fused_linear`, when it is called."""
-
-    def __init__(self, x: Tensor, weight: Tensor, **parts: object) -> None:
-        self._call = x, weight, parts
-
-    def __call__(self) -> Tensor:
-        x, weight, parts = self._call
-        return fused_linear_triton(x, weight, **parts)  # type: ignore[arg-type]  # as the constructor's callers give them
-
-
 def gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """The exact GELU of x W^T + bias, x being [..., in_features]; differentiable where gradients are wanted."""
 
@@ -131,7 +121,7 @@ def gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     if x.ndim != 2 or torch.is_grad_enabled() or not has_kernels(x):
         return apart()
-    fused = _Fused(x, weight, bias=bias, activation="gelu")
+    fused = partial(fused_linear_triton, x, weight, bias=bias, activation="gelu")
     return fused() if is_fused(fused, apart, x, weight, "gelu", _MOST_PATCHES) else apart()
 
 
@@ -149,5 +139,5 @@ def scaled_sum(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor | None, re
 
     if not has_kernels(x):
         return apart()
-    fused = _Fused(x, weight, bias=bias, scale=scale, residual=residual)
+    fused = partial(fused_linear_triton, x, weight, bias=bias, scale=scale, residual=residual)
     return fused() if is_fused(fused, apart, x, weight, "scaled residual", _MOST_PATCHES) else apart()

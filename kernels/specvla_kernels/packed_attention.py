@@ -18,7 +18,7 @@ from specvla_kernels.layout import PackedLayout
 _STEPS = {16: (64, 16 << 10), 32: (64, 16 << 10), 64: (32, 8 << 10)}
 
 
-def packed_attention(q: Tensor, k_ring: Tensor, v_ring: Tensor, layout: PackedLayout) -> Tensor:
+def packed_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: PackedLayout) -> Tensor:
     """Each row attends to its slot's committed prefix and to its own segment: causally in a chain, ancestors in a tree.
 
     In a chain of a prefix language model each row attends to the whole chain (`Span.sees_all`). Segments never see each
@@ -30,28 +30,28 @@ def packed_attention(q: Tensor, k_ring: Tensor, v_ring: Tensor, layout: PackedLa
 
     Args:
         q: [n_rows, heads, head_dim], rotated.
-        k_ring: [slots, slot_rows, kv_heads, head_dim], one layer; heads is a multiple of kv_heads.
-        v_ring: like k_ring.
+        k_cache: [slots, slot_rows, kv_heads, head_dim], one layer; heads is a multiple of kv_heads.
+        v_cache: like k_cache.
         layout: of this packed forward.
 
     Returns:
         [n_rows, heads, head_dim], dtype of q.
     """
     if has_kernels(q):
-        plan = layout.attention_plan(q.shape[1], k_ring.shape[2], k_ring.shape[1])
-        out = None if plan.chain is None else attend_chain(q, k_ring, v_ring, plan.chain)
-        return packed_attention_triton(q, k_ring, v_ring, layout.ancestors, plan, out)
-    return packed_attention_reference(q, k_ring, v_ring, layout)
+        plan = layout.attention_plan(q.shape[1], k_cache.shape[2], k_cache.shape[1])
+        out = None if plan.chain is None else attend_chain(q, k_cache, v_cache, plan.chain)
+        return packed_attention_triton(q, k_cache, v_cache, layout.ancestors, plan, out)
+    return packed_attention_reference(q, k_cache, v_cache, layout)
 
 
-def packed_attention_reference(q: Tensor, k_ring: Tensor, v_ring: Tensor, layout: PackedLayout) -> Tensor:
+def packed_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: PackedLayout) -> Tensor:
     """`packed_attention` in PyTorch."""
     out = torch.empty_like(q)
-    grouped = q.shape[1] != k_ring.shape[2]
+    grouped = q.shape[1] != k_cache.shape[2]
     for span, mask in zip(layout.spans, layout.masks, strict=True):
         rows = span.prefix_len + span.length
-        keys = k_ring[span.slot, :rows].transpose(0, 1)
-        values = v_ring[span.slot, :rows].transpose(0, 1)
+        keys = k_cache[span.slot, :rows].transpose(0, 1)
+        values = v_cache[span.slot, :rows].transpose(0, 1)
         queries = q[span.start : span.stop].transpose(0, 1)
         attended = F.scaled_dot_product_attention(
             queries[None],
@@ -66,7 +66,7 @@ def packed_attention_reference(q: Tensor, k_ring: Tensor, v_ring: Tensor, layout
 
 
 def packed_attention_triton(
-    q: Tensor, k_ring: Tensor, v_ring: Tensor, ancestors: Tensor, plan: AttentionPlan, out: Tensor | None = None
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, ancestors: Tensor, plan: AttentionPlan, out: Tensor | None = None
 ) -> Tensor:
     """`packed_attention` as one launch; reads nothing back.
 
@@ -75,7 +75,7 @@ def packed_attention_triton(
         plan: of this packed forward.
         out: [n_rows, heads, head_dim], where rows are written that have tiles; None: in memory of their own.
     """
-    (n_rows, heads, dim), kv_heads = q.shape, k_ring.shape[2]
+    (n_rows, heads, dim), kv_heads = q.shape, k_cache.shape[2]
     n_tiles, splits, block_d = len(plan.tiles), plan.splits, power_of_two(dim, 16)
     out = q.new_empty(n_rows, heads, dim) if out is None else out
     partial = sums = arrivals = out  # not read unless keys are split
@@ -86,8 +86,8 @@ def packed_attention_triton(
     most_keys, most_bytes = _STEPS[plan.block_m]
     block_n = max(16, min(most_keys, most_bytes // (block_d * q.element_size())))
     _packed_attention[(n_tiles, kv_heads, splits)](
-        q, k_ring, v_ring, ancestors, plan.tiles, out, partial, sums, arrivals, math.log2(math.e) / math.sqrt(dim),
-        q.stride(0), q.stride(1), *k_ring.stride()[:3], *v_ring.stride()[:3],
+        q, k_cache, v_cache, ancestors, plan.tiles, out, partial, sums, arrivals, math.log2(math.e) / math.sqrt(dim),
+        q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_M=plan.block_m, BLOCK_D=block_d, BLOCK_N=block_n,
         SPLIT=splits > 1, WIDEN=q.device.type == "cpu",
         num_warps=4, num_stages=2,
@@ -97,7 +97,7 @@ def packed_attention_triton(
 
 @jit
 def _packed_attention(  # type: ignore[no-untyped-def]
-    q, k_ring, v_ring, ancestors, tiles, out, partial, sums, arrivals, scale,
+    q, k_cache, v_cache, ancestors, tiles, out, partial, sums, arrivals, scale,
     q_row_stride, q_head_stride, k_slot_stride, k_row_stride, k_head_stride,
     v_slot_stride, v_row_stride, v_head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -129,8 +129,8 @@ def _packed_attention(  # type: ignore[no-untyped-def]
     whole = tl.maximum(0, tl.minimum(end, seen_by_all) - begin) // BLOCK_N * BLOCK_N
     masked_begin = begin + whole
 
-    k_base = k_ring + slot * k_slot_stride + kv_head.to(tl.int64) * k_head_stride + d[None, :]
-    v_base = v_ring + slot * v_slot_stride + kv_head.to(tl.int64) * v_head_stride + d[None, :]
+    k_base = k_cache + slot * k_slot_stride + kv_head.to(tl.int64) * k_head_stride + d[None, :]
+    v_base = v_cache + slot * v_slot_stride + kv_head.to(tl.int64) * v_head_stride + d[None, :]
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     result = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)

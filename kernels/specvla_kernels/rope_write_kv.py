@@ -10,7 +10,7 @@ _BLOCK = 512  # elements of half a head that a program holds: 8 per thread and o
 
 
 def rope_write_kv(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, k_ring: Tensor, v_ring: Tensor
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, k_cache: Tensor, v_cache: Tensor
 ) -> Tensor:
     """Rotates q and k by position (RoFormer eq. 34, Llama's half-split layout) and writes k and v to the KV cache.
 
@@ -21,23 +21,23 @@ def rope_write_kv(
         cos: float32 [n_rows, head_dim / 2], of each row's position.
         sin: like cos.
         kv_rows: int64 [n_rows], destination rows, all different.
-        k_ring: [slots, slot_rows, kv_heads, head_dim], one layer's keys, written in place.
-        v_ring: like k_ring, for the values.
+        k_cache: [slots, slot_rows, kv_heads, head_dim], one layer's keys, written in place.
+        v_cache: like k_cache, for the values.
 
     Returns:
         The rotated q, dtype of q. The rotation is computed in float32, or in float64 for float64.
     """
     run = rope_write_kv_triton if has_kernels(q) else rope_write_kv_reference
-    return run(q, k, v, cos, sin, kv_rows, k_ring, v_ring)
+    return run(q, k, v, cos, sin, kv_rows, k_cache, v_cache)
 
 
 def rope_write_kv_reference(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, k_ring: Tensor, v_ring: Tensor
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, k_cache: Tensor, v_cache: Tensor
 ) -> Tensor:
     """`rope_write_kv` in PyTorch."""
     cos, sin = cos[:, None], sin[:, None]
-    k_ring.flatten(0, 1).index_copy_(0, kv_rows, _rotate(k, cos, sin))
-    v_ring.flatten(0, 1).index_copy_(0, kv_rows, v)
+    k_cache.flatten(0, 1).index_copy_(0, kv_rows, _rotate(k, cos, sin))
+    v_cache.flatten(0, 1).index_copy_(0, kv_rows, v)
     return _rotate(q, cos, sin)
 
 
@@ -51,7 +51,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_write_kv_triton(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, k_ring: Tensor, v_ring: Tensor
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, k_cache: Tensor, v_cache: Tensor
 ) -> Tensor:
     """`rope_write_kv` as one launch: a program rotates some heads of one row."""
     (n_rows, heads, dim), kv_heads = q.shape, k.shape[1]
@@ -60,9 +60,9 @@ def rope_write_kv_triton(
     block_heads = min(power_of_two(max(heads, kv_heads)), max(1, _BLOCK // block_half))
     q_blocks, kv_blocks = -(-heads // block_heads), -(-kv_heads // block_heads)
     _rope_write_kv[(n_rows, q_blocks + kv_blocks)](
-        q, k, v, cos.contiguous(), sin.contiguous(), kv_rows, k_ring, v_ring, out,
+        q, k, v, cos.contiguous(), sin.contiguous(), kv_rows, k_cache, v_cache, out,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        k_ring.stride(1), k_ring.stride(2), v_ring.stride(1), v_ring.stride(2),
+        k_cache.stride(1), k_cache.stride(2), v_cache.stride(1), v_cache.stride(2),
         HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK_HALF=block_half, BLOCK_HEADS=block_heads, num_warps=2,
     )  # fmt: skip
     return out
@@ -70,9 +70,9 @@ def rope_write_kv_triton(
 
 @jit
 def _rope_write_kv(  # type: ignore[no-untyped-def]
-    q, k, v, cos, sin, kv_rows, k_ring, v_ring, out,
+    q, k, v, cos, sin, kv_rows, k_cache, v_cache, out,
     q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
-    k_ring_row_stride, k_ring_head_stride, v_ring_row_stride, v_ring_head_stride,
+    k_cache_row_stride, k_cache_head_stride, v_cache_row_stride, v_cache_head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -95,14 +95,14 @@ def _rope_write_kv(  # type: ignore[no-untyped-def]
     else:
         head = (block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
         mask = (head < KV_HEADS) & is_pair
-        ring_row = tl.load(kv_rows + row)
+        cache_row = tl.load(kv_rows + row)
         source = k + row * k_row_stride + head * k_head_stride + pair
         first = tl.load(source, mask, other=0.0).to(tl.float32)
         second = tl.load(source + HALF, mask, other=0.0).to(tl.float32)
-        target = k_ring + ring_row * k_ring_row_stride + head * k_ring_head_stride + pair
+        target = k_cache + cache_row * k_cache_row_stride + head * k_cache_head_stride + pair
         tl.store(target, first * turn_cos - second * turn_sin, mask)
         tl.store(target + HALF, second * turn_cos + first * turn_sin, mask)
         source = v + row * v_row_stride + head * v_head_stride + pair
-        target = v_ring + ring_row * v_ring_row_stride + head * v_ring_head_stride + pair
+        target = v_cache + cache_row * v_cache_row_stride + head * v_cache_head_stride + pair
         tl.store(target, tl.load(source, mask), mask)
         tl.store(target + HALF, tl.load(source + HALF, mask), mask)

@@ -16,6 +16,7 @@ from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_f
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.settings.parameter import Declared, walk, with_values
 from specvla_ros.settings.profiles import merge_parameters, read_assignments
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 if TYPE_CHECKING:
     from specvla_ros.models.target import Target
@@ -111,7 +112,8 @@ def _model_option(declared: Declared) -> inspect.Parameter:
     if declared.parameter.allowed:
         kind = _choice(name, declared.parameter.allowed)
         default = kind(default)
-    return _option(name, kind, default, "Model", f"--{name.replace('_', '-')}", help=declared.description)
+    flag, hidden = f"--{name.replace('_', '-')}", not declared.parameter.basic
+    return _option(name, kind, default, "Model", flag, help=declared.description, hidden=hidden)
 
 
 def _checkpoint(*flags: str) -> inspect.Parameter:
@@ -120,6 +122,13 @@ def _checkpoint(*flags: str) -> inspect.Parameter:
     names = ", ".join(bundled_names())
     text = f"Checkpoint of the policy: a Hugging Face directory, or one of this package: {names}. Default: nano."
     return _option("checkpoint", Path | None, None, "Model", "--checkpoint", "--policy", *flags, help=text)
+
+
+def _basic_names() -> str:
+    """Parameters that -p takes and a robot sets, for the help."""
+    prefixes = (EngineSettings.ROS_PREFIX, DraftSettings.ROS_PREFIX, AcceptanceSettings.ROS_PREFIX)
+    declared = [each for each in walk(EngineSettings()) if each.parameter.basic]
+    return ", ".join(each.name for each in declared if each.name.startswith(prefixes))
 
 
 def _choice(name: str, allowed: tuple[str, ...]) -> Any:
@@ -151,8 +160,8 @@ _DECODING = [
         "Decoding",
         "-p",
         "--param",
-        help="name:=value, as the policy node takes it: decode.*, draft.*, acceptance.*, and action.* where actions "
-        "are published; again for more.",
+        help=f"name:=value, as the policy node takes it: {_basic_names()}; or another of decode.*, draft.*, "
+        "acceptance.*, and action.* where actions are published (all: docs/reference/parameters.md); again for more.",
     ),
     _option(
         "params_file",

@@ -19,27 +19,39 @@ class Limits:
     ROS_PREFIX = "limits."
 
     linear_speed: float = parameter(
-        0.0, "Largest speed of the tool; 0: not set.", unit="m/s", minimum=0.0, maximum=10.0
+        0.0, "Largest speed of the tool; 0: not set.", unit="m/s", minimum=0.0, maximum=10.0, basic=True
     )
     angular_speed: float = parameter(
-        0.0, "Largest speed of rotation of the tool; 0: not set.", unit="rad/s", minimum=0.0, maximum=30.0
+        0.0, "Largest speed of rotation of the tool; 0: not set.", unit="rad/s", minimum=0.0, maximum=30.0, basic=True
     )
     linear_acceleration: float = parameter(
-        0.0, "Largest acceleration of the tool; 0: not set.", unit="m/s²", minimum=0.0, maximum=100.0
+        0.0, "Largest acceleration of the tool; 0: not set.", unit="m/s²", minimum=0.0, maximum=100.0, basic=True
     )
     angular_acceleration: float = parameter(
-        0.0, "Largest acceleration of the tool's rotation; 0: not set.", unit="rad/s²", minimum=0.0, maximum=300.0
+        0.0,
+        "Largest acceleration of the tool's rotation; 0: not set.",
+        unit="rad/s²",
+        minimum=0.0,
+        maximum=300.0,
+        basic=True,
     )
     linear_jerk: float = parameter(
-        0.0, "Largest jerk of the tool; 0: not set.", unit="m/s³", minimum=0.0, maximum=10_000.0
+        0.0, "Largest jerk of the tool; 0: not set.", unit="m/s³", minimum=0.0, maximum=10_000.0, basic=True
     )
     angular_jerk: float = parameter(
-        0.0, "Largest jerk of the tool's rotation; 0: not set.", unit="rad/s³", minimum=0.0, maximum=30_000.0
+        0.0,
+        "Largest jerk of the tool's rotation; 0: not set.",
+        unit="rad/s³",
+        minimum=0.0,
+        maximum=30_000.0,
+        basic=True,
     )
     workspace_min: tuple[float, ...] = parameter(
-        _NO_CORNER, "Smallest x y z of the tool in the base frame; both corners zero: not set.", unit="m"
+        _NO_CORNER, "Smallest x y z of the tool in the base frame; both corners zero: not set.", unit="m", basic=True
     )
-    workspace_max: tuple[float, ...] = parameter(_NO_CORNER, "Largest x y z of the tool in the base frame.", unit="m")
+    workspace_max: tuple[float, ...] = parameter(
+        _NO_CORNER, "Largest x y z of the tool in the base frame.", unit="m", basic=True
+    )
 
     def __post_init__(self) -> None:
         check(self)

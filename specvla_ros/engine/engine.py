@@ -30,6 +30,7 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout, Target
 from specvla_ros.speculation.accept import AcceptanceRule
 from specvla_ros.speculation.drafters.combine import Drafters
+from specvla_ros.speculation.drafters.registry import DraftPrompt
 from specvla_ros.speculation.rules.registry import bins_of, make_rule
 from specvla_ros.speculation.settings import AcceptanceSettings
 from specvla_ros.speculation.tree import Tree
@@ -343,9 +344,7 @@ class Engine:
     def _draft(self, batch: Batch, commits: list[Commit]) -> None:
         """Grows the trees that the next forward verifies, and lets the drafters learn from finished answers."""
         for answer in batch.finished:
-            self.drafter.observe(
-                answer.epoch, answer.tokens, answer.action, stamp_ns=answer.stamp_ns, stream=answer.stream
-            )
+            self.drafter.observe(answer)
         going_on = self.scheduler.requests
         if not self.drafter.sources:
             for share, commit in zip(batch.verified, commits, strict=True):
@@ -367,14 +366,9 @@ class Engine:
 
     def _draft_prompt(self, request: Request) -> Tree:
         """What the end of a prompt verifies with it."""
-        codec = self._codec
-        asked = request.observation
+        codec, asked = self._codec, request.observation
         return self.drafter.draft_prompt(
-            asked.epoch,
-            max_depth=codec.max_tokens,
-            in_text=codec.in_text(()),
-            stamp_ns=asked.stamp_ns,
-            stream=asked.stream,
+            DraftPrompt(asked.epoch, codec.max_tokens, codec.in_text(()), asked.stamp_ns, asked.stream)
         )
 
     def _lay_out(self, observation: Observation) -> PromptLayout:

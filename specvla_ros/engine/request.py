@@ -15,8 +15,7 @@ from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout
 from specvla_ros.speculation.accept import AcceptanceRule
-from specvla_ros.speculation.drafters.new_rows import NewRows
-from specvla_ros.speculation.drafters.registry import DraftInput
+from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
 from specvla_ros.speculation.rules.strict import Strict
 from specvla_ros.speculation.tree import Tree
 

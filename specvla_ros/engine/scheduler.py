@@ -24,29 +24,11 @@ from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout
 from specvla_ros.speculation.accept import NOT_A_NUMBER
+from specvla_ros.speculation.drafters.registry import FinishedAnswer
 from specvla_ros.speculation.tree import Tree
 
 _log = logging.getLogger(__name__)
 _MEMORY = 0.9  # of the mean number of forwards per request: about the last ten requests
-
-
-@dataclass(frozen=True)
-class FinishedAnswer:
-    """An answer that stands for an action, as drafters learn from it.
-
-    Args:
-        stream: of which robot.
-        epoch: the instruction epoch.
-        tokens: the whole answer.
-        action: the action tokens in which it ends.
-        stamp_ns: of its picture.
-    """
-
-    stream: str
-    epoch: int
-    tokens: tuple[int, ...]
-    action: tuple[int, ...]
-    stamp_ns: int
 
 
 @dataclass
@@ -298,7 +280,7 @@ class Scheduler:
         self._held.append(action)
         stamp_ns = request.observation.stamp_ns
         asked = request.observation
-        batch.finished.append(FinishedAnswer(asked.stream, asked.epoch, tuple(request.tokens), tokens, stamp_ns))
+        batch.finished.append(FinishedAnswer(asked.epoch, tuple(request.tokens), tokens, stamp_ns, asked.stream))
         if not self.settings.in_order:
             for older in [other for other in self._of(asked.stream) if other.observation.stamp_ns < stamp_ns]:
                 self._drop(older, DropReason.OVERTAKEN)

@@ -9,9 +9,7 @@ from typing import Any, ClassVar
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import check, hint, parameter, section, values_of, walk, with_values
 from specvla_ros.settings.profiles import merge_parameters, read_assignments
-from specvla_ros.speculation.presets import PRESETS
-from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
-from specvla_ros.speculation.tolerance import Tolerance
+from specvla_ros.speculation.settings import PRESETS, AcceptanceSettings, DraftSettings, Tolerance
 
 _SLOTS = {"ar": 1, "spec": 1, "pipeline": 7, "specpipe": 4}
 MODES = tuple(_SLOTS)
@@ -39,6 +37,7 @@ class EngineSettings:
         "flight. specpipe: the same with a draft tree of every frame.",
         choices=MODES,
         writable=True,
+        basic=True,
     )
     max_in_flight: int = parameter(
         0,
@@ -112,6 +111,7 @@ class EngineSettings:
         maximum=3600.0,
         writable=True,
         name="max_image_age_s",
+        basic=True,
     )
     preset: str = parameter(
         _NO_PRESET,

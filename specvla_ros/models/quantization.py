@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specvla_kernels.device import has_kernels
-from specvla_kernels.int8_linear import int8_linear
-from specvla_kernels.int8_packed import pack_int8
+from specvla_kernels.int8_linear import int8_linear, pack_int8
 from specvla_kernels.rounded_linear import Rounded, round_rows, round_weight, rounded_linear
 from specvla_ros.errors import UserError
 from specvla_ros.models.decoder import DecoderLayer

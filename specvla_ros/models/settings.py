@@ -40,11 +40,13 @@ class ModelSettings:
     """
 
     unnorm_key: str = parameter(
-        "", "Dataset of the checkpoint whose action statistics apply; empty: the only one there is."
+        "", "Dataset of the checkpoint whose action statistics apply; empty: the only one there is.", basic=True
     )
-    device: str = parameter("auto", "Where the policy runs: auto (CUDA if it is there), cpu, cuda or cuda:N.")
+    device: str = parameter(
+        "auto", "Where the policy runs: auto (CUDA if it is there), cpu, cuda or cuda:N.", basic=True
+    )
     dtype: str = parameter(
-        "auto", "Precision of the weights; auto: float32 on a CPU, bfloat16 on CUDA.", choices=DTYPES
+        "auto", "Precision of the weights; auto: float32 on a CPU, bfloat16 on CUDA.", choices=DTYPES, basic=True
     )
     quantization: str = parameter(
         "none",
@@ -53,6 +55,7 @@ class ModelSettings:
         "GPU, int4 on a GPU torchao; int4 on a CPU is slow.",
         name="model.quantization",
         choices=QUANTIZATIONS,
+        basic=True,
     )
     action_head: bool = parameter(
         False,
@@ -60,7 +63,9 @@ class ModelSettings:
         name="model.action_head",
     )
     center_crop: bool = parameter(
-        False, "Crop images to the central 90 % of their area, as checkpoints fine-tuned with augmentation need."
+        False,
+        "Crop images to the central 90 % of their area, as checkpoints fine-tuned with augmentation need.",
+        basic=True,
     )
 
     prompt: str = parameter(

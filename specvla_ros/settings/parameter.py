@@ -47,6 +47,7 @@ class Parameter:
         writable: whether it may change while a node runs.
         name: see the module.
         presets: by choice, values that other parameters of the tree have by their full names, unless they are given.
+        basic: whether a robot sets it, so that help and reference show it first.
     """
 
     description: str
@@ -57,6 +58,7 @@ class Parameter:
     writable: bool = False
     name: str = ""
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    basic: bool = False
 
     @property
     def range(self) -> str:
@@ -179,12 +181,13 @@ def parameter(
     writable: bool = False,
     name: str = "",
     presets: Mapping[str, Mapping[str, Any]] | None = None,
+    basic: bool = False,
 ) -> Any:
     """A field that is a parameter; see `Parameter`.
 
     A list has a tuple as its default, and never an empty one: ROS could not tell of what it is empty.
     """
-    declared = Parameter(description, unit, minimum, maximum, choices, writable, name, presets or {})
+    declared = Parameter(description, unit, minimum, maximum, choices, writable, name, presets or {}, basic)
     return field(default=default, metadata={_PARAMETER: declared})
 
 

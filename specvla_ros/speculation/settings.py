@@ -4,6 +4,8 @@
 What one rule or one drafter alone needs is declared in its own file, and is here as a group by its name.
 """
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,25 +13,27 @@ from typing import Any, ClassVar, TypeVar
 
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import Groups, check, groups, hint, parameter, walk
-from specvla_ros.speculation.registry import DRAFTERS, RULES
+from specvla_ros.settings.registry import Registry
+
+# The rules and drafters of this package, by name; other packages add theirs through entry points.
+RULES = Registry(
+    "specvla_ros.rules",
+    [f"specvla_ros.speculation.rules.{name}" for name in ("strict", "bin_distance", "fly", "lvspec", "composite")],
+)
+# Drafters take their nodes of a tree in their order; one that takes all that is left comes last.
+DRAFTERS = Registry(
+    "specvla_ros.drafters",
+    [
+        f"specvla_ros.speculation.drafters.{name}"
+        for name in ("chunk_shift", "temporal", "prompt_lookup", "self_drafter", "model_drafter", "eagle")
+    ],
+)
 
 CHILDREN = ("top_k", "window_mass")
 NO_HEAD = "none"
 DRAFT_FOLDER = "draft"
 _MAX_NODES = 64  # a node's ancestors are the bits of one int64
 _MAX_BINS = 254
-
-
-def _rules() -> tuple[str, ...]:
-    return RULES.names()
-
-
-def _rule_settings() -> Mapping[str, type]:
-    return RULES.settings()
-
-
-def _drafter_settings() -> Mapping[str, type]:
-    return DRAFTERS.settings()
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,9 @@ class DraftSettings:
     ROS_PREFIX: ClassVar[str] = "draft."
 
     head: str = parameter(
-        "", "Directory of the draft head; empty: the folder `draft` of the checkpoint if there is one; none: no head."
+        "",
+        "Directory of the draft head; empty: the folder `draft` of the checkpoint if there is one; none: no head.",
+        basic=True,
     )
     fallback_to_ar: bool = parameter(False, "Decode plainly, with a warning, when no draft can be had.")
     top_k: int = parameter(8, "Children per node that a draft tree considers.", minimum=1, maximum=_MAX_NODES)
@@ -51,7 +57,7 @@ class DraftSettings:
     depth: int = parameter(
         5, "Drafted tokens on a draft tree's longest path.", unit="tokens", minimum=1, maximum=_MAX_NODES - 1
     )
-    nodes: int = parameter(50, "Nodes of a draft tree, the root included.", minimum=1, maximum=_MAX_NODES)
+    nodes: int = parameter(50, "Nodes of a draft tree, the root included.", minimum=1, maximum=_MAX_NODES, basic=True)
     children: str = parameter(
         "top_k",
         "How children are chosen: the likeliest (top_k), or those whose tolerance covers most of the draft's mass "
@@ -61,7 +67,7 @@ class DraftSettings:
     whole_vocabulary: bool = parameter(
         False, "The head drafts among all ids, as published, not only those that the answer may have: slower."
     )
-    drafters: Groups = groups(_drafter_settings)
+    drafters: Groups = groups(DRAFTERS.settings)
 
     def __post_init__(self) -> None:
         check(self)
@@ -97,8 +103,9 @@ class AcceptanceSettings:
         "strict",
         "Which drafted tokens are accepted; composite: bin_distance for actions, strict for numbers in text, fly for "
         "other text.",
-        choices=_rules,
+        choices=RULES.names,
         writable=True,
+        basic=True,
     )
     bins: tuple[int, ...] = parameter(
         (0,),
@@ -116,6 +123,7 @@ class AcceptanceSettings:
         minimum=0.0,
         maximum=1.0,
         writable=True,
+        basic=True,
     )
     tolerance_rad: float = parameter(
         0.0,
@@ -124,6 +132,7 @@ class AcceptanceSettings:
         minimum=0.0,
         maximum=3.2,
         writable=True,
+        basic=True,
     )
     gripper_bins: int = parameter(
         0,
@@ -133,7 +142,7 @@ class AcceptanceSettings:
         maximum=_MAX_BINS,
         writable=True,
     )
-    rules: Groups = groups(_rule_settings)
+    rules: Groups = groups(RULES.settings)
 
     def __post_init__(self) -> None:
         check(self)
@@ -171,3 +180,109 @@ def adjusted(settings: Settings, **values: Any) -> Settings:
         groups = changes.get(field, getattr(settings, field))
         changes[field] = Groups({**groups, group: replace(groups[group], **{attribute: value})})
     return replace(settings, **changes)
+
+
+_STRICT = ("0", "strict")
+_PART = re.compile(r"([0-9.]+)\s*(mm|deg|bins?)")
+_EXAMPLE = "write it as 2mm,1.1deg, or 2mm, or 1deg, or 5bins"
+
+
+@dataclass(frozen=True, order=True)
+class Tolerance:
+    """How far an action token may be from the target's own choice; of two, the one with more mm is the larger.
+
+    Args:
+        mm: of x, y, z; 0: strict.
+        degrees: of roll, pitch, yaw; 0: strict.
+        bins: of every moving dimension, in place of the others.
+    """
+
+    mm: float = 0.0
+    degrees: float = 0.0
+    bins: int = 0
+
+    @staticmethod
+    def parse(text: str) -> "Tolerance":
+        """Reads one; `0` and `strict` are none.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        if text.strip() in _STRICT:
+            return Tolerance()
+        found: dict[str, float] = {}
+        for part in text.replace(" ", "").split(","):
+            match = _PART.fullmatch(part)
+            try:
+                number = float(match[1]) if match else math.nan
+            except ValueError:
+                number = math.nan
+            unit = match[2].removesuffix("s") if match else ""
+            if not number > 0 or unit in found:
+                raise UserError(f"'{text}' is no tolerance; {_EXAMPLE}")
+            found[unit] = number
+        if "bin" in found and (len(found) > 1 or not found["bin"].is_integer()):
+            raise UserError(f"'{text}' is no tolerance: bins are whole, and stand alone; {_EXAMPLE}")
+        return Tolerance(found.get("mm", 0.0), found.get("deg", 0.0), int(found.get("bin", 0)))
+
+    @property
+    def acceptance(self) -> AcceptanceSettings:
+        """As the engine takes it."""
+        if self == Tolerance():
+            return AcceptanceSettings()
+        if self.bins:
+            return AcceptanceSettings("bin_distance", bins=(self.bins,))
+        metres, radians = round(self.mm * 1e-3, 9), round(math.radians(self.degrees), 6)
+        return AcceptanceSettings("bin_distance", tolerance_m=metres, tolerance_rad=radians)
+
+    def __str__(self) -> str:
+        parts = [(self.mm, "mm"), (self.degrees, "deg"), (self.bins, "bins")]
+        return ",".join(f"{number:g}{unit}" for number, unit in parts if number) or _STRICT[1]
+
+
+def _spec_vla(r: int) -> dict[str, Any]:
+    """Spec-VLA, section 5.1 and table 4: r bins for every token, the gripper's too; 50 nodes, top-8.
+
+    Its tree depth is 4 in the text and 5 in the table, as its code counts the root's children as depth 0. Which ids are
+    drafted the text does not say; its code takes the likeliest of all.
+    """
+    tree = {"draft.top_k": 8, "draft.depth": 5, "draft.nodes": 50}
+    children = {"draft.children": "top_k", "draft.whole_vocabulary": True}
+    rule = {"acceptance.rule": "bin_distance", "acceptance.bins": (r,), "acceptance.gripper_bins": r}
+    return {**rule, **tree, **children}
+
+
+def _fly(k: int) -> dict[str, Any]:
+    """FLy: W = 6, theta = 0.3, and a chain of K tokens of a draft model, which prompt lookup drafts for in turn.
+
+    How many tokens a lookup drafts the text does not say; 10 are prompt lookup decoding's own.
+    """
+    numbers = {"acceptance.fly_theta": 0.3, "acceptance.fly_window": 6, "acceptance.fly_entropy": "paper"}
+    return {"acceptance.rule": "fly", **numbers, **_chain(k), "draft.model_lookup_tokens": 10}
+
+
+def _lvspec() -> dict[str, Any]:
+    """LVSpec, section 4: lambda = 0.7, N = 10, K = 10, and a position shift without bound.
+
+    Its two drafters, a smaller model (Std.-SD) and the target itself (Self-SD), see a tenth of the image's tokens, at
+    even distances. Which of the two drafts, and where the smaller model lies, is said beside the preset; the one that
+    `draft.model` loads sees the whole image.
+    """
+    numbers = {"acceptance.lvspec_loose_share": 0.7, "acceptance.lvspec_top_n": 10, "acceptance.lvspec_shift": 63}
+    pruned = {"draft.self_image_share": 0.1, "draft.self_keep": "uniform"}
+    return {"acceptance.rule": "lvspec", **numbers, **_chain(10), **pruned}
+
+
+def _chain(k: int) -> dict[str, Any]:
+    return {"draft.head": "none", "draft.nodes": 1 + k, "draft.model_tokens": k}
+
+
+# The papers' own numbers, as values of parameters by their full names. Nothing is in two places: a rule's defaults are
+# what serves a robot, these are what a paper says.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "spec-vla-paper": _spec_vla(9),
+    "spec-vla-paper-long": _spec_vla(5),  # LIBERO-Long
+    "fly-paper": _fly(15),  # a 70B target
+    "fly-paper-405b": _fly(25),
+    "lvspec-paper": _lvspec(),
+}

@@ -32,7 +32,7 @@ from specvla_ros.lab.simulation.tasks import TASKS
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.observation import Observation
 from specvla_ros.speculation.accept import AcceptReason, Verification
-from specvla_ros.speculation.registry import RULES
+from specvla_ros.speculation.settings import RULES
 
 FRAMES = [
     Observation(

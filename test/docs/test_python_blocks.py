@@ -18,7 +18,7 @@ from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.models.checkpoint import TARGETS
 from specvla_ros.models.target import Target
 from specvla_ros.speculation import reference
-from specvla_ros.speculation.registry import DRAFTERS, RULES
+from specvla_ros.speculation.settings import DRAFTERS, RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 HOW_TO = "docs/how-to"

@@ -29,7 +29,7 @@ from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.families.pi0_fast.target import Pi0FastTarget
 from specvla_ros.models.families.qwen_vl.target import QwenVLTarget
 from specvla_ros.models.target import Target
-from specvla_ros.speculation.drafters.earlier_answers import ANSWERS_FILE, save_answers
+from specvla_ros.speculation.drafters.chunk_shift import ANSWERS_FILE, save_answers
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 FRAMES = 4

@@ -16,7 +16,7 @@ from support.checkpoints import load_openvla
 from support.draft_heads import write_random_head
 from support.random_checkpoint import write_random_checkpoint
 
-from specvla_kernels.int8_packed import packed_product
+from specvla_kernels.int8_linear import packed_product
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache

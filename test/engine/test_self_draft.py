@@ -16,8 +16,7 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.speculation.drafters.self_draft import KEEPS
-from specvla_ros.speculation.drafters.self_drafter import SelfDrafter
+from specvla_ros.speculation.drafters.self_drafter import KEEPS, SelfDrafter
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 LONGEST_TEXT = 24

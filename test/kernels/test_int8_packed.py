@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specvla_kernels import int8_packed
-from specvla_kernels.int8_linear import int8_linear
-from specvla_kernels.int8_packed import PackedInt8, Sums, pack_int8, packed_product
+from specvla_kernels import int8_linear as int8_packed
+from specvla_kernels.int8_linear import PackedInt8, Sums, int8_linear, pack_int8, packed_product
 
 needs_product = pytest.mark.skipif(packed_product() is None, reason="this processor has no exact packed product")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

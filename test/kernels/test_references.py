@@ -47,10 +47,10 @@ def test_rope_rotates_pairs_half_a_head_apart_and_writes_the_given_rows(dtype: t
     torch.manual_seed(1)
     q, k, v = torch.randn(3, 4, 6), torch.randn(3, 2, 6), torch.randn(3, 2, 6)
     angles = torch.rand(3, 3) * 6
-    k_ring, v_ring = (torch.full((2, 5, 2, 6), -9.0, dtype=dtype) for _ in range(2))
+    k_cache, v_cache = (torch.full((2, 5, 2, 6), -9.0, dtype=dtype) for _ in range(2))
     rows = torch.tensor([7, 1, 9])
 
-    rotated = rope_write_kv(q.to(dtype), k.to(dtype), v.to(dtype), angles.cos(), angles.sin(), rows, k_ring, v_ring)
+    rotated = rope_write_kv(q.to(dtype), k.to(dtype), v.to(dtype), angles.cos(), angles.sin(), rows, k_cache, v_cache)
 
     def as_complex(x: torch.Tensor) -> torch.Tensor:
         x = x.to(dtype).double()
@@ -59,9 +59,9 @@ def test_rope_rotates_pairs_half_a_head_apart_and_writes_the_given_rows(dtype: t
     turn = torch.polar(torch.ones(3, 3), angles).to(torch.complex128)[:, None]
     atol, rtol = (4e-2, 1e-2) if dtype == torch.bfloat16 else (1e-5, 1e-5)
     torch.testing.assert_close(as_complex(rotated), as_complex(q) * turn, atol=atol, rtol=rtol)
-    written = k_ring.flatten(0, 1)
+    written = k_cache.flatten(0, 1)
     torch.testing.assert_close(as_complex(written[rows]), as_complex(k) * turn, atol=atol, rtol=rtol)
-    torch.testing.assert_close(v_ring.flatten(0, 1)[rows], v.to(dtype))
+    torch.testing.assert_close(v_cache.flatten(0, 1)[rows], v.to(dtype))
     untouched = [row for row in range(10) if row not in rows.tolist()]
     assert (written[untouched] == -9).all()
 

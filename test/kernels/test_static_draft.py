@@ -16,10 +16,9 @@ from support.static_forwards import kernels, rerun, use_table
 from specvla_kernels.graph_capture import Captures, capture_on, paddings
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.config import DecoderShape
-from specvla_ros.speculation.drafters.children import WindowMass
-from specvla_ros.speculation.drafters.eagle import EagleDrafter
-from specvla_ros.speculation.drafters.new_rows import NewRows
-from specvla_ros.speculation.drafters.registry import DraftInput
+from specvla_ros.speculation.drafters.eagle.children import WindowMass
+from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
+from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
 from specvla_ros.speculation.settings import DraftSettings
 
 pytest.importorskip("triton")

@@ -11,10 +11,8 @@ from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_f
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import values_of, with_values
 from specvla_ros.settings.profiles import write_parameters
-from specvla_ros.speculation.presets import PRESETS
 from specvla_ros.speculation.rules.registry import RULES
-from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
-from specvla_ros.speculation.tolerance import Tolerance
+from specvla_ros.speculation.settings import PRESETS, AcceptanceSettings, DraftSettings, Tolerance
 
 PROFILE = """
 /**:

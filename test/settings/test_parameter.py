@@ -11,9 +11,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from specvla_ros.cli.app import app
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
+from specvla_ros.models.settings import ModelSettings
+from specvla_ros.ros.driver.parameters import DriverParameters
+from specvla_ros.ros.guard.parameters import GuardParameters
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.settings.parameter import (
     Groups,
@@ -152,8 +157,23 @@ def test_every_parameter_of_the_policy_has_a_name_of_its_own_and_a_default_that_
     assert values_of(PolicyParameters())["max_image_age_s"] == 1.0 and EngineSettings().max_image_age_s == 0.0
 
 
-def test_the_reference_page_is_up_to_date() -> None:
+@pytest.mark.parametrize("settings", [PolicyParameters(), DriverParameters(), GuardParameters()])
+def test_about_a_dozen_parameters_of_a_node_are_basic(settings: object) -> None:
+    assert 8 <= sum(each.parameter.basic for each in walk(settings)) <= 16
+
+
+def test_help_shows_the_basic_parameters_and_hides_the_others() -> None:
+    done = CliRunner().invoke(app, ["predict", "--help"], env={"COLUMNS": "400", "TERM": "dumb"})
+    shown = {*re.findall(r"--[a-z-]+", done.output), *re.findall(r"[a-z]+\.[a-z_]+", done.output)}
+    model = {f"--{each.path[0].replace('_', '-')}": each.parameter.basic for each in walk(ModelSettings())}
+    engine = {each.name: each.parameter.basic for each in walk(EngineSettings()) if "." in each.name}
+    wanted = {name for name, basic in (model | engine).items() if basic}
+    assert shown & (model.keys() | engine.keys()) == wanted and "docs/reference/parameters.md" in done.output
+
+
+def test_the_reference_page_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rclpy")
+    monkeypatch.syspath_prepend(ROOT / "scripts")
     from parameter_reference import reference
 
     page = (ROOT / "docs" / "reference" / "parameters.md").read_text()

@@ -21,8 +21,7 @@ from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.codecs.fast_tokenizer import fit_fast_tokenizer
 from specvla_ros.speculation.drafters.chunk_shift import ChunkShiftDrafter
-from specvla_ros.speculation.drafters.new_rows import NewRows
-from specvla_ros.speculation.drafters.registry import DraftInput
+from specvla_ros.speculation.drafters.registry import DraftInput, FinishedAnswer, NewRows
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 HORIZON, DIMS, END = 8, 3, 40
@@ -57,7 +56,7 @@ def answer_of(codec: Codec, chunk: np.ndarray) -> tuple[int, ...]:
 
 def drafter_after(codec: Codec, chunk: np.ndarray, *, step_s: float = 0.1) -> tuple[ChunkShiftDrafter, tuple[int, ...]]:
     drafter, answer = ChunkShiftDrafter(codec, step_s), answer_of(codec, chunk)
-    drafter.observe(1, answer, codec.action_tokens(answer), stamp_ns=SECOND)
+    drafter.observe(FinishedAnswer(1, answer, codec.action_tokens(answer), stamp_ns=SECOND))
     return drafter, answer
 
 
@@ -90,7 +89,7 @@ def test_the_newest_of_several_in_flight_stays() -> None:
     first, second = chunks(4, 2)
     drafter, _ = drafter_after(DIGITS, second)
     older = answer_of(DIGITS, first)
-    drafter.observe(1, older, DIGITS.action_tokens(older), stamp_ns=SECOND - 1)
+    drafter.observe(FinishedAnswer(1, older, DIGITS.action_tokens(older), stamp_ns=SECOND - 1))
     assert drafter.answer(1, SECOND) == answer_of(DIGITS, second)
 
 
@@ -174,7 +173,7 @@ BEFORE = numbers("500 600 700 510 620 990")
 def test_what_is_committed_says_more_of_the_numbers_behind_it() -> None:
     """As far off as the newest number of each dimension, and holding it; numbers stay within the range."""
     drafter = ChunkShiftDrafter(SHORT, 1.0)
-    drafter.observe(1, (*BEFORE, END), BEFORE, stamp_ns=SECOND)  # none of its actions has passed
+    drafter.observe(FinishedAnswer(1, (*BEFORE, END), BEFORE, stamp_ns=SECOND))  # none of its actions has passed
     chunk_before, three_more, held = "10 620 990.", "13 620 1000.", "03 600 720."
     assert drafted(drafter, "503 600 720 5") == {chunk_before, three_more, held}
     assert drafted(drafter, "5") == {"00 600 700 510 620 990."}, "no number is known yet"
@@ -187,7 +186,7 @@ def test_an_instructions_first_chunk_goes_on_with_what_it_begins_with() -> None:
     assert drafted(drafter, "503 600 720 ") == {"503 600 720"}
     others = {f"{digit}0 " for digit in range(1, 10)}
     assert drafted(drafter, "503 6") == {"00 500 503 500 500"} | others, "the middle of the range"
-    drafter.observe(1, (*BEFORE, END), BEFORE, stamp_ns=SECOND)
+    drafter.observe(FinishedAnswer(1, (*BEFORE, END), BEFORE, stamp_ns=SECOND))
     assert drafted(drafter, "503 6", epoch=2) == {"20 990 503 620 990."}, "where the arm was left"
 
 
@@ -211,7 +210,7 @@ def test_a_number_that_no_draft_begins_so_may_go_on_with_every_other_digit(
 
 def test_they_stand_beside_the_other_branches() -> None:
     drafter = ChunkShiftDrafter(SHORT, 1.0)
-    drafter.observe(1, (*BEFORE, END), BEFORE, stamp_ns=SECOND)
+    drafter.observe(FinishedAnswer(1, (*BEFORE, END), BEFORE, stamp_ns=SECOND))
     assert drafted(drafter, "5") == {"00 600 700 510 620 990."}
     others = {f"{digit}0 " for digit in range(1, 10)}
     assert drafted(drafter, "4") == {"00 600 700 510 620 990."} | others

@@ -15,7 +15,7 @@ from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action
 from specvla_ros.lab.evaluation.collect_answers import collect_answers
 from specvla_ros.models.families.openvla.target import OpenVLATarget
-from specvla_ros.speculation.drafters.earlier_answers import (
+from specvla_ros.speculation.drafters.chunk_shift import (
     ANSWERS_FILE,
     EarlierAnswers,
     load_answers,

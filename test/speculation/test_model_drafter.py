@@ -22,8 +22,7 @@ from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout
 from specvla_ros.speculation.drafters.model_drafter import ModelDrafter
-from specvla_ros.speculation.drafters.new_rows import NewRows
-from specvla_ros.speculation.drafters.registry import DraftInput, DraftWork
+from specvla_ros.speculation.drafters.registry import DraftInput, DraftWork, NewRows
 from specvla_ros.speculation.tree import Tree
 
 CONFIG = DecoderShape(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)

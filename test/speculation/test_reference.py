@@ -19,7 +19,7 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.checkpoint import Target
 from specvla_ros.models.codecs.codec import ActionIds
-from specvla_ros.speculation.drafters.registry import Drafter, DraftInput
+from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftPrompt
 from specvla_ros.speculation.reference import Node, bin_distance, decode, strict
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 from specvla_ros.speculation.tree import Tree
@@ -59,10 +59,8 @@ class Scribble(Drafter):
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
         return [self.tree(request.root, request.answer) for request in inputs]
 
-    def draft_prompt(
-        self, epoch: int, *, max_depth: int, in_text: bool, nodes: int, stamp_ns: int, stream: str = ""
-    ) -> Tree:
-        return self.tree(torch.zeros((), dtype=torch.int64), ())
+    def draft_prompt(self, prompt: DraftPrompt, root: torch.Tensor, nodes: int) -> Tree:
+        return self.tree(root, ())
 
     def tree(self, root: torch.Tensor, answer: Sequence[int]) -> Tree:
         nodes = self.nodes(answer)

@@ -16,7 +16,7 @@ from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import Target
-from specvla_ros.speculation.registry import Registry
+from specvla_ros.settings.registry import Registry
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 PICTURES = (1, 1, 2, 2, 3, 3)  # each comes again: what the last action was is then right

@@ -18,10 +18,9 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.target import PromptLayout
-from specvla_ros.speculation.drafters.new_rows import NewRows
-from specvla_ros.speculation.drafters.registry import DraftInput
-from specvla_ros.speculation.drafters.self_draft import KEEPS
+from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
 from specvla_ros.speculation.drafters.self_drafter import (
+    KEEPS,
     KEPT_ROWS,
     SelfDrafter,
     evenly_spaced_rows,

@@ -12,10 +12,11 @@ from specvla_kernels.layout import Ancestry
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.speculation.drafters.branches import Branches
-from specvla_ros.speculation.drafters.children import Children, WindowMass, top_k
+from specvla_ros.speculation.drafters.eagle.children import Children, TopK, WindowMass
+from specvla_ros.speculation.drafters.eagle.tree_growth import TreeGrowth, split_trees, tree_size
 from specvla_ros.speculation.drafters.prompt_lookup import look_up
+from specvla_ros.speculation.drafters.registry import FinishedAnswer
 from specvla_ros.speculation.drafters.temporal import TemporalDrafter
-from specvla_ros.speculation.drafters.tree_growth import TreeGrowth, tree_size
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 from specvla_ros.speculation.tree import Tree
 
@@ -39,7 +40,7 @@ def grow(growth: TreeGrowth, children: Children, rows: torch.Tensor, level: int,
 
 
 def finished(growth: TreeGrowth, *, levels: int, k: int, nodes: int) -> Tree:
-    return growth.finish(torch.tensor([nodes]), nodes).split([(tree_size(levels, k, nodes), levels)])[0]
+    return split_trees(growth.finish(torch.tensor([nodes]), nodes), [(tree_size(levels, k, nodes), levels)])[0]
 
 
 def log_probs(seed: int, rows: int = 3, sharpness: float = 2.0) -> torch.Tensor:
@@ -73,7 +74,7 @@ def test_window_mass_without_tolerance_is_top_k_over_the_bins(seed: int, k: int)
     restricted = torch.full_like(given_, -torch.inf)
     restricted[:, 10:26] = given_[:, 10:26]
     first = torch.zeros(3, dtype=torch.int64)
-    ours, likeliest = window_mass(k)(given_, first), top_k(k)(restricted, first)
+    ours, likeliest = window_mass(k)(given_, first), TopK(k)(restricted, first)
     assert ours[0].equal(likeliest[0])
     torch.testing.assert_close(ours[1], likeliest[1], atol=1e-9, rtol=1e-6)
 
@@ -103,7 +104,7 @@ def test_a_grown_tree_is_a_tree_of_the_best(data: st.DataObject, k: int, levels:
         rows = rows.to(torch.float32)
         if data.draw(st.integers(0, 9)) == 0:
             rows[data.draw(st.integers(0, beam - 1))] = torch.nan
-        grow(growth, top_k(k), rows, level)
+        grow(growth, TopK(k), rows, level)
         considered.append(beam * k)
     tree = finished(growth, levels=levels, k=k, nodes=nodes)
     parents, tokens = tree.ancestry.parents.tolist(), tree.tokens.tolist()
@@ -145,17 +146,17 @@ def test_a_tree_of_windows_keeps_every_parent(seed: int, k: int, nodes: int) -> 
 def test_temporal_holds_and_extrapolates_within_one_epoch() -> None:
     drafter = TemporalDrafter(ACTIONS)
     assert drafter.chains(0, 1) == []
-    drafter.observe(0, (12, 20, 25), (12, 20, 25), stamp_ns=1)
+    drafter.observe(FinishedAnswer(0, (12, 20, 25), (12, 20, 25), stamp_ns=1))
     assert drafter.chains(0, 1) == [(20, 25)]
-    drafter.observe(0, (12, 18, 25), (12, 18, 25), stamp_ns=1)
+    drafter.observe(FinishedAnswer(0, (12, 18, 25), (12, 18, 25), stamp_ns=1))
     assert drafter.chains(0, 0) == [(12, 18, 25), (12, 16, 25)]
     assert drafter.chains(0, 2) == [(25,)], "the line is the same as holding still"
-    drafter.observe(0, (12, 11, 25), (12, 11, 25), stamp_ns=1)
+    drafter.observe(FinishedAnswer(0, (12, 11, 25), (12, 11, 25), stamp_ns=1))
     assert drafter.chains(0, 1)[1] == (10, 25), "never outside the action ids"
     assert drafter.chains(1, 1) == []
-    drafter.observe(1, (13, 13, 13), (13, 13, 13), stamp_ns=1)
+    drafter.observe(FinishedAnswer(1, (13, 13, 13), (13, 13, 13), stamp_ns=1))
     assert drafter.chains(1, 0) == [(13, 13, 13)], "an action of another epoch is no slope"
-    drafter.observe(1, (11, 11, 11), (11, 11, 11), stamp_ns=1, stream="another robot")
+    drafter.observe(FinishedAnswer(1, (11, 11, 11), (11, 11, 11), stamp_ns=1, stream="another robot"))
     assert drafter.chains(1, 0) == [(13, 13, 13)], "another robot's action is no draft of this one's"
     drafter.forget("another robot")
     assert drafter.chains(1, 0, "another robot") == [] and drafter.chains(1, 0)
@@ -202,7 +203,7 @@ def test_chains_that_grow_together_end_together() -> None:
 def test_branches_hang_below_the_root_of_any_tree() -> None:
     growth = growth_of(2, 2)
     for level in range(2):
-        grow(growth, top_k(2), log_probs(level, growth.beam_tokens.shape[1]), level)
+        grow(growth, TopK(2), log_probs(level, growth.beam_tokens.shape[1]), level)
     tree = finished(growth, levels=2, k=2, nodes=6)
     root = tree.tokens[:1]
     chains = Branches.from_chains([(1, 2, 3), (4,)], max_depth=3, max_nodes=9)
@@ -249,7 +250,7 @@ def test_every_pair_of_sizes_that_is_allowed_fits_a_forward() -> None:
 def test_temporal_text_goes_on_where_this_answer_is() -> None:
     drafter = TemporalDrafter(ACTIONS)
     assert drafter.text((), 4) == drafter.text((9,), 4) == ()
-    drafter.observe(3, (1, 2, 3, 4, 2, 3, 5, 12, 20), (12, 20), stamp_ns=1)
+    drafter.observe(FinishedAnswer(3, (1, 2, 3, 4, 2, 3, 5, 12, 20), (12, 20), stamp_ns=1))
     assert drafter.text((), 4) == (1, 2, 3, 4)
     assert drafter.text((1, 9), 2) == (3, 4), "what has changed is a token, and goes on in its place"
     assert drafter.text((1, 2, 3), 9) == (4, 2, 3, 5, 12, 20), "the nearer of two places"
@@ -266,7 +267,7 @@ def test_an_answer_that_repeats_the_one_before_is_drafted_whole_from_everywhere(
     before: list[int], data: st.DataObject
 ) -> None:
     drafter = TemporalDrafter(ACTIONS)
-    drafter.observe(0, tuple(before), (), stamp_ns=1)
+    drafter.observe(FinishedAnswer(0, tuple(before), (), stamp_ns=1))
     at = data.draw(st.integers(0, len(before)))
     assert drafter.text(before[:at], 99) == tuple(before[at:])
     changed = data.draw(st.integers(0, len(before) - 1))

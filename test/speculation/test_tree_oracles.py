@@ -11,12 +11,11 @@ from support.paths import ORACLES, needs
 
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.speculation.drafters.children import top_k
-from specvla_ros.speculation.drafters.eagle import EagleDrafter
-from specvla_ros.speculation.drafters.eagle_head import EagleHead
-from specvla_ros.speculation.drafters.new_rows import NewRows
-from specvla_ros.speculation.drafters.registry import DraftInput
-from specvla_ros.speculation.drafters.tree_growth import TreeGrowth, tree_size
+from specvla_ros.speculation.drafters.eagle.children import TopK
+from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
+from specvla_ros.speculation.drafters.eagle.head import EagleHead
+from specvla_ros.speculation.drafters.eagle.tree_growth import TreeGrowth, split_trees, tree_size
+from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
 
@@ -51,11 +50,11 @@ def test_the_same_nodes_are_kept_as_in_the_published_code() -> None:
             else:
                 assert growth.beam_tokens[0].tolist() == recorded[f"{key}_step{step}_tokens"].tolist()
                 log_probs = torch.from_numpy(recorded[f"{key}_step{step}_logprobs"])
-            tokens, scores = top_k(case["top_k"])(log_probs, torch.tensor([step]))
+            tokens, scores = TopK(case["top_k"])(log_probs, torch.tensor([step]))
             growth.expand(tokens[None], scores[None])
         nodes = case["total_tokens_arg"]
         kept = tree_size(levels, case["top_k"], nodes)
-        (tree,) = growth.finish(torch.tensor([nodes]), nodes).split([(kept, levels)])
+        (tree,) = split_trees(growth.finish(torch.tensor([nodes]), nodes), [(kept, levels)])
         expected = paths(recorded[f"{key}_draft_tokens"].tolist(), recorded[f"{key}_parents"].tolist())
         assert paths_of(tree) == expected, key
         assert sorted(tree.log_probs.tolist()) == pytest.approx(sorted(recorded[f"{key}_cum_logprob"]), abs=1e-4)
@@ -72,7 +71,7 @@ class _Recorder:
 
     def __call__(self, log_probs: torch.Tensor, dimensions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.seen.append(log_probs)
-        return top_k(8)(log_probs, dimensions)
+        return TopK(8)(log_probs, dimensions)
 
 
 @needs(DATA)

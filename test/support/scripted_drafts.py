@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from specvla_kernels.layout import Ancestry
-from specvla_ros.speculation.drafters.registry import DraftInput, DraftWork
+from specvla_ros.speculation.drafters.registry import DraftInput, DraftPrompt, DraftWork, FinishedAnswer
 from specvla_ros.speculation.tree import Tree
 
 
@@ -25,8 +25,8 @@ class Scripted:
     def draft(self, inputs: Sequence[DraftInput]) -> list[Tree]:
         return [self._tree(each.root, len(each.answer), each.max_depth) for each in inputs]
 
-    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, stamp_ns: int, stream: str = "") -> Tree:
-        return self._tree(torch.zeros((), dtype=torch.int64), 0, max_depth)
+    def draft_prompt(self, prompt: DraftPrompt) -> Tree:
+        return self._tree(torch.zeros((), dtype=torch.int64), 0, prompt.max_depth)
 
     def _tree(self, root: torch.Tensor, place: int, levels: int) -> Tree:
         draw = self._data.draw
@@ -45,9 +45,7 @@ class Scripted:
         relaxable = torch.tensor([draw(st.integers(0, 4)) > 0 for _ in tokens])
         return Tree(torch.tensor(tokens), ancestry, log_probs, torch.tensor(valid), relaxable, depth=max(depths))
 
-    def observe(
-        self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int, stream: str = ""
-    ) -> None:
+    def observe(self, answer: FinishedAnswer) -> None:
         pass
 
     def forget(self, stream: str | None = None) -> None:

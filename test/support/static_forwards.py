@@ -110,10 +110,10 @@ def kernels(wanted: bool):
 
 
 def _as_one_step(
-    q: Tensor, k_ring: Tensor, v_ring: Tensor, ancestors: Tensor, plan: AttentionPlan, out: Tensor | None = None
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, ancestors: Tensor, plan: AttentionPlan, out: Tensor | None = None
 ) -> Tensor:
     """`_by_table`, which a recording holds as the one launch that it stands for."""
-    return _one_step(lambda: _by_table(q, k_ring, v_ring, ancestors, plan, out))
+    return _one_step(lambda: _by_table(q, k_cache, v_cache, ancestors, plan, out))
 
 
 def flash_attention(
@@ -156,7 +156,7 @@ def _one_step(compute: Callable[[], Tensor]) -> Tensor:
 
 
 def _by_table(
-    q: Tensor, k_ring: Tensor, v_ring: Tensor, ancestors: Tensor, plan: AttentionPlan, out: Tensor | None
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, ancestors: Tensor, plan: AttentionPlan, out: Tensor | None
 ) -> Tensor:
     reference: Callable[..., Tensor] = packed_attention.packed_attention_reference
     nodes = plan.block_m // plan.group
@@ -172,7 +172,7 @@ def _by_table(
     covered += range(*plan.chain.ends[0].tolist()) if plan.chain is not None else ()
     assert sorted(covered) == list(range(len(q))), "each row belongs to one segment"
     seeing = tuple(span for span in spans.values() if span.prefix_len >= 0)
-    attended = reference(q, k_ring, v_ring, PackedLayout(seeing, ancestors, ancestors, ancestors))
+    attended = reference(q, k_cache, v_cache, PackedLayout(seeing, ancestors, ancestors, ancestors))
     for span in spans.values():
         if span.prefix_len < 0:
             attended[span.start : span.stop] = 0

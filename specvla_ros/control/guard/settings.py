@@ -134,8 +134,11 @@ class GuardSettings:
         Output.NONE.value,
         "The kind of command to guard; must be chosen, as the driver's.",
         choices=tuple(each.value for each in Output),
+        basic=True,
     )
-    base_frame: str = parameter("base_link", "The robot's base: frame of limits, commands and measured pose.")
+    base_frame: str = parameter(
+        "base_link", "The robot's base: frame of limits, commands and measured pose.", basic=True
+    )
     limits: Limits = section(Limits)
     joints: JointLimits = section(JointLimits)
     gripper: GripperLimits = section(GripperLimits)
@@ -148,9 +151,15 @@ class GuardSettings:
         unit="s",
         minimum=0.02,
         maximum=5.0,
+        basic=True,
     )
     command_timeout_s: float = parameter(
-        0.1, "Silence of the driver, and age of a command, that stop motion.", unit="s", minimum=0.01, maximum=2.0
+        0.1,
+        "Silence of the driver, and age of a command, that stop motion.",
+        unit="s",
+        minimum=0.01,
+        maximum=2.0,
+        basic=True,
     )
     action_timeout_s: float = parameter(
         1.0,
@@ -158,6 +167,7 @@ class GuardSettings:
         unit="s",
         minimum=0.05,
         maximum=60.0,
+        basic=True,
     )
     max_action_age_s: float = parameter(
         1.0, "Age of an action's picture above which it is no sign of life.", unit="s", minimum=0.05, maximum=60.0
@@ -168,7 +178,7 @@ class GuardSettings:
     clock_timeout_s: float = parameter(
         0.3, "How long the node's clock may stand still.", unit="s", minimum=0.02, maximum=5.0
     )
-    require_enable: bool = parameter(True, "Let motion through only while ~/enable says true.")
+    require_enable: bool = parameter(True, "Let motion through only while ~/enable says true.", basic=True)
     enable_timeout_s: float = parameter(
         0.5, "Silence of ~/enable that stops motion.", unit="s", minimum=0.02, maximum=10.0
     )

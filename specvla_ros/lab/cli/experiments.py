@@ -264,7 +264,7 @@ def calibrate(
     from specvla_ros.lab.evaluation.report.sweep import CALIBRATION_HEAD, calibration_row
     from specvla_ros.lab.evaluation.simulate import TABLE, SimulatePlan, SimulateSettings, policy_of
     from specvla_ros.models.checkpoint import leave_a_core
-    from specvla_ros.speculation.tolerance import Tolerance
+    from specvla_ros.speculation.settings import Tolerance
 
     simulated = world != "none"
     base = SimulateSettings(

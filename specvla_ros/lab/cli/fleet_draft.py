@@ -60,7 +60,7 @@ def fleet_draft(
     from specvla_ros.lab.training.train_draft import DraftTraining
     from specvla_ros.lab.training.trainer import Progress
     from specvla_ros.models.families.openvla.target import require_openvla
-    from specvla_ros.speculation.tolerance import Tolerance
+    from specvla_ros.speculation.settings import Tolerance
 
     tolerances = tuple(map(Tolerance.parse, tolerance or ()))
     plan = fleet.FleetPlan(

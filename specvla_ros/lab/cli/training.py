@@ -236,7 +236,7 @@ def collect_answers(
     from specvla_ros.lab.evaluation.frame_sources import frame_source
     from specvla_ros.models.checkpoint import load_target
     from specvla_ros.models.target import require_actions
-    from specvla_ros.speculation.drafters.earlier_answers import ANSWERS_FILE, save_answers
+    from specvla_ros.speculation.drafters.chunk_shift import ANSWERS_FILE, save_answers
 
     bags = _bags(data)
     policy = require_actions(load_target(chosen.checkpoint, **vars(chosen.model)))

@@ -24,8 +24,7 @@ from specvla_ros.models.target import Target
 from specvla_ros.settings.parameter import values_of
 from specvla_ros.settings.profiles import write_parameters
 from specvla_ros.speculation.rules.registry import bins_of
-from specvla_ros.speculation.settings import AcceptanceSettings
-from specvla_ros.speculation.tolerance import Tolerance
+from specvla_ros.speculation.settings import AcceptanceSettings, Tolerance
 
 CALIBRATION_FILE, PROFILE_FILE = "calibration.json", "profile.yaml"
 _PLAIN = "ar"

@@ -11,7 +11,7 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import percentiles
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.statistics import PairedComparison
-from specvla_ros.speculation.tolerance import Tolerance
+from specvla_ros.speculation.settings import Tolerance
 
 _ACTION_DIM = 7
 _OPEN = 0.5  # a gripper value beyond is one command, below it the other

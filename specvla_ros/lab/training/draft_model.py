@@ -12,10 +12,9 @@ from torch import Tensor
 from specvla_ros.lab.training.batched_forward import attend, mlp, queries_keys_values
 from specvla_ros.lab.training.draft_features import Sample
 from specvla_ros.models.families.openvla.target import OpenVLATarget
-from specvla_ros.speculation.drafters.eagle import EagleDrafter
-from specvla_ros.speculation.drafters.eagle_head import EagleHead
-from specvla_ros.speculation.drafters.new_rows import NewRows
-from specvla_ros.speculation.drafters.registry import DraftInput
+from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
+from specvla_ros.speculation.drafters.eagle.head import EagleHead
+from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
 

@@ -31,7 +31,7 @@ from specvla_ros.lab.training.trainer import (
 )
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.settings import ModelSettings
-from specvla_ros.speculation.drafters.eagle_head import EagleHead, save_draft_head
+from specvla_ros.speculation.drafters.eagle.head import EagleHead, save_draft_head
 
 _FEATURE_WEIGHT, _TOKEN_WEIGHT = 1.0, 0.1  # Spec-VLA section 5.1
 _LATER_STEP = 0.8  # weight of a step fed with the head's own features, against the one before it

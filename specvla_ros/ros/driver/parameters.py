@@ -49,15 +49,19 @@ class DriverParameters:
     """Every parameter of the driver."""
 
     output: str = parameter(
-        DRY_RUN, "What the robot is sent; none is a dry run, which sends nothing.", choices=ROBOT_OUTPUTS.names
+        DRY_RUN,
+        "What the robot is sent; none is a dry run, which sends nothing.",
+        choices=ROBOT_OUTPUTS.names,
+        basic=True,
     )
     rate_hz: float = parameter(100.0, "Control steps per second.", unit="Hz", minimum=50.0, maximum=200.0)
-    base_frame: str = parameter("base_link", "The robot's base: frame of poses, twists and limits.")
-    tool_frame: str = parameter("tool0", "The tool's frame, for tool_pose_source: tf.")
+    base_frame: str = parameter("base_link", "The robot's base: frame of poses, twists and limits.", basic=True)
+    tool_frame: str = parameter("tool0", "The tool's frame, for tool_pose_source: tf.", basic=True)
     tool_pose_source: str = parameter(
         "topic",
         "Where the tool's measured pose comes from: the topic tool_pose, tf, or joint_states by forward kinematics.",
         choices=POSE_SOURCES,
+        basic=True,
     )
     tool_pose_timeout_s: float = parameter(
         0.25, "Without a measured pose for this long the tool comes to rest.", unit="s", minimum=0.02, maximum=2.0
@@ -69,7 +73,13 @@ class DriverParameters:
         choices=tuple(each.value for each in Compensation),
     )
     max_action_age_s: float = parameter(
-        1.0, "Actions whose picture is older are refused.", unit="s", minimum=0.01, maximum=60.0, writable=True
+        1.0,
+        "Actions whose picture is older are refused.",
+        unit="s",
+        minimum=0.01,
+        maximum=60.0,
+        writable=True,
+        basic=True,
     )
     max_future_s: float = parameter(
         0.1, "How far an action's stamp may lie ahead of the clock.", unit="s", minimum=0.0, maximum=10.0, writable=True

@@ -28,6 +28,7 @@ class RobotParameters:
         "auto",
         "Which image topics to subscribe to: image (raw), image/compressed, or both (auto). One spares bandwidth.",
         choices=TRANSPORTS,
+        basic=True,
     )
     image_reliability: str = parameter(
         "auto",
@@ -48,10 +49,14 @@ class RobotParameters:
         "Names of the numbers of the topic `state` that the policy reads, in its order; all: every one, in the "
         "message's.",
     )
-    instruction: str = parameter("", "What the robot shall do until the topic `instruction` says otherwise.")
+    instruction: str = parameter(
+        "", "What the robot shall do until the topic `instruction` says otherwise.", basic=True
+    )
     action: ConventionSettings = section(ConventionSettings)
     base_frame: str = parameter(
-        "base_link", "Name of the robot's base frame, the frame_id of the actions: their displacements are in it."
+        "base_link",
+        "Name of the robot's base frame, the frame_id of the actions: their displacements are in it.",
+        basic=True,
     )
     max_future_s: float = parameter(
         0.1,
@@ -90,7 +95,7 @@ class SharedParameters:
 class PolicyParameters:
     """Every parameter of the policy node; the descriptions are those that `ros2 param describe` shows."""
 
-    checkpoint: str = parameter("", "Directory of the policy's checkpoint, see docs/reference/policies.md.")
+    checkpoint: str = parameter("", "Directory of the policy's checkpoint, see docs/reference/policies.md.", basic=True)
     model: ModelSettings = section(ModelSettings)
     robots: tuple[str, ...] = parameter(
         ONE_ROBOT,

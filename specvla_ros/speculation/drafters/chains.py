@@ -3,7 +3,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from specvla_kernels.device import to_device
 from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry, Span, pack_layout
 from specvla_ros.models.target import Decoder, ForwardResult
-from specvla_ros.speculation.drafters.prompt_lookup import look_up
+from specvla_ros.speculation.drafters.prompt_lookup import common_prefix, look_up
 from specvla_ros.speculation.tree import Tree
 
 
@@ -120,7 +119,6 @@ class ChainDecoder:
             growing = [chain for chain in growing if len(chain.tokens) < chain.wanted]
 
     def _add_next(self, chains: Sequence[Chain]) -> None:
-        """One token for each chain."""
         tokens, gains, embeddings = self._choices(chains, [()] * len(chains))
         for i, chain in enumerate(chains):
             chain.add(tokens[i : i + 1], gains[i : i + 1], embeddings[i : i + 1])
@@ -185,8 +183,3 @@ def _spans(chain: Chain, row: int, rows: int) -> list[Span]:
     both_ways = Span(chain.slot, row, first, start, is_tree=False, sees_all=True)
     causal = Span(chain.slot, row + first, rows - first, start + first, is_tree=False)
     return [span for span in (both_ways, causal) if span.length]
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of what two sequences have in common at their beginning."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

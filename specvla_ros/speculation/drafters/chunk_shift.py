@@ -11,12 +11,14 @@ are, which needs no chunk before. All three guesses are drafted side by side; of
 is begun, so is every other next digit.
 
 Beside them goes what an earlier answer of the policy said behind the same tokens, where a file of them is there
-(`earlier_answers.py`): it knows how chunks go on whose beginning the chunk before did not foresee, and the first of an
+(`EarlierAnswers`): it knows how chunks go on whose beginning the chunk before did not foresee, and the first of an
 episode.
 """
 
 from __future__ import annotations
 
+import zipfile
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,17 +29,27 @@ import numpy as np
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import parameter
 from specvla_ros.speculation.drafters.branches import Branches
-from specvla_ros.speculation.drafters.earlier_answers import ANSWERS_FILE, EarlierAnswers, load_answers
-from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, DraftInput, drafter
+from specvla_ros.speculation.drafters.prompt_lookup import common_prefix
+from specvla_ros.speculation.drafters.registry import (
+    DraftContext,
+    Drafter,
+    DraftInput,
+    DraftPrompt,
+    FinishedAnswer,
+    drafter,
+)
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from specvla_ros.models.codecs.codec import Codec, SaysNumbers
     from specvla_ros.models.target import Target
     from specvla_ros.speculation.tree import Tree
 
+ANSWERS_FILE = "earlier_answers.npz"
+"""In a checkpoint's directory."""
 NO_ANSWERS = "none"
+_LONGEST = 32  # tokens of a match in earlier answers; REST takes 16
 _EARLIER_PACE = 2  # the earlier answer's share of the nodes, against one for each guess: it is right for longer
 
 
@@ -79,38 +91,33 @@ class ChunkShiftDrafter(Drafter):
     Args:
         codec: of the policy.
         step_s: seconds that an action takes; 0: an action has passed from picture to picture, whenever they came.
-        device: of the trees.
         earlier: answers of the policy from before; None: none are looked up.
     """
 
-    def __init__(
-        self,
-        codec: Codec,
-        step_s: float,
-        device: torch.device | None = None,
-        earlier: EarlierAnswers | None = None,
-    ) -> None:
+    def __init__(self, codec: Codec, step_s: float, earlier: EarlierAnswers | None = None) -> None:
         from specvla_ros.models.codecs.codec import SaysNumbers  # torch comes with it
 
         self._codec = codec
         self._numbers: SaysNumbers | None = codec if isinstance(codec, SaysNumbers) else None
         self._step_s = step_s
-        self._device = device
         self._earlier = earlier
         self._last: dict[str, _Chunk] = {}  # by stream
         still = np.tile(np.mean(codec.action_range, axis=0), (codec.horizon, 1))
         self._unknown = _Chunk(epoch=-1, stamp_ns=0, actions=still, before=(), behind=())
 
-    def observe(
-        self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int, stream: str = ""
-    ) -> None:
+    def observe(self, answer: FinishedAnswer) -> None:
         """Takes a finished answer; of several in flight the newest stays."""
-        last = self._last.get(stream)
-        if last is not None and last.epoch == epoch and last.stamp_ns >= stamp_ns:
+        last = self._last.get(answer.stream)
+        if last is not None and last.epoch == answer.epoch and last.stamp_ns >= answer.stamp_ns:
             return
-        text = len(self._codec.text_tokens(answer))
-        behind = answer[text + len(action) :]
-        self._last[stream] = _Chunk(epoch, stamp_ns, self._codec.decode(action), answer[:text], behind)
+        tokens, text = answer.tokens, len(self._codec.text_tokens(answer.tokens))
+        self._last[answer.stream] = _Chunk(
+            answer.epoch,
+            answer.stamp_ns,
+            self._codec.decode(answer.action),
+            before=tokens[:text],
+            behind=tokens[text + len(answer.action) :],
+        )
 
     def forget(self, stream: str | None = None) -> None:
         """As before the first answer."""
@@ -134,15 +141,10 @@ class ChunkShiftDrafter(Drafter):
             trees.append(branches.tree(request.root, relaxable=False))
         return trees
 
-    def draft_prompt(
-        self, epoch: int, *, max_depth: int, in_text: bool, nodes: int, stamp_ns: int, stream: str = ""
-    ) -> Tree | None:
+    def draft_prompt(self, prompt: DraftPrompt, root: Tensor, nodes: int) -> Tree | None:
         """The shifted answer from its beginning."""
-        import torch
-
-        chains = [self.answer(epoch, stamp_ns, stream)]
-        branches = Branches.from_chains(chains, max_depth=max_depth, max_nodes=nodes - 1)
-        root = torch.zeros(1, dtype=torch.int64, device=self._device)
+        chains = [self.answer(prompt.epoch, prompt.stamp_ns, prompt.stream)]
+        branches = Branches.from_chains(chains, max_depth=prompt.max_depth, max_nodes=nodes - 1)
         return branches.tree(root, relaxable=False) if len(branches) else None
 
     def answer(self, epoch: int, stamp_ns: int, stream: str = "") -> tuple[int, ...]:
@@ -175,14 +177,12 @@ class ChunkShiftDrafter(Drafter):
         return [shifted, *(self._encode(last, chunk) for chunk in _as_begun(expected, begun))]
 
     def _going_on(self, request: DraftInput) -> tuple[int, ...]:
-        """What an earlier answer said behind the same tokens."""
         assert self._earlier is not None
         rest = self._earlier.going_on(request.answer)
         last = self._last.get(request.stream, self._unknown)
         return (*rest, *last.behind) if rest else rest
 
     def _passed(self, last: _Chunk, stamp_ns: int) -> int:
-        """Actions since the chunk before."""
         passed = round((stamp_ns - last.stamp_ns) * 1e-9 / self._step_s) if self._step_s else 1
         return min(max(passed, 0), len(last.actions) - 1)
 
@@ -218,6 +218,104 @@ def _as_begun(shifted: np.ndarray, begun: np.ndarray) -> tuple[np.ndarray, np.nd
     return (shifted.reshape(-1) + off).reshape(shifted.shape), held.reshape(shifted.shape)
 
 
+class EarlierAnswers:
+    """Earlier answers of a policy, in which is looked up how the one that is being written may go on.
+
+    After REST (arXiv 2311.08252): the draft is what followed the longest match of the last tokens, found without a
+    forward. REST drafts the most frequent continuations as a tree; here, where answers have places, it is the one at
+    the nearest place. The index holds all places in the answers, sorted by the tokens before them.
+
+    Args:
+        answers: token ids.
+    """
+
+    def __init__(self, answers: Sequence[Sequence[int]]) -> None:
+        lengths = np.array([len(answer) for answer in answers], dtype=np.int64)
+        self._tokens = np.array([token for answer in answers for token in answer], dtype=np.int64)
+        begins = np.cumsum(lengths) - lengths
+        self._begin = np.repeat(begins, lengths)  # of the answer that each token is in
+        self._end = np.repeat(begins + lengths, lengths)
+        self._place = np.arange(len(self._tokens)) - self._begin
+        self._sorted = np.argsort(self._ranks(), kind="stable")
+
+    def going_on(self, answer: Sequence[int]) -> tuple[int, ...]:
+        """How an earlier answer went on to its end; empty: none has the last token.
+
+        Args:
+            answer: ids of the answer so far.
+        """
+        last = tuple(reversed(answer[-_LONGEST:]))
+        at = bisect_left(self._sorted, last, key=self._before)
+        beside = self._sorted[max(0, at - 1) : at + 1]
+        length = max((common_prefix(self._before(token), last) for token in beside), default=0)
+        if not length:
+            return ()
+        matched = last[:length]
+        first = bisect_left(self._sorted, matched, key=lambda token: self._before(token)[:length])
+        behind = bisect_right(self._sorted, matched, key=lambda token: self._before(token)[:length])
+        found = self._sorted[first:behind]
+        nearest = found[np.abs(self._place[found] - (len(answer) - 1)).argmin()]
+        return tuple(self._tokens[nearest + 1 : self._end[nearest]].tolist())
+
+    def _before(self, token: int) -> tuple[int, ...]:
+        """A token and those before it in its answer, the newest first."""
+        first = max(self._begin[token], token - _LONGEST + 1)
+        return tuple(self._tokens[first : token + 1][::-1].tolist())
+
+    def _ranks(self) -> np.ndarray:
+        """Of every token by what `_before` gives, int64 [n]: equal where that is. By doubling, as suffix arrays are."""
+        ranks, length = self._tokens, 1
+        while length < _LONGEST:
+            earlier = np.zeros_like(ranks)  # where the answer has no tokens so early
+            there = self._place >= length
+            earlier[there] = ranks[np.flatnonzero(there) - length] + 1
+            pairs = ranks * (earlier.max(initial=0) + 1) + earlier
+            ranks, length = np.unique(pairs, return_inverse=True)[1], 2 * length
+        return ranks
+
+
+def save_answers(path: Path, answers: Sequence[Sequence[int]]) -> None:
+    """Writes answers to a file, at once or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    tokens = np.array([token for answer in answers for token in answer], dtype=np.int32)
+    lengths = np.array([len(answer) for answer in answers], dtype=np.int32)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:  # by name, numpy would add an ending of its own
+            np.savez_compressed(file, tokens=tokens, lengths=lengths)
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); give another --out") from None
+
+
+def load_answers(path: Path, vocab_size: int) -> EarlierAnswers:
+    """Reads what `save_answers` wrote.
+
+    Raises:
+        UserError: the file is missing or damaged, or of a policy with another vocabulary.
+    """
+    again = "make it with `specvla collect-answers`"
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            tokens, lengths = (file[name].astype(np.int64) for name in ("tokens", "lengths"))
+    except FileNotFoundError:
+        raise UserError(f"draft.answers: {path} does not exist; {again}") from None
+    except (EOFError, KeyError, OSError, ValueError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} is damaged or holds no answers ({error}); {again}") from None
+    if tokens.ndim != 1 or lengths.ndim != 1 or lengths.min(initial=0) < 0 or lengths.sum() != len(tokens):
+        raise UserError(f"{path} is damaged: its lengths do not fit its tokens; {again}")
+    if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+        raise UserError(
+            f"{path} holds token {tokens.max()}, and this policy's ids end at {vocab_size - 1}: it is another "
+            f"policy's; {again}"
+        )
+    return EarlierAnswers([part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])] if len(lengths) else [])
+
+
 @drafter("chunk_shift", settings=ChunkShiftSettings, order=5)
 def _chunk_shift(context: DraftContext) -> Drafter | None:
     own: ChunkShiftSettings = context.own("chunk_shift")
@@ -229,8 +327,7 @@ def _chunk_shift(context: DraftContext) -> Drafter | None:
             "draft.chunk_shift is for policies that answer with several actions; this one gives a single one: "
             "set draft.temporal in its place"
         )
-    earlier = _earlier_answers(own, context.target)
-    return ChunkShiftDrafter(codec, context.chunk_step_s, context.target.decoder.device, earlier)
+    return ChunkShiftDrafter(codec, context.chunk_step_s, _earlier_answers(own, context.target))
 
 
 def _earlier_answers(own: ChunkShiftSettings, target: Target) -> EarlierAnswers | None:

@@ -10,9 +10,15 @@ from specvla_kernels.graph_capture import Captures
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.target import Target
-from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, DraftInput, DraftWork
-from specvla_ros.speculation.registry import DRAFTERS
-from specvla_ros.speculation.settings import DRAFT_FOLDER, DraftSettings
+from specvla_ros.speculation.drafters.registry import (
+    DraftContext,
+    Drafter,
+    DraftInput,
+    DraftPrompt,
+    DraftWork,
+    FinishedAnswer,
+)
+from specvla_ros.speculation.settings import DRAFT_FOLDER, DRAFTERS, DraftSettings
 from specvla_ros.speculation.tree import Tree
 
 
@@ -81,14 +87,12 @@ class Drafters:
             left = [nodes - len(tree) + 1 for nodes, tree in zip(left, drafted, strict=True)]
         return [_joined(mine) for mine in trees]
 
-    def draft_prompt(self, epoch: int, *, max_depth: int, in_text: bool, stamp_ns: int, stream: str = "") -> Tree:
+    def draft_prompt(self, prompt: DraftPrompt) -> Tree:
         """What a prompt's own forward may verify; see `Drafter.draft_prompt`."""
         left = self._nodes
         trees = [self._prompt_end]
         for drafter in self.by_name.values():
-            tree = drafter.draft_prompt(
-                epoch, max_depth=max_depth, in_text=in_text, nodes=left, stamp_ns=stamp_ns, stream=stream
-            )
+            tree = drafter.draft_prompt(prompt, self._prompt_end.tokens, left)
             if tree is not None:
                 trees.append(tree)
                 left -= len(tree) - 1
@@ -99,12 +103,10 @@ class Drafters:
         for drafter in self.by_name.values():
             drafter.set_tolerance(bins)
 
-    def observe(
-        self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int, stream: str = ""
-    ) -> None:
-        """Gives every drafter a finished answer of a stream and the action in which it ends."""
+    def observe(self, answer: FinishedAnswer) -> None:
+        """Gives every drafter a finished answer."""
         for drafter in self.by_name.values():
-            drafter.observe(epoch, answer, action, stamp_ns=stamp_ns, stream=stream)
+            drafter.observe(answer)
 
     def forget(self, stream: str | None = None) -> None:
         """Lets every drafter forget the earlier answers of a stream; None: of all."""

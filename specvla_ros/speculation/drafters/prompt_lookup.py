@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from specvla_ros.settings.parameter import parameter
@@ -77,3 +78,8 @@ def look_up(text: Sequence[int], tail: Sequence[int], tokens: int) -> tuple[int,
             if tuple(text[start : start + length]) == pattern:
                 return tuple(text[start + length : start + length + tokens])
     return ()
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of what two sequences have in common at their beginning."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

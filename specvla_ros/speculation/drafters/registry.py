@@ -8,11 +8,12 @@ point of the group `specvla_ros.drafters`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specvla_ros.speculation.registry import DRAFTERS
+from specvla_ros.speculation.settings import DRAFTERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from specvla_ros.models.codecs.codec import Codec
     from specvla_ros.models.observation import Observation
     from specvla_ros.models.target import PromptLayout, Target
-    from specvla_ros.speculation.drafters.new_rows import NewRows
     from specvla_ros.speculation.settings import DraftSettings
     from specvla_ros.speculation.tree import Tree
 
@@ -81,6 +81,70 @@ class DraftWork:
         return DraftWork(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
 
 
+@cache
+def _no_rows() -> Tensor:
+    import torch
+
+    return torch.empty(0, 0)
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """Rows of a slot committed since the last draft, where the forward left them: nothing is moved before it is read.
+
+    First come rows whose following rows are known, as those of a prompt, then rows that a tree's nodes wrote.
+
+    Args:
+        known_hidden: [k, hidden], the target's last hidden states at the first rows.
+        known_following: [k, hidden], embedding of what comes after each.
+        states: [n, hidden], last hidden states of a forward; that of other requests' rows too.
+        nodes: rows of `states`, for the rows behind the known ones.
+        tokens: what comes after each of those.
+        embed: token ids to embeddings; needed where there are tokens.
+    """
+
+    known_hidden: Tensor = field(default_factory=_no_rows)
+    known_following: Tensor = field(default_factory=_no_rows)
+    states: Tensor = field(default_factory=_no_rows)
+    nodes: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    embed: Callable[[Tensor], Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.known_hidden) + len(self.nodes)
+
+    @cached_property
+    def hidden(self) -> Tensor:
+        """[rows, hidden], the target's last hidden states."""
+        return self._joined(self.known_hidden, self.nodes, self.states.__getitem__)
+
+    @cached_property
+    def following(self) -> Tensor:
+        """[rows, hidden], embedding of what comes after each row."""
+        return self._joined(self.known_following, self.tokens, self.embed)
+
+    def _joined(self, known: Tensor, numbers: tuple[int, ...], found: Callable[[Tensor], Tensor] | None) -> Tensor:
+        if not numbers:
+            return known
+        import torch
+
+        from specvla_kernels.device import to_device
+
+        assert found is not None
+        rows = found(to_device(numbers, self.states.device))
+        return torch.cat((known, rows)) if len(known) else rows
+
+    def newest(self, n: int) -> NewRows:
+        """The last rows, at most n, of those that nodes wrote."""
+        cut = max(0, len(self.nodes) - n)
+        return NewRows(states=self.states, nodes=self.nodes[cut:], tokens=self.tokens[cut:], embed=self.embed)
+
+    def before_newest(self, n: int) -> NewRows:
+        """The others."""
+        cut = max(0, len(self.nodes) - n)
+        return replace(self, nodes=self.nodes[:cut], tokens=self.tokens[:cut])
+
+
 @dataclass(frozen=True)
 class DraftInput:
     """One request, with the rows committed since the last draft.
@@ -126,6 +190,44 @@ class DraftInput:
         return () if self.layout is None else self.layout.ids
 
 
+@dataclass(frozen=True)
+class DraftPrompt:
+    """A prompt whose own forward may verify a draft.
+
+    Args:
+        epoch: the instruction epoch.
+        max_depth: tokens of the longest answer.
+        in_text: the answer may begin with text.
+        stamp_ns: of the image.
+        stream: of which robot; what its answers were is drafted for it alone.
+    """
+
+    epoch: int
+    max_depth: int
+    in_text: bool
+    stamp_ns: int
+    stream: str = ""
+
+
+@dataclass(frozen=True)
+class FinishedAnswer:
+    """An answer that stands for an action, as drafters learn from it.
+
+    Args:
+        epoch: the instruction epoch.
+        tokens: the whole answer.
+        action: the action tokens in which it ends.
+        stamp_ns: of its image.
+        stream: of which robot.
+    """
+
+    epoch: int
+    tokens: tuple[int, ...]
+    action: tuple[int, ...]
+    stamp_ns: int
+    stream: str = ""
+
+
 class Drafter(Protocol):
     """Drafts a tree per request. `draft` must be given; what a drafter does not need, it takes from here."""
 
@@ -145,18 +247,13 @@ class Drafter(Protocol):
             last: whether no drafter comes after this one; others leave nodes to it.
         """
 
-    def draft_prompt(
-        self, epoch: int, *, max_depth: int, in_text: bool, nodes: int, stamp_ns: int, stream: str = ""
-    ) -> Tree | None:
+    def draft_prompt(self, prompt: DraftPrompt, root: Tensor, nodes: int) -> Tree | None:
         """What a prompt's own forward may verify, without hidden states; None: nothing.
 
         Args:
-            epoch: the instruction epoch.
-            max_depth: tokens of the longest answer.
-            in_text: the answer may begin with text.
-            nodes: maximum, the root included. The root stands for the prompt's last row; its token is not read.
-            stamp_ns: of the picture.
-            stream: of which robot; what its answers were is drafted for it alone.
+            prompt: what is answered.
+            root: int64 [1], of the tree; it stands for the prompt's last row, its token is not read.
+            nodes: maximum, the root included.
         """
         return None
 
@@ -164,10 +261,8 @@ class Drafter(Protocol):
         """Takes what acceptance tolerates, in bins per action token."""
         return
 
-    def observe(
-        self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int, stream: str = ""
-    ) -> None:
-        """Takes a finished answer of a stream, the action in which it ends, and the stamp of its picture."""
+    def observe(self, answer: FinishedAnswer) -> None:
+        """Takes a finished answer."""
         return
 
     def forget(self, stream: str | None = None) -> None:

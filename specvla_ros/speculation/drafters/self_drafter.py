@@ -1,19 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts a chain with the target itself, which then sees only a share of the image."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from specvla_ros.errors import UserError
+from specvla_ros.settings.parameter import parameter
+from specvla_ros.speculation.drafters.registry import (
+    DraftContext,
+    Drafter,
+    DraftInput,
+    DraftWork,
+    NewRows,
+    drafter,
+)
 
-from specvla_kernels.device import to_device
-from specvla_ros.models.target import Decoder, PromptLayout
-from specvla_ros.speculation.drafters.chains import Chain, ChainDecoder
-from specvla_ros.speculation.drafters.new_rows import NewRows
-from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftWork
-from specvla_ros.speculation.tree import Tree
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specvla_ros.models.target import Decoder, PromptLayout
+    from specvla_ros.speculation.drafters.chains import Chain
+    from specvla_ros.speculation.tree import Tree
+
+
+KEEPS = ("uniform", "similarity")
+
+
+@dataclass(frozen=True)
+class SelfDraftSettings:
+    """What the target drafts for itself."""
+
+    tokens: int = parameter(
+        0,
+        "Tokens drafted by the policy itself with few image tokens, a forward each; 0: none. For policies that write "
+        "text.",
+        unit="tokens",
+        minimum=0,
+        maximum=63,
+        name="self_tokens",
+    )
+    image_share: float = parameter(
+        0.1,
+        "Share of the image's tokens that draft.self_tokens are drafted with.",
+        minimum=0.001,
+        maximum=1.0,
+        name="self_image_share",
+    )
+    keep: str = parameter(
+        "uniform",
+        "Which of the image's tokens draft.self_tokens are drafted with: at even distances (uniform, as in LVSpec), or "
+        "those most like the prompt's text (similarity).",
+        choices=KEEPS,
+        name="self_keep",
+    )
 
 
 class SelfDrafter(Drafter):
@@ -56,6 +98,8 @@ class SelfDrafter(Drafter):
         slots: int,
         slot_rows: int,
     ) -> None:
+        from specvla_ros.speculation.drafters.chains import ChainDecoder
+
         self._decoder = decoder
         self._rows_to_keep = KEPT_ROWS[keep]
         self._tokens = tokens
@@ -95,6 +139,8 @@ class SelfDrafter(Drafter):
 
     def _begin(self, request: DraftInput, limit: int) -> Chain:
         """The chain before its first forward; where no token is wanted, that forward waits until one is."""
+        from specvla_ros.speculation.drafters.chains import Chain
+
         request = self._joined(request)
         if request.mid_prompt:
             return Chain(request.slot, request.root, 0, start=0, inputs=request.new.following)
@@ -112,6 +158,8 @@ class SelfDrafter(Drafter):
 
     def _joined(self, request: DraftInput) -> DraftInput:
         """A request with the earlier chunks of its prompt: which image rows are kept may be known at its end only."""
+        import torch
+
         chunks = [] if request.begins else self._chunks.pop(request.slot, [])
         if request.mid_prompt:
             # The next forward overwrites its states.
@@ -123,14 +171,17 @@ class SelfDrafter(Drafter):
             return replace(request, new=NewRows(hidden, following))
         return request
 
-    def _committed(self, request: DraftInput) -> "_Rows":
-        """What was committed since the draft before."""
+    def _committed(self, request: DraftInput) -> _Rows:
         stop = request.prefix_len + 1
         positions = self._positions(_layout(request), stop - len(request.new), stop)
         return _Rows(request.new.following, positions)
 
-    def _pruned(self, request: DraftInput) -> "_Rows":
+    def _pruned(self, request: DraftInput) -> _Rows:
         """The prompt with its share of the images, and what was committed after it."""
+        import torch
+
+        from specvla_kernels.device import to_device
+
         layout, hidden = _layout(request), request.new.hidden
         if not layout.ids or len(hidden) < layout.rows:
             raise ValueError(
@@ -150,6 +201,8 @@ class SelfDrafter(Drafter):
         return _Rows(embeddings, None if positions is None else positions[:, order])
 
     def _positions(self, layout: PromptLayout, start: int, stop: int) -> Tensor | None:
+        from specvla_kernels.device import to_device
+
         positions = layout.positions_of(start, stop)
         return None if positions is None else to_device(positions.tolist(), self._decoder.device)
 
@@ -161,8 +214,10 @@ class _Rows:
     embeddings: Tensor
     positions: Tensor | None
 
-    def and_then(self, others: "_Rows") -> "_Rows":
+    def and_then(self, others: _Rows) -> _Rows:
         """Both, one after the other."""
+        import torch
+
         positions = None
         if self.positions is not None and others.positions is not None:
             positions = torch.cat((self.positions, others.positions), dim=1)
@@ -188,6 +243,8 @@ def evenly_spaced_rows(image: Tensor, text: Tensor, kept: int) -> Tensor:
     Returns:
         int64 [kept], ascending.
     """
+    import torch
+
     return torch.arange(kept, device=image.device) * (len(image) - 1) // max(1, kept - 1)
 
 
@@ -205,9 +262,35 @@ def most_similar_rows(image: Tensor, text: Tensor, kept: int) -> Tensor:
     Returns:
         int64 [kept], ascending.
     """
+    import torch.nn.functional as F
+
     states, words = F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1)
     similarity = states @ words.sum(dim=0)  # as good as the mean for ranking, and defined where there is no text
     return similarity.topk(kept).indices.sort().values
 
 
-KEPT_ROWS = {"uniform": evenly_spaced_rows, "similarity": most_similar_rows}
+KEPT_ROWS: Mapping[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "uniform": evenly_spaced_rows,
+    "similarity": most_similar_rows,
+}
+
+
+@drafter("self", settings=SelfDraftSettings, order=30)
+def _self(context: DraftContext) -> Drafter | None:
+    own: SelfDraftSettings = context.own("self")
+    if not own.tokens:
+        return None
+    if not context.target.causal_prompt:
+        raise UserError(
+            "draft.self_tokens leaves image rows out of the prompt, and this policy's, which sees itself both ways, "
+            "may begin with them: set it to 0"
+        )
+    return SelfDrafter(
+        context.target.decoder,
+        image_tokens=context.target.image_tokens,
+        image_share=own.image_share,
+        keep=own.keep,
+        tokens=own.tokens,
+        slots=context.slots,
+        slot_rows=context.slot_rows,
+    )

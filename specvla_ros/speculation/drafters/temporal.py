@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING
 
 from specvla_ros.settings.parameter import parameter
 from specvla_ros.speculation.drafters.branches import Branches
-from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, DraftInput, drafter
+from specvla_ros.speculation.drafters.registry import (
+    DraftContext,
+    Drafter,
+    DraftInput,
+    DraftPrompt,
+    FinishedAnswer,
+    drafter,
+)
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from specvla_ros.models.codecs.codec import ActionIds
     from specvla_ros.speculation.tree import Tree
@@ -53,21 +60,17 @@ class TemporalDrafter(Drafter):
 
     Args:
         actions: ids of action tokens.
-        device: of the trees.
     """
 
-    def __init__(self, actions: ActionIds, device: torch.device | None = None) -> None:
+    def __init__(self, actions: ActionIds) -> None:
         self._actions = actions
-        self._device = device
         self._of: dict[str, _Memory] = {}  # by stream
 
-    def observe(
-        self, epoch: int, answer: tuple[int, ...], action: tuple[int, ...], *, stamp_ns: int, stream: str = ""
-    ) -> None:
+    def observe(self, answer: FinishedAnswer) -> None:
         """Takes a finished answer and the action that it ends in."""
-        known = self._of.get(stream, _NOTHING)
-        before = known.last if epoch == known.epoch else ()
-        self._of[stream] = _Memory(epoch, action, before, answer)
+        known = self._of.get(answer.stream, _NOTHING)
+        before = known.last if answer.epoch == known.epoch else ()
+        self._of[answer.stream] = _Memory(answer.epoch, answer.action, before, answer.tokens)
 
     def forget(self, stream: str | None = None) -> None:
         """As before the first action."""
@@ -87,15 +90,11 @@ class TemporalDrafter(Drafter):
             trees.append(branches.tree(request.root, relaxable=False))
         return trees
 
-    def draft_prompt(
-        self, epoch: int, *, max_depth: int, in_text: bool, nodes: int, stamp_ns: int, stream: str = ""
-    ) -> Tree | None:
+    def draft_prompt(self, prompt: DraftPrompt, root: Tensor, nodes: int) -> Tree | None:
         """The whole of the last answer."""
-        import torch
-
-        chains = [self.text((), nodes, stream)] if in_text else self.chains(epoch, 0, stream)
-        branches = Branches.from_chains(chains, max_depth=max_depth, max_nodes=nodes - 1)
-        root = torch.zeros(1, dtype=torch.int64, device=self._device)
+        stream = prompt.stream
+        chains = [self.text((), nodes, stream)] if prompt.in_text else self.chains(prompt.epoch, 0, stream)
+        branches = Branches.from_chains(chains, max_depth=prompt.max_depth, max_nodes=nodes - 1)
         return branches.tree(root, relaxable=False) if len(branches) else None
 
     def text(self, answer: Sequence[int], tokens: int, stream: str = "") -> tuple[int, ...]:
@@ -150,4 +149,4 @@ def resume(before: Sequence[int], answer: Sequence[int]) -> int:
 @drafter("temporal", settings=TemporalSettings, order=10)
 def _temporal(context: DraftContext) -> Drafter | None:
     own: TemporalSettings = context.own("temporal")
-    return TemporalDrafter(context.target.codec.action_ids, context.target.decoder.device) if own.enabled else None
+    return TemporalDrafter(context.target.codec.action_ids) if own.enabled else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specvla_ros.speculation.registry import RULES
+from specvla_ros.speculation.settings import RULES
 
 if TYPE_CHECKING:
     from specvla_ros.models.target import Target

@@ -21,8 +21,7 @@ from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings
 from specvla_ros.lab.evaluation.statistics import PairedComparison, Rate, paired_difference
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.settings.profiles import merge_parameters
-from specvla_ros.speculation.settings import DraftSettings, adjusted
-from specvla_ros.speculation.tolerance import Tolerance
+from specvla_ros.speculation.settings import DraftSettings, Tolerance, adjusted
 
 
 def test_tolerances_are_read_as_they_are_written():

@@ -11,7 +11,7 @@ from specvla_ros.lab.training.draft_features import Sample
 from specvla_ros.lab.training.draft_model import draft_features
 from specvla_ros.lab.training.train_draft import collate
 from specvla_ros.models.config import DecoderShape
-from specvla_ros.speculation.drafters.eagle_head import EagleHead
+from specvla_ros.speculation.drafters.eagle.head import EagleHead
 
 CONFIG = DecoderShape(32, 64, 2, 4, 2, 8, vocab_size=50, max_position_embeddings=128)
 DECODER = random_decoder(CONFIG, seed=0, dtype=torch.float64)

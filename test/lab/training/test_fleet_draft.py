@@ -19,8 +19,8 @@ from specvla_ros.lab.training.fleet_draft import FLEET_FILE, HEAD, FleetDraft, F
 from specvla_ros.lab.training.train_draft import DraftTraining
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.settings import ModelSettings
-from specvla_ros.speculation.drafters.eagle_head import load_draft_head
-from specvla_ros.speculation.tolerance import Tolerance
+from specvla_ros.speculation.drafters.eagle.head import load_draft_head
+from specvla_ros.speculation.settings import Tolerance
 
 pytest.importorskip("accelerate", reason="training needs accelerate: pip install -r requirements/train.txt")
 

@@ -38,7 +38,7 @@ from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import ModelSettings
-from specvla_ros.speculation.drafters.eagle_head import load_draft_head
+from specvla_ros.speculation.drafters.eagle.head import load_draft_head
 from specvla_ros.speculation.settings import DraftSettings
 
 pytest.importorskip("accelerate", reason="training needs accelerate: pip install -r requirements/train.txt")

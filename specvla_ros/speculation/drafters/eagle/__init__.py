@@ -31,9 +31,9 @@ def _head(context: DraftContext) -> Drafter | None:
     import torch
 
     from specvla_ros.models.quantization import is_packed, quantize_layer
-    from specvla_ros.speculation.drafters.children import WindowMass
-    from specvla_ros.speculation.drafters.eagle import EagleDrafter
-    from specvla_ros.speculation.drafters.eagle_head import load_draft_head
+    from specvla_ros.speculation.drafters.eagle.children import WindowMass
+    from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
+    from specvla_ros.speculation.drafters.eagle.head import load_draft_head
 
     settings, codec = context.settings, context.codec
     decoder = cast("PackedDecoder", context.target.decoder)

@@ -29,11 +29,6 @@ class TopK:
         return best.indices, best.values
 
 
-def top_k(k: int) -> Children:
-    """See TopK."""
-    return TopK(k)
-
-
 @dataclass(frozen=True)
 class WindowMass:
     """Action tokens that between them cover most of the draft's probability, each with its tolerance.

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.device import copy_together
+from specvla_kernels.finish_tree import GrownTrees
 from specvla_kernels.graph_capture import Capture, check_rows
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.speculation.drafters.new_rows import NewRows, of_one_forward
-from specvla_ros.speculation.drafters.registry import DraftInput
-from specvla_ros.speculation.drafters.tree_growth import DraftStart, GrownTrees, TreeGrower
+from specvla_ros.speculation.drafters.eagle.tree_growth import DraftStart, TreeGrower
+from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
 
 MAX_ROWS = 8  # of a request in a captured draft: what OpenVLA's actions commit at once; more are kept before
 
@@ -39,7 +39,7 @@ class StaticDraft:
         self._memory = torch.ones(DraftStart.COLUMNS * requests + 2 * rows, dtype=torch.int64, device=device)
         self._memory[:requests] = 0
         columns, self._nodes, tokens = self._memory.split((DraftStart.COLUMNS * requests, rows, rows))
-        self._start = DraftStart.on_device(columns.view(-1, requests))
+        self._start = grower.start(columns.view(-1, requests))
         self._tokens = tokens.view(requests, MAX_ROWS)
         self._hidden = torch.zeros(requests, MAX_ROWS, grower.hidden_size, dtype=grower.keys.dtype, device=device)
         # Not of the graphs' own memory: what one graph gives may lie where an earlier one, that of the next forward,
@@ -55,7 +55,7 @@ class StaticDraft:
             nodes: maximum of each tree, the root included.
         """
         new = [request.new for request in inputs]
-        states, rows = of_one_forward(new)
+        states, rows = _of_one_forward(new)
         columns = DraftStart.columns(inputs, nodes, roots=[each.tokens[-1] for each in new])
         numbers = [*sum(columns, ()), *_padded(rows), *_padded([each.tokens for each in new])]
         pinned = self._memory.is_cuda
@@ -74,6 +74,18 @@ class StaticDraft:
         following = self._grower.embed(self._tokens)
         predicted = self._grower.predict(self._start, following, self._hidden, self._depth)
         return self._grower.grow(self._start, predicted, self._depth, out)
+
+
+def _of_one_forward(several: Sequence[NewRows]) -> tuple[Tensor, list[list[int]]]:
+    """The states [n, hidden] that nodes of several requests are rows of, and these rows, request by request."""
+    forwards = list({id(each.states): each.states for each in several}.values())
+    starts: dict[int, int] = {}
+    start = 0
+    for states in forwards:
+        starts[id(states)] = start
+        start += len(states)
+    rows = [[starts[id(each.states)] + node for node in each.nodes] for each in several]
+    return forwards[0] if len(forwards) == 1 else torch.cat(forwards), rows
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> list[int]:

@@ -12,41 +12,28 @@ from specvla_kernels.attention_plan import AttentionPlan, plan_attention
 from specvla_kernels.device import to_device
 from specvla_kernels.draft_rows import DraftRows, DraftSlots, beam_rows, chain_rows
 from specvla_kernels.expand_tree import Beam, Candidates, Considered, expand_tree
-from specvla_kernels.finish_tree import finish_tree
+from specvla_kernels.finish_tree import GrownTrees, finish_tree
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.speculation.drafters.children import IN_TEXT, Children, TopK, WindowMass
-from specvla_ros.speculation.drafters.eagle_head import EagleHead
+from specvla_ros.speculation.drafters.eagle.children import IN_TEXT, Children, TopK, WindowMass
+from specvla_ros.speculation.drafters.eagle.head import EagleHead
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.tree import Tree
 
 
-@dataclass(frozen=True)
-class GrownTrees:
-    """Finished trees side by side; what a tree does not fill comes last.
+def split_trees(grown: GrownTrees, sizes: list[tuple[int, int]]) -> list[Tree]:
+    """Trees one by one.
 
     Args:
-        numbers: int64 [4, trees, n]: tokens, and the parents, depths and ancestors of Ancestry. Node 0 is the root.
-        log_probs: [trees, n].
-        valid: bool [trees, n], whether a node is there.
+        grown: the trees.
+        sizes: number of nodes and depth of each tree.
     """
-
-    numbers: Tensor
-    log_probs: Tensor
-    valid: Tensor
-
-    def split(self, sizes: list[tuple[int, int]]) -> list[Tree]:
-        """One by one.
-
-        Args:
-            sizes: number of nodes and depth of each tree.
-        """
-        trees = []
-        for i, (n, depth) in enumerate(sizes):
-            tokens, *ancestry = self.numbers[:, i, :n].unbind()
-            log_probs, valid = self.log_probs[i, :n], self.valid[i, :n]
-            trees.append(Tree(tokens, Ancestry(*ancestry), log_probs, valid, relaxable=valid, depth=depth))
-        return trees
+    trees = []
+    for i, (n, depth) in enumerate(sizes):
+        tokens, *ancestry = grown.numbers[:, i, :n].unbind()
+        log_probs, valid = grown.log_probs[i, :n], grown.valid[i, :n]
+        trees.append(Tree(tokens, Ancestry(*ancestry), log_probs, valid, relaxable=valid, depth=depth))
+    return trees
 
 
 class TreeGrowth:
@@ -122,11 +109,7 @@ class TreeGrowth:
         """
         assert self._considered is not None
         considered = self._considered.first(self._count)
-        memory = None if out is None else (out.numbers, out.log_probs, out.valid)
-        made = finish_tree(
-            considered, self._roots, nodes, k=self._k, levels=self.level, max_nodes=max_nodes, out=memory
-        )
-        return GrownTrees(*made)
+        return finish_tree(considered, self._roots, nodes, k=self._k, levels=self.level, max_nodes=max_nodes, out=out)
 
 
 def tree_size(depth: int, k: int, max_nodes: int) -> int:
@@ -145,20 +128,14 @@ class DraftStart:
     """DraftInput's numbers of several requests on the device, where a captured growth can read them.
 
     Args:
-        slots: int64 [requests], slots of the head's keys and values.
-        prefix_lens: int64 [requests], committed rows of the slots.
-        rows: int64 [requests], how many of these are new.
-        max_depths: int64 [requests], of the trees.
+        where: the requests' rows of the head's keys and values.
         nodes: int64 [requests], maximum of the trees' nodes, the root included.
         dimensions: int64 [requests], the action dimension of the first drafted tokens; IN_TEXT where they may be text.
         roots: int64 [requests], the last committed tokens.
         spans: slot and prefix_len of each request once more, on the host; empty where nothing may depend on them.
     """
 
-    slots: Tensor
-    prefix_lens: Tensor
-    rows: Tensor
-    max_depths: Tensor
+    where: DraftSlots
     nodes: Tensor
     dimensions: Tensor
     roots: Tensor
@@ -166,21 +143,8 @@ class DraftStart:
     COLUMNS: ClassVar[int] = 7
 
     @staticmethod
-    def from_inputs(inputs: Sequence[DraftInput], nodes: Sequence[int]) -> "DraftStart":
-        """Copies them to the roots' device.
-
-        Args:
-            inputs: one per request.
-            nodes: maximum of each tree.
-        """
-        roots = torch.stack([request.root for request in inputs])
-        columns = to_device(DraftStart.columns(inputs, nodes, roots=[0] * len(inputs)), roots.device)
-        spans = tuple((request.slot, request.prefix_len) for request in inputs)
-        return replace(DraftStart.on_device(columns), roots=roots, spans=spans)
-
-    @staticmethod
     def columns(inputs: Sequence[DraftInput], nodes: Sequence[int], *, roots: Sequence[int]) -> list[tuple[int, ...]]:
-        """The first `COLUMNS` fields, in their order: for each of them a number per request."""
+        """What `TreeGrower.start` takes: for each of its `COLUMNS` a number per request."""
         return [
             tuple(request.slot for request in inputs),
             tuple(request.prefix_len for request in inputs),
@@ -190,12 +154,6 @@ class DraftStart:
             tuple(IN_TEXT if request.in_text else request.position for request in inputs),
             tuple(roots),
         ]
-
-    @staticmethod
-    def on_device(columns: Tensor) -> "DraftStart":
-        """From int64 [COLUMNS, requests], as `columns` gives them."""
-        slots, prefix_lens, rows, max_depths, nodes, dimensions, roots = columns.unbind()
-        return DraftStart(slots, prefix_lens, rows, max_depths, nodes, dimensions, roots)
 
 
 class TreeGrower:
@@ -248,6 +206,25 @@ class TreeGrower:
         shape = (slots, slot_rows, config.num_key_value_heads, config.head_dim)
         self.keys = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
         self.values = torch.empty_like(self.keys)
+
+    def start(self, columns: Tensor) -> DraftStart:
+        """From int64 [COLUMNS, requests], as `DraftStart.columns` gives them."""
+        slots, prefix_lens, rows, max_depths, nodes, dimensions, roots = columns.unbind()
+        cos, sin = self._decoder.rotations(self.keys.device)
+        where = DraftSlots(slots, prefix_lens, rows, max_depths, self._slot_rows, cos, sin)
+        return DraftStart(where, nodes, dimensions, roots)
+
+    def start_of(self, inputs: Sequence[DraftInput], nodes: Sequence[int]) -> DraftStart:
+        """Copies the requests' numbers to the roots' device.
+
+        Args:
+            inputs: one per request.
+            nodes: maximum of each tree.
+        """
+        roots = torch.stack([request.root for request in inputs])
+        columns = to_device(DraftStart.columns(inputs, nodes, roots=[0] * len(inputs)), roots.device)
+        spans = tuple((request.slot, request.prefix_len) for request in inputs)
+        return replace(self.start(columns), roots=roots, spans=spans)
 
     def masks(self, depth: int) -> Tensor:
         """[n, hidden], the rows behind the last committed one for a tree so deep; none of a head that grows levels."""
@@ -310,19 +287,19 @@ class TreeGrower:
         trees, n, size = following.shape
         if self.parallel_depth == 1:
             plan = self._plan(trees, n, is_tree=False)
-            rows = chain_rows(self._slots_of(start), following, hidden, plan.tiles)
+            rows = chain_rows(start.where, following, hidden, plan.tiles)
             return self._over(rows, start, plan)[rows.ends][:, None]
         masks = self.masks(depth)
         later = len(masks)
         # In a slot the masks follow the last row that counts; the rows that do not come behind them.
         place = torch.arange(n + later, device=following.device).expand(trees, -1)
-        new = start.rows[:, None]
+        new = start.where.rows[:, None]
         order = torch.where(place < new, place, torch.where(place < new + later, n + place - new, place - later))
         fused = torch.cat((self.fuse(following, hidden), masks.expand(trees, -1, -1)), dim=1)
         fused = fused.gather(1, order[:, :, None].expand(-1, -1, size))
         # No position beyond a tree's own depth: it may not exist.
-        deepest = new + start.max_depths[:, None].clamp(min=1, max=1 + later) - 2
-        layout = self._chain_layout(start, start.prefix_lens - start.rows, place.minimum(deepest))
+        deepest = new + start.where.max_depths[:, None].clamp(min=1, max=1 + later) - 2
+        layout = self._chain_layout(start, start.where.prefix_lens - start.where.rows, place.minimum(deepest))
         states = self.forward(fused.flatten(0, 1), layout).view_as(fused)
         ends = new - 1 + torch.arange(1 + later, device=new.device)
         return states.gather(1, ends[:, :, None].expand(-1, -1, size))
@@ -347,7 +324,7 @@ class TreeGrower:
             depth: of the deepest tree, at least one.
             out: where they are written, see `memory`; None: in memory of their own.
         """
-        growth = TreeGrowth(start.roots, start.max_depths, k=self._k, levels=depth)
+        growth = TreeGrowth(start.roots, start.where.max_depths, k=self._k, levels=depth)
         if self.parallel_depth > 1:
             self._expand_all(growth, start, predicted[:, :depth])
         else:
@@ -356,7 +333,7 @@ class TreeGrower:
 
     def _expand_levels(self, growth: TreeGrowth, start: DraftStart, states: Tensor, depth: int) -> None:
         """A forward of the head per level, over the beam that the level before has left."""
-        where, embed, inputs = self._slots_of(start), self._decoder.embed_tokens, None
+        where, embed, inputs = start.where, self._decoder.embed_tokens, None
         for _ in range(depth):
             if growth.beam is not None:
                 trees, n = growth.beam.ancestors.shape
@@ -371,10 +348,6 @@ class TreeGrower:
         for logits in self._logits(states).unbind(1):
             width = growth.beam_tokens.shape[1]
             self._consider(growth, logits[:, None].expand(-1, width, -1), start.dimensions)
-
-    def _slots_of(self, start: DraftStart) -> DraftSlots:
-        cos, sin = self._decoder.rotations(self.keys.device)
-        return DraftSlots(start.slots, start.prefix_lens, start.rows, start.max_depths, self._slot_rows, cos, sin)
 
     def _over(self, rows: DraftRows, start: DraftStart, plan: AttentionPlan) -> Tensor:
         """The head over rows: [requests * n, hidden]."""
@@ -395,9 +368,9 @@ class TreeGrower:
             offsets: int64 [requests, n], positions counted from there.
         """
         requests, n = offsets.shape
-        begin = start.slots * self._slot_rows + first_rows
+        begin = start.where.slots * self._slot_rows + first_rows
         plan = self._plan(requests, n, is_tree=False)
-        begins = torch.stack((start.slots, first_rows), dim=1).to(torch.int32)
+        begins = torch.stack((start.where.slots, first_rows), dim=1).to(torch.int32)
         begins = begins.repeat_interleave(len(plan.tiles) // requests, dim=0)
         plan = replace(plan, tiles=torch.cat((begins, plan.tiles[:, 2:]), dim=1))
         return PackedLayout(

@@ -9,14 +9,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specvla_kernels.device import to_device
+from specvla_kernels.finish_tree import GrownTrees
 from specvla_kernels.graph_capture import Captures, check_rows, padded_rows, paddings, randomize
 from specvla_kernels.layout import Ancestry, Span, pack_layout
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.speculation.drafters.children import Children, WindowMass, top_k
-from specvla_ros.speculation.drafters.eagle_graphs import MAX_ROWS, StaticDraft, StaticKeep, check_inputs, check_trees
-from specvla_ros.speculation.drafters.eagle_head import EagleHead
+from specvla_ros.speculation.drafters.eagle.children import Children, TopK, WindowMass
+from specvla_ros.speculation.drafters.eagle.graphs import MAX_ROWS, StaticDraft, StaticKeep, check_inputs, check_trees
+from specvla_ros.speculation.drafters.eagle.head import EagleHead
+from specvla_ros.speculation.drafters.eagle.tree_growth import TreeGrower, split_trees, tree_size
 from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftWork
-from specvla_ros.speculation.drafters.tree_growth import DraftStart, GrownTrees, TreeGrower, tree_size
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
 
@@ -68,7 +69,7 @@ class EagleDrafter(Drafter):
             nodes=settings.nodes,
             slots=slots,
             slot_rows=self._slot_rows,
-            children=children or top_k(settings.top_k),
+            children=children or TopK(settings.top_k),
             ids=ids,
         )
 
@@ -115,7 +116,7 @@ class EagleDrafter(Drafter):
             self.forwards += self._forwards(deepest)
             grown = static(growing, max_nodes)
         k = self._settings.top_k
-        trees = iter(grown.split([(tree_size(depth, k, limit), depth) for depth, limit in sizes.values()]))
+        trees = iter(split_trees(grown, [(tree_size(depth, k, limit), depth) for depth, limit in sizes.values()]))
         return [next(trees) if request.slot in sizes else Tree.from_root(request.root) for request in inputs]
 
     def capture(self, captures: Captures) -> None:
@@ -168,7 +169,6 @@ class EagleDrafter(Drafter):
         return static
 
     def _forwards(self, depth: int) -> int:
-        """Of the head for trees so deep."""
         return depth if self._grower.parallel_depth == 1 else 1
 
     def _keep(self, inputs: Sequence[DraftInput]) -> None:
@@ -222,7 +222,7 @@ class EagleDrafter(Drafter):
         self.forwards += self._forwards(depth) - 1
         # No level beyond a tree's own is kept, so any state will do there.
         predicted = pad_sequence([fed[request.slot] for request in growing], batch_first=True)
-        return self._grower.grow(DraftStart.from_inputs(growing, nodes), predicted, depth)
+        return self._grower.grow(self._grower.start_of(growing, nodes), predicted, depth)
 
 
 def _before_newest(request: DraftInput, left: int) -> DraftInput:
