@@ -273,7 +273,8 @@ def _start(nodes: NodeProcesses, settings: GuardSettings, seed: int, folder: Pat
     }
     for node, values in parameters.items():
         write_parameters(folder / f"{node}.yaml", values)
-        nodes.start(f"{node}.node", params_file=folder / f"{node}.yaml", remaps=remaps[node])
+        room = "lab.ros" if node == "sim_robot" else "ros"
+        nodes.start(f"{room}.{node}.node", params_file=folder / f"{node}.yaml", remaps=remaps[node])
 
 
 def _do(fault: _RealFault, watch: _Watch, signal_to: Callable[[signal.Signals], None]) -> tuple[float, float, bool]:

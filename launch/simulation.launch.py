@@ -73,7 +73,7 @@ def generate_launch_description() -> LaunchDescription:
 
 
 def _act(context: LaunchContext) -> list:
-    from specvla_ros.lab.simulation.gl import require_gl
+    from specvla_ros.lab.simulation import require_gl
     from specvla_ros.lab.simulation.tasks import choose_tasks
 
     def argument(name: str) -> str:

@@ -38,6 +38,6 @@ def simulator_gl() -> str:
     Raises:
         UserError: it cannot.
     """
-    from specvla_ros.lab.simulation.gl import require_gl
+    from specvla_ros.lab.simulation import require_gl
 
     return require_gl()

@@ -3,6 +3,6 @@
 
 import pytest
 
-from specvla_ros.lab.simulation.gl import choose_gl
+from specvla_ros.lab.simulation import choose_gl
 
 needs_gl = pytest.mark.skipif(choose_gl() is None, reason="no OSMesa or EGL: apt-get install libosmesa6")

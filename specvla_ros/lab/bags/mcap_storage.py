@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MCAP files, read by their index where it is sound, else record by record; what is missing or damaged is told."""
+"""MCAP files, read by their index where it is sound, else record by record; what is missing or damaged is told.
+
+The records are mcap's. Its readers are not used: they raise at the first damage without saying where, decompress a
+chunk whatever size it claims, and go through a page of zeros as through millions of records.
+"""
 
 import heapq
 import os
@@ -19,7 +23,7 @@ import zstandard
 from mcap.data_stream import ReadDataStream
 from mcap.exceptions import McapError
 from mcap.opcode import Opcode
-from mcap.records import Channel, ChunkIndex, Footer, Schema, Statistics
+from mcap.records import Channel, Chunk, ChunkIndex, Footer, Schema, Statistics
 from rosbags.interfaces import Connection, ConnectionExtRosbag2, MessageDefinition, MessageDefinitionFormat, Qos
 from rosbags.rosbag2.metadata import parse_qos
 
@@ -29,7 +33,6 @@ MCAP_MAGIC = b"\x89MCAP0\r\n"
 
 _HEAD = struct.Struct("<BQ")  # of a record: opcode, length
 _MESSAGE = struct.Struct("<HIQQ")  # of a message: channel, sequence, log time, publish time; then its data
-_CHUNK = struct.Struct("<QQQII")  # of a chunk: start, end, size and checksum before compression, length of its name
 _FOOTER_BYTES = _HEAD.size + 20 + len(MCAP_MAGIC)
 _FORMATS = {"ros2msg": MessageDefinitionFormat.MSG, "ros2idl": MessageDefinitionFormat.IDL}
 
@@ -102,37 +105,36 @@ class McapStorage:
     def messages(self, topics: frozenset[str]) -> Iterator[StoredMessage]:
         """The messages of some topics, in time order; equal times in the order of the file."""
         wanted = frozenset(key for key, channel in self._channels.items() if channel.topic in topics)
-        read: list[tuple[int, int, int, bytes]] = []  # log time, order in the file, channel, data
-        order, pending = count(), 0
+        waiting: list[tuple[int, int, _Record]] = []  # log time, order in the file
+        order = count()
         found: Counter[int] = Counter()
         damage = ""
-        blocks = [block for block in self._blocks if not block.channels or block.channels & wanted]
-        for block in [*blocks, _Block(2**64, 0)]:
-            while read and (damage or read[0][0] < block.start_ns):
-                time_ns, _, key, data = heapq.heappop(read)
-                pending -= len(data)
-                yield self._channels[key], time_ns, data
-            if damage or not block.offset:
-                break
+        for block in self._blocks:
+            if block.channels and not block.channels & wanted:
+                continue
+            yield from self._due(waiting, block.start_ns)
             try:
                 for record in self._messages_at(block.offset):
                     if record.time_ns < block.start_ns:
                         raise _Damage("a message from before the beginning of its chunk")
                     if record.channel in wanted:
                         found[record.channel] += 1
-                        pending += len(record.data)
-                        heapq.heappush(read, (record.time_ns, next(order), record.channel, record.data))
-                if pending > _MAX_PENDING:
+                        heapq.heappush(waiting, (record.time_ns, next(order), record))
+                if sum(len(record.data) for *_, record in waiting) > _MAX_PENDING:
                     raise _Damage(f"chunks with more than {_MAX_PENDING} bytes of messages overlap in time")
             except _Damage as error:
                 damage = f"{self._path} is damaged at byte {block.offset}: {error}; the rest of it cannot be read"
-        while read:
-            time_ns, _, key, data = heapq.heappop(read)
-            yield self._channels[key], time_ns, data
+                break
+        yield from self._due(waiting, 2**64)
         if damage:
             self.damage = self.damage or damage
         else:
             self._compare(found, self._counts, wanted)
+
+    def _due(self, waiting: list[tuple[int, int, _Record]], before_ns: int) -> Iterator[StoredMessage]:
+        while waiting and waiting[0][0] < before_ns:
+            time_ns, _, record = heapq.heappop(waiting)
+            yield self._channels[record.channel], time_ns, record.data
 
     def close(self) -> None:
         self._file.close()
@@ -323,44 +325,40 @@ def _records(data: memoryview) -> Iterator[tuple[int, memoryview]]:
         offset += length
 
 
-def _chunk_records(chunk: bytes, *, whole: bool) -> Iterator[tuple[int, memoryview]]:
+def _chunk_records(content: bytes, *, whole: bool) -> Iterator[tuple[int, memoryview]]:
     """The records in a chunk; of one that is cut off those that are there."""
     try:
-        _, _, size, checksum, name_bytes = _CHUNK.unpack_from(chunk)
-        name = chunk[_CHUNK.size : _CHUNK.size + name_bytes].decode()
-        begin = _CHUNK.size + name_bytes + 8
-        (compressed,) = struct.unpack_from("<Q", chunk, begin - 8)
-    except (struct.error, UnicodeDecodeError):
+        chunk = Chunk.read(ReadDataStream(BytesIO(content)))
+    except (McapError, ValueError, OverflowError, struct.error):
         if whole:
             raise _Damage("a chunk without its head") from None
         return
-    if whole and compressed > len(chunk) - begin:
-        raise _Damage("a chunk that claims more than it has")
-    data = _decompressed(chunk[begin : begin + compressed], name, size)
+    data = _decompressed(chunk)
     if not whole:
         with suppress(_Damage):
             yield from _records(memoryview(data))
         return
-    if len(data) != size:
-        raise _Damage(f"a chunk of {len(data)} bytes that claims {size}")
-    if checksum and zlib.crc32(data) != checksum:
+    if len(data) != chunk.uncompressed_size:
+        raise _Damage(f"a chunk of {len(data)} bytes that claims {chunk.uncompressed_size}")
+    if chunk.uncompressed_crc and zlib.crc32(data) != chunk.uncompressed_crc:
         raise _Damage("checksum of a chunk")
     yield from _records(memoryview(data))
 
 
-def _decompressed(data: bytes, compression: str, size: int) -> bytes:
+def _decompressed(chunk: Chunk) -> bytes:
     """What is there of a chunk's records, and never more than the chunk claims or any chunk may have."""
+    data, size = chunk.data, chunk.uncompressed_size
     if size > MAX_BLOCK_BYTES:
         raise _Damage(f"a chunk that claims {size} bytes, more than the {MAX_BLOCK_BYTES} that are read at once")
     try:
-        if compression == "zstd":
+        if chunk.compression == "zstd":
             return decompress_zstd(data, size)
-        if compression == "lz4":
+        if chunk.compression == "lz4":
             data = lz4.frame.LZ4FrameDecompressor().decompress(data, max_length=size + 1)
     except (zstandard.ZstdError, RuntimeError, EOFError, ValueError) as error:
         raise _Damage(str(error)) from None
-    if compression not in ("", "lz4"):
-        raise _Damage(f"compression {compression!r} is not known")
+    if chunk.compression not in ("", "lz4"):
+        raise _Damage(f"compression {chunk.compression!r} is not known")
     if len(data) > size:
         raise _Damage(f"a chunk that holds more than the {size} bytes it claims")
     return data

@@ -19,26 +19,25 @@ _SEPARATOR = "=" * 80
 
 
 class MessageTypes:
-    """Those of ROS 2, this package's own, and those that a bag defines itself."""
+    """Those of ROS 2, those that a bag defines itself, and this package's own where it does not."""
 
     def __init__(self) -> None:
         self._store = get_typestore(Stores.ROS2_JAZZY)
         self._own = {name: _definition(name) for name in (VLA_ACTION, DECODE_STATS)}
+        self._learned: dict[str, MessageDefinition] = {}
         for name, text in self._own.items():
             for known in (name, name.replace("specvla_ros/", _FORMER_PACKAGE)):
-                self._store.register(get_types_from_msg(text, known))
-        self._learned: dict[str, MessageDefinition] = {}
+                self._learned[known] = MessageDefinition(MessageDefinitionFormat.MSG, text)
 
     def learn(self, msgtype: str, definition: MessageDefinition) -> None:
-        """Prepares a type for reading, with the bag's definition if it is not known already."""
+        """Prepares a type for reading, with the bag's definition if it has one and the type is none of ROS 2."""
         if msgtype in self._store.fielddefs:
             self._store.get_msgdef(msgtype)  # else the first message pays for the generated code
-        elif definition.format is not MessageDefinitionFormat.NONE:
+        elif definition.format is not MessageDefinitionFormat.NONE and definition.data:
             self._learned[msgtype] = definition
 
     def deserialise(self, raw: bytes, msgtype: str) -> Any:
-        if msgtype not in self._store.fielddefs:
-            self._parse(msgtype)
+        self._parse(msgtype)
         try:
             return self._store.deserialize_cdr(raw, msgtype)
         except Exception as error:  # generated code on bytes from anywhere
@@ -48,6 +47,7 @@ class MessageTypes:
 
     def serialise(self, msgtype: str, fields: Mapping[str, Any], *, stamp_ns: int, frame_id: str) -> bytes:
         """The CDR bytes of a message: a header of this stamp and frame, then the fields."""
+        self._parse(msgtype)
         types = self._store.types
         stamp = types["builtin_interfaces/msg/Time"](sec=stamp_ns // 10**9, nanosec=stamp_ns % 10**9)
         header = types["std_msgs/msg/Header"](stamp=stamp, frame_id=frame_id)
@@ -56,15 +56,19 @@ class MessageTypes:
 
     def definition(self, msgtype: str) -> str:
         """The ros2msg text of one of this package's types, followed by the definitions that it needs."""
+        self._parse(msgtype)
         generated, _ = self._store.generate_msgdef(msgtype, ros_version=2)
         _, separator, needed = generated.partition(_SEPARATOR)
         return f"{self._own[msgtype].rstrip()}\n{separator}{needed}"
 
     def type_hash(self, msgtype: str) -> str:
         """The type's hash as ROS 2 computes it (REP 2011)."""
+        self._parse(msgtype)
         return self._store.hash_rihs01(msgtype)
 
     def _parse(self, msgtype: str) -> None:
+        if msgtype in self._store.fielddefs:
+            return
         definition = self._learned.get(msgtype)
         if definition is None:
             raise UserError(f"message type {msgtype} is unknown, and the bag holds no definition of it")

@@ -47,8 +47,7 @@ def demo(
     the stop.
     """
     try:
-        from specvla_ros.lab.ros.demo.robot import DemoRobot
-        from specvla_ros.lab.ros.demo.run import run_demo
+        from specvla_ros.lab.ros.demo.run import DemoRobot, run_demo
         from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
     except ImportError as error:
         raise UserError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that are processes of this machine."""
+"""Processes of this machine; see `specvla_ros.lab.jobs.workers`."""
 
 import ctypes
 import multiprocessing
@@ -14,8 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.managers import BaseManager
 from typing import Any
 
-from specvla_ros.errors import UserError
-from specvla_ros.lab.jobs.workers import NOT_MADE, Host, HostDied, Hosts, Shared, WorkerDied, answer_of, opened
+from specvla_ros.lab.jobs.workers import Holder, Host, ProcessDied, answer_of, opened
 
 _PR_SET_PDEATHSIG = 1
 _ENDS_WITHIN_S = 5.0
@@ -33,47 +32,31 @@ def end_with_parent(parent: int, by: signal.Signals = signal.SIGINT) -> None:
 
 
 class ProcessPool:
-    """Processes, and those that hold what they share; see `run_jobs`."""
+    """Processes; see `Pool`."""
 
-    def __init__(self, work: Callable[..., Any], workers: int, shared: Shared | None) -> None:
-        self._work, self.size = work, workers
-        self._hosts = Hosts(lambda: _Server(shared.make), shared.among) if shared is not None else None
+    def __init__(self, workers: int) -> None:
+        self.size = workers
 
-    def start(self) -> "_Process":
-        if self._hosts is None:
-            return _Process(self._work, self.size)
-        server, place = self._hosts.take()
-        return _Process(self._work, self.size, server.host(place), partial(self._hosts.give_back, server, place))
+    def start(self, work: Callable[..., Any], *host: Host) -> "_Process":
+        return _Process(work, self.size, *host)
+
+    def start_host(self, make: Callable[[], object]) -> "_HostProcess":
+        return _HostProcess(make)
 
     def wait(self, busy: Collection["_Process"]) -> list["_Process"]:
         by_connection = {worker.connection: worker for worker in busy}
         return [by_connection[each] for each in multiprocessing.connection.wait(by_connection)]  # type: ignore[index]
 
     def close(self) -> None:
-        if self._hosts is not None:
-            self._hosts.end()
+        """Nothing is left: workers and hosts are ended one by one."""
 
 
 class _Process:
-    """A worker.
+    """A worker; `workers` of them share this machine's cores."""
 
-    Args:
-        work: what it does.
-        workers: how many share this machine.
-        host: what it shares with others; None: nothing.
-        on_end: gives its place there back.
-    """
-
-    def __init__(
-        self,
-        work: Callable[..., Any],
-        workers: int,
-        host: Host | None = None,
-        on_end: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._on_end = on_end
+    def __init__(self, work: Callable[..., Any], workers: int, *host: Host) -> None:
         self.connection, theirs = _SPAWN.Pipe()
-        arguments = theirs, work, workers, os.getpid(), host
+        arguments = theirs, work, workers, os.getpid(), *host
         self._process = _SPAWN.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()  # so that ours is at its end when the process is
@@ -84,12 +67,12 @@ class _Process:
 
     def take(self) -> Any:
         try:
-            succeeded, result = self.connection.recv()
+            answer = self.connection.recv()
         except (EOFError, OSError):
             self._process.join(_ENDS_WITHIN_S)
             code = self._process.exitcode
-            raise WorkerDied(signal.Signals(-code).name if code and code < 0 else f"exit code {code}") from None
-        return opened(succeeded, result)
+            raise ProcessDied(signal.Signals(-code).name if code and code < 0 else f"exit code {code}") from None
+        return opened(*answer)
 
     def end(self) -> None:
         self.connection.close()
@@ -98,18 +81,16 @@ class _Process:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
-        self._on_end()
 
 
-def _serve(connection: Connection, work: Callable[..., Any], workers: int, parent: int, host: Host | None) -> None:
+def _serve(connection: Connection, work: Callable[..., Any], workers: int, parent: int, *host: Host) -> None:
     """What a worker does until nobody asks any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this one
     end_with_parent(parent, signal.SIGTERM)
     _share_cores(workers)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
-            job = connection.recv()
-            connection.send(answer_of(work, job) if host is None else answer_of(work, job, host))
+            connection.send(answer_of(work, connection.recv(), *host))
 
 
 def _share_cores(workers: int) -> None:
@@ -120,64 +101,27 @@ def _share_cores(workers: int) -> None:
         torch.set_num_threads(threads)
 
 
-class _Hosted:
-    """In a process of its own: what workers share."""
-
-    def make(self, make: Callable[[], object]) -> None:
-        self._shared = make()
-
-    def ping(self) -> None:
-        """Is answered while it lives."""
-
-    def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        return getattr(self._shared, method)(*arguments)
-
-
 class _Manager(BaseManager):
-    """Starts that process; a thread of it answers each worker."""
+    """Starts the process of what workers share; a thread of it answers each of them."""
 
 
-_Manager.register("hosted", _Hosted, exposed=("make", "ping", "call"))
+_Manager.register("hold", Holder, exposed=("call",))
 
 
-class _Server:
-    """That process, as the command has it; see `HostProcess`."""
-
+class _HostProcess:
     def __init__(self, make: Callable[[], object]) -> None:
         self._manager = _Manager(ctx=_SPAWN)
         self._manager.start(end_with_parent, (os.getpid(), signal.SIGTERM))
-        self._hosted = self._manager.hosted()  # type: ignore[attr-defined]
-        try:
-            self._hosted.make(make)
-        except (EOFError, ConnectionError):
-            self.end()
-            raise UserError(NOT_MADE) from None
-        except BaseException:
-            self.end()
-            raise
-
-    def alive(self) -> bool:
-        try:
-            self._hosted.ping()
-        except (EOFError, OSError):
-            return False
-        return True
-
-    def host(self, place: int) -> "_Guest":
-        return _Guest(self._hosted, place)
+        self.call = partial(_call, self._manager.hold(make))  # type: ignore[attr-defined]
 
     def end(self) -> None:
         self._manager.shutdown()
 
 
-class _Guest:
-    """A worker's; see `Host`."""
-
-    def __init__(self, hosted: Any, place: int) -> None:
-        self.place, self._hosted = place, hosted
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        try:
-            return self._hosted.call(method, arguments)
-        except (EOFError, ConnectionError) as error:
-            raise HostDied(str(error) or type(error).__name__) from None
+def _call(holder: Any, method: str, *arguments: Any) -> Any:
+    """In the command or a worker: calls the shared object over its proxy."""
+    try:
+        answer = holder.call(method, *arguments)
+    except (EOFError, ConnectionError) as error:
+        raise ProcessDied(str(error) or type(error).__name__) from None
+    return opened(*answer)

@@ -2,13 +2,13 @@
 """Jobs on worker processes of this machine, or on a Ray cluster: each counted once, whatever dies."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, TypeVar
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.jobs.processes import ProcessPool
 from specvla_ros.lab.jobs.ray_cluster import RayPool
-from specvla_ros.lab.jobs.workers import Shared, WorkerDied
+from specvla_ros.lab.jobs.workers import Host, HostProcess, Pool, ProcessDied, Shared, WorkerProcess
 
 _MAX_LOSSES = 3  # workers that a job may cost
 _NAMED = 5  # jobs that a message lists
@@ -50,17 +50,19 @@ def run_jobs(
     Raises:
         UserError: jobs were given up and there is no `lost`; Ray is missing or not to be reached.
     """
+    among = shared.among if shared is not None else 0
     if ray:
-        pool: _Pool = RayPool(work, ray, workers, gpu=gpu, shared=shared)
-    elif workers or shared is not None:
-        pool = ProcessPool(work, workers or (shared.among if shared is not None else 1), shared)
+        pool: Pool = RayPool(ray, workers, gpu=gpu, among=among)
+    elif workers or among:
+        pool = ProcessPool(workers or among)
     else:
         for job in jobs:
             yield job, work(job)
         return
     given_up: list[tuple[Job, str]] = []
+    crew = _Crew(pool, work, shared)
     try:
-        for job, result, why in _spread(pool, jobs):
+        for job, result, why in _spread(crew, pool, jobs):
             if not why:
                 yield job, result
             elif lost is not None:
@@ -68,6 +70,7 @@ def run_jobs(
             else:
                 given_up.append((job, why))
     finally:
+        crew.end()
         pool.close()
     if given_up:
         names = ", ".join(name(job) for job, _ in given_up[:_NAMED])
@@ -78,62 +81,85 @@ def run_jobs(
         )
 
 
-class _Worker(Protocol):
-    def give(self, job: Any) -> None:
-        """Begins a job."""
+class _Crew:
+    """The workers of a pool, each with its place at what it shares with others, which is made again when it dies."""
 
-    def take(self) -> Any:
-        """The result of the job that ended, or what it raised.
+    def __init__(self, pool: Pool, work: Callable[..., Any], shared: Shared | None) -> None:
+        self._pool, self._work, self._shared = pool, work, shared
+        self._free: dict[HostProcess, list[int]] = {}  # places
+        self._places: dict[WorkerProcess, tuple[HostProcess, int]] = {}
 
-        Raises:
-            WorkerDied: there is none, nor will be.
-        """
+    def start(self) -> WorkerProcess:
+        if self._shared is None:
+            worker: WorkerProcess = self._pool.start(self._work)
+            return worker
+        host, place = self._place(self._shared)
+        worker = self._pool.start(self._work, Host(place, host.call))
+        self._places[worker] = host, place
+        return worker
+
+    def dismiss(self, worker: WorkerProcess) -> None:
+        """Ends a worker, and has its place for the next."""
+        worker.end()
+        host, place = self._places.pop(worker, (None, 0))
+        if host in self._free:
+            self._free[host].append(place)
 
     def end(self) -> None:
-        """Ends it, whatever it does."""
+        """Ends what the workers shared."""
+        for host in self._free:
+            host.end()
+
+    def _place(self, shared: Shared) -> tuple[HostProcess, int]:
+        self._free = {host: free for host, free in self._free.items() if _lives(host)}
+        for host, free in self._free.items():
+            if free:
+                return host, free.pop()
+        host = self._pool.start_host(shared.make)
+        self._free[host] = [*range(shared.among)]
+        if not _lives(host):
+            raise UserError("the process died that loads what the workers share; out of memory?")
+        return host, self._free[host].pop()
 
 
-class _Pool(Protocol):
-    size: int
-
-    def start(self) -> Any: ...
-
-    def wait(self, busy: Collection[Any]) -> list[Any]:
-        """Those of the workers whose `take` is due, at least one."""
-
-    def close(self) -> None: ...
+def _lives(host: HostProcess) -> bool:
+    try:
+        host.call("")
+    except ProcessDied:
+        return False
+    return True
 
 
-def _spread(pool: _Pool, jobs: Sequence[Job]) -> Iterator[tuple[Job, Any, str]]:
+def _spread(crew: _Crew, pool: Pool, jobs: Sequence[Job]) -> Iterator[tuple[Job, Any, str]]:
     """Each job with its result, or with why it was given up."""
     waiting = deque(enumerate(jobs))
     losses: Counter[int] = Counter()
     died_in_a_row = 0
-    busy: dict[_Worker, tuple[int, Job]] = {}
-    idle: list[_Worker] = []
+    busy: dict[WorkerProcess, tuple[int, Job]] = {}
+    idle: list[WorkerProcess] = []
     try:
         while waiting or busy:
             while waiting and len(busy) < pool.size:
-                worker = idle.pop() if idle else pool.start()
+                worker = idle.pop() if idle else crew.start()
                 busy[worker] = waiting.popleft()
                 worker.give(busy[worker][1])
             while idle:  # nothing is left for them, and what they hold others may wait for
-                idle.pop().end()
+                crew.dismiss(idle.pop())
             for worker in pool.wait(busy):
                 index, job = busy.pop(worker)
                 try:
                     result = worker.take()
-                except WorkerDied as death:
-                    worker.end()
+                except ProcessDied as death:
+                    crew.dismiss(worker)
                     losses[index] += 1
                     died_in_a_row += 1
                     # Whatever they are given, they die: trying every job three times would take very long.
-                    hopeless = died_in_a_row > _MAX_LOSSES * pool.size
-                    if not hopeless and losses[index] < _MAX_LOSSES:
+                    all_workers_die = died_in_a_row > _MAX_LOSSES * pool.size
+                    if losses[index] < _MAX_LOSSES and not all_workers_die:
                         waiting.append((index, job))
                     else:
                         yield job, None, f"a worker died {losses[index]} times at it ({death})"
-                    while hopeless and waiting:
+                    while all_workers_die and waiting:
                         yield waiting.popleft()[1], None, "the workers died at all that they were given"
                 else:
                     died_in_a_row = 0

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers are given and send back, whatever they are, and what several of them share."""
+"""Objects in processes of their own, on this machine or in a cluster: workers, and what several of them share."""
 
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 
-class WorkerDied(Exception):
-    """A worker is gone, with the job that it had."""
-
-
-class HostDied(Exception):
-    """What workers share is gone: their jobs cannot go on."""
+class ProcessDied(Exception):
+    """A process is gone, with the object that it held."""
 
 
 @dataclass(frozen=True)
@@ -30,84 +26,74 @@ def share(make: Callable[[int], object], among: int) -> Shared | None:
     return Shared(partial(make, among), among) if among else None
 
 
-class Host(Protocol):
+@dataclass(frozen=True)
+class Host:
     """The shared object, as one of the workers has it."""
 
     place: int  # this worker's among those that share it, from 0 on; that of a dead one is given to another
+    call: Callable[..., Any]  # calls a method by its name, which several workers do at once; raises ProcessDied
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Calls one of its methods, which several workers do at once.
+
+class WorkerProcess(Protocol):
+    """A worker, as the command has it."""
+
+    def give(self, job: Any) -> None:
+        """Begins a job."""
+
+    def take(self) -> Any:
+        """The result of the job that ended, or what it raised.
 
         Raises:
-            HostDied: it is gone.
+            ProcessDied: there is none, nor will be.
         """
+
+    def end(self) -> None:
+        """Ends it, whatever it does."""
+
+
+class HostProcess(Protocol):
+    """Where the shared object lives, as the command has it. The first call makes it."""
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """See `Host.call`; of the empty name: only whether the object could be made."""
+
+    def end(self) -> None: ...
 
     def __hash__(self) -> int: ...
 
 
-class HostProcess(Protocol):
-    """Where the shared object lives, as the command has it.
+class Pool(Protocol):
+    """Where processes are started: this machine, or a cluster."""
 
-    It is made with it: what `Shared.make` raises is raised then, and UserError where the process dies meanwhile.
-    """
+    size: int  # workers that it has room for
 
-    def alive(self) -> bool: ...
+    def start(self, work: Callable[..., Any], *host: Host) -> Any:
+        """Starts a `WorkerProcess` whose jobs are given to `work`, with what it shares with others behind them."""
 
-    def host(self, place: int) -> Host: ...
+    def start_host(self, make: Callable[[], object]) -> HostProcess: ...
 
-    def end(self) -> None: ...
+    def wait(self, busy: Collection[Any]) -> list[Any]:
+        """Those of the workers whose `take` is due, at least one."""
 
-
-NOT_MADE = "the process died that loads what the workers share; out of memory?"
-
-
-class Hosts:
-    """The shared objects of a pool; one that has died is replaced when a worker needs it."""
-
-    def __init__(self, start: Callable[[], HostProcess], among: int) -> None:
-        self._start, self._among = start, among
-        self._free: dict[HostProcess, list[int]] = {}
-
-    def take(self) -> tuple[HostProcess, int]:
-        """One that has room, and a place there."""
-        self._free = {process: free for process, free in self._free.items() if process.alive()}
-        for process, free in self._free.items():
-            if free:
-                return process, free.pop()
-        process = self._start()
-        self._free[process] = [*range(self._among)]
-        return process, self._free[process].pop()
-
-    def give_back(self, process: HostProcess, place: int) -> None:
-        """Whoever had it is gone."""
-        if process in self._free:
-            self._free[process].append(place)
-
-    def end(self) -> None:
-        """Ends all of them."""
-        for process in self._free:
-            process.end()
+    def close(self) -> None: ...
 
 
-def opened(succeeded: bool, result: Any) -> Any:
-    """What `answer_of` packed: a job's result, or what it raised.
+class Holder:
+    """In a host's process: the object, made at the first call. What its making raised is the answer to all calls."""
 
-    Raises:
-        WorkerDied: it cannot be done there any more.
-    """
-    if succeeded:
-        return result
-    error, trace = result
-    if isinstance(error, HostDied):
-        raise WorkerDied(f"what it shares with others died: {error}")
-    raise error from _Elsewhere(trace)
+    def __init__(self, make: Callable[..., object], *arguments: Any) -> None:
+        self._make = partial(make, *arguments)
+        self._made: tuple[bool, Any] | None = None
 
+    def call(self, method: str, *arguments: Any) -> tuple[bool, Any]:
+        """Calls a method of the object; see `answer_of`."""
+        if self._made is None:
+            self._made = answer_of(self._hold)
+        return answer_of(getattr(self._held, method), *arguments) if method and self._made[0] else self._made
 
-class _Elsewhere(Exception):
-    """The trace of what a worker raised, as text."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
+    def _hold(self) -> None:
+        self._held = self._make()
 
 
 def answer_of(work: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
@@ -122,3 +108,24 @@ def answer_of(work: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
         what = packed[1][1] if not packed[0] else f"the result {packed[1]!r:.200} cannot be sent: {error}"
         return False, (RuntimeError(str(what).strip().splitlines()[-1]), what)
     return packed
+
+
+def opened(succeeded: bool, result: Any) -> Any:
+    """What `answer_of` packed: a job's result, or what it raised.
+
+    Raises:
+        ProcessDied: what it shares with others is gone, so that it cannot be done there any more.
+    """
+    if succeeded:
+        return result
+    error, trace = result
+    if isinstance(error, ProcessDied):
+        raise ProcessDied(f"what it shares with others died: {error}")
+    raise error from _Elsewhere(trace)
+
+
+class _Elsewhere(Exception):
+    """The trace of what a worker raised, as text."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.simulation.gl import require_gl
+from specvla_ros.lab.simulation import require_gl
 from specvla_ros.lab.simulation.world import SimulationDiverged
 
 HINT = "pip install --no-deps -r requirements/libero.txt, see docs/how-to/libero.md"

@@ -11,8 +11,8 @@ import numpy as np
 
 from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector
 from specvla_ros.errors import UserError
+from specvla_ros.lab.simulation import require_gl
 from specvla_ros.lab.simulation.arms import TABLE_ARM, Arm
-from specvla_ros.lab.simulation.gl import require_gl
 from specvla_ros.lab.simulation.osc import CONTROL_HZ, OscPose
 from specvla_ros.lab.simulation.tasks import CUBES, DISTRACTORS, Layout, WorldState
 

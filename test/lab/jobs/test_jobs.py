@@ -16,9 +16,9 @@ from support.patience import PATIENCE_S, wait_until
 
 from specvla_ros import __version__
 from specvla_ros.errors import UserError
-from specvla_ros.lab.jobs.ray_cluster import ActorPlan, _Actor, plan_actors
+from specvla_ros.lab.jobs.ray_cluster import ActorPlan, make_settled, plan_actors
 from specvla_ros.lab.jobs.run import run_jobs
-from specvla_ros.lab.jobs.workers import Shared
+from specvla_ros.lab.jobs.workers import Holder, Shared
 
 PROCESSES, CLUSTER = {"workers": 2}, {"workers": 2, "ray": "local"}
 
@@ -124,9 +124,9 @@ def test_what_actors_share_takes_the_gpus(resources, workers, gpu, plan):
 
 
 def test_a_machine_of_the_cluster_that_is_another_is_named(tmp_path):
-    succeeded, (error, _) = _Actor(None).run("0.0.1", str(tmp_path), b"", b"")
+    succeeded, (error, _) = Holder(make_settled, "0.0.1", str(tmp_path), b"").call("")
     assert not succeeded and re.search(r"the machine .* has specvla_ros .*, this one 0\.0\.1", str(error))
-    succeeded, (error, _) = _Actor(None).run(__version__, str(tmp_path / "no"), b"", b"")
+    succeeded, (error, _) = Holder(make_settled, __version__, str(tmp_path / "no"), b"").call("")
     assert not succeeded and "must share the file system" in str(error)
 
 

@@ -11,8 +11,8 @@ from support.gl import needs_gl
 
 from specvla_ros.control.displacement import DisplacementFollower
 from specvla_ros.errors import UserError
+from specvla_ros.lab.simulation import choose_gl, require_gl
 from specvla_ros.lab.simulation.expert import demonstrate
-from specvla_ros.lab.simulation.gl import choose_gl, require_gl
 from specvla_ros.lab.simulation.osc import CONTROL_HZ, SCALE
 from specvla_ros.lab.simulation.robot import TableRobot
 from specvla_ros.lab.simulation.tasks import CUBES, TASKS, acted_on, choose_tasks, draw_layout

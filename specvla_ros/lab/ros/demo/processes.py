@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class NodeProcesses:
         """Starts a node.
 
         Args:
-            module: under specvla_ros.ros; its first part is the node's name.
+            module: with its `main`, under specvla_ros; the node's name is its last part but `node`.
             parameters: as `name:=value`.
             params_file: a ROS parameter file.
             remaps: from and to.
@@ -62,17 +63,16 @@ class NodeProcesses:
         arguments = [part for parameter in parameters for part in ("-p", parameter)]
         arguments += ["--params-file", str(params_file)] if params_file is not None else []
         arguments += [part for source, target in remaps for part in ("-r", f"{source}:={target}")]
+        arguments += ["--log-level", "error"] if log is None else []
         # A demo that is killed must not leave a policy behind on the topics of the next one.
         end_with = f"from specvla_ros.lab.jobs.processes import end_with_parent; end_with_parent({os.getpid()})"
-        code = f"{end_with}; from specvla_ros.ros.{module} import main; main()"
-        command = [sys.executable, "-c", code, "--ros-args", *arguments]
-        name = module.partition(".")[0]
-        if log is None:
-            self._running[name] = subprocess.Popen([*command, "--log-level", "error"], stdin=subprocess.DEVNULL)
-            return
-        with log.open("wb") as said:
-            self._running[name] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT
+        code = f"{end_with}; from specvla_ros.{module} import main; main()"
+        with log.open("wb") if log is not None else nullcontext() as said:
+            self._running[module.removesuffix(".node").rpartition(".")[2]] = subprocess.Popen(
+                [sys.executable, "-c", code, "--ros-args", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT if said is not None else None,
             )
 
     def exit_code(self, name: str) -> int | None:

@@ -5,10 +5,12 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import rclpy
+from ament_index_python.packages import get_package_share_directory
 from rclpy.executors import ExternalShutdownException
 from rich.console import Console
 from rich.live import Live
@@ -20,27 +22,70 @@ from specvla_ros.lab.evaluation.statistics import Rate
 from specvla_ros.lab.ros.demo.operator import Operator
 from specvla_ros.lab.ros.demo.processes import LifecycleClient, NodeProcesses
 from specvla_ros.lab.ros.demo.record import DemoRecord
-from specvla_ros.lab.ros.demo.robot import DemoRobot
 from specvla_ros.lab.ros.demo.terminal import CLEAR_KEY, STOP_KEY, TypedLine, picture
 from specvla_ros.lab.ros.sim_robot.outputs import IMAGE_TOPIC, JOINTS_TOPIC, WRIST_TOPIC
-from specvla_ros.lab.simulation.gl import require_gl
+from specvla_ros.lab.ros.sim_robot.parameters import ACTIONS
+from specvla_ros.lab.simulation import require_gl
+from specvla_ros.lab.simulation.arms import Arm
 from specvla_ros.lab.simulation.rollout import EpisodeResult
 from specvla_ros.lab.simulation.tasks import choose_tasks
 from specvla_ros.models.families.openvla.config import OpenVLAConfig, read_config
 from specvla_ros.models.families.openvla.prompt import normalise_instruction
 from specvla_ros.msg import SimEpisode
-from specvla_ros.ros.wiring import Remaps, image_remappings
+from specvla_ros.ros.wiring import Remaps, RobotTopics, image_remappings
 from specvla_ros.settings.parameter import values_of
-from specvla_ros.settings.profiles import write_parameters
+from specvla_ros.settings.profiles import merge_parameters, write_parameters
 
 PARAMETERS_FILE, ROBOT_FILE, BLACK_BOX = "parameters.yaml", "robot.yaml", "black_box"
 DRIVER_LOG, GUARD_LOG = "driver.log", "guard.log"
 _CONFIGURE_TIMEOUT_S = 120.0
+# Often enough for somebody who watches, and for what is counted at the demo's end.
+_DIAGNOSTICS_PERIOD_S = 0.25
 _SILENCE_S = 60.0  # limit without news of an episode
 _CLOCK = "realtime"
 _CAMERA = image_remappings("image", IMAGE_TOPIC)
 # A policy of several cameras is shown the robot's in their order; the first is always the one above.
 _FURTHER, _STATE = (WRIST_TOPIC,), [("state", JOINTS_TOPIC)]
+
+
+@dataclass(frozen=True)
+class DemoRobot:
+    """A simulated arm, moved by a policy's actions or, as arms are that are sold, by commands.
+
+    Args:
+        arm: which one.
+        interface: `action`: the simulator follows actions itself; else what driver and guard send it, one of the
+            simulated robot's `command`.
+    """
+
+    arm: Arm
+    interface: str = ACTIONS
+
+    @property
+    def commanded(self) -> bool:
+        """Whether a driver and a guard stand between the policy and the arm."""
+        return self.interface != ACTIONS
+
+    @property
+    def topics(self) -> RobotTopics:
+        """The simulated robot's."""
+        commands = {name: f"/sim_robot/command/{name}" for name in (self.interface, "gripper")}
+        return RobotTopics("/sim_robot/tool_pose", "/joint_states", "/instruction", commands)
+
+    def parameters(self) -> dict[str, Any]:
+        """Of driver and guard, by name: the simulated arms' limits, and this one's workspace and gripper."""
+        config = Path(get_package_share_directory("specvla_ros"), "config", "robots", "simulated.yaml")
+        gripper = self.arm.gripper
+        return {
+            **merge_parameters([config], {}, node="driver"),
+            "output": self.interface,
+            "limits.workspace_min": self.arm.low,
+            "limits.workspace_max": self.arm.high,
+            "gripper.open_value": gripper.open[0],
+            "gripper.closed_value": gripper.closed[0],
+            "diagnostics_period_s": _DIAGNOSTICS_PERIOD_S,
+            "use_sim_time": True,
+        }
 
 
 def run_demo(
@@ -135,10 +180,10 @@ def _start(
     senses: Remaps,
 ) -> None:
     """Starts all that may run before the policy can act."""
-    nodes.start("policy.node", params_file=out / PARAMETERS_FILE, remaps=senses)
+    nodes.start("ros.policy.node", params_file=out / PARAMETERS_FILE, remaps=senses)
     names = ", ".join(tasks)
     nodes.start(
-        "sim_robot.node",
+        "lab.ros.sim_robot.node",
         f"robot:={robot.arm.name}",
         f"command:={robot.interface}",
         f"clock:={_CLOCK}",
@@ -150,12 +195,12 @@ def _start(
     if robot.commanded:
         limits = robot.parameters()
         write_parameters(out / ROBOT_FILE, limits, ["Of driver and guard in `specvla demo`."])
-        nodes.start("driver.node", params_file=out / ROBOT_FILE, remaps=robot.topics.driver, log=out / DRIVER_LOG)
+        nodes.start("ros.driver.node", params_file=out / ROBOT_FILE, remaps=robot.topics.driver, log=out / DRIVER_LOG)
     if shown is not None:
         of_the_arm = {name: value for name, value in limits.items() if name.startswith("limits.")}
         given = {name: json.dumps(value) for name, value in (values_of(shown) | of_the_arm).items()}
         remaps = [*_CAMERA, *(robot.topics.live_view if robot.commanded else ())]
-        nodes.start("live_view", *(f"{name}:={value}" for name, value in given.items()), remaps=remaps)
+        nodes.start("lab.ros.live_view", *(f"{name}:={value}" for name, value in given.items()), remaps=remaps)
 
 
 def _bring_up(nodes: NodeProcesses, operator: Operator, out: Path, robot: DemoRobot) -> None:
@@ -167,7 +212,7 @@ def _bring_up(nodes: NodeProcesses, operator: Operator, out: Path, robot: DemoRo
     if robot.commanded:
         black_box = f"black_box_dir:={json.dumps(str((out / BLACK_BOX).resolve()))}"
         nodes.start(
-            "guard.node", black_box, params_file=out / ROBOT_FILE, remaps=robot.topics.guard, log=out / GUARD_LOG
+            "ros.guard.node", black_box, params_file=out / ROBOT_FILE, remaps=robot.topics.guard, log=out / GUARD_LOG
         )
         operator.enable(True)
 

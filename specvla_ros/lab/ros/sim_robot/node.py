@@ -12,9 +12,8 @@ from rclpy.clock import Clock, ClockType
 from rclpy.node import Node
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.ros.sim_robot.commands import CommandInput
 from specvla_ros.lab.ros.sim_robot.episodes import Episode, EpisodeState, Start, Tally, episode_starts, task_of
-from specvla_ros.lab.ros.sim_robot.inputs import ActionInput, Expected, InstructionTopic
+from specvla_ros.lab.ros.sim_robot.inputs import ActionInput, CommandInput, Expected, InstructionTopic
 from specvla_ros.lab.ros.sim_robot.outputs import Pace, SimOutputs, is_commanded, policy_listens
 from specvla_ros.lab.ros.sim_robot.parameters import SimRobotParameters
 from specvla_ros.lab.simulation.arms import choose_arm

@@ -6,7 +6,7 @@
 - An array that is not all finite is dropped. One of another length is an error; the controller manager then
   deactivates the real controller, this one drops it.
 
-What keeps a leap from being one is the robot: its joints' own speed limits and torques (`joint_servo.py`).
+What keeps a leap from being one is the robot: its joints' own speed limits and torques (`commanded_arm.JointServo`).
 """
 
 import numpy as np
