@@ -61,7 +61,6 @@ def frame_source(
         policy: whose cameras and state are wanted.
         data: bags, or directories of bags; None: what the policy does in simulation.
         seed: of the bags' order, or behind how many starts the simulation's first is.
-        sensors: what is read of bags beside the first camera's images.
         world, tasks, engine: of the simulation, see `simulation_source`.
 
     Raises:
@@ -138,7 +137,6 @@ def simulation_source(
     Args:
         first_seed: of the first episode's start; the others follow.
         world: `table`, or the name of a LIBERO suite.
-        tasks: names of the tasks; none: all of the world.
         engine: settings of which prompt and text lengths are taken.
     """
     names = tasks_of(world, tasks)

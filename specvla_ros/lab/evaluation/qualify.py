@@ -7,7 +7,7 @@ after each of them (see `e_process`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,7 @@ import numpy as np
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, head
-from specvla_ros.lab.evaluation.qualification import Criterion, Judgement, Pair, Verdict
-from specvla_ros.lab.evaluation.report.qualify import write_qualify_report
+from specvla_ros.lab.evaluation.qualification import Judgement, Pair, Verdict, write_qualify_report
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory, write_line
 from specvla_ros.lab.evaluation.simulate import (
     EPISODES_FILE,
@@ -29,30 +28,12 @@ from specvla_ros.lab.evaluation.simulate import (
     tasks_of,
 )
 from specvla_ros.lab.jobs.run import run_jobs
+from specvla_ros.lab.plans import Criterion, QualifyPlan
 from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, read_stage_times
 
 QUALIFY_FILE = "qualify.json"
 REFERENCE = "lockstep"
 _OF = "candidate"  # of a line in EPISODES_FILE
-
-
-@dataclass(frozen=True)
-class QualifyPlan:
-    """Which pairs are drawn, how many at most, and where they run."""
-
-    tasks: tuple[str, ...] = ()  # names of the tasks; none: all of the world
-    pairs: int = 400  # number at most, per candidate
-    first_seed: int = 0  # of the first start and of the drawing of tasks
-    batch: int = 20  # pairs between two looks at the evidence; with several workers it is their work
-    workers: int = 0  # worker processes; 0: this process
-    ray: str = ""  # address of the Ray cluster that they run on; empty: this machine, see `run_jobs`
-
-    def draw(self, world: str) -> Iterator[tuple[str, int]]:
-        """Task and seed of one pair after the other: the task at random."""
-        tasks = tasks_of(world, self.tasks)
-        generator = np.random.default_rng(self.first_seed)
-        for number in range(self.pairs):
-            yield tasks[generator.integers(len(tasks))], self.first_seed + number
 
 
 def device_candidates(base: SimulateSettings, devices: Sequence[str]) -> dict[str, SimulateSettings]:
@@ -87,9 +68,6 @@ def qualify(
 
     Args:
         candidates: real-time simulations by name, the safest first; they share policy, world and robot.
-        plan: the pairs.
-        criterion: what a candidate must show.
-        out: directory of the results.
         on_pairs: called at each look at the evidence.
         on_episode: called with the name, the number of episodes and of those wanted until the next look.
     """
@@ -111,7 +89,7 @@ def qualify(
         (name, each.task, each.seed): each for name, each in directory.resume_lines(EPISODES_FILE, _named_episode)
     }
     context = {**deciding, "plan": asdict(plan), **checkpoint_hashes(base.policy, base.engine), **head()}
-    drawn = list(plan.draw(base.world))
+    drawn = list(_drawn(plan, base.world))
     judgements = {name: Judgement(name, (), criterion) for name in candidates}
 
     def run(name: str, starts: Sequence[tuple[str, int]]) -> None:
@@ -151,3 +129,11 @@ def _named_episode(raw: dict[str, Any]) -> tuple[str, EpisodeResult]:
 
 def _pair(done: dict[tuple[str, str, int], EpisodeResult], name: str, task: str, seed: int) -> Pair:
     return Pair(task, seed, done[REFERENCE, task, seed].succeeded, done[name, task, seed].succeeded)
+
+
+def _drawn(plan: QualifyPlan, world: str) -> Iterator[tuple[str, int]]:
+    """Task and seed of one pair after the other: the task at random."""
+    tasks = tasks_of(world, plan.tasks)
+    generator = np.random.default_rng(plan.first_seed)
+    for number in range(plan.pairs):
+        yield tasks[generator.integers(len(tasks))], plan.first_seed + number

@@ -16,9 +16,9 @@ from support.patience import wait_until
 
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation import simulate as simulation
+from specvla_ros.lab.evaluation.paired import Rate, mcnemar_p, wilson_interval
 from specvla_ros.lab.evaluation.simulate import EPISODES_FILE, SimulatePlan, SimulateSettings, read_episodes, simulate
 from specvla_ros.lab.evaluation.simulate_summary import compare_episodes, summarise_episodes
-from specvla_ros.lab.evaluation.statistics import Rate, mcnemar_p, wilson_interval
 from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult
 from specvla_ros.lab.simulation.tasks import TASKS
 from specvla_ros.lab.training.nano import NanoShape, write_nano
