@@ -281,7 +281,7 @@ def qualify(
     Exit code 1 when the first candidate is refused, 4 when the pairs did not suffice to decide on it.
     """
     from specvla_ros.lab.evaluation import qualify as run
-    from specvla_ros.lab.evaluation.qualification import Judgement, Verdict
+    from specvla_ros.lab.evaluation.qualify import Judgement, Verdict
     from specvla_ros.lab.evaluation.simulate import SimulateSettings
     from specvla_ros.models.checkpoint import leave_a_core
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that several commands of the laboratory share."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -74,15 +73,6 @@ class SensorOptions:
         from specvla_ros.lab.bags.frames import Sensors
 
         return Sensors(self.cameras, self.state_topic, self.names, instruction)
-
-
-def bags_or_simulation(data: Sequence[str]) -> list[Path] | None:
-    """Bags to read frames from, as --data says; None: simulation."""
-    from specvla_ros.lab.evaluation.frame_sources import SIMULATION
-
-    if SIMULATION in data and len(data) > 1:
-        raise UserError("--data sim cannot be mixed with bags: run this twice, or choose one")
-    return None if list(data) == [SIMULATION] else [Path(each) for each in data]
 
 
 def shown_in(out: Path, rerun: bool, viewer: str) -> "RerunSettings | None":

@@ -10,7 +10,7 @@ import typer
 
 from specvla_ros.cli.options import PolicyOptions, Taken, takes_plans, takes_policy
 from specvla_ros.cli.terminal import print_table, progress, progress_bar
-from specvla_ros.lab.cli.options import Bags, Robots, SensorOptions, Tasks, bags_or_simulation, check_accelerate
+from specvla_ros.lab.cli.options import Bags, Robots, SensorOptions, Tasks, check_accelerate
 from specvla_ros.lab.plans import CalibratePlan, DraftTraining, FleetPlan, PolicyTraining, Spread
 
 app = typer.Typer()
@@ -124,6 +124,7 @@ def train_draft(
 ) -> None:
     """Train an EAGLE draft head on the target's own answers; several GPUs: accelerate launch -m specvla_ros.cli …."""
     check_accelerate()
+    from specvla_ros.lab.evaluation.frame_sources import bags_or_simulation
     from specvla_ros.lab.training import train_draft as training
     from specvla_ros.models.checkpoint import load_target
     from specvla_ros.models.families.openvla.target import require_openvla
@@ -258,7 +259,7 @@ def collect_answers(
     from itertools import islice
 
     from specvla_ros.lab.evaluation.compare import collect_answers as collect
-    from specvla_ros.lab.evaluation.frame_sources import frame_source
+    from specvla_ros.lab.evaluation.frame_sources import bags_or_simulation, frame_source
     from specvla_ros.models.checkpoint import load_target
     from specvla_ros.models.target import require_actions
     from specvla_ros.speculation.drafters.earlier_answers import ANSWERS_FILE, save_answers

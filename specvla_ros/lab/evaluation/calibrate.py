@@ -19,7 +19,7 @@ from specvla_ros.lab.evaluation.calibration import (
     write_calibration_report,
 )
 from specvla_ros.lab.evaluation.compare import FrameRun, time_settings
-from specvla_ros.lab.evaluation.frame_sources import SIMULATION, frame_source
+from specvla_ros.lab.evaluation.frame_sources import SIMULATION, bags_or_simulation, frame_source
 from specvla_ros.lab.evaluation.provenance import head
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory
 from specvla_ros.lab.evaluation.simulate import SimulateSettings, pace_of, read_episodes, simulate
@@ -72,10 +72,7 @@ def collect_frames(
     sensors: Sensors,
 ) -> list[Observation]:
     """At most `frames` frames: of bags and directories of bags, or for `sim` and None of what the policy simulates."""
-    given = [SIMULATION] if not data else list(data)
-    if SIMULATION in given and len(given) > 1:
-        raise UserError("--data sim cannot be mixed with bags: choose one")
-    bags = None if given == [SIMULATION] else [Path(path) for path in given]
+    bags = bags_or_simulation(data or [SIMULATION])
     tasks = plan.episodes.tasks if plan.episodes else ()
     source = frame_source(policy, bags, 0, sensors, world=base.world, tasks=tasks, engine=base.engine)
     return list(islice(source, frames))

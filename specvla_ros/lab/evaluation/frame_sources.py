@@ -45,6 +45,13 @@ def find_bags(directories: Sequence[Path]) -> tuple[Path, ...]:
     return tuple(bags)
 
 
+def bags_or_simulation(data: Sequence[str]) -> list[Path] | None:
+    """Bags to read frames from, as --data says; None: simulation."""
+    if SIMULATION in data and len(data) > 1:
+        raise UserError("--data sim cannot be mixed with bags: run this twice, or choose one")
+    return None if list(data) == [SIMULATION] else [Path(each) for each in data]
+
+
 def frame_source(
     policy: Target,
     data: Sequence[Path] | None,

@@ -24,17 +24,11 @@ from specvla_ros.lab.bags.reader import Bag, open_bag
 from specvla_ros.lab.bags.recorder import BagRecorder
 from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, file_hashes, head
 from specvla_ros.lab.evaluation.replay_page import Pictures, write_replay_report
-from specvla_ros.lab.evaluation.replay_summary import (
-    FrameRecord,
-    ReplayColumns,
-    ReplaySummary,
-    Thresholds,
-    compare,
-    summarise,
-)
+from specvla_ros.lab.evaluation.replay_summary import FrameRecord, ReplayColumns, ReplaySummary, compare, summarise
 from specvla_ros.lab.evaluation.rerun_recording import RerunRecording, RerunSettings
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, write_line
 from specvla_ros.lab.jobs.hosted_engine import HostedEngine
+from specvla_ros.lab.plans import Thresholds
 from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
 from specvla_ros.messages.image_message import rgb_from_message, stamp_ns
 from specvla_ros.messages.state_message import read_state

@@ -18,19 +18,13 @@ from specvla_ros.lab.bags.reader import BAG_SUFFIXES, open_bag
 from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, file_hashes, head
 from specvla_ros.lab.evaluation.replay import FRAMES_FILE, INTERRUPTED, check_senses, replay, tell
 from specvla_ros.lab.evaluation.replay_page import write_bags_report
-from specvla_ros.lab.evaluation.replay_summary import (
-    BagRow,
-    BagsSummary,
-    FrameRecord,
-    ReplayColumns,
-    Thresholds,
-    summarise,
-)
+from specvla_ros.lab.evaluation.replay_summary import BagRow, BagsSummary, FrameRecord, ReplayColumns, summarise
 from specvla_ros.lab.evaluation.rerun_recording import RerunSettings
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SETTINGS_FILE, SUMMARY_FILE, RunDirectory, read_lines
 from specvla_ros.lab.jobs.hosted_engine import EngineHost, HostedEngine
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.jobs.workers import Host, share
+from specvla_ros.lab.plans import Thresholds
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.models.target import Target, require_actions

@@ -17,8 +17,9 @@ from specvla_ros.lab.evaluation.frame_sources import simulation_source
 from specvla_ros.lab.evaluation.page import BLUE, GREY, plot, provenance, rate_trace, table, write_page
 from specvla_ros.lab.evaluation.paired import PairedComparison
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory
-from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings, policy_of, read_episodes, simulate
+from specvla_ros.lab.evaluation.simulate import SimulateSettings, policy_of, read_episodes, simulate
 from specvla_ros.lab.evaluation.simulate_summary import SimulateSummary, compare_episodes
+from specvla_ros.lab.plans import SimulatePlan
 from specvla_ros.lab.simulation.rollout import EpisodeResult
 
 SWEEP_FILE = "sweep.json"
