@@ -21,8 +21,7 @@ from text_policy import LONGEST_TEXT
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings
-from specvla_ros.lab.evaluation.simulate_summary import Setting, SweepRow
-from specvla_ros.lab.evaluation.sweep import sweep
+from specvla_ros.lab.evaluation.sweep import Setting, SweepRow, sweep
 from specvla_ros.speculation.accept import AcceptReason
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 

@@ -36,7 +36,7 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.settings import engine_settings_from
 from specvla_ros.engine.verifier import Verifier, VerifyInput
 from specvla_ros.errors import UserError
-from specvla_ros.lab.evaluation.statistics import Z_95
+from specvla_ros.lab.evaluation.paired import Z_95
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.target import ForwardResult
 from specvla_ros.models.text.target import TextTarget

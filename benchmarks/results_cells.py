@@ -4,7 +4,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specvla_ros.lab.evaluation.statistics import paired_difference
+from specvla_ros.lab.evaluation.paired import paired_difference
 
 Result = dict[str, Any]
 Cells = list[list[str]]

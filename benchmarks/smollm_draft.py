@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from transformers_baseline import transformers_decoder
 
 from specvla_ros.errors import UserError
+from specvla_ros.lab.plans import check_settings
 from specvla_ros.lab.training.batched_forward import decoder_hidden
 from specvla_ros.lab.training.dataset import shuffled
 from specvla_ros.lab.training.train_policy import precision
@@ -39,7 +40,6 @@ from specvla_ros.lab.training.trainer import (
     Progress,
     Trainer,
     begin_or_resume,
-    check_settings,
     warm_up,
     write_json,
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-_COMMANDS = ("demo", "replay", "experiments", "training", "plan", "certify", "qualify", "fleet_draft")
+_COMMANDS = ("demo", "recordings", "experiments", "training", "plan")
 
 
 def add_laboratory(app: typer.Typer) -> None:

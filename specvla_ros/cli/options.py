@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands share: declared once, handed on as one object."""
+"""Options that are declared once: those of a policy, and the parameters of the plans that commands run."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
 from specvla_ros.control.convention_settings import ConventionSettings
 from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_from
 from specvla_ros.models.settings import ModelSettings
-from specvla_ros.settings.parameter import Declared, walk, with_values
+from specvla_ros.settings.parameter import Parameter, parameter_of, with_values
 from specvla_ros.settings.profiles import merge_parameters, read_assignments
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 if TYPE_CHECKING:
     from specvla_ros.models.target import Target
+
+
+_MODEL = "Model"  # the panel of the options that load a policy: the basic ones are shown
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,20 @@ def takes_policy(
         decodes: whether it decodes as the options say; otherwise it has those of loading alone.
         publishes: whether its actions go out as messages, so that action.* may be set.
     """
-    options = [_checkpoint() if decodes else _checkpoint("--target"), *map(_model_option, walk(ModelSettings()))]
+    model = _Options(ModelSettings, panel=_MODEL)
+    options = [_checkpoint() if decodes else _checkpoint("--target"), *model.options]
     if decodes:
         options += _DECODING if mode else [*_DECODING_IN_ANY_MODE, *_DECODING]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        command = takes_plans(command)
         own = [each for each in inspect.signature(command).parameters.values() if each.name != "chosen"]
 
         @wraps(command)
         def run(**given: Any) -> None:
-            shared = {option.name: given.pop(option.name) for option in options}
-            command(chosen=_policy_options({"mode": mode, **shared}, publishes=publishes), **given)
+            settings = model.take(given)
+            shared = {option.name: given.pop(option.name) for option in options if option.name in given}
+            command(chosen=_policy_options(settings, {"mode": mode, **shared}, publishes=publishes), **given)
 
         run.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
         return run
@@ -68,20 +74,95 @@ def takes_policy(
     return decorate
 
 
-def _policy_options(given: Mapping[str, Any], *, publishes: bool) -> PolicyOptions:
+@dataclass(frozen=True)
+class Taken:
+    """How a command takes a plan, beside it in an `Annotated`.
+
+    Args:
+        fixed: values of parameters that are no options of this command.
+        defaults: those that are others here than in the plan.
+    """
+
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def takes_plans(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command, for each argument that is a plan, the plan's parameters as options; it gets the plan."""
+    own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in inspect.signature(command).parameters.values()]
+    plans = {each.name: plan for each in own if (plan := _plan(each.annotation)) is not None}
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        made = {name: plan.take(given) for name, plan in plans.items()}
+        command(**given, **made)
+
+    options = [option for each in own for option in (plans[each.name].options if each.name in plans else [each])]
+    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    return run
+
+
+def _plan(annotation: Any) -> "_Options | None":
+    kind, *others = get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
+    if not is_dataclass(kind) or kind is PolicyOptions:
+        return None
+    taken = next((each for each in others if isinstance(each, Taken)), Taken())
+    return _Options(kind, taken)
+
+
+class _Options:
+    """The options of a class of settings, one for each of its parameters."""
+
+    def __init__(self, kind: Any, taken: Taken = Taken(), panel: str = "") -> None:
+        self._kind, self._fixed = kind, taken.fixed
+        hints = get_type_hints(kind)
+        self._by_field = {
+            each.name: _plan_option(
+                each.name, hints[each.name], declared, taken.defaults.get(each.name, each.default), panel
+            )
+            for each in fields(kind)
+            if each.name not in taken.fixed and (declared := parameter_of(each)) is not None
+        }
+        self.options = [*self._by_field.values()]
+
+    def take(self, given: dict[str, Any]) -> Any:
+        """The settings, from the values of their options, which are taken out."""
+        values = {name: _plain(given.pop(option.name)) for name, option in self._by_field.items()}
+        lists = get_type_hints(self._kind)
+        made = {
+            name: tuple(value or ()) if get_origin(lists[name]) is tuple else value for name, value in values.items()
+        }
+        return self._kind(**self._fixed, **made)
+
+
+def _plan_option(name: str, kind: Any, declared: Parameter, default: Any, panel: str) -> inspect.Parameter:
+    option = declared.name if declared.name and "." not in declared.name else name
+    if get_origin(kind) is tuple:
+        kind, default = list[get_args(kind)[0]], [*default] or None  # type: ignore[misc]
+        kind = kind if default else kind | None
+    elif declared.allowed:
+        kind = _choice(name, declared.allowed)
+        kind, default = (kind | None, None) if default is None else (kind, kind(default))
+    limits = {"min": declared.minimum, "max": declared.maximum}
+    given: dict[str, Any] = {each: limit for each, limit in limits.items() if limit is not None}
+    given["hidden"] = panel == _MODEL and not declared.basic
+    return _option(option, kind, default, panel, f"--{option.replace('_', '-')}", help=declared.text, **given)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
+
+
+def _policy_options(model: ModelSettings, given: Mapping[str, Any], *, publishes: bool) -> PolicyOptions:
     from specvla_ros.cli.laboratory import find_policy
 
-    plain = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
-    names = [declared.path[0] for declared in walk(ModelSettings())]
-    model: dict[str, Any] = {
-        name: tuple(plain[name]) if isinstance(plain[name], list) else plain[name] for name in names
-    }
+    plain = {name: _plain(value) for name, value in given.items()}
     checkpoint, decoding = find_policy(plain["checkpoint"])
     assignments, file = plain.get("param") or (), plain.get("params_file") or decoding
     of_actions = [each for each in assignments if publishes and each.startswith(ConventionSettings.ROS_PREFIX)]
     return PolicyOptions(
         checkpoint,
-        ModelSettings(**model),
+        model,
         engine_settings_from(
             mode=plain["mode"] or "",
             tolerance=plain.get("tolerance", ""),
@@ -99,21 +180,8 @@ def _convention_settings(assignments: Sequence[str], file: Path | None) -> Conve
 
 
 def _option(name: str, kind: Any, default: object, panel: str, *flags: str, **given: Any) -> inspect.Parameter:
-    annotation = Annotated[kind, typer.Option(*flags, rich_help_panel=panel, **given)]
+    annotation = Annotated[kind, typer.Option(*flags, rich_help_panel=panel or None, **given)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _model_option(declared: Declared) -> inspect.Parameter:
-    (name,) = declared.path
-    kind: Any = declared.kind
-    default = declared.value
-    if declared.is_list:
-        kind, default = list[kind], [*default]
-    if declared.parameter.allowed:
-        kind = _choice(name, declared.parameter.allowed)
-        default = kind(default)
-    flag, hidden = f"--{name.replace('_', '-')}", not declared.parameter.basic
-    return _option(name, kind, default, "Model", flag, help=declared.description, hidden=hidden)
 
 
 def _checkpoint(*flags: str) -> inspect.Parameter:
@@ -121,7 +189,7 @@ def _checkpoint(*flags: str) -> inspect.Parameter:
 
     names = ", ".join(bundled_names())
     text = f"Checkpoint of the policy: a Hugging Face directory, or one of this package: {names}. Default: nano."
-    return _option("checkpoint", Path | None, None, "Model", "--checkpoint", "--policy", *flags, help=text)
+    return _option("checkpoint", Path | None, None, _MODEL, "--checkpoint", "--policy", *flags, help=text)
 
 
 def _basic_names() -> str:

@@ -13,7 +13,7 @@ takes the place of both. In a group it is the prefix of the class that has the g
 import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -61,6 +61,11 @@ class Parameter:
     basic: bool = False
 
     @property
+    def text(self) -> str:
+        """The description with the unit."""
+        return f"{self.description} [{self.unit}]" if self.unit else self.description
+
+    @property
     def range(self) -> str:
         """The numbers that are allowed, in words; empty: all."""
         if self.minimum is None:
@@ -94,8 +99,7 @@ class Declared:
     @property
     def description(self) -> str:
         """With the unit."""
-        unit = self.parameter.unit
-        return f"{self.parameter.description} [{unit}]" if unit else self.parameter.description
+        return self.parameter.text
 
     @property
     def kind(self) -> type:
@@ -189,6 +193,12 @@ def parameter(
     """
     declared = Parameter(description, unit, minimum, maximum, choices, writable, name, presets or {}, basic)
     return field(default=default, metadata={_PARAMETER: declared})
+
+
+def parameter_of(declared: "Field[Any]") -> Parameter | None:
+    """What a field that is a parameter means and may be; None: it is none."""
+    found: Parameter | None = declared.metadata.get(_PARAMETER)
+    return found
 
 
 def section(kind: type, **defaults: Any) -> Any:

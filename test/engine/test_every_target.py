@@ -22,7 +22,7 @@ from support.random_qwen_vl import FAST_IDS, SHAPES, add_nora, add_vla0, write_q
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action, Outcome
-from specvla_ros.lab.evaluation.collect_answers import collect_answers
+from specvla_ros.lab.evaluation.compare import collect_answers
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.text import TextCodec
 from specvla_ros.models.decoder import PackedDecoder

@@ -1,114 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that simulate and tune: `simulate`, `compare`, `robot-model`, `sweep` and `calibrate`."""
+"""The commands that simulate, compare and tune: `simulate` to `qualify`."""
 
 import json
-from enum import Enum
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from specvla_ros.cli.options import PolicyOptions, takes_policy
+from specvla_ros.cli.options import PolicyOptions, Taken, takes_policy
 from specvla_ros.cli.terminal import print_table, progress
 from specvla_ros.errors import UserError
-from specvla_ros.lab.cli.options import (
-    Cameras,
-    Emulate,
-    Episodes,
-    PerEngine,
-    Ray,
-    Robot,
-    Seed,
-    StateNames,
-    StateTopic,
-    Tasks,
-    Workers,
-    World,
-    sensors_of,
-)
+from specvla_ros.lab.cli.options import Emulate, Results, Robot, SensorOptions, World
+from specvla_ros.lab.planning.device import known_devices
+from specvla_ros.lab.plans import CalibratePlan, Criterion, Limits, QualifyPlan, SimulatePlan
+from specvla_ros.settings.parameter import parameter
 
 app = typer.Typer()
 
 _TOLERANCES = ("0.5mm,0.3deg", "1mm,0.6deg", "2mm,1.1deg", "3mm,1.7deg", "5mm,3deg")
 _NODES = (8, 16, 32, 50)
+_ACTING_ALONE = {"films": 0, "per_engine": 0}  # of episodes that are compared
+_BINS = (1, 3, 5, 9, 15)
+UNDECIDED = 4  # the exit code; 1 is refused, as of every result that breaks a limit
 
 
-class FollowOption(str, Enum):
-    """Who follows the policy's actions."""
+@dataclass(frozen=True)
+class Acting:
+    """How an episode runs."""
 
-    SIMULATOR = "simulator"
-    DRIVER = "driver"
-    PLAIN = "plain"
-
-
-class InterfaceOption(str, Enum):
-    """How an arm is commanded."""
-
-    POSE = "pose"
-    TWIST = "twist"
-    JOINT_TRAJECTORY = "joint_trajectory"
-    POSITION_ARRAY = "position_array"
-
-
-class ClockOption(str, Enum):
-    """How the world's time passes while the policy thinks."""
-
-    LOCKSTEP = "lockstep"
-    REALTIME = "realtime"
+    clock: str = parameter(
+        "lockstep",
+        "lockstep: the world waits for the policy. realtime: it moves on meanwhile.",
+        choices=("lockstep", "realtime"),
+    )
+    time_limit: float = parameter(
+        1.0, "An episode has failed after so many times its task's time.", minimum=0.1, maximum=100.0
+    )
+    follow: str = parameter(
+        "simulator",
+        "simulator: the arm's own follower. driver: the driver's control. plain: values over dt.",
+        choices=("simulator", "driver", "plain"),
+    )
+    interface: str | None = parameter(
+        None,
+        "By which --follow driver and plain command the arm; else pose.",
+        choices=("pose", "twist", "joint_trajectory", "position_array"),
+    )
 
 
 @app.command()
 @takes_policy()
 def simulate(
     chosen: PolicyOptions,
-    out: Annotated[Path, typer.Option(help="Directory of the results; one that was cut short goes on.")],
+    out: Results,
+    plan: SimulatePlan,
+    acting: Acting,
     world: World = "table",
     robot: Robot = "table",
-    task: Tasks = None,
-    episodes: Episodes = 20,
-    seed: Seed = 0,
-    clock: Annotated[
-        ClockOption, typer.Option(help="lockstep: the world waits for the policy. realtime: it moves on meanwhile.")
-    ] = ClockOption.LOCKSTEP,
     emulate: Emulate = "",
-    time_limit: Annotated[
-        float, typer.Option(help="An episode has failed after so many times its task's time.", min=0.1, max=100.0)
-    ] = 1.0,
-    follow: Annotated[
-        FollowOption,
-        typer.Option(help="simulator: the arm's own follower. driver: the driver's control. plain: values over dt."),
-    ] = FollowOption.SIMULATOR,
-    interface: Annotated[
-        InterfaceOption | None, typer.Option(help="By which --follow driver and plain command the arm; else pose.")
-    ] = None,
-    films: Annotated[int, typer.Option(help="Episodes per task that are filmed.", min=0)] = 1,
-    workers: Workers = 0,
-    per_engine: PerEngine = 0,
-    ray: Ray = "",
 ) -> None:
     """Let a policy act in simulation: success rates, latency, films; episodes.jsonl, summary.json, report.html."""
-    from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings
+    from specvla_ros.lab.evaluation.simulate import SimulateSettings
     from specvla_ros.lab.evaluation.simulate import simulate as run
     from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult
     from specvla_ros.models.checkpoint import leave_a_core
 
-    if interface is not None and follow is FollowOption.SIMULATOR:
-        raise UserError(f"--interface {interface.value} is of the arms of --follow driver and --follow plain: give one")
+    driven = acting.follow != "simulator"
+    if acting.interface is not None and not driven:
+        raise UserError(
+            f"--interface {acting.interface} is of the arms of --follow driver and --follow plain: give one"
+        )
     settings = SimulateSettings(
         policy=chosen.checkpoint,
         world=world,
         robot=robot,
-        follow="" if follow is FollowOption.SIMULATOR else follow.value,
-        interface=(interface or InterfaceOption.POSE).value,
-        clock=Clock(clock.value),
+        follow=acting.follow if driven else "",
+        interface=acting.interface or "pose",
+        clock=Clock(acting.clock),
         emulate=emulate,
         engine=chosen.engine,
-        time_limit=time_limit,
+        time_limit=acting.time_limit,
         model=chosen.model,
     )
     leave_a_core()
-    plan = SimulatePlan(tuple(task or ()), episodes, seed, films, workers, ray, per_engine)
     with progress("episodes") as advance:
         successes: list[bool] = []
 
@@ -181,27 +157,22 @@ def robot_model(
 @takes_policy(mode="spec")
 def sweep(
     chosen: PolicyOptions,
-    out: Annotated[Path, typer.Option(help="Directory of the results; one that was cut short goes on.")],
+    out: Results,
+    plan: Annotated[SimulatePlan, Taken(fixed=_ACTING_ALONE)],
     world: World = "table",
-    task: Tasks = None,
     bins: Annotated[
         list[int] | None, typer.Option(help="Tolerance r in bins; again for more. Default: 1, 3, 5, 9, 15.")
     ] = None,
-    episodes: Episodes = 20,
-    seed: Seed = 0,
-    workers: Workers = 0,
-    ray: Ray = "",
 ) -> None:
     """Compare plain, strict and relaxed decoding on the same episodes: Spec-VLA's tables 1 to 3 and figure 4."""
-    from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings
+    from specvla_ros.lab.evaluation.simulate import SimulateSettings
     from specvla_ros.lab.evaluation.sweep import relaxation_settings
     from specvla_ros.lab.evaluation.sweep import sweep as run
     from specvla_ros.models.checkpoint import leave_a_core
 
     base = SimulateSettings(policy=chosen.checkpoint, world=world, model=chosen.model)
-    plan = SimulatePlan(tuple(task or ()), episodes, seed, films=0, workers=workers, ray=ray)
     leave_a_core()
-    settings = relaxation_settings(chosen.engine, bins or [1, 3, 5, 9, 15])
+    settings = relaxation_settings(chosen.engine, bins or _BINS)
     with progress("episodes") as advance:
         rows = run(base, settings, plan, out, lambda name, _, done, wanted: advance(done, wanted, name))
     print_table(
@@ -227,6 +198,9 @@ def sweep(
 def calibrate(
     chosen: PolicyOptions,
     out: Annotated[Path, typer.Option(help="Directory for profile.yaml, the report and the episodes.")],
+    acting: Annotated[SimulatePlan, Taken(fixed=_ACTING_ALONE, defaults={"episodes": 60})],
+    limits: Limits,
+    sensors: SensorOptions,
     data: Annotated[
         list[str] | None,
         typer.Option(help="Images to try: bags or directories of bags; or `sim`: the policy's own at --world."),
@@ -238,31 +212,19 @@ def calibrate(
     nodes: Annotated[
         list[int] | None, typer.Option(help="Tree sizes to try; again for more. Default: 8, 16, 32, 50.")
     ] = None,
-    max_loss: Annotated[float, typer.Option(help="Success that may be lost, in points, at 95 % confidence.")] = 2.0,
-    max_mm: Annotated[float, typer.Option(help="Deviation from plain decoding, 95th percentile, in mm.")] = 5.0,
-    max_deg: Annotated[float, typer.Option(help="The same of the rotation, in degrees.")] = 3.0,
     max_gripper: Annotated[
         float, typer.Option(help="Actions that may tell the gripper something else, in percent.")
     ] = 1.0,
     world: Annotated[
         str, typer.Option(help="Where success is tried: table, a LIBERO suite, or none: deviation alone decides.")
     ] = "table",
-    task: Tasks = None,
-    episodes: Episodes = 60,
     frames: Annotated[int, typer.Option(help="Images to try.", min=1)] = 100,
-    seed: Seed = 0,
-    workers: Workers = 0,
-    ray: Ray = "",
     emulate: Emulate = "",
-    camera: Cameras = None,
-    state_topic: StateTopic = "",
-    state_names: StateNames = "",
 ) -> None:
     """Choose tolerance and draft tree from evidence, and write them as a ROS 2 parameter file."""
     from specvla_ros.lab.evaluation import calibrate as calibration
-    from specvla_ros.lab.evaluation.calibration import Limits
-    from specvla_ros.lab.evaluation.report.sweep import CALIBRATION_HEAD, calibration_row
-    from specvla_ros.lab.evaluation.simulate import TABLE, SimulatePlan, SimulateSettings, policy_of
+    from specvla_ros.lab.evaluation.calibration import CALIBRATION_HEAD, calibration_row
+    from specvla_ros.lab.evaluation.simulate import TABLE, SimulateSettings, policy_of
     from specvla_ros.models.checkpoint import leave_a_core
     from specvla_ros.speculation.settings import Tolerance
 
@@ -270,20 +232,17 @@ def calibrate(
     base = SimulateSettings(
         policy=chosen.checkpoint, world=world if simulated else TABLE, engine=chosen.engine, model=chosen.model
     )
-    acting = SimulatePlan(tuple(task or ()), episodes, seed, films=0, workers=workers, ray=ray)
-    plan = calibration.CalibratePlan(
+    plan = CalibratePlan(
         tolerances=tuple(map(Tolerance.parse, tolerance or _TOLERANCES)),
         nodes=tuple(nodes or _NODES),
-        limits=Limits(max_loss, max_mm, max_deg, max_gripper / 100),
+        limits=replace(limits, gripper_share=max_gripper / 100),
         episodes=acting if simulated else None,
         emulate=emulate,
     )
     leave_a_core()
     loaded = policy_of(base)
     with progress("looking for frames") as advance:
-        images = calibration.collect_frames(
-            loaded, base, data, plan, frames, sensors_of(camera, state_topic, state_names)
-        )
+        images = calibration.collect_frames(loaded, base, data, plan, frames, sensors.sensors())
         found = calibration.calibrate(
             loaded, base, images, plan, out, lambda stage, done, wanted: advance(done, wanted, stage)
         )
@@ -295,3 +254,67 @@ def calibrate(
     for name, why in found.refused.items():
         console.print(f"left out {name}: {why}")
     console.print(f"chosen: {found.chosen.trial.name}; {out / calibration.PROFILE_FILE} is its profile")
+
+
+@app.command()
+@takes_policy()
+def qualify(
+    chosen: PolicyOptions,
+    out: Results,
+    plan: QualifyPlan,
+    criterion: Criterion,
+    emulate: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"A device: {', '.join(known_devices())} or a JSON file; again for slower ones. Default: this machine."
+        ),
+    ] = None,
+    bins: Annotated[
+        list[int] | None, typer.Option(help="Tolerance in bins; again for larger ones, all on one device.", min=0)
+    ] = None,
+    world: World = "table",
+    robot: Robot = "table",
+) -> None:
+    """Find the slowest device, or the largest tolerance, with which a policy still works in real time.
+
+    Real-time episodes are paired with lockstep ones of plain decoding; it stops as soon as the evidence suffices.
+    Exit code 1 when the first candidate is refused, 4 when the pairs did not suffice to decide on it.
+    """
+    from specvla_ros.lab.evaluation import qualify as run
+    from specvla_ros.lab.evaluation.qualify import Judgement, Verdict
+    from specvla_ros.lab.evaluation.simulate import SimulateSettings
+    from specvla_ros.models.checkpoint import leave_a_core
+
+    devices = emulate or []
+    if bins and len(devices) > 1:
+        raise UserError("give several devices or several tolerances: both at once have no order from safe to bold")
+    if len(set(devices)) < len(devices) or (bins and sorted(set(bins)) != bins):
+        raise UserError("give each device once, and tolerances from the smallest to the largest")
+    base = SimulateSettings(
+        policy=chosen.checkpoint, world=world, robot=robot, engine=chosen.engine, model=chosen.model
+    )
+    candidates = (
+        run.tolerance_candidates(base, devices[0] if devices else "", bins)
+        if bins
+        else run.device_candidates(base, devices)
+    )
+    leave_a_core()
+    with progress("episodes") as advance:
+        latest = ""
+
+        def look(judgement: Judgement) -> None:
+            nonlocal latest
+            rates = [f"{rate.successes}" for rate in judgement.rates]
+            latest = f", {' and '.join(rates)} of {len(judgement.pairs)} succeeded"
+
+        def show(name: str, done: int, wanted: int) -> None:
+            advance(done, wanted, f"{name}{latest}")
+
+        found = run.qualify(candidates, plan, criterion, out, look, show)
+    for judgement in found:
+        typer.echo(str(judgement))
+    typer.echo(f"see {out / 'report.html'}")
+    if found[0].verdict is Verdict.REFUSED:
+        raise typer.Exit(1)
+    if found[0].verdict is Verdict.UNDECIDED:
+        raise typer.Exit(UNDECIDED)

@@ -48,8 +48,7 @@ def plan(
     Neither a GPU nor weights are needed.
     """
     from specvla_ros.lab.planning.device import read_device
-    from specvla_ros.lab.planning.plan import make_plan
-    from specvla_ros.lab.planning.tables import print_plan
+    from specvla_ros.lab.planning.plan import make_plan, print_plan
 
     made = make_plan(read_device(device), weights, model, robots)
     if as_json is not None:

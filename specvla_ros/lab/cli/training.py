@@ -1,26 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that record and teach: `collect`, `train-policy`, `train-draft` and `collect-answers`."""
+"""The commands that record and teach: `collect`, `train-policy`, `train-draft`, `fleet-draft` and `collect-answers`."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from specvla_ros.cli.options import PolicyOptions, takes_policy
-from specvla_ros.cli.terminal import progress, progress_bar
-from specvla_ros.errors import UserError
-from specvla_ros.lab.cli.options import (
-    Cameras,
-    Ray,
-    Robots,
-    StateNames,
-    StateTopic,
-    Tasks,
-    Workers,
-    check_accelerate,
-    sensors_of,
-)
+from specvla_ros.cli.options import PolicyOptions, Taken, takes_plans, takes_policy
+from specvla_ros.cli.terminal import print_table, progress, progress_bar
+from specvla_ros.lab.cli.options import Bags, Robots, SensorOptions, Tasks, check_accelerate
+from specvla_ros.lab.plans import CalibratePlan, DraftTraining, FleetPlan, PolicyTraining, Spread
 
 app = typer.Typer()
 
@@ -28,8 +19,10 @@ _SHOWN_PLACES = 16  # of an answer; the file has all
 
 
 @app.command()
+@takes_plans
 def collect(
     out: Annotated[Path, typer.Option(help="Directory of the bags; those that are there are kept.")],
+    spread: Spread,
     episodes: Annotated[int, typer.Option(help="Per task and robot.", min=1)] = 100,
     robot: Robots = None,
     task: Tasks = None,
@@ -42,8 +35,6 @@ def collect(
     all_sensors: Annotated[
         bool, typer.Option("--all-sensors", help="Record the wrist camera and the joints' state too.")
     ] = False,
-    workers: Workers = 0,
-    ray: Ray = "",
 ) -> None:
     """Record demonstrations by the scripted experts, as ROS 2 bags."""
     from specvla_ros.lab.bundled.policies import find_policy
@@ -60,8 +51,7 @@ def collect(
             policy=find_policy(policy)[0] if policy else None,
             first_seed=DEMONSTRATION_FIRST_SEED if seed is None else seed,
             all_sensors=all_sensors,
-            workers=workers,
-            ray=ray,
+            **vars(spread),
             on_progress=lambda done, wanted: advance(done, wanted, "demonstrations"),
         )
     typer.echo(f"{result.kept} of {result.wanted} demonstrations in {out}, {result.new} of them new")
@@ -72,44 +62,22 @@ def collect(
 
 
 @app.command("train-policy")
+@takes_plans
 def train_policy(
-    data: Annotated[list[Path], typer.Option(help="Bags, or directories of bags; again for more.")],
+    data: Bags,
     out: Annotated[Path, typer.Option(help="The checkpoint's directory; a training cut short goes on.")],
-    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 10000,
-    batch_size: Annotated[int, typer.Option(help="Images, over all processes.", min=1)] = 32,
-    learning_rate: Annotated[float, typer.Option(help="At its peak.")] = 1.5e-3,
-    seed: Annotated[int, typer.Option(help="Of weights, order and augmentation.")] = 0,
-    validate_every: Annotated[int, typer.Option(help="Steps between validations.", min=1)] = 500,
-    unnorm_key: Annotated[str, typer.Option(help="Name of the action statistics.")] = "specvla_table",
-    init: Annotated[str, typer.Option(help="Checkpoint to go on from, with its words and statistics.")] = "",
-    codec: Annotated[
-        str, typer.Option(help="How it writes its actions: bins (a single action), digits or fast (chunks).")
-    ] = "bins",
-    horizon: Annotated[int, typer.Option(help="Actions of a chunk.", min=1)] = 8,
-    camera: Cameras = None,
-    state_topic: StateTopic = "",
-    state_names: StateNames = "",
+    settings: PolicyTraining,
+    sensors: SensorOptions,
 ) -> None:
     """Train a nano OpenVLA by behaviour cloning; several GPUs: accelerate launch -m specvla_ros.cli train-policy."""
     check_accelerate()
     from specvla_ros.lab.bundled.policies import find_policy
     from specvla_ros.lab.training import train_policy as training
 
-    settings = training.PolicyTraining(
-        steps=steps,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        seed=seed,
-        validate_every=validate_every,
-        unnorm_key=unnorm_key,
-        init=init,
-        codec=codec,
-        horizon=horizon,
-        sensors=sensors_of(camera, state_topic, state_names),
-    )
+    settings = replace(settings, sensors=sensors.sensors())
     with progress_bar() as bar:
         reading = bar.add_task("reading bags", total=None)
-        line = bar.add_task("training", total=steps)
+        line = bar.add_task("training", total=settings.steps)
 
         def show(progress: training.Progress) -> None:
             text = f"loss {progress.loss:.3f}, {progress.samples_per_s:.0f} samples/s"
@@ -128,7 +96,7 @@ def train_policy(
             data,
             out,
             settings,
-            init=find_policy(Path(init))[0] if init else None,
+            init=find_policy(Path(settings.init))[0] if settings.init else None,
             on_reading=lambda done, wanted: bar.update(reading, completed=done, total=wanted),
             on_progress=show,
         )
@@ -143,6 +111,9 @@ def train_draft(
         list[str], typer.Option(help="Bags or directories of bags; or `sim`: what the target does at the table.")
     ],
     out: Annotated[Path, typer.Option(help="The draft head's directory; a training cut short goes on.")],
+    settings: DraftTraining,
+    sensors: SensorOptions,
+    spread: Spread,
     frames: Annotated[int, typer.Option(help="Images at most that the target is asked about.", min=1)] = 20000,
     max_reasoning_tokens: Annotated[
         int, typer.Option(help="Text at most that the target writes before it acts, in tokens.", min=0)
@@ -150,30 +121,15 @@ def train_draft(
     max_gb: Annotated[
         float, typer.Option(help="Maximum of disk for features, in GB; they are removed at the end.")
     ] = 20.0,
-    epochs: Annotated[int, typer.Option(help="Passes over the features.", min=1)] = 20,
-    batch_size: Annotated[int, typer.Option(help="Answers, over all processes.", min=1)] = 16,
-    learning_rate: Annotated[float, typer.Option(help="At its peak; 5e-5 suits 7 B targets.")] = 5e-5,
-    own_steps: Annotated[
-        int, typer.Option(help="Tokens deep that the head learns from its own features; 1: from the target's.", min=1)
-    ] = 1,
-    parallel_depth: Annotated[
-        int, typer.Option(help="Tokens drafted in one forward (P-EAGLE); 1: a tree grows level by level.", min=1)
-    ] = 1,
-    seed: Annotated[int, typer.Option(help="Of weights, order and noise.")] = 0,
-    camera: Cameras = None,
-    state_topic: StateTopic = "",
-    state_names: StateNames = "",
-    workers: Workers = 0,
-    ray: Ray = "",
 ) -> None:
     """Train an EAGLE draft head on the target's own answers; several GPUs: accelerate launch -m specvla_ros.cli …."""
     check_accelerate()
+    from specvla_ros.lab.evaluation.frame_sources import bags_or_simulation
     from specvla_ros.lab.training import train_draft as training
     from specvla_ros.models.checkpoint import load_target
     from specvla_ros.models.families.openvla.target import require_openvla
 
-    settings = training.DraftTraining(epochs, batch_size, learning_rate, own_steps, parallel_depth, seed)
-    bags = _bags(data)
+    bags = bags_or_simulation(data)
     training.check_frames(bags, frames)
     policy = require_openvla(load_target(chosen.checkpoint, **vars(chosen.model)))
     with progress_bar() as bar:
@@ -182,14 +138,13 @@ def train_draft(
             policy,
             bags,
             out,
-            seed=seed,
+            seed=settings.seed,
             frames=frames,
             max_text=max_reasoning_tokens,
             max_bytes=max_gb * 1e9,
-            sensors=sensors_of(camera, state_topic, state_names),
+            sensors=sensors.sensors(),
             model=chosen.model,
-            workers=workers,
-            ray=ray,
+            **vars(spread),
             on_frame=lambda done: bar.update(asking, completed=done),
         )
         line = bar.add_task("training", total=None)
@@ -213,6 +168,79 @@ def train_draft(
     typer.echo(f"the draft head is in {out}; try it: specvla simulate {shlex.join(map(str, parts))}")
 
 
+@app.command("fleet-draft")
+@takes_policy(mode="spec")
+def fleet_draft(
+    chosen: PolicyOptions,
+    data: Bags,
+    out: Annotated[Path, typer.Option(help="Directory for head, verdict and report; a training cut short goes on.")],
+    plan: FleetPlan,
+    training: Annotated[DraftTraining, Taken(fixed={"parallel_depth": 1})],
+    sensors: SensorOptions,
+    spread: Spread,
+    promote: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where a head is put that is taken, such as the folder draft of the checkpoint; what lies there is "
+            "kept beside it. Default: it stays in --out."
+        ),
+    ] = None,
+    tolerance: Annotated[
+        list[str] | None,
+        typer.Option(help="To calibrate with the new head, as 2mm,1.1deg; again for more. Default: none."),
+    ] = None,
+    nodes: Annotated[list[int] | None, typer.Option(help="Tree sizes for that; again for more.")] = None,
+    max_gb: Annotated[float, typer.Option(help="Maximum of disk for features, in GB.")] = 20.0,
+) -> None:
+    """Train a draft head on bags, hold it against the one in use on others, and take or refuse it.
+
+    It is taken where it saves forwards and strict answers stay plain decoding's. Exit code 1 when it is refused.
+    """
+    check_accelerate()
+    from specvla_ros.lab.training import fleet_draft as fleet
+    from specvla_ros.lab.training.train_draft import DraftValidation
+    from specvla_ros.lab.training.trainer import Progress
+    from specvla_ros.models.families.openvla.target import require_openvla
+    from specvla_ros.speculation.settings import Tolerance
+
+    tolerances = tuple(map(Tolerance.parse, tolerance or ()))
+    plan = replace(
+        plan,
+        training=training,
+        max_bytes=max_gb * 1e9,
+        calibrate=CalibratePlan(tolerances, tuple(nodes or (chosen.engine.draft.nodes,))) if tolerances else None,
+    )
+    policy = require_openvla(chosen.load())
+    with progress_bar() as bar:
+        asking = bar.add_task("asking the target", total=plan.frames)
+        line = bar.add_task("training", total=None)
+
+        def show(progress: Progress[DraftValidation]) -> None:
+            bar.update(line, completed=progress.step, total=progress.steps, description=f"loss {progress.loss:.4f}")
+
+        found = fleet.fleet_draft(
+            policy,
+            chosen.model,
+            chosen.engine,
+            data,
+            out,
+            plan,
+            promote=promote,
+            sensors=sensors.sensors(),
+            **vars(spread),
+            on_frame=lambda done: bar.update(asking, completed=done),
+            on_training=show,
+        )
+    print_table(fleet.RUNS_HEAD, found.rows())
+    typer.echo(f"calibration: {found.calibration}")
+    for refusal in found.refusals:
+        typer.secho(f"specvla: the new head is refused: {refusal}", fg=typer.colors.RED, err=True)
+    if found.refusals:
+        raise typer.Exit(1)
+    kept = f"; the one before is in {found.kept}" if found.kept else ""
+    typer.echo(f"the new head is taken: it is in {found.promoted or out / fleet.HEAD}{kept}; see {out / 'report.html'}")
+
+
 @app.command("collect-answers")
 @takes_policy(decodes=False)
 def collect_answers(
@@ -220,39 +248,28 @@ def collect_answers(
     data: Annotated[
         list[str], typer.Option(help="Bags or directories of bags; or `sim`: what the policy does at the table.")
     ],
+    sensors: SensorOptions,
     out: Annotated[
         Path | None, typer.Option(help="The file; by default where draft.chunk_shift finds it, in the checkpoint.")
     ] = None,
     frames: Annotated[int, typer.Option(help="Images at most that the policy is asked about.", min=1)] = 2500,
     seed: Annotated[int, typer.Option(help="Of the bags' order, or of the first episode's start.", min=0)] = 0,
-    camera: Cameras = None,
-    state_topic: StateTopic = "",
-    state_names: StateNames = "",
 ) -> None:
     """Record a policy's answers, in which draft.chunk_shift looks up how the next ones go on."""
     from itertools import islice
 
-    from specvla_ros.lab.evaluation.collect_answers import collect_answers as collect
-    from specvla_ros.lab.evaluation.frame_sources import frame_source
+    from specvla_ros.lab.evaluation.compare import collect_answers as collect
+    from specvla_ros.lab.evaluation.frame_sources import bags_or_simulation, frame_source
     from specvla_ros.models.checkpoint import load_target
     from specvla_ros.models.target import require_actions
     from specvla_ros.speculation.drafters.chunk_shift import ANSWERS_FILE, save_answers
 
-    bags = _bags(data)
+    bags = bags_or_simulation(data)
     policy = require_actions(load_target(chosen.checkpoint, **vars(chosen.model)))
-    source = frame_source(policy, bags, seed, sensors_of(camera, state_topic, state_names))
+    source = frame_source(policy, bags, seed, sensors.sensors())
     with progress("asking the policy") as advance:
         found = collect(policy, islice(source, frames), lambda done: advance(done, frames, ""))
     path = out or policy.directory / ANSWERS_FILE
     save_answers(path, [*found.answers])
     left_out = "".join(f"; {count} without an action: {reason}" for reason, count in found.dropped.items())
     typer.echo(f"{len(found.answers)} different answers to {found.frames} images are in {path}{left_out}")
-
-
-def _bags(data: list[str]) -> list[Path] | None:
-    """Bags to read frames from; None: simulation."""
-    from specvla_ros.lab.evaluation.frame_sources import SIMULATION
-
-    if SIMULATION in data and len(data) > 1:
-        raise UserError("--data sim cannot be mixed with bags: run this twice, or choose one")
-    return None if data == [SIMULATION] else [Path(each) for each in data]

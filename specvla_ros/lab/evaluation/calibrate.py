@@ -2,7 +2,7 @@
 """`specvla calibrate`: the tolerance and tree for a robot, from evidence."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,22 @@ from typing import Any
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import Sensors
-from specvla_ros.lab.evaluation.calibration import Calibration, Candidate, Limits, Trial, best_by_tolerance, deviation
-from specvla_ros.lab.evaluation.frame_sources import SIMULATION, frame_source
+from specvla_ros.lab.evaluation.calibration import (
+    Calibration,
+    Candidate,
+    Trial,
+    best_by_tolerance,
+    deviation,
+    write_calibration_report,
+)
+from specvla_ros.lab.evaluation.compare import FrameRun, time_settings
+from specvla_ros.lab.evaluation.frame_sources import SIMULATION, bags_or_simulation, frame_source
 from specvla_ros.lab.evaluation.provenance import head
-from specvla_ros.lab.evaluation.report.sweep import write_calibration_report
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory
-from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings, read_episodes, simulate
+from specvla_ros.lab.evaluation.simulate import SimulateSettings, pace_of, read_episodes, simulate
 from specvla_ros.lab.evaluation.simulate_summary import compare_episodes
-from specvla_ros.lab.evaluation.sweep import FrameRun, run_side_by_side
-from specvla_ros.lab.simulation.rollout import EpisodeResult, read_stage_times, tick_time
+from specvla_ros.lab.plans import CalibratePlan
+from specvla_ros.lab.simulation.rollout import EpisodeResult, read_stage_times
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
 from specvla_ros.settings.parameter import values_of
@@ -52,18 +59,6 @@ def write_profile(path: Path, calibration: Calibration) -> None:
     write_parameters(path, model | values, comments)
 
 
-@dataclass(frozen=True)
-class CalibratePlan:
-    """The settings to try, and what decides between them."""
-
-    tolerances: tuple[Tolerance, ...]  # to try beside strict acceptance
-    nodes: tuple[int, ...]  # sizes of the draft tree to try
-    limits: Limits = field(default_factory=Limits)
-    # the episodes in simulation that success is judged by; None: deviation alone decides
-    episodes: SimulatePlan | None = None
-    emulate: str = ""  # the device whose stage times are taken in place of those measured; empty: none
-
-
 OnProgress = Callable[[str, int, int], None]  # the stage, how much of it is done, and how much there is
 
 
@@ -76,10 +71,7 @@ def collect_frames(
     sensors: Sensors,
 ) -> list[Observation]:
     """At most `frames` frames: of bags and directories of bags, or for `sim` and None of what the policy simulates."""
-    given = [SIMULATION] if not data else list(data)
-    if SIMULATION in given and len(given) > 1:
-        raise UserError("--data sim cannot be mixed with bags: choose one")
-    bags = None if given == [SIMULATION] else [Path(path) for path in given]
+    bags = bags_or_simulation(data or [SIMULATION])
     tasks = plan.episodes.tasks if plan.episodes else ()
     source = frame_source(policy, bags, 0, sensors, world=base.world, tasks=tasks, engine=base.engine)
     return list(islice(source, frames))
@@ -187,9 +179,9 @@ def _try_on_frames(
     """Plain decoding, then each group beside it, one group after the other: every engine holds memory of its own."""
     progress = count(1)
     candidates: list[Candidate] = []
-    pace = tick_time(read_stage_times(plan.emulate) if plan.emulate else None)
+    pace = pace_of(plan.emulate)
     for group in groups:
-        runs = run_side_by_side(
+        runs = time_settings(
             policy,
             {trial.name: trial.engine for trial in (plain, *group)},
             frames,

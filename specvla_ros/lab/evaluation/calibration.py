@@ -1,16 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a calibration measures of each setting, and the limits that decide between them."""
+"""What a calibration measures of each setting, the limits that decide between them, and the page that shows it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from html import escape
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import plotly.graph_objects as go
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import percentiles
 from specvla_ros.errors import UserError
-from specvla_ros.lab.evaluation.statistics import PairedComparison
+from specvla_ros.lab.evaluation.page import (
+    BLUE,
+    GREEN,
+    GREY,
+    RED,
+    context_rows,
+    emulation,
+    plot,
+    provenance,
+    table,
+    write_page,
+)
+from specvla_ros.lab.evaluation.paired import PairedComparison
+from specvla_ros.lab.plans import Limits
 from specvla_ros.speculation.settings import Tolerance
 
 _ACTION_DIM = 7
@@ -52,21 +68,6 @@ def deviation(plain: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Devia
         gripper_share=float(flipped.mean()),
         lost_share=float(1 - both.mean()),
     )
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the user allows, against plain decoding."""
-
-    loss_points: float = 2.0  # success that may be lost [points]: by the lower end of the paired 95 % interval
-    p95_mm: float = 5.0  # deviation of the displacement, 95th percentile [mm]
-    p95_deg: float = 3.0  # deviation of the rotation, 95th percentile [degrees]
-    gripper_share: float = 0.01  # share of actions with another gripper command
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not value >= 0:
-                raise UserError(f"the limit {name} must be 0 or more, got {value}")
 
 
 @dataclass(frozen=True)
@@ -172,3 +173,67 @@ class Calibration:
             "refused": dict(self.refused),
             "context": dict(self.context),
         }
+
+
+_TAU = "τ: tokens committed per verification forward (accept length + 1)."
+
+
+CALIBRATION_HEAD = ("setting", "ms", "speed-up", "forwards", "τ", "mm p95", "deg p95", "gripper", "success", "verdict")
+
+
+def write_calibration_report(path: Path, calibration: Calibration) -> None:
+    """Writes the page of a calibration."""
+    chosen = calibration.chosen
+    success = f", success {chosen.success} points against it" if chosen.pairs else ""
+    parts = [
+        emulation(calibration.context.get("emulate")),
+        f"<p class='verdict passed'>Chosen: {escape(chosen.trial.name)}, {chosen.speed_up:.2f} times as fast as plain "
+        f"decoding{escape(success)}. It is in profile.yaml.</p>",
+        "<h2>Settings tried</h2>",
+        plot(_calibration_plot(calibration), 380),
+        table(CALIBRATION_HEAD, [calibration_row(each, calibration) for each in calibration.candidates]),
+        f"<p class=note>Success: the difference to plain decoding in points, with its 95 % interval. {_TAU}</p>",
+        *(f"<p class=note>{escape(name)}: {escape(why)}</p>" for name, why in calibration.refused.items()),
+        "<h2>Limits</h2>",
+        table(("", ""), context_rows(calibration.as_json()["limits"])),
+        provenance(calibration.context),
+    ]
+    write_page(path, f"Calibration of {Path(calibration.context['policy']['checkpoint']).name}", parts)
+
+
+def calibration_row(candidate: Candidate, calibration: Calibration) -> tuple[str, ...]:
+    """A candidate's cells under CALIBRATION_HEAD."""
+    found = candidate.deviation
+    return (
+        candidate.trial.name,
+        f"{candidate.action_s * 1e3:.1f}",
+        f"{candidate.speed_up:.2f}",
+        f"{candidate.forwards_per_action:.2f}",
+        f"{candidate.tau:.2f}" if candidate.tau else "",
+        f"{found.p95_mm:.2g}",
+        f"{found.p95_deg:.2g}",
+        f"{found.gripper_share:.1%}",
+        candidate.success,
+        "chosen" if candidate.trial == calibration.chosen.trial else "; ".join(candidate.refusals),
+    )
+
+
+def _calibration_plot(calibration: Calibration) -> go.Figure:
+    drawn = go.Figure()
+    groups: dict[str, list[Candidate]] = {}
+    for candidate in calibration.candidates:
+        chosen = candidate.trial == calibration.chosen.trial
+        tried = "tried" if candidate.trial.tolerance else "exact"
+        groups.setdefault("chosen" if chosen else "refused" if candidate.refusals else tried, []).append(candidate)
+    colours = {"chosen": GREEN, "refused": RED, "exact": GREY, "tried": BLUE}
+    for kind, members in groups.items():
+        drawn.add_scatter(
+            x=[each.deviation.p95_mm for each in members],
+            y=[each.speed_up for each in members],
+            text=[each.trial.name for each in members],
+            mode="markers",
+            marker=dict(color=colours[kind], size=14 if kind == "chosen" else 9),
+            name=kind,
+        )
+    drawn.update_xaxes(title_text="deviation from plain decoding, p95 [mm]", rangemode="tozero")
+    return drawn.update_yaxes(title_text="times as fast as plain decoding", rangemode="tozero", ticklabelstandoff=8)

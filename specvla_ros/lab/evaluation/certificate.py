@@ -7,8 +7,9 @@ Strict settings must give the same tokens, bit for bit; for relaxed ones the fil
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import Sensors, choose_topics
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.evaluation.calibration import deviation
+from specvla_ros.lab.evaluation.compare import compare
 from specvla_ros.lab.evaluation.frame_sources import bag_source
+from specvla_ros.lab.evaluation.page import context_rows, provenance, table, write_page
 from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, file_hashes, head
-from specvla_ros.lab.evaluation.report.certificate import write_certificate_page
 from specvla_ros.models.generation import NO_RULES
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Target
@@ -42,47 +44,31 @@ VERSION = 2
 _TIES = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 0.0625, torch.float16: 0.0078125}
 _SHOWN = 20  # differences that are listed one by one
 _ROUNDED = ("near_ties", "closest", "margin", "ties")
+_PLAIN, _OWN = "plain", "own"
 _WHAT = ("strict", "instruction", "settings", "policy_files", "draft_files", "bags", "result")
 
 
 @dataclass
 class Finding:
-    """What was found in one bag, or in all.
+    """What was found in one bag, or in all."""
 
-    Attributes:
-        frames: pictures with an instruction.
-        actions: of them that both answered.
-        tokens: of those answers.
-        lost: frames that plain decoding answered and the setting did not, by reason.
-        unanswered: frames that plain decoding has no action for, by reason; the setting must have none either.
-        gained: of these that the setting acted on.
-        differing: frames whose tokens differ.
-        ties: of these whose first different token is one of two that are as good; see `tie`.
-        near_ties: tokens of plain decoding whose two largest logits are closer than `tie`.
-        closest: the smallest distance between the two largest logits of any token; None: not looked at.
-        digest: SHA-256 of all tokens of plain decoding.
-    """
-
-    frames: int = 0
-    actions: int = 0
-    tokens: int = 0
-    lost: dict[str, int] = field(default_factory=dict)
+    frames: int = 0  # pictures with an instruction
+    actions: int = 0  # of them that both answered
+    tokens: int = 0  # of those answers
+    lost: dict[str, int] = field(default_factory=dict)  # frames that plain decoding alone answered, by reason
+    # frames that plain decoding has no action for, by reason; the setting must have none either
     unanswered: dict[str, int] = field(default_factory=dict)
-    gained: int = 0
-    differing: int = 0
-    ties: int = 0
-    near_ties: int = 0
-    closest: float | None = None
-    digest: str = ""
+    gained: int = 0  # of these that the setting acted on
+    differing: int = 0  # frames whose tokens differ
+    ties: int = 0  # of these whose first different token is one of two that are as good; see `tie`
+    near_ties: int = 0  # tokens of plain decoding whose two largest logits are closer than `tie`
+    closest: float | None = None  # smallest distance between the two largest logits of any token; None: not looked at
+    digest: str = ""  # SHA-256 of all tokens of plain decoding
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """The content of the file.
-
-    Args:
-        content: as JSON.
-    """
+    """The content of the file."""
 
     content: Mapping[str, Any]
 
@@ -153,8 +139,6 @@ def certify(
     """Compares a setting with plain decoding.
 
     Args:
-        policy: the policy.
-        settings: the setting.
         bags: whose pictures are answered, one bag after the other.
         sensors: what is read of them beside the first camera's images.
         on_frame: called with the number of pictures that both have answered.
@@ -170,7 +154,13 @@ def certify(
     margins = _margins if policy.causal_prompt and policy.generation == NO_RULES and policy.head is None else None
     for bag in bags:
         found, of_bag = Finding(closest=None), hashlib.sha256()
-        for observation, plain, own in _answered(policy, settings, bag_source(policy, [bag], 0, sensors)):
+        asked = replace(settings, max_image_age_s=0.0, in_order=True)
+        engines = {
+            _PLAIN: Engine(policy, replace(asked, mode="ar", acceptance=AcceptanceSettings())),
+            _OWN: Engine(policy, asked),
+        }
+        for observation, answers in compare(engines, bag_source(policy, [bag], 0, sensors), in_flight=True):
+            plain, own = answers[_PLAIN].outcome, answers[_OWN].outcome
             _compare(found, values, policy, observation, (plain, own), tie, margins, bag.name)
             if isinstance(plain, Action):
                 for each in (of_bag, digest):
@@ -204,7 +194,6 @@ def differences(given: Certificate, again: Certificate) -> tuple[str, ...]:
     """What another run found otherwise, in sentences; empty: nothing.
 
     Args:
-        given: the certificate.
         again: of the same setting, made anew.
     """
     names = {
@@ -287,33 +276,6 @@ def _compare(
         values.differences.append(seen)
 
 
-def _answered(
-    policy: Target, settings: EngineSettings, frames: Iterator[Observation]
-) -> Iterator[tuple[Observation, Outcome, Outcome]]:
-    """Each frame with the answer of plain decoding, and of the setting; a frame is begun when there is room."""
-    settings = replace(settings, max_image_age_s=0.0, in_order=True)
-    plain = Engine(policy, replace(settings, mode="ar", acceptance=AcceptanceSettings()))
-    own = Engine(policy, settings)
-    expected: dict[int, tuple[Observation, Outcome]] = {}
-    epoch, instruction = 0, ""
-
-    def pairs(outcomes: Sequence[Outcome]) -> Iterator[tuple[Observation, Outcome, Outcome]]:
-        for outcome in outcomes:
-            yield *expected.pop(outcome.observation.stamp_ns), outcome
-
-    for number, frame in enumerate(frames, start=1):
-        epoch += frame.instruction != instruction
-        instruction = frame.instruction
-        observation = replace(frame, stamp_ns=number, epoch=epoch)
-        expected[number] = observation, plain.act(observation)
-        while not own.has_room:
-            yield from pairs(own.tick())
-        yield from pairs(own.submit(observation))
-        yield from pairs(own.tick())
-    while own.busy:
-        yield from pairs(own.tick())
-
-
 @torch.inference_mode()
 def _margins(policy: Target, observation: Observation, tokens: Sequence[int]) -> np.ndarray:
     """Between the two largest logits of each place of an answer, float [tokens]: one forward over prompt and answer."""
@@ -355,3 +317,50 @@ def _code_hash() -> str:
         for path in sorted(root.rglob("*.py")):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+_HEAD = ("bag", "pictures", "answered", "tokens", "different answers", "near ties", "closest logits", "tokens' SHA-256")
+_DIGITS = 12  # of a digest
+_FOUND = ("bags", "result", "settings")
+
+
+def write_certificate_page(path: Path, content: Mapping[str, Any], failures: Sequence[str]) -> None:
+    """Writes the page."""
+    result = content["result"]
+    parts = [
+        _verdict(content, failures),
+        "<h2>Bags</h2>",
+        table(_HEAD, [*(_row(name, each) for name, each in content["bags"].items()), _row("all", result)]),
+    ]
+    for title, counts in (("plain decoding", result["unanswered"]), ("the setting", result["lost"])):
+        if counts:
+            parts += [f"<h2>No action by {title}</h2>", table(("reason", "pictures"), context_rows(counts))]
+    if result["deviation"]:
+        values = {name.replace("_", " "): f"{value:.4g}" for name, value in result["deviation"].items()}
+        parts += ["<h2>How far actions are apart</h2>", table(("", ""), context_rows(values))]
+    if result["differences"]:
+        rows = [tuple(map(_short, each.values())) for each in result["differences"]]
+        parts += ["<h2>The first different answers</h2>", table(tuple(result["differences"][0]), rows)]
+    parts += ["<h2>Setting</h2>", table(("", ""), context_rows(content["settings"]))]
+    parts.append(provenance({name: value for name, value in content.items() if name not in _FOUND}))
+    write_page(path, f"Certificate of {content['policy']['checkpoint']}", parts)
+
+
+def _verdict(content: Mapping[str, Any], failures: Sequence[str]) -> str:
+    result = content["result"]
+    kind = "failed" if failures else "passed" if content["strict"] else ""
+    words = (
+        f"{result['differing']} of {result['actions']} answers differ from plain decoding's, over {result['tokens']} "
+        f"tokens. The setting is {'strict' if content['strict'] else 'relaxed: its answers may differ'}."
+    )
+    return f"<p class='verdict {kind}'>{escape(' '.join((words, *(f'{each}.' for each in failures))))}</p>"
+
+
+def _short(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
+    closest = "" if found["closest"] is None else f"{found['closest']:.3g}"
+    counts = (str(found[each]) for each in ("frames", "actions", "tokens", "differing", "near_ties"))
+    return (name, *counts, closest, found["digest"][:_DIGITS])

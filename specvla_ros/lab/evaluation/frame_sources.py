@@ -45,6 +45,13 @@ def find_bags(directories: Sequence[Path]) -> tuple[Path, ...]:
     return tuple(bags)
 
 
+def bags_or_simulation(data: Sequence[str]) -> list[Path] | None:
+    """Bags to read frames from, as --data says; None: simulation."""
+    if SIMULATION in data and len(data) > 1:
+        raise UserError("--data sim cannot be mixed with bags: run this twice, or choose one")
+    return None if list(data) == [SIMULATION] else [Path(each) for each in data]
+
+
 def frame_source(
     policy: Target,
     data: Sequence[Path] | None,
@@ -61,7 +68,6 @@ def frame_source(
         policy: whose cameras and state are wanted.
         data: bags, or directories of bags; None: what the policy does in simulation.
         seed: of the bags' order, or behind how many starts the simulation's first is.
-        sensors: what is read of bags beside the first camera's images.
         world, tasks, engine: of the simulation, see `simulation_source`.
 
     Raises:
@@ -138,7 +144,6 @@ def simulation_source(
     Args:
         first_seed: of the first episode's start; the others follow.
         world: `table`, or the name of a LIBERO suite.
-        tasks: names of the tasks; none: all of the world.
         engine: settings of which prompt and text lengths are taken.
     """
     names = tasks_of(world, tasks)

@@ -23,18 +23,12 @@ from specvla_ros.lab.bags.frames import STATE, BagFrame, ReplayTopics, TopicChoi
 from specvla_ros.lab.bags.reader import Bag, open_bag
 from specvla_ros.lab.bags.recorder import BagRecorder
 from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, file_hashes, head
-from specvla_ros.lab.evaluation.replay_summary import (
-    FrameRecord,
-    ReplayColumns,
-    ReplaySummary,
-    Thresholds,
-    compare,
-    summarise,
-)
-from specvla_ros.lab.evaluation.report.replay import Pictures, write_replay_report
+from specvla_ros.lab.evaluation.replay_page import Pictures, write_replay_report
+from specvla_ros.lab.evaluation.replay_summary import FrameRecord, ReplayColumns, ReplaySummary, compare, summarise
 from specvla_ros.lab.evaluation.rerun_recording import RerunRecording, RerunSettings
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, write_line
 from specvla_ros.lab.jobs.hosted_engine import HostedEngine
+from specvla_ros.lab.plans import Thresholds
 from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
 from specvla_ros.messages.image_message import rgb_from_message, stamp_ns
 from specvla_ros.messages.state_message import read_state
@@ -271,9 +265,7 @@ def replay(
     Args:
         engine: warm, and used by nobody else meanwhile, unless it is shared; without a staleness limit, as a recorded
             image has no age.
-        bag_path: the bag's directory or file.
         out_dir: directory of the results; made if missing, refused if it holds a whole replay or other results.
-        topics: which of the bag's to read.
         state_names: of the state's numbers, in the policy's order; empty: the message's.
         action: how the actions are meant, where the dataset is not known.
         shown: where Rerun shows it, from the first frame on; None: nowhere.
@@ -324,7 +316,6 @@ def check_senses(policy: PolicyFacts, cameras: Mapping[str, str], state_topic: s
     """Whether the topics are those that the policy looks at.
 
     Args:
-        policy: the policy.
         cameras: topics of further cameras, by the policy's names.
         state_topic: of the robot's state; empty or None: none.
 

@@ -17,20 +17,14 @@ from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.bags.reader import BAG_SUFFIXES, open_bag
 from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, file_hashes, head
 from specvla_ros.lab.evaluation.replay import FRAMES_FILE, INTERRUPTED, check_senses, replay, tell
-from specvla_ros.lab.evaluation.replay_summary import (
-    BagRow,
-    BagsSummary,
-    FrameRecord,
-    ReplayColumns,
-    Thresholds,
-    summarise,
-)
-from specvla_ros.lab.evaluation.report.replay_bags import write_bags_report
+from specvla_ros.lab.evaluation.replay_page import write_bags_report
+from specvla_ros.lab.evaluation.replay_summary import BagRow, BagsSummary, FrameRecord, ReplayColumns, summarise
 from specvla_ros.lab.evaluation.rerun_recording import RerunSettings
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SETTINGS_FILE, SUMMARY_FILE, RunDirectory, read_lines
 from specvla_ros.lab.jobs.hosted_engine import EngineHost, HostedEngine
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.jobs.workers import Host, share
+from specvla_ros.lab.plans import Thresholds
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.models.target import Target, require_actions
@@ -133,14 +127,11 @@ def replay_bags(
     that cannot be read, or whose worker dies again and again, is a row that fails the replay; the others go on.
 
     Args:
-        settings: how to replay; see `replay`.
         bags: by the name of their folder.
-        out_dir: directory of the results.
         left_out: what was found beside the bags, for the summary.
         thresholds: limits over the frames of all bags together.
         rerun: name of the file for Rerun in each bag's folder; empty: none.
         workers: as of `run_jobs`; each replays one bag after the other.
-        ray: as of `run_jobs`.
         per_engine: workers whose frames one engine packs into its forwards; 0: each has its own.
         on_bag: called with the name of a bag that has ended, how many have, and how many there are.
 
@@ -196,7 +187,6 @@ def replay_bag(job: BagJob, host: Host | None = None) -> str:
     """Replays one bag; returns why not as a whole, empty when it was. The engine is kept for the next one.
 
     Args:
-        job: the bag.
         host: an `EngineHost` that several workers share; None: the engine is this process's own.
     """
     settings = job.settings
@@ -236,7 +226,6 @@ def _engine(settings: ReplaySettings, host: Host | None) -> Engine | HostedEngin
 def _engine_of(
     directory: Path, model: ModelSettings, settings: EngineSettings, instruction: str | None, host: Host | None
 ) -> Engine | HostedEngine:
-    """That of a process."""
     engine = HostedEngine(host) if host is not None else Engine(_load(directory, model), settings)
     if instruction is not None:
         engine.check_instruction(instruction)

@@ -10,30 +10,10 @@ import numpy as np
 
 from specvla_ros.engine.outcome import Action, DropCounter, DropReason
 from specvla_ros.engine.tally import percentiles
-from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import BagFrame
+from specvla_ros.lab.plans import Thresholds
 from specvla_ros.models.codecs.bins import BinsCodec
 from specvla_ros.models.codecs.codec import Codec
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """Limits; None: not checked."""
-
-    max_p95_latency_s: float | None = None  # of the image in this process to its action
-    max_drop_fraction: float | None = None  # frames without an action, of all frames, 0 to 1
-    # mean over frames and dimensions of the distance to the recorded action, in bins: a dimension has 255 of them,
-    # so that metres, radians and gripper weigh the same
-    max_bin_distance: float | None = None
-    min_action_rate_hz: float | None = None  # actions per second of decoding
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            limit = getattr(self, each.name)
-            if limit is not None and not (math.isfinite(limit) and limit >= 0):
-                raise UserError(f"the limit {each.name} must be a number from 0 on, got {limit}")
-        if self.max_drop_fraction is not None and self.max_drop_fraction > 1:
-            raise UserError(f"the limit max_drop_fraction is a fraction from 0 to 1, got {self.max_drop_fraction}")
 
 
 @dataclass(frozen=True)
@@ -288,7 +268,6 @@ def _per_dimension(names: tuple[str, ...], rows: np.ndarray) -> dict[str, float]
 
 
 def _exceeded(summary: ReplaySummary) -> list[str]:
-    """The limits that were not kept, in words."""
     limits = summary.thresholds
     failures = []
     p95_s = summary.latency_s.get("total", {}).get("p95")

@@ -72,9 +72,6 @@ def require_rerun() -> None:
 class RerunRecording:
     """Shows a run, or writes it to a file, or both.
 
-    Args:
-        chosen: where it goes.
-
     Raises:
         UserError: there is nowhere to show it, the library is missing, or file or viewer cannot be had.
     """
@@ -201,7 +198,6 @@ class PoseSpeed:
 
 
 def _blueprint(layout: Any) -> Any:
-    """Camera and instruction beside the curves."""
     curves = [layout.TimeSeriesView(origin=name, name=name) for name in _CURVES]
     seen = layout.Vertical(
         layout.Spatial2DView(origin="camera", name="camera"),

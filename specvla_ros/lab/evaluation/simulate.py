@@ -14,15 +14,15 @@ from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, head
-from specvla_ros.lab.evaluation.report.simulate import Film, write_simulate_report
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, SUMMARY_FILE, RunDirectory, read_lines, write_line
-from specvla_ros.lab.evaluation.simulate_summary import SimulateSummary, summarise_episodes
+from specvla_ros.lab.evaluation.simulate_summary import Film, SimulateSummary, summarise_episodes, write_simulate_report
 from specvla_ros.lab.jobs.hosted_engine import EngineHost, HostedEngine
 from specvla_ros.lab.jobs.run import run_jobs
 from specvla_ros.lab.jobs.workers import Host, share
+from specvla_ros.lab.plans import SimulatePlan
 from specvla_ros.lab.simulation.arms import TABLE_ARM, choose_arm
 from specvla_ros.lab.simulation.robot import SimulatedRobot
-from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, read_stage_times, tick_time
+from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult, Rollout, TickTime, read_stage_times, tick_time
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.settings import ModelSettings
@@ -65,12 +65,11 @@ def run_job(job: EpisodeJob, host: Host | None = None) -> EpisodeResult:
     """Runs one episode; engine and robot are kept for the next one in this process.
 
     Args:
-        job: the episode.
         host: an `EngineHost` that several workers share; None: the engine is this process's own.
     """
     settings = job.settings
     engine, robot = _engine_and_robot(settings, os.getpid(), host)
-    pace = tick_time(read_stage_times(settings.emulate) if settings.emulate else None)
+    pace = pace_of(settings.emulate)
     if job.film is None:
         return Rollout(engine, robot, settings.clock, pace, time_limit=settings.time_limit).run(job.task, job.seed)
     how = settings.clock.value + (f", emulated {settings.emulate}" if settings.emulate else "")
@@ -102,8 +101,12 @@ def _engine_and_robot(
 
 def host_engine(settings: SimulateSettings, workers: int) -> EngineHost:
     """The engine that several workers share."""
-    pace = tick_time(read_stage_times(settings.emulate) if settings.emulate else None)
-    return EngineHost(policy_of(settings), settings.engine, workers, pace)
+    return EngineHost(policy_of(settings), settings.engine, workers, pace_of(settings.emulate))
+
+
+def pace_of(emulate: str) -> TickTime:
+    """The seconds that ticks count for: those measured, or those of an emulated device."""
+    return tick_time(read_stage_times(emulate) if emulate else None)
 
 
 def policy_of(settings: SimulateSettings) -> Target:
@@ -146,19 +149,6 @@ def _check_actions(policy: PolicyFacts, robot: SimulatedRobot) -> None:
             f"{reach:g} per action, the robot's training data by {largest:g}; was the policy trained for another "
             "robot, or is another --unnorm-key meant?"
         )
-
-
-@dataclass(frozen=True)
-class SimulatePlan:
-    """The episodes to run, and where."""
-
-    tasks: tuple[str, ...] = ()  # names of the tasks; none: all of the world
-    episodes: int = 20  # number per task
-    first_seed: int = 0  # seed of the first start; the same seeds make two settings comparable pair by pair
-    films: int = 1  # number of filmed episodes per task
-    workers: int = 0  # worker processes; 0: this process
-    ray: str = ""  # address of the Ray cluster that they run on; empty: this machine, see `run_jobs`
-    per_engine: int = 0  # workers whose frames one engine packs into its forwards; 0: each has its own
 
 
 def simulate(

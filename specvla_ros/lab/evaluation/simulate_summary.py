@@ -1,16 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of simulated episodes: of one setting, and of several beside each other."""
+"""Simulated episodes: their figures, their films and their page."""
 
+import base64
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
+from html import escape
+from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
+import plotly.graph_objects as go
+from PIL import Image, ImageDraw
 
-from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import DecodeTally, percentiles
-from specvla_ros.lab.evaluation.statistics import PairedComparison, Rate
+from specvla_ros.lab.evaluation.page import (
+    BLUE,
+    emulation,
+    heatmap,
+    plot,
+    provenance,
+    rate_trace,
+    recording,
+    table,
+    write_page,
+)
+from specvla_ros.lab.evaluation.paired import PairedComparison, Rate
 from specvla_ros.lab.simulation.rollout import EpisodeResult
 
 
@@ -115,36 +132,194 @@ def compare_episodes(
     )
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One setting of a sweep."""
-
-    name: str
-    engine: EngineSettings
+_CAPTION_HEIGHT = 22  # pixels
+_EMBEDDED_BYTES = 4 << 20  # of films, so that the report stays one file that a browser opens
 
 
-@dataclass(frozen=True)
-class SweepRow:
-    """The results of one setting of a sweep."""
+class Film:
+    """Writes an MP4 file (H.264) that browsers play; also a context manager. The file is complete once closed.
 
-    setting: Setting
-    summary: SimulateSummary
-    against_first: PairedComparison  # its episodes paired with those of the sweep's first setting
-    action_s: float  # mean seconds per action on the frames that all settings share
-    speed_up: float  # the first setting's `action_s` over this one's
+    Pictures are enlarged by a whole factor, `scale`, so that small ones can be seen.
+    """
 
-    def as_json(self) -> dict[str, Any]:
-        """For sweep.json; accept lengths and their positions are those of Spec-VLA's tables 2 and 3."""
-        tally = self.summary.decode
-        return {
-            "name": self.setting.name,
-            "success": self.summary.success.as_json(),
-            "against_first": self.against_first.as_json(),
-            "tau": tally.tau,
-            "forwards_per_action": tally.forwards_per_action,
-            "share_by_accept_length": tally.by_length(),
-            "accept_length_by_place": tally.by_place(),
-            "largest_bins_off": max((bins for _, bins in tally.bins_off), default=0),
-            "action_s": self.action_s,
-            "speed_up": self.speed_up,
-        }
+    def __init__(self, path: Path, rate_hz: float, scale: int = 2) -> None:
+        self._container = av.open(str(path), "w")
+        self._rate = Fraction(rate_hz).limit_denominator(1000)
+        self._scale = scale
+        self._stream: av.VideoStream | None = None
+
+    def add(self, image: np.ndarray, caption: str = "") -> None:
+        """Adds a picture, RGB uint8 [height, width, 3], all of one size, with a line of text under it."""
+        picture = Image.fromarray(image)
+        picture = picture.resize((picture.width * self._scale, picture.height * self._scale), Image.Resampling.NEAREST)
+        height = picture.height + _CAPTION_HEIGHT
+        framed = Image.new("RGB", (picture.width + picture.width % 2, height + picture.height % 2))
+        framed.paste(picture)
+        ImageDraw.Draw(framed).text((6, picture.height + 5), caption, fill=(255, 255, 255))
+        if self._stream is None:
+            self._stream = self._container.add_stream("libx264", rate=self._rate)
+            self._stream.width, self._stream.height = framed.size
+            self._stream.pix_fmt = "yuv420p"
+        for packet in self._stream.encode(av.VideoFrame.from_image(framed)):
+            self._container.mux(packet)
+
+    def close(self) -> None:
+        if self._stream is not None:
+            for packet in self._stream.encode():
+                self._container.mux(packet)
+        self._container.close()
+
+    def __enter__(self) -> "Film":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def write_simulate_report(path: Path, summary: SimulateSummary, films: Sequence[Path]) -> None:
+    """Writes the page; small films (MP4 files that exist) are put into it, others are linked."""
+    settings = summary.context["settings"]
+    listened = f"; the named thing was the one moved in {summary.listened}" if summary.listened else ""
+    parts = [
+        emulation(summary.context.get("emulation")),
+        f"<p class=verdict>Success {escape(str(summary.success))} over {summary.success.n} episodes, with the 95 % "
+        f"Wilson interval{escape(listened)}.</p>",
+        "<h2>Tasks</h2>",
+        table(
+            ("task", "instruction", "success", "episodes", "moved what it names", "steps", "time s", "roughness"),
+            [_task_row(name, summary) for name in summary.tasks],
+        ),
+        plot(_success_plot(summary), 320) if summary.tasks else "",
+        _acted_on(summary),
+        "<h2>Latency</h2>",
+        _latency(summary),
+        _refused(summary.context.get("refused")),
+        _decoding(summary.decode),
+        _films(path, films),
+        recording(summary.context.get("recording")),
+        provenance(summary.context),
+    ]
+    title = f"{settings['world']}: {Path(settings['policy']).name}, {settings['engine']['mode']}, {settings['clock']}"
+    write_page(path, title, parts)
+
+
+def _task_row(name: str, summary: SimulateSummary) -> tuple[str, ...]:
+    task = summary.tasks[name]
+    return (
+        name,
+        task.instruction,
+        str(task.success),
+        str(task.success.n),
+        str(task.listened or ""),
+        f"{task.steps_to_success:.0f}" if task.steps_to_success is not None else "",
+        f"{task.time_to_success_s:.1f}" if task.time_to_success_s is not None else "",
+        f"{task.roughness:.3f}",
+    )
+
+
+def _success_plot(summary: SimulateSummary) -> go.Figure:
+    drawn = go.Figure()
+    rates = rate_trace([task.success for task in summary.tasks.values()])
+    drawn.add_bar(x=list(summary.tasks), **rates, marker_color=BLUE)
+    return drawn.update_yaxes(title_text="success rate", range=[0, 1.05])
+
+
+def _acted_on(summary: SimulateSummary) -> str:
+    """Which thing was moved under which instruction: what the policy listens to."""
+    tasks = {task.instruction: task.acted_on for task in summary.tasks.values() if task.acted_on}
+    if not tasks:
+        return ""
+    things = sorted({thing for counts in tasks.values() for thing in counts})
+    shares = [[counts.get(thing, 0) / sum(counts.values()) for thing in things] for counts in tasks.values()]
+    drawn = heatmap(
+        things, list(tasks), shares, [[counts.get(thing, 0) for thing in things] for counts in tasks.values()]
+    )
+    drawn.update_yaxes(autorange="reversed", automargin=True)
+    note = "The same seeds show every instruction the same scenes: only the words can tell the policy what to move."
+    return f"<h2>What was moved, by instruction</h2><p class=note>{note}</p>" + plot(drawn, 120 + 40 * len(tasks))
+
+
+def _latency(summary: SimulateSummary) -> str:
+    if not summary.latency_s:
+        return "<p>No action was decided.</p>"
+    realtime = summary.context["settings"]["clock"] == "realtime"
+    usual = "from the picture to the action, in world time" if realtime else "that the policy needed"
+    row = tuple(f"{summary.latency_s[name] * 1e3:.1f}" for name in ("p50", "p95", "p99", "mean"))
+    age = summary.picture_age_s
+    followed = "" if age is None else f" The picture that the robot acts on is {age * 1e3:.0f} ms old, mean over time."
+    drops = "".join(f"; {count} × {escape(reason)}" for reason, count in summary.drops.items())
+    return (
+        f"<p class=note>Time {escape(summary.context.get('latency', usual))}.</p>"
+        + table(("p50 ms", "p95 ms", "p99 ms", "mean ms"), [row])
+        + f"<p>{summary.action_rate_hz:.2f} actions per second of world time{drops}.{followed}</p>"
+    )
+
+
+def _refused(refused: Mapping[str, Mapping[str, int]] | None) -> str:
+    if refused is None:
+        return ""
+    rows = [(who, kind, str(times)) for who, counts in refused.items() for kind, times in counts.items()]
+    note = (
+        "Actions that the driver did not follow; commands that the guard did not let through, and conditions for which "
+        "it held the arm. After an episode the world is set back, the arm too: both wait, and begin anew where it is."
+    )
+    return f"<h2>Driver and guard</h2><p class=note>{note}</p>" + table(("who", "refused", "times"), rows)
+
+
+def _decoding(tally: DecodeTally) -> str:
+    """Forwards, accept lengths and how far relaxed tokens lie from the target's; empty for plain decoding."""
+    if not any(length for _, length in tally.accepted):
+        return ""
+    accepted = sum(length * count for (_, length), count in tally.accepted.items()) / tally.accepted.total()
+    row = (f"{tally.forwards_per_action:.2f}", f"{tally.tau:.2f}", f"{accepted:.2f}")
+    parts = [
+        "<h2>Decoding</h2>",
+        table(("forwards per action", "tokens per verification forward (τ)", "accept length, mean"), [row]),
+        _accept_lengths(tally),
+    ]
+    if any(bins for _, bins in tally.bins_off):
+        parts.append("<p class=note>Tokens that are not the target's own choice, by their distance to it.</p>")
+        parts.append(plot(_distance(tally), 300))
+    return "".join(parts)
+
+
+def _accept_lengths(tally: DecodeTally) -> str:
+    positions = sorted({position for position, _ in tally.accepted})
+    lengths = range(1 + max(length for _, length in tally.accepted))
+    totals = {at: sum(count for (position, _), count in tally.accepted.items() if position == at) for at in positions}
+    drawn = heatmap(
+        [f"from token {position + 1}" for position in positions],
+        [f"{length} accepted" for length in lengths],
+        [[tally.accepted[position, length] / totals[position] for position in positions] for length in lengths],
+        [[tally.accepted[position, length] or "" for position in positions] for length in lengths],
+    )
+    drawn.update_yaxes(automargin=True)
+    return plot(drawn, 120 + 30 * len(lengths))
+
+
+def _distance(tally: DecodeTally) -> go.Figure:
+    drawn = go.Figure()
+    for position in sorted({position for position, _ in tally.bins_off}):
+        counts = {bins: count for (at, bins), count in sorted(tally.bins_off.items()) if at == position}
+        total = sum(counts.values())
+        shares = [count / total for count in counts.values()]
+        drawn.add_bar(x=list(counts), y=shares, name=f"token {position + 1}")
+    drawn.update_xaxes(title_text="bins from the target's own choice")
+    return drawn.update_yaxes(title_text="share of tokens")
+
+
+def _films(path: Path, films: Sequence[Path]) -> str:
+    if not films:
+        return ""
+    parts, room = [], _EMBEDDED_BYTES
+    for film in films:
+        size = film.stat().st_size
+        source = escape(str(film.relative_to(path.parent)))
+        if size <= room:
+            room -= size
+            source = "data:video/mp4;base64," + base64.b64encode(film.read_bytes()).decode()
+        parts.append(
+            f"<figure><video controls muted loop src='{source}'></video><figcaption>{escape(film.stem)}</figcaption>"
+            "</figure>"
+        )
+    return "<h2>Films</h2>" + "".join(parts)

@@ -1,108 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several settings of the engine beside each other: on the same frames, and on the same simulated episodes."""
+"""`specvla sweep`: several settings of the engine on the same simulated episodes, and timed on the same frames."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
-from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
-from specvla_ros.engine.tally import DecodeTally
-from specvla_ros.errors import UserError
+from specvla_ros.lab.evaluation.compare import time_settings
 from specvla_ros.lab.evaluation.frame_sources import simulation_source
-from specvla_ros.lab.evaluation.report.sweep import write_sweep_report
+from specvla_ros.lab.evaluation.page import BLUE, GREY, plot, provenance, rate_trace, table, write_page
+from specvla_ros.lab.evaluation.paired import PairedComparison
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory
-from specvla_ros.lab.evaluation.simulate import SimulatePlan, SimulateSettings, policy_of, read_episodes, simulate
-from specvla_ros.lab.evaluation.simulate_summary import Setting, SweepRow, compare_episodes
-from specvla_ros.lab.simulation.rollout import EpisodeResult, TickTime, tick_time
-from specvla_ros.models.observation import Observation
-from specvla_ros.models.target import Target
+from specvla_ros.lab.evaluation.simulate import SimulateSettings, policy_of, read_episodes, simulate
+from specvla_ros.lab.evaluation.simulate_summary import SimulateSummary, compare_episodes
+from specvla_ros.lab.plans import SimulatePlan
+from specvla_ros.lab.simulation.rollout import EpisodeResult
 
 SWEEP_FILE = "sweep.json"
 _TIMED_FRAMES = 64
 
 
-@dataclass
-class FrameRun:
-    """The frames as one setting decoded them."""
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a sweep."""
 
-    seconds: list[float] = field(default_factory=list)  # decoding time per frame and round
-    # actions of the first round, float64 [frames, action_dim]; NaN where there was none
-    values: list[np.ndarray] = field(default_factory=list)
-    tally: DecodeTally = field(default_factory=DecodeTally)  # of the first round's decoding
-
-    def keep(self, outcome: Outcome, action_dim: int) -> None:
-        if isinstance(outcome, Action):
-            self.values.append(outcome.values)
-            self.tally.add(outcome.record)
-        else:
-            self.values.append(np.full(action_dim, np.nan))
-
-    @property
-    def action_s(self) -> float:
-        """Mean seconds per action, without the slowest twentieth: those waited for something else on the machine."""
-        return float(np.mean(np.sort(self.seconds)[: max(1, len(self.seconds) * 19 // 20)]))
+    name: str
+    engine: EngineSettings
 
 
-def run_side_by_side(
-    policy: Target,
-    settings: Mapping[str, EngineSettings],
-    frames: Sequence[Observation],
-    *,
-    rounds: int = 3,
-    pace: TickTime | None = None,
-    on_frame: Callable[[], None] = lambda: None,
-) -> dict[str, FrameRun]:
-    """Decodes the frames with each setting.
+@dataclass(frozen=True)
+class SweepRow:
+    """The results of one setting of a sweep."""
 
-    The settings take turns, frame after frame, so that whatever else the machine does falls on all of them alike.
-    Frames are decoded in order, so that a drafter that looks back sees what it would on the robot.
+    setting: Setting
+    summary: SimulateSummary
+    against_first: PairedComparison  # its episodes paired with those of the sweep's first setting
+    action_s: float  # mean seconds per action on the frames that all settings share
+    speed_up: float  # the first setting's `action_s` over this one's
 
-    Args:
-        frames: images with instructions, of one episode after the other.
-        rounds: timed passes over the frames, after a warm-up.
-        pace: from a tick's work and its measured seconds to the seconds that count; by default those measured.
-        on_frame: called when all settings have answered one more frame.
-    """
-    if not frames:
-        raise UserError("there are no frames to try the settings on")
-    pace = pace or tick_time(None)
-    engines = {name: Engine(policy, each) for name, each in settings.items()}
-    runs = {name: FrameRun() for name in settings}
-    for engine in engines.values():
-        engine.warm_up()
-    for again in range(rounds):
-        for engine in engines.values():
-            engine.reset()
-        epoch, previous = again * len(frames) + 1, ""
-        for number, frame in enumerate(frames):
-            epoch += frame.instruction != previous
-            previous = frame.instruction
-            observation = replace(frame, stamp_ns=number + 1, epoch=epoch)
-            for name, engine in engines.items():
-                outcome, seconds = _decode(engine, observation, pace)
-                runs[name].seconds.append(seconds)
-                if not again:
-                    runs[name].keep(outcome, policy.codec.max_tokens)
-            on_frame()
-    return runs
-
-
-def _decode(engine: Engine, observation: Observation, pace: TickTime) -> tuple[Outcome, float]:
-    engine.submit(observation)
-    outcomes: list[Outcome] = []
-    counted_s = 0.0
-    while engine.busy:
-        started = time.perf_counter()
-        outcomes += engine.tick()
-        counted_s += pace(engine.last_work, time.perf_counter() - started)
-    return outcomes[-1], counted_s
+    def as_json(self) -> dict[str, Any]:
+        """For sweep.json; accept lengths and their positions are those of Spec-VLA's tables 2 and 3."""
+        tally = self.summary.decode
+        return {
+            "name": self.setting.name,
+            "success": self.summary.success.as_json(),
+            "against_first": self.against_first.as_json(),
+            "tau": tally.tau,
+            "forwards_per_action": tally.forwards_per_action,
+            "share_by_accept_length": tally.by_length(),
+            "accept_length_by_place": tally.by_place(),
+            "largest_bins_off": max((bins for _, bins in tally.bins_off), default=0),
+            "action_s": self.action_s,
+            "speed_up": self.speed_up,
+        }
 
 
 def relaxation_settings(spec: EngineSettings, bins: Sequence[int]) -> list[Setting]:
@@ -140,7 +96,7 @@ def sweep(
     }
     policy = policy_of(base)
     source = simulation_source(policy, plan.first_seed, world=base.world, tasks=plan.tasks, engine=base.engine)
-    runs = run_side_by_side(policy, engines, list(islice(source, _TIMED_FRAMES)))
+    runs = time_settings(policy, engines, list(islice(source, _TIMED_FRAMES)))
     first = settings[0].name
     rows = [
         SweepRow(
@@ -157,3 +113,67 @@ def sweep(
         directory.write_json(SWEEP_FILE, {"rows": [row.as_json() for row in rows], "context": summaries[first].context})
         write_sweep_report(directory.path / REPORT_FILE, rows)
     return rows
+
+
+_TAU = "τ: tokens committed per verification forward (accept length + 1)."
+
+
+def write_sweep_report(path: Path, rows: Sequence[SweepRow]) -> None:
+    """Writes the page of a sweep; the first row is what the others are compared with."""
+    lengths = range(1 + max((length for row in rows[1:] for length in row.summary.decode.by_length()), default=0))
+    positions = sorted({position for row in rows[1:] for position in row.summary.decode.by_place()})
+    parts = [
+        "<h2>Success, forwards and speed</h2>",
+        table(
+            ("", "success", "difference", "forwards per action", "τ", "ms", "speed-up"),
+            [_sweep_row(row, first=row is rows[0]) for row in rows],
+        ),
+        "<p class=note>The difference to the first row is paired, in points, with a 95 % interval (Agresti and Min). "
+        f"Times were taken on the same frames, the settings taking turns. {_TAU}</p>",
+        plot(_sweep_plot(rows), 380, showlegend=False),
+        "<h2>Verification forwards by accept length</h2>",
+        table(("", *map(str, lengths)), [_shares(row, lengths) for row in rows[1:]]),
+        "<h2>Mean accept length by the first drafted token</h2>",
+        table(("", *(str(position + 1) for position in positions)), [_means(row, positions) for row in rows[1:]]),
+        provenance(rows[0].summary.context),
+    ]
+    write_page(path, f"{len(rows)} settings on the same {rows[0].summary.success.n} episodes", parts)
+
+
+def _sweep_row(row: SweepRow, *, first: bool) -> tuple[str, ...]:
+    tally = row.summary.decode
+    return (
+        row.setting.name,
+        str(row.summary.success),
+        "" if first else str(row.against_first),
+        f"{tally.forwards_per_action:.2f}",
+        f"{tally.tau:.2f}",
+        f"{row.action_s * 1e3:.1f}",
+        f"{row.speed_up:.2f}",
+    )
+
+
+def _sweep_plot(rows: Sequence[SweepRow]) -> go.Figure:
+    names = [row.setting.name for row in rows]
+    drawn = make_subplots(cols=2, subplot_titles=("success", f"times as fast as {names[0]}"))
+    drawn.add_scatter(
+        x=names,
+        **rate_trace([row.summary.success for row in rows]),
+        mode="lines+markers",
+        marker=dict(color=BLUE, size=9),
+        row=1,
+        col=1,
+    )
+    drawn.add_bar(x=names, y=[row.speed_up for row in rows], marker_color=GREY, row=1, col=2)
+    drawn.update_yaxes(range=[0, 1.02], tickformat=".0%", col=1)
+    return drawn.update_yaxes(rangemode="tozero", col=2)
+
+
+def _shares(row: SweepRow, lengths: range) -> tuple[str, ...]:
+    shares = row.summary.decode.by_length()
+    return row.setting.name, *(f"{shares.get(length, 0):.0%}" for length in lengths)
+
+
+def _means(row: SweepRow, positions: Sequence[int]) -> tuple[str, ...]:
+    means = row.summary.decode.by_place()
+    return row.setting.name, *(f"{means[position]:.2f}" if position in means else "" for position in positions)

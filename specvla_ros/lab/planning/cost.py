@@ -102,7 +102,6 @@ def model_cost(config: OpenVLAConfig) -> ModelCost:
 
 
 def _action_tokens(norm_stats: Mapping[str, Any]) -> int:
-    """Numbers of an action by the first dataset's statistics."""
     for statistics in norm_stats.values():
         try:
             return len(statistics["action"]["q01"])

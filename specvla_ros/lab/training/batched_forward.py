@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy's forward pass as training needs it: many sequences of one length, without a KV cache, with gradients.
+"""Forward passes of policy and draft head as training needs them: whole batches, no KV cache, with gradients.
 
-It reads the parameters of the very model that is served; `test_batched_forward` holds it against the packed forward.
+They read the parameters of the very model that is served; `test_batched_forward` holds them against the packed forward.
 """
 
 from typing import cast
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
 from specvla_ros.models.families.openvla.model import OpenVLA
+from specvla_ros.speculation.drafters.eagle.head import EagleHead
 
 
 def action_logits(model: OpenVLA, pixels: Tensor, prompt_ids: Tensor, lengths: Tensor, answers: Tensor) -> Tensor:
@@ -74,7 +75,6 @@ def decoder_hidden(
     Args:
         embeddings: [batch, rows, hidden].
         mask: bool [rows, rows], True where a row (first) sees another.
-        positions: int64 [rows].
         wanted: int64 [batch, n], the rows whose states are returned.
     """
     cos, sin = decoder.rotation(positions)
@@ -116,3 +116,75 @@ def mlp(layer: DecoderLayer, x: Tensor) -> Tensor:
     """The layer's second half: rows with the MLP's output added."""
     gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, dim=-1)
     return x + layer.down(layer.gate(gate) * up)
+
+
+def draft_features(
+    head: EagleHead,
+    following: Tensor,
+    hidden: Tensor,
+    padding: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    answer: int,
+    steps: int,
+) -> list[Tensor]:
+    """Predicted hidden states of the answer's rows, fed with the target's own and then with the head's.
+
+    Row i takes the embedding of the token after it and the hidden state at it, and predicts the hidden state after it.
+    In step 1 the input state is the target's. In step s the s-1 newest states of a row's history are the head's own, as
+    they are when it drafts the s-th token of a tree (training-time test: HASS, EAGLE-3). Earlier rows are seen as the
+    target made them. A parallel head's rows are masks from step 2 on, in place of token and state.
+
+    Args:
+        following: [batch, rows, hidden], embeddings of the following tokens.
+        hidden: [batch, rows, hidden], the target's hidden states.
+        padding: int64 [batch], number of padding rows at the left end.
+        cos: float32 [rows, head_dim / 2]; attention depends on differences of positions, so padding shifts nothing.
+        sin: float32 [rows, head_dim / 2].
+        answer: number of rows at the right end that are the answer's.
+        steps: number of steps, 1 to `answer`.
+
+    Returns:
+        Per step s (from 1), [batch, answer - s + 1, hidden]: the answer's rows from the s-th on.
+    """
+    rows = following.shape[1]
+    row = torch.arange(rows, device=following.device)
+    seen = (row[:, None] >= row) & (row >= padding[:, None, None])
+    # A row of padding sees itself: a softmax over nothing is NaN.
+    seen = seen | torch.eye(rows, dtype=torch.bool, device=seen.device)
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+
+    def predict(x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor) -> Tensor:
+        q, k, v = queries_keys_values(head.layer, x, cos, sin)
+        keys.append(k)
+        values.append(v)
+        x = attend(head.layer, x, q, torch.cat(keys, dim=2), torch.cat(values, dim=2), visible[:, None])
+        return mlp(head.layer, x)
+
+    results = [predict(head.fuse(following, hidden), cos, sin, seen)[:, -answer:]]
+    cos, sin, following = cos[-answer:], sin[-answer:], following[:, -answer:]
+    for step in range(1, steps):
+        visible = _visible(padding, rows, answer, step)
+        if head.parallel_depth > 1:
+            fed = head.mask_rows[step - 1].expand(len(padding), answer - step, -1)
+        else:  # row a of the answer is fed with what row a-1 predicted in the step before
+            fed = head.fuse(following[:, step:], results[-1][:, :-1])
+        results.append(predict(fed, cos[step:], sin[step:], visible))
+    return results
+
+
+def _visible(padding: Tensor, rows: int, answer: int, step: int) -> Tensor:
+    """Which keys of all steps a row sees: the target's up to `step` rows before it, then one of each step since.
+
+    Bool [batch, answer - step, keys].
+    """
+    device = padding.device
+    row = torch.arange(rows - answer + step, rows, device=device)[:, None]
+    column = torch.arange(rows, device=device)
+    masks = [(column <= row - step) & (column >= padding[:, None, None])]
+    for earlier in range(1, step + 1):
+        column = torch.arange(rows - answer + earlier, rows, device=device)
+        masks.append((column == row - (step - earlier)).expand(len(padding), -1, -1))
+    return torch.cat(masks, dim=2)

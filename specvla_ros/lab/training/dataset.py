@@ -20,11 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.demonstrations import (
-    ACTION_TOPIC,
-    HINDSIGHT_ACTION_TOPIC,
-    HINDSIGHT_INSTRUCTION_TOPIC,
-)
+from specvla_ros.lab.bags.demonstrations import ACTION_TOPIC, HINDSIGHT_ACTION_TOPIC, HINDSIGHT_INSTRUCTION_TOPIC
 from specvla_ros.lab.bags.frames import STATE, BagFrame, Sensors, bag_frames, choose_topics
 from specvla_ros.lab.bags.reader import Bag, open_bag
 from specvla_ros.lab.training.trainer import write_json
@@ -307,7 +303,6 @@ class Batches:
         """A batch of these steps.
 
         Args:
-            steps: int64 [batch].
             augment: changes brightness and tint of each image; None: the images as they are.
         """
         order = np.argsort(steps)  # the file is read from front to back
@@ -337,8 +332,6 @@ def action_chunks(
     few of them would give a FAST tokenizer more coefficients than it has ids.
 
     Args:
-        data: the demonstrations.
-        horizon: actions of a chunk.
         action_range: smallest and largest usual value of each dimension.
         step_s: seconds from action to action, whatever the pictures' rate: the picture nearest to each is looked at;
             None: from picture to picture.
@@ -353,7 +346,6 @@ def action_chunks(
 
 
 def _by_episode(episode_of: np.ndarray) -> list[np.ndarray]:
-    """The steps of each."""
     return np.split(np.arange(len(episode_of)), np.flatnonzero(np.diff(episode_of)) + 1)
 
 
@@ -378,7 +370,6 @@ def _chunk_answers(codec: Codec, data: DemonstrationSet) -> Tensor:
 
 
 def _rounded(chunks: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Actions to the nearest of evenly spaced ones."""
     step = np.where(high > low, high - low, 1.0) / _DIGIT_STEPS
     return low + np.rint((chunks - low) / step) * step
 

@@ -118,7 +118,6 @@ class FeatureStore:
         Called again with the same frames it resumes after the last whole shard.
 
         Args:
-            frames: the frames, always in the same order.
             max_text: tokens of text at most before the actions of an answer.
             limit_bytes: limit of all shards together, bytes.
         """
@@ -146,12 +145,8 @@ class FeatureStore:
         """As `fill` with the frames of bags, and with the same shards in the end, each made by a worker.
 
         Args:
-            asked: who is asked about what.
             frames: the most that are taken.
             limit_bytes: limit of all shards together, bytes; meanwhile there may be one more for each worker.
-            workers: as of `run_jobs`.
-            ray: as of `run_jobs`.
-            on_frame: called with how many are done.
         """
         jobs = self._jobs(asked, frames)
         missing = [job for job in jobs if not job.path.exists()]

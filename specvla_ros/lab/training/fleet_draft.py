@@ -5,7 +5,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from itertools import islice
 from pathlib import Path
@@ -14,16 +14,16 @@ from typing import Any
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import CAMERA_ALONE, Sensors
-from specvla_ros.lab.evaluation.calibrate import PROFILE_FILE, CalibratePlan, calibrate
+from specvla_ros.lab.evaluation.calibrate import PROFILE_FILE, calibrate
 from specvla_ros.lab.evaluation.certificate import certify
+from specvla_ros.lab.evaluation.compare import FrameRun, time_settings
 from specvla_ros.lab.evaluation.frame_sources import find_bags, frames_in, shuffled
+from specvla_ros.lab.evaluation.page import provenance, table, write_page
 from specvla_ros.lab.evaluation.provenance import checkpoint_hashes, file_hashes, head
-from specvla_ros.lab.evaluation.report.page import provenance, table, write_page
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE, RunDirectory
 from specvla_ros.lab.evaluation.simulate import SimulateSettings
-from specvla_ros.lab.evaluation.sweep import FrameRun, run_side_by_side
-from specvla_ros.lab.training.draft_model import DraftValidation
-from specvla_ros.lab.training.train_draft import DraftTraining, check_frames, collect_features, train_draft
+from specvla_ros.lab.plans import FleetPlan
+from specvla_ros.lab.training.train_draft import DraftValidation, check_frames, collect_features, train_draft
 from specvla_ros.lab.training.trainer import Progress
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.settings import ModelSettings
@@ -32,23 +32,6 @@ from specvla_ros.speculation.settings import NO_HEAD, AcceptanceSettings
 FLEET_FILE, CERTIFICATE_FILE, HEAD, CALIBRATION = "fleet.json", "certificate.json", "head", "calibration"
 RUNS_HEAD = ("held-out frames", "forwards per action", "τ", "ms")
 _PLAIN, _USED, _NEW = "plain decoding", "in use", "new"
-
-
-@dataclass(frozen=True)
-class FleetPlan:
-    """What a new head is made of, and what it must give."""
-
-    training: DraftTraining = field(default_factory=DraftTraining)
-    frames: int = 20000  # that the target is asked about at most
-    max_bytes: float = 20e9  # of their features on disk, while the head is trained
-    held_out: float = 0.2  # share of the bags that the heads are judged by; at least one
-    judged_frames: int = 300  # of them at most, for forwards and calibration; losslessness is judged by all
-    min_gain: float = 0.01  # share of the forwards per action that the new head must save
-    calibrate: CalibratePlan | None = None  # what is tried with the new head; None: nothing
-
-    def __post_init__(self) -> None:
-        if not 0 < self.held_out < 1 or not 0 <= self.min_gain < 1:
-            raise UserError("--held-out and --min-gain are shares: more than 0, or 0 on, and less than 1")
 
 
 @dataclass(frozen=True)
@@ -111,18 +94,10 @@ def fleet_draft(
     that was cut short goes on with its training.
 
     Args:
-        policy: the target.
-        model: how it was loaded, for workers.
         engine: with the head in use, and what else drafts beside either.
-        data: bags, or directories of bags.
         out: directory for the head, certificate, calibration, verdict and report.
-        plan: what is done.
         promote: where the head is put if it is taken, in place of what lies there; None: it stays in `out` alone.
-        sensors: what is read of bags beside the first camera's images.
         workers: who asks the target for training data, as of `run_jobs`.
-        ray: as of `run_jobs`.
-        on_frame: called with how many frames the target was asked about.
-        on_training: called with how the training goes.
 
     Raises:
         UserError: too few bags or frames, or `out` holds another run.
@@ -160,7 +135,7 @@ def fleet_draft(
     used = strict.draft.head_directory(policy.directory)
     if strict.draft.head == NO_HEAD or used is None or not used.exists():
         del settings[_USED]
-    runs = run_side_by_side(policy, settings, frames, rounds=1)
+    runs = time_settings(policy, settings, frames, rounds=1)
     refusals = (*certificate.failures, *_too_slow(runs, plan))
     chosen = "not calibrated: the head is refused"
     if not refusals:

@@ -2,7 +2,6 @@
 """The nano policy: OpenVLA's architecture and file format, small enough to train on two CPU cores."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 
+from specvla_ros.lab.plans import NanoShape
 from specvla_ros.lab.training.trainer import write_json
 from specvla_ros.models.families.openvla.config import read_config
 from specvla_ros.models.families.openvla.model import OpenVLA
@@ -20,19 +20,6 @@ END_ID = 2
 _PAD_ROWS = 64
 _BINS = 256
 _MEAN, _STD = 0.5, 0.5
-
-
-@dataclass(frozen=True)
-class NanoShape:
-    """Sizes of the nano policy; the defaults are those of the one that is shipped."""
-
-    image_size: int = 112  # pixels, a multiple of the patch size
-    patch_size: int = 14  # pixels
-    vision_dim: int = 128  # channels of the SigLIP-like tower
-    vision_depth: int = 5  # blocks of the tower; as in OpenVLA the last one is not computed
-    hidden_size: int = 192  # of the Llama decoder
-    layers: int = 4  # of the Llama decoder
-    head_dim: int = 32  # of the tower's and the decoder's attention
 
 
 def write_nano(

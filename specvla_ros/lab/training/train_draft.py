@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`specvla train-draft`: teaches an EAGLE draft head to predict its target's hidden states and tokens."""
 
+import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,26 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specvla_kernels.layout import MAX_TREE_NODES
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.frames import CAMERA_ALONE, Sensors
 from specvla_ros.lab.evaluation.frame_sources import SIMULATION, count_frames, find_bags, frame_source, shuffled
 from specvla_ros.lab.evaluation.provenance import file_hashes
 from specvla_ros.lab.evaluation.replay import check_senses
+from specvla_ros.lab.plans import DraftTraining
+from specvla_ros.lab.training.batched_forward import draft_features
 from specvla_ros.lab.training.draft_features import MIN_FRAMES, Asked, FeatureStore, Sample, shuffled_samples
-from specvla_ros.lab.training.draft_model import DraftValidation, draft_features, validate_draft
-from specvla_ros.lab.training.trainer import (
-    STATE_DIRECTORY,
-    Progress,
-    Trainer,
-    begin_or_resume,
-    check_settings,
-    warm_up,
-)
+from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer, begin_or_resume, warm_up
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.settings import ModelSettings
+from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
 from specvla_ros.speculation.drafters.eagle.head import EagleHead, save_draft_head
+from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
+from specvla_ros.speculation.settings import DraftSettings
+from specvla_ros.speculation.tree import Tree
 
 _FEATURE_WEIGHT, _TOKEN_WEIGHT = 1.0, 0.1  # Spec-VLA section 5.1
 _LATER_STEP = 0.8  # weight of a step fed with the head's own features, against the one before it
@@ -40,28 +38,18 @@ _CLIP = 0.5
 _BETAS = (0.9, 0.95)
 _NOISE = 0.2 * 512  # EAGLE: uniform, this wide, over the length of the sequence
 _HELD_OUT = 20  # one shard in so many, and at least one
+_MAX_SAMPLES = 256  # of a validation
 
 
 @dataclass(frozen=True)
-class DraftTraining:
-    """How to train a draft head."""
+class DraftValidation:
+    """What strict acceptance would have made of the head's trees on held-out answers."""
 
-    epochs: int = 20  # passes over the features
-    batch_size: int = 16  # samples of one step, over all processes
-    learning_rate: float = 5e-5  # its peak, after a warm-up; then it falls to 0
-    # Depth in drafted tokens to which the head is trained on its own features (training-time test); 1: on the
-    # target's only, as in EAGLE and Spec-VLA.
-    own_steps: int = 1
-    # Tokens that the head drafts in one forward (P-EAGLE); 1: it grows a tree level by level.
-    parallel_depth: int = 1
-    seed: int = 0  # of weights, order and noise
-
-    def __post_init__(self) -> None:
-        check_settings(self, ("epochs", "batch_size", "own_steps", "parallel_depth"))
-        if self.own_steps > 1 and self.parallel_depth > 1:
-            raise UserError("--own-steps is for heads that grow trees level by level: leave it out for a parallel one")
-        if self.parallel_depth >= MAX_TREE_NODES:
-            raise UserError(f"--parallel-depth {self.parallel_depth}: a tree is {MAX_TREE_NODES - 1} deep at most")
+    epoch: int  # number of passes over the features before it
+    tau: float  # tokens committed per verification forward
+    # Mean accepted drafts by the place of the first drafted token in the answer (Spec-VLA, Table 3).
+    accept_length_by_place: tuple[tuple[int, float], ...]
+    samples: int  # answers that were drafted
 
 
 def check_frames(data: Sequence[Path] | None, frames: int) -> None:
@@ -107,10 +95,8 @@ def collect_features(
         frames: the most that the target is asked.
         max_text: tokens of text at most before its actions.
         max_bytes: limit of the features on disk, bytes.
-        sensors: what is read of bags beside the first camera's images.
         model: how workers load the target; None: as by default.
         workers: as of `run_jobs`; each loads the target and fills one shard after the other.
-        ray: as of `run_jobs`.
 
     Raises:
         UserError: no usable data, or `out` holds features of something else.
@@ -310,9 +296,83 @@ def collate(samples: Sequence[Sample], embed: nn.Embedding) -> DraftBatch:
 
 
 def _initialise(head: EagleHead) -> None:
-    """Small random matrices; norms at 1 and biases at 0."""
     for name, parameter in head.named_parameters():
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=0.02)
         else:
             nn.init.constant_(parameter, 1.0 if "norm" in name else 0.0)
+
+
+@torch.inference_mode()
+def validate_draft(policy: OpenVLATarget, head: EagleHead, samples: Iterable[Sample], *, epoch: int) -> DraftValidation:
+    """Drafts the target's own answers again, token by token as strict acceptance would let it.
+
+    The target need not run: with strict acceptance only its own tokens are committed, and those are known. Of the
+    samples, held-out answers, the first few hundred are used.
+    """
+    settings = DraftSettings()
+    if head.parallel_depth > 1:
+        settings = replace(settings, depth=min(settings.depth, head.parallel_depth))
+    head = copy.deepcopy(head).to(policy.decoder.dtype)  # as it will run
+    drafter: EagleDrafter | None = None
+    found: dict[int, list[int]] = {}
+    done = 0
+    for sample in islice(samples, _MAX_SAMPLES):
+        rows = len(sample.prompt) + len(sample.tokens)
+        if drafter is None or drafter.committed_rows < rows:
+            drafter = EagleDrafter(head, policy.decoder, settings, slots=1, slot_rows=rows)
+        for dim, accepted in _replay(policy, drafter, sample):
+            found.setdefault(dim, []).append(accepted)
+        done += 1
+    lengths = [length for of_dim in found.values() for length in of_dim]
+    return DraftValidation(
+        epoch=epoch,
+        tau=1 + sum(lengths) / len(lengths) if lengths else 0.0,
+        accept_length_by_place=tuple((dim, sum(of_dim) / len(of_dim)) for dim, of_dim in sorted(found.items())),
+        samples=done,
+    )
+
+
+def _replay(policy: OpenVLATarget, drafter: EagleDrafter, sample: Sample) -> list[tuple[int, int]]:
+    """(dimension of the first drafted token, accept length) of each verification."""
+    decoder = policy.decoder
+    device, dtype = decoder.device, decoder.dtype
+    hidden = sample.hidden.to(device, dtype)
+    tokens = sample.tokens.to(device)
+    embedded = decoder.embed_tokens(tokens)
+    following = torch.cat((sample.prompt.to(device, dtype)[1:], embedded))
+    prompt, answer = len(sample.prompt), len(tokens)
+    goal = tokens.tolist()
+    fed, dim, results = 0, 1, []
+    while dim < answer:
+        prefix = prompt + dim - 1
+        tree = drafter.draft(
+            [
+                DraftInput(
+                    slot=0,
+                    prefix_len=prefix,
+                    new=NewRows(hidden[fed:prefix], following[fed:prefix]),
+                    root=tokens[dim - 1],
+                    max_depth=answer - dim - 1,
+                    position=policy.codec.position(goal[:dim]),
+                    in_text=policy.codec.in_text(goal[:dim]),
+                )
+            ]
+        )[0]
+        accepted = _longest_match(tree, goal[dim:])
+        if answer - dim > 1:  # where nothing can be drafted there is nothing to measure
+            results.append((dim, accepted))
+        fed, dim = prefix, dim + accepted + 1
+    return results
+
+
+def _longest_match(tree: Tree, goal: list[int]) -> int:
+    parents, tokens = tree.ancestry.parents.tolist(), tree.tokens.tolist()
+    valid: list[bool] = tree.valid.tolist()
+    node, depth = 0, 0
+    while depth < len(goal):
+        children = [i for i, parent in enumerate(parents) if parent == node and valid[i] and tokens[i] == goal[depth]]
+        if not children:
+            break
+        node, depth = children[0], depth + 1
+    return depth

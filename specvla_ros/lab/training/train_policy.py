@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from specvla_ros.control.datasets import known_dataset
 from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.frame_sources import find_bags
+from specvla_ros.lab.plans import PolicyTraining
 from specvla_ros.lab.training.batched_forward import action_logits
 from specvla_ros.lab.training.dataset import (
     PADDING,
@@ -30,16 +31,8 @@ from specvla_ros.lab.training.dataset import (
     shuffled,
     state_statistics,
 )
-from specvla_ros.lab.training.nano import END_ID, NanoShape, write_nano
-from specvla_ros.lab.training.trainer import (
-    STATE_DIRECTORY,
-    Progress,
-    Trainer,
-    begin_or_resume,
-    check_settings,
-    warm_up,
-    write_json,
-)
+from specvla_ros.lab.training.nano import END_ID, write_nano
+from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress, Trainer, begin_or_resume, warm_up, write_json
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec, select_statistics
 from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER
@@ -84,33 +77,10 @@ _MUON_FACTOR = 2.0
 _MUON_SCALE = "match_rms_adamw"  # so that both optimisers take one learning rate
 
 
-CODEC_CHOICES = ("bins", "digits", "fast")
 _NUMBERS = 1000  # the largest that digits write, as VLA-0's
 _POSITIONS = 1024  # prompt, answer and draft of 8 actions in digits
 _FAST_IDS = 256  # as many as the nano policy has tokens for actions
 _FAST_SCALE = 20.0  # twice the paper's: half its rounding, a third more tokens
-
-
-@dataclass(frozen=True)
-class PolicyTraining:
-    """How to train a policy."""
-
-    steps: int = 10000
-    batch_size: int = 32  # images of one step, over all processes
-    learning_rate: float = 1.5e-3  # its peak, after a warm-up; it falls to 0 along a cosine
-    seed: int = 0  # of weights, order and augmentation
-    validate_every: int = 500  # steps between validations, each of which also saves the state to resume from
-    unnorm_key: str = "specvla_table"  # name of the action statistics
-    init: str = ""  # checkpoint whose weights, words and statistics to begin with; empty: random
-    codec: str = "bins"  # how it writes its actions: `bins` (one action), `digits` or `fast` (chunks)
-    horizon: int = 8  # actions of a chunk
-    sensors: Sensors = field(default_factory=Sensors)  # what it reads beside the first camera's images
-    shape: NanoShape = field(default_factory=NanoShape)
-
-    def __post_init__(self) -> None:
-        check_settings(self, ("steps", "batch_size", "validate_every", "horizon"))
-        if self.codec not in CODEC_CHOICES:
-            raise UserError(f"codec '{self.codec}' cannot be trained; choose one of {', '.join(CODEC_CHOICES)}")
 
 
 @dataclass(frozen=True)
@@ -136,7 +106,6 @@ def train_policy(
     """Trains, and leaves an OpenVLA checkpoint in `out`; called again, it resumes where it stopped.
 
     Args:
-        data: bags, or directories of bags.
         out: the checkpoint's directory, with the training state in a folder of it until the end.
         init: where `training.init` lies; None: it is the directory.
         on_reading: called with the number of bags read and of all.

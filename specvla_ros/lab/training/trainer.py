@@ -38,7 +38,6 @@ class TrainingTask(Protocol[V_co]):
         model: returns the loss of a batch, a scalar; wrapped by accelerate for several GPUs.
         trained: the part of `model` whose weights are kept.
         optimisers: each parameter group's lr is its peak.
-        steps: optimiser steps in all.
         batch_size: samples of a step, over all processes.
         validate_every: steps between validations, each of which also saves the state.
         clip: norm to which gradients are clipped.
@@ -198,20 +197,6 @@ class Trainer(Generic[V]):
 def warm_up(step: int, steps: int, longest: int) -> float:
     """A linear rise from 0 to 1 over `longest` steps, or a tenth of the training where that is shorter."""
     return min(1.0, (step + 1) / min(longest, max(1, steps // 10)))
-
-
-def check_settings(settings: Any, positive: tuple[str, ...]) -> None:
-    """Refuses settings out of range.
-
-    Args:
-        settings: a dataclass with a learning_rate.
-        positive: names of the whole numbers that must be at least 1.
-    """
-    for name in positive:
-        if getattr(settings, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
-    if not 0 < settings.learning_rate < 1:
-        raise UserError(f"--learning-rate must lie between 0 and 1, got {settings.learning_rate}")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

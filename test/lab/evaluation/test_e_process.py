@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from specvla_ros.lab.evaluation.e_process import confidence_interval, log_e_values, lower_bound
+from specvla_ros.lab.evaluation.paired import confidence_interval, log_e_values, lower_bound
 
 ALPHA = 0.05
 PAIRS = (-1.0, 0.0, 1.0)  # the second alone fails, both alike, the second alone succeeds

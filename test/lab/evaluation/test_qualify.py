@@ -14,9 +14,18 @@ from specvla_ros import EngineSettings, UserError
 from specvla_ros.cli.app import app
 from specvla_ros.lab.bundled.policies import nano_policy
 from specvla_ros.lab.evaluation import qualify as module
-from specvla_ros.lab.evaluation.qualification import Criterion, Judgement, Pair, Verdict, boldest
-from specvla_ros.lab.evaluation.qualify import REFERENCE, QualifyPlan, device_candidates, qualify, tolerance_candidates
+from specvla_ros.lab.evaluation.qualify import (
+    REFERENCE,
+    Judgement,
+    Pair,
+    Verdict,
+    boldest,
+    device_candidates,
+    qualify,
+    tolerance_candidates,
+)
 from specvla_ros.lab.evaluation.simulate import EpisodeJob, SimulateSettings
+from specvla_ros.lab.plans import Criterion, QualifyPlan
 from specvla_ros.lab.simulation.rollout import Clock, EpisodeResult
 
 ORIN = Path(specvla_ros.lab.planning.__file__).parent / "devices" / "orin.json"

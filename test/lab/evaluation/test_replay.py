@@ -21,8 +21,8 @@ from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.bags.recorder import ACTION_TOPIC, DECODE_STATS_TOPIC
+from specvla_ros.lab.evaluation.replay_page import Pictures
 from specvla_ros.lab.evaluation.replay_summary import FrameRecord
-from specvla_ros.lab.evaluation.report.replay import Pictures
 from specvla_ros.lab.evaluation.rerun_recording import RerunSettings
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation

@@ -19,7 +19,8 @@ from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.evaluation import replay_bags as many
 from specvla_ros.lab.evaluation.replay import replay
 from specvla_ros.lab.evaluation.replay_bags import ReplaySettings, find_bags, replay_bags
-from specvla_ros.lab.evaluation.replay_summary import BagsSummary, Thresholds
+from specvla_ros.lab.evaluation.replay_summary import BagsSummary
+from specvla_ros.lab.plans import Thresholds
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.settings import ModelSettings
 

@@ -19,7 +19,7 @@ from specvla_ros.lab.bags.frames import TopicChoice
 from specvla_ros.lab.bags.reader import open_bag
 from specvla_ros.lab.bags.recorder import ACTION_TOPIC
 from specvla_ros.lab.evaluation.replay import check_replay, replay
-from specvla_ros.lab.evaluation.replay_summary import Thresholds
+from specvla_ros.lab.plans import Thresholds
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 
 

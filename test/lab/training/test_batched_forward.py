@@ -9,9 +9,10 @@ from support.checkpoints import load_openvla, with_sensors
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import KVCache, new_cache
+from specvla_ros.lab.plans import NanoShape
 from specvla_ros.lab.training.batched_forward import action_logits
 from specvla_ros.lab.training.dataset import Batches, DemonstrationSet
-from specvla_ros.lab.training.nano import NanoShape, write_nano
+from specvla_ros.lab.training.nano import write_nano
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
 

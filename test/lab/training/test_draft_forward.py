@@ -7,8 +7,8 @@ from random_decoder import random_decoder
 from support.draft_heads import random_head
 
 from specvla_kernels.layout import Span, pack_layout
+from specvla_ros.lab.training.batched_forward import draft_features
 from specvla_ros.lab.training.draft_features import Sample
-from specvla_ros.lab.training.draft_model import draft_features
 from specvla_ros.lab.training.train_draft import collate
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.speculation.drafters.eagle.head import EagleHead

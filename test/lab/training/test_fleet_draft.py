@@ -12,11 +12,10 @@ from support.random_checkpoint import write_random_checkpoint
 
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
-from specvla_ros.lab.evaluation.calibrate import CalibratePlan
 from specvla_ros.lab.evaluation.run_directory import REPORT_FILE
+from specvla_ros.lab.plans import CalibratePlan, DraftTraining, FleetPlan
 from specvla_ros.lab.training import draft_features, train_draft
-from specvla_ros.lab.training.fleet_draft import FLEET_FILE, HEAD, FleetDraft, FleetPlan, fleet_draft
-from specvla_ros.lab.training.train_draft import DraftTraining
+from specvla_ros.lab.training.fleet_draft import FLEET_FILE, HEAD, FleetDraft, fleet_draft
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.settings import ModelSettings
 from specvla_ros.speculation.drafters.eagle.head import load_draft_head

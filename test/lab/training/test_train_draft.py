@@ -29,10 +29,10 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
+from specvla_ros.lab.plans import DraftTraining
 from specvla_ros.lab.training import draft_features, train_draft
 from specvla_ros.lab.training.draft_features import FeatureStore, answer, read_shard, shuffled_samples
-from specvla_ros.lab.training.draft_model import validate_draft
-from specvla_ros.lab.training.train_draft import DraftTraining, check_frames, draft_loss
+from specvla_ros.lab.training.train_draft import check_frames, draft_loss, validate_draft
 from specvla_ros.lab.training.trainer import STATE_DIRECTORY, Progress
 from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.families.openvla.target import OpenVLATarget

@@ -19,9 +19,9 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.bags.demonstrations import DemonstrationRecord, Hindsight, write_demonstration
 from specvla_ros.lab.bags.frames import Sensors
 from specvla_ros.lab.evaluation.frame_sources import find_bags
+from specvla_ros.lab.plans import NanoShape, PolicyTraining
 from specvla_ros.lab.training.dataset import action_chunks, action_statistics, load_demonstrations, shuffled
-from specvla_ros.lab.training.nano import NanoShape
-from specvla_ros.lab.training.train_policy import PolicyTraining, action_loss, train_policy
+from specvla_ros.lab.training.train_policy import action_loss, train_policy
 from specvla_ros.lab.training.trainer import STATE_DIRECTORY
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.bins import ActionTokenizer

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.live import Live
 
 from specvla_ros.errors import UserError
+from specvla_ros.lab.evaluation.paired import Rate
 from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE, RerunSettings
 from specvla_ros.lab.evaluation.simulate_summary import SimulateSummary
-from specvla_ros.lab.evaluation.statistics import Rate
 from specvla_ros.lab.ros.demo.operator import Operator
 from specvla_ros.lab.ros.demo.processes import LifecycleClient, NodeProcesses
 from specvla_ros.lab.ros.demo.record import DemoRecord

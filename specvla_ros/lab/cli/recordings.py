@@ -1,32 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that answers recorded images: `replay`, of one bag or of many."""
+"""The commands that answer recorded images: `replay`, of one bag or of many, and `certify`."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specvla_ros.cli.options import PolicyOptions, takes_policy
+from specvla_ros.cli.terminal import print_table, progress, progress_bar
 from specvla_ros.errors import UserError
-from specvla_ros.lab.cli.options import (
-    Cameras,
-    PerEngine,
-    Ray,
-    Rerun,
-    StateNames,
-    StateTopic,
-    Viewer,
-    Workers,
-    camera_topics,
-    names_of,
-    shown_in,
-)
+from specvla_ros.lab.cli.options import Bags, Rerun, SensorOptions, Viewer, shown_in
+from specvla_ros.lab.plans import EngineSpread, Thresholds
 from specvla_ros.messages.synchronizer import TOLERANCE_S
 
 if TYPE_CHECKING:
     from specvla_ros.lab.evaluation.replay_bags import ReplaySettings
-    from specvla_ros.lab.evaluation.replay_summary import ReplaySummary, Thresholds
+    from specvla_ros.lab.evaluation.replay_summary import ReplaySummary
 
 app = typer.Typer()
 
@@ -42,6 +32,9 @@ def replay(
             show_default=False,
         ),
     ],
+    sensors: SensorOptions,
+    thresholds: Thresholds,
+    spread: EngineSpread,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -55,23 +48,11 @@ def replay(
     action_topic: Annotated[
         str, typer.Option(help="Recorded actions; empty: /ground_truth/action if it is there.")
     ] = "",
-    camera: Cameras = None,
-    state_topic: StateTopic = "",
-    state_names: StateNames = "",
     sync_tolerance_s: Annotated[
         float, typer.Option(help="How far the others' stamps may lie from the first camera's.", min=0.0)
     ] = TOLERANCE_S,
-    max_p95_latency_s: Annotated[float | None, typer.Option(help="Limit: 95 % of the frames answer in time.")] = None,
-    max_drop_fraction: Annotated[float | None, typer.Option(help="Limit: frames without an action, 0 to 1.")] = None,
-    max_bin_distance: Annotated[
-        float | None, typer.Option(help="Limit: mean distance to the recorded action, in bins: 255 to a dimension.")
-    ] = None,
-    min_action_rate_hz: Annotated[float | None, typer.Option(help="Limit: actions per second of decoding.")] = None,
     rerun: Rerun = False,
     viewer: Viewer = "",
-    workers: Workers = 0,
-    per_engine: PerEngine = 0,
-    ray: Ray = "",
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
 ) -> None:
     """Decode an action for every image of a bag: frames.jsonl, summary.json, report.html and a bag of the actions.
@@ -83,39 +64,29 @@ def replay(
     from specvla_ros.lab.bags.frames import TopicChoice
     from specvla_ros.lab.evaluation.replay import check_replay, replay
     from specvla_ros.lab.evaluation.replay_bags import ReplaySettings, is_folder_of_bags
-    from specvla_ros.lab.evaluation.replay_summary import Thresholds
     from specvla_ros.lab.evaluation.rerun_recording import RECORDING_FILE
 
     several = len(bag) > 1 or is_folder_of_bags(bag[0])
     if out is None and len(bag) > 1:
         raise UserError("several bags have no name of their own: say where their results shall be: --out DIRECTORY")
     out = out or Path(f"replay-{bag[0].resolve().stem}")
-    thresholds = Thresholds(
-        max_p95_latency_s=max_p95_latency_s,
-        max_drop_fraction=max_drop_fraction,
-        max_bin_distance=max_bin_distance,
-        min_action_rate_hz=min_action_rate_hz,
-    )
     topics = TopicChoice(
         image_topic=image_topic or None,
         instruction_topic=instruction_topic or None,
         instruction=instruction or None,
         action_topic=action_topic or None,
-        cameras=camera_topics(camera),
-        state_topic=state_topic or None,
+        cameras=sensors.cameras,
+        state_topic=sensors.state_topic or None,
         sync_tolerance_s=sync_tolerance_s,
     )
-    settings = ReplaySettings(
-        chosen.checkpoint, chosen.model, chosen.engine, chosen.action, topics, names_of(state_names)
-    )
+    settings = ReplaySettings(chosen.checkpoint, chosen.model, chosen.engine, chosen.action, topics, sensors.names)
     if several:
         if viewer:
             raise UserError("--viewer shows one bag: give one, or --rerun, which writes a recording of each")
         rerun_file = RECORDING_FILE if shown_in(out, rerun, "") else ""
-        spread = {"workers": workers, "ray": ray, "per_engine": per_engine}
-        _replay_bags(settings, bag, out, thresholds, rerun_file, spread=spread, progress=progress)
+        _replay_bags(settings, bag, out, thresholds, rerun_file, spread=spread, bar=progress)
         return
-    if workers or ray or per_engine:
+    if spread != EngineSpread():
         raise UserError("one bag is replayed by one process: --workers, --per-engine and --ray are of several bags")
     check_replay(bag[0], out, topics)
     engine = Engine(chosen.load(), chosen.engine)
@@ -138,23 +109,22 @@ def _replay_bags(
     settings: "ReplaySettings",
     given: Sequence[Path],
     out: Path,
-    thresholds: "Thresholds",
+    thresholds: Thresholds,
     rerun: str,
     *,
-    spread: dict[str, Any],
-    progress: bool,
+    spread: EngineSpread,
+    bar: bool,
 ) -> None:
-    from specvla_ros.cli.terminal import print_table, progress_bar
     from specvla_ros.lab.evaluation.replay_bags import find_bags, replay_bags
-    from specvla_ros.lab.evaluation.report.replay_bags import BAGS_HEAD, bag_cells
+    from specvla_ros.lab.evaluation.replay_page import BAGS_HEAD, bag_cells
     from specvla_ros.models.checkpoint import leave_a_core
 
     bags, left_out = find_bags(given)
     for each in left_out:
         typer.echo(f"{each} is no bag: it is left out", err=True)
     leave_a_core()
-    with progress_bar(shown=progress) as bar:
-        line = bar.add_task("replaying", total=len(bags))
+    with progress_bar(shown=bar) as shown:
+        line = shown.add_task("replaying", total=len(bags))
         summary = replay_bags(
             settings,
             bags,
@@ -162,15 +132,14 @@ def _replay_bags(
             left_out=left_out,
             thresholds=thresholds,
             rerun=rerun,
-            **spread,
-            on_bag=lambda name, done, wanted: bar.update(line, completed=done, total=wanted, description=name),
+            **vars(spread),
+            on_bag=lambda name, done, wanted: shown.update(line, completed=done, total=wanted, description=name),
         )
     print_table(BAGS_HEAD, [bag_cells(row) for row in summary.rows])
     _end(out, summary.total, summary.failures, f" of {len(bags)} bags")
 
 
 def _end(out: Path, summary: "ReplaySummary", failures: Sequence[str], whose: str = "") -> None:
-    """Says what came out; exit code 1 where the replay failed."""
     total = summary.latency_s.get("total", {})
     latency = f", p95 {total['p95'] * 1e3:.1f} ms, {summary.action_rate_hz:.1f} actions/s" if total else ""
     frames = max(summary.frames, summary.frames_in_bag)
@@ -178,5 +147,74 @@ def _end(out: Path, summary: "ReplaySummary", failures: Sequence[str], whose: st
     typer.echo(f"{summary.actions} of {frames} frames{whose} answered{latency}; see {results}")
     for failure in failures:
         typer.secho(f"specvla: {failure}", fg=typer.colors.RED, err=True)
+    if failures:
+        raise typer.Exit(1)
+
+
+@app.command()
+@takes_policy()
+def certify(
+    chosen: PolicyOptions,
+    data: Bags,
+    sensors: SensorOptions,
+    out: Annotated[Path, typer.Option(help="The certificate.")] = Path("certificate.json"),
+    verify: Annotated[
+        Path | None, typer.Option(help="A certificate: repeat what it says, with its settings, and compare.")
+    ] = None,
+    instruction: Annotated[str, typer.Option(help="In place of the bags' own.")] = "",
+) -> None:
+    """Compare a setting with plain decoding over bags, token for token, and write what was found as a certificate.
+
+    Exit code 1 when strict answers differ, a picture is answered by one alone, or a certificate does not hold again.
+    """
+    from specvla_ros.lab.evaluation import certificate
+    from specvla_ros.lab.evaluation.frame_sources import find_bags
+    from specvla_ros.lab.evaluation.replay import check_senses
+    from specvla_ros.models.checkpoint import leave_a_core
+
+    given = certificate.read_certificate(verify) if verify is not None else None
+    if given is None and chosen.engine.mode == "ar":
+        raise UserError("plain decoding is what a setting is compared with: give one, such as --mode spec")
+    bags = find_bags(data)
+    if given is not None and instruction:
+        raise UserError("--verify asks as the certificate says: leave --instruction out")
+    asked = instruction if given is None else given.content["instruction"]
+    seen = sensors.sensors(asked)
+    leave_a_core()
+    policy = chosen.load()
+    check_senses(policy, seen.cameras, seen.state_topic)
+    settings = chosen.engine if given is None else certificate.settings_of(given)
+    pictures = certificate.count_pictures(bags, seen)
+    with progress("answering") as advance:
+        found = certificate.certify(policy, settings, bags, seen, lambda done: advance(done, pictures, "answering"))
+    result = found.content["result"]
+    typer.echo(
+        f"{result['actions']} of {result['frames']} pictures of {len(bags)} bags answered, {result['tokens']} tokens: "
+        f"{result['differing']} answers differ from plain decoding's"
+    )
+    for what, reasons in (("plain decoding", result["unanswered"]), ("the setting", result["lost"])):
+        for reason, number in reasons.items():
+            typer.echo(f"no action by {what} for {number}: {reason}")
+    far = result["deviation"]
+    if result["differing"] and far is not None:
+        apart = f"{far['p95_mm']:.2f} mm and {far['p95_deg']:.2f} degrees (95th percentile)"
+        most = f"{far['largest_mm']:.2f} mm and {far['largest_deg']:.2f} degrees at most"
+        typer.echo(f"apart by {apart}, {most}; another gripper in {far['gripper_share']:.1%}")
+    if result["closest"] is not None:
+        ties = f"{result['near_ties']} tokens are nearly ties (below {found.content['tie']:g})"
+        typer.echo(f"{ties}; the closest two logits are {result['closest']:.3g} apart")
+    failures = found.failures
+    if given is None:
+        found.write(out)
+        typer.echo(
+            f"the certificate is in {out}, a page beside it; check it: specvla certify --verify {out} with the same "
+            "policy and bags"
+        )
+    else:
+        failures += certificate.differences(given, found)
+        if not failures:
+            typer.echo(f"{verify} holds")
+    for failure in failures:
+        typer.echo(failure, err=True)
     if failures:
         raise typer.Exit(1)
