@@ -95,6 +95,24 @@ class Limits:
         low, high = np.array(self.workspace_min) - margin_m, np.array(self.workspace_max) + margin_m
         return bool((position >= low).all() and (position <= high).all())
 
+    def outside_m(self, position: np.ndarray) -> float:
+        """How far outside of the workspace a position, float64 [3], is along its worst axis; 0 inside."""
+        low, high = np.array(self.workspace_min) - position, position - np.array(self.workspace_max)
+        return float(max(0.0, low.max(), high.max()))
+
+    def widened(self, here: np.ndarray, edge_m: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+        """The workspace's corners and an edge, widened to where the tool is: it may come back, and get no further out.
+
+        Args:
+            here: float64 [3], the tool's position.
+            edge_m: added on every side.
+
+        Returns:
+            Smallest and largest x y z, float64 [3] each.
+        """
+        low, high = np.array(self.workspace_min) - edge_m, np.array(self.workspace_max) + edge_m
+        return np.minimum(low, here), np.maximum(high, here)
+
     @property
     def _has_workspace(self) -> bool:
         return self.workspace_min != _NO_CORNER or self.workspace_max != _NO_CORNER
