@@ -33,7 +33,7 @@ class Robot:
 
     def __init__(self, follows_velocity=True):
         self.history, self.now_s, self.pose = PoseHistory(), 100.0, Pose(np.zeros(3), np.eye(3))
-        follower = ActionFollower(BoundedMotion(LIMITS), Gripper(GripperSettings(0.08, 0.0)), self.history)
+        follower = ActionFollower(BoundedMotion(LIMITS), Gripper(GripperSettings(open_value=0.08)), self.history)
         self.driver = Driver(
             follower,
             self.history,

@@ -98,7 +98,8 @@ class DrivenRobot(TableRobot):
         self._now_s = 0.0
         start = self.world.tool()
         self._history = PoseHistory()
-        self._fingers = Gripper(GripperSettings(self._arm.gripper.open[0], self._arm.gripper.closed[0]))
+        fingers = self._arm.gripper
+        self._fingers = Gripper(GripperSettings(open_value=fingers.open[0], closed_value=fingers.closed[0]))
         self._actions = ActionFollower(
             BoundedMotion(self._limits),
             self._fingers,

@@ -37,7 +37,7 @@ from specvla_ros.control.pose_history import PoseHistory
 from specvla_ros.errors import UserError
 from specvla_ros.msg import VlaAction
 from specvla_ros.ros.diagnostics import DiagnosticsPublisher, make_status
-from specvla_ros.ros.driver.outputs.gripper import GripperOutput
+from specvla_ros.ros.driver.outputs.gripper import GripperCommands
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
 from specvla_ros.ros.driver.parameters import DriverParameters
 from specvla_ros.ros.driver.tool_pose import JointInput, PoseFromTf, PoseSource, PoseTopic, forward_kinematics
@@ -124,7 +124,7 @@ class DriverNode(LifecycleNode):
         self._output_context = OutputContext(self, chosen.base_frame, period_s, names, self._solver)
         self._output: RobotOutput = ROBOT_OUTPUTS.entries()[chosen.output].make(self._output_context)
         self._gripper = Gripper(chosen.gripper)
-        self._gripper_output = GripperOutput(self._output_context, chosen.gripper_output, chosen.gripper_joint)
+        self._gripper_output = GripperCommands(self._output_context, chosen.gripper)
         if chosen.tool_pose_source == "joint_states" and self._solver is None:
             raise UserError("tool_pose_source: joint_states needs the robot's kinematics; set joints.model")
 
