@@ -20,9 +20,9 @@ from results_page import ROOT
 from virtual_time import Message, VirtualTime
 
 from specvla_ros.control.bounded_motion import BoundedMotion, Target
-from specvla_ros.control.convention import ActionConvention
+from specvla_ros.control.convention import ActionConvention, StampedAction
 from specvla_ros.control.driver import Driver, NotFollowingError
-from specvla_ros.control.follower import ActionFollower, ActionRefusedError, StampedAction
+from specvla_ros.control.follower import ActionFollower, ActionRefusedError
 from specvla_ros.control.gripper import Gripper, GripperLimits, GripperSettings
 from specvla_ros.control.guard.commands import (
     Command,
@@ -47,8 +47,7 @@ from specvla_ros.control.inverse_kinematics import (
     trajectory_point,
 )
 from specvla_ros.control.limits import JointLimits, Limits
-from specvla_ros.control.pose import Pose, quaternion, quaternion_matrix
-from specvla_ros.control.pose_history import PoseHistory
+from specvla_ros.control.pose import Pose, PoseHistory, quaternion, quaternion_matrix
 from specvla_ros.lab.simulation.arms import Arm, choose_arm
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.controllers.controller import BASE_FRAME, CONTROL_DT_S, CommandRefusedError

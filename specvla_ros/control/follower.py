@@ -19,10 +19,9 @@ from enum import Enum
 import numpy as np
 
 from specvla_ros.control.bounded_motion import BoundedMotion, Target
-from specvla_ros.control.convention import ActionConvention, ActionFrame, Reference, Rotation
+from specvla_ros.control.convention import ActionConvention, ActionFrame, Reference, Rotation, StampedAction
 from specvla_ros.control.gripper import Gripper
-from specvla_ros.control.pose import Pose, rotation_matrix, rpy_matrix
-from specvla_ros.control.pose_history import PoseHistory, PoseUnknownError
+from specvla_ros.control.pose import Pose, PoseHistory, PoseUnknownError, rotation_matrix, rpy_matrix
 
 # The fastest actions of this long are the pace at which a late goal is caught up with.
 _PACE_S = 2.0
@@ -63,21 +62,6 @@ class ActionRefusedError(ValueError):
     def __init__(self, refusal: Refusal, detail: str) -> None:
         super().__init__(detail)
         self.refusal = refusal
-
-
-@dataclass(frozen=True)
-class StampedAction:
-    """An action, or a chunk of them, as it arrives.
-
-    Args:
-        stamp_s: of the picture, seconds on the robot's clock.
-        values: float64 [horizon, 6 or 7]: translation in metres, rotation in radians, gripper.
-        convention: how to read them.
-    """
-
-    stamp_s: float
-    values: np.ndarray
-    convention: ActionConvention
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,12 @@ import numpy as np
 import pytest
 
 from specvla_ros.control.bounded_motion import BoundedMotion
-from specvla_ros.control.convention import ActionConvention
+from specvla_ros.control.convention import ActionConvention, StampedAction
 from specvla_ros.control.driver import Driver
-from specvla_ros.control.follower import ActionFollower, StampedAction
+from specvla_ros.control.follower import ActionFollower
 from specvla_ros.control.gripper import Gripper, GripperSettings
 from specvla_ros.control.limits import Limits
-from specvla_ros.control.pose import Pose
-from specvla_ros.control.pose_history import PoseHistory
+from specvla_ros.control.pose import Pose, PoseHistory
 
 LIMITS = Limits(
     linear_speed=0.6,

@@ -9,12 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specvla_ros.control.bounded_motion import BoundedMotion
-from specvla_ros.control.convention import ActionConvention, ActionFrame, GripperSign, Reference, Rotation
-from specvla_ros.control.follower import ActionFollower, ActionRefusedError, Compensation, Refusal, StampedAction
+from specvla_ros.control.convention import (
+    ActionConvention,
+    ActionFrame,
+    GripperSign,
+    Reference,
+    Rotation,
+    StampedAction,
+)
+from specvla_ros.control.follower import ActionFollower, ActionRefusedError, Compensation, Refusal
 from specvla_ros.control.gripper import Gripper, GripperSettings
 from specvla_ros.control.limits import Limits
-from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector, rpy_matrix
-from specvla_ros.control.pose_history import PoseHistory
+from specvla_ros.control.pose import Pose, PoseHistory, rotation_matrix, rotation_vector, rpy_matrix
 
 LIMITS = Limits(
     linear_speed=1.5,

@@ -13,7 +13,7 @@ from rclpy.executors import SingleThreadedExecutor
 from support.patience import wait_until
 from support.ros import robot
 
-from specvla_ros.ros.lifecycle import answer_impossible_transitions
+from specvla_ros.ros.managed_node import answer_impossible_transitions
 
 
 def asked(transition: int) -> ChangeState.Request:
