@@ -34,16 +34,18 @@ class Pose:
         """
         return Pose(self.position + displacement[:3], rotation_matrix(displacement[3:6]) @ self.rotation)
 
+    def way_to(self, other: "Pose") -> np.ndarray:
+        """The displacement that ends at another pose, float64 [6]; see `displaced`."""
+        return np.concatenate([other.position - self.position, rotation_vector(other.rotation @ self.rotation.T)])
+
     def distance(self, other: "Pose") -> tuple[float, float]:
         """Metres and radians between two poses."""
-        turn = rotation_vector(other.rotation @ self.rotation.T)
-        return float(np.linalg.norm(other.position - self.position)), float(np.linalg.norm(turn))
+        way = self.way_to(other)
+        return float(np.linalg.norm(way[:3])), float(np.linalg.norm(way[3:]))
 
     def toward(self, other: "Pose", share: float) -> "Pose":
         """The pose on the straight way, and the shortest turn, to another; share 0 is this one, 1 the other."""
-        turn = rotation_vector(other.rotation @ self.rotation.T)
-        way = np.concatenate([other.position - self.position, turn])
-        return self.displaced(share * way)
+        return self.displaced(share * self.way_to(other))
 
 
 def rotation_matrix(vector: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from specvla_ros.control.guard.commands import Instant, Measured, SentPose, Sent
 from specvla_ros.control.guard.gate import REST, SLACK_S, TOLERANCE, Gate, SmoothGate
 from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.control.guard.tracking import Bounds, braked, lengths, slewed, stopping_way
-from specvla_ros.control.pose import Pose, quaternion_matrix, rotation_vector
+from specvla_ros.control.pose import Pose, quaternion_matrix
 
 _ZERO = np.zeros((2, 3))
 _UNITS = (("m/s", "limits.linear_speed"), ("rad/s", "limits.angular_speed"))
@@ -40,11 +40,6 @@ def pose_of(message: ToolPose, base_frame: str) -> Pose | Refusal:
         return Pose(message.position, quaternion_matrix(*message.quaternion))
     except ValueError as error:
         return Refusal(Cause.BAD_FORM, str(error))
-
-
-def difference(there: Pose, here: Pose) -> np.ndarray:
-    """float64 [2, 3]: the way in metres and the turn as a rotation vector, from here to there."""
-    return np.stack([there.position - here.position, rotation_vector(there.rotation @ here.rotation.T)])
 
 
 def within(here: np.ndarray, box: tuple[np.ndarray, np.ndarray]) -> bool:
@@ -149,8 +144,8 @@ class TwistGate(Gate):
 
 def _moves(before: Pose, after: Pose) -> bool:
     """Whether a measured tool has moved."""
-    way, turn = lengths(difference(after, before))
-    return bool(way >= _MOVED_M or turn >= _MOVED_RAD)
+    way_m, turn_rad = before.distance(after)
+    return way_m >= _MOVED_M or turn_rad >= _MOVED_RAD
 
 
 class PoseGate(SmoothGate[Pose]):
@@ -175,7 +170,7 @@ class PoseGate(SmoothGate[Pose]):
         found = super().conditions(measured)
         if found or measured.tool is None or self._sent is None or self._held or self._sent_then is None:
             return found
-        on = lengths(difference(self._sent, self._sent_then))
+        on = lengths(self._way(self._sent, self._sent_then))
         if (on <= self._answers).all():
             return []
         detail = f"the tool was sent {on[0]:.3f} m and {on[1]:.3f} rad on, and did not move"
@@ -190,7 +185,7 @@ class PoseGate(SmoothGate[Pose]):
         self._unmoved_from, self._sent_then = measured.tool, self._sent
 
     def _way(self, there: Pose, here: Pose) -> np.ndarray:
-        return difference(there, here)
+        return here.way_to(there).reshape(2, 3)
 
     def _moved(self, here: Pose, way: np.ndarray) -> Pose:
         return here.displaced(way.reshape(6))
@@ -223,7 +218,7 @@ class PoseGate(SmoothGate[Pose]):
             return Refusal(Cause.OUTSIDE, f"the pose {text(pose.position)} m is outside of the workspace")
         if measured.tool is None:
             return None
-        away = lengths(difference(pose, measured.tool))
+        away = lengths(self._way(pose, measured.tool))
         if (away <= self._lead).all():
             return None
         detail = f"the pose is {away[0]:.3f} m and {away[1]:.3f} rad from the measured tool"
@@ -232,7 +227,7 @@ class PoseGate(SmoothGate[Pose]):
     def _jump(self, pose: Pose, elapsed_s: float) -> Refusal | None:
         if self._command is None:
             return None
-        step = lengths(difference(pose, self._command))
+        step = lengths(self._way(pose, self._command))
         for way, limit, (unit, name) in zip(step, self._bounds.speed, _UNITS, strict=True):
             if way > limit * (elapsed_s * TOLERANCE + SLACK_S):
                 return too_fast(
