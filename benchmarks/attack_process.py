@@ -51,7 +51,7 @@ class NodeProcess:
         arguments = [part for file in files for part in ("--params-file", str(file))]
         arguments += [part for key, value in parameters.items() for part in ("-p", f"{key}:={_yaml(value)}")]
         arguments += [part for key, value in (remaps or {}).items() for part in ("-r", f"{key}:={value}")]
-        code = f"from specvla_ros.ros.starting import start; start('specvla_ros.ros.{name}.node')"  # as its script
+        code = f"from specvla_ros.ros import start; start('specvla_ros.ros.{name}.node')"  # as its script
         self.name, self._log, self._read = name, log, 0
         with log.open("wb") as stream:
             self._process = subprocess.Popen(

@@ -20,10 +20,10 @@ from results_page import ROOT
 from virtual_time import Message, VirtualTime
 
 from specvla_ros.control.bounded_motion import BoundedMotion, Target
-from specvla_ros.control.convention import ActionConvention
+from specvla_ros.control.convention import ActionConvention, StampedAction
 from specvla_ros.control.driver import Driver, NotFollowingError
-from specvla_ros.control.follower import ActionFollower, ActionRefusedError, StampedAction
-from specvla_ros.control.gripper import Gripper, GripperSettings
+from specvla_ros.control.follower import ActionFollower, ActionRefusedError
+from specvla_ros.control.gripper import Gripper, GripperLimits, GripperSettings
 from specvla_ros.control.guard.commands import (
     Command,
     Instant,
@@ -38,7 +38,7 @@ from specvla_ros.control.guard.commands import (
     TwistCommand,
 )
 from specvla_ros.control.guard.guard import Cause, GripperCommand, Guard, Refusal, State
-from specvla_ros.control.guard.settings import GripperLimits, GuardSettings, JointLimits
+from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.control.inverse_kinematics import (
     TRAJECTORY_AHEAD_S,
     JointModel,
@@ -46,9 +46,8 @@ from specvla_ros.control.inverse_kinematics import (
     UnreachableError,
     trajectory_point,
 )
-from specvla_ros.control.limits import Limits
-from specvla_ros.control.pose import Pose, quaternion, quaternion_matrix
-from specvla_ros.control.pose_history import PoseHistory
+from specvla_ros.control.limits import JointLimits, Limits
+from specvla_ros.control.pose import Pose, PoseHistory, quaternion, quaternion_matrix
 from specvla_ros.lab.simulation.arms import Arm, choose_arm
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.controllers.controller import BASE_FRAME, CONTROL_DT_S, CommandRefusedError
@@ -98,11 +97,11 @@ def guard_settings(arm: Arm, output: str, speed: float) -> GuardSettings:
     acceleration = np.array(arm.acceleration)
     share = min(1.0, speed / _FULL_M_S)
     joints = JointLimits(
-        arm.joints,
-        tuple(ranges[:, 0].tolist()),
-        tuple(ranges[:, 1].tolist()),
-        tuple((share * np.minimum(arm.speed, _STOP_S * acceleration)).tolist()),
-        tuple((share * acceleration).tolist()),
+        names=arm.joints,
+        position_min=tuple(ranges[:, 0].tolist()),
+        position_max=tuple(ranges[:, 1].tolist()),
+        max_speed=tuple((share * np.minimum(arm.speed, _STOP_S * acceleration)).tolist()),
+        max_acceleration=tuple((share * acceleration).tolist()),
     )
     fingers = GripperLimits("array", arm.gripper.joints[0], arm.gripper.open[0], arm.gripper.closed[0])
     return GuardSettings(
@@ -344,7 +343,7 @@ class Scene:
         self._driver_name = f"driver {self._made}"
         self._history, self._joints = PoseHistory(), dict[str, float]()
         fingers = self.arm.gripper
-        self._gripper = Gripper(GripperSettings(fingers.open[0], fingers.closed[0]))
+        self._gripper = Gripper(GripperSettings(open_value=fingers.open[0], closed_value=fingers.closed[0]))
         self._gripped: tuple[float, float] | None = None
         bounds, speeds = self.settings.limits, self.settings.joints.speeds
         self._solver = JointSolver(JointModel(kinematics(self.arm), self.arm.joints, "pinch", speeds), CONTROL_DT_S)

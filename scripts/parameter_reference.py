@@ -23,13 +23,13 @@ _ROBOT = ("policy", "driver", "guard")
 
 def reference() -> str:
     """The page, Markdown."""
+    from specvla_ros.control.guard.settings import GuardParameters
     from specvla_ros.lab.ros.bag_player import BagPlayerParameters
     from specvla_ros.lab.ros.live_view import LiveViewParameters
     from specvla_ros.lab.ros.sim_robot.parameters import SimRobotParameters
     from specvla_ros.ros.driver.parameters import DriverParameters
-    from specvla_ros.ros.guard.parameters import GuardParameters
     from specvla_ros.ros.policy.parameters import PolicyParameters, SharedParameters
-    from specvla_ros.ros.task.parameters import TaskParameters
+    from specvla_ros.ros.task.node import TaskParameters
 
     nodes = {
         "policy": PolicyParameters(),

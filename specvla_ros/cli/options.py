@@ -14,7 +14,7 @@ import typer
 from specvla_ros.control.convention_settings import ConventionSettings
 from specvla_ros.engine.settings import MODES, EngineSettings, engine_settings_from
 from specvla_ros.models.settings import ModelSettings
-from specvla_ros.settings.parameter import Parameter, parameter_of, with_values
+from specvla_ros.settings.parameter import Parameter, parameter_of, walk, with_values
 from specvla_ros.settings.profiles import merge_parameters, read_assignments
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 

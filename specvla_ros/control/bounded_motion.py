@@ -283,8 +283,7 @@ def tracking_velocity(target: Target, measured: Pose, limits: Limits) -> np.ndar
     Returns:
         float64 [6], m/s and rad/s; zeros for a target at rest that is reached.
     """
-    turn = rotation_vector(target.pose.rotation @ measured.rotation.T)
-    missing = np.concatenate([target.pose.position - measured.position, turn])
+    missing = measured.way_to(target.pose)
     if not target.moving and (np.abs(missing) < _REACHED).all():
         return np.zeros(6)
     return shortened(target.velocity + _TRACKING_GAIN * missing, limits.linear_speed, limits.angular_speed)

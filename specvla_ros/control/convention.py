@@ -4,6 +4,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
 # The columns of an action's values, in this order; a robot without a gripper has the first six.
 ACTION_NAMES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
 
@@ -60,3 +62,18 @@ class ActionConvention:
     translation_unit_m: float = 1.0
     rotation_unit_rad: float = 1.0
     source: str = ""
+
+
+@dataclass(frozen=True)
+class StampedAction:
+    """An action, or a chunk of them, as it arrives.
+
+    Args:
+        stamp_s: of the picture, seconds on the robot's clock.
+        values: float64 [horizon, 6 or 7]: translation in metres, rotation in radians, gripper.
+        convention: how to read them.
+    """
+
+    stamp_s: float
+    values: np.ndarray
+    convention: ActionConvention

@@ -19,10 +19,9 @@ from enum import Enum
 import numpy as np
 
 from specvla_ros.control.bounded_motion import BoundedMotion, Target
-from specvla_ros.control.convention import ActionConvention, ActionFrame, Reference, Rotation
+from specvla_ros.control.convention import ActionConvention, ActionFrame, Reference, Rotation, StampedAction
 from specvla_ros.control.gripper import Gripper
-from specvla_ros.control.pose import Pose, rotation_matrix, rpy_matrix
-from specvla_ros.control.pose_history import PoseHistory, PoseUnknownError
+from specvla_ros.control.pose import Pose, PoseHistory, PoseUnknownError, rotation_matrix, rpy_matrix
 
 # The fastest actions of this long are the pace at which a late goal is caught up with.
 _PACE_S = 2.0
@@ -39,7 +38,7 @@ class Compensation(str, Enum):
     NONE = "none"  # the goal counts from where the tool is being sent when the action arrives
 
 
-class Refusal(str, Enum):
+class RefusalReason(str, Enum):
     """Why an action is not followed."""
 
     NOT_FINITE = "not_finite"
@@ -60,24 +59,9 @@ class ActionRefusedError(ValueError):
         detail: in words.
     """
 
-    def __init__(self, refusal: Refusal, detail: str) -> None:
+    def __init__(self, refusal: RefusalReason, detail: str) -> None:
         super().__init__(detail)
         self.refusal = refusal
-
-
-@dataclass(frozen=True)
-class StampedAction:
-    """An action, or a chunk of them, as it arrives.
-
-    Args:
-        stamp_s: of the picture, seconds on the robot's clock.
-        values: float64 [horizon, 6 or 7]: translation in metres, rotation in radians, gripper.
-        convention: how to read them.
-    """
-
-    stamp_s: float
-    values: np.ndarray
-    convention: ActionConvention
 
 
 @dataclass(frozen=True)
@@ -174,7 +158,7 @@ class ActionFollower:
         try:
             begin = self._begin(action, now_s)
         except PoseUnknownError as error:
-            raise ActionRefusedError(Refusal.NO_POSE, str(error)) from None
+            raise ActionRefusedError(RefusalReason.NO_POSE, str(error)) from None
         begin_s = now_s if self._compensation is Compensation.NONE else action.stamp_s
         steps = _steps(action, begin, begin_s)
         self._note_pace(action, now_s)
@@ -183,7 +167,7 @@ class ActionFollower:
         passed = sum(step.due_s <= now_s for step in steps)
         remaining = deque(steps[min(passed, len(steps) - 1) :])
         if not self._aim(remaining, now_s):
-            raise ActionRefusedError(Refusal.BLOCKED, "no way to its goal stays within the workspace")
+            raise ActionRefusedError(RefusalReason.BLOCKED, "no way to its goal stays within the workspace")
         self._steps = remaining
 
     def step(self, now_s: float) -> Target:
@@ -209,21 +193,22 @@ class ActionFollower:
         values = action.values
         if values.ndim != 2 or not len(values) or values.shape[1] not in (_POSE_VALUES, _POSE_VALUES + 1):
             raise ActionRefusedError(
-                Refusal.WRONG_SHAPE, f"it has values of shape {values.shape}, but [horizon, 6 or 7] can be followed"
+                RefusalReason.WRONG_SHAPE,
+                f"it has values of shape {values.shape}, but [horizon, 6 or 7] can be followed",
             )
         if not (np.isfinite(values).all() and math.isfinite(action.stamp_s)):
-            raise ActionRefusedError(Refusal.NOT_FINITE, "its values are not all finite")
+            raise ActionRefusedError(RefusalReason.NOT_FINITE, "its values are not all finite")
         if not (math.isfinite(action.convention.dt_s) and action.convention.dt_s > 0):
-            raise ActionRefusedError(Refusal.NOT_FINITE, f"its action_dt is {action.convention.dt_s} s")
+            raise ActionRefusedError(RefusalReason.NOT_FINITE, f"its action_dt is {action.convention.dt_s} s")
         age_s = now_s - action.stamp_s
         if age_s > self._max_age_s:
             raise ActionRefusedError(
-                Refusal.TOO_OLD, f"its picture is {age_s:.3f} s old, and the limit is {self._max_age_s:g} s"
+                RefusalReason.TOO_OLD, f"its picture is {age_s:.3f} s old, and the limit is {self._max_age_s:g} s"
             )
         if age_s < -self._max_future_s:
-            raise ActionRefusedError(Refusal.FROM_THE_FUTURE, f"its stamp lies {-age_s:.3f} s ahead of the clock")
+            raise ActionRefusedError(RefusalReason.FROM_THE_FUTURE, f"its stamp lies {-age_s:.3f} s ahead of the clock")
         if action.stamp_s <= self._last_stamp_s:
-            raise ActionRefusedError(Refusal.NOT_NEWER, "its picture is no newer than that of the last action")
+            raise ActionRefusedError(RefusalReason.NOT_NEWER, "its picture is no newer than that of the last action")
         if action.convention.reference is Reference.DELTA:
             self._check_size(values)
 
@@ -232,11 +217,12 @@ class ActionFollower:
         turn = float(np.linalg.norm(values[:, 3:6], axis=1).max())
         if way > self._max_step_m:
             raise ActionRefusedError(
-                Refusal.TOO_LARGE, f"it moves the tool by {way:.3f} m, and the limit is {self._max_step_m:g} m"
+                RefusalReason.TOO_LARGE, f"it moves the tool by {way:.3f} m, and the limit is {self._max_step_m:g} m"
             )
         if turn > self._max_step_rad:
             raise ActionRefusedError(
-                Refusal.TOO_LARGE, f"it turns the tool by {turn:.3f} rad, and the limit is {self._max_step_rad:g} rad"
+                RefusalReason.TOO_LARGE,
+                f"it turns the tool by {turn:.3f} rad, and the limit is {self._max_step_rad:g} rad",
             )
 
     def _begin(self, action: StampedAction, now_s: float) -> Pose:

@@ -1,23 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an action's gripper number to a gripper's position, without chatter around the middle."""
+"""A gripper: what it may be told, and its position from an action's number, without chatter around the middle."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from specvla_ros.control.convention import GripperSign
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import check, parameter
 
+TRAVEL_S = 0.3  # that a trajectory gives a gripper
+
+
+class GripperOutput(str, Enum):
+    """How a gripper is commanded."""
+
+    NONE = "none"
+    ARRAY = "array"
+    TRAJECTORY = "trajectory"
+    ACTION = "action"  # by the driver itself, past the guard
+
+
+def _choices(*without: GripperOutput) -> tuple[str, ...]:
+    return tuple(each.value for each in GripperOutput if each not in without)
+
 
 @dataclass(frozen=True)
-class GripperSettings:
-    """What the robot's gripper takes, and when it opens and closes."""
+class GripperLimits:
+    """What a gripper may be told."""
 
     ROS_PREFIX = "gripper."
 
+    output: str = parameter(
+        GripperOutput.NONE.value,
+        "How the gripper is commanded: as an array, as a trajectory, or not at all.",
+        choices=_choices(GripperOutput.ACTION),
+    )
+    joint: str = parameter("", "Name of the gripper's joint, for a trajectory.")
+    open_value: float = parameter(0.0, "Position of an open gripper; as the closed one's: not set.", unit="m or rad")
+    closed_value: float = parameter(0.0, "Position of a closed gripper.", unit="m or rad")
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def require(self) -> None:
+        """Refuses a gripper's command without limits.
+
+        Raises:
+            UserError: with what is missing.
+        """
+        if self.output == GripperOutput.TRAJECTORY.value and not self.joint:
+            raise UserError("gripper.output: trajectory needs gripper.joint: the name of the gripper's joint")
+        if self.output != GripperOutput.NONE.value and self.open_value == self.closed_value:
+            raise UserError(
+                f"gripper.output: {self.output} needs gripper.open_value and gripper.closed_value: the ends of the "
+                "gripper's range, in metres or radians"
+            )
+
+
+@dataclass(frozen=True)
+class GripperSettings(GripperLimits):
+    """What the driver tells a gripper, and when it opens and closes."""
+
+    output: str = parameter(GripperOutput.NONE.value, "How the gripper is commanded.", choices=_choices())
     open_value: float = parameter(
         0.04, "The robot's value of an open gripper: metres of a finger, or radians of a joint.", unit="m or rad"
     )
-    closed_value: float = parameter(0.0, "The robot's value of a closed gripper.", unit="m or rad")
     threshold: float = parameter(
         0.5, "The gripper opens above this share of openness, and closes below it.", minimum=0.0, maximum=1.0
     )
@@ -26,7 +73,7 @@ class GripperSettings:
     )
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         if not 0 < self.threshold - self.hysteresis <= self.threshold + self.hysteresis < 1:
             raise UserError(
                 f"gripper.threshold {self.threshold:g} with gripper.hysteresis {self.hysteresis:g} leaves no openness "

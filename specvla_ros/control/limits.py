@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of a tool's motion: what the driver plans within, and what the guard holds it to."""
+"""Limits of a tool's motion and of joints: what the driver plans within, and what the guard holds it to."""
 
 from dataclasses import dataclass
 
@@ -10,6 +10,9 @@ from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import check, parameter
 
 _NO_CORNER = (0.0, 0.0, 0.0)
+_NO_NUMBERS = (0.0,)
+NO_NAMES = ("",)
+_PER_JOINT = {"position_min": False, "position_max": False, "max_speed": True, "max_acceleration": True}
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,24 @@ class Limits:
         low, high = np.array(self.workspace_min) - margin_m, np.array(self.workspace_max) + margin_m
         return bool((position >= low).all() and (position <= high).all())
 
+    def outside_m(self, position: np.ndarray) -> float:
+        """How far outside of the workspace a position, float64 [3], is along its worst axis; 0 inside."""
+        low, high = np.array(self.workspace_min) - position, position - np.array(self.workspace_max)
+        return float(max(0.0, low.max(), high.max()))
+
+    def widened(self, here: np.ndarray, edge_m: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+        """The workspace's corners and an edge, widened to where the tool is: it may come back, and get no further out.
+
+        Args:
+            here: float64 [3], the tool's position.
+            edge_m: added on every side.
+
+        Returns:
+            Smallest and largest x y z, float64 [3] each.
+        """
+        low, high = np.array(self.workspace_min) - edge_m, np.array(self.workspace_max) + edge_m
+        return np.minimum(low, here), np.maximum(high, here)
+
     @property
     def _has_workspace(self) -> bool:
         return self.workspace_min != _NO_CORNER or self.workspace_max != _NO_CORNER
@@ -120,3 +141,64 @@ def _stop_s(speed: float, acceleration: float, jerk: float) -> float:
     # The acceleration is taken back first; then a trapezoid, or a triangle where the speed is too small for one.
     braking_s = speed / acceleration + ramp_s if speed * jerk > acceleration**2 else 2 * (speed / jerk) ** 0.5
     return ramp_s + braking_s
+
+
+@dataclass(frozen=True)
+class Joints:
+    """An arm's joints, for outputs that command them."""
+
+    ROS_PREFIX = "joints."
+
+    names: tuple[str, ...] = parameter(NO_NAMES, "Names of the arm's joints, in the order of the commands.")
+    max_speed: tuple[float, ...] = parameter(
+        _NO_NUMBERS,
+        "Largest speed of each joint, or one for all of them; 0: not set.",
+        unit="rad/s or m/s",
+        minimum=0.0,
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def speeds(self) -> np.ndarray:
+        """float64 [joints]."""
+        return np.broadcast_to(self.max_speed, len(self.names)).astype(float)
+
+
+@dataclass(frozen=True)
+class JointLimits(Joints):
+    """Limits of each joint, in the order of the names; required where joints are commanded."""
+
+    position_min: tuple[float, ...] = parameter(_NO_NUMBERS, "Smallest position of each joint.", unit="rad or m")
+    position_max: tuple[float, ...] = parameter(_NO_NUMBERS, "Largest position of each joint.", unit="rad or m")
+    max_acceleration: tuple[float, ...] = parameter(
+        _NO_NUMBERS,
+        "Largest acceleration of each joint, or one for all of them; 0: not set.",
+        unit="rad/s² or m/s²",
+        minimum=0.0,
+    )
+
+    @property
+    def accelerations(self) -> np.ndarray:
+        """float64 [joints]."""
+        return np.broadcast_to(self.max_acceleration, len(self.names)).astype(float)
+
+    def require(self, what_for: str) -> None:
+        """Refuses limits that are not all set.
+
+        Raises:
+            UserError: with what is missing or does not fit.
+        """
+        count = len(self.names)
+        if not all(self.names) or len(set(self.names)) != count:
+            raise UserError(f"{what_for} needs joints.names: the arm's joints, each once, as in joint_states")
+        for name, one_for_all in _PER_JOINT.items():
+            given = len(getattr(self, name))
+            if given != count and not (one_for_all and given == 1):
+                words = f"{count} numbers, one for each of joints.names" + (", or one for all" if one_for_all else "")
+                raise UserError(f"{what_for} needs joints.{name}: {words}; got {given}")
+        if not (np.array(self.position_min) < np.array(self.position_max)).all():
+            raise UserError("joints.position_min must be smaller than joints.position_max for every joint")
+        if min(self.max_speed) <= 0 or min(self.max_acceleration) <= 0:
+            raise UserError(f"{what_for} needs joints.max_speed and joints.max_acceleration, which have no defaults")

@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of VlaAction and DecodeStats for an action: one mapping for the node and for recordings. Needs no ROS."""
+"""Actions to the fields of VlaAction and DecodeStats, for the node and for recordings, and back. Needs no ROS."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from specvla_ros.control.convention import ActionConvention
+from specvla_ros.control.convention import (
+    ACTION_NAMES,
+    ActionConvention,
+    ActionFrame,
+    GripperSign,
+    Reference,
+    Rotation,
+    StampedAction,
+)
 from specvla_ros.engine.outcome import Action
 
 
@@ -66,6 +75,33 @@ def vla_action_fields(
         "publish_s": publish_s,
         "latency_s": latency_s,
     }
+
+
+def stamped_action(message: Any, stamp_s: float) -> StampedAction:
+    """The action that a VlaAction holds; its values are metric, as `vla_action_fields` wrote them.
+
+    Args:
+        message: with the fields of VlaAction.msg.
+        stamp_s: its header's stamp, seconds.
+
+    Raises:
+        ValueError: it holds none, or means its numbers in a way that is not known.
+    """
+    convention = ActionConvention(
+        message.action_dt,
+        Reference(message.reference),
+        ActionFrame(message.action_frame),
+        Rotation(message.rotation),
+        GripperSign(message.gripper),
+    )
+    if not (math.isfinite(convention.dt_s) and convention.dt_s > 0):
+        raise ValueError(f"its action_dt is {convention.dt_s} s")
+    horizon, columns = message.horizon, len(message.names)
+    if not columns or horizon * columns != len(message.values):
+        raise ValueError(f"it has {len(message.values)} values for {horizon} rows of {columns} names")
+    if tuple(message.names) != ACTION_NAMES[:columns]:
+        raise ValueError(f"its columns are {', '.join(message.names)[:80]}, not {', '.join(ACTION_NAMES)}")
+    return StampedAction(stamp_s, np.array(message.values).reshape(horizon, columns), convention)
 
 
 def decode_stats_fields(action: Action, *, seq: int, drop_counts: Mapping[str, int]) -> dict[str, Any]:

@@ -25,9 +25,8 @@ from launch_ros.events.lifecycle import ChangeState
 from launch_ros.parameter_descriptions import ParameterValue
 from lifecycle_msgs.msg import Transition
 
-from specvla_ros.ros.autostart import Autostart, Step
 from specvla_ros.ros.policy.parameters import PolicyParameters
-from specvla_ros.ros.wiring import image_remappings, sensor_remappings
+from specvla_ros.ros.wiring import Autostart, Step, image_remappings, sensor_remappings
 from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.profiles import as_bool, as_number, merge_parameters
 

@@ -50,7 +50,3 @@ def offered_reliability(node: Node, topic: str) -> ReliabilityPolicy | None:
 def override_name(node: Node, topic: str, kind: QoSPolicyKind) -> str:
     """The parameter that overrides a subscription's QoS, as rclpy names it."""
     return f"qos_overrides.{node.resolve_topic_name(topic)}.subscription.{kind.name.lower()}"
-
-
-# What a late subscriber wants to know too.
-LATCHED_STATE = _profile(ReliabilityPolicy.RELIABLE, DurabilityPolicy.TRANSIENT_LOCAL, depth=1)

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from specvla_ros.control.clock_offset import ClockOffset
+from specvla_ros.control.driver import ClockOffset
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 0.4, -0.03])

@@ -5,13 +5,12 @@ import numpy as np
 import pytest
 
 from specvla_ros.control.bounded_motion import BoundedMotion
-from specvla_ros.control.convention import ActionConvention
+from specvla_ros.control.convention import ActionConvention, StampedAction
 from specvla_ros.control.driver import Driver
-from specvla_ros.control.follower import ActionFollower, StampedAction
+from specvla_ros.control.follower import ActionFollower
 from specvla_ros.control.gripper import Gripper, GripperSettings
 from specvla_ros.control.limits import Limits
-from specvla_ros.control.pose import Pose
-from specvla_ros.control.pose_history import PoseHistory
+from specvla_ros.control.pose import Pose, PoseHistory
 
 LIMITS = Limits(
     linear_speed=0.6,
@@ -33,7 +32,7 @@ class Robot:
 
     def __init__(self, follows_velocity=True):
         self.history, self.now_s, self.pose = PoseHistory(), 100.0, Pose(np.zeros(3), np.eye(3))
-        follower = ActionFollower(BoundedMotion(LIMITS), Gripper(GripperSettings(0.08, 0.0)), self.history)
+        follower = ActionFollower(BoundedMotion(LIMITS), Gripper(GripperSettings(open_value=0.08)), self.history)
         self.driver = Driver(
             follower,
             self.history,

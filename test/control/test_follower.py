@@ -9,12 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specvla_ros.control.bounded_motion import BoundedMotion
-from specvla_ros.control.convention import ActionConvention, ActionFrame, GripperSign, Reference, Rotation
-from specvla_ros.control.follower import ActionFollower, ActionRefusedError, Compensation, Refusal, StampedAction
+from specvla_ros.control.convention import (
+    ActionConvention,
+    ActionFrame,
+    GripperSign,
+    Reference,
+    Rotation,
+    StampedAction,
+)
+from specvla_ros.control.follower import ActionFollower, ActionRefusedError, Compensation, RefusalReason
 from specvla_ros.control.gripper import Gripper, GripperSettings
 from specvla_ros.control.limits import Limits
-from specvla_ros.control.pose import Pose, rotation_matrix, rotation_vector, rpy_matrix
-from specvla_ros.control.pose_history import PoseHistory
+from specvla_ros.control.pose import Pose, PoseHistory, rotation_matrix, rotation_vector, rpy_matrix
 
 LIMITS = Limits(
     linear_speed=1.5,
@@ -80,7 +86,7 @@ def test_the_tool_ends_where_the_newest_picture_meant(actions):
     for move, age_s, steps in actions:
         stamp_s = arm.now_s - age_s
         if stamp_s <= newest_s or stamp_s < min(arm.poses):
-            assert arm.refused(move, age_s=age_s) in (Refusal.NOT_NEWER, Refusal.NO_POSE)
+            assert arm.refused(move, age_s=age_s) in (RefusalReason.NOT_NEWER, RefusalReason.NO_POSE)
         else:
             arm.take(move, age_s=age_s)
             newest_s, goal = stamp_s, arm.history.at(stamp_s).displaced(move[:6])
@@ -215,17 +221,17 @@ def test_the_gripper_opens_and_closes_at_the_edges_only():
 @pytest.mark.parametrize(
     ("values", "how", "refusal"),
     [
-        (np.array([math.nan, *MOVE[1:]]), {}, Refusal.NOT_FINITE),
-        (np.array([*MOVE[:6], math.inf]), {}, Refusal.NOT_FINITE),
-        (MOVE[:5], {}, Refusal.WRONG_SHAPE),
-        (np.zeros((0, 7)), {}, Refusal.WRONG_SHAPE),
-        (MOVE, {"age_s": 1.01}, Refusal.TOO_OLD),
-        (MOVE, {"age_s": -0.11}, Refusal.FROM_THE_FUTURE),
-        (MOVE, {"age_s": 0.5}, Refusal.NO_POSE),
-        (10 * MOVE, {}, Refusal.TOO_LARGE),
-        (np.array([0, 0, 0, 4.0, 0, 0, 0]), {}, Refusal.TOO_LARGE),
-        (MOVE, {"convention": ActionConvention(0.0)}, Refusal.NOT_FINITE),
-        (MOVE, {"convention": ActionConvention(math.nan)}, Refusal.NOT_FINITE),
+        (np.array([math.nan, *MOVE[1:]]), {}, RefusalReason.NOT_FINITE),
+        (np.array([*MOVE[:6], math.inf]), {}, RefusalReason.NOT_FINITE),
+        (MOVE[:5], {}, RefusalReason.WRONG_SHAPE),
+        (np.zeros((0, 7)), {}, RefusalReason.WRONG_SHAPE),
+        (MOVE, {"age_s": 1.01}, RefusalReason.TOO_OLD),
+        (MOVE, {"age_s": -0.11}, RefusalReason.FROM_THE_FUTURE),
+        (MOVE, {"age_s": 0.5}, RefusalReason.NO_POSE),
+        (10 * MOVE, {}, RefusalReason.TOO_LARGE),
+        (np.array([0, 0, 0, 4.0, 0, 0, 0]), {}, RefusalReason.TOO_LARGE),
+        (MOVE, {"convention": ActionConvention(0.0)}, RefusalReason.NOT_FINITE),
+        (MOVE, {"convention": ActionConvention(math.nan)}, RefusalReason.NOT_FINITE),
     ],
 )
 def test_what_cannot_be_followed_is_refused_and_moves_nothing(values, how, refusal):
@@ -239,8 +245,8 @@ def test_repeated_and_overtaken_actions_are_refused_until_a_new_epoch():
     arm = Arm()
     arm.run(0.2)
     arm.take(age_s=0.1)
-    assert arm.refused(age_s=0.1) is Refusal.NOT_NEWER
-    assert arm.refused(age_s=0.15) is Refusal.NOT_NEWER
+    assert arm.refused(age_s=0.1) is RefusalReason.NOT_NEWER
+    assert arm.refused(age_s=0.15) is RefusalReason.NOT_NEWER
     arm.follower.forget()
     arm.take(age_s=0.15)
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specvla_ros.ros.autostart import Autostart, Step
+from specvla_ros.ros.wiring import Autostart, Step
 
 CONFIGURED = (("unconfigured", "configuring"), ("configuring", "inactive"))
 ACTIVATED = (("inactive", "activating"), ("activating", "active"))

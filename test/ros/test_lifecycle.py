@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transitions that a state does not allow are answered, whatever rclpy does."""
+"""Transitions are answered, whatever rclpy does, and why a node stopped is kept."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from rclpy.executors import SingleThreadedExecutor
 from support.patience import wait_until
 from support.ros import robot
 
-from specvla_ros.ros.lifecycle import answer_impossible_transitions
+from specvla_ros.errors import UserError
+from specvla_ros.ros.managed_node import ManagedNode, answer_impossible_transitions
 
 
 def asked(transition: int) -> ChangeState.Request:
@@ -62,3 +63,55 @@ def test_the_policy_answers_what_it_cannot_do_and_goes_on(checkpoint: Path) -> N
             r.until(answer.done)
             result: Any = answer.result()
             assert result.success == success, transition
+
+
+class Arm(ManagedNode):
+    """Notes what it is told; `problem` is what a hook raises."""
+
+    def __init__(self) -> None:
+        super().__init__("arm", enable_rosout=False)
+        self.told: list[str] = []
+        self.problem: Exception | None = None
+
+    def _note_or_raise(self, what: str) -> None:
+        self.told.append(what)
+        if self.problem is not None:
+            raise self.problem
+
+    def _setup(self) -> None:
+        self._note_or_raise("setup")
+
+    def _start(self) -> None:
+        self._note_or_raise("start")
+
+    def _stop(self) -> None:
+        self.told.append("stop")
+
+    def _teardown(self) -> bool:
+        self.told.append("teardown")
+        return True
+
+
+def test_a_managed_node_undoes_what_failed_and_keeps_the_first_reason() -> None:
+    rclpy.init()
+    arm = Arm()
+    try:
+        arm.problem = UserError("no limits")
+        assert arm.trigger_configure().name == "FAILURE"
+        assert (arm.told, arm.stop_reason) == (["setup", "stop", "teardown"], "no limits")
+        arm.problem = None
+        assert arm.trigger_configure().name == "SUCCESS" and arm.stop_reason == ""
+        arm.problem, arm.told = UserError("no pose"), []
+        assert arm.trigger_activate().name == "FAILURE"
+        assert (arm.told, arm.stop_reason, arm.active) == (["start", "stop"], "no pose", False)
+        arm.problem = None
+        assert arm.trigger_activate().name == "SUCCESS" and arm.active
+        arm.trigger_deactivate()
+        arm.trigger_cleanup()
+        assert (arm.stop_reason, arm.active) == ("deactivated", False)
+        arm.problem = RuntimeError("the wire is loose")
+        arm.trigger_configure()
+        assert arm.stop_reason == "the wire is loose", "not that it is an error"
+    finally:
+        arm.destroy_node()
+        rclpy.try_shutdown()

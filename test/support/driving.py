@@ -23,8 +23,7 @@ from support.patience import PATIENCE_S, wait_until
 from trajectory_msgs.msg import JointTrajectory
 
 from specvla_ros.control.driver import Driver
-from specvla_ros.control.pose import Pose, quaternion, quaternion_matrix
-from specvla_ros.control.pose_history import PoseHistory
+from specvla_ros.control.pose import Pose, PoseHistory, quaternion, quaternion_matrix
 from specvla_ros.msg import VlaAction
 from specvla_ros.ros.driver.node import DriverNode
 from specvla_ros.ros.qos import ACTION, COMMAND, DIAGNOSTICS

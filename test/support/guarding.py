@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from specvla_ros.control.gripper import GripperLimits
 from specvla_ros.control.guard.commands import (
     Command,
     Instant,
@@ -22,9 +23,9 @@ from specvla_ros.control.guard.commands import (
     TwistCommand,
 )
 from specvla_ros.control.guard.guard import STALL_S, Guard, Outcome, State
-from specvla_ros.control.guard.settings import GripperLimits, GuardSettings, JointLimits
+from specvla_ros.control.guard.settings import GuardSettings
 from specvla_ros.control.inverse_kinematics import trajectory_point
-from specvla_ros.control.limits import Limits
+from specvla_ros.control.limits import JointLimits, Limits
 
 BASE = "base"
 LIMITS = Limits(

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands and measurements as they come in, and what goes out. Nothing here has been checked."""
+"""Commands and measurements as they come in, unchecked; where the robot is; and what goes out."""
 
 from dataclasses import dataclass
 
 import numpy as np
+
+from specvla_ros.control.pose import Pose
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,10 @@ class Stamp:
 
     ns: int | None
     frame_id: str = ""
+
+    def seconds(self, now: Instant) -> float:
+        """When the message was sent, as far as it says: delivery bunches what was apart, so stamps beat arrivals."""
+        return now.steady_s if self.ns is None else self.ns * 1e-9
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,19 @@ class JointPositions:
     stamp: Stamp
     names: tuple[str, ...]
     positions: np.ndarray
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Where the robot is.
+
+    Args:
+        tool: pose in the base frame; None: not known.
+        joints: float64 [joints] in the order of the parameters; None: not known, or not needed.
+    """
+
+    tool: Pose | None
+    joints: np.ndarray | None
 
 
 @dataclass(frozen=True)

@@ -1,105 +1,245 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a gate of one kind of command must give, and what gates share."""
+"""A gate judges one kind of command, and makes what goes out; gates of positions follow their commands smoothly."""
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from specvla_ros.control.guard.cause import Cause, Refusal
-from specvla_ros.control.guard.commands import Instant, Sent, Stamp
-from specvla_ros.control.limits import Limits
+from specvla_ros.control.guard.commands import Command, Instant, Measured, Sent
+from specvla_ros.control.guard.settings import GuardSettings
+from specvla_ros.control.guard.tracking import Bounds, Window, braked, lengths, shortened_to, toward
 from specvla_ros.control.pose import Pose
 
 # A driver's period is never even; what these allow more, the bounds of what goes out take back.
 SLACK_S = 0.02
 TOLERANCE = 1.001
-# How far outside of the workspace a tool may be and still be brought back by commands; past it, by hand.
-RETURN_M = 0.05
-# How near to the robot, as a share of the lead, a driver must be for motion to resume.
-NEAR = 0.5
-_ROUNDING = 1e-9
+REST = 1e-9
+_NEAR = 0.5  # how near to the robot, as a share of the lead, a driver must be for motion to resume
+_BEHIND_S = 0.1  # at full speed, what goes out may lag so far behind the commands, and by their timeout
+
+Place = TypeVar("Place")
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Where the robot is.
+class Gate(ABC):
+    """Judges commands of one kind, and makes what goes out. It is called by the guard only, at its rate.
 
     Args:
-        tool: pose in the base frame; None: not known.
-        joints: float64 [joints] in the order of the parameters; None: not known, or not needed.
+        settings: the guard's.
+        bounds: of the velocity.
+        zero: float64 [blocks, dims], the velocity of a robot at rest; see tracking.
     """
 
-    tool: Pose | None
-    joints: np.ndarray | None
+    def __init__(self, settings: GuardSettings, bounds: Bounds, zero: np.ndarray) -> None:
+        self._settings, self._bounds, self._zero = settings, bounds, zero
+        self._velocity = zero
+        self._command: Any = None
+        self._sent_s = 0.0  # when the driver sent it
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether what goes out stands still."""
+        return bool(np.abs(self._velocity).max() <= REST)
 
-class Gate(Protocol):
-    """Judges commands of one kind, and makes what goes out. It is called by the guard only, at its rate."""
+    @property
+    @abstractmethod
+    def wants_motion(self) -> bool:
+        """Whether the command is more than to stay."""
 
+    @abstractmethod
     def take(self, command: Any, measured: Measured, now: Instant) -> Refusal | None:
         """Takes a command, or says why not; the one before is then forgotten."""
 
     def forget(self) -> None:
         """There is no command any more."""
+        self._command = None
 
+    @abstractmethod
     def watch(self, tool: Pose) -> None:
-        """Takes each measured pose of the tool."""
+        """Takes each measured pose of the tool: a robot that is sent on must move, or it is not reached."""
 
+    @abstractmethod
     def conditions(self, measured: Measured) -> list[Refusal]:
         """What is wrong with going on, as the robot is."""
 
+    def lag(self, now: Instant) -> Refusal | None:
+        """Commands that change faster than the limits let anything follow; asked while motion passes."""
+        return None
+
     def not_near(self, measured: Measured) -> Refusal | None:
         """Why motion must not resume, as the robot is."""
-
-    @property
-    def wants_motion(self) -> bool:
-        """Whether the command is more than to stay."""
-
-    @property
-    def at_rest(self) -> bool:
-        """Whether what goes out stands still."""
+        return None
 
     def begin(self, measured: Measured) -> None:
         """Motion begins or resumes, from rest."""
+        self._velocity = self._zero
 
+    @abstractmethod
     def go(self, now: Instant, dt_s: float) -> Sent | None:
         """What goes out next, following the command."""
 
+    @abstractmethod
     def stop(self, measured: Measured, dt_s: float) -> Sent | None:
         """What goes out next, braking, then holding; None: nothing."""
 
     def halt(self) -> None:
         """The output stood still for so long that the robot has stopped by itself."""
+        self._velocity = self._zero
 
 
-def time_s(stamp: Stamp, now: Instant) -> float:
-    """When a command was sent, as far as it says; stamps are better than arrivals: delivery bunches what was apart."""
-    return now.steady_s if stamp.ns is None else stamp.ns * 1e-9
+class SmoothGate(Gate, Generic[Place]):
+    """Places of a tool or of joints. What goes out follows the command within the limits, and brakes to hold.
 
+    Ways between two places, and velocities, are blocks; see tracking.
 
-def widened(limits: Limits, here: np.ndarray, edge_m: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """The workspace's corners and an edge, widened to where the tool is: it may come back, and not get further out."""
-    low, high = np.array(limits.workspace_min) - edge_m, np.array(limits.workspace_max) + edge_m
-    return np.minimum(low, here), np.maximum(high, here)
+    Args:
+        settings, bounds, zero: as every gate's.
+        lead: float64 [blocks], how far a command, or what goes out, may lie from the measured robot.
+        apart: float64 [blocks], how far a robot at rest may stand from where it was sent.
+    """
 
+    # Messages, filled in by `_words`.
+    not_following: str
+    too_far_to_resume: str
+    ran_away: str
 
-def outside_m(limits: Limits, here: np.ndarray) -> float:
-    """How far outside of the workspace a position is, along its worst axis; 0 inside."""
-    low, high = np.array(limits.workspace_min) - here, here - np.array(limits.workspace_max)
-    return float(max(0.0, low.max(), high.max()))
+    def __init__(
+        self, settings: GuardSettings, bounds: Bounds, zero: np.ndarray, lead: np.ndarray, apart: np.ndarray
+    ) -> None:
+        super().__init__(settings, bounds, zero)
+        self._lead, self._apart = lead, apart
+        self._command: Place | None = None
+        self._feed = zero  # how fast successive commands go
+        self._fed_s = 0.0  # for how long the feed holds
+        self._arrived_s = 0.0  # of the command, on the steady clock
+        self._sent: Place | None = None
+        self._joined = False
+        self._held = True  # at rest by stop, not by command
+        self._window: Window[Place] = Window()
 
+    # The space in which it moves
 
-def within(here: np.ndarray, box: tuple[np.ndarray, np.ndarray]) -> bool:
-    """Whether a position lies between two corners."""
-    return bool((here >= box[0] - _ROUNDING).all() and (here <= box[1] + _ROUNDING).all())
+    @abstractmethod
+    def _way(self, there: Place, here: Place) -> np.ndarray:
+        """From here to there."""
 
+    @abstractmethod
+    def _moved(self, here: Place, way: np.ndarray) -> Place: ...
 
-def text(position: np.ndarray) -> str:
-    """Numbers for a message."""
-    return " ".join(f"{number:.3f}" for number in position)
+    @abstractmethod
+    def _where(self, measured: Measured) -> Place | None:
+        """Where the robot is; None: not known."""
 
+    @abstractmethod
+    def _accept(self, command: Any, measured: Measured, elapsed_s: float) -> Place | Refusal:
+        """Where a command leads first, or why it is not let through; `elapsed_s` after the one before."""
 
-def too_fast(what: str, value: float, limit: float, unit: str, name: str) -> Refusal:
-    """A refusal of a speed."""
-    return Refusal(Cause.OVER_SPEED, f"{what} is {value:.4g} {unit}, and {name} is {limit:g}")
+    @abstractmethod
+    def _inside(self, sent: Place, velocity: np.ndarray, dt_s: float) -> np.ndarray:
+        """The velocity, braked where it leads out of where the robot may be."""
+
+    @abstractmethod
+    def _message(self, sent: Place) -> Sent: ...
+
+    @abstractmethod
+    def _words(self, message: str, away: np.ndarray, allowed: np.ndarray) -> str: ...
+
+    def _ahead(self, command: Place, sent: Place, now: Instant) -> tuple[np.ndarray, np.ndarray]:
+        """The way to where the command leads now, and its velocity."""
+        ahead_s = min(now.steady_s - self._arrived_s, self._fed_s)
+        return self._way(command, sent) + self._feed * ahead_s, self._feed
+
+    def _behind(self, command: Place, sent: Place, now: Instant) -> tuple[np.ndarray, float]:
+        """The way to the command's end, and the time that it gives for it."""
+        return self._way(command, sent), 0.0
+
+    # The gate
+
+    @property
+    def wants_motion(self) -> bool:
+        if self._command is None or self._sent is None:
+            return self._command is not None
+        return bool(np.abs(self._way(self._command, self._sent)).max() > REST)
+
+    def take(self, command: Command, measured: Measured, now: Instant) -> Refusal | None:
+        sent_s = command.stamp.seconds(now)
+        place = self._accept(command, measured, sent_s - self._sent_s)
+        self._sent_s = sent_s
+        if isinstance(place, Refusal):
+            self.forget()
+            return place
+        self._feed, self._fed_s = self._zero, 0.0
+        earlier = self._window.add(sent_s, place)
+        if earlier is not None:
+            first, span_s, self._fed_s = earlier
+            self._feed = shortened_to(self._way(place, first) / span_s, self._bounds.speed)
+        self._command, self._arrived_s = place, now.steady_s
+        return None
+
+    def forget(self) -> None:
+        super().forget()
+        self._window.forget()
+
+    def conditions(self, measured: Measured) -> list[Refusal]:
+        here = self._where(measured)
+        if here is None or self._sent is None or self._held:
+            return []
+        away = lengths(self._way(self._sent, here))
+        if (away <= self._lead).all():
+            return []
+        return [Refusal(Cause.NOT_FOLLOWING, self._words(self.not_following, away, self._lead))]
+
+    def not_near(self, measured: Measured) -> Refusal | None:
+        here = self._where(measured)
+        if self._command is None or here is None:
+            return Refusal(Cause.NOT_NEAR, "there is no command to resume with")
+        away = lengths(self._way(self._command, here))
+        if (away <= _NEAR * self._lead).all():
+            return None
+        return Refusal(Cause.NOT_NEAR, self._words(self.too_far_to_resume, away, self._lead))
+
+    def begin(self, measured: Measured) -> None:
+        if self._sent is None or self._left_behind(measured):
+            self._sent = self._where(measured)
+        super().begin(measured)
+        self._joined = self._held = False
+
+    def go(self, now: Instant, dt_s: float) -> Sent | None:
+        if self._sent is None or self._command is None:
+            return None
+        error, feed = self._ahead(self._command, self._sent, now)
+        velocity = toward(self._velocity, error, feed, self._bounds, dt_s)
+        return self._move(self._sent, self._inside(self._sent, velocity, dt_s), dt_s)
+
+    def stop(self, measured: Measured, dt_s: float) -> Sent | None:
+        if self._sent is None:
+            return None
+        sent = self._move(self._sent, braked(self._velocity, self._bounds, dt_s), dt_s)
+        self._held = self.at_rest
+        # Somebody moved the robot meanwhile, or it was not reached: to hold it where it was sent would move it.
+        return None if self._held and self._left_behind(measured) else sent
+
+    def lag(self, now: Instant) -> Refusal | None:
+        if self._sent is None or self._command is None:
+            return None
+        way, left_s = self._behind(self._command, self._sent, now)
+        behind = lengths(way)
+        allowed = self._bounds.speed * (_BEHIND_S + self._settings.command_timeout_s + left_s)
+        self._joined |= bool((behind <= 0.5 * allowed).all())
+        if not self._joined or (behind <= allowed).all():
+            return None
+        return Refusal(Cause.OVER_ACCELERATION, self._words(self.ran_away, behind, allowed))
+
+    def _move(self, sent: Place, velocity: np.ndarray, dt_s: float) -> Sent:
+        self._velocity = velocity
+        if not self.at_rest:
+            sent = self._moved(sent, velocity * dt_s)
+        self._sent = sent
+        return self._message(sent)
+
+    def _left_behind(self, measured: Measured) -> bool:
+        here = self._where(measured)
+        if self._sent is None or here is None:
+            return False
+        return bool((lengths(self._way(self._sent, here)) > self._apart).any())

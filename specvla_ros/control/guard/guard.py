@@ -228,18 +228,14 @@ class Guard:
             failing.append(dead)
         failing += self._gate.conditions(measured)
         if self.state is State.PASSING:
-            failing += self._lag(now)
+            lag = self._gate.lag(now)
+            failing += [lag] if lag is not None else []
         elif not failing and (far := self._gate.not_near(measured)) is not None:
             failing.append(far)
         self._failing = failing
         self.tally.failing(failing)
         for refusal in failing:
             self._fail(refusal, now)
-
-    def _lag(self, now: Instant) -> list[Refusal]:
-        gate = self._gate
-        lag = gate.lag() if isinstance(gate, PoseGate) else gate.lag(now) if isinstance(gate, JointGate) else None
-        return [lag] if lag is not None else []
 
     def _fail(self, refusal: Refusal, now: Instant) -> None:
         self._failed_s, self._failed = now.steady_s, True

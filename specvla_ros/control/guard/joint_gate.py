@@ -6,42 +6,31 @@ from dataclasses import dataclass
 import numpy as np
 
 from specvla_ros.control.guard.cause import Cause, Refusal
-from specvla_ros.control.guard.commands import Instant, JointCommand, SentJoints
-from specvla_ros.control.guard.gate import NEAR, SLACK_S, TOLERANCE, Measured, time_s
+from specvla_ros.control.guard.commands import Instant, JointCommand, Measured, SentJoints
+from specvla_ros.control.guard.gate import REST, SLACK_S, TOLERANCE, SmoothGate
 from specvla_ros.control.guard.settings import GuardSettings, Output
-from specvla_ros.control.guard.tracking import Bounds, Window, braked, shortened_to, stopping_way, toward
+from specvla_ros.control.guard.tracking import Bounds, braked, stopping_way
 from specvla_ros.control.inverse_kinematics import trajectory_point
 from specvla_ros.control.pose import Pose
-
-_REST = 1e-9
-_BEHIND_S = 0.1  # at full speed, what goes out may lag so far behind the commands, and by their timeout
 
 
 @dataclass(frozen=True)
 class _Path:
-    """What is commanded, from its arrival on.
+    """What is commanded.
 
     Args:
         positions: float64 [points, joints].
-        times_s: float64 [points].
-        feed: float64 [joints], how fast successive commands of one point go.
-        fed_s: for how long the feed holds.
-        arrived_s: steady clock.
+        times_s: float64 [points], from its arrival.
         begun: float64 [joints], where a trajectory begins: what went out when it came; None: nothing had.
     """
 
     positions: np.ndarray
     times_s: np.ndarray
-    feed: np.ndarray
-    fed_s: float
-    arrived_s: float
     begun: np.ndarray | None
 
-    def at(self, steady_s: float) -> tuple[np.ndarray, np.ndarray]:
+    def at(self, age_s: float) -> tuple[np.ndarray, np.ndarray]:
         """Position and velocity, float64 [joints] each."""
-        age_s, positions, times_s = steady_s - self.arrived_s, self.positions, self.times_s
-        if times_s[-1] <= 0:
-            return positions[0] + self.feed * min(age_s, self.fed_s), self.feed
+        positions, times_s = self.positions, self.times_s
         if self.begun is not None and times_s[0] > 0:  # as a joint_trajectory_controller: from here to its first point
             positions, times_s = np.vstack([self.begun, positions]), np.append(0.0, times_s)
         if age_s < times_s[0] or age_s >= times_s[-1]:
@@ -51,140 +40,84 @@ class _Path:
         velocity = (positions[after] - positions[after - 1]) / span_s
         return positions[after - 1] + velocity * (age_s - times_s[after - 1]), velocity
 
-    def left_s(self, steady_s: float) -> float:
-        """Until its last point is due."""
-        return max(0.0, float(self.times_s[-1]) - (steady_s - self.arrived_s))
 
-
-class JointGate:
-    """Positions of joints. What goes out follows the command within each joint's limits, and brakes to hold.
+class JointGate(SmoothGate[np.ndarray]):
+    """Positions of joints, float64 [joints]; each joint is held to limits of its own.
 
     Args:
         settings: the guard's.
     """
 
+    not_following = "{name} is {away:.3f} from where it was sent"
+    too_far_to_resume = "the command for {name} is {away:.3f} from where it is measured, too far to resume"
+    ran_away = "the commands for {name} ran away by {away:.3f} from what the limits allow"
+
     def __init__(self, settings: GuardSettings) -> None:
         joints = settings.joints
+        count = len(joints.names)
+        lead = np.full(count, settings.max_lead_rad)
+        super().__init__(settings, Bounds(joints.speeds, joints.accelerations), np.zeros((count, 1)), lead, apart=lead)
         self._names = joints.names
         self._low, self._high = np.array(joints.position_min), np.array(joints.position_max)
-        self._bounds = Bounds(joints.speeds, joints.accelerations)
-        self._lead = settings.max_lead_rad
-        self._ahead = settings.kind is Output.JOINT_TRAJECTORY
-        self._behind = self._bounds.speed * (_BEHIND_S + settings.command_timeout_s)
-        self._path: _Path | None = None
-        self._sent: np.ndarray | None = None
-        self._velocity = np.zeros((len(self._names), 1))
-        self._joined = False
-        self._held = True  # at rest by stop, not by command
-        self._sent_s = 0.0  # when the driver sent the command
-        self._window: Window[np.ndarray] = Window()
+        self._path: _Path  # of the command, while there is one
 
     @property
     def wants_motion(self) -> bool:
-        if self._path is None or self._sent is None:
-            return self._path is not None
-        return bool(np.abs(self._path.positions - self._sent).max() > _REST)
-
-    @property
-    def at_rest(self) -> bool:
-        return bool(np.abs(self._velocity).max() <= _REST)
-
-    def take(self, command: JointCommand, measured: Measured, now: Instant) -> Refusal | None:
-        positions, sent_s = self._ordered(command), time_s(command.stamp, now)
-        if not isinstance(positions, Refusal):
-            refusal = self._problem(positions, command.times_s, measured) or self._jump(
-                positions, sent_s - self._sent_s
-            )
-            positions = positions if refusal is None else refusal
-        self._sent_s = sent_s
-        if isinstance(positions, Refusal):
-            self.forget()
-            return positions
-        earlier = self._window.add(sent_s, positions[0])
-        feed, fed_s = np.zeros(len(self._names)), 0.0
-        if earlier is not None:
-            first, span_s, fed_s = earlier
-            feed = shortened_to((positions[0] - first)[:, None] / span_s, self._bounds.speed)[:, 0]
-        self._path = _Path(positions, command.times_s, feed, fed_s, now.steady_s, self._sent)
-        return None
-
-    def forget(self) -> None:
-        self._path = None
-        self._window.forget()
+        if self._command is None or self._sent is None:
+            return self._command is not None
+        return bool(np.abs(self._path.positions - self._sent).max() > REST)
 
     def watch(self, tool: Pose) -> None:
-        """Joints are measured by themselves."""
-
-    def conditions(self, measured: Measured) -> list[Refusal]:
-        if measured.joints is None or self._sent is None or self._held:
-            return []
-        lead = np.abs(self._sent - measured.joints)
-        if (lead <= self._lead).all():
-            return []
-        detail = f"{self._names[lead.argmax()]} is {lead.max():.3f} from where it was sent"
-        return [Refusal(Cause.NOT_FOLLOWING, detail)]
-
-    def not_near(self, measured: Measured) -> Refusal | None:
-        if self._path is None or measured.joints is None:
-            return Refusal(Cause.NOT_NEAR, "there is no command to resume with")
-        away = np.abs(self._path.positions[0] - measured.joints)
-        if (away <= NEAR * self._lead).all():
-            return None
-        detail = f"the command for {self._names[away.argmax()]} is {away.max():.3f} from where it is measured"
-        return Refusal(Cause.NOT_NEAR, f"{detail}, too far to resume")
-
-    def begin(self, measured: Measured) -> None:
-        if self._sent is None or self._left_behind(measured):
-            self._sent = measured.joints
-        self._velocity, self._joined, self._held = np.zeros((len(self._names), 1)), False, False
-
-    def go(self, now: Instant, dt_s: float) -> SentJoints | None:
-        if self._sent is None or self._path is None:
-            return None
-        position, feed = self._path.at(now.steady_s)
-        velocity = toward(self._velocity, (position - self._sent)[:, None], feed[:, None], self._bounds, dt_s)
-        rest = self._sent + (velocity * dt_s + stopping_way(velocity, self._bounds))[:, 0]
-        low, high = np.minimum(self._low, self._sent), np.maximum(self._high, self._sent)
-        leaves = (rest < low - 1e-9) | (rest > high + 1e-9)
-        return self._move(np.where(leaves[:, None], braked(self._velocity, self._bounds, dt_s), velocity), dt_s)
-
-    def stop(self, measured: Measured, dt_s: float) -> SentJoints | None:
-        if self._sent is None:
-            return None
-        sent = self._move(braked(self._velocity, self._bounds, dt_s), dt_s)
-        self._held = self.at_rest
-        # Somebody moved the robot meanwhile: to hold it where it was would move it.
-        return None if self._held and self._left_behind(measured) else sent
+        pass  # joints are measured by themselves
 
     def halt(self) -> None:
-        if self._sent is not None and self._ahead:
+        if self._sent is not None and self._settings.kind is Output.JOINT_TRAJECTORY:
             self._sent = trajectory_point(self._sent, self._velocity[:, 0])  # there the controller went, and holds
-        self._velocity = np.zeros((len(self._names), 1))
+        super().halt()
 
-    def lag(self, now: Instant) -> Refusal | None:
-        """Commands that change faster than the limits let anything follow."""
-        if self._sent is None or self._path is None:
-            return None
-        left_s = self._path.left_s(now.steady_s)
-        there = self._path.positions[-1] if left_s else self._path.at(now.steady_s)[0]
-        behind, allowed = np.abs(there - self._sent), self._behind + self._bounds.speed * left_s
-        self._joined |= bool((behind <= 0.5 * allowed).all())
-        if not self._joined or (behind <= allowed).all():
-            return None
-        worst = (behind / allowed).argmax()
-        detail = f"the commands for {self._names[worst]} ran away by {behind[worst]:.3f} from what the limits allow"
-        return Refusal(Cause.OVER_ACCELERATION, detail)
+    def _way(self, there: np.ndarray, here: np.ndarray) -> np.ndarray:
+        return (there - here)[:, None]
 
-    def _move(self, velocity: np.ndarray, dt_s: float) -> SentJoints:
-        assert self._sent is not None
-        self._velocity = velocity
-        self._sent = self._sent + velocity[:, 0] * dt_s
-        return SentJoints(self._sent, velocity[:, 0])
+    def _moved(self, here: np.ndarray, way: np.ndarray) -> np.ndarray:
+        return here + way[:, 0]
 
-    def _left_behind(self, measured: Measured) -> bool:
-        if self._sent is None or measured.joints is None:
-            return False
-        return bool((np.abs(self._sent - measured.joints) > self._lead).any())
+    def _where(self, measured: Measured) -> np.ndarray | None:
+        return measured.joints
+
+    def _accept(self, command: JointCommand, measured: Measured, elapsed_s: float) -> np.ndarray | Refusal:
+        positions = self._ordered(command)
+        if isinstance(positions, Refusal):
+            return positions
+        refusal = self._problem(positions, command.times_s, measured) or self._jump(positions, elapsed_s)
+        if refusal is not None:
+            return refusal
+        self._path = _Path(positions, command.times_s, self._sent)
+        return positions[0]
+
+    def _ahead(self, command: np.ndarray, sent: np.ndarray, now: Instant) -> tuple[np.ndarray, np.ndarray]:
+        if self._path.times_s[-1] <= 0:
+            return super()._ahead(command, sent, now)
+        position, velocity = self._path.at(now.steady_s - self._arrived_s)
+        return self._way(position, sent), velocity[:, None]
+
+    def _behind(self, command: np.ndarray, sent: np.ndarray, now: Instant) -> tuple[np.ndarray, float]:
+        left_s = max(0.0, float(self._path.times_s[-1]) - (now.steady_s - self._arrived_s))
+        if left_s:
+            return self._way(self._path.positions[-1], sent), left_s
+        return self._ahead(command, sent, now)[0], 0.0
+
+    def _inside(self, sent: np.ndarray, velocity: np.ndarray, dt_s: float) -> np.ndarray:
+        rest = sent + (velocity * dt_s + stopping_way(velocity, self._bounds))[:, 0]
+        low, high = np.minimum(self._low, sent), np.maximum(self._high, sent)
+        leaves = (rest < low - 1e-9) | (rest > high + 1e-9)
+        return np.where(leaves[:, None], braked(self._velocity, self._bounds, dt_s), velocity)
+
+    def _message(self, sent: np.ndarray) -> SentJoints:
+        return SentJoints(sent, self._velocity[:, 0])
+
+    def _words(self, message: str, away: np.ndarray, allowed: np.ndarray) -> str:
+        worst = int((away / allowed).argmax())
+        return message.format(name=self._names[worst], away=away[worst])
 
     def _ordered(self, command: JointCommand) -> np.ndarray | Refusal:
         """Positions [points, joints] in the order of the parameters, or what is wrong with the message's form."""
@@ -224,12 +157,12 @@ class JointGate:
         if (away <= self._lead).all():
             return None
         detail = f"the command for {self._names[away.argmax()]} is {away.max():.3f} from where it is measured"
-        return Refusal(Cause.FAR, f"{detail}; max_lead_rad is {self._lead:g}")
+        return Refusal(Cause.FAR, f"{detail}; max_lead_rad is {self._settings.max_lead_rad:g}")
 
     def _jump(self, positions: np.ndarray, elapsed_s: float) -> Refusal | None:
-        if self._path is None:
+        if self._command is None:
             return None
-        step = positions[0] - self._path.positions[0]
+        step = positions[0] - self._command
         over = np.abs(step) / (self._bounds.speed * (elapsed_s * TOLERANCE + SLACK_S))
         if (over <= 1).all():
             return None

@@ -4,15 +4,10 @@
 from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
-
-from specvla_ros.control.limits import Limits
+from specvla_ros.control.gripper import GripperLimits
+from specvla_ros.control.limits import JointLimits, Limits
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import check, parameter, section
-
-_NO_NAMES = ("",)
-_NO_NUMBERS = (0.0,)
-_PER_JOINT = {"position_min": False, "position_max": False, "max_speed": True, "max_acceleration": True}
 
 
 class Output(str, Enum):
@@ -28,102 +23,6 @@ class Output(str, Enum):
     def of_joints(self) -> bool:
         """Whether joints are commanded, not the tool."""
         return self in (Output.JOINT_TRAJECTORY, Output.POSITION_ARRAY)
-
-
-class GripperOutput(str, Enum):
-    """How a gripper is commanded."""
-
-    NONE = "none"
-    ARRAY = "array"
-    TRAJECTORY = "trajectory"
-
-
-@dataclass(frozen=True)
-class JointLimits:
-    """Limits of each joint, in the order of the names; required where joints are commanded."""
-
-    ROS_PREFIX = "joints."
-
-    names: tuple[str, ...] = parameter(_NO_NAMES, "Names of the arm's joints, in the order of a position array.")
-    position_min: tuple[float, ...] = parameter(_NO_NUMBERS, "Smallest position of each joint.", unit="rad or m")
-    position_max: tuple[float, ...] = parameter(_NO_NUMBERS, "Largest position of each joint.", unit="rad or m")
-    max_speed: tuple[float, ...] = parameter(
-        _NO_NUMBERS,
-        "Largest speed of each joint, or one for all of them; 0: not set.",
-        unit="rad/s or m/s",
-        minimum=0.0,
-    )
-    max_acceleration: tuple[float, ...] = parameter(
-        _NO_NUMBERS,
-        "Largest acceleration of each joint, or one for all of them; 0: not set.",
-        unit="rad/s² or m/s²",
-        minimum=0.0,
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
-
-    @property
-    def speeds(self) -> np.ndarray:
-        """float64 [joints]."""
-        return np.broadcast_to(self.max_speed, len(self.names)).astype(float)
-
-    @property
-    def accelerations(self) -> np.ndarray:
-        """float64 [joints]."""
-        return np.broadcast_to(self.max_acceleration, len(self.names)).astype(float)
-
-    def require(self, what_for: str) -> None:
-        """Refuses limits that are not all set.
-
-        Raises:
-            UserError: with what is missing or does not fit.
-        """
-        count = len(self.names)
-        if not all(self.names) or len(set(self.names)) != count:
-            raise UserError(f"{what_for} needs joints.names: the arm's joints, each once, as in joint_states")
-        for name, one_for_all in _PER_JOINT.items():
-            given = len(getattr(self, name))
-            if given != count and not (one_for_all and given == 1):
-                words = f"{count} numbers, one for each of joints.names" + (", or one for all" if one_for_all else "")
-                raise UserError(f"{what_for} needs joints.{name}: {words}; got {given}")
-        if not (np.array(self.position_min) < np.array(self.position_max)).all():
-            raise UserError("joints.position_min must be smaller than joints.position_max for every joint")
-        if min(self.max_speed) <= 0 or min(self.max_acceleration) <= 0:
-            raise UserError(f"{what_for} needs joints.max_speed and joints.max_acceleration, which have no defaults")
-
-
-@dataclass(frozen=True)
-class GripperLimits:
-    """What a gripper may be told; named as the driver's parameters are."""
-
-    ROS_PREFIX = "gripper."
-
-    output: str = parameter(
-        GripperOutput.NONE.value,
-        "How the gripper is commanded: as an array, as a trajectory, or not at all.",
-        choices=tuple(each.value for each in GripperOutput),
-    )
-    joint: str = parameter("", "Name of the gripper's joint, for a trajectory.")
-    open_value: float = parameter(0.0, "Position of an open gripper; as the closed one's: not set.", unit="m or rad")
-    closed_value: float = parameter(0.0, "Position of a closed gripper.", unit="m or rad")
-
-    def __post_init__(self) -> None:
-        check(self)
-
-    def require(self) -> None:
-        """Refuses a gripper's command without limits.
-
-        Raises:
-            UserError: with what is missing.
-        """
-        if self.output == GripperOutput.TRAJECTORY.value and not self.joint:
-            raise UserError("gripper.output: trajectory needs gripper.joint: the name of the gripper's joint")
-        if self.output != GripperOutput.NONE.value and self.open_value == self.closed_value:
-            raise UserError(
-                f"gripper.output: {self.output} needs gripper.open_value and gripper.closed_value: the ends of the "
-                "gripper's range, in metres or radians"
-            )
 
 
 @dataclass(frozen=True)
@@ -230,3 +129,22 @@ class GuardSettings:
                 f"included, but stop_time_s promises {self.stop_time_s:g} s; raise the acceleration or stop_time_s, or "
                 "lower the speed"
             )
+
+
+@dataclass(frozen=True)
+class GuardParameters:
+    """Every parameter of the guard's node; none changes while it runs."""
+
+    guard: GuardSettings = section(GuardSettings)
+    realtime_priority: int = parameter(
+        10,
+        "Priority of the guard's threads under SCHED_FIFO, where the system allows it; 0: ordinary.",
+        minimum=0,
+        maximum=99,
+    )
+    black_box_s: float = parameter(
+        120.0, "How much of the past is written on a stop; 0: no black box.", unit="s", minimum=0.0, maximum=3600.0
+    )
+    black_box_dir: str = parameter("~/.ros/black_box", "Where stops are written, one MCAP file each.")
+    black_box_files: int = parameter(20, "How many files are kept there; the oldest go.", minimum=1, maximum=10_000)
+    diagnostics_period_s: float = parameter(1.0, "Time between two diagnostics.", unit="s", minimum=0.05, maximum=60.0)

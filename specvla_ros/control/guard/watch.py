@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from specvla_ros.control.guard.cause import Cause, Refusal
-from specvla_ros.control.guard.commands import Instant, JointPositions, Stamp, ToolPose
-from specvla_ros.control.guard.gate import RETURN_M, Measured, outside_m, text
+from specvla_ros.control.guard.commands import Instant, JointPositions, Measured, Stamp, ToolPose
 from specvla_ros.control.guard.settings import GuardSettings
-from specvla_ros.control.guard.tool_gates import pose_of
+from specvla_ros.control.guard.tool_gates import pose_of, text
 from specvla_ros.control.pose import Pose
 
+# How far outside of the workspace a tool may be and still be brought back by commands; past it, by hand.
+_RETURN_M = 0.05
 MAX_FUTURE_S = 0.1  # how far a stamp may lie ahead of the node's clock
 _JUMP_S = 0.25  # how much more than the steady clock the node's may go at once
 # After this process did not run, or a clock jumped, what is still queued is old.
@@ -233,7 +234,7 @@ class Watch:
         measured = self.measured(now)
         if measured.tool is None:
             found.append(Refusal(Cause.STATE_MISSING, _silence("tool_pose", self._tool, now)))
-        elif outside_m(settings.limits, measured.tool.position) > RETURN_M:
+        elif settings.limits.outside_m(measured.tool.position) > _RETURN_M:
             detail = f"the tool is at {text(measured.tool.position)} m, outside of the workspace: bring it back by hand"
             found.append(Refusal(Cause.OUTSIDE, detail))
         if settings.kind.of_joints and measured.joints is None:

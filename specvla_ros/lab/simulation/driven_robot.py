@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from specvla_ros.control.bounded_motion import BoundedMotion, Target, tracking_velocity
-from specvla_ros.control.convention import ActionConvention
-from specvla_ros.control.displacement import DisplacementFollower
-from specvla_ros.control.follower import ActionFollower, ActionRefusedError, Compensation, StampedAction
+from specvla_ros.control.convention import ActionConvention, StampedAction
+from specvla_ros.control.follower import ActionFollower, ActionRefusedError, Compensation
 from specvla_ros.control.gripper import Gripper, GripperSettings
 from specvla_ros.control.inverse_kinematics import (
     TRAJECTORY_AHEAD_S,
@@ -24,12 +23,13 @@ from specvla_ros.control.inverse_kinematics import (
     trajectory_point,
 )
 from specvla_ros.control.limits import Limits
-from specvla_ros.control.pose_history import PoseHistory
+from specvla_ros.control.pose import PoseHistory
 from specvla_ros.lab.simulation.arms import TABLE_ARM, Arm
 from specvla_ros.lab.simulation.commanded_arm import CommandedArm
 from specvla_ros.lab.simulation.controllers.controller import BASE_FRAME, CONTROL_DT_S
 from specvla_ros.lab.simulation.controllers.joint_trajectory import JointTrajectory, Point
 from specvla_ros.lab.simulation.controllers.servo import Twist
+from specvla_ros.lab.simulation.displacement import DisplacementFollower
 from specvla_ros.lab.simulation.osc import CONTROL_HZ
 from specvla_ros.lab.simulation.robot import ACTION_DT_S, IMAGE_SIZE, TableRobot
 
@@ -98,7 +98,8 @@ class DrivenRobot(TableRobot):
         self._now_s = 0.0
         start = self.world.tool()
         self._history = PoseHistory()
-        self._fingers = Gripper(GripperSettings(self._arm.gripper.open[0], self._arm.gripper.closed[0]))
+        fingers = self._arm.gripper
+        self._fingers = Gripper(GripperSettings(open_value=fingers.open[0], closed_value=fingers.closed[0]))
         self._actions = ActionFollower(
             BoundedMotion(self._limits),
             self._fingers,

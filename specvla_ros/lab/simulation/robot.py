@@ -5,8 +5,8 @@ from typing import Protocol
 
 import numpy as np
 
-from specvla_ros.control.displacement import DisplacementFollower, ImageGoal
 from specvla_ros.lab.simulation.arms import TABLE_ARM, WRIST_CAMERA, Arm
+from specvla_ros.lab.simulation.displacement import DisplacementFollower, ImageGoal
 from specvla_ros.lab.simulation.osc import CONTROL_HZ, SCALE
 from specvla_ros.lab.simulation.tasks import Task, WorldState, acted_on, choose_tasks, draw_layout
 from specvla_ros.lab.simulation.world import FRONT_CAMERA, Camera, World

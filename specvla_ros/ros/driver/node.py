@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lifecycle node `driver`: stamped actions and the tool's measured pose in, bounded motion commands out."""
 
-import math
 import sys
 import time
 from collections import Counter
@@ -12,36 +11,28 @@ import numpy as np
 from diagnostic_msgs.msg import DiagnosticStatus
 from rcl_interfaces.msg import SetParametersResult
 from rclpy.clock import Clock, ClockType
-from rclpy.lifecycle import LifecycleNode, LifecycleState, TransitionCallbackReturn
 from rclpy.subscription import Subscription
 from rclpy.time import Time
+from rclpy.timer import Timer
 from std_msgs.msg import Bool
 from std_srvs.srv import SetBool
 
 from specvla_ros.control.bounded_motion import BoundedMotion
-from specvla_ros.control.clock_offset import ClockOffset
-from specvla_ros.control.convention import (
-    ACTION_NAMES,
-    ActionConvention,
-    ActionFrame,
-    GripperSign,
-    Reference,
-    Rotation,
-)
-from specvla_ros.control.driver import Driver, NotFollowingError
-from specvla_ros.control.follower import ActionFollower, ActionRefusedError, Compensation, StampedAction
+from specvla_ros.control.convention import ActionConvention, StampedAction
+from specvla_ros.control.driver import ClockOffset, Driver, NotFollowingError
+from specvla_ros.control.follower import ActionFollower, ActionRefusedError, Compensation
 from specvla_ros.control.gripper import Gripper
 from specvla_ros.control.inverse_kinematics import JointSolver, UnreachableError
-from specvla_ros.control.pose import Pose
-from specvla_ros.control.pose_history import PoseHistory
+from specvla_ros.control.pose import Pose, PoseHistory
 from specvla_ros.errors import UserError
+from specvla_ros.messages.action_message import stamped_action
 from specvla_ros.msg import VlaAction
 from specvla_ros.ros.diagnostics import DiagnosticsPublisher, make_status
-from specvla_ros.ros.driver.outputs.gripper import GripperOutput
+from specvla_ros.ros.driver.outputs.gripper import GripperCommands
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
 from specvla_ros.ros.driver.parameters import DriverParameters
 from specvla_ros.ros.driver.tool_pose import JointInput, PoseFromTf, PoseSource, PoseTopic, forward_kinematics
-from specvla_ros.ros.lifecycle import answer_impossible_transitions
+from specvla_ros.ros.managed_node import ManagedNode
 from specvla_ros.ros.parameters import (
     check_values,
     declare_parameters,
@@ -59,7 +50,7 @@ _LOG_PERIOD_S = 5.0
 _CLOCKS_APART_S = 0.02  # for certain; less is found between machines that are synchronised over a network
 
 
-class DriverNode(LifecycleNode):
+class DriverNode(ManagedNode):
     """Moves the robot as actions say, within limits; without actions, poses or a sound clock it comes to rest.
 
     Args:
@@ -71,7 +62,6 @@ class DriverNode(LifecycleNode):
 
     def __init__(self, **node_arguments: Any) -> None:
         super().__init__("driver", **node_arguments)
-        answer_impossible_transitions(self)
         try:
             declare_parameters(self, DriverParameters, lifecycle=True)
         except UserError:
@@ -84,7 +74,7 @@ class DriverNode(LifecycleNode):
         self._inputs: list[JointInput | PoseSource] = []
         self._subscriptions_made: list[Subscription] = []
         self._driver: Driver | None = None
-        self._active = False
+        self._timers_made: list[Timer] = []
         self._holding = False
         self._reset()
         self.add_on_set_parameters_callback(self._on_set_parameters)
@@ -102,21 +92,11 @@ class DriverNode(LifecycleNode):
 
     # Transitions
 
-    def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """Checks everything that a motion needs; what a user can mend is refused, and configure may be tried again."""
-        try:
-            self._chosen = read_parameters(self, DriverParameters)
-            self._chosen.check_complete()
-            self._diagnostics.set_period(self._chosen.diagnostics_period_s)
-            self._build()
-        except UserError as error:
-            self._release()
-            self.get_logger().error(f"not configured: {error}")
-            return TransitionCallbackReturn.FAILURE
-        self.get_logger().info(self._introduction())
-        return TransitionCallbackReturn.SUCCESS
-
-    def _build(self) -> None:
+    def _setup(self) -> None:
+        """Checks everything that a motion needs."""
+        self._chosen = read_parameters(self, DriverParameters)
+        self._chosen.check_complete()
+        self._diagnostics.set_period(self._chosen.diagnostics_period_s)
         chosen = self._chosen
         model, period_s = chosen.joints.load(), 1.0 / chosen.rate_hz
         self._solver = None if model is None else JointSolver(model, period_s)
@@ -124,9 +104,10 @@ class DriverNode(LifecycleNode):
         self._output_context = OutputContext(self, chosen.base_frame, period_s, names, self._solver)
         self._output: RobotOutput = ROBOT_OUTPUTS.entries()[chosen.output].make(self._output_context)
         self._gripper = Gripper(chosen.gripper)
-        self._gripper_output = GripperOutput(self._output_context, chosen.gripper_output, chosen.gripper_joint)
+        self._gripper_output = GripperCommands(self._output_context, chosen.gripper)
         if chosen.tool_pose_source == "joint_states" and self._solver is None:
             raise UserError("tool_pose_source: joint_states needs the robot's kinematics; set joints.model")
+        self.get_logger().info(self._introduction())
 
     def _introduction(self) -> str:
         chosen = self._chosen
@@ -134,7 +115,7 @@ class DriverNode(LifecycleNode):
             return f"a dry run that plans no motion: {', '.join(chosen.limits.missing)} not set"
         return f"output {chosen.output}, {chosen.rate_hz:g} Hz, a stop takes {chosen.limits.stop_s:.3f} s at most"
 
-    def on_activate(self, state: LifecycleState) -> TransitionCallbackReturn:
+    def _start(self) -> None:
         """Listens, waits for a measured pose within the workspace, and moves from there."""
         self._reset()
         chosen = self._chosen
@@ -162,20 +143,13 @@ class DriverNode(LifecycleNode):
             self._driver.holding = self._holding
         self._gripper.reset()
         self._gripper_output.forget()
-        try:
-            self._listen()
-        except UserError as error:
-            self._stop()
-            self.get_logger().error(f"not activated: {error}")
-            return TransitionCallbackReturn.FAILURE
-        self._active = True
+        self._listen()
         # On the steady clock: a clock that stands still must not silence the robot's commands.
         steady = Clock(clock_type=ClockType.STEADY_TIME)
         self._timers_made = [
             self.create_timer(1.0 / chosen.rate_hz, self._step, clock=steady),
             self.create_timer(_WATCH_S, self._watch_publishers, clock=steady),
         ]
-        return super().on_activate(state)
 
     def _listen(self) -> None:
         chosen = self._chosen
@@ -194,36 +168,11 @@ class DriverNode(LifecycleNode):
             self.create_subscription(Bool, "guard_passing", self._on_passing, LATCHED_STATE),
         ]
 
-    def on_deactivate(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """Sends nothing more: the robot's own controller, or the guard, brings it to rest."""
-        self._stop()
-        return super().on_deactivate(state)
-
-    def on_cleanup(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """Lets everything go."""
-        self._release()
-        return TransitionCallbackReturn.SUCCESS
-
-    def on_shutdown(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """As deactivate and cleanup; the node can then only end."""
-        self._release()
-        return super().on_deactivate(state)
-
-    def on_error(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """Back to unconfigured, with nothing left running."""
-        self._release()
-        return super().on_deactivate(state)
-
-    def close(self) -> bool:
-        """Sends nothing more."""
-        self._release()
-        return True
-
     def _stop(self) -> None:
-        if self._active:
-            self._active = False
-            for timer in self._timers_made:
-                self.destroy_timer(timer)
+        """Sends nothing more: the robot's own controller, or the guard, brings it to rest."""
+        for timer in self._timers_made:
+            self.destroy_timer(timer)
+        self._timers_made = []
         for each in self._inputs:
             each.destroy()
         self._inputs = []
@@ -232,11 +181,11 @@ class DriverNode(LifecycleNode):
         self._subscriptions_made = []
         self._driver = None
 
-    def _release(self) -> None:
-        self._stop()
+    def _teardown(self) -> bool:
         if self._output_context is not None:
             self._output_context.close()
             self._output_context = None
+        return True
 
     # Inputs
 
@@ -261,7 +210,7 @@ class DriverNode(LifecycleNode):
         try:
             check_values(DriverParameters, changed)
             if self._output_context is not None:  # else they are read when the node is configured
-                refuse_fixed(self, DriverParameters, changed, read_in_activate=(), active=self._active)
+                refuse_fixed(self, DriverParameters, changed, read_in_activate=(), active=self.active)
                 self._chosen = read_parameters(self, DriverParameters, changed)
         except UserError as error:
             return SetParametersResult(successful=False, reason=str(error))
@@ -308,15 +257,8 @@ class DriverNode(LifecycleNode):
         Raises:
             ValueError: it cannot be one of this robot's.
         """
-        convention = ActionConvention(
-            message.action_dt,
-            Reference(message.reference),
-            ActionFrame(message.action_frame),
-            Rotation(message.rotation),
-            GripperSign(message.gripper),
-        )
-        if not (math.isfinite(convention.dt_s) and convention.dt_s > 0):
-            raise ValueError(f"its action_dt is {convention.dt_s} s")
+        action = stamped_action(message, Time.from_msg(message.header.stamp).nanoseconds * _NS)
+        convention = action.convention
         if self._convention is not None and convention != self._convention:
             raise ValueError(
                 f"its numbers mean {_words(convention)}, those of the first action since activation "
@@ -331,14 +273,8 @@ class DriverNode(LifecycleNode):
                 f"it was decoded as {message.mode}, with several frames in flight, and compensate is none: the same "
                 "way would count several times; set compensate to image_goal, or the policy's decode.mode to ar or spec"
             )
-        horizon, columns = message.horizon, len(message.names)
-        if not columns or horizon * columns != len(message.values):
-            raise ValueError(f"it has {len(message.values)} values for {horizon} rows of {columns} names")
-        if tuple(message.names) != ACTION_NAMES[:columns]:
-            raise ValueError(f"its columns are {', '.join(message.names)[:80]}, not {', '.join(ACTION_NAMES)}")
         self._convention = convention
-        stamp_s = Time.from_msg(message.header.stamp).nanoseconds * _NS
-        return StampedAction(stamp_s, np.array(message.values).reshape(horizon, columns), convention)
+        return action
 
     def _refuse(self, kind: str, detail: str) -> None:
         self._refusals[kind] += 1
@@ -385,6 +321,8 @@ class DriverNode(LifecycleNode):
         }
         if self._last_refusal:
             values["last refusal"] = self._last_refusal
+        if self.stop_reason:
+            values["stopped because"] = self.stop_reason
         clocks = self._clocks.best
         if clocks is not None:
             values["action age s"] = f"{self._action_age_s:.4f}"
@@ -397,7 +335,7 @@ class DriverNode(LifecycleNode):
         return {"motion": make_status(*self._summary(), values)}
 
     def _summary(self) -> tuple[bytes, str]:
-        if not self._active:
+        if not self.active:
             return DiagnosticStatus.OK, "not active"
         driver = self._driver
         if driver is None:

@@ -7,29 +7,21 @@ from pathlib import Path
 from specvla_ros.control.follower import Compensation
 from specvla_ros.control.gripper import GripperSettings
 from specvla_ros.control.inverse_kinematics import JointModel, load_joint_model
-from specvla_ros.control.limits import Limits
+from specvla_ros.control.limits import NO_NAMES, Joints, Limits
 from specvla_ros.errors import UserError
-from specvla_ros.ros.driver.outputs.gripper import GRIPPER_OUTPUTS
 from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS
 from specvla_ros.ros.driver.tool_pose import POSE_SOURCES
 from specvla_ros.settings.parameter import check, parameter, section
 
 DRY_RUN = "none"
-_UNNAMED = ("",)
 
 
 @dataclass(frozen=True)
-class JointParameters:
-    """The robot's joints, for outputs that command them."""
-
-    ROS_PREFIX = "joints."
+class JointParameters(Joints):
+    """The arm's joints and its kinematics."""
 
     model: str = parameter("", "The robot's MJCF or URDF file, whose world frame is base_frame; for joint outputs.")
-    names: tuple[str, ...] = parameter(_UNNAMED, "Names of the arm's joints, in the order of the commands.")
     tool: str = parameter("", "Name of the tool's site or body in the model.")
-    max_speed: tuple[float, ...] = parameter(
-        (0.0,), "Largest speed of each joint, or one for all of them; 0: not set.", unit="rad/s or m/s", minimum=0.0
-    )
 
     def load(self) -> JointModel | None:
         """The robot's kinematics; None: no model is named.
@@ -39,7 +31,7 @@ class JointParameters:
         """
         if not self.model:
             return None
-        if self.names == _UNNAMED:
+        if self.names == NO_NAMES:
             raise UserError("joints.model needs joints.names: the arm's joints, in the order of the commands")
         return load_joint_model(Path(self.model).expanduser(), self.names, self.tool, self.max_speed)
 
@@ -93,10 +85,6 @@ class DriverParameters:
     limits: Limits = section(Limits)
     joints: JointParameters = section(JointParameters)
     gripper: GripperSettings = section(GripperSettings)
-    gripper_output: str = parameter(
-        "none", "How the gripper is commanded.", choices=GRIPPER_OUTPUTS, name="gripper.output"
-    )
-    gripper_joint: str = parameter("", "Name of the gripper's joint, for a trajectory.", name="gripper.joint")
     diagnostics_period_s: float = parameter(1.0, "Time between two diagnostics.", unit="s", minimum=0.05, maximum=60.0)
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from sensor_msgs.msg import JointState
 from std_msgs.msg import Float64MultiArray, Header
 from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
+from specvla_ros.control.gripper import TRAVEL_S
 from specvla_ros.control.guard.commands import (
     JointCommand,
     JointPositions,
@@ -25,7 +26,6 @@ from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajector
 from specvla_ros.control.pose import quaternion
 
 _NONE = np.zeros((0, 0))
-_GRIPPER_S = 0.3
 
 
 def stamp_of(header: Header, sent_ns: int | None = None) -> Stamp:
@@ -114,7 +114,7 @@ def array_message(sent: SentJoints) -> Float64MultiArray:
 
 def gripper_trajectory_message(position: float, joint: str) -> JointTrajectory:
     """What goes out."""
-    point = JointTrajectoryPoint(positions=[position], time_from_start=_duration(_GRIPPER_S))
+    point = JointTrajectoryPoint(positions=[position], time_from_start=_duration(TRAVEL_S))
     return JointTrajectory(joint_names=[joint], points=[point])
 
 

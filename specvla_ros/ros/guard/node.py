@@ -21,10 +21,11 @@ from std_msgs.msg import Bool, Empty, Float64MultiArray, String
 from std_srvs.srv import Trigger
 from trajectory_msgs.msg import JointTrajectory
 
+from specvla_ros.control.gripper import GripperOutput
 from specvla_ros.control.guard.cause import Cause, Refusal
 from specvla_ros.control.guard.commands import Instant
 from specvla_ros.control.guard.guard import Guard, Outcome, State
-from specvla_ros.control.guard.settings import GripperOutput, Output
+from specvla_ros.control.guard.settings import GuardParameters, Output
 from specvla_ros.errors import UserError
 from specvla_ros.msg import VlaAction
 from specvla_ros.ros.diagnostics import DiagnosticsPublisher, make_status
@@ -42,7 +43,6 @@ from specvla_ros.ros.guard.messages import (
     trajectory_command,
     twist_command,
 )
-from specvla_ros.ros.guard.parameters import GuardParameters
 from specvla_ros.ros.guard.sources import Senders, sources_problem
 from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
 from specvla_ros.ros.qos import ACTION, COMMAND, DIAGNOSTICS, INSTRUCTION, LATCHED_INSTRUCTION, LATCHED_STATE, STATE

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from diagnostic_msgs.msg import DiagnosticStatus
 from rcl_interfaces.msg import SetParametersResult
-from rclpy.lifecycle import LifecycleNode, LifecycleState, TransitionCallbackReturn
+from rclpy.lifecycle import LifecycleState, TransitionCallbackReturn
 from rclpy.parameter import Parameter
 
 from specvla_ros.engine.outcome import Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.ros.diagnostics import DiagnosticsPublisher, make_status
-from specvla_ros.ros.lifecycle import init_lifecycle_node
+from specvla_ros.ros.managed_node import ManagedNode
 from specvla_ros.ros.parameters import (
     check_values,
     declare_parameters,
@@ -52,7 +52,7 @@ _LOAD_POLL_S = 0.1
 _LAST_WORDS_S = 1.0
 
 
-class PolicyNode(LifecycleNode):
+class PolicyNode(ManagedNode):
     """Loads in configure, listens to images while active, and publishes what the engine answers.
 
     With the parameter `robots` it does so for several robots, at a node of each: its transitions are then theirs too,
@@ -70,11 +70,12 @@ class PolicyNode(LifecycleNode):
         UserError: a parameter has the wrong type or is out of range.
     """
 
+    mendable = Exception  # whatever a checkpoint raises is for its user to mend
+
     def __init__(self, *, cli_args: Sequence[str] = (), **node_arguments: Any) -> None:
-        init_lifecycle_node(self, "policy", cli_args=[*cli_args], **node_arguments)
+        super().__init__("policy", cli_args=[*cli_args], **node_arguments)
         self.robots: tuple[RobotNode, ...] = ()
         self._thread: InferenceThread | None = None
-        self._active = False
         self._shut_down_s = math.inf
         self._model_status = not_loaded_status()
         self._chosen = PolicyParameters()  # read when the node is configured
@@ -131,30 +132,29 @@ class PolicyNode(LifecycleNode):
 
     def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
         """Loads and warms up the policy; what a user can mend is refused, and configure may be tried again."""
-        try:
-            self._chosen = read_parameters(self, PolicyParameters)
-            self._chosen.check()
-            self._diagnostics.set_period(self._chosen.diagnostics_period_s)
-            self._thread = InferenceThread(
-                self._load,
-                on_progress=self._on_progress,
-                on_outcome=self._on_outcome,
-                on_fault=self._on_fault,
-            )
-            description = self._wait_loaded(self._thread)
-            self._policy = _as_loaded(self._thread, self._target)
-            if self._own is not None:
-                self._own.configure(self._policy, self._chosen.robot)
-        except Exception as error:
-            self._release()
-            self._model_status = make_status(DiagnosticStatus.ERROR, str(error).splitlines()[0])
-            self.get_logger().error(f"not configured: {error}")
-            return TransitionCallbackReturn.FAILURE
+        answer = super().on_configure(state)
+        if answer is not TransitionCallbackReturn.SUCCESS:
+            self._model_status = make_status(DiagnosticStatus.ERROR, self.stop_reason.splitlines()[0])
+        return answer
+
+    def _setup(self) -> None:
+        self._chosen = read_parameters(self, PolicyParameters)
+        self._chosen.check()
+        self._diagnostics.set_period(self._chosen.diagnostics_period_s)
+        self._thread = InferenceThread(
+            self._load,
+            on_progress=self._on_progress,
+            on_outcome=self._on_outcome,
+            on_fault=self._on_fault,
+        )
+        description = self._wait_loaded(self._thread)
+        self._policy = _as_loaded(self._thread, self._target)
+        if self._own is not None:
+            self._own.configure(self._policy, self._chosen.robot)
         self._model_status = loaded_status(description)
         self.get_logger().info("policy loaded: " + ", ".join(f"{key} {value}" for key, value in description.items()))
         for robot in self.robots:  # one that cannot says why, and the others go on
             robot.trigger_configure()
-        return TransitionCallbackReturn.SUCCESS
 
     def _load(self, progress: Progress) -> Engine:
         engine = load_engine(self._chosen, self._now_ns, progress)
@@ -171,60 +171,24 @@ class PolicyNode(LifecycleNode):
             self.executor.spin_once(timeout_sec=_LOAD_POLL_S)
         return thread.wait_loaded()
 
-    def on_activate(self, state: LifecycleState) -> TransitionCallbackReturn:
+    def _start(self) -> None:
         """Listens to images and lets actions out."""
         if self._own is not None:
-            try:
-                self._own.activate(read_parameters(self, PolicyParameters).robot)
-            except UserError as error:
-                self.get_logger().error(f"not activated: {error}")
-                return TransitionCallbackReturn.FAILURE
-        self._active = True
+            self._own.activate(read_parameters(self, PolicyParameters).robot)
         for robot in self.robots:
             if robot.part.configured and not robot.part.active:
                 robot.trigger_activate()
-        return super().on_activate(state)
 
-    def on_deactivate(self, state: LifecycleState) -> TransitionCallbackReturn:
+    def _stop(self) -> None:
         """Publishes nothing more, and drops what is in flight."""
-        self._stop_answering()
-        return super().on_deactivate(state)
-
-    def on_cleanup(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """Lets the policy go, and the memory it took."""
-        self._release()
-        return TransitionCallbackReturn.SUCCESS
-
-    def on_shutdown(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """As deactivate and cleanup; the node can then only end, and its process with it."""
-        self._release()
-        self._shut_down_s = time.monotonic()
-        return super().on_deactivate(state)  # nothing else silences the managed publishers
-
-    def on_error(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """Back to unconfigured, with nothing left running."""
-        self._release()
-        return super().on_deactivate(state)
-
-    @property
-    def finished(self) -> bool:
-        """Whether it was shut down, and the answer has had time to leave."""
-        return time.monotonic() - self._shut_down_s > _LAST_WORDS_S
-
-    def close(self) -> bool:
-        """Stops everything that runs beside the executor; False when the inference thread hangs."""
-        return self._release()
-
-    def _stop_answering(self) -> None:
-        self._active = False
         for robot in self.robots:
             if robot.part.active:
                 robot.trigger_deactivate()
         if self._own is not None:
             self._own.deactivate()
 
-    def _release(self) -> bool:
-        self._stop_answering()
+    def _teardown(self) -> bool:
+        """Lets the policy go, and the memory it took."""
         for robot in self.robots:
             if robot.part.configured:
                 robot.trigger_cleanup()
@@ -234,6 +198,17 @@ class PolicyNode(LifecycleNode):
         thread, self._thread = self._thread, None
         self._model_status = not_loaded_status()
         return thread is None or thread.stop()
+
+    def on_shutdown(self, state: LifecycleState) -> TransitionCallbackReturn:
+        """As deactivate and cleanup; the node can then only end, and its process with it."""
+        answer = super().on_shutdown(state)
+        self._shut_down_s = time.monotonic()
+        return answer
+
+    @property
+    def finished(self) -> bool:
+        """Whether it was shut down, and the answer has had time to leave."""
+        return time.monotonic() - self._shut_down_s > _LAST_WORDS_S
 
     # Parameters
 
@@ -259,7 +234,7 @@ class PolicyNode(LifecycleNode):
 
     def _change(self, thread: InferenceThread, changed: dict[str, Any]) -> None:
         """Has the engine follow new values, or refuses all of them."""
-        refuse_fixed(self, PolicyParameters, changed, read_in_activate=READ_IN_ACTIVATE, active=self._active)
+        refuse_fixed(self, PolicyParameters, changed, read_in_activate=READ_IN_ACTIVATE, active=self.active)
         chosen = read_parameters(self, PolicyParameters, changed)
         if any(name.startswith(EngineSettings.ROS_PREFIX) for name in changed):
             self._model_status = loaded_status(thread.switch(chosen.decoding))

@@ -6,11 +6,10 @@ from typing import Any
 
 from diagnostic_msgs.msg import DiagnosticStatus
 from rcl_interfaces.msg import SetParametersResult
-from rclpy.lifecycle import LifecycleNode, LifecycleState, TransitionCallbackReturn
 
 from specvla_ros.errors import UserError
 from specvla_ros.ros.diagnostics import DiagnosticsPublisher
-from specvla_ros.ros.lifecycle import init_lifecycle_node
+from specvla_ros.ros.managed_node import ManagedNode
 from specvla_ros.ros.parameters import (
     check_values,
     declare_parameters,
@@ -24,7 +23,7 @@ from specvla_ros.ros.policy.robot_part import LoadedPolicy, RobotPart
 from specvla_ros.settings.parameter import walk
 
 
-class RobotNode(LifecycleNode):
+class RobotNode(ManagedNode):
     """Takes its place in the engine in configure, listens to images while active.
 
     Args:
@@ -48,7 +47,7 @@ class RobotNode(LifecycleNode):
         diagnostics_period_s: float,
         **node_arguments: Any,
     ) -> None:
-        init_lifecycle_node(self, "policy", **node_arguments)
+        super().__init__("policy", **node_arguments)
         self._robot, self._policy = robot, policy
         try:
             declare_parameters(self, SharedParameters, lifecycle=True, usual=usual)
@@ -63,49 +62,27 @@ class RobotNode(LifecycleNode):
         self.part = RobotPart(self, robot, max_image_age_s)
         self._diagnostics = DiagnosticsPublisher(self, diagnostics_period_s, self._statuses)
 
-    def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
+    def _setup(self) -> None:
         """Takes a place in the engine, and listens to instructions."""
         policy = self._policy()
         if policy is None:
-            self.get_logger().error("not configured: the policy is not loaded; configure its own node first")
-            return TransitionCallbackReturn.FAILURE
-        try:
-            chosen = read_parameters(self, SharedParameters)
-            self.part.configure(policy, chosen.robot)
-        except UserError as error:
-            self.get_logger().error(f"not configured: {error}")
-            return TransitionCallbackReturn.FAILURE
+            raise UserError("the policy is not loaded; configure its own node first")
+        chosen = read_parameters(self, SharedParameters)
+        self.part.configure(policy, chosen.robot)
         policy.thread.open(self._robot, budget_s=chosen.budget_s, priority=chosen.priority)
-        return TransitionCallbackReturn.SUCCESS
 
-    def on_activate(self, state: LifecycleState) -> TransitionCallbackReturn:
+    def _start(self) -> None:
         """Listens to images and lets actions out."""
-        try:
-            self.part.activate(read_parameters(self, SharedParameters).robot)
-        except UserError as error:
-            self.get_logger().error(f"not activated: {error}")
-            return TransitionCallbackReturn.FAILURE
-        return super().on_activate(state)
+        self.part.activate(read_parameters(self, SharedParameters).robot)
 
-    def on_deactivate(self, state: LifecycleState) -> TransitionCallbackReturn:
+    def _stop(self) -> None:
         """Publishes nothing more, and drops what is in flight; the other robots go on."""
         self.part.deactivate()
-        return super().on_deactivate(state)
 
-    def on_cleanup(self, state: LifecycleState) -> TransitionCallbackReturn:
+    def _teardown(self) -> bool:
         """Gives the place in the engine back."""
         self.part.release()
-        return TransitionCallbackReturn.SUCCESS
-
-    def on_shutdown(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """As deactivate and cleanup, for good."""
-        self.part.release()
-        return super().on_deactivate(state)  # nothing else silences the managed publishers
-
-    def on_error(self, state: LifecycleState) -> TransitionCallbackReturn:
-        """Back to unconfigured."""
-        self.part.release()
-        return super().on_deactivate(state)
+        return True
 
     def _on_set_parameters(self, parameters: list[Any]) -> SetParametersResult:
         changed = {parameter.name: parameter.value for parameter in parameters}

@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import rclpy
@@ -25,9 +26,9 @@ from specvla_ros.msg import SimEpisode, VlaAction
 from specvla_ros.ros.parameters import declare_parameters, read_parameters, unknown_parameters
 from specvla_ros.ros.qos import ACTION, LATCHED_INSTRUCTION, LATCHED_STATE
 from specvla_ros.ros.spinning import run_node
-from specvla_ros.ros.task.parameters import Judge, TaskParameters
 from specvla_ros.ros.task.progress import Progress
 from specvla_ros.ros.task.switch import Switch
+from specvla_ros.settings.parameter import parameter
 
 _TICK_S = 0.05
 _FEEDBACK_S = 0.5
@@ -38,6 +39,36 @@ _LAST_CALL_S = 4.0  # the same where this node ends during a task; `ros2 launch`
 _ACKNOWLEDGED = Duration(nanoseconds=200_000_000)
 
 Goal = Any  # ServerGoalHandle, generic in some versions of rclpy and not in others
+
+
+class Judge(str, Enum):
+    """Who says that a task is done."""
+
+    NONE = "none"  # nobody: the time limit is the end
+    TOPIC = "topic"  # a message on ~/succeeded
+    SIM_EPISODE = "sim_episode"  # the simulated robot
+
+
+@dataclass(frozen=True)
+class TaskParameters:
+    """Every parameter of the task node."""
+
+    judge: str = parameter(
+        Judge.NONE.value,
+        "Who says that a task is done: nobody (the time limit is its end), a std_msgs/Bool on ~/succeeded, or the "
+        "simulated robot.",
+        choices=tuple(judge.value for judge in Judge),
+    )
+    time_limit_s: float = parameter(
+        60.0, "Time limit of a goal that gives none, on the node's clock.", unit="s", minimum=0.1, maximum=86_400.0
+    )
+    max_silence_s: float = parameter(
+        10.0,
+        "Wall time without an action after which a task has failed; 0: never.",
+        unit="s",
+        minimum=0.0,
+        maximum=3600.0,
+    )
 
 
 @dataclass

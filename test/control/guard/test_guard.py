@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.guarding import BASE, HOME, JOINTS, LIMITS, UPRIGHT, Rig, rig, velocities
 from support.guarding import settings as guard_settings
 
+from specvla_ros.control.gripper import GripperLimits
 from specvla_ros.control.guard.cause import Cause
 from specvla_ros.control.guard.commands import (
     JointCommand,
@@ -22,7 +23,6 @@ from specvla_ros.control.guard.commands import (
     TwistCommand,
 )
 from specvla_ros.control.guard.guard import STALL_S, GripperCommand, Guard, State
-from specvla_ros.control.guard.settings import GripperLimits
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajectory_point
 from specvla_ros.errors import UserError
 

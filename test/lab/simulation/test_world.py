@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from support.gl import needs_gl
 
-from specvla_ros.control.displacement import DisplacementFollower
 from specvla_ros.errors import UserError
 from specvla_ros.lab.simulation import choose_gl, require_gl
+from specvla_ros.lab.simulation.displacement import DisplacementFollower
 from specvla_ros.lab.simulation.expert import demonstrate
 from specvla_ros.lab.simulation.osc import CONTROL_HZ, SCALE
 from specvla_ros.lab.simulation.robot import TableRobot

@@ -13,8 +13,7 @@ import pytest
 from support.black_boxes import read_black_box
 from support.patience import wait_until
 
-from specvla_ros.ros.guard.black_box import BlackBox
-from specvla_ros.ros.guard.black_box_process import Ring, definition
+from specvla_ros.ros.guard.black_box import BlackBox, Ring, definition
 
 RAW = b"\x00\x01\x00\x00" + b"\x06\x00\x00\x00hello\x00"  # std_msgs/msg/String "hello"
 

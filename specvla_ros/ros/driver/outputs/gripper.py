@@ -8,34 +8,29 @@ from builtin_interfaces.msg import Duration
 from std_msgs.msg import Float64MultiArray
 from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
+from specvla_ros.control.gripper import TRAVEL_S, GripperOutput, GripperSettings
 from specvla_ros.errors import UserError
 from specvla_ros.ros.driver.outputs.robot_output import OutputContext
 
-GRIPPER_OUTPUTS = ("none", "array", "trajectory", "action")
-_TRAVEL = Duration(sec=0, nanosec=300_000_000)
+_TRAVEL = Duration(sec=0, nanosec=round(TRAVEL_S * 1e9))
 _REPEAT_S = 0.5
 
 
-class GripperOutput:
+class GripperCommands:
     """Sends a gripper's position when it changes, and again twice a second: a lost command must not stay lost.
 
     Args:
         context: makes its publishers.
-        kind: one of GRIPPER_OUTPUTS.
-        joint: name of the gripper's joint, for a trajectory.
+        settings: how it is commanded, and its joint.
 
     Raises:
         UserError: the action is not installed, or the joint is not named.
     """
 
-    def __init__(self, context: OutputContext, kind: str, joint: str) -> None:
-        self._send: Callable[[float], None] = {
-            "none": lambda context, joint: lambda position: None,
-            "array": _array,
-            "trajectory": _trajectory,
-            "action": _action,
-        }[kind](context, joint)
-        self._repeats = kind in ("array", "trajectory")
+    def __init__(self, context: OutputContext, settings: GripperSettings) -> None:
+        kind = GripperOutput(settings.output)
+        self._send = _SENDERS[kind](context, settings.joint)
+        self._repeats = kind in (GripperOutput.ARRAY, GripperOutput.TRAJECTORY)
         self._sent: float | None = None
         self._sent_s = 0.0
 
@@ -88,3 +83,11 @@ def _action(context: OutputContext, joint: str) -> Callable[[float], None]:
         client.send_goal_async(goal)
 
     return send
+
+
+_SENDERS: dict[GripperOutput, Callable[[OutputContext, str], Callable[[float], None]]] = {
+    GripperOutput.NONE: lambda context, joint: lambda position: None,
+    GripperOutput.ARRAY: _array,
+    GripperOutput.TRAJECTORY: _trajectory,
+    GripperOutput.ACTION: _action,
+}

@@ -13,15 +13,14 @@ from trajectory_msgs.msg import JointTrajectory, JointTrajectoryPoint
 
 from specvla_ros.control.bounded_motion import Target
 from specvla_ros.control.inverse_kinematics import TRAJECTORY_AHEAD_S, trajectory_point
-from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext
+from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
 
 _AHEAD = Duration(sec=0, nanosec=round(TRAJECTORY_AHEAD_S * 1e9))
 
 
-class JointTrajectoryOutput:
+@ROBOT_OUTPUTS.register("joint_trajectory", order=30)
+class JointTrajectoryOutput(RobotOutput):
     """The joints' positions, to be reached a few periods from now."""
-
-    follows_velocity = False
 
     def __init__(self, context: OutputContext) -> None:
         self._solver = context.require_solver("joint_trajectory")
@@ -35,9 +34,3 @@ class JointTrajectoryOutput:
         ahead = trajectory_point(*self._solver.follow(target.pose))
         point = JointTrajectoryPoint(positions=ahead.tolist(), time_from_start=_AHEAD)
         self._publisher.publish(JointTrajectory(joint_names=self._joints, points=[point]))
-
-
-@ROBOT_OUTPUTS.register("joint_trajectory", order=30)
-def make_joint_trajectory(context: OutputContext) -> JointTrajectoryOutput:
-    """See the module."""
-    return JointTrajectoryOutput(context)

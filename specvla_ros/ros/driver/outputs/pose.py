@@ -1,27 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pose`: PoseStamped on `~/pose`, for MoveIt Servo's pose target and Cartesian controllers."""
 
-from collections.abc import Mapping
-
 from geometry_msgs.msg import PoseStamped
 from rclpy.time import Time
 
 from specvla_ros.control.bounded_motion import Target
 from specvla_ros.control.pose import quaternion
-from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext
+from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
 
 
-class PoseOutput:
+@ROBOT_OUTPUTS.register("pose", order=10)
+class PoseOutput(RobotOutput):
     """The tool's target in the base frame, at the control rate; the last one again when it stands still."""
-
-    follows_velocity = False
 
     def __init__(self, context: OutputContext) -> None:
         self._frame = context.base_frame
         self._publisher = context.create_publisher(PoseStamped, "~/pose")
-
-    def start(self, joint_positions: Mapping[str, float]) -> None:
-        pass
 
     def send(self, target: Target, now: Time) -> None:
         message = PoseStamped()
@@ -30,9 +24,3 @@ class PoseOutput:
         place.x, place.y, place.z = target.pose.position.tolist()
         turn.w, turn.x, turn.y, turn.z = quaternion(target.pose.rotation)
         self._publisher.publish(message)
-
-
-@ROBOT_OUTPUTS.register("pose", order=10)
-def make_pose(context: OutputContext) -> PoseOutput:
-    """See the module."""
-    return PoseOutput(context)

@@ -7,13 +7,12 @@ from rclpy.time import Time
 from std_msgs.msg import Float64MultiArray
 
 from specvla_ros.control.bounded_motion import Target
-from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext
+from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
 
 
-class PositionArrayOutput:
+@ROBOT_OUTPUTS.register("position_array", order=40)
+class PositionArrayOutput(RobotOutput):
     """The joints' positions in the order of `joints.names`, at the control rate."""
-
-    follows_velocity = False
 
     def __init__(self, context: OutputContext) -> None:
         self._solver = context.require_solver("position_array")
@@ -25,9 +24,3 @@ class PositionArrayOutput:
     def send(self, target: Target, now: Time) -> None:
         positions, _ = self._solver.follow(target.pose)
         self._publisher.publish(Float64MultiArray(data=positions.tolist()))
-
-
-@ROBOT_OUTPUTS.register("position_array", order=40)
-def make_position_array(context: OutputContext) -> PositionArrayOutput:
-    """See the module."""
-    return PositionArrayOutput(context)

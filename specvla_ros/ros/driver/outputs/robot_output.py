@@ -71,14 +71,14 @@ class OutputContext:
 
 
 class RobotOutput(Protocol):
-    """Commands of one interface.
+    """Commands of one interface; registered as what makes one from an `OutputContext`: its class, or a function.
 
     Attributes:
         follows_velocity: whether the robot is sent velocities, so that where it is must be measured again and again;
             otherwise it is sent to positions.
     """
 
-    follows_velocity: bool
+    follows_velocity: bool = False
 
     def start(self, joint_positions: Mapping[str, float]) -> None:
         """Begins at the robot's present joint positions, where any are known; nothing is sent yet.

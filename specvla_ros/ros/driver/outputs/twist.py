@@ -5,16 +5,15 @@ Servo drops a command whose stamp is older than 0.1 s (`incoming_command_timeout
 stamped with the present and sent at the control rate, zeros included.
 """
 
-from collections.abc import Mapping
-
 from geometry_msgs.msg import TwistStamped
 from rclpy.time import Time
 
 from specvla_ros.control.bounded_motion import Target
-from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext
+from specvla_ros.ros.driver.outputs.robot_output import ROBOT_OUTPUTS, OutputContext, RobotOutput
 
 
-class TwistOutput:
+@ROBOT_OUTPUTS.register("twist", order=20)
+class TwistOutput(RobotOutput):
     """The tool's velocity in the base frame: m/s and rad/s (Servo's `command_in_type: speed_units`)."""
 
     follows_velocity = True
@@ -23,18 +22,9 @@ class TwistOutput:
         self._frame = context.base_frame
         self._publisher = context.create_publisher(TwistStamped, "~/twist")
 
-    def start(self, joint_positions: Mapping[str, float]) -> None:
-        pass
-
     def send(self, target: Target, now: Time) -> None:
         message = TwistStamped()
         message.header.frame_id, message.header.stamp = self._frame, now.to_msg()
         linear, angular = message.twist.linear, message.twist.angular
         linear.x, linear.y, linear.z, angular.x, angular.y, angular.z = target.velocity.tolist()
         self._publisher.publish(message)
-
-
-@ROBOT_OUTPUTS.register("twist", order=20)
-def make_twist(context: OutputContext) -> TwistOutput:
-    """See the module."""
-    return TwistOutput(context)
