@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from specvla_kernels.device import device_fault, operators_on
-from specvla_ros.engine.asking import Asking
 from specvla_ros.engine.ensemble import ChunkEnsemble
 from specvla_ros.engine.kv_cache import KVCache, allocate_cache
 from specvla_ros.engine.mailbox import Mailbox
-from specvla_ros.engine.outcome import Drop, DropReason, Outcome, Question
+from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.engine.pictures import Pictures, pictures_of
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.runner import Runner
@@ -65,7 +64,6 @@ class Engine:
     verifier: Verifier
     drafter: Drafters
     _codec: Codec
-    _asking: Asking | None
     _fallback: str
 
     def __init__(self, target: Target, settings: EngineSettings, now_ns: Callable[[], int] | None = None) -> None:
@@ -85,8 +83,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether an observation waits or is in flight, or a question about one is being answered."""
-        return self.mailbox.waiting or bool(self.scheduler.requests) or (self._asking is not None and self._asking.busy)
+        """Whether an observation waits or is in flight."""
+        return self.mailbox.waiting or bool(self.scheduler.requests)
 
     @property
     def in_flight(self) -> int:
@@ -146,16 +144,6 @@ class Engine:
         self._prepare_next()
         return drops
 
-    def ask(self, question: Question) -> None:
-        """Has a question answered about the next frame that is begun, beside its action, or about the newest in flight.
-
-        Raises:
-            UserError: none can be asked, another is not answered yet, or the policy cannot be asked this.
-        """
-        if self._asking is None:
-            raise UserError("no question can be asked: set decode.ask_tokens to the length of the longest answer")
-        self._asking.ask(question)
-
     def act(self, observation: Observation) -> Outcome:
         """Decodes one observation to its end."""
         outcomes: list[Outcome] = list(self.submit(observation))
@@ -179,8 +167,6 @@ class Engine:
             self._embed(batch)
             if batch.shares:
                 commits = self._forward(batch)
-                if self._asking is not None:
-                    self._asking.begin(batch.shares, self.verifier.rule)
                 self.scheduler.commit(batch, commits)
                 self._draft(batch, commits)
                 self.scheduler.book_time(batch)
@@ -194,8 +180,6 @@ class Engine:
 
     def _drop_all(self, detail: str) -> list[Outcome]:
         """Drops what waits and what is in flight for a fault."""
-        if self._asking is not None:
-            self._asking.drop(f"the engine failed: {detail}")
         drops = [replace(drop, detail=detail) for drop in self.flush(DropReason.ENGINE_FAULT)]
         return self.scheduler.release() + drops
 
@@ -251,10 +235,8 @@ class Engine:
         Raises:
             UserError: the settings do not fit the policy or the device's memory; it goes on as before.
         """
-        before, graphs, asking = self.scheduler, self.runner.graphs, self._asking
+        before, graphs = self.scheduler, self.runner.graphs
         self._set_up(settings)
-        if asking is not None:
-            asking.drop("decoding was changed meanwhile: ask again")
         if graphs.warm:
             self.runner.graphs.warm_up()
         return before.flush(DropReason.MODE_CHANGED)
@@ -410,8 +392,7 @@ class Engine:
         root = Tree.from_root(torch.zeros((), dtype=torch.int64, device=target.decoder.device))
         step_s = settings.chunk_step_s or codec.dt_s or 0.0
         ensemble = ChunkEnsemble(codec, settings.ensemble, step_s)
-        cache = allocate_cache(target, settings, max(codec.max_tokens, settings.ask_tokens))
-        asking = Asking(target, settings, cache, root) if settings.ask_tokens else None
+        cache = allocate_cache(target, settings, codec.max_tokens)
         drafter, fallback = _make_drafter(target, settings, codec, cache.slot_rows, step_s)
         if fallback:
             settings = replace(settings, mode={"spec": "ar", "specpipe": "pipeline"}[settings.mode])
@@ -436,13 +417,12 @@ class Engine:
             lay_out=self._lay_out,
             draft_prompt=self._draft_prompt,
             chunk_rows=runner.forwards.chunk_rows,
-            asking=asking,
         )
         self.mailbox.limit = settings.streams
         self._codec, self._fallback = codec, fallback
         self.settings, self.cache, self.scheduler = settings, cache, scheduler
         self.runner, self.verifier, self.drafter = runner, verifier, drafter
-        self._ensemble, self._asking = ensemble, asking
+        self._ensemble = ensemble
 
 
 def _remedy(drop: Drop) -> str:

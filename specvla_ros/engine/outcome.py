@@ -125,28 +125,3 @@ class DropCounter:
     def by_name(self) -> dict[str, int]:
         """The counts with plain strings as keys, in the enum's order."""
         return {reason.value: count for reason, count in self.counts.items()}
-
-
-@dataclass(eq=False)
-class Question:
-    """A question, and what is known of its answer; the engine's thread writes, any may read.
-
-    Attributes:
-        text: the question.
-        stream: of the robot whose images it is about.
-        observation: whose images it is answered about; None: no frame has been begun since it was asked.
-        tokens: of the answer so far, without its end.
-        forwards: that carried rows of it.
-        problem: why there will be no answer; empty: there is or will be one.
-        done: nothing more will change.
-        cancelled: set by whoever asked; nothing more is computed then.
-    """
-
-    text: str
-    stream: str = ""
-    observation: Observation | None = None
-    tokens: list[int] = field(default_factory=list)
-    forwards: int = 0
-    problem: str = ""
-    done: bool = False
-    cancelled: bool = False

@@ -40,7 +40,6 @@ class Request:
         prefix_len: committed rows of the slot.
         tokens: committed answer tokens.
         visual: last hidden states of the image's rows, chunk by chunk, where the acceptance rule asks for them.
-        asked: it is a question's, no frame's.
         actions: float64 [horizon, dims], of a policy whose head gives them; None: its tokens stand for them.
 
     The rest is the record of its ticks, for DecodeStats.
@@ -59,7 +58,6 @@ class Request:
     prefix_len: int = 0
     tokens: list[int] = field(default_factory=list)
     visual: list[Tensor] = field(default_factory=list)
-    asked: bool = False
     actions: Tensor | None = None
     bins_off: list[int] = field(default_factory=list)
     why: list[int] = field(default_factory=list)
@@ -211,7 +209,6 @@ class ScheduledRequest:
             rule=request.rule,
             visual=request.visual,
             ids=(*request.layout.ids, *request.tokens),
-            any_id=request.asked,
         )
 
     def chunk_input(self) -> DraftInput:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specvla_ros.engine.asking import Asking
 from specvla_ros.engine.kv_cache import SlotPool
 from specvla_ros.engine.mailbox import Mailbox
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
@@ -90,7 +89,6 @@ class Scheduler:
         lay_out: an observation's prompt; raises UserError for one that the policy cannot be given.
         draft_prompt: the tree that the end of a request's prompt verifies.
         chunk_rows: rows of a prompt, to those of each of its chunks but the last.
-        asking: answers questions beside the requests; None: none can be asked.
     """
 
     def __init__(
@@ -104,7 +102,6 @@ class Scheduler:
         lay_out: Callable[[Observation], PromptLayout],
         draft_prompt: Callable[[Request], Tree],
         chunk_rows: Callable[[int], int],
-        asking: Asking | None = None,
     ) -> None:
         self.settings = settings
         self.requests: list[Request] = []
@@ -115,7 +112,6 @@ class Scheduler:
         self._lay_out = lay_out
         self._draft_prompt = draft_prompt
         self._chunk_rows = chunk_rows
-        self._asking = asking
         self._forwards = 0.0  # per finished request, mean; 0: none yet
         self._fewest_forwards = 0  # of the last finished requests, about
         self._held: list[Action] = []
@@ -160,8 +156,7 @@ class Scheduler:
         for share in shares:
             if share.ends_prompt:  # not earlier: what is known of earlier answers grows meanwhile
                 share.request.tree = self._draft_prompt(share.request)
-        asked = self._asking.share() if self._asking is not None else None
-        return Batch([*shares, asked] if asked is not None else shares)
+        return Batch(shares)
 
     def commit(self, batch: Batch, commits: Sequence[Commit]) -> None:
         """Makes a forward's rows and tokens final, oldest frame first; `batch.finished` gets the completed actions.
@@ -172,9 +167,7 @@ class Scheduler:
         """
         for share, commit in zip(batch.verified, commits, strict=True):
             request = share.request
-            if self._asking is not None and request.asked:
-                self._asking.commit(request, commit)
-            elif NOT_A_NUMBER in commit.tokens:
+            if NOT_A_NUMBER in commit.tokens:
                 self._drop(request, DropReason.NOT_FINITE, "the policy's logits hold NaN")
             elif self._completes(request, commit):
                 request.book_time(batch.elapsed_s, batch.vision_s, prefill=share.prompt_rows > 0)
@@ -231,8 +224,7 @@ class Scheduler:
     def fail(self, batch: Batch, share: ScheduledRequest, detail: str) -> None:
         """Takes a request out of a batch, and out of flight, that could not be computed; the others go on."""
         batch.shares.remove(share)
-        if not share.request.asked:
-            self._drop(share.request, DropReason.ENGINE_FAULT, detail)
+        self._drop(share.request, DropReason.ENGINE_FAULT, detail)
 
     def _admit(self) -> None:
         """Gives the observation whose turn it is a slot, if its prompt may begin now."""

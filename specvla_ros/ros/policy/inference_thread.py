@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin one only from Python 3.11 on
 from typing import TYPE_CHECKING, TypeVar
 
-from specvla_ros.engine.outcome import Outcome, Question
+from specvla_ros.engine.outcome import Outcome
 from specvla_ros.errors import UserError, missing_package
 from specvla_ros.models.observation import Observation
 from specvla_ros.ros.policy.parameters import PolicyParameters
@@ -122,17 +122,6 @@ class InferenceThread:
             on_checked(problem)
 
         self._call(check)
-
-    def ask(self, question: Question) -> None:
-        """Has the engine answer a question; what is wrong with it is said in the question itself."""
-
-        def ask(engine: Engine) -> None:
-            try:
-                engine.ask(question)
-            except UserError as error:
-                question.problem, question.done = str(error), True
-
-        self._call(ask)
 
     def set_max_image_age(self, seconds: float) -> None:
         """Changes the engine's staleness limit; 0: none."""

@@ -15,13 +15,11 @@ from rclpy.lifecycle import LifecycleNode
 from std_msgs.msg import Bool
 from std_srvs.srv import SetBool
 
-from specvla_ros.engine.outcome import Drop, DropReason, Outcome, Question
+from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.errors import shortened
 from specvla_ros.messages.action_message import ActionMeaning
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.tokenizer import text_of
 from specvla_ros.ros.policy.action_publisher import ActionPublisher, Published
-from specvla_ros.ros.policy.ask_server import AskServer
 from specvla_ros.ros.policy.diagnostics import DropLedger, InferenceHealth, InputHealth
 from specvla_ros.ros.policy.image_input import stamp_problem
 from specvla_ros.ros.policy.inference_thread import InferenceThread
@@ -79,7 +77,6 @@ class RobotPart:
         self._drops = DropLedger()
         self._input_health, self._inference_health = InputHealth(), InferenceHealth()
         self._publisher = ActionPublisher(node, lambda: self._meaning, lambda: self._tokenizer, max_image_age_s)
-        self._asking = AskServer(node, self._on_question, lambda tokens: text_of(self._tokenizer, tokens))
         self._pause_service = node.create_service(SetBool, "~/pause", self._on_pause)
         self._paused_state = node.create_publisher(Bool, "~/paused", LATCHED_STATE)
         self._paused_state.publish(Bool(data=False))
@@ -161,7 +158,6 @@ class RobotPart:
 
     def deactivate(self) -> None:
         """Publishes nothing more, and drops what is in flight."""
-        self._asking.end("the policy was deactivated")
         self._begin_epoch(forget_stamps=True)
         self._active = False
         if self._inputs is not None:
@@ -238,14 +234,6 @@ class RobotPart:
         instruction = self._instruction
         if problem and instruction is not None and instruction.refuse(text, problem):
             self._node.get_logger().error(f"instruction '{shortened(text)}' refused, nothing is published: {problem}")
-
-    def _on_question(self, question: Question) -> None:
-        policy = self._policy
-        if policy is None or not self._active:
-            question.problem, question.done = "the policy is not active", True
-            return
-        question.stream = self._stream
-        policy.thread.ask(question)
 
     def _on_pause(self, request: SetBool.Request, response: SetBool.Response) -> SetBool.Response:
         """No action of before leaves once this has answered; it holds across the node's states, until it is undone."""
