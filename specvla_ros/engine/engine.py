@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from specvla_kernels.device import device_fault, operators_on
+from specvla_ros.engine.batch import Batch
 from specvla_ros.engine.ensemble import ChunkEnsemble
 from specvla_ros.engine.kv_cache import KVCache, allocate_cache
 from specvla_ros.engine.mailbox import Mailbox
@@ -19,7 +20,7 @@ from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.engine.pictures import Pictures, pictures_of
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.runner import Runner
-from specvla_ros.engine.scheduler import Batch, Scheduler
+from specvla_ros.engine.scheduler import Scheduler
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import TickWork
 from specvla_ros.engine.verifier import Commit, Verifier
@@ -27,7 +28,6 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout, Target
-from specvla_ros.speculation.accept import AcceptanceRule
 from specvla_ros.speculation.drafters.combine import Drafters
 from specvla_ros.speculation.rules.registry import bins_of, make_rule
 from specvla_ros.speculation.settings import AcceptanceSettings
@@ -94,11 +94,7 @@ class Engine:
     @property
     def has_room(self) -> bool:
         """Whether an observation of the only robot, submitted now, would be admitted by the next tick."""
-        return self.room_for("")
-
-    def room_for(self, stream: str) -> bool:
-        """Whether an observation of a stream may be begun by the next tick, if no other's turn comes first."""
-        return self.scheduler.room_for(stream)
+        return self.scheduler.room_for("")
 
     def open(self, stream: str, *, budget_s: float = 0.0, priority: int = 0) -> None:
         """Takes a robot in, or gives one that is there another budget; without it, its first observation does.
@@ -162,7 +158,8 @@ class Engine:
         if self._lost:
             return self._drop_all(self._lost)
         try:
-            batch = self.scheduler.schedule()  # newest frames; chunks; trees
+            batch = self.scheduler.schedule()  # newest frames; chunks
+            self._lay_out(batch)
             self._prepare_ahead()
             self._embed(batch)
             if batch.shares:
@@ -205,14 +202,6 @@ class Engine:
         self.drafter.forget(stream)
         self._ensemble.forget(stream)
         return self.flush(stream=stream)
-
-    def rule_for(self, settings: AcceptanceSettings) -> AcceptanceRule:
-        """The acceptance rule that settings describe, for this policy.
-
-        Raises:
-            UserError: they do not fit its action statistics.
-        """
-        return make_rule(settings, self.target)
 
     def set_acceptance(self, settings: AcceptanceSettings) -> None:
         """Takes another acceptance rule from the next frame on; those in flight finish with theirs.
@@ -265,7 +254,7 @@ class Engine:
         Raises:
             UserError: it is empty, or its prompt is longer than a slot holds.
         """
-        self._lay_out(replace(self.target.blank_observation(), instruction=instruction, prompt_ids=None))
+        self._prompt_layout(replace(self.target.blank_observation(), instruction=instruction, prompt_ids=None))
 
     def describe(self) -> dict[str, Any]:
         """What is loaded and how it decodes, for diagnostics and results."""
@@ -295,6 +284,22 @@ class Engine:
         waiting = self.mailbox.next(self.scheduler.room_soon)
         if waiting is not None and waiting.pictures is not None and not waiting.pictures.begun:
             self._ahead.submit(self._prepare_next)
+
+    def _lay_out(self, batch: Batch) -> None:
+        """Lays out the prompt of the frame that begins, and drafts what the end of a prompt verifies with it."""
+        if batch.admitted is not None:
+            try:
+                layout = self._prompt_layout(batch.admitted.observation)
+            except UserError as error:
+                self.scheduler.refuse(batch, DropReason.BAD_INSTRUCTION, str(error))
+            except Exception as error:  # costs this frame alone
+                _log.exception("a prompt could not be laid out")
+                self.scheduler.refuse(batch, DropReason.ENGINE_FAULT, f"{type(error).__name__}: {error}")
+            else:
+                self.scheduler.begin(batch, layout, self.runner.forwards.chunk_rows(layout.rows))
+        for share in batch.shares:
+            if share.ends_prompt:  # not earlier: what is known of earlier answers grows meanwhile
+                share.request.tree = self._draft_prompt(share.request)
 
     def _embed(self, batch: Batch) -> None:
         """Computes the prompts that begin. One that cannot be costs its own frame, and no other robot's."""
@@ -348,7 +353,6 @@ class Engine:
         self._work = replace(self._work, drafting=drafted, head_prompts=head_prompts)
 
     def _draft_prompt(self, request: Request) -> Tree:
-        """What the end of a prompt verifies with it."""
         codec = self._codec
         asked = request.observation
         return self.drafter.draft_prompt(
@@ -359,12 +363,7 @@ class Engine:
             stream=asked.stream,
         )
 
-    def _lay_out(self, observation: Observation) -> PromptLayout:
-        """The prompt of an observation.
-
-        Raises:
-            UserError: the policy cannot be asked this, or it is longer than a slot holds.
-        """
+    def _prompt_layout(self, observation: Observation) -> PromptLayout:
         layout = self.target.prompt_layout(observation)
         if len(layout.ids) > self.settings.max_text_tokens:
             raise UserError(
@@ -408,16 +407,7 @@ class Engine:
             distances=codec.distances,
         )
         runner = Runner(target, cache, settings, (verifier, drafter))
-        scheduler = Scheduler(
-            settings,
-            self.mailbox,
-            cache,
-            codec,
-            root=root,
-            lay_out=self._lay_out,
-            draft_prompt=self._draft_prompt,
-            chunk_rows=runner.forwards.chunk_rows,
-        )
+        scheduler = Scheduler(settings, self.mailbox, cache, codec, root)
         self.mailbox.limit = settings.streams
         self._codec, self._fallback = codec, fallback
         self.settings, self.cache, self.scheduler = settings, cache, scheduler
