@@ -15,9 +15,8 @@ from specvla_kernels.device import device_fault, operators_on
 from specvla_ros.engine.batch import Batch
 from specvla_ros.engine.ensemble import ChunkEnsemble
 from specvla_ros.engine.kv_cache import KVCache, allocate_cache
-from specvla_ros.engine.mailbox import Mailbox
+from specvla_ros.engine.mailbox import Mailbox, Pictures, pictures_of
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
-from specvla_ros.engine.pictures import Pictures, pictures_of
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Scheduler

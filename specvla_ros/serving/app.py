@@ -21,8 +21,8 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.engine_thread import EngineThread
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
+from specvla_ros.engine.thread import SharedEngine
 from specvla_ros.errors import UserError
 from specvla_ros.models.target import Target
 from specvla_ros.serving import vla_eval
@@ -112,7 +112,7 @@ class _Server:
         self._engine, self._settings = engine, settings
         self._policy: Target = engine.target
         self._metrics = Metrics()
-        self._thread = EngineThread(engine)
+        self._thread = SharedEngine(engine)
         self._sessions = Sessions(
             self._thread,
             limit=settings.sessions,

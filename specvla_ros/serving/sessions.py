@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from specvla_ros.engine.engine_thread import EngineThread
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
+from specvla_ros.engine.thread import SharedEngine
 from specvla_ros.errors import UserError
 from specvla_ros.models.observation import Observation
 
@@ -27,7 +27,7 @@ class Session:
         min_period_s: a request that comes sooner after the one before is refused.
     """
 
-    def __init__(self, thread: EngineThread, name: str, min_period_s: float) -> None:
+    def __init__(self, thread: SharedEngine, name: str, min_period_s: float) -> None:
         self.name = name
         self.used_s = time.monotonic()
         self._thread = thread
@@ -91,7 +91,7 @@ class Sessions:
     """
 
     def __init__(
-        self, thread: EngineThread, *, limit: int, budget_s: float, max_rate_hz: float = 0.0, idle_s: float = 60.0
+        self, thread: SharedEngine, *, limit: int, budget_s: float, max_rate_hz: float = 0.0, idle_s: float = 60.0
     ) -> None:
         self.actions = 0
         self.drops: Counter[str] = Counter()
@@ -121,7 +121,7 @@ class Sessions:
             self.drops[DropReason.TOO_MANY_STREAMS.value] += 1
             raise NoRoomError(f"{self._limit} sessions are open, which is the limit (--robots): try again later")
         session = self._open[name] = Session(self._thread, name, self._min_period_s)
-        self._thread.open(name, self._budget_s)
+        self._thread.call(lambda engine: engine.open(name, budget_s=self._budget_s))
         if lasting:
             self._lasting.add(name)
         return session
