@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specvla_ros.engine.outcome import Drop, DropReason
+from specvla_ros.engine.outcome import Drop, DropReason, Freshness
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Pixels, PreparesPictures, Target
 
@@ -206,12 +206,10 @@ class Mailbox:
 
     def dropped_for_age(self, observation: Observation, max_age_s: float, reason: DropReason) -> Drop | None:
         """The drop of an observation that is older than a limit by now; 0: no limit."""
-        if not max_age_s or self.now_ns is None:
+        if self.now_ns is None:
             return None
-        age_s = (self.now_ns() - observation.stamp_ns) * 1e-9
-        if age_s <= max_age_s:
-            return None
-        return Drop(observation, reason, f"{age_s:.3f} s old, the limit is {max_age_s:g} s")
+        problem = Freshness(max_age_s).problem(observation.stamp_ns, self.now_ns(), reason)
+        return Drop(observation, *problem) if problem is not None else None
 
     def drop(self, reason: DropReason, before_epoch: float = math.inf, only: str | None = None) -> list[Drop]:
         """Drops the observations that wait, if they are of an earlier epoch.

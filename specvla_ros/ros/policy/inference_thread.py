@@ -71,19 +71,6 @@ class InferenceThread(EngineThread):
         self._loaded.result()
         return self._description
 
-    def open(self, stream: str, *, budget_s: float, priority: int) -> None:
-        """Has the engine take a robot in, or give it another budget: see `Engine.open`."""
-        self.call(lambda engine: engine.open(stream, budget_s=budget_s, priority=priority))
-
-    def close(self, stream: str, *, before_epoch: int) -> None:
-        """Has the engine let a robot go, with what it has learned from it.
-
-        Args:
-            stream: its name.
-            before_epoch: epoch whose frames stay: when the engine's turn comes, the robot may be active again.
-        """
-        self.call(lambda engine: engine.close(stream, before_epoch=before_epoch))
-
     def begin_epoch(self, epoch: int, stream: str = "", *, forget_stamps: bool = False) -> None:
         """Has the engine drop what is of a robot's earlier epochs; an action that is just ready may still come out.
 
@@ -110,10 +97,6 @@ class InferenceThread(EngineThread):
             on_checked(problem)
 
         self.call(check)
-
-    def set_max_image_age(self, seconds: float) -> None:
-        """Changes the engine's staleness limit; 0: none."""
-        self.call(lambda engine: engine.set_max_image_age(seconds))
 
     def set_acceptance(self, settings: AcceptanceSettings) -> None:
         """Changes the engine's acceptance rule.

@@ -18,7 +18,7 @@ from specvla_ros.ros.parameters import (
     refuse_fixed,
     unknown_parameters,
 )
-from specvla_ros.ros.policy.image_input import declared_overrides
+from specvla_ros.ros.policy.inputs import declared_overrides
 from specvla_ros.ros.policy.parameters import READ_IN_ACTIVATE, PolicyParameters, SharedParameters
 from specvla_ros.ros.policy.robot_part import LoadedPolicy, RobotPart
 from specvla_ros.settings.parameter import walk
@@ -75,7 +75,7 @@ class RobotNode(LifecycleNode):
         except UserError as error:
             self.get_logger().error(f"not configured: {error}")
             return TransitionCallbackReturn.FAILURE
-        policy.thread.open(self._robot, budget_s=chosen.budget_s, priority=chosen.priority)
+        self._open(policy, chosen)
         return TransitionCallbackReturn.SUCCESS
 
     def on_activate(self, state: LifecycleState) -> TransitionCallbackReturn:
@@ -117,10 +117,14 @@ class RobotNode(LifecycleNode):
                     self, SharedParameters, changed, read_in_activate=READ_IN_ACTIVATE, active=self.part.active
                 )
                 chosen = read_parameters(self, SharedParameters, changed)
-                policy.thread.open(self._robot, budget_s=chosen.budget_s, priority=chosen.priority)
+                self._open(policy, chosen)
         except UserError as error:
             return SetParametersResult(successful=False, reason=str(error))
         return SetParametersResult(successful=True)
+
+    def _open(self, policy: LoadedPolicy, chosen: SharedParameters) -> None:
+        budget_s, priority = chosen.budget_s, chosen.priority
+        policy.thread.call(lambda engine: engine.open(self._robot, budget_s=budget_s, priority=priority))
 
     def _statuses(self) -> dict[str, DiagnosticStatus]:
         return self.part.statuses()

@@ -15,16 +15,14 @@ from rclpy.lifecycle import LifecycleNode
 from std_msgs.msg import Bool
 from std_srvs.srv import SetBool
 
-from specvla_ros.engine.outcome import Drop, DropReason, Outcome
+from specvla_ros.engine.outcome import Drop, DropReason, Freshness, Outcome
 from specvla_ros.errors import shortened
 from specvla_ros.messages.action_message import ActionMeaning
 from specvla_ros.models.observation import Observation
 from specvla_ros.ros.policy.action_publisher import ActionPublisher, Published
 from specvla_ros.ros.policy.diagnostics import DropLedger, InferenceHealth, InputHealth
-from specvla_ros.ros.policy.image_input import stamp_problem
 from specvla_ros.ros.policy.inference_thread import InferenceThread
-from specvla_ros.ros.policy.instruction import Instruction, InstructionInput
-from specvla_ros.ros.policy.observation_input import Frames, ObservationInput, Senses
+from specvla_ros.ros.policy.inputs import Frames, Instruction, InstructionInput, ObservationInput, Senses
 from specvla_ros.ros.policy.parameters import RobotParameters
 from specvla_ros.ros.qos import LATCHED_STATE
 
@@ -172,7 +170,9 @@ class RobotPart:
             self._instruction = None
         policy, self._policy = self._policy, None
         if policy is not None:
-            policy.thread.close(self._stream, before_epoch=self._publisher.epoch)
+            # Its newer frames stay: when the engine's turn comes, the robot may be active again.
+            epoch = self._publisher.epoch
+            policy.thread.call(lambda engine: engine.close(self._stream, before_epoch=epoch))
 
     # Inputs
 
@@ -182,12 +182,13 @@ class RobotPart:
             self._start_over(f"the clock went back by {(self._last_arrival_ns - frame.arrived_ns) * _NS:.3f} s")
         self._last_arrival_ns = frame.arrived_ns
         self._input_health.add_frame(frame.stamp_ns, frame.age_s)
-        problem = stamp_problem(
-            frame.stamp_ns,
-            frame.arrived_ns,
-            max_age_s=self._max_image_age_s(),
-            max_future_s=self._node.get_parameter("max_future_s").value,
-        )
+        if frame.arrived_ns == 0:
+            why = "use_sim_time is set, but nothing came on /clock yet: is a bag or simulator running?"
+            self._drop(DropReason.BAD_STAMP, why)
+            return
+        # The age is checked again when the frame begins. Here a wrong clock shows, which needs another message.
+        fresh = Freshness(self._max_image_age_s(), self._node.get_parameter("max_future_s").value)
+        problem = fresh.problem(frame.stamp_ns, frame.arrived_ns)
         if problem is not None:
             self._drop(*problem)
             return
