@@ -19,6 +19,7 @@ from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.mailbox import Waiting
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.verifier import Commit, VerifyInput
+from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import Decoder, ForwardResult
 from specvla_ros.speculation.drafters.new_rows import NewRows
 from specvla_ros.speculation.drafters.registry import DraftInput
@@ -312,21 +313,11 @@ class ScheduledRequest:
 
 @dataclass(frozen=True)
 class FinishedAnswer:
-    """An answer that stands for an action, as drafters learn from it.
+    """An answer that stands for an action, as drafters learn from it."""
 
-    Args:
-        stream: of which robot.
-        epoch: the instruction epoch.
-        tokens: the whole answer.
-        action: the action tokens in which it ends.
-        stamp_ns: of its picture.
-    """
-
-    stream: str
-    epoch: int
-    tokens: tuple[int, ...]
-    action: tuple[int, ...]
-    stamp_ns: int
+    observation: Observation
+    tokens: tuple[int, ...]  # all of it
+    action: tuple[int, ...]  # the action tokens in which it ends
 
 
 @dataclass

@@ -17,7 +17,6 @@ from specvla_ros.engine.ensemble import ChunkEnsemble
 from specvla_ros.engine.kv_cache import KVCache, allocate_cache
 from specvla_ros.engine.mailbox import Mailbox, Pictures, pictures_of
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
-from specvla_ros.engine.request import Request
 from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Scheduler
 from specvla_ros.engine.settings import EngineSettings
@@ -175,7 +174,6 @@ class Engine:
             return self._drop_all(self._lost or f"{type(error).__name__}: {error}")
 
     def _drop_all(self, detail: str) -> list[Outcome]:
-        """Drops what waits and what is in flight for a fault."""
         drops = [replace(drop, detail=detail) for drop in self.flush(DropReason.ENGINE_FAULT)]
         return self.scheduler.release() + drops
 
@@ -298,7 +296,14 @@ class Engine:
                 self.scheduler.begin(batch, layout, self.runner.forwards.chunk_rows(layout.rows))
         for share in batch.shares:
             if share.ends_prompt:  # not earlier: what is known of earlier answers grows meanwhile
-                share.request.tree = self._draft_prompt(share.request)
+                seen = share.request.observation
+                share.request.tree = self.drafter.draft_prompt(
+                    seen.epoch,
+                    max_depth=self._codec.max_tokens,
+                    in_text=self._codec.in_text(()),
+                    stamp_ns=seen.stamp_ns,
+                    stream=seen.stream,
+                )
 
     def _embed(self, batch: Batch) -> None:
         """Computes the prompts that begin. One that cannot be costs its own frame, and no other robot's."""
@@ -312,7 +317,6 @@ class Engine:
                 self.scheduler.fail(batch, share, f"{type(error).__name__}: {error}")
 
     def _forward(self, batch: Batch) -> list[Commit]:
-        """Runs a batch and chooses what its requests commit."""
         self._work = _work_of(batch)
         for share in batch.shares:
             if share.begins:
@@ -329,9 +333,8 @@ class Engine:
     def _draft(self, batch: Batch, commits: list[Commit]) -> None:
         """Grows the trees that the next forward verifies, and lets the drafters learn from finished answers."""
         for answer in batch.finished:
-            self.drafter.observe(
-                answer.epoch, answer.tokens, answer.action, stamp_ns=answer.stamp_ns, stream=answer.stream
-            )
+            seen = answer.observation
+            self.drafter.observe(seen.epoch, answer.tokens, answer.action, stamp_ns=seen.stamp_ns, stream=seen.stream)
         going_on = self.scheduler.requests
         if not self.drafter.sources:
             for share, commit in zip(batch.verified, commits, strict=True):
@@ -350,17 +353,6 @@ class Engine:
         drafted = self.drafter.work.since(before)
         head_prompts = self._work.prompts if drafted.head_forwards else 0.0
         self._work = replace(self._work, drafting=drafted, head_prompts=head_prompts)
-
-    def _draft_prompt(self, request: Request) -> Tree:
-        codec = self._codec
-        asked = request.observation
-        return self.drafter.draft_prompt(
-            asked.epoch,
-            max_depth=codec.max_tokens,
-            in_text=codec.in_text(()),
-            stamp_ns=asked.stamp_ns,
-            stream=asked.stream,
-        )
 
     def _prompt_layout(self, observation: Observation) -> PromptLayout:
         layout = self.target.prompt_layout(observation)

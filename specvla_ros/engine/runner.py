@@ -200,7 +200,6 @@ class Vision:
         self._captured = None
 
     def _check(self, static: StaticVision) -> None:
-        """Compares the embeddings of one random image."""
         pixels = torch.randn(self._model.pixel_shape, generator=torch.Generator().manual_seed(0))
         check_rows(static(pixels), self._model.image_embeddings(pixels), what="the captured vision")
 

@@ -212,7 +212,6 @@ class Scheduler:
         return end > 0
 
     def _finish(self, request: Request, batch: Batch) -> None:
-        """Takes a request out whose answer is complete; what was older is overtaken."""
         problem = self._codec.problem(request.tokens)
         if problem:
             self._drop(request, DropReason.NOT_AN_ACTION, problem)
@@ -239,11 +238,10 @@ class Scheduler:
         self._forwards = _MEMORY * self._forwards + (1 - _MEMORY) * forwards if self._forwards else forwards
         self._fewest_forwards = min(forwards, self._fewest_forwards + 1)
         self._held.append(action)
-        stamp_ns = request.observation.stamp_ns
-        asked = request.observation
-        batch.finished.append(FinishedAnswer(asked.stream, asked.epoch, tuple(request.tokens), tokens, stamp_ns))
+        seen = request.observation
+        batch.finished.append(FinishedAnswer(seen, tuple(request.tokens), tokens))
         if not self.settings.in_order:
-            for older in [other for other in self._of(asked.stream) if other.observation.stamp_ns < stamp_ns]:
+            for older in [other for other in self._of(seen.stream) if other.observation.stamp_ns < seen.stamp_ns]:
                 self._drop(older, DropReason.OVERTAKEN)
 
     def _drop_overtaken(self) -> None:

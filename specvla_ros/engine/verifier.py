@@ -236,7 +236,6 @@ class Verifier:
         parts: Sequence[VerifyInput],
         groups: Sequence[Group],
     ) -> Iterator[Tensor]:
-        """See `accept_tree`, for each group."""
         nodes = _side_by_side([part.tree for part in parts])
         for group in groups:
             rows = None if len(parts) == 1 else group.rows
@@ -261,7 +260,6 @@ class Verifier:
 
 
 def _side_by_side(trees: Sequence[Tree]) -> Nodes:
-    """The nodes of trees, one tree after the other."""
     found = [_nodes(tree) for tree in trees]
     if len(found) == 1:
         return found[0]

@@ -62,6 +62,10 @@ class RobotPart:
         node: of the topics, the services and the clock.
         stream: the robot's name in the engine.
         max_image_age_s: the limit of an image's age, asked for at each one; 0: none.
+
+    Attributes:
+        active: it listens to images.
+        paused: it was paused by its service.
     """
 
     def __init__(self, node: LifecycleNode, stream: str, max_image_age_s: Callable[[], float]) -> None:
@@ -70,7 +74,7 @@ class RobotPart:
         self._meaning: ActionMeaning | None = None
         self._instruction: InstructionInput | None = None
         self._inputs: ObservationInput | None = None
-        self._active = self._paused = False
+        self.active = self.paused = False
         self._last_arrival_ns = 0
         self._drops = DropLedger()
         self._input_health, self._inference_health = InputHealth(), InferenceHealth()
@@ -90,16 +94,6 @@ class RobotPart:
     def configured(self) -> bool:
         """Whether it has a policy."""
         return self._policy is not None
-
-    @property
-    def active(self) -> bool:
-        """Whether it listens to images."""
-        return self._active
-
-    @property
-    def paused(self) -> bool:
-        """Whether it was paused by its service."""
-        return self._paused
 
     @property
     def epoch(self) -> int:
@@ -152,12 +146,12 @@ class RobotPart:
             on_frames=self._on_frames,
             on_bad=self._drop,
         )
-        self._active = True
+        self.active = True
 
     def deactivate(self) -> None:
         """Publishes nothing more, and drops what is in flight."""
         self._begin_epoch(forget_stamps=True)
-        self._active = False
+        self.active = False
         if self._inputs is not None:
             self._inputs.destroy()
             self._inputs = None
@@ -199,7 +193,7 @@ class RobotPart:
         policy, instruction = self._policy, self._instruction
         if policy is None or instruction is None:  # cleaned up while this callback was on its way
             return
-        if self._paused:
+        if self.paused:
             self._drop(DropReason.PAUSED)
             return
         # The epoch first: an instruction that comes in between makes this frame void, never the old text valid.
@@ -239,8 +233,8 @@ class RobotPart:
     def _on_pause(self, request: SetBool.Request, response: SetBool.Response) -> SetBool.Response:
         """No action of before leaves once this has answered; it holds across the node's states, until it is undone."""
         response.success, response.message = True, "paused" if request.data else "not paused"
-        if request.data is not self._paused:
-            self._paused = request.data
+        if request.data is not self.paused:
+            self.paused = request.data
             epoch = self._begin_epoch()
             self._paused_state.publish(Bool(data=request.data))
             self._node.get_logger().info(f"{response.message}: epoch {epoch} begins")
@@ -297,8 +291,8 @@ class RobotPart:
     def statuses(self) -> dict[str, DiagnosticStatus]:
         """For /diagnostics; begins a new period for the rates."""
         drops = self._drops.take_recent()
-        idle = "paused" if self._paused else "" if self._active else "not active"
+        idle = "paused" if self.paused else "" if self.active else "not active"
         return {
-            "inputs": self._input_health.status(self._active, self.instruction, drops),
+            "inputs": self._input_health.status(self.active, self.instruction, drops),
             "inference": self._inference_health.status(idle, drops),
         }
