@@ -14,7 +14,7 @@ import torch
 from specvla_kernels.device import device_fault, operators_on
 from specvla_ros.engine.batch import Batch
 from specvla_ros.engine.ensemble import ChunkEnsemble
-from specvla_ros.engine.kv_cache import KVCache, allocate_cache
+from specvla_ros.engine.kv_cache import allocate_cache
 from specvla_ros.engine.mailbox import Mailbox, Pictures, pictures_of
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.engine.runner import Runner
@@ -54,15 +54,6 @@ class Engine:
     Raises:
         UserError: the settings do not fit the target or the device's memory.
     """
-
-    settings: EngineSettings
-    cache: KVCache
-    scheduler: Scheduler
-    runner: Runner
-    verifier: Verifier
-    drafter: Drafters
-    _codec: Codec
-    _fallback: str
 
     def __init__(self, target: Target, settings: EngineSettings, now_ns: Callable[[], int] | None = None) -> None:
         if settings.max_image_age_s and now_ns is None:
@@ -363,9 +354,6 @@ class Engine:
             )
         return layout
 
-    def _change_settings(self, settings: EngineSettings) -> None:
-        self.settings = self.scheduler.settings = settings
-
     def _set_up(self, settings: EngineSettings) -> None:
         """Loads and allocates what the settings need; nothing of the engine changes if that fails.
 
@@ -404,6 +392,9 @@ class Engine:
         self.settings, self.cache, self.scheduler = settings, cache, scheduler
         self.runner, self.verifier, self.drafter = runner, verifier, drafter
         self._ensemble = ensemble
+
+    def _change_settings(self, settings: EngineSettings) -> None:
+        self.settings = self.scheduler.settings = settings
 
 
 def _remedy(drop: Drop) -> str:

@@ -37,8 +37,7 @@ from specvla_ros.ros.policy.parameters import (
     SharedParameters,
     check_robots,
 )
-from specvla_ros.ros.policy.robot_node import RobotNode
-from specvla_ros.ros.policy.robot_part import LoadedPolicy, RobotPart
+from specvla_ros.ros.policy.robot import LoadedPolicy, RobotNode, RobotPart
 from specvla_ros.ros.spinning import run_node
 from specvla_ros.settings.parameter import walk
 from specvla_ros.speculation.settings import AcceptanceSettings

@@ -1,30 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One robot's part of a policy node: what it sees and is told, what becomes of it, its pauses and its clock."""
+"""One robot's part of a policy node, and the node `<robot>/policy` that each of several robots has.
+
+The part is what the robot sees and is told, what becomes of it, its pauses and its clock.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diagnostic_msgs.msg import DiagnosticStatus
+from rcl_interfaces.msg import SetParametersResult
 from rclpy.clock import Clock, ClockType, JumpThreshold, TimeJump
 from rclpy.duration import Duration
-from rclpy.lifecycle import LifecycleNode
+from rclpy.lifecycle import LifecycleNode, LifecycleState, TransitionCallbackReturn
 from std_msgs.msg import Bool
 from std_srvs.srv import SetBool
 
 from specvla_ros.engine.outcome import Drop, DropReason, Freshness, Outcome
-from specvla_ros.errors import shortened
+from specvla_ros.errors import UserError, shortened
 from specvla_ros.messages.action_message import ActionMeaning
 from specvla_ros.models.observation import Observation
+from specvla_ros.ros.diagnostics import DiagnosticsPublisher
+from specvla_ros.ros.lifecycle import init_lifecycle_node
+from specvla_ros.ros.parameters import (
+    check_values,
+    declare_parameters,
+    read_parameters,
+    refuse_fixed,
+    unknown_parameters,
+)
 from specvla_ros.ros.policy.action_publisher import ActionPublisher, Published
 from specvla_ros.ros.policy.diagnostics import DropLedger, InferenceHealth, InputHealth
 from specvla_ros.ros.policy.inference_thread import InferenceThread
-from specvla_ros.ros.policy.inputs import Frames, Instruction, InstructionInput, ObservationInput, Senses
-from specvla_ros.ros.policy.parameters import RobotParameters
+from specvla_ros.ros.policy.inputs import (
+    Frames,
+    Instruction,
+    InstructionInput,
+    ObservationInput,
+    Senses,
+    declared_overrides,
+)
+from specvla_ros.ros.policy.parameters import (
+    READ_IN_ACTIVATE,
+    PolicyParameters,
+    RobotParameters,
+    SharedParameters,
+)
 from specvla_ros.ros.qos import LATCHED_STATE
+from specvla_ros.settings.parameter import walk
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -296,3 +322,106 @@ class RobotPart:
             "inputs": self._input_health.status(self.active, self.instruction, drops),
             "inference": self._inference_health.status(idle, drops),
         }
+
+
+class RobotNode(LifecycleNode):
+    """Takes its place in the engine in configure, listens to images while active.
+
+    Args:
+        robot: the robot's name, its namespace below the policy node's.
+        policy: that is loaded; None while none is.
+        usual: the values of parameters that this robot is not given.
+        max_image_age_s: the limit of an image's age, asked for at each one; 0: none.
+        diagnostics_period_s: time between two diagnostics.
+        node_arguments: those of rclpy.node.Node.
+
+    Raises:
+        UserError: a parameter has the wrong type or is out of range.
+    """
+
+    def __init__(
+        self,
+        robot: str,
+        policy: Callable[[], LoadedPolicy | None],
+        usual: SharedParameters,
+        max_image_age_s: Callable[[], float],
+        diagnostics_period_s: float,
+        **node_arguments: Any,
+    ) -> None:
+        init_lifecycle_node(self, "policy", **node_arguments)
+        self._robot, self._policy = robot, policy
+        try:
+            declare_parameters(self, SharedParameters, lifecycle=True, usual=usual)
+        except UserError:
+            self.destroy_node()
+            raise
+        # What is given to every node of the name may be the other's.
+        others = [declared.name for declared in walk(PolicyParameters())]
+        for name, hint in unknown_parameters(self, [*declared_overrides(self), *others]).items():
+            self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
+        self.add_on_set_parameters_callback(self._on_set_parameters)
+        self.part = RobotPart(self, robot, max_image_age_s)
+        self._diagnostics = DiagnosticsPublisher(self, diagnostics_period_s, self.part.statuses)
+
+    def on_configure(self, state: LifecycleState) -> TransitionCallbackReturn:
+        """Takes a place in the engine, and listens to instructions."""
+        policy = self._policy()
+        if policy is None:
+            self.get_logger().error("not configured: the policy is not loaded; configure its own node first")
+            return TransitionCallbackReturn.FAILURE
+        try:
+            chosen = read_parameters(self, SharedParameters)
+            self.part.configure(policy, chosen.robot)
+        except UserError as error:
+            self.get_logger().error(f"not configured: {error}")
+            return TransitionCallbackReturn.FAILURE
+        self._open(policy, chosen)
+        return TransitionCallbackReturn.SUCCESS
+
+    def on_activate(self, state: LifecycleState) -> TransitionCallbackReturn:
+        """Listens to images and lets actions out."""
+        try:
+            self.part.activate(read_parameters(self, SharedParameters).robot)
+        except UserError as error:
+            self.get_logger().error(f"not activated: {error}")
+            return TransitionCallbackReturn.FAILURE
+        return super().on_activate(state)
+
+    def on_deactivate(self, state: LifecycleState) -> TransitionCallbackReturn:
+        """Publishes nothing more, and drops what is in flight; the other robots go on."""
+        self.part.deactivate()
+        return super().on_deactivate(state)
+
+    def on_cleanup(self, state: LifecycleState) -> TransitionCallbackReturn:
+        """Gives the place in the engine back."""
+        self.part.release()
+        return TransitionCallbackReturn.SUCCESS
+
+    def on_shutdown(self, state: LifecycleState) -> TransitionCallbackReturn:
+        """As deactivate and cleanup, for good."""
+        self.part.release()
+        return super().on_deactivate(state)  # nothing else silences the managed publishers
+
+    def on_error(self, state: LifecycleState) -> TransitionCallbackReturn:
+        """Back to unconfigured."""
+        self.part.release()
+        return super().on_deactivate(state)
+
+    def _on_set_parameters(self, parameters: list[Any]) -> SetParametersResult:
+        changed = {parameter.name: parameter.value for parameter in parameters}
+        policy = self._policy()
+        try:
+            check_values(SharedParameters, changed)
+            if policy is not None and self.part.configured:
+                refuse_fixed(
+                    self, SharedParameters, changed, read_in_activate=READ_IN_ACTIVATE, active=self.part.active
+                )
+                chosen = read_parameters(self, SharedParameters, changed)
+                self._open(policy, chosen)
+        except UserError as error:
+            return SetParametersResult(successful=False, reason=str(error))
+        return SetParametersResult(successful=True)
+
+    def _open(self, policy: LoadedPolicy, chosen: SharedParameters) -> None:
+        budget_s, priority = chosen.budget_s, chosen.priority
+        policy.thread.call(lambda engine: engine.open(self._robot, budget_s=budget_s, priority=priority))
