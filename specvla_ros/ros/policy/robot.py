@@ -102,8 +102,7 @@ class RobotPart:
         self._inputs: ObservationInput | None = None
         self.active = self.paused = False
         self._last_arrival_ns = 0
-        self._drops = DropLedger()
-        self._input_health, self._inference_health = InputHealth(), InferenceHealth()
+        self._count_from_zero()
         self._publisher = ActionPublisher(node, lambda: self._meaning, lambda: self._tokenizer, max_image_age_s)
         self._pause_service = node.create_service(SetBool, "~/pause", self._on_pause)
         self._paused_state = node.create_publisher(Bool, "~/paused", LATCHED_STATE)
@@ -160,9 +159,7 @@ class RobotPart:
             UserError: the QoS of a topic cannot be had.
         """
         assert self._policy is not None, "activated before it was configured"
-        self._drops.start_over()
-        self._input_health.start_over()
-        self._inference_health.start_over()
+        self._count_from_zero()
         self._publisher.start_over()
         self._inputs = ObservationInput(
             self._node,
@@ -308,6 +305,10 @@ class RobotPart:
         self._inference_health.set_fault(what)
 
     # Bookkeeping
+
+    def _count_from_zero(self) -> None:
+        self._drops = DropLedger()
+        self._input_health, self._inference_health = InputHealth(), InferenceHealth()
 
     def _drop(self, reason: DropReason, detail: str = "") -> None:
         message = self._drops.add(reason, detail)
