@@ -18,8 +18,8 @@ from random_policy import TEXT_TOKENS, RandomPolicy, frame
 from torch import Tensor, nn
 
 from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.mailbox import Pictures, pictures_of
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
-from specvla_ros.engine.pictures import Pictures, pictures_of
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import TickWork, percentiles
 from specvla_ros.lab.planning.limits import AcceptanceLengths

@@ -2,6 +2,7 @@
 """The public face: a policy in five lines of Python, without ROS."""
 
 import queue
+import sys
 import threading
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ import numpy as np
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
+from specvla_ros.engine.thread import EngineThread
 from specvla_ros.errors import UserError
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
@@ -155,17 +157,22 @@ class Stream:
     def __init__(self, policy: Policy) -> None:
         self.drops: Counter[DropReason] = Counter()
         self._policy = policy
-        self._engine = policy.engine
         self._actions: queue.SimpleQueue[Action | BaseException | None] = queue.SimpleQueue()
-        self._wake = threading.Condition()
-        self._finishing = self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="specvla stream", daemon=True)
-        self._thread.start()
+        self._fault: BaseException | None = None  # raised again where the actions are asked for
+        self._counting = threading.Lock()
+        self._taking = True
+        self._thread = EngineThread(
+            lambda: policy.engine,
+            on_outcome=self._take,
+            on_fault=self._end_for_fault,
+            on_end=lambda: self._actions.put(self._fault),
+            name="specvla stream",
+        )
 
     @property
     def closed(self) -> bool:
         """Whether the policy may be used otherwise again."""
-        return not self._thread.is_alive()
+        return self._thread.ended
 
     def put(
         self, image: Images, instruction: str, *, state: np.ndarray | None = None, stamp_ns: int | None = None
@@ -175,18 +182,14 @@ class Stream:
         Raises:
             UserError: the image cannot be used, or the stream is closed.
         """
-        if self._finishing or self._stopping or self.closed:
+        if not self._taking or self.closed:
             raise UserError("the stream takes no more frames: open another one")
-        drops = self._engine.submit(self._policy._observation(image, instruction, state, stamp_ns))
-        self._count(drops)
-        with self._wake:
-            self._wake.notify()
+        self._thread.submit(self._policy._observation(image, instruction, state, stamp_ns))
 
     def finish(self) -> None:
         """Says that no more frames come; what is in flight is decoded to its end."""
-        with self._wake:
-            self._finishing = True
-            self._wake.notify()
+        self._taking = False
+        self._thread.finish()
 
     def get(self, timeout_s: float | None = None) -> Action | None:
         """The next action; None when there is none in time, or the stream has ended."""
@@ -202,10 +205,8 @@ class Stream:
 
     def close(self) -> None:
         """Ends the stream; what is in flight is dropped."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        self._thread.join()
+        self._taking = False
+        self._thread.end(lambda engine: engine.flush())
 
     def __iter__(self) -> Iterator[Action]:
         while (action := self.get()) is not None:
@@ -217,28 +218,13 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self) -> None:
-        try:
-            while self._wait():
-                self._hand_out(self._engine.tick())
-            self._hand_out(self._engine.flush())
-            self._actions.put(None)
-        except BaseException as error:  # raised again where the actions are asked for
-            self._actions.put(error)
+    def _take(self, outcome: Outcome) -> None:
+        if isinstance(outcome, Action):
+            self._actions.put(outcome)
+            return
+        with self._counting:  # two threads drop frames
+            self.drops[outcome.reason] += 1
 
-    def _wait(self) -> bool:
-        """Waits for work; False at the end."""
-        with self._wake:
-            self._wake.wait_for(lambda: self._stopping or self._finishing or self._engine.busy)
-            return not self._stopping and self._engine.busy
-
-    def _hand_out(self, outcomes: list[Outcome] | list[Drop]) -> None:
-        for outcome in outcomes:
-            if isinstance(outcome, Drop):
-                self._count([outcome])
-            else:
-                self._actions.put(outcome)
-
-    def _count(self, drops: list[Drop]) -> None:
-        with self._wake:  # two threads drop frames
-            self.drops.update(drop.reason for drop in drops)
+    def _end_for_fault(self, _: str) -> None:
+        self._fault, self._taking = sys.exc_info()[1], False
+        self._thread.end()

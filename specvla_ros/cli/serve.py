@@ -47,7 +47,8 @@ def serve(
     try:
         import uvicorn
 
-        from specvla_ros.serving.app import ServeSettings, make_app
+        from specvla_ros.serving.app import make_app
+        from specvla_ros.serving.sessions import ServeSettings
     except ModuleNotFoundError as error:
         raise missing_package(error) from None
     from specvla_ros.engine.engine import Engine

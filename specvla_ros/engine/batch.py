@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's one primitive: segments, and the packed forward that carries any mix of them.
+"""What one tick computes: the requests' shares, and the engine's one primitive, segments in a packed forward.
 
 Everything the model computes is one call on a list of segments. A prefill is a chain of prompt embeddings, whole or a
 chunk after a committed prefix; a decode step is a tree of one node; a verification is a tree of drafted tokens.
 """
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,7 +16,11 @@ from torch import Tensor
 from specvla_kernels.device import to_device
 from specvla_kernels.layout import Ancestry, PackedLayout, Span, pack_layout
 from specvla_ros.engine.kv_cache import KVCache
+from specvla_ros.engine.mailbox import Waiting
+from specvla_ros.engine.request import Request
+from specvla_ros.engine.verifier import Commit, VerifyInput
 from specvla_ros.models.target import Decoder, ForwardResult
+from specvla_ros.speculation.drafters.registry import DraftInput, FinishedAnswer, NewRows
 
 
 @dataclass(frozen=True)
@@ -161,3 +166,173 @@ def packed_forward(decoder: Decoder, segments: Sequence[Segment], cache: KVCache
     """
     batch = pack(segments, cache.slot_rows, decoder.embed_tokens)
     return decoder(batch.embeddings, batch.layout, batch.wanted_rows, cache.keys, cache.values)
+
+
+@dataclass
+class ScheduledRequest:
+    """One request's share of a forward: a chunk of its prompt, the prompt's end with a drafted tree, or a tree.
+
+    Attributes:
+        request: whose rows they are.
+        prompt_rows: number of prompt rows among them; 0 after the prompt.
+        ends_prompt: whether the prompt's last row is one of them.
+        states: [n, hidden], last hidden states of the forward, valid until the next one.
+        rows: its own of these.
+    """
+
+    request: Request
+    prompt_rows: int
+    ends_prompt: bool
+    states: Tensor = field(default_factory=lambda: torch.empty(0))
+    rows: range = range(0)
+
+    @staticmethod
+    def next_share(request: Request) -> "ScheduledRequest":
+        """What a request gets of the next forward."""
+        left = max(0, request.layout.rows - request.prefix_len)
+        rows = min(left, request.chunk_rows)
+        return ScheduledRequest(request, rows, ends_prompt=0 < left == rows)
+
+    @property
+    def begins(self) -> bool:
+        """Whether the prompt begins with it."""
+        return self.request.prefix_len == 0
+
+    @property
+    def verifies(self) -> bool:
+        """Whether tokens come of it; not of a chunk that does not end the prompt."""
+        return self.ends_prompt or not self.prompt_rows
+
+    def segments(self) -> list[Segment]:
+        """Its part of the packed batch."""
+        request = self.request
+        tree, start = request.tree, request.prefix_len
+        n = len(tree)
+        if not self.prompt_rows:
+            positions = request.layout.positions_behind(start, n)
+            return [Segment(request.slot, start, tree.tokens, tree.ancestry, wanted=n, positions=positions)]
+        stop = start + self.prompt_rows
+        chain = Segment(
+            request.slot,
+            start,
+            request.prompt[start:stop],
+            wanted=int(self.ends_prompt),
+            positions=request.layout.positions_of(start, stop),
+            sees_all=not request.layout.causal,
+        )
+        if not self.ends_prompt or n == 1:
+            return [chain]
+        drafted = tree.ancestry.without_root()
+        positions = request.layout.positions_behind(stop, n - 1)
+        return [chain, Segment(request.slot, stop, tree.tokens[1:], drafted, wanted=n - 1, positions=positions)]
+
+    def keep_visual(self) -> None:
+        """Keeps the hidden states of the image's rows, for rules that look at them."""
+        begin = self.request.prefix_len
+        for rows in self.request.layout.visual_rows:
+            start, stop = max(0, rows.start - begin), min(self.prompt_rows, rows.stop - begin)
+            if start < stop:
+                self.request.visual.append(self.hidden[start:stop].clone())  # the next forward overwrites them
+
+    def verify_input(self) -> VerifyInput:
+        """What the verifier needs of its tree."""
+        request = self.request
+        return VerifyInput(
+            tree=request.tree,
+            position=request.codec.position(request.tokens),
+            slot=request.slot,
+            root_row=request.root_row,
+            rule=request.rule,
+            visual=request.visual,
+            ids=(*request.layout.ids, *request.tokens),
+        )
+
+    def chunk_input(self) -> DraftInput:
+        """What a drafter needs of a chunk that does not end the prompt; nothing grows from it."""
+        request = self.request
+        start, stop = request.prefix_len - self.prompt_rows, request.prefix_len
+        return DraftInput(
+            slot=request.slot,
+            prefix_len=stop,
+            new=NewRows(self.hidden, request.prompt[start + 1 : stop + 1]),
+            root=request.tree.tokens[0],
+            max_depth=0,
+            position=0,
+            epoch=request.observation.epoch,
+            layout=request.layout,
+            mid_prompt=True,
+            observation=request.observation,
+            stream=request.observation.stream,
+        )
+
+    def draft_input(self, commit: Commit, embed: Callable[[Tensor], Tensor]) -> DraftInput:
+        """What a drafter needs of the rows that a commit has made final.
+
+        Args:
+            commit: what this share commits.
+            embed: token ids to embeddings.
+        """
+        request, codec = self.request, self.request.codec
+        known = max(0, self.prompt_rows - 1)  # behind the prompt's last row comes the answer
+        root = self.rows.stop - len(request.tree)
+        new = NewRows(
+            self.states[self.rows.start :][:known],
+            request.prompt[len(request.prompt) - known :],
+            self.states,
+            nodes=tuple(root + node for node in commit.nodes),
+            tokens=commit.tokens,
+            embed=embed,
+        )
+        return DraftInput(
+            slot=request.slot,
+            prefix_len=request.prefix_len,
+            new=new,
+            root=commit.tokens_on_device[-1],
+            max_depth=codec.remaining(request.tokens) - 1,
+            position=codec.position(request.tokens),
+            epoch=request.observation.epoch,
+            layout=request.layout,
+            answer=tuple(request.tokens),
+            in_text=codec.in_text(request.tokens),
+            observation=request.observation,
+            stream=request.observation.stream,
+        )
+
+    @property
+    def hidden(self) -> Tensor:
+        """[rows, hidden], last hidden states of its rows; those of the tree are the last."""
+        return self.states[self.rows.start : self.rows.stop]
+
+    @property
+    def tree_hidden(self) -> Tensor:
+        """[nodes, hidden], last hidden states of the tree's nodes."""
+        return self.hidden[-len(self.request.tree) :]
+
+
+@dataclass
+class Batch:
+    """What one tick computes.
+
+    Attributes:
+        shares: each request's share of the forward, oldest frame first.
+        admitted: the frame that begins with this tick, until `Scheduler.begin` makes a request of it.
+        finished: answers that were completed by it and stand for an action.
+        started_ns: `time.monotonic_ns()` when the tick began; a frame that begins with it has waited until then.
+        vision_s: seconds of the vision tower in this tick, known after the read-back.
+    """
+
+    shares: list[ScheduledRequest]
+    admitted: Waiting | None = None
+    finished: list[FinishedAnswer] = field(default_factory=list)
+    started_ns: int = field(default_factory=time.monotonic_ns)
+    vision_s: float = 0.0
+
+    @property
+    def verified(self) -> list[ScheduledRequest]:
+        """The shares whose trees are verified."""
+        return [share for share in self.shares if share.verifies]
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the tick began."""
+        return (time.monotonic_ns() - self.started_ns) * 1e-9

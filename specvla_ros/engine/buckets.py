@@ -34,8 +34,7 @@ class ForwardSizes:
     """Which forwards an engine's settings can lead to.
 
     Args:
-        slots: maximum of requests in flight, a question's too; at most one of them has rows of its prompt in a
-            forward that are more than a tree has.
+        slots: maximum of requests in flight; at most one of them has rows of its prompt in a forward.
         nodes: maximum in a tree, the root included; also of what is verified after a prompt.
         prompts: lengths that a prompt may have, in rows; at least one.
         forwards: that a prompt is spread over.
@@ -52,7 +51,7 @@ class ForwardSizes:
     def from_settings(policy: Target, settings: EngineSettings) -> "ForwardSizes":
         """Those of a policy whose prompts may have any length that a slot has rows for."""
         prompts = range(policy.image_tokens + 1, policy.image_tokens + settings.max_text_tokens + 1)
-        return ForwardSizes(settings.kv_slots, settings.tree_nodes, tuple(prompts), settings.chunks)
+        return ForwardSizes(settings.slots, settings.tree_nodes, tuple(prompts), settings.chunks)
 
     def measured_on(self, decoder: Decoder) -> "ForwardSizes":
         """With the sizes that are worth it on this device: where a tile of its products ends; on a CPU it is as it was.

@@ -222,7 +222,6 @@ class StaticForward:
         return hidden, greedy_choice(logits)
 
     def _send(self, segments: Sequence[Segment], spans: Sequence[Span]) -> None:
-        """Sends what the host knows."""
         # New memory each time: the copy may still be under way when the next forward is packed.
         memory = torch.zeros(len(self._numbers.all), dtype=torch.int64, pin_memory=self._numbers.all.is_cuda)
         host = HostInputs.in_memory(memory, self._rows, self._axes)

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 
 from specvla_kernels.device import device_fault, operators_on
-from specvla_ros.engine.asking import Asking
+from specvla_ros.engine.batch import Batch
 from specvla_ros.engine.ensemble import ChunkEnsemble
-from specvla_ros.engine.kv_cache import KVCache, allocate_cache
-from specvla_ros.engine.mailbox import Mailbox
-from specvla_ros.engine.outcome import Drop, DropReason, Outcome, Question
-from specvla_ros.engine.pictures import Pictures, pictures_of
-from specvla_ros.engine.request import Request
+from specvla_ros.engine.kv_cache import allocate_cache
+from specvla_ros.engine.mailbox import Mailbox, Pictures, pictures_of
+from specvla_ros.engine.outcome import Drop, DropReason, Outcome
 from specvla_ros.engine.runner import Runner
-from specvla_ros.engine.scheduler import Batch, Scheduler
+from specvla_ros.engine.scheduler import Scheduler
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import TickWork
 from specvla_ros.engine.verifier import Commit, Verifier
@@ -28,7 +26,6 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout, Target
-from specvla_ros.speculation.accept import AcceptanceRule
 from specvla_ros.speculation.drafters.combine import Drafters
 from specvla_ros.speculation.drafters.registry import DraftPrompt
 from specvla_ros.speculation.rules.registry import bins_of, make_rule
@@ -59,16 +56,6 @@ class Engine:
         UserError: the settings do not fit the target or the device's memory.
     """
 
-    settings: EngineSettings
-    cache: KVCache
-    scheduler: Scheduler
-    runner: Runner
-    verifier: Verifier
-    drafter: Drafters
-    _codec: Codec
-    _asking: Asking | None
-    _fallback: str
-
     def __init__(self, target: Target, settings: EngineSettings, now_ns: Callable[[], int] | None = None) -> None:
         if settings.max_image_age_s and now_ns is None:
             raise UserError("max_image_age_s needs the clock of the stamps; set it to 0 to decode recorded images")
@@ -86,8 +73,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether an observation waits or is in flight, or a question about one is being answered."""
-        return self.mailbox.waiting or bool(self.scheduler.requests) or (self._asking is not None and self._asking.busy)
+        """Whether an observation waits or is in flight."""
+        return self.mailbox.waiting or bool(self.scheduler.requests)
 
     @property
     def in_flight(self) -> int:
@@ -97,11 +84,7 @@ class Engine:
     @property
     def has_room(self) -> bool:
         """Whether an observation of the only robot, submitted now, would be admitted by the next tick."""
-        return self.room_for("")
-
-    def room_for(self, stream: str) -> bool:
-        """Whether an observation of a stream may be begun by the next tick, if no other's turn comes first."""
-        return self.scheduler.room_for(stream)
+        return self.scheduler.room_for("")
 
     def open(self, stream: str, *, budget_s: float = 0.0, priority: int = 0) -> None:
         """Takes a robot in, or gives one that is there another budget; without it, its first observation does.
@@ -147,16 +130,6 @@ class Engine:
         self._prepare_next()
         return drops
 
-    def ask(self, question: Question) -> None:
-        """Has a question answered about the next frame that is begun, beside its action, or about the newest in flight.
-
-        Raises:
-            UserError: none can be asked, another is not answered yet, or the policy cannot be asked this.
-        """
-        if self._asking is None:
-            raise UserError("no question can be asked: set decode.ask_tokens to the length of the longest answer")
-        self._asking.ask(question)
-
     def act(self, observation: Observation) -> Outcome:
         """Decodes one observation to its end."""
         outcomes: list[Outcome] = list(self.submit(observation))
@@ -175,13 +148,12 @@ class Engine:
         if self._lost:
             return self._drop_all(self._lost)
         try:
-            batch = self.scheduler.schedule()  # newest frames; chunks; trees
+            batch = self.scheduler.schedule()  # newest frames; chunks
+            self._lay_out(batch)
             self._prepare_ahead()
             self._embed(batch)
             if batch.shares:
                 commits = self._forward(batch)
-                if self._asking is not None:
-                    self._asking.begin(batch.shares, self.verifier.rule)
                 self.scheduler.commit(batch, commits)
                 self._draft(batch, commits)
                 self.scheduler.book_time(batch)
@@ -194,9 +166,6 @@ class Engine:
             return self._drop_all(self._lost or f"{type(error).__name__}: {error}")
 
     def _drop_all(self, detail: str) -> list[Outcome]:
-        """Drops what waits and what is in flight for a fault."""
-        if self._asking is not None:
-            self._asking.drop(f"the engine failed: {detail}")
         drops = [replace(drop, detail=detail) for drop in self.flush(DropReason.ENGINE_FAULT)]
         return self.scheduler.release() + drops
 
@@ -223,14 +192,6 @@ class Engine:
         self._ensemble.forget(stream)
         return self.flush(stream=stream)
 
-    def rule_for(self, settings: AcceptanceSettings) -> AcceptanceRule:
-        """The acceptance rule that settings describe, for this policy.
-
-        Raises:
-            UserError: they do not fit its action statistics.
-        """
-        return make_rule(settings, self.target)
-
     def set_acceptance(self, settings: AcceptanceSettings) -> None:
         """Takes another acceptance rule from the next frame on; those in flight finish with theirs.
 
@@ -252,10 +213,8 @@ class Engine:
         Raises:
             UserError: the settings do not fit the policy or the device's memory; it goes on as before.
         """
-        before, graphs, asking = self.scheduler, self.runner.graphs, self._asking
+        before, graphs = self.scheduler, self.runner.graphs
         self._set_up(settings)
-        if asking is not None:
-            asking.drop("decoding was changed meanwhile: ask again")
         if graphs.warm:
             self.runner.graphs.warm_up()
         return before.flush(DropReason.MODE_CHANGED)
@@ -284,7 +243,7 @@ class Engine:
         Raises:
             UserError: it is empty, or its prompt is longer than a slot holds.
         """
-        self._lay_out(replace(self.target.blank_observation(), instruction=instruction, prompt_ids=None))
+        self._prompt_layout(replace(self.target.blank_observation(), instruction=instruction, prompt_ids=None))
 
     def describe(self) -> dict[str, Any]:
         """What is loaded and how it decodes, for diagnostics and results."""
@@ -315,6 +274,25 @@ class Engine:
         if waiting is not None and waiting.pictures is not None and not waiting.pictures.begun:
             self._ahead.submit(self._prepare_next)
 
+    def _lay_out(self, batch: Batch) -> None:
+        """Lays out the prompt of the frame that begins, and drafts what the end of a prompt verifies with it."""
+        if batch.admitted is not None:
+            try:
+                layout = self._prompt_layout(batch.admitted.observation)
+            except UserError as error:
+                self.scheduler.refuse(batch, DropReason.BAD_INSTRUCTION, str(error))
+            except Exception as error:  # costs this frame alone
+                _log.exception("a prompt could not be laid out")
+                self.scheduler.refuse(batch, DropReason.ENGINE_FAULT, f"{type(error).__name__}: {error}")
+            else:
+                self.scheduler.begin(batch, layout, self.runner.forwards.chunk_rows(layout.rows))
+        for share in batch.shares:
+            if share.ends_prompt:  # not earlier: what is known of earlier answers grows meanwhile
+                seen = share.request.observation
+                share.request.tree = self.drafter.draft_prompt(
+                    DraftPrompt(seen.epoch, self._codec.max_tokens, self._codec.in_text(()), seen.stamp_ns, seen.stream)
+                )
+
     def _embed(self, batch: Batch) -> None:
         """Computes the prompts that begin. One that cannot be costs its own frame, and no other robot's."""
         for share in [share for share in batch.shares if share.begins]:
@@ -327,7 +305,6 @@ class Engine:
                 self.scheduler.fail(batch, share, f"{type(error).__name__}: {error}")
 
     def _forward(self, batch: Batch) -> list[Commit]:
-        """Runs a batch and chooses what its requests commit."""
         self._work = _work_of(batch)
         for share in batch.shares:
             if share.begins:
@@ -364,19 +341,7 @@ class Engine:
         head_prompts = self._work.prompts if drafted.head_forwards else 0.0
         self._work = replace(self._work, drafting=drafted, head_prompts=head_prompts)
 
-    def _draft_prompt(self, request: Request) -> Tree:
-        """What the end of a prompt verifies with it."""
-        codec, asked = self._codec, request.observation
-        return self.drafter.draft_prompt(
-            DraftPrompt(asked.epoch, codec.max_tokens, codec.in_text(()), asked.stamp_ns, asked.stream)
-        )
-
-    def _lay_out(self, observation: Observation) -> PromptLayout:
-        """The prompt of an observation.
-
-        Raises:
-            UserError: the policy cannot be asked this, or it is longer than a slot holds.
-        """
+    def _prompt_layout(self, observation: Observation) -> PromptLayout:
         layout = self.target.prompt_layout(observation)
         if len(layout.ids) > self.settings.max_text_tokens:
             raise UserError(
@@ -384,9 +349,6 @@ class Engine:
                 "shorten the instruction, or raise decode.max_text_tokens"
             )
         return layout
-
-    def _change_settings(self, settings: EngineSettings) -> None:
-        self.settings = self.scheduler.settings = settings
 
     def _set_up(self, settings: EngineSettings) -> None:
         """Loads and allocates what the settings need; nothing of the engine changes if that fails.
@@ -404,8 +366,7 @@ class Engine:
         root = Tree.from_root(torch.zeros((), dtype=torch.int64, device=target.decoder.device))
         step_s = settings.chunk_step_s or codec.dt_s or 0.0
         ensemble = ChunkEnsemble(codec, settings.ensemble, step_s)
-        cache = allocate_cache(target, settings, max(codec.max_tokens, settings.ask_tokens))
-        asking = Asking(target, settings, cache, root) if settings.ask_tokens else None
+        cache = allocate_cache(target, settings, codec.max_tokens)
         drafter, fallback = _make_drafter(target, settings, codec, cache.slot_rows, step_s)
         if fallback:
             settings = replace(settings, mode={"spec": "ar", "specpipe": "pipeline"}[settings.mode])
@@ -421,22 +382,15 @@ class Engine:
             distances=codec.distances,
         )
         runner = Runner(target, cache, settings, (verifier, drafter))
-        scheduler = Scheduler(
-            settings,
-            self.mailbox,
-            cache,
-            codec,
-            root=root,
-            lay_out=self._lay_out,
-            draft_prompt=self._draft_prompt,
-            chunk_rows=runner.forwards.chunk_rows,
-            asking=asking,
-        )
+        scheduler = Scheduler(settings, self.mailbox, cache, codec, root)
         self.mailbox.limit = settings.streams
         self._codec, self._fallback = codec, fallback
         self.settings, self.cache, self.scheduler = settings, cache, scheduler
         self.runner, self.verifier, self.drafter = runner, verifier, drafter
-        self._ensemble, self._asking = ensemble, asking
+        self._ensemble = ensemble
+
+    def _change_settings(self, settings: EngineSettings) -> None:
+        self.settings = self.scheduler.settings = settings
 
 
 def _remedy(drop: Drop) -> str:

@@ -126,7 +126,7 @@ def allocate_cache(target: Target, settings: EngineSettings, answer_tokens: int)
             "decode.max_reasoning_tokens or draft.nodes"
         )
     try:
-        return new_cache(target.decoder, slots=settings.kv_slots, slot_rows=rows)
+        return new_cache(target.decoder, slots=settings.slots, slot_rows=rows)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
             raise
@@ -137,7 +137,7 @@ def _what_would_fit(decoder: Decoder, settings: EngineSettings, rows: int) -> st
     config = decoder.config
     size = 2 * config.num_hidden_layers * rows * config.num_key_value_heads * config.head_dim
     slot_bytes = size * decoder.dtype.itemsize
-    text = f"{settings.kv_slots} KV slots of {rows} rows take {settings.kv_slots * slot_bytes / _GIB:.2f} GiB"
+    text = f"{settings.slots} KV slots of {rows} rows take {settings.slots * slot_bytes / _GIB:.2f} GiB"
     if decoder.device.type != "cuda":
         return f"{text}, more than there is: lower decode.max_in_flight or decode.max_text_tokens"
     free, _ = torch.cuda.mem_get_info(decoder.device)

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where observations wait for a slot: the newest of each robot, and which of them is begun next."""
+"""Where observations wait for a slot: the newest of each robot, which of them is begun next, and their pixels.
+
+Resizing a camera image takes milliseconds of a processor, in which a device would have nothing to do if a tick waited
+for it. So a frame that the next tick may begin is prepared where it is submitted; one that has to wait is left as it
+is, since a newer one may take its place, and prepared during the tick that may make room for it. What is not ready when
+a tick begins the frame is computed there.
+"""
 
 import math
 import threading
@@ -7,9 +13,68 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specvla_ros.engine.outcome import Drop, DropReason
-from specvla_ros.engine.pictures import Pictures
+import torch
+from torch import Tensor
+
+from specvla_ros.engine.outcome import Drop, DropReason, Freshness
 from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import Pixels, PreparesPictures, Target
+
+
+class Pictures:
+    """What the vision tower reads of one observation, computed once, by the first thread that needs it.
+
+    Args:
+        compute: gives it.
+    """
+
+    def __init__(self, compute: Callable[[], Pixels]) -> None:
+        self._compute: Callable[[], Pixels] | None = compute
+        self._lock = threading.Lock()
+        self._pixels: Pixels = ()
+        self._error: Exception | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether they are there, or some thread computes them."""
+        return self._compute is None or self._lock.locked()
+
+    def prepare(self) -> None:
+        """Computes them, unless that is done already; waits for a thread that does. Errors are kept for `pixels`."""
+        with self._lock:
+            if self._compute is None:
+                return
+            try:
+                self._pixels = self._compute()
+            except Exception as error:  # whoever prepares is not who answers for the frame
+                self._error = error
+            self._compute = None
+
+    def pixels(self) -> Pixels:
+        """Tensors in the host's memory, as the target's vision tower reads them.
+
+        Raises:
+            Exception: whatever computing them raised.
+        """
+        self.prepare()
+        if self._error is not None:
+            raise self._error
+        return self._pixels
+
+
+def pictures_of(target: Target, observation: Observation) -> Pictures | None:
+    """The pictures of an observation, not computed yet; None for a target that prepares them with its prompt."""
+    if not isinstance(target, PreparesPictures):
+        return None
+    return Pictures(lambda: tuple(_sendable(each, target) for each in target.pixels(observation)))
+
+
+def _sendable(pixels: Tensor, target: Target) -> Tensor:
+    """In the decoder's dtype, and in memory from which a GPU fetches it while the host goes on."""
+    decoder = target.decoder
+    if decoder.device.type != "cuda":
+        return pixels.to(decoder.dtype)
+    return torch.empty(pixels.shape, dtype=decoder.dtype, pin_memory=True).copy_(pixels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,12 +206,10 @@ class Mailbox:
 
     def dropped_for_age(self, observation: Observation, max_age_s: float, reason: DropReason) -> Drop | None:
         """The drop of an observation that is older than a limit by now; 0: no limit."""
-        if not max_age_s or self.now_ns is None:
+        if self.now_ns is None:
             return None
-        age_s = (self.now_ns() - observation.stamp_ns) * 1e-9
-        if age_s <= max_age_s:
-            return None
-        return Drop(observation, reason, f"{age_s:.3f} s old, the limit is {max_age_s:g} s")
+        problem = Freshness(max_age_s).problem(observation.stamp_ns, self.now_ns(), reason)
+        return Drop(observation, *problem) if problem is not None else None
 
     def drop(self, reason: DropReason, before_epoch: float = math.inf, only: str | None = None) -> list[Drop]:
         """Drops the observations that wait, if they are of an earlier epoch.

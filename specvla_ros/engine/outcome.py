@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a frame ends: in an action, or dropped for a reason."""
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
 
 from specvla_ros.models.observation import Observation
+
+_DAY_S = 86_400.0
 
 
 class DropReason(str, Enum):
@@ -29,6 +32,45 @@ class DropReason(str, Enum):
     NOT_AN_ACTION = "not_an_action"  # the policy emitted a token that is no action token
     NOT_FINITE = "not_finite"  # NaN or infinity in logits or action
     ENGINE_FAULT = "engine_fault"  # an exception inside a tick
+
+
+@dataclass(frozen=True)
+class Freshness:
+    """Which stamps an image may have: as it comes, when it begins, when its action is ready and when that goes out.
+
+    Args:
+        max_age_s: limit of the age; 0: none.
+        max_future_s: limit of how far the stamp may lie ahead of the clock.
+    """
+
+    max_age_s: float
+    max_future_s: float = math.inf
+
+    def problem(
+        self, stamp_ns: int, now_ns: int, too_old: DropReason = DropReason.STALE
+    ) -> tuple[DropReason, str] | None:
+        """Why an image must not be answered, or an answer must not go out; None: it may.
+
+        Args:
+            stamp_ns: the image's stamp.
+            now_ns: time on the stamps' clock.
+            too_old: the reason if it is older than the limit.
+        """
+        age_s = (now_ns - stamp_ns) * 1e-9
+        if -age_s > self.max_future_s:
+            return DropReason.BAD_STAMP, f"stamped {-age_s:.3f} s ahead of the node's clock{_other_clock(age_s)}"
+        if self.max_age_s and age_s > self.max_age_s:
+            return too_old, f"{age_s:.3f} s old, the limit is {self.max_age_s:g} s{_other_clock(age_s)}"
+        return None
+
+
+def _other_clock(age_s: float) -> str:
+    if abs(age_s) < _DAY_S:
+        return ""
+    return (
+        f": {abs(age_s) / _DAY_S:.0f} days apart are two different clocks; for a recording or a simulator "
+        "start the node with use_sim_time:=true and let the player publish /clock"
+    )
 
 
 @dataclass(frozen=True)
@@ -125,28 +167,3 @@ class DropCounter:
     def by_name(self) -> dict[str, int]:
         """The counts with plain strings as keys, in the enum's order."""
         return {reason.value: count for reason, count in self.counts.items()}
-
-
-@dataclass(eq=False)
-class Question:
-    """A question, and what is known of its answer; the engine's thread writes, any may read.
-
-    Attributes:
-        text: the question.
-        stream: of the robot whose images it is about.
-        observation: whose images it is answered about; None: no frame has been begun since it was asked.
-        tokens: of the answer so far, without its end.
-        forwards: that carried rows of it.
-        problem: why there will be no answer; empty: there is or will be one.
-        done: nothing more will change.
-        cancelled: set by whoever asked; nothing more is computed then.
-    """
-
-    text: str
-    stream: str = ""
-    observation: Observation | None = None
-    tokens: list[int] = field(default_factory=list)
-    forwards: int = 0
-    problem: str = ""
-    done: bool = False
-    cancelled: bool = False

@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One observation on its way through the engine, and its share of a forward."""
+"""One observation on its way through the engine."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from specvla_ros.engine.batch import Segment
+from specvla_ros.engine.mailbox import Pictures
 from specvla_ros.engine.outcome import DecodeRecord, StageTimings
-from specvla_ros.engine.pictures import Pictures
-from specvla_ros.engine.verifier import Commit, VerifyInput
+from specvla_ros.engine.verifier import Commit
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout
 from specvla_ros.speculation.accept import AcceptanceRule
-from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
 from specvla_ros.speculation.rules.strict import Strict
 from specvla_ros.speculation.tree import Tree
 
@@ -28,6 +25,7 @@ class Request:
         observation: what it answers.
         slot: its KV slot.
         layout: the rows of its prompt.
+        chunk_rows: those of each of the prompt's chunks but the last.
         wait_s: seconds from receipt to admission.
         codec: how its answer ends.
         tree: what the next forward verifies. Its root is the last committed token, whose keys and values are not
@@ -39,7 +37,6 @@ class Request:
         prefix_len: committed rows of the slot.
         tokens: committed answer tokens.
         visual: last hidden states of the image's rows, chunk by chunk, where the acceptance rule asks for them.
-        asked: it is a question's, no frame's.
         actions: float64 [horizon, dims], of a policy whose head gives them; None: its tokens stand for them.
 
     The rest is the record of its ticks, for DecodeStats.
@@ -48,6 +45,7 @@ class Request:
     observation: Observation
     slot: int
     layout: PromptLayout
+    chunk_rows: int
     wait_s: float
     tree: Tree
     codec: Codec
@@ -58,7 +56,6 @@ class Request:
     prefix_len: int = 0
     tokens: list[int] = field(default_factory=list)
     visual: list[Tensor] = field(default_factory=list)
-    asked: bool = False
     actions: Tensor | None = None
     bins_off: list[int] = field(default_factory=list)
     why: list[int] = field(default_factory=list)
@@ -131,145 +128,3 @@ class Request:
             tick_s=tuple(self.tick_s),
             in_flight=in_flight,
         )
-
-
-@dataclass
-class ScheduledRequest:
-    """One request's share of a forward: a chunk of its prompt, the prompt's end with a drafted tree, or a tree.
-
-    Attributes:
-        request: whose rows they are.
-        prompt_rows: number of prompt rows among them; 0 after the prompt.
-        ends_prompt: whether the prompt's last row is one of them.
-        states: [n, hidden], last hidden states of the forward, valid until the next one.
-        rows: its own of these.
-    """
-
-    request: Request
-    prompt_rows: int
-    ends_prompt: bool
-    states: Tensor = field(default_factory=lambda: torch.empty(0))
-    rows: range = range(0)
-
-    @staticmethod
-    def next_share(request: Request, chunk_rows: int) -> "ScheduledRequest":
-        """The next share of a request whose prompt is cut into chunks of so many rows."""
-        left = max(0, request.layout.rows - request.prefix_len)
-        rows = min(left, chunk_rows)
-        return ScheduledRequest(request, rows, ends_prompt=0 < left == rows)
-
-    @property
-    def begins(self) -> bool:
-        """Whether the prompt begins with it."""
-        return self.request.prefix_len == 0
-
-    @property
-    def verifies(self) -> bool:
-        """Whether tokens come of it; not of a chunk that does not end the prompt."""
-        return self.ends_prompt or not self.prompt_rows
-
-    def segments(self) -> list[Segment]:
-        """Its part of the packed batch."""
-        request = self.request
-        tree, start = request.tree, request.prefix_len
-        n = len(tree)
-        if not self.prompt_rows:
-            positions = request.layout.positions_behind(start, n)
-            return [Segment(request.slot, start, tree.tokens, tree.ancestry, wanted=n, positions=positions)]
-        stop = start + self.prompt_rows
-        chain = Segment(
-            request.slot,
-            start,
-            request.prompt[start:stop],
-            wanted=int(self.ends_prompt),
-            positions=request.layout.positions_of(start, stop),
-            sees_all=not request.layout.causal,
-        )
-        if not self.ends_prompt or n == 1:
-            return [chain]
-        drafted = tree.ancestry.without_root()
-        positions = request.layout.positions_behind(stop, n - 1)
-        return [chain, Segment(request.slot, stop, tree.tokens[1:], drafted, wanted=n - 1, positions=positions)]
-
-    def keep_visual(self) -> None:
-        """Keeps the hidden states of the image's rows, for rules that look at them."""
-        begin = self.request.prefix_len
-        for rows in self.request.layout.visual_rows:
-            start, stop = max(0, rows.start - begin), min(self.prompt_rows, rows.stop - begin)
-            if start < stop:
-                self.request.visual.append(self.hidden[start:stop].clone())  # the next forward overwrites them
-
-    def verify_input(self) -> VerifyInput:
-        """What the verifier needs of its tree."""
-        request = self.request
-        return VerifyInput(
-            tree=request.tree,
-            position=request.codec.position(request.tokens),
-            slot=request.slot,
-            root_row=request.root_row,
-            rule=request.rule,
-            visual=request.visual,
-            ids=(*request.layout.ids, *request.tokens),
-            any_id=request.asked,
-        )
-
-    def chunk_input(self) -> DraftInput:
-        """What a drafter needs of a chunk that does not end the prompt; nothing grows from it."""
-        request = self.request
-        start, stop = request.prefix_len - self.prompt_rows, request.prefix_len
-        return DraftInput(
-            slot=request.slot,
-            prefix_len=stop,
-            new=NewRows(self.hidden, request.prompt[start + 1 : stop + 1]),
-            root=request.tree.tokens[0],
-            max_depth=0,
-            position=0,
-            epoch=request.observation.epoch,
-            layout=request.layout,
-            mid_prompt=True,
-            observation=request.observation,
-            stream=request.observation.stream,
-        )
-
-    def draft_input(self, commit: Commit, embed: Callable[[Tensor], Tensor]) -> DraftInput:
-        """What a drafter needs of the rows that a commit has made final.
-
-        Args:
-            commit: what this share commits.
-            embed: token ids to embeddings.
-        """
-        request, codec = self.request, self.request.codec
-        known = max(0, self.prompt_rows - 1)  # behind the prompt's last row comes the answer
-        root = self.rows.stop - len(request.tree)
-        new = NewRows(
-            self.states[self.rows.start :][:known],
-            request.prompt[len(request.prompt) - known :],
-            self.states,
-            nodes=tuple(root + node for node in commit.nodes),
-            tokens=commit.tokens,
-            embed=embed,
-        )
-        return DraftInput(
-            slot=request.slot,
-            prefix_len=request.prefix_len,
-            new=new,
-            root=commit.tokens_on_device[-1],
-            max_depth=codec.remaining(request.tokens) - 1,
-            position=codec.position(request.tokens),
-            epoch=request.observation.epoch,
-            layout=request.layout,
-            answer=tuple(request.tokens),
-            in_text=codec.in_text(request.tokens),
-            observation=request.observation,
-            stream=request.observation.stream,
-        )
-
-    @property
-    def hidden(self) -> Tensor:
-        """[rows, hidden], last hidden states of its rows; those of the tree are the last."""
-        return self.states[self.rows.start : self.rows.stop]
-
-    @property
-    def tree_hidden(self) -> Tensor:
-        """[nodes, hidden], last hidden states of the tree's nodes."""
-        return self.hidden[-len(self.request.tree) :]

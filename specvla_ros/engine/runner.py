@@ -14,7 +14,7 @@ from torch import Tensor
 from specvla_kernels.chain_attention import takes, version
 from specvla_kernels.graph_capture import Capturable, Capture, Captures, check_rows, randomize
 from specvla_kernels.product_contest import seconds
-from specvla_ros.engine.batch import Segment, packed_forward
+from specvla_ros.engine.batch import Batch, Segment, packed_forward
 from specvla_ros.engine.cuda_graphs import (
     Bucket,
     ForwardSizes,
@@ -27,7 +27,6 @@ from specvla_ros.engine.cuda_graphs import (
 )
 from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.request import Request
-from specvla_ros.engine.scheduler import Batch
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.target import Decoder, ForwardResult, Target, VisionModel
 
@@ -201,7 +200,6 @@ class Vision:
         self._captured = None
 
     def _check(self, static: StaticVision) -> None:
-        """Compares the embeddings of one random image."""
         pixels = torch.randn(self._model.pixel_shape, generator=torch.Generator().manual_seed(0))
         check_rows(static(pixels), self._model.image_embeddings(pixels), what="the captured vision")
 

@@ -4,22 +4,19 @@
 It works on the host alone, with numbers of rows and tokens, so that planning can drive it without a model.
 """
 
-import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import numpy as np
 
-from specvla_ros.engine.asking import Asking
+from specvla_ros.engine.batch import Batch, ScheduledRequest
 from specvla_ros.engine.kv_cache import SlotPool
-from specvla_ros.engine.mailbox import Mailbox
+from specvla_ros.engine.mailbox import Mailbox, Waiting
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
-from specvla_ros.engine.request import Request, ScheduledRequest
+from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import Commit
-from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout
@@ -27,35 +24,7 @@ from specvla_ros.speculation.accept import NOT_A_NUMBER
 from specvla_ros.speculation.drafters.registry import FinishedAnswer
 from specvla_ros.speculation.tree import Tree
 
-_log = logging.getLogger(__name__)
 _MEMORY = 0.9  # of the mean number of forwards per request: about the last ten requests
-
-
-@dataclass
-class Batch:
-    """What one tick computes.
-
-    Attributes:
-        shares: each request's share of the forward, oldest frame first.
-        finished: answers that were completed by it and stand for an action.
-        started_ns: `time.monotonic_ns()` when the tick began.
-        vision_s: seconds of the vision tower in this tick, known after the read-back.
-    """
-
-    shares: list[ScheduledRequest]
-    finished: list[FinishedAnswer] = field(default_factory=list)
-    started_ns: int = field(default_factory=time.monotonic_ns)
-    vision_s: float = 0.0
-
-    @property
-    def verified(self) -> list[ScheduledRequest]:
-        """The shares whose trees are verified."""
-        return [share for share in self.shares if share.verifies]
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the tick began."""
-        return (time.monotonic_ns() - self.started_ns) * 1e-9
 
 
 class Scheduler:
@@ -69,10 +38,6 @@ class Scheduler:
         slots: the KV slots that requests hold.
         codec: when an answer is complete, and which action it stands for.
         root: the tree of a request that has committed nothing, one node.
-        lay_out: an observation's prompt; raises UserError for one that the policy cannot be given.
-        draft_prompt: the tree that the end of a request's prompt verifies.
-        chunk_rows: rows of a prompt, to those of each of its chunks but the last.
-        asking: answers questions beside the requests; None: none can be asked.
     """
 
     def __init__(
@@ -81,12 +46,7 @@ class Scheduler:
         mailbox: Mailbox,
         slots: SlotPool,
         codec: Codec,
-        *,
         root: Tree,
-        lay_out: Callable[[Observation], PromptLayout],
-        draft_prompt: Callable[[Request], Tree],
-        chunk_rows: Callable[[int], int],
-        asking: Asking | None = None,
     ) -> None:
         self.settings = settings
         self.requests: list[Request] = []
@@ -94,10 +54,6 @@ class Scheduler:
         self._slots = slots
         self._codec = codec
         self._root = root
-        self._lay_out = lay_out
-        self._draft_prompt = draft_prompt
-        self._chunk_rows = chunk_rows
-        self._asking = asking
         self._forwards = 0.0  # per finished request, mean; 0: none yet
         self._fewest_forwards = 0  # of the last finished requests, about
         self._held: list[Action] = []
@@ -128,7 +84,7 @@ class Scheduler:
         if self.room_for(stream):
             return True
         requests = [*self.requests]
-        if any(request.prefilling and not self._next_share(request).ends_prompt for request in requests):
+        if any(request.prefilling and not ScheduledRequest.next_share(request).ends_prompt for request in requests):
             return False
         ending = [each for each in requests if len(each.tokens_per_forward) + 1 >= self._fewest_forwards]
         own = [each for each in requests if each.observation.stream == stream]
@@ -136,14 +92,42 @@ class Scheduler:
         return has_slot and (len(own) < self.target_in_flight or any(each in ending for each in own))
 
     def schedule(self) -> Batch:
-        """Admits the newest frame if there is room, and gives each request its share of the next forward."""
-        self._admit()
-        shares = [self._next_share(request) for request in self.requests]
-        for share in shares:
-            if share.ends_prompt:  # not earlier: what is known of earlier answers grows meanwhile
-                share.request.tree = self._draft_prompt(share.request)
-        asked = self._asking.share() if self._asking is not None else None
-        return Batch([*shares, asked] if asked is not None else shares)
+        """The newest frame if there is room for it, and each request's share of the next forward."""
+        admitted = self._admit()
+        return Batch([ScheduledRequest.next_share(request) for request in self.requests], admitted)
+
+    def begin(self, batch: Batch, layout: PromptLayout, chunk_rows: int) -> None:
+        """Makes the frame that a batch admitted a request, with a share of the forward.
+
+        Args:
+            batch: that `schedule` made.
+            layout: the rows of the frame's prompt.
+            chunk_rows: those of each of its chunks but the last.
+        """
+        assert batch.admitted is not None
+        observation, batch.started_ns = batch.admitted.observation, time.monotonic_ns()
+        slot = self._slots.take()
+        assert slot is not None
+        request = Request(
+            observation,
+            slot,
+            layout,
+            chunk_rows,
+            wait_s=(batch.started_ns - observation.received_ns) * 1e-9 if observation.received_ns else 0.0,
+            tree=self._root,
+            codec=self._codec,
+            acceptance=self.settings.acceptance.rule,
+            pictures=batch.admitted.pictures,
+        )
+        self.requests.append(request)
+        batch.shares.append(ScheduledRequest.next_share(request))
+        batch.admitted = None
+
+    def refuse(self, batch: Batch, reason: DropReason, detail: str) -> None:
+        """Drops the frame that a batch admitted, of which no request can be made."""
+        assert batch.admitted is not None
+        self._drops.append(Drop(batch.admitted.observation, reason, detail))
+        batch.admitted = None
 
     def commit(self, batch: Batch, commits: Sequence[Commit]) -> None:
         """Makes a forward's rows and tokens final, oldest frame first; `batch.finished` gets the completed actions.
@@ -154,9 +138,7 @@ class Scheduler:
         """
         for share, commit in zip(batch.verified, commits, strict=True):
             request = share.request
-            if self._asking is not None and request.asked:
-                self._asking.commit(request, commit)
-            elif NOT_A_NUMBER in commit.tokens:
+            if NOT_A_NUMBER in commit.tokens:
                 self._drop(request, DropReason.NOT_FINITE, "the policy's logits hold NaN")
             elif self._completes(request, commit):
                 request.book_time(batch.elapsed_s, batch.vision_s, prefill=share.prompt_rows > 0)
@@ -213,34 +195,14 @@ class Scheduler:
     def fail(self, batch: Batch, share: ScheduledRequest, detail: str) -> None:
         """Takes a request out of a batch, and out of flight, that could not be computed; the others go on."""
         batch.shares.remove(share)
-        if not share.request.asked:
-            self._drop(share.request, DropReason.ENGINE_FAULT, detail)
+        self._drop(share.request, DropReason.ENGINE_FAULT, detail)
 
-    def _admit(self) -> None:
-        """Gives the observation whose turn it is a slot, if its prompt may begin now."""
+    def _admit(self) -> Waiting | None:
         waiting = self._mailbox.take(self.settings.max_image_age_s, self.room_for)
         while isinstance(waiting, Drop):
             self._drops.append(waiting)
             waiting = self._mailbox.take(self.settings.max_image_age_s, self.room_for)
-        if waiting is None:
-            return
-        observation = waiting.observation
-        try:
-            layout = self._lay_out(observation)
-        except UserError as error:
-            self._drops.append(Drop(observation, DropReason.BAD_INSTRUCTION, str(error)))
-            return
-        except Exception as error:  # costs this frame alone, which nobody else holds any more
-            _log.exception("a prompt could not be laid out")
-            self._drops.append(Drop(observation, DropReason.ENGINE_FAULT, f"{type(error).__name__}: {error}"))
-            return
-        received_ns = observation.received_ns
-        wait_s = (time.monotonic_ns() - received_ns) * 1e-9 if received_ns else 0.0
-        slot = self._slots.take()
-        assert slot is not None
-        rule = self.settings.acceptance.rule
-        request = Request(observation, slot, layout, wait_s, self._root, self._codec, rule, pictures=waiting.pictures)
-        self.requests.append(request)
+        return waiting
 
     def _completes(self, request: Request, commit: Commit) -> bool:
         """Makes a request's tokens final; True when its answer is complete."""
@@ -251,7 +213,6 @@ class Scheduler:
         return end > 0
 
     def _finish(self, request: Request, batch: Batch) -> None:
-        """Takes a request out whose answer is complete; what was older is overtaken."""
         problem = self._codec.problem(request.tokens)
         if problem:
             self._drop(request, DropReason.NOT_AN_ACTION, problem)
@@ -278,11 +239,10 @@ class Scheduler:
         self._forwards = _MEMORY * self._forwards + (1 - _MEMORY) * forwards if self._forwards else forwards
         self._fewest_forwards = min(forwards, self._fewest_forwards + 1)
         self._held.append(action)
-        stamp_ns = request.observation.stamp_ns
-        asked = request.observation
-        batch.finished.append(FinishedAnswer(asked.epoch, tuple(request.tokens), tokens, stamp_ns, asked.stream))
+        seen = request.observation
+        batch.finished.append(FinishedAnswer(seen.epoch, tuple(request.tokens), tokens, seen.stamp_ns, seen.stream))
         if not self.settings.in_order:
-            for older in [other for other in self._of(asked.stream) if other.observation.stamp_ns < stamp_ns]:
+            for older in [other for other in self._of(seen.stream) if other.observation.stamp_ns < seen.stamp_ns]:
                 self._drop(older, DropReason.OVERTAKEN)
 
     def _drop_overtaken(self) -> None:
@@ -296,9 +256,6 @@ class Scheduler:
                 self._drop(request, DropReason.OVERTAKEN)
             if request.tokens:
                 furthest[stream] = max(furthest.get(stream, -1), len(request.tokens))
-
-    def _next_share(self, request: Request) -> ScheduledRequest:
-        return ScheduledRequest.next_share(request, self._chunk_rows(request.layout.rows))
 
     def _of(self, stream: str) -> list[Request]:
         return [request for request in self.requests if request.observation.stream == stream]

@@ -77,14 +77,6 @@ class EngineSettings:
         minimum=0,
         maximum=4096,
     )
-    # A KV slot of its own, and rows of it for the answer.
-    ask_tokens: int = parameter(
-        0,
-        "Longest answer to a question that is asked while the policy acts (action policy/ask); 0: none can be asked.",
-        unit="tokens",
-        minimum=0,
-        maximum=4096,
-    )
     ensemble: int = parameter(
         0,
         "Answers whose chunks of actions are averaged where they overlap: the newest counts fully, each before it half "
@@ -166,11 +158,6 @@ class EngineSettings:
     def slots(self) -> int:
         """Maximum of requests in flight."""
         return self.streams * self.slots_per_stream
-
-    @property
-    def kv_slots(self) -> int:
-        """Slots of the KV cache: one for each request in flight, and the last one for questions."""
-        return self.slots + (self.ask_tokens > 0)
 
     @property
     def chunks(self) -> int:

@@ -38,7 +38,6 @@ class VerifyInput:
         visual: last hidden states of the image's rows, [n, hidden] for each chunk of the prompt, those of this forward
             added by it; empty where the rule does not need them.
         ids: of prompt and answer up to the root.
-        any_id: its answer may be any text, whatever ids the policy's own answers are kept to.
     """
 
     tree: Tree
@@ -48,7 +47,6 @@ class VerifyInput:
     rule: AcceptanceRule
     visual: Sequence[Tensor] = ()
     ids: Sequence[int] = ()
-    any_id: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,7 @@ class Verifier:
             return []
         groups = prepared.groups
         trees = [(part.tree.tokens, part.tree.ancestry) for part in parts]
-        logits = self._generation.apply(result.logits, trees, prepared.seen, [part.any_id for part in parts])
+        logits = self._generation.apply(result.logits, trees, prepared.seen)
         known = result.choices if logits is result.logits else None
         choices = greedy_choice(logits) if known is None else known
         paths = list(self._paths(logits, choices, hidden, parts, groups))
@@ -238,7 +236,6 @@ class Verifier:
         parts: Sequence[VerifyInput],
         groups: Sequence[Group],
     ) -> Iterator[Tensor]:
-        """See `accept_tree`, for each group."""
         nodes = _side_by_side([part.tree for part in parts])
         for group in groups:
             rows = None if len(parts) == 1 else group.rows
@@ -263,7 +260,6 @@ class Verifier:
 
 
 def _side_by_side(trees: Sequence[Tree]) -> Nodes:
-    """The nodes of trees, one tree after the other."""
     found = [_nodes(tree) for tree in trees]
     if len(found) == 1:
         return found[0]

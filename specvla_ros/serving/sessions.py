@@ -5,13 +5,37 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-from specvla_ros.engine.engine_thread import EngineThread
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
+from specvla_ros.engine.thread import SharedEngine
 from specvla_ros.errors import UserError
 from specvla_ros.models.observation import Observation
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What a server lets its clients do.
+
+    Args:
+        sessions: at once; the engine has slots for as many.
+        token: that clients must show; empty: none.
+        budget_s: in which a request should be answered.
+        max_message_bytes: of one request.
+        max_rate_hz: of one session's requests; 0: no limit.
+        idle_s: after which a session over HTTP, which says no goodbye, is closed.
+        message_s: in which the body of a request over HTTP must be there.
+    """
+
+    sessions: int = 4
+    token: str = ""
+    budget_s: float = 0.5
+    max_message_bytes: int = 32 << 20
+    max_rate_hz: float = 0.0
+    idle_s: float = 60.0
+    message_s: float = 10.0
 
 
 class NoRoomError(Exception):
@@ -27,7 +51,7 @@ class Session:
         min_period_s: a request that comes sooner after the one before is refused.
     """
 
-    def __init__(self, thread: EngineThread, name: str, min_period_s: float) -> None:
+    def __init__(self, thread: SharedEngine, name: str, min_period_s: float) -> None:
         self.name = name
         self.used_s = time.monotonic()
         self._thread = thread
@@ -81,23 +105,16 @@ class Sessions:
 
     Args:
         thread: of the engine.
-        limit: of sessions at once.
-        budget_s: in which a request should be answered: of several that wait, that with the earliest deadline is begun.
-        max_rate_hz: of one session's requests; 0: no limit.
-        idle_s: after which a session over HTTP, which says no goodbye, gives its place to another.
+        settings: what they may do.
 
     Attributes:
         actions, drops: answered so far, and by reason not answered.
     """
 
-    def __init__(
-        self, thread: EngineThread, *, limit: int, budget_s: float, max_rate_hz: float = 0.0, idle_s: float = 60.0
-    ) -> None:
+    def __init__(self, thread: SharedEngine, settings: ServeSettings) -> None:
         self.actions = 0
         self.drops: Counter[str] = Counter()
-        self._thread = thread
-        self._limit, self._budget_s, self._idle_s = limit, budget_s, idle_s
-        self._min_period_s = 1 / max_rate_hz if max_rate_hz else 0.0
+        self._thread, self._settings = thread, settings
         self._open: dict[str, Session] = {}
         self._lasting: set[str] = set()
 
@@ -117,11 +134,12 @@ class Sessions:
         """
         if name in self._open:
             return self._open[name]
-        if len(self) >= self._limit:
+        chosen = self._settings
+        if len(self) >= chosen.sessions:
             self.drops[DropReason.TOO_MANY_STREAMS.value] += 1
-            raise NoRoomError(f"{self._limit} sessions are open, which is the limit (--robots): try again later")
-        session = self._open[name] = Session(self._thread, name, self._min_period_s)
-        self._thread.open(name, self._budget_s)
+            raise NoRoomError(f"{chosen.sessions} sessions are open, which is the limit (--robots): try again later")
+        session = self._open[name] = Session(self._thread, name, 1 / chosen.max_rate_hz if chosen.max_rate_hz else 0.0)
+        self._thread.call(lambda engine: engine.open(name, budget_s=chosen.budget_s))
         if lasting:
             self._lasting.add(name)
         return session
@@ -142,6 +160,6 @@ class Sessions:
     def _close_idle(self) -> None:
         now_s = time.monotonic()
         for session in [*self._open.values()]:
-            idle = now_s - session.used_s > self._idle_s and not session.busy
+            idle = now_s - session.used_s > self._settings.idle_s and not session.busy
             if idle and session.name not in self._lasting:
                 self.close(session)

@@ -7,15 +7,18 @@ with an action, or with an error, under the number that it came with. Source: vl
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 import numpy as np
+from starlette.websockets import WebSocket
 
+from specvla_ros.engine.outcome import Action
 from specvla_ros.errors import UserError
 from specvla_ros.models.target import Target
 from specvla_ros.serving.arrays import unpack
+from specvla_ros.serving.server import Server, why
+from specvla_ros.serving.sessions import Session
 
 VERSION = 1
 HELLO, OBSERVATION, ACTION, ERROR = "hello", "observation", "action", "error"
@@ -23,27 +26,37 @@ EPISODE_START, EPISODE_END = "episode_start", "episode_end"
 _KINDS = (HELLO, OBSERVATION, ERROR, EPISODE_START, EPISODE_END)  # that a client sends
 
 
-@dataclass(frozen=True)
-class Message:
-    """What a client sends.
+async def talk(server: Server, socket: WebSocket) -> None:
+    """Serves a client until it leaves."""
+    policy = server.policy
 
-    Args:
-        kind: of `HELLO`, `OBSERVATION`, `ERROR`, `EPISODE_START` and `EPISODE_END`.
-        payload: by the kind.
-        number: the answer bears it too.
-    """
+    async def send(kind: str, payload: Mapping[str, Any], number: int) -> None:
+        message = {"type": kind, "payload": payload, "seq": number, "timestamp": time.time()}
+        await socket.send_bytes(msgpack.packb(message, default=_described))
 
-    kind: str
-    payload: dict[str, Any]
-    number: int
+    async def answer(session: Session, message: bytes) -> None:
+        number = 0
+        try:
+            kind, payload, number = _read(message)
+            if kind == HELLO:
+                await send(HELLO, _hello(policy), number)
+            elif kind == EPISODE_START:
+                session.begin_episode()
+            elif kind == OBSERVATION:
+                outcome = await server.decode(session, _observation(payload, policy))
+                if isinstance(outcome, Action):
+                    # Its benchmarks take one action of an answer and ask again.
+                    await send(ACTION, {"actions": outcome.actions[0]}, number)
+                else:
+                    await send(ERROR, {"error": why(outcome)}, number)
+        except UserError as error:
+            server.metrics.refused += 1
+            await send(ERROR, {"error": str(error)}, number)
+
+    await server.converse(socket, answer)
 
 
-def read(message: bytes) -> Message:
-    """A client's message.
-
-    Raises:
-        UserError: it is none, or of a version that is not spoken here.
-    """
+def _read(message: bytes) -> tuple[str, dict[str, Any], int]:
     given = unpack(message)
     kind, payload, number = given.get("type"), given.get("payload"), given.get("seq")
     if kind not in _KINDS:
@@ -53,18 +66,11 @@ def read(message: bytes) -> Message:
     if kind == HELLO and payload.get("protocol_version") != VERSION:
         version = str(payload.get("protocol_version"))[:20]
         raise UserError(f"version {VERSION} of vla-eval's protocol is spoken here, and not {version}")
-    return Message(kind, payload, number)
+    return kind, payload, number
 
 
-def write(kind: str, payload: Mapping[str, Any], number: int) -> bytes:
-    """An answer."""
-    message = {"type": kind, "payload": payload, "seq": number, "timestamp": time.time()}
-    packed: bytes = msgpack.packb(message, default=_described)
-    return packed
-
-
-def hello(policy: Target) -> dict[str, Any]:
-    """What a client is told at the beginning: of a benchmark that can send more than it does, what the policy reads."""
+def _hello(policy: Target) -> dict[str, Any]:
+    """Tells a benchmark that can send more than it does what the policy reads."""
     asked = {"send_wrist_image": len(policy.cameras) > 1, "send_state": bool(policy.state_dims)}
     return {
         "harness_version": "",
@@ -75,7 +81,7 @@ def hello(policy: Target) -> dict[str, Any]:
     }
 
 
-def observation(payload: Mapping[str, Any], policy: Target) -> dict[str, Any]:
+def _observation(payload: Mapping[str, Any], policy: Target) -> dict[str, Any]:
     """A benchmark's observation in the names that openpi's clients use.
 
     Its cameras have the simulator's names (`agentview`). Where these are not the policy's, they are taken in their

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from specvla_kernels.graph_capture import padded_rows
 from specvla_ros.engine import buckets
+from specvla_ros.engine.batch import ScheduledRequest
 from specvla_ros.engine.buckets import Bucket, ForwardSizes
-from specvla_ros.engine.request import Request, ScheduledRequest
+from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.target import PromptLayout
 from specvla_ros.speculation.settings import DraftSettings
@@ -30,10 +31,10 @@ def sizes(chosen: EngineSettings, *, image_tokens: int = 256) -> ForwardSizes:
 def shares(length: int, chunk_rows: int) -> list[int]:
     """The rows of a prompt in each forward, as the engine cuts it."""
     nothing: Any = None
-    request = Request(nothing, 0, PromptLayout((), length, ()), 0.0, nothing, nothing)
+    request = Request(nothing, 0, PromptLayout((), length, ()), chunk_rows, 0.0, nothing, nothing)
     rows = []
     while request.prefilling:
-        rows.append(ScheduledRequest.next_share(request, chunk_rows).prompt_rows)
+        rows.append(ScheduledRequest.next_share(request).prompt_rows)
         request.prefix_len += rows[-1]
     return rows
 

@@ -31,6 +31,7 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout, Target
 from specvla_ros.speculation.accept import Acceptance, AcceptanceRule, AcceptReason, Verification
 from specvla_ros.speculation.rules.lvspec import LVSpec
+from specvla_ros.speculation.rules.registry import make_rule
 
 LONGEST_TEXT, LONGEST_PROMPT = 24, 400
 FRAMES = 6
@@ -105,7 +106,7 @@ def answers(policy: Target, settings: EngineSettings) -> list[tuple[Action, list
     engine = poisoned(policy, with_model(policy, replace(settings, max_text_tokens=LONGEST_PROMPT)))
     found = []
     for stamp in range(1, FRAMES + 1):
-        watching = Watching(engine.rule_for(settings.acceptance))
+        watching = Watching(make_rule(settings.acceptance, engine.target))
         engine.verifier.set_rule(watching)
         action = engine.act(frame(policy, stamp))
         if isinstance(action, Action):

@@ -19,10 +19,10 @@ from support.random_qwen_vl import FAST_IDS, SHAPES, add_nora, add_vla0, write_q
 
 from specvla_ros import Policy
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.engine_thread import EngineThread
+from specvla_ros.engine.mailbox import Pictures, pictures_of
 from specvla_ros.engine.outcome import Action, Drop, DropReason, Outcome
-from specvla_ros.engine.pictures import Pictures, pictures_of
 from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.thread import SharedEngine
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
@@ -254,7 +254,7 @@ def test_policy_and_stream_and_server_prepare_on_their_callers_thread(
         stream.put(image, INSTRUCTION)
         stream.finish()
         assert [action.tokens for action in stream] == [expected]
-    thread = EngineThread(Engine(policy, EngineSettings("pipeline")))
+    thread = SharedEngine(Engine(policy, EngineSettings("pipeline")))
     try:
         seen = frame(1)
         decoded = thread.decode(seen, thread.prepared(seen)).result(PATIENCE_S)

@@ -25,6 +25,7 @@ from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
 from specvla_ros.speculation.rules.bin_distance import BinDistance
+from specvla_ros.speculation.rules.registry import make_rule
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 STRICT = EngineSettings("spec", draft=adjusted(DraftSettings(), temporal=True))
@@ -168,7 +169,7 @@ def test_the_acceptance_can_change_between_ticks(policy: OpenVLATarget) -> None:
     assert max(loose.record.bins_off) > 0 and loose.record.bins_off[-1] == 0, "the gripper stays strict"
     for rule in ("bin_distance", "strict", "fly", "lvspec", "composite"):
         with pytest.raises(UserError, match="one bin of x"):
-            engine.rule_for(AcceptanceSettings(rule, tolerance_m=1e-6))
+            make_rule(AcceptanceSettings(rule, tolerance_m=1e-6), engine.target)
         with pytest.raises(UserError, match="one bin of x"):
             engine.set_acceptance(AcceptanceSettings(rule, tolerance_m=1e-6))
     assert engine.settings.acceptance.bins == (254,), "the old rule stays"

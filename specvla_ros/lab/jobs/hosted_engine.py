@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.engine_thread import Decoded, EngineThread
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.tally import TickWork
+from specvla_ros.engine.thread import Decoded, SharedEngine
 from specvla_ros.lab.jobs.workers import Host
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import ONLY_CAMERA, Observation
@@ -61,7 +61,7 @@ class EngineHost:
         self._settings = settings
         self._engine = Engine(target, replace(settings, streams=robots))
         self._engine.warm_up()
-        self._thread = EngineThread(self._engine, tick_time)
+        self._thread = SharedEngine(self._engine, tick_time)
 
     def facts(self) -> tuple[HostedPolicy, EngineSettings]:
         """What is decoded with, and how: as an engine of one's own would say it."""

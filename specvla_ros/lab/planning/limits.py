@@ -10,11 +10,12 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from specvla_ros.engine.batch import Batch
 from specvla_ros.engine.buckets import even_rows
 from specvla_ros.engine.kv_cache import SlotPool
 from specvla_ros.engine.mailbox import Mailbox
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.scheduler import Batch, Scheduler
+from specvla_ros.engine.scheduler import Scheduler
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.engine.verifier import Commit
 from specvla_ros.errors import UserError
@@ -182,16 +183,7 @@ def _run_scheduler(mode: Mode, prompt_rows: int, action_tokens: int, lengths: Ac
     layout = PromptLayout(ids=(), rows=prompt_rows, visual_rows=())
     zeros = np.zeros(action_tokens)
     codec = BinsCodec(ActionTokenizer(_VOCABULARY), ActionStatistics("", zeros, zeros, zeros > 0))
-    scheduler = Scheduler(
-        settings,
-        mailbox,
-        SlotPool(settings.slots),
-        codec,
-        root=root,
-        lay_out=lambda _: layout,
-        draft_prompt=lambda _: root,
-        chunk_rows=lambda rows: even_rows(rows, settings.chunks),
-    )
+    scheduler = Scheduler(settings, mailbox, SlotPool(settings.slots), codec, root)
     draws = random.Random(_SEED)
     commits = [_commit(tokens, codec) for tokens in range(len(lengths.probabilities) + 1)]
     picture = np.zeros((1, 1, 3), np.uint8)
@@ -205,6 +197,8 @@ def _run_scheduler(mode: Mode, prompt_rows: int, action_tokens: int, lengths: Ac
             if not mailbox.waits(robot):
                 mailbox.submit(Observation(picture, "", stamp_ns=number + 1, stream=robot))
         batch = scheduler.schedule()
+        if batch.admitted is not None:
+            scheduler.begin(batch, layout, even_rows(prompt_rows, settings.chunks))
         begun = [_frame(share.request.observation) for share in batch.shares if share.begins]
         admitted |= dict.fromkeys(begun, number)
         in_flight = max(in_flight, len(batch.shares))

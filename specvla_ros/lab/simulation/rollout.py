@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from specvla_ros.engine.engine import Engine
-from specvla_ros.engine.engine_thread import Decoded
 from specvla_ros.engine.outcome import Action, DropReason, Outcome
 from specvla_ros.engine.tally import DecodeTally, TickWork
+from specvla_ros.engine.thread import Decoded
 from specvla_ros.errors import UserError
 from specvla_ros.lab.jobs.hosted_engine import HostedEngine
 from specvla_ros.lab.planning.device import read_device

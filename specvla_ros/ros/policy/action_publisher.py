@@ -11,7 +11,7 @@ from rclpy.time import Time
 from std_msgs.msg import Header
 from tokenizers import Tokenizer
 
-from specvla_ros.engine.outcome import Action, Drop, DropReason
+from specvla_ros.engine.outcome import Action, Drop, DropReason, Freshness
 from specvla_ros.messages.action_message import ActionMeaning, decode_stats_fields, vla_action_fields
 from specvla_ros.models.tokenizer import text_of
 from specvla_ros.msg import DecodeStats, Reasoning, VlaAction
@@ -108,11 +108,12 @@ class ActionPublisher:
                 return Drop(observation, DropReason.OVERTAKEN)
             # In this order, so that the stages never sum to more than the latency.
             publish_s = (time.monotonic_ns() - action.finished_ns) * _NS
-            latency_s = (self._clock.now().nanoseconds - observation.stamp_ns) * _NS
-            max_age_s = self._max_image_age_s()
-            if max_age_s and latency_s > max_age_s:
-                age = f"{latency_s:.3f} s old, the limit is {max_age_s:g} s"
-                return Drop(observation, DropReason.TOO_OLD, age)
+            now_ns = self._clock.now().nanoseconds
+            latency_s = (now_ns - observation.stamp_ns) * _NS
+            fresh = Freshness(self._max_image_age_s())
+            problem = fresh.problem(observation.stamp_ns, now_ns, DropReason.TOO_OLD)
+            if problem is not None:
+                return Drop(observation, *problem)
             stamp, seq = Time(nanoseconds=observation.stamp_ns).to_msg(), self._next_seq
             seen = Header(stamp=stamp, frame_id=observation.frame_id)
             if action.text_tokens:

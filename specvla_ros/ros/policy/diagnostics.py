@@ -15,7 +15,7 @@ from specvla_ros.engine.outcome import DropCounter, DropReason
 from specvla_ros.engine.tally import percentiles
 from specvla_ros.errors import shortened
 from specvla_ros.ros.diagnostics import make_status
-from specvla_ros.ros.policy.instruction import Instruction
+from specvla_ros.ros.policy.inputs import Instruction
 
 # These are how a queue of length one works, or were asked for: no faults.
 _NORMAL = frozenset(
@@ -106,12 +106,6 @@ class DropLedger:
             counts, self._recent = self._recent.counts, DropCounter()
             return RecentDrops(counts, dict(self._details))
 
-    def start_over(self) -> None:
-        """Counts from zero, as on activation."""
-        with self._lock:
-            self._since_activation = DropCounter()
-            self._recent = DropCounter()
-
 
 def not_loaded_status() -> DiagnosticStatus:
     """The status of a node without a policy."""
@@ -170,12 +164,6 @@ class InputHealth:
         self._stamps_ns.append(stamp_ns)
         self._age_s = age_s
 
-    def start_over(self) -> None:
-        """Forgets all images, as on activation."""
-        self._images = dict(_TRANSPORTS)
-        self._stamps_ns.clear()
-        self._age_s, self._last_image_s = float("nan"), None
-
     def status(self, active: bool, instruction: Instruction, drops: RecentDrops) -> DiagnosticStatus:
         """For /diagnostics; begins a new period for the rates."""
         now_s = time.monotonic()
@@ -229,13 +217,6 @@ class InferenceHealth:
         """Notes an exception; it is reported once."""
         with self._lock:
             self._fault = what
-
-    def start_over(self) -> None:
-        """Forgets all figures, as on activation."""
-        with self._lock:
-            self._actions = 0
-            self._latencies_s.clear()
-            self._fault = ""
 
     def status(self, idle: str, drops: RecentDrops) -> DiagnosticStatus:
         """For /diagnostics; begins a new period for the rate.

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import sys
-import threading
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin one only from Python 3.11 on
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from specvla_ros.engine.outcome import Outcome, Question
+from specvla_ros.engine.outcome import Outcome
+from specvla_ros.engine.thread import EngineThread
 from specvla_ros.errors import UserError, missing_package
-from specvla_ros.models.observation import Observation
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.speculation.settings import AcceptanceSettings
 
@@ -28,11 +27,10 @@ _ANSWER_TIMEOUT_S = 5.0  # longer than any tick
 _STOP_TIMEOUT_S = 10.0
 
 
-class InferenceThread:
+class InferenceThread(EngineThread):
     """Loads the policy, drives the engine and hands back what comes out.
 
-    Its methods may be called from any thread. An observation goes to the engine's mailbox at once; everything else is
-    done between two ticks, in the order of the calls. Only `wait_loaded`, `set_acceptance`, `switch` and `stop` wait.
+    Only `wait_loaded`, `set_acceptance`, `switch` and `stop` wait.
 
     Args:
         load: makes the engine; called on the thread, with a callback for its progress.
@@ -49,18 +47,15 @@ class InferenceThread:
         on_outcome: Callable[[Outcome], None],
         on_fault: Callable[[str], None],
     ) -> None:
-        self._load = load
         self._on_progress = on_progress
-        self._on_outcome = on_outcome
-        self._on_fault = on_fault
-        self._wake = threading.Condition()
-        self._calls: list[Callable[[Engine], None]] = []
-        self._engine: Engine | None = None
-        self._stopping = False
-        self._loaded: Future[dict[str, str]] = Future()
-        # A daemon, so that a hanging driver cannot keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name="inference", daemon=True)
-        self._thread.start()
+        self._description: dict[str, str] = {}
+        super().__init__(
+            partial(self._load_warm, load),
+            on_outcome=on_outcome,
+            on_fault=on_fault,
+            on_end=_free_gpu_memory,
+            name="inference",
+        )
 
     @property
     def loaded(self) -> bool:
@@ -73,28 +68,8 @@ class InferenceThread:
         Raises:
             UserError: what `load` raised, or the thread was stopped meanwhile.
         """
-        return self._loaded.result()
-
-    def submit(self, observation: Observation) -> None:
-        """Puts the newest observation before the engine; one that still waited is dropped for it."""
-        engine = self._engine
-        assert engine is not None, "an image came before the policy was loaded"
-        self._hand_back(engine.submit(observation))
-        with self._wake:
-            self._wake.notify()
-
-    def open(self, stream: str, *, budget_s: float, priority: int) -> None:
-        """Has the engine take a robot in, or give it another budget: see `Engine.open`."""
-        self._call(lambda engine: engine.open(stream, budget_s=budget_s, priority=priority))
-
-    def close(self, stream: str, *, before_epoch: int) -> None:
-        """Has the engine let a robot go, with what it has learned from it.
-
-        Args:
-            stream: its name.
-            before_epoch: epoch whose frames stay: when the engine's turn comes, the robot may be active again.
-        """
-        self._call(lambda engine: self._hand_back(engine.close(stream, before_epoch=before_epoch)))
+        self._loaded.result()
+        return self._description
 
     def begin_epoch(self, epoch: int, stream: str = "", *, forget_stamps: bool = False) -> None:
         """Has the engine drop what is of a robot's earlier epochs; an action that is just ready may still come out.
@@ -106,7 +81,7 @@ class InferenceThread:
         """
         if forget_stamps and self._engine is not None:
             self._engine.mailbox.take_any_stamp(stream)  # at once: the next image may come before the tick's end
-        self._call(lambda engine: self._hand_back(engine.flush(before_epoch=epoch, stream=stream)))
+        self.call(lambda engine: engine.flush(before_epoch=epoch, stream=stream))
 
     def check_instruction(self, instruction: str, on_checked: Callable[[str], None]) -> None:
         """Has the engine check an instruction; `on_checked` gets what is wrong with it, empty when nothing is."""
@@ -121,22 +96,7 @@ class InferenceThread:
                 problem = f"it could not be checked: {type(error).__name__}: {error}"
             on_checked(problem)
 
-        self._call(check)
-
-    def ask(self, question: Question) -> None:
-        """Has the engine answer a question; what is wrong with it is said in the question itself."""
-
-        def ask(engine: Engine) -> None:
-            try:
-                engine.ask(question)
-            except UserError as error:
-                question.problem, question.done = str(error), True
-
-        self._call(ask)
-
-    def set_max_image_age(self, seconds: float) -> None:
-        """Changes the engine's staleness limit; 0: none."""
-        self._call(lambda engine: engine.set_max_image_age(seconds))
+        self.call(check)
 
     def set_acceptance(self, settings: AcceptanceSettings) -> None:
         """Changes the engine's acceptance rule.
@@ -157,23 +117,14 @@ class InferenceThread:
         """
 
         def change(engine: Engine) -> dict[str, str]:
-            self._hand_back(engine.switch(settings))
+            self._hand_over(engine.switch(settings))
             return _description(engine)
 
         return self._ask(change)
 
     def stop(self) -> bool:
         """Ends the thread after the tick under way and frees the engine; False when it did not end in time."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        self._thread.join(_STOP_TIMEOUT_S)
-        return not self._thread.is_alive()
-
-    def _call(self, call: Callable[[Engine], None]) -> None:
-        with self._wake:
-            self._calls.append(call)
-            self._wake.notify()
+        return self.end(timeout_s=_STOP_TIMEOUT_S)
 
     def _ask(self, change: Callable[[Engine], Answer]) -> Answer:
         """Waits for what a change to the engine returns or raises."""
@@ -189,7 +140,7 @@ class InferenceThread:
             except Exception as error:
                 answer.set_exception(error if isinstance(error, UserError) else UserError(f"it failed: {error}"))
 
-        self._call(call)
+        self.call(call)
         try:
             return answer.result(_ANSWER_TIMEOUT_S)
         except FutureTimeoutError:
@@ -199,58 +150,17 @@ class InferenceThread:
                 ) from None
             return answer.result()  # it has begun: loading a draft head and capturing CUDA graphs can take longer
 
-    def _run(self) -> None:
-        engine = self._make_engine()
-        if engine is not None:
-            self._serve(engine)
-        self._engine = engine = None
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    def _make_engine(self) -> Engine | None:
-        try:
-            engine = self._load(self._report)
-            self._report("warming up", 1.0)
-            engine.warm_up()
-        except Exception as error:  # handed to whoever waits for the engine
-            # The traceback would keep a half-loaded model alive.
-            self._loaded.set_exception(error if isinstance(error, UserError) else _unexpected(error))
-            return None
-        self._engine = engine
-        self._loaded.set_result(_description(engine))
+    def _load_warm(self, load: Callable[[Progress], Engine]) -> Engine:
+        engine = load(self._report)
+        self._report("warming up", 1.0)
+        engine.warm_up()
+        self._description = _description(engine)
         return engine
 
     def _report(self, what: str, fraction: float) -> None:
         if self._stopping:
             raise UserError("stopped before the policy was loaded")
         self._on_progress(what, fraction)
-
-    def _serve(self, engine: Engine) -> None:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._stopping or self._calls or engine.busy)
-                if self._stopping:
-                    return
-                calls, self._calls = self._calls, []
-            for call in calls:
-                self._guarded(call, engine)
-            if engine.busy:
-                self._guarded(self._tick, engine)
-
-    def _guarded(self, call: Callable[[Engine], None], engine: Engine) -> None:
-        """The engine turns the faults of a tick into drops; the node also survives those of everything around it."""
-        try:
-            call(engine)
-        except Exception:
-            self._on_fault(traceback.format_exc())
-
-    def _tick(self, engine: Engine) -> None:
-        self._hand_back(engine.tick())
-
-    def _hand_back(self, outcomes: Sequence[Outcome]) -> None:
-        for outcome in outcomes:
-            self._on_outcome(outcome)
 
 
 def load_engine(parameters: PolicyParameters, now_ns: Callable[[], int], progress: Progress) -> Engine:
@@ -280,7 +190,7 @@ def _description(engine: Engine) -> dict[str, str]:
     return {key: str(value) for key, value in engine.describe().items()}
 
 
-def _unexpected(error: Exception) -> Exception:
-    """An error whose message tells a developer where it came from."""
-    where = "".join(traceback.format_exception(error))
-    return RuntimeError(f"the policy could not be loaded: {type(error).__name__}: {error}\n{where}")
+def _free_gpu_memory() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()

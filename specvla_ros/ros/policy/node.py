@@ -27,9 +27,8 @@ from specvla_ros.ros.parameters import (
     unknown_parameters,
 )
 from specvla_ros.ros.policy.diagnostics import loaded_status, not_loaded_status
-from specvla_ros.ros.policy.image_input import declared_overrides
 from specvla_ros.ros.policy.inference_thread import InferenceThread, Progress, load_engine
-from specvla_ros.ros.policy.observation_input import Senses
+from specvla_ros.ros.policy.inputs import Senses, declared_overrides
 from specvla_ros.ros.policy.parameters import (
     ONE_ROBOT,
     READ_IN_ACTIVATE,
@@ -38,8 +37,7 @@ from specvla_ros.ros.policy.parameters import (
     SharedParameters,
     check_robots,
 )
-from specvla_ros.ros.policy.robot_node import RobotNode
-from specvla_ros.ros.policy.robot_part import LoadedPolicy, RobotPart
+from specvla_ros.ros.policy.robot import LoadedPolicy, RobotNode, RobotPart
 from specvla_ros.ros.spinning import run_node
 from specvla_ros.settings.parameter import walk
 from specvla_ros.speculation.settings import AcceptanceSettings
@@ -241,7 +239,7 @@ class PolicyNode(ManagedNode):
         elif any(name.startswith(AcceptanceSettings.ROS_PREFIX) for name in changed):
             thread.set_acceptance(chosen.engine.acceptance)
         if "max_image_age_s" in changed:
-            thread.set_max_image_age(changed["max_image_age_s"])
+            thread.call(lambda engine: engine.set_max_image_age(changed["max_image_age_s"]))
 
     def _max_image_age_s(self) -> float:
         value: float = self.get_parameter("max_image_age_s").value

@@ -102,15 +102,15 @@ def test_a_grey_picture_is_answered_and_warned_of_once(checkpoint: Path, capfd: 
 
 
 def test_whatever_a_decoder_raises_costs_one_image(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specvla_ros.ros.policy import image_input
+    from specvla_ros.ros.policy import inputs
 
-    kind, topic, _ = image_input._TRANSPORTS["raw"]
+    kind, topic, _ = inputs._TRANSPORTS["raw"]
 
     def fail(_: Image) -> np.ndarray:
         raise RuntimeError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setitem(image_input._TRANSPORTS, "raw", (kind, topic, fail))
+        patch.setitem(inputs._TRANSPORTS, "raw", (kind, topic, fail))
         with robot(checkpoint, instruction=INSTRUCTION, diagnostics_period_s=0.1) as r:
             r.start()
             r.images.publish(rgb_image(r.now_ns()))

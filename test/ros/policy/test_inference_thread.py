@@ -125,7 +125,7 @@ def test_only_the_thread_itself_touches_the_engine() -> None:
         assert thread.wait_loaded() == {"acceptance": "strict"}
         thread.set_acceptance("near")
         assert thread.switch("nearer") == {"acceptance": "nearer"}
-        thread.set_max_image_age(1.0)
+        thread.call(lambda engine: engine.set_max_image_age(1.0))
         thread.begin_epoch(1)
         thread.submit(frame(epoch=1))
         assert engine.in_tick.wait(PATIENCE_S)
@@ -196,7 +196,7 @@ def test_a_change_that_a_long_tick_keeps_waiting_is_not_made_later(monkeypatch: 
         thread.wait_loaded()
         with tick_held_up(engine, thread), pytest.raises(UserError, match="nothing was changed; try again"):
             thread.set_acceptance("near")
-        thread.set_max_image_age(1.0)
+        thread.call(lambda engine: engine.set_max_image_age(1.0))
         wait_until(lambda: "set_max_image_age" in engine.called)
         assert "set_acceptance" not in engine.called
 

@@ -30,11 +30,11 @@ from specvla_ros.messages.image_message import rgb_from_image
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.observation import Observation
 from specvla_ros.ros.parameters import read_parameters
-from specvla_ros.ros.policy import image_input
+from specvla_ros.ros.policy import inputs
 from specvla_ros.ros.policy import node as node_module
 from specvla_ros.ros.policy.action_publisher import ActionPublisher
 from specvla_ros.ros.policy.diagnostics import DropLedger
-from specvla_ros.ros.policy.instruction import InstructionInput
+from specvla_ros.ros.policy.inputs import InstructionInput
 from specvla_ros.ros.policy.node import PolicyNode
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.ros.qos import DIAGNOSTICS
@@ -95,13 +95,13 @@ def test_each_frame_is_answered_once_with_its_own_stamp(checkpoint: Path) -> Non
 
 
 def test_no_stage_counts_what_another_has_counted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, topic, to_rgb = image_input._TRANSPORTS["raw"]
+    kind, topic, to_rgb = inputs._TRANSPORTS["raw"]
 
     def slowly(message: Image) -> np.ndarray:
         time.sleep(0.05)  # as a large JPEG on a slow core
         return to_rgb(message)
 
-    monkeypatch.setitem(image_input._TRANSPORTS, "raw", (kind, topic, slowly))
+    monkeypatch.setitem(inputs._TRANSPORTS, "raw", (kind, topic, slowly))
     with robot(checkpoint, instruction=INSTRUCTION) as r:
         r.start()
         action = r.act(rgb_image(r.now_ns()))

@@ -20,14 +20,14 @@ from support.patience import PATIENCE_S, wait_until
 from support.ros import ANY_MACHINE, rgb_image
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
+from specvla_ros.engine.batch import Batch
 from specvla_ros.engine.outcome import Action
-from specvla_ros.engine.scheduler import Batch
 from specvla_ros.engine.verifier import Commit
 from specvla_ros.messages.image_message import rgb_from_image
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.msg import VlaAction
 from specvla_ros.ros.policy.node import PolicyNode
-from specvla_ros.ros.policy.robot_node import RobotNode
+from specvla_ros.ros.policy.robot import RobotNode
 from specvla_ros.ros.qos import ACTION, DIAGNOSTICS
 
 ROBOTS = ("left", "right")

@@ -20,9 +20,9 @@ from sensor_msgs.msg import Image
 from support.patience import PATIENCE_S, wait_until
 from support.ros import rgb_image, robot
 
+from specvla_ros.engine.batch import Batch
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Drop, DropReason, Outcome
-from specvla_ros.engine.scheduler import Batch
 from specvla_ros.engine.verifier import Commit
 from specvla_ros.lab.ros.demo.processes import LifecycleClient
 from specvla_ros.msg import VlaAction

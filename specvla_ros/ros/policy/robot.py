@@ -1,34 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One robot's part of a policy node: what it sees and is told, what becomes of it, its pauses and its clock."""
+"""One robot's part of a policy node, and the node `<robot>/policy` that each of several robots has.
+
+The part is what the robot sees and is told, what becomes of it, its pauses and its clock.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diagnostic_msgs.msg import DiagnosticStatus
+from rcl_interfaces.msg import SetParametersResult
 from rclpy.clock import Clock, ClockType, JumpThreshold, TimeJump
 from rclpy.duration import Duration
 from rclpy.lifecycle import LifecycleNode
 from std_msgs.msg import Bool
 from std_srvs.srv import SetBool
 
-from specvla_ros.engine.outcome import Drop, DropReason, Outcome, Question
-from specvla_ros.errors import shortened
+from specvla_ros.engine.outcome import Drop, DropReason, Freshness, Outcome
+from specvla_ros.errors import UserError, shortened
 from specvla_ros.messages.action_message import ActionMeaning
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.tokenizer import text_of
+from specvla_ros.ros.diagnostics import DiagnosticsPublisher
+from specvla_ros.ros.managed_node import ManagedNode
+from specvla_ros.ros.parameters import (
+    check_values,
+    declare_parameters,
+    read_parameters,
+    refuse_fixed,
+    unknown_parameters,
+)
 from specvla_ros.ros.policy.action_publisher import ActionPublisher, Published
-from specvla_ros.ros.policy.ask_server import AskServer
 from specvla_ros.ros.policy.diagnostics import DropLedger, InferenceHealth, InputHealth
-from specvla_ros.ros.policy.image_input import stamp_problem
 from specvla_ros.ros.policy.inference_thread import InferenceThread
-from specvla_ros.ros.policy.instruction import Instruction, InstructionInput
-from specvla_ros.ros.policy.observation_input import Frames, ObservationInput, Senses
-from specvla_ros.ros.policy.parameters import RobotParameters
+from specvla_ros.ros.policy.inputs import (
+    Frames,
+    Instruction,
+    InstructionInput,
+    ObservationInput,
+    Senses,
+    declared_overrides,
+)
+from specvla_ros.ros.policy.parameters import (
+    READ_IN_ACTIVATE,
+    PolicyParameters,
+    RobotParameters,
+    SharedParameters,
+)
 from specvla_ros.ros.qos import LATCHED_STATE
+from specvla_ros.settings.parameter import walk
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -66,6 +88,10 @@ class RobotPart:
         node: of the topics, the services and the clock.
         stream: the robot's name in the engine.
         max_image_age_s: the limit of an image's age, asked for at each one; 0: none.
+
+    Attributes:
+        active: it listens to images.
+        paused: it was paused by its service.
     """
 
     def __init__(self, node: LifecycleNode, stream: str, max_image_age_s: Callable[[], float]) -> None:
@@ -74,12 +100,10 @@ class RobotPart:
         self._meaning: ActionMeaning | None = None
         self._instruction: InstructionInput | None = None
         self._inputs: ObservationInput | None = None
-        self._active = self._paused = False
+        self.active = self.paused = False
         self._last_arrival_ns = 0
-        self._drops = DropLedger()
-        self._input_health, self._inference_health = InputHealth(), InferenceHealth()
+        self._count_from_zero()
         self._publisher = ActionPublisher(node, lambda: self._meaning, lambda: self._tokenizer, max_image_age_s)
-        self._asking = AskServer(node, self._on_question, lambda tokens: text_of(self._tokenizer, tokens))
         self._pause_service = node.create_service(SetBool, "~/pause", self._on_pause)
         self._paused_state = node.create_publisher(Bool, "~/paused", LATCHED_STATE)
         self._paused_state.publish(Bool(data=False))
@@ -95,16 +119,6 @@ class RobotPart:
     def configured(self) -> bool:
         """Whether it has a policy."""
         return self._policy is not None
-
-    @property
-    def active(self) -> bool:
-        """Whether it listens to images."""
-        return self._active
-
-    @property
-    def paused(self) -> bool:
-        """Whether it was paused by its service."""
-        return self._paused
 
     @property
     def epoch(self) -> int:
@@ -145,9 +159,7 @@ class RobotPart:
             UserError: the QoS of a topic cannot be had.
         """
         assert self._policy is not None, "activated before it was configured"
-        self._drops.start_over()
-        self._input_health.start_over()
-        self._inference_health.start_over()
+        self._count_from_zero()
         self._publisher.start_over()
         self._inputs = ObservationInput(
             self._node,
@@ -157,13 +169,12 @@ class RobotPart:
             on_frames=self._on_frames,
             on_bad=self._drop,
         )
-        self._active = True
+        self.active = True
 
     def deactivate(self) -> None:
         """Publishes nothing more, and drops what is in flight."""
-        self._asking.end("the policy was deactivated")
         self._begin_epoch(forget_stamps=True)
-        self._active = False
+        self.active = False
         if self._inputs is not None:
             self._inputs.destroy()
             self._inputs = None
@@ -176,7 +187,9 @@ class RobotPart:
             self._instruction = None
         policy, self._policy = self._policy, None
         if policy is not None:
-            policy.thread.close(self._stream, before_epoch=self._publisher.epoch)
+            # Its newer frames stay: when the engine's turn comes, the robot may be active again.
+            epoch = self._publisher.epoch
+            policy.thread.call(lambda engine: engine.close(self._stream, before_epoch=epoch))
 
     # Inputs
 
@@ -186,12 +199,13 @@ class RobotPart:
             self._start_over(f"the clock went back by {(self._last_arrival_ns - frame.arrived_ns) * _NS:.3f} s")
         self._last_arrival_ns = frame.arrived_ns
         self._input_health.add_frame(frame.stamp_ns, frame.age_s)
-        problem = stamp_problem(
-            frame.stamp_ns,
-            frame.arrived_ns,
-            max_age_s=self._max_image_age_s(),
-            max_future_s=self._node.get_parameter("max_future_s").value,
-        )
+        if frame.arrived_ns == 0:
+            why = "use_sim_time is set, but nothing came on /clock yet: is a bag or simulator running?"
+            self._drop(DropReason.BAD_STAMP, why)
+            return
+        # The age is checked again when the frame begins. Here a wrong clock shows, which needs another message.
+        fresh = Freshness(self._max_image_age_s(), self._node.get_parameter("max_future_s").value)
+        problem = fresh.problem(frame.stamp_ns, frame.arrived_ns)
         if problem is not None:
             self._drop(*problem)
             return
@@ -202,7 +216,7 @@ class RobotPart:
         policy, instruction = self._policy, self._instruction
         if policy is None or instruction is None:  # cleaned up while this callback was on its way
             return
-        if self._paused:
+        if self.paused:
             self._drop(DropReason.PAUSED)
             return
         # The epoch first: an instruction that comes in between makes this frame void, never the old text valid.
@@ -239,19 +253,11 @@ class RobotPart:
         if problem and instruction is not None and instruction.refuse(text, problem):
             self._node.get_logger().error(f"instruction '{shortened(text)}' refused, nothing is published: {problem}")
 
-    def _on_question(self, question: Question) -> None:
-        policy = self._policy
-        if policy is None or not self._active:
-            question.problem, question.done = "the policy is not active", True
-            return
-        question.stream = self._stream
-        policy.thread.ask(question)
-
     def _on_pause(self, request: SetBool.Request, response: SetBool.Response) -> SetBool.Response:
         """No action of before leaves once this has answered; it holds across the node's states, until it is undone."""
         response.success, response.message = True, "paused" if request.data else "not paused"
-        if request.data is not self._paused:
-            self._paused = request.data
+        if request.data is not self.paused:
+            self.paused = request.data
             epoch = self._begin_epoch()
             self._paused_state.publish(Bool(data=request.data))
             self._node.get_logger().info(f"{response.message}: epoch {epoch} begins")
@@ -300,6 +306,10 @@ class RobotPart:
 
     # Bookkeeping
 
+    def _count_from_zero(self) -> None:
+        self._drops = DropLedger()
+        self._input_health, self._inference_health = InputHealth(), InferenceHealth()
+
     def _drop(self, reason: DropReason, detail: str = "") -> None:
         message = self._drops.add(reason, detail)
         if message:
@@ -308,8 +318,89 @@ class RobotPart:
     def statuses(self) -> dict[str, DiagnosticStatus]:
         """For /diagnostics; begins a new period for the rates."""
         drops = self._drops.take_recent()
-        idle = "paused" if self._paused else "" if self._active else "not active"
+        idle = "paused" if self.paused else "" if self.active else "not active"
         return {
-            "inputs": self._input_health.status(self._active, self.instruction, drops),
+            "inputs": self._input_health.status(self.active, self.instruction, drops),
             "inference": self._inference_health.status(idle, drops),
         }
+
+
+class RobotNode(ManagedNode):
+    """Takes its place in the engine in configure, listens to images while active.
+
+    Args:
+        robot: the robot's name, its namespace below the policy node's.
+        policy: that is loaded; None while none is.
+        usual: the values of parameters that this robot is not given.
+        max_image_age_s: the limit of an image's age, asked for at each one; 0: none.
+        diagnostics_period_s: time between two diagnostics.
+        node_arguments: those of rclpy.node.Node.
+
+    Raises:
+        UserError: a parameter has the wrong type or is out of range.
+    """
+
+    def __init__(
+        self,
+        robot: str,
+        policy: Callable[[], LoadedPolicy | None],
+        usual: SharedParameters,
+        max_image_age_s: Callable[[], float],
+        diagnostics_period_s: float,
+        **node_arguments: Any,
+    ) -> None:
+        super().__init__("policy", **node_arguments)
+        self._robot, self._policy = robot, policy
+        try:
+            declare_parameters(self, SharedParameters, lifecycle=True, usual=usual)
+        except UserError:
+            self.destroy_node()
+            raise
+        # What is given to every node of the name may be the other's.
+        others = [declared.name for declared in walk(PolicyParameters())]
+        for name, hint in unknown_parameters(self, [*declared_overrides(self), *others]).items():
+            self.get_logger().warning(f"there is no parameter '{name}'; {hint}")
+        self.add_on_set_parameters_callback(self._on_set_parameters)
+        self.part = RobotPart(self, robot, max_image_age_s)
+        self._diagnostics = DiagnosticsPublisher(self, diagnostics_period_s, self.part.statuses)
+
+    def _setup(self) -> None:
+        """Takes a place in the engine, and listens to instructions."""
+        policy = self._policy()
+        if policy is None:
+            raise UserError("the policy is not loaded; configure its own node first")
+        chosen = read_parameters(self, SharedParameters)
+        self.part.configure(policy, chosen.robot)
+        self._open(policy, chosen)
+
+    def _start(self) -> None:
+        """Listens to images and lets actions out."""
+        self.part.activate(read_parameters(self, SharedParameters).robot)
+
+    def _stop(self) -> None:
+        """Publishes nothing more, and drops what is in flight; the other robots go on."""
+        self.part.deactivate()
+
+    def _teardown(self) -> bool:
+        """Gives the place in the engine back."""
+        self.part.release()
+        return True
+
+    def _on_set_parameters(self, parameters: list[Any]) -> SetParametersResult:
+        changed = {parameter.name: parameter.value for parameter in parameters}
+        policy = self._policy()
+        try:
+            check_values(SharedParameters, changed)
+            if policy is not None and self.part.configured:
+                refuse_fixed(
+                    self, SharedParameters, changed, read_in_activate=READ_IN_ACTIVATE, active=self.part.active
+                )
+                chosen = read_parameters(self, SharedParameters, changed)
+                self._open(policy, chosen)
+        except UserError as error:
+            return SetParametersResult(successful=False, reason=str(error))
+        return SetParametersResult(successful=True)
+
+    def _open(self, policy: LoadedPolicy, chosen: SharedParameters) -> None:
+        budget_s, priority = chosen.budget_s, chosen.priority
+        policy.thread.call(lambda engine: engine.open(self._robot, budget_s=budget_s, priority=priority))

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that a policy looks at and is told: images of its cameras and the robot's state of one moment, an instruction."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from builtin_interfaces.msg import Time
+from rclpy.exceptions import ParameterException
+from rclpy.node import Node
+from rclpy.qos import QoSPolicyKind, QoSProfile, ReliabilityPolicy
+from rclpy.qos_overriding_options import QoSOverridingOptions
+from rclpy.subscription import Subscription
+from sensor_msgs.msg import CompressedImage, Image, JointState
+from std_msgs.msg import String
+
+from specvla_ros.engine.outcome import DropReason
+from specvla_ros.errors import UserError
+from specvla_ros.messages.image_message import is_grey, rgb_from_compressed, rgb_from_image, stamp_ns
+from specvla_ros.messages.state_message import read_state
+from specvla_ros.messages.synchronizer import Matched, Synchronizer, Unmatched
+from specvla_ros.models.observation import ONLY_CAMERA
+from specvla_ros.ros.parameters import is_given
+from specvla_ros.ros.policy.parameters import ALL_NUMBERS, RobotParameters
+from specvla_ros.ros.qos import (
+    IMAGE_OVERRIDES,
+    INSTRUCTION,
+    LATCHED_INSTRUCTION,
+    STATE,
+    newest_image,
+    offered_reliability,
+    override_name,
+)
+
+try:
+    from rclpy.event_handler import SubscriptionEventCallbacks
+except ImportError:  # Humble
+    from rclpy.qos_event import SubscriptionEventCallbacks
+
+_NS = 1e-9
+STATE_TOPIC = "state"
+_LOG_PERIOD_S = 5.0
+
+# Per transport: message type, what the topic ends in, decoder.
+_TRANSPORTS: dict[str, tuple[type, str, Callable[[Any], np.ndarray]]] = {
+    "raw": (Image, "", rgb_from_image),
+    "compressed": (CompressedImage, "/compressed", rgb_from_compressed),
+}
+
+# One transport may run ahead of the other by some frames.
+_REMEMBERED = 8
+
+
+@dataclass(frozen=True)
+class Frame:
+    """An image that could be read.
+
+    Args:
+        rgb: uint8 [height, width, 3].
+        stamp_ns: the image's stamp, in ROS time.
+        frame_id: the camera's frame.
+        arrived_ns: the message's arrival on the node's clock.
+        received_ns: the same moment as `time.monotonic_ns()`.
+    """
+
+    rgb: np.ndarray
+    stamp_ns: int
+    frame_id: str
+    arrived_ns: int
+    received_ns: int
+
+    @property
+    def age_s(self) -> float:
+        """Age of the image at its arrival [s]."""
+        return (self.arrived_ns - self.stamp_ns) * _NS
+
+
+class ImageInput:
+    """Subscribes to a camera's raw topic, the compressed one below it or both, for as long as it lives.
+
+    A camera that publishes both sends each image twice: the second one is passed over.
+
+    Args:
+        node: the node that subscribes.
+        transport: raw, compressed or auto (both).
+        reliability: best_effort, reliable or auto (what the publishers offer); `qos_overrides` of a topic win.
+        topic: of the raw images.
+        on_message: called first, with the transport.
+        on_frame: called with each image that could be read.
+        on_bad: called with reason and detail for each one that could not.
+
+    Raises:
+        UserError: an override is none.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        transport: str,
+        reliability: str,
+        *,
+        topic: str,
+        on_message: Callable[[str], None],
+        on_frame: Callable[[Frame], None],
+        on_bad: Callable[[DropReason, str], None],
+    ) -> None:
+        self._node, self._topic = node, topic
+        self._clock = node.get_clock()
+        self._on_message = on_message
+        self._on_frame = on_frame
+        self._on_bad = on_bad
+        self._reliability = reliability
+        self._told_grey = False
+        transports = tuple(_TRANSPORTS) if transport == "auto" else (transport,)
+        self._taken: dict[str, deque[Time]] = {name: deque(maxlen=_REMEMBERED) for name in transports}
+        self._subscriptions: dict[str, Subscription] = {}
+        for name in transports:
+            self._subscribe(name, self._wanted(name, ReliabilityPolicy.BEST_EFFORT))
+
+    def destroy(self) -> None:
+        """Stops listening."""
+        for subscription in self._subscriptions.values():
+            self._node.destroy_subscription(subscription)
+        self._subscriptions = {}
+
+    def follow_publishers(self) -> None:
+        """Subscribes anew where publishers offer something else than those before; to be called now and then."""
+        for transport, subscription in list(self._subscriptions.items()):
+            current = subscription.qos_profile.reliability
+            wanted = self._wanted(transport, current)
+            if wanted != current and not is_given(self._node, self._override(transport)):
+                topic, offer = subscription.topic_name, wanted.name.lower()
+                self._node.get_logger().info(f"the publishers of '{topic}' offer {offer} images: asking for them")
+                self._node.destroy_subscription(subscription)
+                self._subscribe(transport, wanted)
+
+    def _wanted(self, transport: str, current: ReliabilityPolicy) -> ReliabilityPolicy:
+        if self._reliability != "auto":
+            return ReliabilityPolicy[self._reliability.upper()]
+        return offered_reliability(self._node, self._topic_of(transport)) or current
+
+    def _override(self, transport: str) -> str:
+        return override_name(self._node, self._topic_of(transport), QoSPolicyKind.RELIABILITY)
+
+    def _topic_of(self, transport: str) -> str:
+        return self._topic + _TRANSPORTS[transport][1]
+
+    def _subscribe(self, transport: str, reliability: ReliabilityPolicy) -> None:
+        kind, _, to_rgb = _TRANSPORTS[transport]
+        topic = self._topic_of(transport)
+
+        def on_image(message: Any) -> None:
+            self._receive(message, transport, to_rgb)
+
+        # Declared without need, the reliability of the first subscription would hold for all that follow.
+        given = is_given(self._node, self._override(transport))
+        kinds = [each for each in IMAGE_OVERRIDES if given or each is not QoSPolicyKind.RELIABILITY]
+        try:
+            self._subscriptions[transport] = self._node.create_subscription(
+                kind, topic, on_image, newest_image(reliability), qos_overriding_options=QoSOverridingOptions(kinds)
+            )
+        except (RuntimeError, ValueError, ParameterException) as error:
+            raise UserError(f"the QoS of '{self._node.resolve_topic_name(topic)}' cannot be had: {error}") from None
+
+    def _receive(self, message: Any, transport: str, to_rgb: Callable[[Any], np.ndarray]) -> None:
+        # At once and in this order: decoding the image belongs to the wait, and no stage may count it a second time.
+        arrived_ns, received_ns = self._clock.now().nanoseconds, time.monotonic_ns()
+        if any(message.header.stamp in taken for other, taken in self._taken.items() if other != transport):
+            return
+        self._on_message(transport)
+        try:
+            rgb = to_rgb(message)
+        except Exception as error:  # a decoder's bug costs one image, and is counted
+            known = isinstance(error, UserError)
+            self._on_bad(DropReason.BAD_IMAGE, str(error) if known else f"{type(error).__name__}: {error}")
+            return
+        if not self._told_grey and is_grey(message):
+            self._told_grey = True
+            self._node.get_logger().warning("the images are grey, but policies are trained on colour: check the topic")
+        try:
+            stamp = stamp_ns(message.header)
+        except UserError as error:
+            self._on_bad(DropReason.BAD_STAMP, str(error))
+            return
+        self._taken[transport].append(message.header.stamp)
+        self._on_frame(Frame(rgb, stamp, message.header.frame_id, arrived_ns, received_ns))
+
+
+def declared_overrides(node: Node, topic: str = "image") -> list[str]:
+    """The `qos_overrides` that the subscriptions of a camera heed."""
+    ends = (end for _, end, _ in _TRANSPORTS.values())
+    return [override_name(node, topic + end, kind) for end in ends for kind in IMAGE_OVERRIDES]
+
+
+@dataclass(frozen=True)
+class Senses:
+    """What a policy looks at.
+
+    Args:
+        cameras: their names; the first leads.
+        state_dims: numbers of the robot's state; 0: none.
+    """
+
+    cameras: tuple[str, ...] = (ONLY_CAMERA,)
+    state_dims: int = 0
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Images and state that belong together.
+
+    Args:
+        lead: of the first camera, whose stamp is the observation's.
+        images: uint8 [height, width, 3] by camera.
+        state: float64 [dims]; None: the policy reads none.
+    """
+
+    lead: Frame
+    images: Mapping[str, np.ndarray]
+    state: np.ndarray | None = None
+
+
+def image_topic(camera: str, cameras: Sequence[str]) -> str:
+    """The topic of a camera, for remapping; a policy with a single one listens to `image`."""
+    return "image" if len(cameras) == 1 or camera == ONLY_CAMERA else f"{camera}/image"
+
+
+class ObservationInput:
+    """Subscribes to the images of each camera and to the state, for as long as it lives.
+
+    Args:
+        node: the node that subscribes.
+        senses: what the policy looks at.
+        chosen: transports, reliability and the tolerance of the stamps.
+        on_message: called with each image that comes: its transport, after the camera's name where there are several.
+        on_frames: called with what belongs together.
+        on_bad: called with reason and detail for each image that could not be read, and for each of the first camera
+            that went without the others.
+
+    Raises:
+        UserError: an override of the images' QoS is none.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        senses: Senses,
+        chosen: RobotParameters,
+        *,
+        on_message: Callable[[str], None],
+        on_frames: Callable[[Frames], None],
+        on_bad: Callable[[DropReason, str], None],
+    ) -> None:
+        self._node, self._senses = node, senses
+        self._names = () if chosen.state_names == ALL_NUMBERS else chosen.state_names
+        self._on_frames, self._on_bad = on_frames, on_bad
+        lead, *others = senses.cameras
+        state = [STATE_TOPIC] if senses.state_dims else []
+        self._together = Synchronizer(lead, [*others, *state], chosen.sync_tolerance_s)
+        self._cameras = {
+            camera: ImageInput(
+                node,
+                chosen.image_transport,
+                chosen.image_reliability,
+                topic=image_topic(camera, senses.cameras),
+                on_message=partial(self._count, on_message, camera),
+                on_frame=partial(self._add_frame, camera),
+                on_bad=partial(self._refuse, camera),
+            )
+            for camera in senses.cameras
+        }
+        self._state = node.create_subscription(JointState, STATE_TOPIC, self._add_state, STATE) if state else None
+
+    def destroy(self) -> None:
+        """Stops listening; an image that still waits for the others goes without."""
+        for camera in self._cameras.values():
+            camera.destroy()
+        if self._state is not None:
+            self._node.destroy_subscription(self._state)
+        self._end(self._together.give_up())
+
+    def follow_publishers(self) -> None:
+        """See ImageInput."""
+        for camera in self._cameras.values():
+            camera.follow_publishers()
+
+    def _count(self, on_message: Callable[[str], None], camera: str, transport: str) -> None:
+        on_message(transport if len(self._senses.cameras) == 1 else f"{camera}_{transport}")
+
+    def _refuse(self, camera: str, reason: DropReason, detail: str) -> None:
+        self._on_bad(reason, detail if len(self._senses.cameras) == 1 else f"{camera}: {detail}")
+
+    def _add_frame(self, camera: str, frame: Frame) -> None:
+        self._end(self._together.add(camera, frame.stamp_ns, (camera, frame)))
+
+    def _add_state(self, message: JointState) -> None:
+        try:
+            state = read_state(message, self._names, self._senses.state_dims)
+            stamp = stamp_ns(message.header)
+        except UserError as error:
+            self._node.get_logger().warning(f"a state was refused: {error}", throttle_duration_sec=_LOG_PERIOD_S)
+            return
+        self._end(self._together.add(STATE_TOPIC, stamp, state))
+
+    def _end(self, ended: Sequence[Matched | Unmatched]) -> None:
+        for each in ended:
+            camera, lead = each.lead
+            if isinstance(each, Unmatched):
+                self._on_bad(DropReason.INCOMPLETE, each.why)
+                continue
+            others: dict[str, Any] = dict(each.others)
+            state = others.pop(STATE_TOPIC, None)
+            images = {camera: lead.rgb, **{name: frame.rgb for name, (_, frame) in others.items()}}
+            self._on_frames(Frames(lead, {name: images[name] for name in self._senses.cameras}, state))
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What the robot shall do.
+
+    Args:
+        text: the user's words; empty: none came yet.
+        problem: why the policy cannot follow it; empty: it can.
+    """
+
+    text: str = ""
+    problem: str = ""
+
+
+class InstructionInput:
+    """Listens on the topic `instruction`.
+
+    A refused instruction stands: the policy then has none to follow, which is safer than going on with the old one.
+
+    Args:
+        node: the node that subscribes.
+        initial: instruction in force until a message comes; empty: none.
+        on_new: called with each instruction that differs from the one before.
+    """
+
+    def __init__(self, node: Node, initial: str, on_new: Callable[[str], None]) -> None:
+        self._node = node
+        self._on_new = on_new
+        self._lock = threading.Lock()
+        self._current, self._heard = Instruction(), False
+        # A volatile publisher only matches a volatile subscription, and only a latched one brings what was sent before.
+        self._subscriptions = [
+            self._subscribe(INSTRUCTION, SubscriptionEventCallbacks()),
+            self._subscribe(LATCHED_INSTRUCTION, SubscriptionEventCallbacks(use_default_callbacks=False)),
+        ]
+        if initial:
+            self.set(initial)
+
+    @property
+    def current(self) -> Instruction:
+        """The newest instruction."""
+        return self._current
+
+    def set(self, text: str) -> None:
+        """Takes an instruction; the same again changes nothing."""
+        with self._lock:
+            if self._heard and text == self._current.text:
+                return
+            self._current, self._heard = Instruction(text), True
+        self._on_new(text)
+
+    def refuse(self, text: str, problem: str) -> bool:
+        """Marks an instruction as one that cannot be followed; False when a newer one came meanwhile."""
+        with self._lock:
+            if text != self._current.text:
+                return False
+            self._current = Instruction(text, problem)
+            return True
+
+    def destroy(self) -> None:
+        """Stops listening."""
+        for subscription in self._subscriptions:
+            self._node.destroy_subscription(subscription)
+        self._subscriptions = []
+
+    def _subscribe(self, qos: QoSProfile, events: SubscriptionEventCallbacks) -> Subscription:
+        return self._node.create_subscription(
+            String, "instruction", lambda message: self.set(message.data), qos, event_callbacks=events
+        )
