@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from specvla_kernels.layout import PackedLayout
-from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.generation import GreedyRules
 from specvla_ros.models.observation import Observation
@@ -264,32 +263,3 @@ class PreparesPictures(Protocol):
             vision: the image embeddings' implementation; None: the model's own.
             pixels: of the observation, in any precision; None: they are computed here.
         """
-
-
-@runtime_checkable
-class AnswersQuestions(Protocol):
-    """What a target gives beside, whose language model answers questions about the images in text."""
-
-    @property
-    def text_end_ids(self) -> frozenset[int]:
-        """Token ids that end such a text; UserError where the checkpoint does not say which."""
-
-    def question_layout(self, observation: Observation, question: str) -> PromptLayout:
-        """The rows of a prompt that asks for text about an observation's images.
-
-        Up to the end of the images it is the observation's own prompt; embeddings of words are the decoder's.
-
-        Raises:
-            UserError: the policy cannot be asked this.
-        """
-
-
-def require_actions(target: Target) -> Target:
-    """The target, where something moves by its answers.
-
-    Raises:
-        UserError: it is a language model, whose answers hold no actions.
-    """
-    if not target.codec.names:
-        raise UserError(f"{target.directory} is a language model, it writes no actions: give a policy's checkpoint")
-    return target

@@ -235,11 +235,10 @@ def collect_answers(
     from specvla_ros.lab.evaluation.collect_answers import collect_answers as collect
     from specvla_ros.lab.evaluation.frame_sources import frame_source
     from specvla_ros.models.checkpoint import load_target
-    from specvla_ros.models.target import require_actions
     from specvla_ros.speculation.drafters.earlier_answers import ANSWERS_FILE, save_answers
 
     bags = _bags(data)
-    policy = require_actions(load_target(chosen.checkpoint, **vars(chosen.model)))
+    policy = load_target(chosen.checkpoint, **vars(chosen.model))
     source = frame_source(policy, bags, seed, sensors_of(camera, state_topic, state_names))
     with progress("asking the policy") as advance:
         found = collect(policy, islice(source, frames), lambda done: advance(done, frames, ""))
