@@ -7,6 +7,7 @@ take such a model.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from specvla_ros.models.config import (
     read_checkpoint_json,
     read_decoder_shape,
 )
-from specvla_ros.models.decoder import PackedDecoder, decoder_tensors, head_dtype
+from specvla_ros.models.decoder import PackedDecoder, allocate, decoder_tensors, empty_model
 from specvla_ros.models.generation import NO_RULES, GreedyRules, read_end_ids, read_generation
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import ImageEmbeddings, PromptLayout
@@ -232,14 +233,9 @@ def load_text(
     generation = read_generation(directory)
     tokenizer = require_tokenizer(directory)
     check_tokenizer(tokenizer, directory / "tokenizer.json", config.vocab_size)
-    with torch.device("meta"):
-        decoder = PackedDecoder(config)
+    decoder = empty_model(partial(PackedDecoder, config), dtype, device)
     check_weights(directory, decoder_tensors(decoder), unused=r"lm_head\.weight|.+\.inv_freq")
-    decoder.to(dtype)
-    decoder.lm_head.to(head_dtype(dtype, device))
-    decoder.to_empty(device=device)
-    if config.tie_word_embeddings:
-        decoder.lm_head.weight = decoder.embed_tokens.weight
+    allocate(decoder, device)
     load_weights(directory, decoder_tensors(decoder), progress)
     return TextTarget(
         directory=directory,
