@@ -18,7 +18,6 @@ from torch import Tensor
 
 from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import TARGETS, refuse_options
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.config import (
     DECODERS,
@@ -29,7 +28,8 @@ from specvla_ros.models.config import (
 from specvla_ros.models.decoder import PackedDecoder, allocate, decoder_tensors, empty_model
 from specvla_ros.models.generation import NO_RULES, GreedyRules, read_end_ids, read_generation
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.target import ImageEmbeddings, PromptLayout
+from specvla_ros.models.settings import refuse_options
+from specvla_ros.models.target import TARGETS, ImageEmbeddings, PromptLayout
 from specvla_ros.models.tokenizer import check_prompt_ids, check_tokenizer, require_tokenizer
 from specvla_ros.models.weights import Progress, check_weights, load_weights
 

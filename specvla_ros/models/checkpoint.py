@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a checkpoint directory to a target: which family it is of, and on what it runs.
 
-A family registers a loader under the `model_type` of its config.json. The loader takes the directory and the keywords
-of `load_target`, with `device` and `dtype` resolved; those that it has no use for it gives to `refuse_options`. Another
-package adds one with an entry point of the group
-`specvla_ros.targets`.
+A family registers a loader in `TARGETS` under the `model_type` of its config.json. The loader takes the directory and
+the keywords of `load_target`, with `device` and `dtype` resolved; those that it has no use for it gives to
+`refuse_options`.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,10 @@ from specvla_ros.errors import UserError
 from specvla_ros.models import settings
 from specvla_ros.models.config import check_directory, read_checkpoint_json
 from specvla_ros.models.memory import explained_shortage
-from specvla_ros.models.target import Target
+from specvla_ros.models.target import TARGETS, Target
 from specvla_ros.models.weights import Progress
-from specvla_ros.settings.parameter import walk
-from specvla_ros.settings.registry import Registry
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in settings.DTYPES if name != "auto"}
-_FAMILIES = ("openvla", "qwen_vl", "pi0_fast", "minivla", "starvla")
-TARGETS = Registry("specvla_ros.targets", [f"specvla_ros.models.families.{family}.target" for family in _FAMILIES])
-STARVLA_RUN = "starvla-run"  # no config.json says so
 _USUAL = settings.ModelSettings()
 
 
@@ -88,29 +82,13 @@ def _model_type(directory: Path) -> str:
     """
     run = directory / "config.yaml"
     if not (directory / "config.json").exists() and run.exists() and "\nframework:" in "\n" + run.read_text("utf-8"):
-        return STARVLA_RUN
+        return "starvla-run"
     config = read_checkpoint_json(directory / "config.json")
     if "model_type" in config.raw:
         return config.text("model_type")
     if "vla" in config.raw:
         return "prismatic-vla"
     return config.text("type" if "type" in config.raw else "model_type")
-
-
-def refuse_options(directory: Path, options: Mapping[str, Any]) -> None:
-    """For a loader: what it does not know must be as it is where nobody sets it.
-
-    Args:
-        directory: of the checkpoint.
-        options: those of `load_target`'s keywords.
-
-    Raises:
-        UserError: one is set.
-    """
-    for name, value in options.items():
-        if value != getattr(_USUAL, name):
-            shown = next(each.name for each in walk(_USUAL) if each.name.rpartition(".")[2] == name)
-            raise UserError(f"{directory}: this family of policies has no {shown}; leave it out")
 
 
 def _loader(directory: Path) -> Callable[..., Any]:

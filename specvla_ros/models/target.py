@@ -2,7 +2,8 @@
 """The seam between the engine and the models: what a policy must give so that any engine mode can decode it.
 
 The engine sees a model through these protocols alone. A family (OpenVLA, …) implements `Target` in its own folder and
-registers a loader, see `specvla_ros.models.checkpoint`.
+registers a loader in `TARGETS`, see `specvla_ros.models.checkpoint`; another package does so through an entry point of
+the group `specvla_ros.targets`.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +18,13 @@ from torch import Tensor
 
 from specvla_kernels.layout import PackedLayout
 from specvla_ros.models.codecs.codec import Codec
+from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.generation import GreedyRules
 from specvla_ros.models.observation import Observation
+from specvla_ros.settings.registry import Registry
+
+_FAMILIES = ("openvla", "qwen_vl", "pi0_fast", "minivla", "starvla")
+TARGETS = Registry("specvla_ros.targets", [f"specvla_ros.models.families.{family}.target" for family in _FAMILIES])
 
 ImageEmbeddings = Callable[[Tensor], Tensor]
 """Pixels [channels, size, size] in host memory to embeddings [image_tokens, hidden] on the device.
@@ -90,39 +96,11 @@ class PromptLayout:
         return None if of_root is None else np.repeat(of_root, nodes, axis=1)
 
 
-class DecoderConfig(Protocol):
-    """Shape of a decoder; names are transformers'."""
-
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def rope_axes(self) -> int:
-        """RoPE positions per row."""
-
-    @property
-    def input_size(self) -> int:
-        """Width of a row that goes in: `hidden_size`, unless features for deeper layers stand beside an embedding."""
-
-
 class Decoder(Protocol):
     """The language model around the packed forward."""
 
     @property
-    def config(self) -> DecoderConfig: ...
+    def config(self) -> DecoderShape: ...
     @property
     def device(self) -> torch.device: ...
     @property

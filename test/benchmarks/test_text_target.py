@@ -18,8 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specvla_ros import Engine, EngineSettings, Policy, UserError
 from specvla_ros.engine.outcome import Action
-from specvla_ros.models.checkpoint import TARGETS, load_target
+from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.config import DECODERS, read_checkpoint_json, read_decoder_shape
+from specvla_ros.models.target import TARGETS
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 LONGEST = 64

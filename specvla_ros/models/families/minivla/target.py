@@ -16,19 +16,18 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import TARGETS, refuse_options
-from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec, select_statistics
+from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec, checked_statistics
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.vq import VqCodec, read_vq_vae
-from specvla_ros.models.config import DECODERS, folder_beside, read_checkpoint_json, read_decoder_shape
+from specvla_ros.models.config import DECODERS, folder_beside, only_file, read_checkpoint_json, read_decoder_shape
 from specvla_ros.models.decoder import allocate, empty_model
 from specvla_ros.models.families.openvla.config import OpenVLAConfig, prismatic_towers
 from specvla_ros.models.families.openvla.image_processor import ImageProcessor, dinosiglip_processor
 from specvla_ros.models.families.openvla.model import OpenVLA
 from specvla_ros.models.observation import ONLY_CAMERA, Observation
 from specvla_ros.models.pickled_weights import copy_weights, read_pickled, tensors_in
-from specvla_ros.models.settings import ALL_CAMERAS
-from specvla_ros.models.target import Pixels
+from specvla_ros.models.settings import ALL_CAMERAS, refuse_options
+from specvla_ros.models.target import TARGETS, Pixels
 from specvla_ros.models.tokenizer import check_instruction, check_tokenizer, refuse_special_tokens, require_tokenizer
 from specvla_ros.models.vision_language import VisionLanguageTarget
 from specvla_ros.models.weights import Progress
@@ -86,7 +85,7 @@ def load_minivla(
     config = OpenVLAConfig(
         prismatic_towers(raw), shape, pad_to_multiple_of=0, action_bins=2, norm_stats={}, vicuna=False
     )
-    model = empty_model(partial(MiniVLA, config, len(shown)), dtype, device)
+    model = empty_model(partial(OpenVLA, config), dtype, device)
     allocate(model, device)
     _load(directory, model, progress)
     return MiniVLATarget(
@@ -110,11 +109,8 @@ def _cameras(directory: Path, asked: tuple[str, ...], usual: int) -> tuple[str, 
 
 def _codec(directory: Path, name: str, unnorm_key: str, tokens: int) -> Codec:
     """Of the action tokenizer that config.json names; `extra` ones use the tokens at the vocabulary's end."""
-    try:
-        path = directory / "dataset_statistics.json"
-        statistics = select_statistics(read_checkpoint_json(path).raw, unnorm_key)
-    except UserError as error:
-        raise UserError(f"{directory}: {error}") from None
+    norm_stats = read_checkpoint_json(directory / "dataset_statistics.json").raw
+    statistics = checked_statistics(directory, norm_stats, unnorm_key)
     if name == "extra_action_tokenizer":
         return BinsCodec(ActionTokenizer(tokens), statistics)
     if not name.endswith("_vq_extra_action_tokenizer"):
@@ -136,17 +132,7 @@ def _codec(directory: Path, name: str, unnorm_key: str, tokens: int) -> Codec:
 
 
 def _load(directory: Path, model: OpenVLA, progress: Progress | None) -> None:
-    """Copies the weights of the only .pt file.
-
-    Raises:
-        UserError: there is none, or several, or it does not hold this model's tensors.
-    """
-    files = sorted((directory / "checkpoints").glob("*.pt"))
-    if len(files) != 1:
-        raise UserError(
-            f"{directory / 'checkpoints'} must hold one .pt file, that of the step to run; it has {len(files)}"
-        )
-    (path,) = files
+    path = only_file(directory / "checkpoints", ".pt")
     parts = read_pickled(path).get("model")
     given: dict[str, Tensor] = {}
     for part, tensors in parts.items() if isinstance(parts, dict) else ():
@@ -163,30 +149,12 @@ def _renamed(name: str) -> str:
     return name
 
 
-class MiniVLA(OpenVLA):
-    """OpenVLA's model with another language model, asked with one picture or two."""
-
-    def __init__(self, config: OpenVLAConfig, pictures: int) -> None:
-        super().__init__(config)
-        self.pictures = pictures
-
-    @property
-    def pixel_shape(self) -> tuple[int, ...]:
-        """[3 * towers * pictures, size, size]."""
-        channels, *size = super().pixel_shape
-        return (channels * self.pictures, *size)
-
-    def image_embeddings(self, pixel_values: Tensor) -> Tensor:
-        """Pixels of `pixel_shape`, picture by picture, to embeddings [image_tokens, hidden]."""
-        return torch.cat([super(MiniVLA, self).image_embeddings(each) for each in pixel_values.chunk(self.pictures)])
-
-
 @dataclass(frozen=True)
 class MiniVLATarget(VisionLanguageTarget):
     """A checkpoint whose prompt is the first token | the images | the rest of the text."""
 
     directory: Path
-    model: MiniVLA
+    model: OpenVLA
     tokenizer: Tokenizer
     image_processor: ImageProcessor
     codec: Codec
@@ -196,7 +164,7 @@ class MiniVLATarget(VisionLanguageTarget):
 
     @property
     def image_tokens(self) -> int:
-        return self.model.config.image_tokens * self.model.pictures
+        return len(self.cameras) * self.model.config.image_tokens
 
     def ids(self, observation: Observation) -> tuple[int, ...]:
         """The text around the images.
@@ -212,6 +180,5 @@ class MiniVLATarget(VisionLanguageTarget):
         return tuple(self.tokenizer.encode(_PROMPT.format(asked)).ids)
 
     def pixels(self, observation: Observation) -> Pixels:
-        """See `PreparesPictures`; of all images together."""
-        images = observation.of_cameras(self.cameras).values()
-        return (torch.cat([self.image_processor(image) for image in images]),)
+        """See `PreparesPictures`; picture by picture: a captured tower has the size of one."""
+        return tuple(self.image_processor(image) for image in observation.of_cameras(self.cameras).values())

@@ -22,8 +22,7 @@ from specvla_ros.models.decoder import (
 )
 from specvla_ros.models.families.openvla.config import OpenVLAConfig
 from specvla_ros.models.memory import check_memory
-from specvla_ros.models.quantization import ROTATED, quantize_layer
-from specvla_ros.models.rotation import rotate_layer, turn_stream
+from specvla_ros.models.quantization import ROTATED, quantize_layer, rotate_layer, turn_stream
 from specvla_ros.models.vision_tower import VisionTower
 from specvla_ros.models.weights import Progress, check_weights, load_weights
 

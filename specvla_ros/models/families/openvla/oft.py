@@ -19,12 +19,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics, select_statistics
-from specvla_ros.models.codecs.head import HeadCodec
+from specvla_ros.models.codecs.bins import ActionStatistics, checked_statistics, select_statistics
+from specvla_ros.models.codecs.chunk import HeadCodec
 from specvla_ros.models.families.openvla.config import OpenVLAConfig
 from specvla_ros.models.families.openvla.image_processor import ImageProcessor, center_crop
 from specvla_ros.models.families.openvla.model import OpenVLA
-from specvla_ros.models.families.openvla.oft_head import Bounds, L1Head, ProprioProjector, read_head, read_proprio
+from specvla_ros.models.families.openvla.oft_head import L1Head, ProprioProjector, read_head, read_proprio
 from specvla_ros.models.families.openvla.prompt import PromptTokenizer
 from specvla_ros.models.observation import ONLY_CAMERA, Observation
 from specvla_ros.models.settings import ALL_CAMERAS
@@ -68,21 +68,25 @@ def read_oft(directory: Path, config: OpenVLAConfig, unnorm_key: str, cameras: t
             raise UserError(f"{directory} is an OpenVLA-OFT checkpoint with {what}, which is not supported")
     if not heads:
         return None
-    statistics, name = _statistics(directory, config, unnorm_key)
+    name = checked_statistics(directory, config.norm_stats, unnorm_key).unnorm_key
     horizon, bounds_of = next((each for word, each in _CONSTANTS.items() if word in name.lower()), (0, ("", "")))
     if not horizon:
         raise UserError(
             f"{directory} is an OpenVLA-OFT checkpoint of the dataset '{name}', and how many actions its chunks have "
             f"is known for those with {', '.join(_CONSTANTS)} in their name"
         )
-    actions = _bounds(statistics, "action", bounds_of, directory)
+    actions = _bounds(directory, config, name, "action", bounds_of)
     hidden = config.llama.hidden_size
     proprio = None
     if projectors:
-        state = _bounds(statistics, "proprio", bounds_of, directory)
+        state = _bounds(directory, config, name, "proprio", bounds_of)
         proprio = read_proprio(_only(directory, projectors), state, hidden)
-    codec = HeadCodec(ActionStatistics(name, actions.low, actions.high, actions.mask), horizon)
-    return OFTParts(codec, read_head(_only(directory, heads), actions, hidden), proprio, _shown(directory, cameras))
+    return OFTParts(
+        HeadCodec(actions, horizon),
+        read_head(_only(directory, heads), actions, hidden),
+        proprio,
+        _shown(directory, cameras),
+    )
 
 
 def _shown(directory: Path, cameras: tuple[str, ...]) -> tuple[str, ...]:
@@ -92,23 +96,13 @@ def _shown(directory: Path, cameras: tuple[str, ...]) -> tuple[str, ...]:
     return shown
 
 
-def _statistics(directory: Path, config: OpenVLAConfig, unnorm_key: str) -> tuple[dict[str, Any], str]:
-    """One dataset's, and its name."""
-    try:
-        name = select_statistics(config.norm_stats, unnorm_key).unnorm_key
-    except UserError as error:
-        raise UserError(f"{directory}: {error}") from None
-    return config.norm_stats[name], name
-
-
-def _bounds(statistics: dict[str, Any], kind: str, names: tuple[str, str], directory: Path) -> Bounds:
-    """Of `action` or `proprio`, read as OpenVLA's action statistics are."""
-    given = statistics.get(kind)
-    if not isinstance(given, dict) or not {*names} <= given.keys():
-        raise UserError(f"{directory}: dataset_statistics.json needs {' and '.join(names)} of {kind}")
-    fields = {"q01": given[names[0]], "q99": given[names[1]], **({"mask": given["mask"]} if "mask" in given else {})}
-    found = select_statistics({"": {kind: fields}}, "", kind)
-    return Bounds(found.low, found.high, found.mask)
+def _bounds(directory: Path, config: OpenVLAConfig, name: str, kind: str, of: tuple[str, str]) -> ActionStatistics:
+    """A dataset's, of `action` or `proprio`, read as OpenVLA's action statistics are."""
+    given = config.norm_stats[name].get(kind)
+    if not isinstance(given, dict) or not {*of} <= given.keys():
+        raise UserError(f"{directory}: dataset_statistics.json needs {' and '.join(of)} of {kind}")
+    fields = {"q01": given[of[0]], "q99": given[of[1]], **({"mask": given["mask"]} if "mask" in given else {})}
+    return select_statistics({name: {kind: fields}}, name, kind)
 
 
 def _only(directory: Path, files: list[Path]) -> Path:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts that OpenVLA-OFT adds to OpenVLA, see `oft.py`: an MLP that gives actions, and one that reads the state."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specvla_ros.errors import UserError
+from specvla_ros.models.codecs.bins import ActionStatistics
 from specvla_ros.models.pickled_weights import copy_weights, read_pickled, tensors_in
 
 _EPS = 1e-8
@@ -22,25 +22,16 @@ _OF_HEAD = {
 }
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Bounds of one vector's values, float64 [dims]; what the mask leaves out is used as it is."""
-
-    low: np.ndarray
-    high: np.ndarray
-    mask: np.ndarray
-
-
 class L1Head(nn.Module):
     """An MLP over the hidden states of each action's placeholders (L1RegressionActionHead).
 
     Args:
-        bounds: of the actions.
+        bounds: of the actions; what the mask leaves out is used as it is.
         hidden: width of a hidden state.
         blocks: with a residual.
     """
 
-    def __init__(self, bounds: Bounds, hidden: int, width: int, blocks: int) -> None:
+    def __init__(self, bounds: ActionStatistics, hidden: int, width: int, blocks: int) -> None:
         super().__init__()
         dims = len(bounds.low)
         self.dims = dims
@@ -68,7 +59,7 @@ class L1Head(nn.Module):
 class ProprioProjector(nn.Module):
     """The robot's state as one row of the prompt."""
 
-    def __init__(self, bounds: Bounds, hidden: int) -> None:
+    def __init__(self, bounds: ActionStatistics, hidden: int) -> None:
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(len(bounds.low), hidden), nn.Linear(hidden, hidden)
         self._bounds = bounds
@@ -86,7 +77,7 @@ class ProprioProjector(nn.Module):
         return out
 
 
-def read_head(path: Path, bounds: Bounds, hidden: int) -> L1Head:
+def read_head(path: Path, bounds: ActionStatistics, hidden: int) -> L1Head:
     """The head in a file.
 
     Args:
@@ -112,7 +103,7 @@ def read_head(path: Path, bounds: Bounds, hidden: int) -> L1Head:
     return head
 
 
-def read_proprio(path: Path, bounds: Bounds, hidden: int) -> ProprioProjector:
+def read_proprio(path: Path, bounds: ActionStatistics, hidden: int) -> ProprioProjector:
     """The projector in a file, likewise; the bounds are the state's."""
     proprio = ProprioProjector(bounds, hidden)
     _fill(proprio, path, {name: name for name, _ in proprio.named_parameters()})

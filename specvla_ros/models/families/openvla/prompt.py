@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from specvla_ros.errors import UserError, shortened
-from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, select_statistics
+from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, checked_statistics
 from specvla_ros.models.families.openvla.config import OpenVLAConfig
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import PromptStyle
@@ -167,10 +167,7 @@ def read_state_tokens(config: OpenVLAConfig, directory: Path, unnorm_key: str) -
     """
     if not config.state_dims:
         return None
-    try:
-        statistics = select_statistics(config.norm_stats, unnorm_key, "proprio")
-    except UserError as error:
-        raise UserError(f"{directory}: {error}") from None
+    statistics = checked_statistics(directory, config.norm_stats, unnorm_key, "proprio")
     if len(statistics.low) != config.state_dims:
         raise UserError(
             f"{directory}: config.json gives state_dims {config.state_dims} and statistics of {len(statistics.low)} "

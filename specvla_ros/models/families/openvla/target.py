@@ -10,7 +10,6 @@ import torch
 from tokenizers import Tokenizer
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import TARGETS, refuse_options
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import Codec, CodecContext, make_codec
 from specvla_ros.models.families.openvla.config import OpenVLAConfig, read_config
@@ -26,8 +25,8 @@ from specvla_ros.models.families.openvla.prompt import (
 from specvla_ros.models.generation import NO_RULES, GreedyRules, read_end_ids, read_generation
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import check_quantization
-from specvla_ros.models.settings import ALL_CAMERAS, PromptStyle
-from specvla_ros.models.target import Pixels, Target
+from specvla_ros.models.settings import ALL_CAMERAS, PromptStyle, refuse_options
+from specvla_ros.models.target import TARGETS, Pixels, Target
 from specvla_ros.models.tokenizer import check_tokenizer
 from specvla_ros.models.vision_language import VisionLanguageTarget
 from specvla_ros.models.weights import Progress

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import TARGETS, refuse_options
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.codecs.fast_tokenizer import read_fast_tokenizer
@@ -21,8 +20,8 @@ from specvla_ros.models.config import check_directory
 from specvla_ros.models.families.pi0_fast.config import MODEL_TYPE, Normalisation, Pi0FastConfig, read_config
 from specvla_ros.models.families.pi0_fast.model import PaliGemma, load_model
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.settings import ALL_CAMERAS
-from specvla_ros.models.target import Pixels, PromptLayout
+from specvla_ros.models.settings import ALL_CAMERAS, refuse_options
+from specvla_ros.models.target import TARGETS, Pixels, PromptLayout
 from specvla_ros.models.tokenizer import check_instruction, check_tokenizer, refuse_special_tokens, require_tokenizer
 from specvla_ros.models.vision_language import VisionLanguageTarget
 from specvla_ros.models.weights import Progress

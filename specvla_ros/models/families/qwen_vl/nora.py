@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics, select_statistics
+from specvla_ros.models.codecs.bins import ActionStatistics, checked_statistics
 from specvla_ros.models.codecs.fast import FastCodec, check_dims
 from specvla_ros.models.codecs.fast_tokenizer import read_fast_tokenizer
 from specvla_ros.models.config import read_checkpoint_json
@@ -67,10 +67,7 @@ def _messages(instruction: str) -> Messages:
 def _statistics(context: PolicyContext) -> ActionStatistics:
     """Of norm_stats.json; its masks are not read: NORA scales the gripper as it does the rest."""
     path = context.directory / "norm_stats.json"
-    try:
-        statistics = select_statistics(read_checkpoint_json(path).raw, context.unnorm_key)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    statistics = checked_statistics(path, read_checkpoint_json(path).raw, context.unnorm_key)
     return replace(statistics, mask=np.ones_like(statistics.mask))
 
 

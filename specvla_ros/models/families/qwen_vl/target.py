@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import TARGETS, refuse_options
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.config import check_directory
 from specvla_ros.models.families.qwen_vl.config import QwenVLConfig, read_config
@@ -24,7 +23,8 @@ from specvla_ros.models.families.qwen_vl.policy import ChatPolicy, Messages, Pol
 from specvla_ros.models.families.qwen_vl.vla0 import vla0
 from specvla_ros.models.generation import GreedyRules, read_generation
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.target import Pixels, PromptLayout
+from specvla_ros.models.settings import refuse_options
+from specvla_ros.models.target import TARGETS, Pixels, PromptLayout
 from specvla_ros.models.tokenizer import (
     check_instruction,
     check_prompt_ids,

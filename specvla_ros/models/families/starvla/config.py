@@ -9,7 +9,7 @@ import yaml
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.bins import MAX_VALUE, ActionStatistics
-from specvla_ros.models.config import folder_beside, read_checkpoint_json
+from specvla_ros.models.config import folder_beside, only_file, read_checkpoint_json
 from specvla_ros.models.observation import ONLY_CAMERA
 from specvla_ros.settings.json_file import Fields, shown
 
@@ -90,13 +90,7 @@ def read_run(directory: Path) -> Run:
     vlm = folder_beside(
         directory, "vlm", "config.json, tokenizer and processor of the run's base model (framework.qwenvl.base_vlm)"
     )
-    folder = directory / "checkpoints"
-    files = sorted(path for path in folder.glob("*") if path.suffix in (".pt", ".safetensors"))
-    if len(files) != 1:
-        raise UserError(
-            f"{folder} must hold one .pt or .safetensors file, that of the step to run; it has {len(files)}"
-        )
-    return Run(directory, fields, vlm, files[0])
+    return Run(directory, fields, vlm, only_file(directory / "checkpoints", ".pt", ".safetensors"))
 
 
 def _read_yaml(path: Path) -> Fields:

@@ -16,13 +16,14 @@ import torch
 from PIL import Image
 
 from specvla_ros.errors import UserError, missing_package
-from specvla_ros.models.checkpoint import STARVLA_RUN, TARGETS, refuse_options
 from specvla_ros.models.families.qwen_vl.model import load_model
 from specvla_ros.models.families.qwen_vl.nora import has_robot_actions, robot_action_codec
 from specvla_ros.models.families.qwen_vl.pictures import resized
 from specvla_ros.models.families.qwen_vl.policy import IMAGE, ChatPolicy, Messages, PolicyContext
 from specvla_ros.models.families.qwen_vl.target import QwenVLTarget, qwen_vl_target, read_base
 from specvla_ros.models.families.starvla.config import Run, read_run, robot_and_statistics
+from specvla_ros.models.settings import refuse_options
+from specvla_ros.models.target import TARGETS
 from specvla_ros.models.weights import Progress
 from specvla_ros.settings.json_file import Fields
 
@@ -32,7 +33,7 @@ _SIDE = 224  # of the pictures that its evaluation clients send
 _PLACE = "{instruction}"
 
 
-@TARGETS.register(STARVLA_RUN)
+@TARGETS.register("starvla-run")
 def load_starvla(
     directory: Path,
     *,
