@@ -75,6 +75,19 @@ def load_target(
     return target
 
 
+def _loader(directory: Path) -> Callable[..., Any]:
+    check_directory(directory)
+    model_type = _model_type(directory)
+    families = TARGETS.entries()
+    if model_type not in families:
+        known = ", ".join(f"'{name}'" for name in sorted(families))
+        raise UserError(
+            f"{directory / 'config.json'}: model_type is {model_type!r}, only {known} checkpoints are supported; "
+            "another package can add one by an entry point"
+        )
+    return families[model_type].make
+
+
 def _model_type(directory: Path) -> str:
     """Of a config.json: its model_type; what LeRobot calls type; native Prismatic files describe a `vla` instead.
 
@@ -89,34 +102,6 @@ def _model_type(directory: Path) -> str:
     if "vla" in config.raw:
         return "prismatic-vla"
     return config.text("type" if "type" in config.raw else "model_type")
-
-
-def _loader(directory: Path) -> Callable[..., Any]:
-    """The loader of a checkpoint's family.
-
-    Raises:
-        UserError: it is no checkpoint, or of no family that is known.
-    """
-    check_directory(directory)
-    model_type = _model_type(directory)
-    families = TARGETS.entries()
-    if model_type not in families:
-        known = ", ".join(f"'{name}'" for name in sorted(families))
-        raise UserError(
-            f"{directory / 'config.json'}: model_type is {model_type!r}, only {known} checkpoints are supported; "
-            "another package can add one by an entry point"
-        )
-    return families[model_type].make
-
-
-def leave_a_core() -> None:
-    """Leaves one of the CPU's cores to other processes, such as DDS, a camera or a simulator.
-
-    torch's threads wait for each other: one that must share its core slows all of them. On two busy cores a 12 ms
-    action took 190 ms and more before. OMP_NUM_THREADS, if set, has the last word.
-    """
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
 
 
 def _device(name: str) -> torch.device:
@@ -143,11 +128,7 @@ def _device(name: str) -> torch.device:
 
 
 def _check_build(device: torch.device) -> None:
-    """Whether this build of torch computes on a GPU at all.
-
-    Raises:
-        UserError: it does not, with the architectures that it does compute on.
-    """
+    """Refuses a build of torch that does not compute on this GPU, with the architectures that it was built for."""
     try:
         torch.zeros(1, device=device).add_(1.0).tolist()
     except torch.OutOfMemoryError:
@@ -167,3 +148,13 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise UserError(f"dtype '{name}' is not known; use auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def leave_a_core() -> None:
+    """Leaves one of the CPU's cores to other processes, such as DDS, a camera or a simulator.
+
+    torch's threads wait for each other: one that must share its core slows all of them. On two busy cores a 12 ms
+    action took 190 ms and more before. OMP_NUM_THREADS, if set, has the last word.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))

@@ -274,11 +274,7 @@ def _rope(text: Fields) -> Fields:
 
 
 def _check_variant(text: Fields, default: DecoderShape) -> None:
-    """Refuses what a family allows and the decoder does not compute.
-
-    Raises:
-        UserError: it asks for it.
-    """
+    """Refuses what a family allows and the decoder does not compute."""
     path, rope = text.path, _rope(text)
     kinds = ("default", "mrope") if default.rope_sections else ("default",)
     if rope.text("rope_type", rope.text("type", "default")) not in kinds:

@@ -259,7 +259,7 @@ class PackedDecoder(nn.Module):
         return hidden
 
     def products(self, x: Tensor) -> Tensor:
-        """A layer's without attention, [n_rows, hidden] to the same, for who times them by rows."""
+        """See `Decoder`; of the first layer."""
         out: Tensor = cast(DecoderLayer, self.layers[0]).products(x)
         return out
 

@@ -118,7 +118,7 @@ class Decoder(Protocol):
         """All layers and the final norm: [n_rows, hidden] to the same; can be captured in a CUDA graph."""
 
     def products(self, x: Tensor) -> Tensor:
-        """A layer's without attention, [n_rows, hidden] to the same, for who times them by rows."""
+        """A layer's products without attention, [n_rows, hidden] to the same, to be timed by rows."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] after the final norm to float32 [n, vocab]."""
@@ -138,7 +138,7 @@ class VisionModel(Protocol):
 
 
 class PolicyFacts(Protocol):
-    """What is to be known of a policy by whoever asks it and does not decode."""
+    """A policy's metadata: cameras, state, action names."""
 
     @property
     def directory(self) -> Path: ...
@@ -217,7 +217,7 @@ class Target(PolicyFacts, Protocol):
 
 @runtime_checkable
 class PreparesPictures(Protocol):
-    """What a target gives beside, whose pictures can be prepared before the tick that begins their prompt."""
+    """Optional: a target whose images can be preprocessed off the engine's thread."""
 
     def pixels(self, observation: Observation) -> Pixels:
         """What the vision tower reads, resized and normalised; called from any thread.

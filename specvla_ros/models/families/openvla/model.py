@@ -115,12 +115,8 @@ def load_model(
     """The model of a checkpoint, ready to decode.
 
     Args:
-        directory: of the checkpoint.
-        config: what its config.json says.
-        device: where the weights go.
         dtype: of what is not quantised; the output head may be of another, see `head_dtype`.
         quantization: of the decoder layers' matrices, one that `check_quantization` let pass.
-        progress: called with what is being done and the fraction of it that is done.
 
     Raises:
         UserError: the device's memory is too small, or the weights are incomplete or do not fit the config.

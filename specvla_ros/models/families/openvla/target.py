@@ -114,11 +114,7 @@ def _codec(directory: Path, config: OpenVLAConfig, unnorm_key: str, style: Promp
 
 
 def _head_ids(codec: Codec, directory: Path) -> range:
-    """The ids whose logits an action needs.
-
-    Raises:
-        UserError: they are no range.
-    """
+    """The ids whose logits an action needs."""
     ids = range(codec.action_ids.first, codec.action_ids.stop)
     if not ids:
         raise UserError(f"{directory} does not answer with bins alone, so it needs all logits: leave model.action_head")

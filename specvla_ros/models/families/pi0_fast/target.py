@@ -16,7 +16,6 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.codecs.fast_tokenizer import read_fast_tokenizer
-from specvla_ros.models.config import check_directory
 from specvla_ros.models.families.pi0_fast.config import MODEL_TYPE, Normalisation, Pi0FastConfig, read_config
 from specvla_ros.models.families.pi0_fast.model import PaliGemma, load_model
 from specvla_ros.models.observation import Observation
@@ -51,7 +50,6 @@ def load_pi0_fast(
         UserError: as of `load_target`.
     """
     refuse_options(directory, options)
-    check_directory(directory)
     config = read_config(directory)
     asked = config.cameras if cameras == ALL_CAMERAS else cameras
     unknown = [name for name in asked if name not in config.cameras]

@@ -63,11 +63,7 @@ def load_model(
 
     Args:
         weights: its directory, or the file that holds them.
-        config: of the checkpoint.
         grid: patches of each picture, (height, width).
-        device: where the weights go.
-        dtype: precision of the weights.
-        progress: called with what is being done and the fraction of the tensors read.
         prefix: of each tensor's name in the files.
 
     Raises:

@@ -93,11 +93,7 @@ def read_chat(directory: Path, *, numbers_pictures: bool) -> Callable[[Messages]
 
 
 def _template(directory: Path) -> str:
-    """Of chat_template.jinja, chat_template.json or tokenizer_config.json, as transformers looks for it.
-
-    Raises:
-        UserError: none of them has one.
-    """
+    """Read from chat_template.jinja, chat_template.json or tokenizer_config.json, as transformers looks for it."""
     path = directory / "chat_template.jinja"
     if path.exists():
         return path.read_text(encoding="utf-8")

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
-from specvla_ros.models.config import check_directory
 from specvla_ros.models.families.qwen_vl.config import QwenVLConfig, read_config
 from specvla_ros.models.families.qwen_vl.model import QwenVL, load_model
 from specvla_ros.models.families.qwen_vl.nora import nora
@@ -71,7 +70,6 @@ def read_base(directory: Path, unnorm_key: str) -> tuple[QwenVLConfig, PolicyCon
     Raises:
         UserError: a file is missing or damaged, or they do not fit each other.
     """
-    check_directory(directory)
     config = read_config(directory)
     tokenizer = require_tokenizer(directory)
     check_tokenizer(tokenizer, directory / "tokenizer.json", config.decoder.vocab_size)

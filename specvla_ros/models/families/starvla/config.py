@@ -125,11 +125,7 @@ def _select(run: Run, unnorm_key: str) -> tuple[str, Fields]:
 
 
 def _robot(run: Run, key: str) -> RobotData:
-    """What is known of the data: by their name, or as the user has written it into config.yaml.
-
-    Raises:
-        UserError: they are not known.
-    """
+    """The facts of the data, known by their name, or as the user has written it into config.yaml."""
     data = run.fields.inner("datasets").inner("vla_data")
     if _OURS in data.raw:
         ours = data.inner(_OURS)

@@ -60,11 +60,6 @@ def load_starvla(
 
 
 def _qwen_fast(run: Run, context: PolicyContext) -> ChatPolicy:
-    """The policy of a run.
-
-    Raises:
-        UserError: a file of it is missing, or does not fit the others.
-    """
     if not has_robot_actions(context.tokenizer):
         raise UserError(
             f"{run.vlm} has no tokens <robot_action_0> and on: it is not the base model that the run was trained from"
