@@ -29,6 +29,7 @@ import typer
 from fly_contestants import PLAIN, PRESET, Contestant, K, Ours, Run, assisted, contestants, our_settings
 from harness import Out, Work, finish, result_head, take_turns
 from results_page import RESULTS, weights_digest
+from text_target import TextTarget
 
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
@@ -39,7 +40,6 @@ from specvla_ros.errors import UserError
 from specvla_ros.lab.evaluation.paired import Z_95
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.target import ForwardResult
-from specvla_ros.models.text.target import TextTarget
 from specvla_ros.speculation.rules.registry import make_rule
 from specvla_ros.speculation.tree import Tree
 

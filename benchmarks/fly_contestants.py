@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from text_target import TextTarget, text_observation
 from transformers_baseline import transformers_decoder
 
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.errors import UserError
-from specvla_ros.models.text.target import TextTarget, text_observation
 from specvla_ros.speculation.accept import AcceptReason
 from specvla_ros.speculation.settings import PRESETS, DraftSettings
 

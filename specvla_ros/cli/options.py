@@ -37,10 +37,9 @@ class PolicyOptions:
     def load(self) -> "Target":
         """Loads the checkpoint, and leaves a core to other processes."""
         from specvla_ros.models.checkpoint import leave_a_core, load_target
-        from specvla_ros.models.target import require_actions
 
         leave_a_core()
-        return require_actions(load_target(self.checkpoint, **vars(self.model)))
+        return load_target(self.checkpoint, **vars(self.model))
 
 
 def takes_policy(

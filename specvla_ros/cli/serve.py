@@ -53,7 +53,6 @@ def serve(
         raise missing_package(error) from None
     from specvla_ros.engine.engine import Engine
     from specvla_ros.models.checkpoint import leave_a_core, load_target
-    from specvla_ros.models.target import require_actions
 
     if (certificate is None) != (key is None):
         raise UserError("TLS needs both: --certificate FILE and --key FILE")
@@ -70,7 +69,7 @@ def serve(
             **vars(chosen.model),
             progress=lambda what, fraction: advance(round(100 * fraction), 100, what),
         )
-    engine = Engine(require_actions(target), replace(chosen.engine, streams=robots))
+    engine = Engine(target, replace(chosen.engine, streams=robots))
     engine.warm_up()
     settings = ServeSettings(
         sessions=robots,

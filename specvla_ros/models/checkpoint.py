@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a checkpoint directory to a target: which family it is of, and on what it runs.
 
-A family registers a loader under the `model_type` of its config.json. The loader takes the directory and the keywords
-of `load_target`, with `device` and `dtype` resolved; those that it has no use for it gives to `refuse_options`. Another
-package adds one with an entry point of the group
-`specvla_ros.targets`.
+A family registers a loader in `TARGETS` under the `model_type` of its config.json. The loader takes the directory and
+the keywords of `load_target`, with `device` and `dtype` resolved; those that it has no use for it gives to
+`refuse_options`.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,10 @@ from specvla_ros.errors import UserError
 from specvla_ros.models import settings
 from specvla_ros.models.config import check_directory, read_checkpoint_json
 from specvla_ros.models.memory import explained_shortage
-from specvla_ros.models.target import Target
+from specvla_ros.models.target import TARGETS, Target
 from specvla_ros.models.weights import Progress
-from specvla_ros.settings.parameter import walk
-from specvla_ros.settings.registry import Registry
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in settings.DTYPES if name != "auto"}
-_FAMILIES = ("families.openvla", "text", "families.qwen_vl", "families.pi0_fast", "families.minivla")
-TARGETS = Registry("specvla_ros.targets", [f"specvla_ros.models.{family}.target" for family in _FAMILIES])
-STARVLA_RUN = "starvla-run"  # no config.json says so
 _USUAL = settings.ModelSettings()
 
 
@@ -81,44 +75,7 @@ def load_target(
     return target
 
 
-def _model_type(directory: Path) -> str:
-    """Of a config.json: its model_type; what LeRobot calls type; native Prismatic files describe a `vla` instead.
-
-    A StarVLA run has none, but a config.yaml.
-    """
-    run = directory / "config.yaml"
-    if not (directory / "config.json").exists() and run.exists() and "\nframework:" in "\n" + run.read_text("utf-8"):
-        return STARVLA_RUN
-    config = read_checkpoint_json(directory / "config.json")
-    if "model_type" in config.raw:
-        return config.text("model_type")
-    if "vla" in config.raw:
-        return "prismatic-vla"
-    return config.text("type" if "type" in config.raw else "model_type")
-
-
-def refuse_options(directory: Path, options: Mapping[str, Any]) -> None:
-    """For a loader: what it does not know must be as it is where nobody sets it.
-
-    Args:
-        directory: of the checkpoint.
-        options: those of `load_target`'s keywords.
-
-    Raises:
-        UserError: one is set.
-    """
-    for name, value in options.items():
-        if value != getattr(_USUAL, name):
-            shown = next(each.name for each in walk(_USUAL) if each.name.rpartition(".")[2] == name)
-            raise UserError(f"{directory}: this family of policies has no {shown}; leave it out")
-
-
 def _loader(directory: Path) -> Callable[..., Any]:
-    """The loader of a checkpoint's family.
-
-    Raises:
-        UserError: it is no checkpoint, or of no family that is known.
-    """
     check_directory(directory)
     model_type = _model_type(directory)
     families = TARGETS.entries()
@@ -131,14 +88,20 @@ def _loader(directory: Path) -> Callable[..., Any]:
     return families[model_type].make
 
 
-def leave_a_core() -> None:
-    """Leaves one of the CPU's cores to other processes, such as DDS, a camera or a simulator.
+def _model_type(directory: Path) -> str:
+    """Of a config.json: its model_type; what LeRobot calls type; native Prismatic files describe a `vla` instead.
 
-    torch's threads wait for each other: one that must share its core slows all of them. On two busy cores a 12 ms
-    action took 190 ms and more before. OMP_NUM_THREADS, if set, has the last word.
+    A StarVLA run has none, but a config.yaml.
     """
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
+    run = directory / "config.yaml"
+    if not (directory / "config.json").exists() and run.exists() and "\nframework:" in "\n" + run.read_text("utf-8"):
+        return "starvla-run"
+    config = read_checkpoint_json(directory / "config.json")
+    if "model_type" in config.raw:
+        return config.text("model_type")
+    if "vla" in config.raw:
+        return "prismatic-vla"
+    return config.text("type" if "type" in config.raw else "model_type")
 
 
 def _device(name: str) -> torch.device:
@@ -165,11 +128,7 @@ def _device(name: str) -> torch.device:
 
 
 def _check_build(device: torch.device) -> None:
-    """Whether this build of torch computes on a GPU at all.
-
-    Raises:
-        UserError: it does not, with the architectures that it does compute on.
-    """
+    """Refuses a build of torch that does not compute on this GPU, with the architectures that it was built for."""
     try:
         torch.zeros(1, device=device).add_(1.0).tolist()
     except torch.OutOfMemoryError:
@@ -189,3 +148,13 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise UserError(f"dtype '{name}' is not known; use auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def leave_a_core() -> None:
+    """Leaves one of the CPU's cores to other processes, such as DDS, a camera or a simulator.
+
+    torch's threads wait for each other: one that must share its core slows all of them. On two busy cores a 12 ms
+    action took 190 ms and more before. OMP_NUM_THREADS, if set, has the last word.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))

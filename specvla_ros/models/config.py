@@ -177,6 +177,19 @@ def folder_beside(directory: Path, name: str, what: str) -> Path:
     return found
 
 
+def only_file(folder: Path, *suffixes: str) -> Path:
+    """The one file of a training run's folder of weights.
+
+    Raises:
+        UserError: there is none, or several.
+    """
+    files = sorted(path for path in folder.glob("*") if path.suffix in suffixes)
+    if len(files) != 1:
+        kinds = " or ".join(suffixes)
+        raise UserError(f"{folder} must hold one {kinds} file, that of the step to run; it has {len(files)}")
+    return files[0]
+
+
 def read_checkpoint_json(path: Path) -> Fields:
     """The object in a JSON file of a checkpoint.
 
@@ -261,11 +274,7 @@ def _rope(text: Fields) -> Fields:
 
 
 def _check_variant(text: Fields, default: DecoderShape) -> None:
-    """Refuses what a family allows and the decoder does not compute.
-
-    Raises:
-        UserError: it asks for it.
-    """
+    """Refuses what a family allows and the decoder does not compute."""
     path, rope = text.path, _rope(text)
     kinds = ("default", "mrope") if default.rope_sections else ("default",)
     if rope.text("rope_type", rope.text("type", "default")) not in kinds:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One decoder for Llama, Qwen2, Qwen3 and Gemma, written around the packed forward; `DecoderShape` says which."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,42 @@ def head_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
         return dtype
     accumulates = device.type == "cuda" and "dtype" in torch.ops.aten.mm.overloads()
     return dtype if accumulates else torch.float32
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def empty_model(make: Callable[[], Model], dtype: torch.dtype, device: torch.device) -> Model:
+    """A model around a `PackedDecoder` without memory for its weights, whose tensors have the right shape and dtype.
+
+    Args:
+        make: the model of a config.
+        dtype: of its weights; the output head may have another, see `head_dtype`.
+        device: where the weights go.
+    """
+    with torch.device("meta"):
+        model = make()
+    model.to(dtype)
+    decoder_of(model).lm_head.to(head_dtype(dtype, device))
+    return model
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Gives an empty model memory for its weights, whose values are undefined."""
+    model.to_empty(device=device)
+    tie_head(decoder_of(model))
+
+
+def tie_head(decoder: "PackedDecoder") -> None:
+    """Makes the output head the embeddings, where the config says so."""
+    if decoder.config.tie_word_embeddings:
+        decoder.lm_head.weight = decoder.embed_tokens.weight
+
+
+def decoder_of(model: nn.Module) -> "PackedDecoder":
+    """The decoder in a model, or the model itself."""
+    decoder: Any = getattr(model, "decoder", model)
+    return cast(PackedDecoder, decoder)
 
 
 class RMSNorm(nn.Module):
@@ -222,7 +259,7 @@ class PackedDecoder(nn.Module):
         return hidden
 
     def products(self, x: Tensor) -> Tensor:
-        """A layer's without attention, [n_rows, hidden] to the same, for who times them by rows."""
+        """See `Decoder`; of the first layer."""
         out: Tensor = cast(DecoderLayer, self.layers[0]).products(x)
         return out
 

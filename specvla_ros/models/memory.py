@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint's weights take in each format, for a user whose GPU has too little memory."""
+"""The memory that a checkpoint's weights need in each format, for a user whose GPU has too little."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.quantization import BYTES_PER_WEIGHT, check_quantization
+from specvla_ros.models.quantization import BYTES_PER_WEIGHT, MATRICES, check_quantization
 from specvla_ros.models.weights import tensor_sizes
 
 _GIB = 1 << 30
@@ -63,3 +64,38 @@ def _runs(quantization: str, device: torch.device) -> bool:
     except UserError:
         return False
     return True
+
+
+def check_memory(model: Any, device: torch.device, quantization: str) -> None:
+    """Whether a GPU can hold a model while it is loaded, before anything is.
+
+    Args:
+        model: around a `PackedDecoder`, on the meta device.
+        device: where the weights go.
+        quantization: of the decoder layers' matrices, done layer by layer.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if device.type != "cuda":
+        return
+    needed = _bytes_needed(model, quantization)
+    free, total = torch.cuda.mem_get_info(device)
+    if needed > free:
+        fitting = [kind for kind in BYTES_PER_WEIGHT if kind != quantization and _bytes_needed(model, kind) <= free]
+        hint = f"model.quantization {' or '.join(fitting)}, " if fitting else ""
+        raise UserError(
+            f"the weights take {needed / 2**30:.1f} GiB, but {device} has {free / 2**30:.1f} of {total / 2**30:.1f} "
+            f"GiB free: end what else runs there, choose bfloat16, {hint}or another device"
+        )
+
+
+def _bytes_needed(model: Any, quantization: str) -> float:
+    """While loading: what stays, and one layer that is not quantised yet."""
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    if quantization == "none":
+        return whole
+    layers = [[getattr(layer, name).weight for name in MATRICES] for layer in model.decoder.layers]
+    before = sum(weight.nbytes for layer in layers for weight in layer)
+    after = sum(weight.numel() for layer in layers for weight in layer) * BYTES_PER_WEIGHT[quantization]
+    return whole - before + after + before / len(layers)

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of a checkpoint's loading; without torch, so that a node can check them before anything is loaded."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
+from typing import Any
 
-from specvla_ros.settings.parameter import check, parameter
+from specvla_ros.errors import UserError
+from specvla_ros.settings.parameter import check, parameter, walk
 
 ALL_CAMERAS = ("all",)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -84,3 +88,20 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         check(self)
+
+
+def refuse_options(directory: Path, options: Mapping[str, Any]) -> None:
+    """For a loader: what it does not know must be as it is where nobody sets it.
+
+    Args:
+        directory: of the checkpoint.
+        options: those of `load_target`'s keywords.
+
+    Raises:
+        UserError: one is set.
+    """
+    usual = ModelSettings()
+    for name, value in options.items():
+        if value != getattr(usual, name):
+            shown = next(each.name for each in walk(usual) if each.name.rpartition(".")[2] == name)
+            raise UserError(f"{directory}: this family of policies has no {shown}; leave it out")

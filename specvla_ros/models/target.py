@@ -2,7 +2,8 @@
 """The seam between the engine and the models: what a policy must give so that any engine mode can decode it.
 
 The engine sees a model through these protocols alone. A family (OpenVLA, …) implements `Target` in its own folder and
-registers a loader, see `specvla_ros.models.checkpoint`.
+registers a loader in `TARGETS`, see `specvla_ros.models.checkpoint`; another package does so through an entry point of
+the group `specvla_ros.targets`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +17,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from specvla_kernels.layout import PackedLayout
-from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
+from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.generation import GreedyRules
 from specvla_ros.models.observation import Observation
+from specvla_ros.settings.registry import Registry
+
+_FAMILIES = ("openvla", "qwen_vl", "pi0_fast", "minivla", "starvla")
+TARGETS = Registry("specvla_ros.targets", [f"specvla_ros.models.families.{family}.target" for family in _FAMILIES])
 
 ImageEmbeddings = Callable[[Tensor], Tensor]
 """Pixels [channels, size, size] in host memory to embeddings [image_tokens, hidden] on the device.
@@ -91,39 +96,11 @@ class PromptLayout:
         return None if of_root is None else np.repeat(of_root, nodes, axis=1)
 
 
-class DecoderConfig(Protocol):
-    """Shape of a decoder; names are transformers'."""
-
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def rope_axes(self) -> int:
-        """RoPE positions per row."""
-
-    @property
-    def input_size(self) -> int:
-        """Width of a row that goes in: `hidden_size`, unless features for deeper layers stand beside an embedding."""
-
-
 class Decoder(Protocol):
     """The language model around the packed forward."""
 
     @property
-    def config(self) -> DecoderConfig: ...
+    def config(self) -> DecoderShape: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -141,7 +118,7 @@ class Decoder(Protocol):
         """All layers and the final norm: [n_rows, hidden] to the same; can be captured in a CUDA graph."""
 
     def products(self, x: Tensor) -> Tensor:
-        """A layer's without attention, [n_rows, hidden] to the same, for who times them by rows."""
+        """A layer's products without attention, [n_rows, hidden] to the same, to be timed by rows."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] after the final norm to float32 [n, vocab]."""
@@ -161,7 +138,7 @@ class VisionModel(Protocol):
 
 
 class PolicyFacts(Protocol):
-    """What is to be known of a policy by whoever asks it and does not decode."""
+    """A policy's metadata: cameras, state, action names."""
 
     @property
     def directory(self) -> Path: ...
@@ -240,7 +217,7 @@ class Target(PolicyFacts, Protocol):
 
 @runtime_checkable
 class PreparesPictures(Protocol):
-    """What a target gives beside, whose pictures can be prepared before the tick that begins their prompt."""
+    """Optional: a target whose images can be preprocessed off the engine's thread."""
 
     def pixels(self, observation: Observation) -> Pixels:
         """What the vision tower reads, resized and normalised; called from any thread.
@@ -264,32 +241,3 @@ class PreparesPictures(Protocol):
             vision: the image embeddings' implementation; None: the model's own.
             pixels: of the observation, in any precision; None: they are computed here.
         """
-
-
-@runtime_checkable
-class AnswersQuestions(Protocol):
-    """What a target gives beside, whose language model answers questions about the images in text."""
-
-    @property
-    def text_end_ids(self) -> frozenset[int]:
-        """Token ids that end such a text; UserError where the checkpoint does not say which."""
-
-    def question_layout(self, observation: Observation, question: str) -> PromptLayout:
-        """The rows of a prompt that asks for text about an observation's images.
-
-        Up to the end of the images it is the observation's own prompt; embeddings of words are the decoder's.
-
-        Raises:
-            UserError: the policy cannot be asked this.
-        """
-
-
-def require_actions(target: Target) -> Target:
-    """The target, where something moves by its answers.
-
-    Raises:
-        UserError: it is a language model, whose answers hold no actions.
-    """
-    if not target.codec.names:
-        raise UserError(f"{target.directory} is a language model, it writes no actions: give a policy's checkpoint")
-    return target

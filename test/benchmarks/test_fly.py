@@ -14,11 +14,11 @@ from fly_contestants import PLAIN, Contestant, Run, assisted, contestants, our_s
 from smollm_draft import first_layers, write_first_layers
 from smollm_seeds import seeds
 from support.text_models import write_text_model
+from text_target import TextTarget
 from transformers_baseline import transformers_decoder
 
 from specvla_ros import UserError
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.text.target import TextTarget
 
 TOKENS = 24
 PROMPT = (3, 4, 5, 3, 4)

@@ -11,12 +11,12 @@ import torch
 from smollm_draft import DraftLoss, DraftTraining, answer_prompts, first_layers, train_draft_model
 from smollm_seeds import seeds
 from support.text_models import write_text_model
+from text_target import TextTarget, text_observation
 
 from specvla_ros import Engine, EngineSettings, UserError
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import engine_settings_from
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.text.target import TextTarget, text_observation
 
 TRAINING = DraftTraining(layers=1, answers=24, tokens=12, steps=60, batch_size=4, learning_rate=0.01, validate_every=30)
 

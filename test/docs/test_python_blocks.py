@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from specvla_ros.lab.bundled.policies import nano_policy
-from specvla_ros.models.checkpoint import TARGETS
-from specvla_ros.models.target import Target
+from specvla_ros.models.target import TARGETS, Target
 from specvla_ros.speculation import reference
 from specvla_ros.speculation.settings import DRAFTERS, RULES
 

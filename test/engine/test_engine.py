@@ -186,7 +186,7 @@ def test_a_fault_inside_a_tick_drops_its_requests_and_the_engine_goes_on(
     def fail(*_: object) -> None:
         raise RuntimeError("the device fell off the bus")
 
-    for owner, name in ((type(policy.decoder), "forward"), (type(policy.model), "prompt_embeddings")):
+    for owner, name in ((type(policy.decoder), "forward"), (type(policy), "assemble")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)
             drop = engine.act(frame(engine.mailbox.last_stamp_ns + 1))

@@ -19,12 +19,12 @@ from support.paths import ORACLES
 from support.random_checkpoint import write_random_checkpoint
 from support.random_chunks import any_chunks
 from support.random_qwen_vl import FAST_IDS, SHAPES, add_nora, add_vla0, write_qwen_vl
+from text_target import TextCodec
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.lab.evaluation.compare import collect_answers
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.codecs.text import TextCodec
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.families.pi0_fast.target import Pi0FastTarget
 from specvla_ros.models.families.qwen_vl.target import QwenVLTarget

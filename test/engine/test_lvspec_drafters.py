@@ -17,6 +17,7 @@ from support.draft_models import FOLDER, with_model, write_draft_model
 from support.lvspec_reading import plain_reading
 from support.pipelines import poisoned
 from support.random_qwen_vl import SHAPES, add_vla0, write_qwen_vl
+from text_target import TextCodec
 from torch import Tensor
 
 from specvla_ros.engine.batch import Segment, packed_forward
@@ -24,7 +25,6 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
 from specvla_ros.engine.settings import EngineSettings, engine_settings_from
 from specvla_ros.models.checkpoint import load_target
-from specvla_ros.models.codecs.text import TextCodec
 from specvla_ros.models.families.qwen_vl.target import QwenVLTarget
 from specvla_ros.models.generation import GreedyRules
 from specvla_ros.models.observation import Observation

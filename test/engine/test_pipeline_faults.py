@@ -54,7 +54,7 @@ def test_a_frame_of_nan_is_dropped_alone_and_its_slot_is_clean_again(
     frames = [frame(stamp) for stamp in range(1, 13)]
     plain = Engine(policy, EngineSettings())
     right = {each.stamp_ns: plain.act(each) for each in frames}
-    embed = type(policy.model).prompt_embeddings
+    embed = type(policy).assemble
     calls = 0
 
     def every_third_is_nan(*arguments: object) -> torch.Tensor:
@@ -63,7 +63,7 @@ def test_a_frame_of_nan_is_dropped_alone_and_its_slot_is_clean_again(
         rows: torch.Tensor = embed(*arguments)  # type: ignore[arg-type]
         return torch.full_like(rows, torch.nan) if calls % 3 == 0 else rows
 
-    monkeypatch.setattr(type(policy.model), "prompt_embeddings", every_third_is_nan)
+    monkeypatch.setattr(type(policy), "assemble", every_third_is_nan)
     engine = Engine(policy, chosen)
     ended = fed(engine, frames)
     reasons = {each.observation.stamp_ns: each.reason for each in ended if isinstance(each, Drop)}

@@ -112,7 +112,7 @@ def test_every_token_decodes_to_the_originals_action(variant: str) -> None:
     for key in keys:
         policy = policy_of(variant, key)
         for token, expected in zip(table["token_ids"], table[f"action__{key}"], strict=True):
-            np.testing.assert_allclose(policy.action([int(token)] * 7), expected, atol=1e-12, rtol=0)
+            np.testing.assert_allclose(policy.codec.decode([int(token)] * 7)[0], expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

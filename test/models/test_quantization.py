@@ -23,9 +23,9 @@ from specvla_ros.lab.planning.cost import OPENVLA_7B
 from specvla_ros.models import quantization
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.decoder import DecoderLayer
-from specvla_ros.models.families.openvla import target as load_model
 from specvla_ros.models.families.openvla.model import OpenVLA
 from specvla_ros.models.families.openvla.target import OpenVLATarget
+from specvla_ros.models.memory import check_memory
 from specvla_ros.models.quantization import MATRICES, QUANTIZATIONS, Int4Linear, Int8Linear, check_quantization
 from specvla_ros.ros.policy.parameters import PolicyParameters
 from specvla_ros.settings.parameter import walk
@@ -131,10 +131,10 @@ def test_what_openvla_7b_needs_while_it_is_loaded(monkeypatch: pytest.MonkeyPatc
     with torch.device("meta"):
         model = OpenVLA(OPENVLA_7B).to(torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (6 << 30, 8 << 30))
-    load_model._check_memory(model, CUDA, "int4")
+    check_memory(model, CUDA, "int4")
     for wanted, message in (("w8a8", r"take 8\.\d GiB"), ("none", r"take 14\.\d GiB.* model\.quantization int4, or")):
         with pytest.raises(UserError, match=message):
-            load_model._check_memory(model, CUDA, wanted)
+            check_memory(model, CUDA, wanted)
 
 
 Capability = Callable[[tuple[int, int]], None]

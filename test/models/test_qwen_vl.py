@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.checkpoints import edit_json
 from support.random_qwen_vl import FAST_IDS, SHAPES, Shape, add_nora, add_starvla, add_vla0, write_qwen_vl
+from text_target import TextCodec
 from transformers import LogitsProcessor, LogitsProcessorList, Qwen2_5_VLForConditionalGeneration
 
 from specvla_ros import Engine, EngineSettings, Observation, UserError
@@ -20,7 +21,6 @@ from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.codecs.digits import DigitsCodec
-from specvla_ros.models.codecs.text import TextCodec
 from specvla_ros.models.families.qwen_vl.target import QwenVLTarget
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 

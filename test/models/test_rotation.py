@@ -13,8 +13,7 @@ from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.config import DecoderShape, DecoderVariant
 from specvla_ros.models.decoder import DecoderLayer, PackedDecoder
-from specvla_ros.models.quantization import ROTATED, quantize_layer
-from specvla_ros.models.rotation import rotate_layer, rotation, turn_stream
+from specvla_ros.models.quantization import ROTATED, quantize_layer, rotate_layer, rotation, turn_stream
 
 
 def logits(decoder: PackedDecoder) -> torch.Tensor:

@@ -22,7 +22,7 @@ from specvla_ros.models.codecs.codec import CODECS, ActionIds
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.generation import NO_RULES
-from specvla_ros.models.target import PromptLayout, Target
+from specvla_ros.models.target import TARGETS, PromptLayout, Target
 from specvla_ros.speculation.settings import DraftSettings, adjusted
 
 DIGITS = range(10, 20)
@@ -168,9 +168,9 @@ def plain_tokens(target: Target, seen: Observation) -> list[int]:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    checkpoint.TARGETS.entries()
-    monkeypatch.setattr(checkpoint.TARGETS, "_entries", dict(checkpoint.TARGETS._entries))
-    checkpoint.TARGETS.register("two_cameras")(load_two_cameras)
+    TARGETS.entries()
+    monkeypatch.setattr(TARGETS, "_entries", dict(TARGETS._entries))
+    TARGETS.register("two_cameras")(load_two_cameras)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "two_cameras"}))
     return tmp_path
 

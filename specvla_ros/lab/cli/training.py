@@ -261,11 +261,10 @@ def collect_answers(
     from specvla_ros.lab.evaluation.compare import collect_answers as collect
     from specvla_ros.lab.evaluation.frame_sources import bags_or_simulation, frame_source
     from specvla_ros.models.checkpoint import load_target
-    from specvla_ros.models.target import require_actions
     from specvla_ros.speculation.drafters.chunk_shift import ANSWERS_FILE, save_answers
 
     bags = bags_or_simulation(data)
-    policy = require_actions(load_target(chosen.checkpoint, **vars(chosen.model)))
+    policy = load_target(chosen.checkpoint, **vars(chosen.model))
     source = frame_source(policy, bags, seed, sensors.sensors())
     with progress("asking the policy") as advance:
         found = collect(policy, islice(source, frames), lambda done: advance(done, frames, ""))

@@ -27,7 +27,6 @@ from specvla_ros.lab.jobs.workers import Host, share
 from specvla_ros.lab.plans import Thresholds
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.settings import ModelSettings
-from specvla_ros.models.target import Target, require_actions
 
 _COMMAND = "replay"
 
@@ -209,7 +208,7 @@ def replay_bag(job: BagJob, host: Host | None = None) -> str:
 
 def host_engine(settings: ReplaySettings, workers: int) -> EngineHost:
     """The engine that several workers share."""
-    return EngineHost(_load(settings.policy, settings.model), settings.engine, workers)
+    return EngineHost(load_target(settings.policy, **vars(settings.model)), settings.engine, workers)
 
 
 def _engine(settings: ReplaySettings, host: Host | None) -> Engine | HostedEngine:
@@ -226,16 +225,12 @@ def _engine(settings: ReplaySettings, host: Host | None) -> Engine | HostedEngin
 def _engine_of(
     directory: Path, model: ModelSettings, settings: EngineSettings, instruction: str | None, host: Host | None
 ) -> Engine | HostedEngine:
-    engine = HostedEngine(host) if host is not None else Engine(_load(directory, model), settings)
+    engine = HostedEngine(host) if host is not None else Engine(load_target(directory, **vars(model)), settings)
     if instruction is not None:
         engine.check_instruction(instruction)
     if isinstance(engine, Engine):
         engine.warm_up()
     return engine
-
-
-def _load(directory: Path, model: ModelSettings) -> Target:
-    return require_actions(load_target(directory, **vars(model)))
 
 
 def _job_name(job: BagJob) -> str:

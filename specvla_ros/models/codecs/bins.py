@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,15 +128,18 @@ def select_statistics(norm_stats: Mapping[str, Any], unnorm_key: str, kind: str 
 
 
 def read_statistics(context: CodecContext) -> ActionStatistics:
-    """Those that a checkpoint's codec shall use.
+    """Those that a checkpoint's codec shall use."""
+    return checked_statistics(context.directory, context.norm_stats, context.unnorm_key)
 
-    Raises:
-        UserError: as of `select_statistics`, with the checkpoint's name.
-    """
+
+def checked_statistics(
+    path: Path, norm_stats: Mapping[str, Any], unnorm_key: str, kind: str = "action"
+) -> ActionStatistics:
+    """As `select_statistics`, whose errors then begin with the checkpoint or file that the statistics are from."""
     try:
-        return select_statistics(context.norm_stats, context.unnorm_key)
+        return select_statistics(norm_stats, unnorm_key, kind)
     except UserError as error:
-        raise UserError(f"{context.directory}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
 
 
 def _numbers(value: Any, where: str) -> np.ndarray:

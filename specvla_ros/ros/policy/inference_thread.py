@@ -178,11 +178,10 @@ def load_engine(parameters: PolicyParameters, now_ns: Callable[[], int], progres
     try:
         from specvla_ros.engine.engine import Engine
         from specvla_ros.models.checkpoint import leave_a_core, load_target
-        from specvla_ros.models.target import require_actions
     except ModuleNotFoundError as error:
         raise missing_package(error) from None
     leave_a_core()
-    policy = require_actions(load_target(parameters.checkpoint, **vars(parameters.model), progress=progress))
+    policy = load_target(parameters.checkpoint, **vars(parameters.model), progress=progress)
     return Engine(policy, parameters.decoding, now_ns=now_ns)
 
 

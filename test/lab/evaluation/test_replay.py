@@ -44,7 +44,7 @@ def test_a_real_bag_gives_one_action_per_frame(policy: OpenVLATarget, run: Run, 
         assert np.allclose(np.array(frame["values"]) - frame["recorded"], frame["error"], atol=0, rtol=1e-12)
     stamps = [frame["stamp_ns"] for frame in frames]
     assert np.diff(stamps).tolist() == [200_000_000] * 9
-    assert policy.action(frames[0]["tokens"]).tolist() == frames[0]["values"]
+    assert policy.codec.decode(frames[0]["tokens"])[0].tolist() == frames[0]["values"]
     assert summary.mean_abs_error["x"] == pytest.approx(np.mean([abs(frame["error"][0]) for frame in frames]))
     with open_bag(out / "actions_bag") as bag:
         messages = [message.message() for message in bag.messages([ACTION_TOPIC])]

@@ -6,36 +6,32 @@ checkpoint its code needs the language model's files and the VQ-VAE; here they l
 checkpoint or beside it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import TARGETS, refuse_options
-from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec, select_statistics
+from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec, checked_statistics
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.vq import VqCodec, read_vq_vae
-from specvla_ros.models.config import DECODERS, folder_beside, read_checkpoint_json, read_decoder_shape
-from specvla_ros.models.decoder import PackedDecoder, head_dtype
+from specvla_ros.models.config import DECODERS, folder_beside, only_file, read_checkpoint_json, read_decoder_shape
+from specvla_ros.models.decoder import allocate, empty_model
 from specvla_ros.models.families.openvla.config import OpenVLAConfig, prismatic_towers
 from specvla_ros.models.families.openvla.image_processor import ImageProcessor, dinosiglip_processor
 from specvla_ros.models.families.openvla.model import OpenVLA
-from specvla_ros.models.generation import NO_RULES, GreedyRules, read_end_ids
 from specvla_ros.models.observation import ONLY_CAMERA, Observation
 from specvla_ros.models.pickled_weights import copy_weights, read_pickled, tensors_in
-from specvla_ros.models.settings import ALL_CAMERAS
-from specvla_ros.models.target import ImageEmbeddings, Pixels, PromptLayout
+from specvla_ros.models.settings import ALL_CAMERAS, refuse_options
+from specvla_ros.models.target import TARGETS, Pixels
 from specvla_ros.models.tokenizer import check_instruction, check_tokenizer, refuse_special_tokens, require_tokenizer
+from specvla_ros.models.vision_language import VisionLanguageTarget
 from specvla_ros.models.weights import Progress
 
-MODEL_TYPE = "prismatic-vla"
 _WRIST = "wrist"
 _EXTRA_TOKENS = 256  # <|extra_0|> and on, which its code adds behind the tokenizer's own
 _ROW_MULTIPLE = 64  # of the embedding
@@ -54,131 +50,7 @@ _NAMES = (
 )
 
 
-class MiniVLA(OpenVLA):
-    """OpenVLA's model with another language model, asked with one picture or two."""
-
-    def __init__(self, config: OpenVLAConfig, pictures: int) -> None:
-        super().__init__(config)
-        self.pictures = pictures
-
-    @property
-    def pixel_shape(self) -> tuple[int, ...]:
-        """[3 * towers * pictures, size, size]."""
-        channels, *size = super().pixel_shape
-        return (channels * self.pictures, *size)
-
-    def image_embeddings(self, pixel_values: Tensor) -> Tensor:
-        """Pixels of `pixel_shape`, picture by picture, to embeddings [image_tokens, hidden]."""
-        return torch.cat([super(MiniVLA, self).image_embeddings(each) for each in pixel_values.chunk(self.pictures)])
-
-
-@dataclass(frozen=True)
-class MiniVLATarget:
-    """A checkpoint, ready to decode. Holds no state between observations. See `Target`.
-
-    Args:
-        directory: of the checkpoint.
-        model: towers, projector and language model.
-        tokenizer: of the language model.
-        image_processor: what becomes of a picture.
-        codec: its answers.
-        cameras: those that it is asked with.
-    """
-
-    directory: Path
-    model: MiniVLA
-    tokenizer: Tokenizer
-    image_processor: ImageProcessor
-    codec: Codec
-    cameras: tuple[str, ...]
-
-    causal_prompt: bool = True
-    action_head: bool = False
-    state_dims: int = 0
-    head: None = None
-    generation: GreedyRules = NO_RULES
-
-    @property
-    def decoder(self) -> PackedDecoder:
-        return self.model.decoder
-
-    @property
-    def unnorm_key(self) -> str:
-        return self.codec.unnorm_key
-
-    @property
-    def image_tokens(self) -> int:
-        return self.model.config.image_tokens * self.model.pictures
-
-    def prompt_layout(self, observation: Observation) -> PromptLayout:
-        """The first token, the images, the rest of the text.
-
-        Raises:
-            UserError: an instruction that cannot be asked, or images of other cameras.
-        """
-        observation.of_cameras(self.cameras)
-        ids = observation.prompt_ids
-        ids = self.prompt_ids(observation.instruction) if ids is None else tuple(ids)
-        return self._layout(ids)
-
-    @property
-    def text_end_ids(self) -> frozenset[int]:
-        return read_end_ids(self.directory)
-
-    def question_layout(self, observation: Observation, question: str) -> PromptLayout:
-        """See `Target`."""
-        return self._layout(self._asking(question, question))
-
-    def _layout(self, ids: tuple[int, ...]) -> PromptLayout:
-        return PromptLayout(ids, len(ids) + self.image_tokens, (range(1, 1 + self.image_tokens),))
-
-    def prompt_ids(self, instruction: str) -> tuple[int, ...]:
-        """Prompt ids of an instruction.
-
-        Raises:
-            UserError: it is no plain text of a usable length, or holds one of the tokenizer's special tokens.
-        """
-        return self._asking(instruction, f"What action should the robot take to {instruction.lower()}?")
-
-    def _asking(self, given: str, asked: str) -> tuple[int, ...]:
-        check_instruction(given)
-        refuse_special_tokens(asked, self.tokenizer)
-        return tuple(self.tokenizer.encode(_PROMPT.format(asked)).ids)
-
-    def pixels(self, observation: Observation) -> Pixels:
-        """See `PreparesPictures`; of all images together."""
-        images = observation.of_cameras(self.cameras).values()
-        return (torch.cat([self.image_processor(image) for image in images]),)
-
-    def prompt_embeddings(
-        self,
-        observation: Observation,
-        prompt_ids: Sequence[int],
-        vision: ImageEmbeddings | None = None,
-        pixels: Pixels | None = None,
-    ) -> Tensor:
-        (seen,) = pixels or self.pixels(observation)
-        embeddings = (vision or self.model.image_embeddings)(seen)
-        return self.model.prompt_embeddings(embeddings, to_device(prompt_ids, self.decoder.device))
-
-    def blank_observation(self) -> Observation:
-        """Black images, and a prompt that needs no words."""
-        black = np.zeros((8, 8, 3), np.uint8)
-        return Observation(dict.fromkeys(self.cameras, black), "wait", stamp_ns=1)
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "checkpoint": str(self.directory),
-            "policy": "minivla",
-            "unnorm_key": self.unnorm_key,
-            "device": str(self.decoder.device),
-            "dtype": str(self.decoder.dtype).removeprefix("torch."),
-            "cameras": ", ".join(self.cameras),
-            "horizon": self.codec.horizon,
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-        }
-
-
+@TARGETS.register("prismatic-vla")
 def load_minivla(
     directory: Path,
     *,
@@ -188,21 +60,16 @@ def load_minivla(
     cameras: tuple[str, ...],
     progress: Progress | None,
     **options: Any,
-) -> MiniVLATarget:
-    """Loads a MiniVLA policy.
+) -> "MiniVLATarget":
+    """Loads a MiniVLA checkpoint from its native layout; see `load_target` for the arguments.
 
     Args:
         directory: holds config.json, checkpoints/ with one .pt file and dataset_statistics.json; llm/ and vq/ lie in it
             or beside it.
-        device: where the weights go.
-        dtype: precision of the weights.
-        unnorm_key: whose action statistics to use; empty: the only ones there are.
         cameras: `image`, or `image` and `wrist`; ALL_CAMERAS: as many as config.json says.
-        progress: called with what is being done and the fraction of the tensors read.
-        options: of other families, as they are where nobody sets them.
 
     Raises:
-        UserError: anything about the directory or an argument that does not fit, before weights are read if possible.
+        UserError: as of `load_target`.
     """
     refuse_options(directory, options)
     raw = read_checkpoint_json(directory / "config.json")
@@ -218,13 +85,8 @@ def load_minivla(
     config = OpenVLAConfig(
         prismatic_towers(raw), shape, pad_to_multiple_of=0, action_bins=2, norm_stats={}, vicuna=False
     )
-    with torch.device("meta"):
-        model = MiniVLA(config, len(shown))
-    model.to(dtype)
-    model.decoder.lm_head.to(head_dtype(dtype, device))
-    model.to_empty(device=device)
-    if shape.tie_word_embeddings:
-        model.decoder.lm_head.weight = model.decoder.embed_tokens.weight
+    model = empty_model(partial(OpenVLA, config), dtype, device)
+    allocate(model, device)
     _load(directory, model, progress)
     return MiniVLATarget(
         directory=directory,
@@ -247,11 +109,8 @@ def _cameras(directory: Path, asked: tuple[str, ...], usual: int) -> tuple[str, 
 
 def _codec(directory: Path, name: str, unnorm_key: str, tokens: int) -> Codec:
     """Of the action tokenizer that config.json names; `extra` ones use the tokens at the vocabulary's end."""
-    try:
-        path = directory / "dataset_statistics.json"
-        statistics = select_statistics(read_checkpoint_json(path).raw, unnorm_key)
-    except UserError as error:
-        raise UserError(f"{directory}: {error}") from None
+    norm_stats = read_checkpoint_json(directory / "dataset_statistics.json").raw
+    statistics = checked_statistics(directory, norm_stats, unnorm_key)
     if name == "extra_action_tokenizer":
         return BinsCodec(ActionTokenizer(tokens), statistics)
     if not name.endswith("_vq_extra_action_tokenizer"):
@@ -272,18 +131,8 @@ def _codec(directory: Path, name: str, unnorm_key: str, tokens: int) -> Codec:
     return VqCodec(vae, statistics, tokens)
 
 
-def _load(directory: Path, model: MiniVLA, progress: Progress | None) -> None:
-    """Copies the weights of the only .pt file.
-
-    Raises:
-        UserError: there is none, or several, or it does not hold this model's tensors.
-    """
-    files = sorted((directory / "checkpoints").glob("*.pt"))
-    if len(files) != 1:
-        raise UserError(
-            f"{directory / 'checkpoints'} must hold one .pt file, that of the step to run; it has {len(files)}"
-        )
-    (path,) = files
+def _load(directory: Path, model: OpenVLA, progress: Progress | None) -> None:
+    path = only_file(directory / "checkpoints", ".pt")
     parts = read_pickled(path).get("model")
     given: dict[str, Tensor] = {}
     for part, tensors in parts.items() if isinstance(parts, dict) else ():
@@ -300,4 +149,36 @@ def _renamed(name: str) -> str:
     return name
 
 
-TARGETS.register(MODEL_TYPE)(load_minivla)
+@dataclass(frozen=True)
+class MiniVLATarget(VisionLanguageTarget):
+    """A checkpoint whose prompt is the first token | the images | the rest of the text."""
+
+    directory: Path
+    model: OpenVLA
+    tokenizer: Tokenizer
+    image_processor: ImageProcessor
+    codec: Codec
+    cameras: tuple[str, ...]
+
+    FAMILY = "minivla"
+
+    @property
+    def image_tokens(self) -> int:
+        return len(self.cameras) * self.model.config.image_tokens
+
+    def ids(self, observation: Observation) -> tuple[int, ...]:
+        """The text around the images.
+
+        Raises:
+            UserError: it is no plain text of a usable length, or holds one of the tokenizer's special tokens.
+        """
+        if observation.prompt_ids is not None:
+            return tuple(observation.prompt_ids)
+        check_instruction(observation.instruction)
+        asked = f"What action should the robot take to {observation.instruction.lower()}?"
+        refuse_special_tokens(asked, self.tokenizer)
+        return tuple(self.tokenizer.encode(_PROMPT.format(asked)).ids)
+
+    def pixels(self, observation: Observation) -> Pixels:
+        """See `PreparesPictures`; picture by picture: a captured tower has the size of one."""
+        return tuple(self.image_processor(image) for image in observation.of_cameras(self.cameras).values())

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenVLA: two vision towers, a projector and a Llama decoder."""
+"""OpenVLA: two vision towers, a projector and a Llama decoder; and how they are read from a checkpoint."""
 
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -10,9 +11,20 @@ from torch import Tensor, nn
 from specvla_kernels.graph_capture import side_by_side
 from specvla_kernels.layer_products import gelu_product
 from specvla_kernels.linear import linear
-from specvla_ros.models.decoder import PackedDecoder, decoder_tensors
+from specvla_ros.models.decoder import (
+    DecoderLayer,
+    PackedDecoder,
+    allocate,
+    decoder_tensors,
+    empty_model,
+    layer_tensors,
+    tie_head,
+)
 from specvla_ros.models.families.openvla.config import OpenVLAConfig
+from specvla_ros.models.memory import check_memory
+from specvla_ros.models.quantization import ROTATED, quantize_layer, rotate_layer, turn_stream
 from specvla_ros.models.vision_tower import VisionTower
+from specvla_ros.models.weights import Progress, check_weights, load_weights
 
 _TOWERS = ("featurizer", "fused_featurizer")
 
@@ -66,19 +78,6 @@ class OpenVLA(nn.Module):
         towers = [partial(tower, image) for tower, image in zip(self.towers, images, strict=True)]
         return self.projector(torch.cat(side_by_side(towers, self.decoder.device), dim=1))
 
-    def prompt_embeddings(self, image: Tensor, prompt_ids: Tensor) -> Tensor:
-        """The prompt as the decoder reads it: BOS, the image, the rest of the text.
-
-        Args:
-            image: its embeddings [image_tokens, hidden].
-            prompt_ids: int64 [n], BOS first.
-
-        Returns:
-            [n + image_tokens, hidden].
-        """
-        text = self.decoder.embed_tokens(prompt_ids)
-        return torch.cat((text[:1], image, text[1:]))
-
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Every tensor by its name in the checkpoint; fused matrices as the slices that the names stand for.
 
@@ -102,3 +101,60 @@ class OpenVLA(nn.Module):
 
 def _named(prefix: str, module: nn.Module) -> dict[str, Tensor]:
     return {f"{prefix}.{name}": parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def load_model(
+    directory: Path,
+    config: OpenVLAConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    quantization: str = "none",
+    progress: Progress | None = None,
+) -> OpenVLA:
+    """The model of a checkpoint, ready to decode.
+
+    Args:
+        dtype: of what is not quantised; the output head may be of another, see `head_dtype`.
+        quantization: of the decoder layers' matrices, one that `check_quantization` let pass.
+
+    Raises:
+        UserError: the device's memory is too small, or the weights are incomplete or do not fit the config.
+    """
+    model = empty_model(partial(OpenVLA, config), dtype, device)
+    check_weights(directory, model.checkpoint_tensors(), unused=model.unused_tensors)
+    check_memory(model, device, quantization)
+    if quantization == "none":
+        allocate(model, device)
+        load_weights(directory, model.checkpoint_tensors(), progress)
+    else:
+        _load_quantized(model, directory, device, quantization, progress)
+    return model.eval().requires_grad_(False)
+
+
+def _load_quantized(
+    model: OpenVLA, directory: Path, device: torch.device, quantization: str, progress: Progress | None
+) -> None:
+    """Allocates, reads and quantises one layer after the other, for a device that could not hold them unquantised."""
+    decoder = model.decoder
+    for part in (*model.towers, model.projector, decoder.embed_tokens, decoder.norm, decoder.lm_head):
+        part.to_empty(device=device)
+    tie_head(decoder)
+    turn = turn_stream(decoder) if quantization == ROTATED else None
+    around = {name: tensor for name, tensor in model.checkpoint_tensors().items() if not tensor.is_meta}
+    load_weights(directory, around, _share(progress, 0, len(decoder.layers) + 1))
+    for i, module in enumerate(decoder.layers):
+        layer = cast(DecoderLayer, module).to_empty(device=device)
+        tensors = layer_tensors(layer, decoder.config, f"language_model.model.layers.{i}.")
+        load_weights(directory, tensors, _share(progress, i + 1, len(decoder.layers) + 1))
+        del tensors  # they hold the unquantised matrices
+        if turn is not None:
+            rotate_layer(layer, turn)
+        quantize_layer(layer, quantization)
+
+
+def _share(progress: Progress | None, index: int, parts: int) -> Progress | None:
+    """Reports one of several parts as its share of the whole."""
+    if progress is None:
+        return None
+    return lambda what, done: progress(what, (index + done) / parts)

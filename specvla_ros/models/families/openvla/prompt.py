@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an instruction to prompt tokens."""
+"""From an instruction and the robot's state to prompt tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from specvla_ros.errors import UserError, shortened
+from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, checked_statistics
+from specvla_ros.models.families.openvla.config import OpenVLAConfig
+from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import PromptStyle
 from specvla_ros.models.tokenizer import check_instruction, check_prompt_ids, read_tokenizer, refuse_special_tokens
 
@@ -55,38 +59,30 @@ class PromptTokenizer:
                     + "; ".join(f"'{shortened(each)}'" for each in self.taught[:_SHOWN_TAUGHT])
                     + (f"; and {more} more" if more > 0 else "")
                 )
-        tokenizer = self._require_tokenizer()
-        refuse_special_tokens(instruction.lower(), tokenizer)
-        return self.complete(tokenizer.encode(self.text(instruction)).ids)
-
-    def text(self, instruction: str) -> str:
-        """The prompt as text."""
-        text = self._asking(f"What action should the robot take to {instruction.lower()}?")
-        return f"{text} TASK:" if self.style is PromptStyle.ECOT else text
-
-    def question_ids(self, question: str) -> tuple[int, ...]:
-        """Prompt ids of a question that is to be answered in words, BOS first.
-
-        Raises:
-            UserError: it is no plain text of a usable length, holds a special token, or there is no tokenizer.
-        """
-        check_instruction(question)
-        tokenizer = self._require_tokenizer()
-        refuse_special_tokens(question, tokenizer)
-        return tuple(tokenizer.encode(self._asking(question)).ids)
-
-    def _asking(self, question: str) -> str:
-        if self.style is PromptStyle.OPENVLA:
-            return f"In: {question}\nOut:"
-        return f"{_VICUNA_SYSTEM} USER: {question} ASSISTANT:"
-
-    def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise UserError(
                 "the checkpoint has no tokenizer.json, so instructions cannot be read; copy it there from the released "
                 "checkpoint, or give the prompt as token ids"
             )
-        return self.tokenizer
+        refuse_special_tokens(instruction.lower(), self.tokenizer)
+        return self.complete(self.tokenizer.encode(self.text(instruction)).ids)
+
+    def ids_of(self, observation: Observation) -> tuple[int, ...]:
+        """Prompt ids of an observation's instruction, or those that it gives in its place.
+
+        Raises:
+            UserError: as of `ids` and `complete`.
+        """
+        given = observation.prompt_ids
+        return self.ids(observation.instruction) if given is None else self.complete(given)
+
+    def text(self, instruction: str) -> str:
+        """The prompt as text."""
+        question = f"What action should the robot take to {instruction.lower()}?"
+        if self.style is PromptStyle.OPENVLA:
+            return f"In: {question}\nOut:"
+        text = f"{_VICUNA_SYSTEM} USER: {question} ASSISTANT:"
+        return f"{text} TASK:" if self.style is PromptStyle.ECOT else text
 
     def complete(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Appends the trailing token where it is missing.
@@ -139,3 +135,42 @@ def read_prompt_tokenizer(
     else:
         trailing = tokenizer.token_to_id("▁") if tokenizer is not None else None
     return PromptTokenizer(tokenizer, style, trailing, vocab_size, taught)
+
+
+@dataclass(frozen=True)
+class StateTokens:
+    """The robot's state in the prompt: each number as the bin token that stands for it in an action.
+
+    Args:
+        tokenizer: of the bins.
+        statistics: of the state's numbers in the training data; what lies outside their range takes its last bin.
+    """
+
+    tokenizer: ActionTokenizer
+    statistics: ActionStatistics
+
+    @property
+    def dims(self) -> int:
+        """Numbers, and tokens."""
+        return len(self.statistics.low)
+
+    def ids(self, states: np.ndarray) -> np.ndarray:
+        """Float [..., dims] in the units of the training data to int64 of the same shape."""
+        return self.tokenizer.encode(self.statistics.normalise(states))
+
+
+def read_state_tokens(config: OpenVLAConfig, directory: Path, unnorm_key: str) -> StateTokens | None:
+    """The state's part of a prompt; None: the policy does not read it.
+
+    Raises:
+        UserError: its statistics are missing, or do not fit the config.
+    """
+    if not config.state_dims:
+        return None
+    statistics = checked_statistics(directory, config.norm_stats, unnorm_key, "proprio")
+    if len(statistics.low) != config.state_dims:
+        raise UserError(
+            f"{directory}: config.json gives state_dims {config.state_dims} and statistics of {len(statistics.low)} "
+            "numbers under proprio: they must be as many"
+        )
+    return StateTokens(ActionTokenizer(config.token_vocab_size, config.action_bins), statistics)

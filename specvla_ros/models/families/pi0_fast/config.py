@@ -139,11 +139,7 @@ def read_config(directory: Path) -> Pi0FastConfig:
 
 
 def _refuse_others(raw: Fields, directory: Path) -> None:
-    """What LeRobot's configuration allows and is not done here.
-
-    Raises:
-        UserError: it asks for it.
-    """
+    """Refuses what LeRobot's configuration allows and is not done here."""
     if raw.number("temperature", 0.0) > 0:
         raise UserError(f"{raw.path}: temperature asks for sampled actions; they are always the most likely ones here")
     if raw.flag("use_relative_actions", False):

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """PaliGemma: transformers' SigLIP tower, a projector and our decoder."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from specvla_ros.errors import UserError, missing_package
-from specvla_ros.models.decoder import PackedDecoder, decoder_tensors, head_dtype
+from specvla_ros.models.decoder import PackedDecoder, allocate, decoder_tensors, empty_model
 from specvla_ros.models.families.pi0_fast.config import Pi0FastConfig
 from specvla_ros.models.weights import Progress, check_weights, load_weights, tensor_names
 
@@ -65,14 +66,10 @@ def load_model(
     Raises:
         UserError: the weights are incomplete or do not fit the config.
     """
-    with torch.device("meta"):
-        model = PaliGemma(config, cameras)
-    model.to(dtype)
-    model.decoder.lm_head.to(head_dtype(dtype, device))
+    model = empty_model(partial(PaliGemma, config, cameras), dtype, device)
     names = tensor_names(directory)
     check_weights(directory, _tensors(model, names))
-    model.to_empty(device=device)
-    model.decoder.lm_head.weight = model.decoder.embed_tokens.weight
+    allocate(model, device)
     for name, buffer in model.tower.named_buffers():
         if name.endswith("position_ids"):
             buffer.copy_(torch.arange(buffer.numel(), device=buffer.device).view_as(buffer))

@@ -8,142 +8,28 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import TARGETS, refuse_options
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.codecs.fast import FastCodec
 from specvla_ros.models.codecs.fast_tokenizer import read_fast_tokenizer
-from specvla_ros.models.config import check_directory
-from specvla_ros.models.decoder import PackedDecoder
 from specvla_ros.models.families.pi0_fast.config import MODEL_TYPE, Normalisation, Pi0FastConfig, read_config
 from specvla_ros.models.families.pi0_fast.model import PaliGemma, load_model
-from specvla_ros.models.families.pi0_fast.pictures import padded_picture
-from specvla_ros.models.generation import NO_RULES, GreedyRules
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.settings import ALL_CAMERAS
-from specvla_ros.models.target import ImageEmbeddings, Pixels, PromptLayout
+from specvla_ros.models.settings import ALL_CAMERAS, refuse_options
+from specvla_ros.models.target import TARGETS, Pixels, PromptLayout
 from specvla_ros.models.tokenizer import check_instruction, check_tokenizer, refuse_special_tokens, require_tokenizer
+from specvla_ros.models.vision_language import VisionLanguageTarget
 from specvla_ros.models.weights import Progress
 
 _EDGES = np.linspace(-1, 1, 257)[:-1]  # of the state's bins, as openpi's tokenizer has them
 _BEGINNING, _END = "Action: ", "|"
 
 
-@dataclass(frozen=True)
-class Pi0FastTarget:
-    """A checkpoint, ready to decode. Holds no state between observations. See `Target`.
-
-    Its prompt is [images][text]<bos>, and all of it sees all of it; LeRobot's padding takes no part, and is left out.
-
-    Args:
-        directory: of the checkpoint.
-        model: vision tower and language model.
-        tokenizer: text to ids and back.
-        codec: its answers.
-        state: normalises the robot's state.
-        cameras: those that it is asked with, in its order.
-        image_size: height and width of a picture.
-        prompt_tokens: longest prompt.
-        bos_id: the token behind the text.
-    """
-
-    directory: Path
-    model: PaliGemma
-    tokenizer: Tokenizer
-    codec: Codec
-    state: Normalisation
-    cameras: tuple[str, ...]
-    image_size: tuple[int, int]
-    prompt_tokens: int
-    bos_id: int
-
-    unnorm_key: str = ""
-    causal_prompt: bool = False
-    action_head: bool = False
-    head: None = None
-    generation: GreedyRules = NO_RULES
-
-    @property
-    def decoder(self) -> PackedDecoder:
-        return self.model.decoder
-
-    @property
-    def image_tokens(self) -> int:
-        return self.model.image_tokens
-
-    @property
-    def state_dims(self) -> int:
-        return len(self.state.first)
-
-    def prompt_layout(self, observation: Observation) -> PromptLayout:
-        """Images, task, state and <bos>.
-
-        Raises:
-            UserError: an instruction that cannot be asked, images of other cameras, or no state of the right length.
-        """
-        observation.of_cameras(self.cameras)
-        ids = observation.prompt_ids
-        if ids is None:
-            ids = self.prompt_ids(observation.instruction, observation.state_of(self.state_dims))
-        return PromptLayout(tuple(ids), self.image_tokens + len(ids), (range(self.image_tokens),), causal=False)
-
-    def prompt_ids(self, instruction: str, state: np.ndarray) -> tuple[int, ...]:
-        """Ids of a task and a state, <bos> last.
-
-        Raises:
-            UserError: it is no plain text of a usable length, or holds one of the tokenizer's special tokens.
-        """
-        check_instruction(instruction)
-        refuse_special_tokens(instruction, self.tokenizer)
-        task = instruction.strip().replace("_", " ").replace("\n", " ")
-        bins = (np.digitize(self.state(state), _EDGES) - 1).tolist()
-        ids = self.tokenizer.encode(f"Task: {task}, State: {' '.join(map(str, bins))};\n").ids
-        if len(ids) > self.prompt_tokens:
-            raise UserError(
-                f"the prompt has {len(ids)} tokens, and the policy reads {self.prompt_tokens}: the robot's state, with "
-                "which it ends, would be lost; shorten the instruction"
-            )
-        return (*ids, self.bos_id)
-
-    def pixels(self, observation: Observation) -> Pixels:
-        """See `PreparesPictures`; of all images together."""
-        images = observation.of_cameras(self.cameras).values()
-        return (torch.stack([padded_picture(image, *self.image_size) for image in images]),)
-
-    def prompt_embeddings(
-        self,
-        observation: Observation,
-        prompt_ids: Sequence[int],
-        vision: ImageEmbeddings | None = None,
-        pixels: Pixels | None = None,
-    ) -> Tensor:
-        (seen,) = pixels or self.pixels(observation)
-        rows = (vision or self.model.image_embeddings)(seen)
-        return torch.cat((rows, self.decoder.embed_tokens(to_device(prompt_ids, self.decoder.device))))
-
-    def blank_observation(self) -> Observation:
-        """Black images, and a robot at the middle of its training data."""
-        black = np.zeros((*self.image_size, 3), np.uint8)
-        images = dict.fromkeys(self.cameras, black)
-        return Observation(images, "wait", stamp_ns=1, state=np.zeros(self.state_dims))
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "checkpoint": str(self.directory),
-            "policy": MODEL_TYPE,
-            "device": str(self.decoder.device),
-            "dtype": str(self.decoder.dtype).removeprefix("torch."),
-            "cameras": ", ".join(self.cameras),
-            "state": self.state_dims,
-            "horizon": self.codec.horizon,
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-        }
-
-
+@TARGETS.register(MODEL_TYPE)
 def load_pi0_fast(
     directory: Path,
     *,
@@ -152,23 +38,18 @@ def load_pi0_fast(
     cameras: tuple[str, ...],
     progress: Progress | None,
     **options: Any,
-) -> Pi0FastTarget:
-    """Loads a pi0-FAST policy from a directory that LeRobot saved.
+) -> "Pi0FastTarget":
+    """Loads a pi0-FAST policy from a directory that LeRobot saved; see `load_target` for the arguments.
 
     Args:
         directory: holds config.json, model.safetensors, the processors with their statistics, tokenizer/ and
             action_tokenizer/.
-        device: where the weights go.
-        dtype: precision of the weights.
         cameras: those of its cameras that the robot has, or ALL_CAMERAS.
-        progress: called with what is being done and the fraction of the tensors read.
-        options: of other families, as they are where nobody sets them.
 
     Raises:
-        UserError: anything about the directory or an argument that does not fit, before weights are read if possible.
+        UserError: as of `load_target`.
     """
     refuse_options(directory, options)
-    check_directory(directory)
     config = read_config(directory)
     asked = config.cameras if cameras == ALL_CAMERAS else cameras
     unknown = [name for name in asked if name not in config.cameras]
@@ -226,4 +107,98 @@ def _codec(directory: Path, config: Pi0FastConfig, tokenizer: Tokenizer) -> Fast
     )
 
 
-TARGETS.register(MODEL_TYPE)(load_pi0_fast)
+@dataclass(frozen=True)
+class Pi0FastTarget(VisionLanguageTarget):
+    """A checkpoint whose prompt is [images][text]<bos>, all of which sees all of it; LeRobot's padding is left out.
+
+    Args:
+        directory: of the checkpoint.
+        model: vision tower and language model.
+        tokenizer: text to ids and back.
+        codec: its answers.
+        state: normalises the robot's state.
+        cameras: those that it is asked with, in its order.
+        image_size: height and width of a picture.
+        prompt_tokens: longest prompt.
+        bos_id: the token behind the text.
+    """
+
+    directory: Path
+    model: PaliGemma
+    tokenizer: Tokenizer
+    codec: Codec
+    state: Normalisation
+    cameras: tuple[str, ...]
+    image_size: tuple[int, int]
+    prompt_tokens: int
+    bos_id: int
+
+    FAMILY = MODEL_TYPE
+
+    @property
+    def causal_prompt(self) -> bool:
+        return False
+
+    @property
+    def image_tokens(self) -> int:
+        return self.model.image_tokens
+
+    @property
+    def state_dims(self) -> int:
+        return len(self.state.first)
+
+    def ids(self, observation: Observation) -> tuple[int, ...]:
+        """Ids of task and state, <bos> last.
+
+        Raises:
+            UserError: an instruction that cannot be asked, or no state of the right length.
+        """
+        given = observation.prompt_ids
+        return tuple(given) if given is not None else self._written(observation)
+
+    def layout(self, ids: tuple[int, ...]) -> PromptLayout:
+        return PromptLayout(ids, self.image_tokens + len(ids), (range(self.image_tokens),), causal=False)
+
+    def _written(self, observation: Observation) -> tuple[int, ...]:
+        instruction, state = observation.instruction, observation.state_of(self.state_dims)
+        check_instruction(instruction)
+        refuse_special_tokens(instruction, self.tokenizer)
+        task = instruction.strip().replace("_", " ").replace("\n", " ")
+        bins = (np.digitize(self.state(state), _EDGES) - 1).tolist()
+        ids = self.tokenizer.encode(f"Task: {task}, State: {' '.join(map(str, bins))};\n").ids
+        if len(ids) > self.prompt_tokens:
+            raise UserError(
+                f"the prompt has {len(ids)} tokens, and the policy reads {self.prompt_tokens}: the robot's state, with "
+                "which it ends, would be lost; shorten the instruction"
+            )
+        return (*ids, self.bos_id)
+
+    def pixels(self, observation: Observation) -> Pixels:
+        """See `PreparesPictures`; of all images together."""
+        images = observation.of_cameras(self.cameras).values()
+        return (torch.stack([padded_picture(image, *self.image_size) for image in images]),)
+
+    def assemble(self, observation: Observation, prompt_ids: Sequence[int], images: Tensor) -> Tensor:
+        return torch.cat((images, self.embedded(prompt_ids)))
+
+
+def padded_picture(image: np.ndarray, height: int, width: int) -> Tensor:
+    """A picture as LeRobot prepares it: scaled to fit, black around it, float32 [3, height, width] from -1 to 1.
+
+    Bilinear without antialiasing; an odd row or column of padding goes below or to the right (openpi's
+    resize_with_pad).
+
+    Args:
+        image: uint8 RGB [height, width, 3].
+        height: of the result.
+        width: of the result.
+    """
+    pixels = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))[None].float() / 255
+    ratio = max(image.shape[1] / width, image.shape[0] / height)
+    # A picture of extreme shape keeps a row: the original makes none of it, and fails.
+    high, wide = (max(1, int(side / ratio)) for side in image.shape[:2])
+    if (high, wide) != image.shape[:2]:
+        pixels = F.interpolate(pixels, size=(high, wide), mode="bilinear", align_corners=False).clamp(0, 1)
+    top, left = (height - high) // 2, (width - wide) // 2
+    around = (left, width - wide - left, top, height - high - top)
+    return F.pad(pixels[0], around) * 2 - 1

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen2.5-VL and Qwen3-VL: transformers' vision tower and our decoder."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.decoder import PackedDecoder, decoder_tensors, head_dtype
+from specvla_ros.models.decoder import PackedDecoder, allocate, decoder_tensors, empty_model
 from specvla_ros.models.families.qwen_vl.config import QwenVLConfig
 from specvla_ros.models.weights import Progress, check_weights, load_weights, tensor_names
 
@@ -62,25 +63,16 @@ def load_model(
 
     Args:
         weights: its directory, or the file that holds them.
-        config: of the checkpoint.
         grid: patches of each picture, (height, width).
-        device: where the weights go.
-        dtype: precision of the weights.
-        progress: called with what is being done and the fraction of the tensors read.
         prefix: of each tensor's name in the files.
 
     Raises:
         UserError: the weights are incomplete or do not fit the config.
     """
-    with torch.device("meta"):
-        model = QwenVL(config, ())
-    model.to(dtype)
-    model.decoder.lm_head.to(head_dtype(dtype, device))
+    model = empty_model(partial(QwenVL, config, ()), dtype, device)
     nested = any(name.startswith(f"{prefix}model.language_model.") for name in tensor_names(weights))
     check_weights(weights, _tensors(model, prefix, nested=nested), unused=_UNUSED)
-    model.to_empty(device=device)
-    if config.decoder.tie_word_embeddings:
-        model.decoder.lm_head.weight = model.decoder.embed_tokens.weight
+    allocate(model, device)
     _fill_buffers(model.visual, config)
     model._grid = torch.tensor([(1, *sides) for sides in grid])
     load_weights(weights, _tensors(model, prefix, nested=nested), progress)

@@ -8,12 +8,14 @@ these are not its files.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
+from specvla_ros.models.config import read_checkpoint_json
 from specvla_ros.models.families.qwen_vl.pictures import PatchProcessor
 from specvla_ros.models.generation import GreedyRules
 
@@ -64,3 +66,40 @@ class ChatPolicy:
     numbers_pictures: bool
     codec: Codec
     generation: GreedyRules
+
+
+def read_chat(directory: Path, *, numbers_pictures: bool) -> Callable[[Messages], str]:
+    """The checkpoint's chat template: messages to a prompt's text, a picture being one token.
+
+    Raises:
+        UserError: there is none.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    template = _template(directory)
+    renderer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
+
+    def chat(messages: Messages) -> str:
+        text = renderer.apply_chat_template(
+            messages,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=True,
+            add_vision_id=numbers_pictures,
+        )
+        return cast(str, text)
+
+    return chat
+
+
+def _template(directory: Path) -> str:
+    """Read from chat_template.jinja, chat_template.json or tokenizer_config.json, as transformers looks for it."""
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        path = directory / name
+        template = read_checkpoint_json(path).text("chat_template", "") if path.exists() else ""
+        if template:
+            return template
+    raise UserError(f"{directory} has no chat template: copy chat_template.json from where the weights are from")

@@ -147,11 +147,7 @@ class _Numbers(pickle.Unpickler):
 
 
 def _statistics(path: Path) -> ActionStatistics:
-    """Smallest and largest actions.
-
-    Raises:
-        UserError: the file is damaged, or has none.
-    """
+    """Smallest and largest actions."""
     if path.suffix == ".pkl":
         try:
             with path.open("rb") as file:
@@ -175,11 +171,6 @@ def _statistics(path: Path) -> ActionStatistics:
 
 
 def _run(directory: Path) -> _Run:
-    """What config.yaml says of the policy.
-
-    Raises:
-        UserError: it cannot be read, or asks for what is not supported.
-    """
     path = _beside(directory, ("config.yaml",))
     if path is None:
         return _Run()

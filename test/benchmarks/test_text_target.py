@@ -13,14 +13,14 @@ from smollm import write_smollm
 from support.checkpoints import edit_json
 from support.paths import ORACLES, needs
 from support.text_models import write_text_model
+from text_target import TextTarget, text_observation
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specvla_ros import Engine, EngineSettings, Policy, UserError
 from specvla_ros.engine.outcome import Action
 from specvla_ros.models.checkpoint import load_target
 from specvla_ros.models.config import DECODERS, read_checkpoint_json, read_decoder_shape
-from specvla_ros.models.target import require_actions
-from specvla_ros.models.text.target import TextTarget, text_observation
+from specvla_ros.models.target import TARGETS
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 LONGEST = 64
@@ -138,8 +138,12 @@ def test_what_a_language_model_cannot_do_is_said(small: Path) -> None:
     with pytest.raises(UserError, match="off by metres"):
         acceptance = AcceptanceSettings("bin_distance", tolerance_m=0.01)
         Engine(load_target(small, device="cpu"), EngineSettings(max_reasoning_tokens=5, acceptance=acceptance))
-    target = load_target(small, device="cpu")
-    with pytest.raises(UserError, match="writes no actions: give a policy's checkpoint"):
-        require_actions(target)
     with pytest.raises(UserError, match="the prompt is empty"):
-        target.prompt_layout(text_observation(" ", stamp_ns=1))
+        load_target(small, device="cpu").prompt_layout(text_observation(" ", stamp_ns=1))
+
+
+def test_nodes_and_commands_which_do_not_register_it_refuse_it(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {name: entry for name, entry in TARGETS.entries().items() if name not in DECODERS}
+    monkeypatch.setattr(TARGETS, "_entries", own)
+    with pytest.raises(UserError, match=r"only .* checkpoints are supported"):
+        load_target(small, device="cpu")

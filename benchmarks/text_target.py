@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A language model without eyes, of transformers' `...ForCausalLM`: to measure drafters and acceptance rules on text.
+"""A language model without vision, of transformers' `...ForCausalLM`: to measure drafters and acceptance rules on text.
 
-The instruction is the prompt as it stands; the camera images are not looked at.
+The instruction is the prompt as it stands; the camera images are ignored. Importing this module makes `load_target`
+take such a model.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +18,115 @@ from torch import Tensor
 
 from specvla_kernels.device import to_device
 from specvla_ros.errors import UserError
-from specvla_ros.models.checkpoint import TARGETS, refuse_options
-from specvla_ros.models.codecs.text import TextCodec
+from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.config import (
     DECODERS,
     check_directory,
     read_checkpoint_json,
     read_decoder_shape,
 )
-from specvla_ros.models.decoder import PackedDecoder, decoder_tensors, head_dtype
+from specvla_ros.models.decoder import PackedDecoder, allocate, decoder_tensors, empty_model
 from specvla_ros.models.generation import NO_RULES, GreedyRules, read_end_ids, read_generation
 from specvla_ros.models.observation import Observation
-from specvla_ros.models.target import ImageEmbeddings, PromptLayout
+from specvla_ros.models.settings import refuse_options
+from specvla_ros.models.target import TARGETS, ImageEmbeddings, PromptLayout
 from specvla_ros.models.tokenizer import check_prompt_ids, check_tokenizer, require_tokenizer
 from specvla_ros.models.weights import Progress, check_weights, load_weights
+
+
+@dataclass(frozen=True)
+class TextCodec:
+    """All of an answer is text; an action of it has no dimensions. See `Codec`.
+
+    Args:
+        end_ids: the token ids that end an answer, and belong to it.
+        vocab_size: ids of the model.
+        max_text: length of the longest answer in tokens.
+    """
+
+    end_ids: frozenset[int]
+    vocab_size: int
+    max_text: int = 0
+
+    names: tuple[str, ...] = ()
+    unnorm_key: str = ""
+    horizon: int = 1
+    dt_s: float | None = None
+
+    @property
+    def action_range(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(0), np.zeros(0)
+
+    @property
+    def action_ids(self) -> ActionIds:
+        return ActionIds(self.vocab_size, self.vocab_size, bins=1)
+
+    @property
+    def distances(self) -> ActionIds:
+        return self.action_ids
+
+    @property
+    def max_tokens(self) -> int:
+        return self.max_text
+
+    def with_text(self, max_text: int) -> "TextCodec":
+        """The codec for answers of up to `max_text` tokens.
+
+        Raises:
+            UserError: it is 0.
+        """
+        if not max_text:
+            raise UserError("a language model answers with text alone: set decode.max_reasoning_tokens to its length")
+        return replace(self, max_text=max_text)
+
+    def position(self, tokens: Sequence[int]) -> int:
+        return 0
+
+    def in_text(self, tokens: Sequence[int]) -> bool:
+        return True
+
+    def remaining(self, tokens: Sequence[int]) -> int:
+        return self.max_text - len(tokens)
+
+    def legal_ids(self, tokens: Sequence[int]) -> range | None:
+        return None
+
+    def end(self, tokens: Sequence[int], known: int) -> int:
+        for n in range(known + 1, len(tokens) + 1):
+            if n == self.max_text or tokens[n - 1] in self.end_ids:
+                return n
+        return 0
+
+    def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The whole answer: whoever asks reads it."""
+        return tuple(tokens)
+
+    def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return tuple(tokens[:-1] if tokens[-1] in self.end_ids else tokens)
+
+    def problem(self, tokens: Sequence[int]) -> str:
+        return ""
+
+    def decode(self, tokens: Sequence[int]) -> np.ndarray:
+        return np.zeros((self.horizon, 0))
+
+    def encode(self, actions: np.ndarray) -> tuple[int, ...]:
+        return ()
+
+    def normalise(self, actions: np.ndarray) -> np.ndarray:
+        return actions
+
+    def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
+        raise UserError("a language model writes no action that could be off by metres or radians")
+
+    def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
+        return min(len(answer), len(draft))
+
+    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
+        return ()
+
+    def bound(self, bins: Sequence[int]) -> np.ndarray:
+        return np.zeros((self.horizon, 0))
 
 
 @dataclass(frozen=True)
@@ -136,14 +233,9 @@ def load_text(
     generation = read_generation(directory)
     tokenizer = require_tokenizer(directory)
     check_tokenizer(tokenizer, directory / "tokenizer.json", config.vocab_size)
-    with torch.device("meta"):
-        decoder = PackedDecoder(config)
+    decoder = empty_model(partial(PackedDecoder, config), dtype, device)
     check_weights(directory, decoder_tensors(decoder), unused=r"lm_head\.weight|.+\.inv_freq")
-    decoder.to(dtype)
-    decoder.lm_head.to(head_dtype(dtype, device))
-    decoder.to_empty(device=device)
-    if config.tie_word_embeddings:
-        decoder.lm_head.weight = decoder.embed_tokens.weight
+    allocate(decoder, device)
     load_weights(directory, decoder_tensors(decoder), progress)
     return TextTarget(
         directory=directory,

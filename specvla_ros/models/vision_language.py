@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the targets of all families here share; a family adds how pixels, prompt and answers are made."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specvla_kernels.device import to_device
+from specvla_ros.models.codecs.codec import Codec
+from specvla_ros.models.decoder import PackedDecoder
+from specvla_ros.models.generation import NO_RULES, GreedyRules
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.quantization import parameter_count
+from specvla_ros.models.target import ActionHead, ImageEmbeddings, Pixels, PromptLayout
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tokenizers import Tokenizer
+
+_BLANK = (64, 64)  # pixels of a picture to warm up with
+
+
+class VisionLanguageTarget:
+    """A checkpoint, ready to decode. Holds no state between observations. See `Target`.
+
+    A family is a frozen dataclass with `pixels` and `ids`, and with `layout` and `assemble` where its prompt is not
+    BOS | images | the rest of the text.
+
+    Attributes:
+        FAMILY: name of the family, for diagnostics.
+        model: a `VisionModel` that is a torch module around a `PackedDecoder`.
+    """
+
+    FAMILY: ClassVar[str]
+    if TYPE_CHECKING:  # a field of one, computed by another
+
+        @property
+        def directory(self) -> Path: ...
+        @property
+        def model(self) -> Any: ...
+        @property
+        def codec(self) -> Codec: ...
+        @property
+        def tokenizer(self) -> Tokenizer | None: ...
+        @property
+        def cameras(self) -> tuple[str, ...]: ...
+        @property
+        def image_tokens(self) -> int: ...
+
+    @property
+    def decoder(self) -> PackedDecoder:
+        decoder: PackedDecoder = self.model.decoder
+        return decoder
+
+    @property
+    def unnorm_key(self) -> str:
+        return self.codec.unnorm_key
+
+    @property
+    def causal_prompt(self) -> bool:
+        return True
+
+    @property
+    def action_head(self) -> bool:
+        return False
+
+    @property
+    def state_dims(self) -> int:
+        return 0
+
+    @property
+    def generation(self) -> GreedyRules:
+        return NO_RULES
+
+    @property
+    def head(self) -> ActionHead | None:
+        return None
+
+    def ids(self, observation: Observation) -> tuple[int, ...]:
+        """The prompt's text.
+
+        Raises:
+            UserError: an instruction that the policy cannot be given, or no state of the right length.
+        """
+        raise NotImplementedError
+
+    def pixels(self, observation: Observation) -> Pixels:
+        """See `PreparesPictures`."""
+        raise NotImplementedError
+
+    def prompt_layout(self, observation: Observation) -> PromptLayout:
+        """See `Target`.
+
+        Raises:
+            UserError: images of other cameras, or as of `ids`.
+        """
+        observation.of_cameras(self.cameras)
+        return self.layout(self.ids(observation))
+
+    def layout(self, ids: tuple[int, ...]) -> PromptLayout:
+        """The rows of a prompt with this text."""
+        return PromptLayout(ids, len(ids) + self.image_tokens, (range(1, 1 + self.image_tokens),))
+
+    def prompt_embeddings(
+        self,
+        observation: Observation,
+        prompt_ids: Sequence[int],
+        vision: ImageEmbeddings | None = None,
+        pixels: Pixels | None = None,
+    ) -> Tensor:
+        """See `PreparesPictures`."""
+        embed = vision or self.model.image_embeddings
+        first, *others = pixels or self.pixels(observation)
+        images = torch.cat([embed(each).clone() for each in (first, *others)]) if others else embed(first)
+        return self.assemble(observation, prompt_ids, images)
+
+    def assemble(self, observation: Observation, prompt_ids: Sequence[int], images: Tensor) -> Tensor:
+        """The whole prompt [rows, hidden], of the images' embeddings [image_tokens, hidden] and the rest."""
+        text = self.embedded(prompt_ids)
+        return torch.cat((text[:1], images, text[1:]))
+
+    def embedded(self, ids: Sequence[int]) -> Tensor:
+        """Token ids [n] to embeddings [n, hidden]."""
+        rows: Tensor = self.decoder.embed_tokens(to_device(ids, self.decoder.device))
+        return rows
+
+    def blank_observation(self) -> Observation:
+        """Black images, a state of zeros, and an instruction of one word."""
+        black = np.zeros((*_BLANK, 3), np.uint8)
+        return Observation(dict.fromkeys(self.cameras, black), "wait", stamp_ns=1, state=np.zeros(self.state_dims))
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "checkpoint": str(self.directory),
+            "policy": self.FAMILY,
+            "unnorm_key": self.unnorm_key,
+            "device": str(self.decoder.device),
+            "dtype": str(self.decoder.dtype).removeprefix("torch."),
+            "cameras": ", ".join(self.cameras),
+            "state": self.state_dims,
+            "horizon": self.codec.horizon,
+            "parameters": parameter_count(self.model),
+        }
