@@ -3,7 +3,7 @@
 
 What README.md and docs/explanation/safety.md say of them is written too.
 
-python benchmarks/results_page.py
+python -m benchmarks.results_page
 
 The template's fields are Python's (`{tree_nodes}`, `{acceptance[name]}`). Text between `<!-- for NAME -->` and
 `<!-- end -->` is repeated for every JSON file of the benchmark NAME. Within such a block NAME is a field of the result:
@@ -19,12 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import results_papers
-import results_readme
-import results_robot
-import results_speed
-from results_cells import Result
-
+from benchmarks import results_papers, results_readme, results_robot, results_speed
+from benchmarks.results_cells import Result
 from specvla_ros.lab.planning.device import read_device
 from specvla_ros.lab.planning.stage_times import stage_times
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from results_cells import Cells, Result, difference, if_any, ms, rate, table
+from benchmarks.results_cells import Cells, Result, difference, if_any, ms, rate, table
 
 _HEAD = Path(__file__).resolve().parents[1] / "specvla_ros" / "lab" / "bundled" / "nano" / "draft" / "training.json"
 

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from results_cells import Result, if_any, table
+from benchmarks.results_cells import Result, if_any, table
 
 # Lossless rows alone: no headline credits a mechanism with what a relaxed rule gains.
 _DEVICES = {"orin": "Orin", "rtx5090": "RTX 5090"}

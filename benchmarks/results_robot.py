@@ -4,7 +4,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from results_cells import Cells, Result, difference, if_any, ms, rate, table
+from benchmarks.results_cells import Cells, Result, difference, if_any, ms, rate, table
 
 
 def _simulation(result: Result) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def _serving_under_load(result: Result) -> dict[str, Any]:
 
 def _options(command: str) -> dict[str, float]:
     """The numbers that a benchmark's command line gives."""
-    words = command.split()[2:]
+    words = command[command.index("--") :].split()
     return {
         name.removeprefix("--").replace("-", "_"): float(value)
         for name, value in zip(words[::2], words[1::2], strict=True)

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from results_cells import Cells, Result, by_size, ms, table
+from benchmarks.results_cells import Cells, Result, by_size, ms, table
 
 
 def _ar(result: Result) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from specvla_ros.settings.parameter import walk
 from specvla_ros.settings.registry import Registry
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in settings.DTYPES if name != "auto"}
-_FAMILIES = ("openvla", "text", "qwen_vl", "pi0_fast", "minivla")
+_FAMILIES = ("families.openvla", "text", "families.qwen_vl", "families.pi0_fast", "families.minivla")
 TARGETS = Registry("specvla_ros.targets", [f"specvla_ros.models.{family}.target" for family in _FAMILIES])
 STARVLA_RUN = "starvla-run"  # no config.json says so
 _USUAL = settings.ModelSettings()

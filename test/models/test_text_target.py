@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from smollm import write_smollm
 from support.checkpoints import edit_json
 from support.paths import ORACLES, needs
 from support.text_models import write_text_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.papers.smollm import write_smollm
 from specvla_ros import Engine, EngineSettings, Policy, UserError
 from specvla_ros.engine.outcome import Action
 from specvla_ros.models.checkpoint import load_target

@@ -23,8 +23,8 @@ from specvla_ros.models.families.qwen_vl.model import QwenVL, load_model
 from specvla_ros.models.families.qwen_vl.nora import nora
 from specvla_ros.models.families.qwen_vl.pictures import PatchProcessor, read_patch_processor
 from specvla_ros.models.families.qwen_vl.policy import ChatPolicy, Messages, PolicyContext
-from specvla_ros.models.families.qwen_vl.starvla import qwen_fast, read_run
 from specvla_ros.models.families.qwen_vl.vla0 import vla0
+from specvla_ros.models.families.starvla.target import qwen_fast, read_run
 from specvla_ros.models.generation import GreedyRules, read_end_ids, read_generation
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import ImageEmbeddings, Pixels, PromptLayout
