@@ -6,9 +6,9 @@ What README.md and docs/explanation/safety.md say of them is written too.
 python -m benchmarks.results_page
 
 The template's fields are Python's (`{tree_nodes}`, `{acceptance[name]}`), with some formats more: see `_Fields`. Text
-between `<!-- for NAME -->` and `<!-- end -->` is repeated for every JSON file of the benchmark NAME. Within such a block
-NAME is a field of the result: the text is repeated for every entry of a list, or of an object, whose names are then
-`{name}`, and left out where a truth value is false. So are tables written: a row for each entry, and in it, where
+between `<!-- for NAME -->` and `<!-- end -->` is repeated for every JSON file of the benchmark NAME. Within such a
+block NAME is a field of the result: the text is repeated for every entry of a list, or of an object, whose names are
+then `{name}`, and left out where a truth value is false. So are tables written: a row for each entry, and in it, where
 columns depend on the result, a cell for each.
 """
 

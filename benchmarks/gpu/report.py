@@ -150,10 +150,10 @@ class Report:
 
     def _call(self, step: Step, part: Path, limit_s: float) -> int | None:
         """Its exit code; None where it was cut off."""
-        module = "dry_run" if self._options["dry_run"] else "steps"
-        command = [sys.executable, "-m", f"benchmarks.gpu.{module}", step.name, "--out", str(part)]
+        module = "support.gpu_dry_run" if self._options["dry_run"] else "benchmarks.gpu.steps"
+        command = [sys.executable, "-m", module, step.name, "--out", str(part)]
         command += ["--device", self._options["device"], "--sizes", self._options["sizes"]]
-        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+        path = os.pathsep.join(str(ROOT / folder) for folder in ("", "kernels", "test"))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))}
         if self._options["device"] == "cuda":
             environment.pop("TRITON_INTERPRET", None)

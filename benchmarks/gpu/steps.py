@@ -79,7 +79,7 @@ class Job:
         short: as few repetitions as show that it runs.
         file: where its figures go.
         found: those that are there already.
-        fake: the device is not there, see `fake_cuda`.
+        fake: the device is not there, see test/support/gpu_dry_run.py.
     """
 
     device: str
@@ -435,21 +435,12 @@ _PATH = os.pathsep.join(str(ROOT / folder) for folder in ("", "kernels", "test")
 def _decoder(job: Job, layers: int = 0) -> Any:
     shape = SIZES[job.size].llama
     shape = replace(shape, num_hidden_layers=layers) if layers else shape
-    if job.fake:
-        from benchmarks.gpu.launches import fake_decoder
-
-        return fake_decoder(shape)
     return random_decoder(shape, dtype=job.dtype, device=job.device)
 
 
 @contextmanager
 def _policy(job: Job) -> Iterator[RandomPolicy]:
     """With vision, on pictures that its image processor resizes."""
-    if job.fake:
-        from benchmarks.gpu.launches import fake_policy
-
-        yield fake_policy(SIZES[job.size])
-        return
     with tempfile.TemporaryDirectory() as directory:
         yield random_policy(
             Path(directory),
@@ -473,16 +464,6 @@ def _modes(job: Job) -> dict[str, EngineSettings]:
     }
     spec = chosen["spec"]
     chosen["spec, window mass"] = replace(spec, draft=replace(spec.draft, children="window_mass"))
-    if job.fake:  # its head is not in a file, and its answers are of another rule
-        from benchmarks.gpu.launches import CASES
-
-        rule, small = CASES["spec"].acceptance, job.size == "tiny"
-        depth = 2 if small else spec.draft.depth  # a graph of each depth
-        chosen = {
-            name: replace(each, acceptance=rule, draft=replace(each.draft, head="random", depth=depth))
-            for name, each in chosen.items()
-            if not small or name in ("ar", "specpipe")  # enough to show that it runs
-        }
     return chosen
 
 
@@ -534,7 +515,7 @@ def main(*, fake: bool = False) -> None:
     """Runs one step.
 
     Args:
-        fake: the device is not there, see dry_run.py.
+        fake: the device is not there, see test/support/gpu_dry_run.py.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("step", choices=STEPS)

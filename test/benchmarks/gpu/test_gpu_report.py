@@ -31,10 +31,11 @@ EVERY_STEP = """
 import json, sys
 from pathlib import Path
 import torch
-from benchmarks.gpu import dry_run, page, steps as gpu_steps
+from support import gpu_dry_run
+from benchmarks.gpu import page, steps as gpu_steps
 
 out, steps = Path(sys.argv[1]), {}
-with dry_run.device():
+with gpu_dry_run.device():
     for name, step in gpu_steps.STEPS.items():
         job = gpu_steps.Job("cuda", "tiny", torch.bfloat16, True, out / f"{name}.json", {}, fake=True)
         step(job)
@@ -139,7 +140,7 @@ def test_a_dry_run_is_a_report(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("dry_run")
-    environment = BARE | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    environment = BARE | {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("", "kernels", "test"))}
     command = [sys.executable, "-c", EVERY_STEP, str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

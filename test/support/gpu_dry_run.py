@@ -4,23 +4,24 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import triton  # noqa: F401  (before the kernels: they then are Triton's)
+from launches import launches
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks import harness, saturated
-from benchmarks.gpu import (
-    fake_cuda,  # noqa: F401  (before the kernels: they then are Triton's)
-    launches,
-)
-from benchmarks.gpu import steps as gpu_steps
+from benchmarks.gpu import steps
+from benchmarks.random_policy import SIZES, RandomPolicy
 from benchmarks.speed import kernels
 from specvla_ros.engine import engine
+from specvla_ros.engine.settings import EngineSettings
 
 
 def _run_again(_: Any) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
@@ -80,6 +81,31 @@ def _nonzero(real: Callable[..., Any]) -> Callable[..., Any]:
     return nonzero
 
 
+def _decoder(job: steps.Job, layers: int = 0) -> Any:
+    shape = SIZES[job.size].llama
+    return launches.fake_decoder(replace(shape, num_hidden_layers=layers) if layers else shape)
+
+
+@contextmanager
+def _policy(job: steps.Job) -> Iterator[RandomPolicy]:
+    yield launches.fake_policy(SIZES[job.size])
+
+
+def _modes(real: Callable[[steps.Job], dict[str, EngineSettings]]) -> Callable[[steps.Job], dict[str, EngineSettings]]:
+    """The head is not in a file, and the answers are of another rule."""
+
+    def modes(job: steps.Job) -> dict[str, EngineSettings]:
+        rule, small, chosen = launches.CASES["spec"].acceptance, job.size == "tiny", real(job)
+        depth = 2 if small else chosen["spec"].draft.depth  # a graph of each depth
+        return {
+            name: replace(each, acceptance=rule, draft=replace(each.draft, head="random", depth=depth))
+            for name, each in chosen.items()
+            if not small or name in ("ar", "specpipe")  # enough to show that it runs
+        }
+
+    return modes
+
+
 @contextmanager
 def device() -> Iterator[None]:
     """The engine's fake device, with what a benchmark asks of one beside."""
@@ -98,6 +124,7 @@ def device() -> Iterator[None]:
         for name, answer in answers.items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
         stack.enter_context(patch.object(engine, "device_fault", lambda _: ""))
+        stack.enter_context(patch.multiple(steps, _decoder=_decoder, _policy=_policy, _modes=_modes(steps._modes)))
         stack.enter_context(patch.object(harness, "capture_on", _run_again))
         stack.enter_context(patch.object(harness, "_WARM_UPS", 1))
         stack.enter_context(patch.object(saturated, "ThreadPoolExecutor", _AtOnce))
@@ -113,4 +140,4 @@ def device() -> Iterator[None]:
 
 if __name__ == "__main__":
     with device():
-        gpu_steps.main(fake=True)
+        steps.main(fake=True)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a tick of the engine asks of a GPU, counted without one: launches, copies, read-backs, at OpenVLA-7B's shapes.
 
-python -m benchmarks.gpu.launches
+PYTHONPATH=test python -m launches.launches
 
-The real engine runs on fake CUDA tensors (`fake_cuda.py`): what each captured graph holds is counted once, then frames
-are decoded and the host's launches of each tick are counted, a replayed graph as one. Nothing is timed.
+The real engine runs on fake CUDA tensors (`support/fake_cuda.py`): what each captured graph holds is counted once, then
+frames are decoded and the host's launches of each tick are counted, a replayed graph as one. Nothing is timed.
 
 Beside each figure the file keeps what was counted first. Where the code launches otherwise than it says,
-`test/benchmarks/gpu/test_launches.py` fails: a launch more is to be avoided, one less is to be written down.
+`test_launches.py` fails: a launch more is to be avoided, one less is to be written down.
 """
 
 import logging
@@ -20,9 +20,9 @@ from unittest.mock import patch
 
 import torch
 import typer
+from support.fake_cuda import COPY_IN, READ_BACK, REPLAY, WAIT, Launches, fake_cuda
 from torch import nn
 
-from benchmarks.gpu.fake_cuda import COPY_IN, READ_BACK, REPLAY, WAIT, Launches, fake_cuda
 from benchmarks.harness import Out, finish, kept_before, result_head
 from benchmarks.random_policy import PROMPT, SIZES, TOKENS, RandomPolicy, Size, frame, random_codec
 from benchmarks.results_page import RESULTS
