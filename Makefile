@@ -25,15 +25,18 @@ GL := $(VENV)/.gl-looked-for
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test attacks faults lint mypy format kernels build doctor benchmark clean
+.PHONY: help demo test test-all attacks faults lint mypy format kernels build doctor benchmark clean
 
 help:  ## Show what can be made
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 demo: build $(GL) $(if $(filter-out table,$(ROBOT)),$(ROBOTS))  ## Show a simulated arm do what it is told (ROBOT=panda: through driver and guard; POLICY=wrist, fast, digits, reasoning or a checkpoint)
 	@$(RUN) $(BIN)/specvla demo $(if $(ROBOT),--robot $(ROBOT)) $(if $(POLICY),--policy $(POLICY))
 
 test: build $(TESTING) $(CLIENTS) $(GL)  ## Run all tests (about 16 minutes on 2 cores)
+	@$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not nightly"
+
+test-all: build $(TESTING) $(CLIENTS) $(GL)  ## Run all tests, those too that make test leaves to the night
 	@$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # What make test runs a little of, at full size, with its figures for the results page: hours.

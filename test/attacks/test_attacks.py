@@ -18,6 +18,7 @@ from support.checkpoints import shard, write_checkpoint
 from specvla_ros.errors import UserError
 
 pytestmark = pytest.mark.attack
+SEEDS = (1, pytest.param(2, marks=pytest.mark.nightly))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def unharmed(tally: Tally, tried: int) -> None:
 
 
 @pytest.mark.parametrize("attack", [attack_json, attack_files])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_checkpoints(checkpoint: Path, tmp_path: Path, attack: Callable[..., Tally], seed: int) -> None:
     unharmed(attack(checkpoint, tmp_path, limit=120, seed=seed), 120)
 
@@ -44,7 +45,7 @@ def bags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return layouts(tmp_path_factory.mktemp("bags"))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_bytes_of_bags(bags: dict[str, Path], tmp_path: Path, seed: int) -> None:
     unharmed(attack_bytes(bags, tmp_path, limit=150, seed=seed), 150)
 
