@@ -26,16 +26,30 @@ GL := $(VENV)/.gl-looked-for
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint mypy format kernels colcon build doctor benchmark clean
+.PHONY: help demo test test-all attacks faults lint mypy format kernels colcon build doctor benchmark clean
 
 help:  ## Show what can be made
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 demo: build $(GL) $(if $(filter-out table,$(ROBOT)),$(ROBOTS))  ## Show a simulated arm do what it is told (ROBOT=panda: through driver and guard; POLICY=wrist, fast, digits, reasoning or a checkpoint)
 	@$(RUN) $(BIN)/specvla demo $(if $(ROBOT),--robot $(ROBOT)) $(if $(POLICY),--policy $(POLICY))
 
 test: build $(TESTING) $(CLIENTS) $(GL)  ## Run all tests (about 16 minutes on 2 cores)
+	@$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not nightly"
+
+test-all: build $(TESTING) $(CLIENTS) $(GL)  ## Run all tests, those too that make test leaves to the night
 	@$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# What make test runs a little of, at full size, with its figures for the results page: hours.
+attacks: build $(TESTING)  ## Attack the package and its nodes with everything (hours; writes benchmarks/results)
+	@$(RUN) PYTHONPATH=test $(BIN)/python -m attacks.attacks --out benchmarks/results/attacks.json
+	@$(RUN) PYTHONPATH=test $(BIN)/python -m attacks.attack_nodes --out benchmarks/results/attack_nodes.json
+
+faults: build $(TESTING)  ## Kill, freeze, silence and load everything (hours; writes benchmarks/results)
+	@$(RUN) PYTHONPATH=test $(BIN)/python -m faults.faults
+	@$(RUN) PYTHONPATH=test $(BIN)/python -m faults.guard_stop --rounds 20 --out benchmarks/results/guard_stop_cpu.json
+	@$(RUN) PYTHONPATH=test $(BIN)/python -m faults.soak --out benchmarks/results/soak_cpu.json
+	@$(RUN) PYTHONPATH=test $(BIN)/python -m faults.serving_under_load
 
 lint: build $(TESTING) mypy  ## Run ruff and mypy, and look for licence headers
 	@$(BIN)/ruff check .
@@ -56,7 +70,7 @@ colcon: build $(COLCON)  ## Build the package as a colcon workspace does: plainl
 # A cache for each set of flags: in one, each run would throw away what the other has found.
 mypy: build $(TESTING)
 	@$(BIN)/mypy --cache-dir .mypy_cache/test --allow-untyped-defs --no-warn-unused-ignores test & tests=$$!; \
-	    $(BIN)/mypy && $(BIN)/mypy benchmarks/*.py scripts/count_structure.py; ours=$$?; wait $$tests && [ $$ours = 0 ]
+	    $(BIN)/mypy && $(BIN)/mypy benchmarks scripts/count_structure.py; ours=$$?; wait $$tests && [ $$ours = 0 ]
 
 format: $(TESTING)  ## Format the code
 	@$(BIN)/ruff check --fix .
@@ -66,7 +80,7 @@ doctor: build  ## Say what is installed and what to fix
 	@$(RUN) $(BIN)/specvla doctor
 
 benchmark: build $(TESTING)  ## Time the plain decoder beside transformers' generate
-	@$(RUN) $(BIN)/python benchmarks/ar.py
+	@$(RUN) $(BIN)/python -m benchmarks.speed.ar
 
 # Messages are generated in about 5 seconds; afterwards this is under a second. Modules are linked, not copied.
 build: $(RUNTIME)

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from random_policy import SIZES
-from results_page import ROOT, section, weights_digest
 from rich.console import Console
 from rich.markdown import Markdown
 
+from benchmarks.random_policy import SIZES
+from benchmarks.results_page import ROOT, section, weights_digest
 from specvla_kernels.graph_capture import capture_on
 from specvla_ros.lab.evaluation.provenance import cpu_name, git_revision
 from specvla_ros.lab.planning.device import read_device
@@ -54,11 +54,11 @@ def result_head(context: typer.Context, dtype: torch.dtype | None = None, **vers
         dtype: of weights and activations, where that is one of the options.
         versions: of other libraries than torch that matter.
     """
-    benchmark = Path(context.info_name or "").stem
+    module = (context.info_name or "").rpartition(" ")[2]
     options = {option.name: context.params[option.name] for option in context.command.params if option.name}
     head = {
-        "benchmark": benchmark,
-        "command": command(benchmark, {name: value for name, value in options.items() if name not in _WHERE}),
+        "benchmark": module.rpartition(".")[2],
+        "command": command(module, {name: value for name, value in options.items() if name not in _WHERE}),
         "date": date.today().isoformat(),
         "git_revision": git_revision(ROOT),
         "hardware": hardware(options.get("device", "cpu")),
@@ -94,14 +94,14 @@ def of_devices(names: Iterable[str]) -> dict[str, Any]:
     return {"emulated": {name: stage_times(read_device(name)).as_json() for name in names}}
 
 
-def command(benchmark: str, options: Mapping[str, object]) -> str:
+def command(module: str, options: Mapping[str, object]) -> str:
     """The command line that gives the same figures.
 
     Args:
-        benchmark: the script's name.
+        module: of the script, with its package.
         options: values by name; what is true, empty or None is its default and left out; false becomes `--no-…`.
     """
-    words = [f"python benchmarks/{benchmark}.py"]
+    words = [f"python -m {module}" if module.startswith("benchmarks.") else f"PYTHONPATH=test python -m {module}"]
     for name, value in options.items():
         option = name.replace("_", "-")
         if value is False:

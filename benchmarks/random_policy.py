@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from random_decoder import random_decoder, random_draft_head
 from torch import Tensor, nn
 
 from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
@@ -23,7 +22,7 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import check_quantization, quantize_layer
 from specvla_ros.models.settings import PromptStyle
 from specvla_ros.models.target import ImageEmbeddings, Pixels
-from specvla_ros.speculation.drafters.eagle.head import save_draft_head
+from specvla_ros.speculation.drafters.eagle.head import EagleHead, save_draft_head
 from specvla_ros.speculation.settings import DRAFT_FOLDER
 
 TEXT_TOKENS = 34  # of OpenVLA's prompt, about
@@ -60,6 +59,35 @@ SIZES = {
     "1b": Size(DecoderShape(2048, 5632, 22, 32, 4, 64, vocab_size=32064), (_DINO, _SIGLIP)),
     "7b": Size(DecoderShape(vocab_size=32064), (_DINO, _SIGLIP)),
 }
+
+
+def random_decoder(
+    config: DecoderShape, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> PackedDecoder:
+    """A decoder whose weights are scaled so that its choices depend on every input."""
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.device("meta"):
+        decoder = PackedDecoder(config)
+    decoder.to(dtype).to_empty(device=device)
+    for parameter in decoder.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5, generator=generator)
+        else:
+            torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[1] ** -0.5, generator=generator)
+    return decoder.eval().requires_grad_(False)
+
+
+def random_draft_head(decoder: PackedDecoder) -> EagleHead:
+    """A draft head in the decoder's shapes."""
+    with torch.device("meta"):
+        head = EagleHead(replace(decoder.config, num_hidden_layers=1)).to(decoder.dtype)
+    head.to_empty(device=decoder.device)
+    for parameter in head.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.ones_(parameter)
+        else:
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return head.requires_grad_(False)
 
 
 def tree_parents(nodes: int) -> list[int]:

@@ -3,28 +3,27 @@
 
 What README.md and docs/explanation/safety.md say of them is written too.
 
-python benchmarks/results_page.py
+python -m benchmarks.results_page
 
-The template's fields are Python's (`{tree_nodes}`, `{acceptance[name]}`). Text between `<!-- for NAME -->` and
-`<!-- end -->` is repeated for every JSON file of the benchmark NAME. Within such a block NAME is a field of the result:
-the text is repeated for every entry of a list, and left out where a truth value is false.
+The template's fields are Python's (`{tree_nodes}`, `{acceptance[name]}`), with some formats more: see `_Fields`. Text
+between `<!-- for NAME -->` and `<!-- end -->` is repeated for every JSON file of the benchmark NAME. Within such a
+block NAME is a field of the result: the text is repeated for every entry of a list, or of an object, whose names are
+then `{name}`, and left out where a truth value is false. So are tables written: a row for each entry, and in it, where
+columns depend on the result, a cell for each.
 """
 
 import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
-import results_papers
-import results_readme
-import results_robot
-import results_speed
-from results_cells import Result
-
+from benchmarks import results_readme
+from benchmarks.results_tables import VIEWS, Result, faults_by_kind, interval, points, rate
 from specvla_ros.lab.planning.device import read_device
 from specvla_ros.lab.planning.stage_times import stage_times
 
@@ -59,7 +58,7 @@ _EMULATED = (
     "robots_per_device",
 )  # what the devices' tables decide
 _TEMPLATE, _README_TEMPLATE = (Path(__file__).with_name(name) for name in ("results.md.in", "readme.md.in"))
-VIEWS = {**results_papers.VIEWS, **results_speed.VIEWS, **results_robot.VIEWS}  # a result's fields by its benchmark
+_NO_GPU = "no_gpu"  # the one part of the template that is no benchmark's
 _TAG = re.compile(r"<!-- (?:for (?P<name>\w+)|end) -->")
 
 
@@ -72,18 +71,18 @@ def main() -> None:
 
 def page() -> str:
     """The page with all JSON files."""
-    scope: dict[str, Any] = {}
-    for name in VIEWS:
+    template, scope = _template(), dict[str, Any]()
+    for name in (block.name for block in template if isinstance(block, _Block) and block.name != _NO_GPU):
         files = sorted({*RESULTS.glob(f"{name}.json"), *RESULTS.glob(f"{name}_*.json")})
         scope[name] = [_scope(name, json.loads(file.read_text(encoding="utf-8")), file.name) for file in files]
-    scope["no_gpu"] = not any(result["on_gpu"] for results in scope.values() for result in results)
-    return _text(_template(), scope)
+    scope[_NO_GPU] = not any(result["on_gpu"] for results in scope.values() for result in results)
+    return _text(template, scope)
 
 
 def safety_page() -> str:
     """The page on safety, with the table of what was tried from the fault suite's result."""
     result = json.loads((RESULTS / "faults_sim.json").read_text(encoding="utf-8"))
-    return _TRIED.sub(results_robot.faults_by_kind(result), SAFETY.read_text(encoding="utf-8"))
+    return _TRIED.sub(faults_by_kind(result), SAFETY.read_text(encoding="utf-8"))
 
 
 def readme() -> str:
@@ -109,7 +108,7 @@ def _scope(benchmark: str, result: Result, file: str) -> dict[str, Any]:
         own["other_weights"] = result.get("policy_weights") != weights_digest(_NANO)
     if benchmark in _EMULATED:
         own["other_emulation"] = not _of_these_tables(result)
-    return {**result, **own, **VIEWS[benchmark](result)}
+    return {**result, **own, **(VIEWS[benchmark](result) if benchmark in VIEWS else {})}
 
 
 def _of_these_tables(result: Result) -> bool:
@@ -160,6 +159,33 @@ def _nodes(parts: Iterator[tuple[str, str | None]]) -> list[str | _Block]:
     return nodes
 
 
+class _Fields(Formatter):
+    """Python's formats, and three more; None is nothing.
+
+    A unit after a blank scales the number (`{action_s:.1f ms}`), what follows after another blank stands behind it
+    (`{time_s:.1f 1 s}`), and words show what is no number (`{success:rate}`).
+    """
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            return ""
+        if format_spec in _WORDS:
+            return _WORDS[format_spec](value)
+        form, _, rest = format_spec.partition(" ")
+        unit, _, text = rest.partition(" ")
+        return f"{format(value * _UNITS[unit] if unit else value, form)}{text and ' '}{text}"
+
+
+_UNITS = {"1": 1, "ms": 1e3, "us": 1e6, "mm": 1e3, "%": 100, "M": 1e-6, "MiB": 2**-20}
+_WORDS: dict[str, Callable[[Any], str]] = {
+    "rate": rate,
+    "points": points,
+    "interval": interval,
+    "yes": {True: "yes", False: "no"}.__getitem__,
+}
+_FIELDS = _Fields()
+
+
 def _text(nodes: list[str | _Block], scope: Mapping[str, Any]) -> str:
     """Text of the nodes with their fields; paragraphs are one empty line apart."""
     return re.sub(r"\n{3,}", "\n\n", _filled(nodes, scope)).strip("\n") + "\n"
@@ -167,7 +193,7 @@ def _text(nodes: list[str | _Block], scope: Mapping[str, Any]) -> str:
 
 def _filled(nodes: list[str | _Block], scope: Mapping[str, Any]) -> str:
     return "".join(
-        node.format_map(scope)
+        _FIELDS.vformat(node, (), scope)
         if isinstance(node, str)
         else "".join(_filled(node.nodes, inner) for inner in _inner_scopes(scope, node.name))
         for node in nodes
@@ -175,8 +201,10 @@ def _filled(nodes: list[str | _Block], scope: Mapping[str, Any]) -> str:
 
 
 def _inner_scopes(scope: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """One scope for every entry of a list, or the outer one where a truth value is true."""
+    """One scope for every entry of a list or an object, or the outer one where a truth value is true."""
     found = scope[name]
+    if isinstance(found, dict):
+        found = [{"name": key, **entry} for key, entry in found.items()]
     return [{**scope, **entry} for entry in found] if isinstance(found, list) else [scope] * bool(found)
 
 

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from results_cells import Result, if_any, table
+from benchmarks.results_tables import Result, table
 
 # Lossless rows alone: no headline credits a mechanism with what a relaxed rule gains.
 _DEVICES = {"orin": "Orin", "rtx5090": "RTX 5090"}
@@ -54,7 +54,7 @@ def _what_gives_what(policies: list[Result]) -> str:
         for mode, name in _ALONE.items():
             rows = [policy["devices"][device]["closed_loop"][mode] for policy in policies]
             shares = [row["in_time"] / row["success"]["episodes"] for row in rows]
-            ages = [if_any(row["picture_age_s"], ", {:.2f} s") for row in rows]
+            ages = ["" if row["picture_age_s"] is None else f", {row['picture_age_s']:.2f} s" for row in rows]
             cells.append([f"{shown}, {name}", *(f"{share:.0%}{age}" for share, age in zip(shares, ages, strict=True))])
     return table(cells)
 

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from acceptance_trace import ANYTHING, Trace
-from harness import synchronise
-from random_policy import TEXT_TOKENS, RandomPolicy, frame
 from torch import Tensor, nn
 
+from benchmarks.acceptance_trace import ANYTHING, Trace
+from benchmarks.harness import synchronise
+from benchmarks.random_policy import TEXT_TOKENS, RandomPolicy, frame
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.mailbox import Pictures, pictures_of
 from specvla_ros.engine.outcome import Action, DropReason, Outcome

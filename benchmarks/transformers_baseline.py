@@ -5,10 +5,10 @@ import time
 from typing import Any
 
 import torch
-from harness import synchronise
-from random_policy import TEXT_TOKENS, RandomPolicy, frame
-from saturated import GpuMemory, rate_and_latency
 
+from benchmarks.harness import synchronise
+from benchmarks.random_policy import TEXT_TOKENS, RandomPolicy, frame
+from benchmarks.saturated import GpuMemory, rate_and_latency
 from specvla_ros.models.config import DECODERS
 from specvla_ros.models.decoder import PackedDecoder, decoder_tensors
 

@@ -16,7 +16,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     multiplies one, and MKL's matrix-vector product runs on one core, however many threads there are: a batched product
     over equal shares of the weight's rows, one per thread, reads them in parallel. More rows go to oneDNN where the
     weight is large, and have no gradient; of a small one, a few rows are faster with the weight as the left matrix:
-    (W x^T)^T. The figures are those of benchmarks/linear.py. Other dtypes have other products, which need none of that.
+    (W x^T)^T. The figures are those of benchmarks/speed/linear.py. Other dtypes have other products, which need none
+    of that.
 
     Args:
         x: [..., in_features].

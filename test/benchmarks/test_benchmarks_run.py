@@ -4,48 +4,31 @@
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from acceptance_trace import Trace, trace_lengths
-from harness import ColdTimer, command
-from results_page import PAGE, README, RESULTS, page, readme, section
-from soak import MARGINS, Soak, soak_policy
-from spec_vla import PAPERS_R, threshold
-from support import typed
+from support.benchmark_runs import run
 from support.text_models import write_text_model
 
+from benchmarks.acceptance_trace import Trace, trace_lengths
+from benchmarks.harness import ColdTimer, command
+from benchmarks.papers.spec_vla import PAPERS_R, threshold
+from benchmarks.results_page import PAGE, README, RESULTS, page, readme
 from specvla_kernels.layout import Ancestry
-from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.errors import UserError
 from specvla_ros.lab.planning.limits import AcceptanceLengths, spec_vla_relaxed
 from specvla_ros.models.quantization import QUANTIZATIONS
 from specvla_ros.speculation.tree import Tree
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-def run(script: str, out: Path, *arguments: object) -> dict[str, Any]:
-    done = typed.script(SCRIPTS / f"{script}.py", *arguments, "--out", out)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(out.read_text())
-    assert result["benchmark"] == script
-    assert result["hardware"]
-    assert result["versions"]["torch"] == torch.__version__
-    assert "git_revision" in result
-    assert script in section(result)
-    return result
-
 
 def test_every_published_figure_is_emulated(tmp_path: Path):
-    result = run("emulation", tmp_path / "out.json")
+    result = run("benchmarks.papers.emulation", tmp_path / "out.json")
     assert {"orin", "rtx5090", "a100"} <= set(result["devices"])
     assert all(figure["device"] in result["devices"] and figure["emulated"] > 0 for figure in result["figures"])
 
 
 def test_one_frame_in_flight_is_plain_decoding_and_each_more_is_older(tmp_path: Path):
-    result = run("actionflow", tmp_path / "out.json", "--tokens", "3,5", "--prompts", "290")
+    result = run("benchmarks.papers.actionflow", tmp_path / "out.json", "--tokens", "3,5", "--prompts", "290")
     for device in result["devices"].values():
         depths = {tokens: [row for row in device["depth"] if row["tokens"] == tokens] for tokens in (3, 5)}
         for plain, rows in zip(device["lengths"], depths.values(), strict=True):
@@ -67,7 +50,7 @@ def test_the_papers_threshold_is_the_papers_preset():
 
 def test_formats_are_compared_alone_for_longer_answers(tmp_path: Path):
     chosen = ["--quantization", "none,w8a8", "--tokens", 9, "--formats-only", "--actions", 1, "--repeats", 1]
-    result = run("decode_modes", tmp_path / "out.json", *chosen)
+    result = run("benchmarks.speed.decode_modes", tmp_path / "out.json", *chosen)
     tiny = result["sizes"]["tiny"]
     assert "modes" not in tiny and result["tokens"] == 9 and result["pictures"].startswith("every frame is a picture")
     for found in tiny["quantized"].values():
@@ -77,7 +60,7 @@ def test_formats_are_compared_alone_for_longer_answers(tmp_path: Path):
 
 def test_modes_take_the_forwards_that_their_trace_leaves_them(tmp_path: Path):
     weights = ["--quantization", "none,w8a8,int4,fp8"]
-    result = run("decode_modes", tmp_path / "out.json", "--actions", 3, "--repeats", 1, *weights)
+    result = run("benchmarks.speed.decode_modes", tmp_path / "out.json", "--actions", 3, "--repeats", 1, *weights)
     tiny = result["sizes"]["tiny"]
     modes = tiny["modes"]
     assert tiny["shapes"]["layers"] == 4
@@ -101,7 +84,7 @@ def test_modes_take_the_forwards_that_their_trace_leaves_them(tmp_path: Path):
 
 
 def test_formats_are_held_against_float32(tmp_path: Path):
-    formats = run("formats", tmp_path / "out.json", "--pictures", 12, "--episodes", 1)["formats"]
+    formats = run("benchmarks.robot.formats", tmp_path / "out.json", "--pictures", 12, "--episodes", 1)["formats"]
     assert list(formats) == list(QUANTIZATIONS)
     plain = formats["none"]["agreement"]
     assert plain["same_tokens"] == plain["tokens"] == 7 * 12 and not any(plain["deviation"].values())
@@ -115,7 +98,7 @@ def test_formats_are_held_against_float32(tmp_path: Path):
 
 def test_sensitivity_covers_every_length(tmp_path: Path):
     grid = ["--tokens", "3,9", "--prompts", "40", "--actions", 2, "--repeats", 1]
-    points = run("sensitivity", tmp_path / "out.json", *grid)["sizes"]["tiny"]["points"]
+    points = run("benchmarks.speed.sensitivity", tmp_path / "out.json", *grid)["sizes"]["tiny"]["points"]
     assert [(point["tokens"], point["prompt_rows"]) for point in points] == [(3, 40), (9, 40)]
     for point in points:
         assert point["same_tokens"]
@@ -125,7 +108,7 @@ def test_sensitivity_covers_every_length(tmp_path: Path):
 
 
 def test_layouts_of_keys_and_values_finish_with_the_same_tokens(tmp_path: Path):
-    tiny = run("kv_layouts", tmp_path / "out.json", "--stages", 3, "--repeats", 1)["sizes"]["tiny"]
+    tiny = run("benchmarks.speed.kv_layouts", tmp_path / "out.json", "--stages", 3, "--repeats", 1)["sizes"]["tiny"]
     assert tiny["same_tokens"]
     assert tiny["actions_compared"] == 4
     moved = {name: row["moved_bytes"] for name, row in tiny["layouts"].items()}
@@ -134,7 +117,7 @@ def test_layouts_of_keys_and_values_finish_with_the_same_tokens(tmp_path: Path):
 
 
 def test_kernels_and_stages_have_bounds(tmp_path: Path):
-    tiny = run("kernels", tmp_path / "out.json", "--repeats", 1)["sizes"]["tiny"]
+    tiny = run("benchmarks.speed.kernels", tmp_path / "out.json", "--repeats", 1)["sizes"]["tiny"]
     rows = {(row["name"], row["batch"]): row for row in tiny["rows"]}
     assert tiny["limits"]["kind"] == "measured"
     kinds = Counter(row["kind"] for row in rows.values())
@@ -156,7 +139,7 @@ def test_fly_compares_every_row_with_plain_decoding(tmp_path: Path):
     target = write_text_model(tmp_path / "target", positions=128, end=49)
     options = ["--target", target, "--draft", target, "--tokens", 12, "--lengths", 5, "--per-kind", 1]
     options += ["--repeats", 1, "--work", tmp_path / "work"]
-    result = run("fly", tmp_path / "out.json", *options)
+    result = run("benchmarks.papers.fly", tmp_path / "out.json", *options)
     rows = {row["name"]: row for row in result["rows"]}
     assert result["prompts"] == len(result["kinds"]) == 4
     assert rows["plain"]["forwards_per_token"] == rows["transformers, plain"]["forwards_per_token"] == 1
@@ -168,19 +151,12 @@ def test_fly_compares_every_row_with_plain_decoding(tmp_path: Path):
 
 
 def test_robots_that_share_a_forward_wait_less_than_those_that_take_turns(tmp_path: Path):
-    result = run("robots_per_device", tmp_path / "out.json", "--robots", "1,3", "--share", 0.06)
+    result = run("benchmarks.robot.robots_per_device", tmp_path / "out.json", "--robots", "1,3", "--share", 0.06)
     for device in ("orin", "rtx5090"):  # by the emulated clock, the same wherever it runs
         ways = result["devices"][device]["rows"]
         rows = {way: [each["actions_per_s"] for each in found] for way, found in ways.items()}
         assert rows["ar, packed"][0] == rows["ar, in turns"][0] == rows["ar, an engine each"][0]
         assert rows["ar, packed"][1] > 1.5 * rows["ar, in turns"][1]
-
-
-def test_robots_get_their_actions_beside_attackers_and_over_a_restart(tmp_path: Path):
-    result = run("serving_under_load", tmp_path / "out.json", "--robots", 2, "--seconds", 3, "--sessions", 5)
-    assert all(part["answers"] > 0 for part in result["parts"].values())
-    assert all(part["wrong"] == part["lost"] == 0 for part in result["parts"].values())
-    assert min(result["attacks"].values()) > 0 and len(result["attacks"]) == 7
 
 
 def test_a_contestant_that_fails_says_why():
@@ -194,54 +170,18 @@ def test_a_contestant_that_fails_says_why():
 
 def test_a_command_names_what_was_chosen():
     options = {"sizes": "tiny", "device": "cpu", "dtype": "", "vision": False, "wide": True}
-    assert command("decode_modes", options) == (
-        "python benchmarks/decode_modes.py --sizes tiny --device cpu --no-vision"
+    assert command("benchmarks.speed.decode_modes", options) == (
+        "python -m benchmarks.speed.decode_modes --sizes tiny --device cpu --no-vision"
     )
 
 
 def test_the_results_page_is_up_to_date():
-    assert PAGE.read_text(encoding="utf-8") == page(), "run python benchmarks/results_page.py"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m benchmarks.results_page"
 
 
 def test_the_readmes_figures_are_up_to_date():
-    assert README.read_text(encoding="utf-8") == readme(), "run python benchmarks/results_page.py"
+    assert README.read_text(encoding="utf-8") == readme(), "run python -m benchmarks.results_page"
     assert "<!-- headline -->" in readme()
-
-
-def test_soak_passes(tmp_path: Path):
-    result = run("soak", tmp_path / "out.json", "--ticks", 60)
-    assert result["passed"]
-    assert list(result["phases"]) == ["ar", "spec", "pipeline", "specpipe", "switching"]
-    assert all(phase["actions"] and not phase["different_actions"] for phase in result["phases"].values())
-    assert result["phases"]["spec"]["forwards_per_action"] < 7
-    assert result["different_answers"] > 10
-
-
-@pytest.fixture(scope="module")
-def soak(tmp_path_factory: pytest.TempPathFactory) -> Soak:
-    return Soak(soak_policy(tmp_path_factory.mktemp("policy"), dtype="float32", device="cpu"), seed=1)
-
-
-def test_soak_finds_a_wrong_action(soak: Soak, monkeypatch: pytest.MonkeyPatch):
-    wrong = {key: (*tokens[:3], tokens[3] - 1, *tokens[4:]) for key, tokens in soak.plain.items()}
-    monkeypatch.setattr(soak, "plain", wrong)
-    found = soak.run(30, [EngineSettings()]).as_json("float32")
-    assert found["difference_rate"] == 1
-    assert found["widest_margin"] > MARGINS["float32"]
-    assert "the two best logits are" in found["failures"][0]
-
-
-def test_soak_finds_a_slot_that_nobody_gave_back(soak: Soak, monkeypatch: pytest.MonkeyPatch):
-    switch = soak._engine.switch
-
-    def switch_and_lose(settings: EngineSettings):
-        drops = switch(settings)
-        soak._engine.cache.take()
-        return drops
-
-    monkeypatch.setattr(soak._engine, "switch", switch_and_lose)
-    found = soak.run(10, [EngineSettings("pipeline")])
-    assert found.failures[0].startswith("7 slots, 6 free")
 
 
 @pytest.mark.parametrize("suite", ["goal", "long"])
@@ -282,7 +222,7 @@ def test_a_trace_of_chunks_takes_the_forwards_that_were_recorded(nodes: int):
 
 def test_a_larger_tree_takes_fewer_forwards_of_the_same_answers(tmp_path: Path):
     small = ["--policies", "fast", "--nodes", "8,32", "--frames", 6]
-    found = run("draft_nodes", tmp_path / "out.json", *small)["policies"]["fast"]
+    found = run("benchmarks.speculation.draft_nodes", tmp_path / "out.json", *small)["policies"]["fast"]
     few, many = (found["nodes"][nodes] for nodes in ("8", "32"))
     assert many["forwards_per_action"] < few["forwards_per_action"] < found["plain"]["forwards_per_action"]
     assert few["latency_s"].keys() == many["latency_s"].keys() == {"orin", "rtx5090"}

@@ -14,13 +14,13 @@ from itertools import cycle
 import numpy as np
 import pytest
 import torch
-from random_decoder import random_decoder
 from support.captures import Run, capture_with, ends_as, refuses, stands_still
 from support.checkpoints import load_openvla
 from support.draft_heads import policy_with_random_head, write_random_head
 from support.random_checkpoint import write_random_checkpoint
 from support.static_forwards import flash_attention, pooled, recorded, use_table
 
+from benchmarks.random_policy import random_decoder
 from specvla_kernels import chain_attention
 from specvla_kernels.graph_capture import Capture, Captures, paddings
 from specvla_ros.engine import cuda_graphs as graphs

@@ -7,7 +7,6 @@ There is no GPU here: the capture is one that runs the work again on the same me
 import numpy as np
 import pytest
 import torch
-from random_decoder import random_decoder
 from support.captures import Run, capture_with, refuses
 from support.checkpoints import load_openvla
 from support.draft_heads import policy_with_random_head
@@ -15,6 +14,7 @@ from support.no_read_back import no_read_back
 from support.random_checkpoint import write_random_checkpoint
 from support.static_forwards import recorded
 
+from benchmarks.random_policy import random_decoder
 from specvla_kernels.graph_capture import Capture, capture_on
 from specvla_ros.engine import cuda_graphs as graphs
 from specvla_ros.engine.buckets import ForwardSizes

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from random_decoder import random_decoder
-from transformers_baseline import transformers_decoder
 
+from benchmarks.random_policy import random_decoder
+from benchmarks.transformers_baseline import transformers_decoder
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache

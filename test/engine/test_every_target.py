@@ -19,8 +19,8 @@ from support.paths import ORACLES
 from support.random_checkpoint import write_random_checkpoint
 from support.random_chunks import any_chunks
 from support.random_qwen_vl import FAST_IDS, SHAPES, add_nora, add_vla0, write_qwen_vl
-from text_target import TextCodec
 
+from benchmarks.papers.text_target import TextCodec
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.outcome import Action, Outcome
 from specvla_ros.lab.evaluation.compare import collect_answers

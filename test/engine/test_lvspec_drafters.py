@@ -17,9 +17,9 @@ from support.draft_models import FOLDER, with_model, write_draft_model
 from support.lvspec_reading import plain_reading
 from support.pipelines import poisoned
 from support.random_qwen_vl import SHAPES, add_vla0, write_qwen_vl
-from text_target import TextCodec
 from torch import Tensor
 
+from benchmarks.papers.text_target import TextCodec
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action

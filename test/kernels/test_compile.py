@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compile_kernels import Usage, spills_in_loop
+from kernels.compile_kernels import Usage, spills_in_loop
 
 pytest.importorskip("triton")
 
@@ -18,7 +18,7 @@ COMPILER = Path(__file__).with_name("compile_kernels.py")
 
 # Not the interpreter's. What `make kernels` has compiled is found in Triton's cache, by what it was compiled from.
 COMPILING = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
-    "PYTHONPATH": os.pathsep.join(filter(None, (str(COMPILER.parent), os.environ.get("PYTHONPATH", ""))))
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(COMPILER.parents[1]), os.environ.get("PYTHONPATH", ""))))
 }
 
 
@@ -40,7 +40,7 @@ def test_every_kernel_of_the_smallest_policy_compiles_for_every_device() -> None
 
 FEW = """
 import triton
-import compile_kernels as launches
+import kernels.compile_kernels as launches
 with launches._compiling_for(90) as kernels:
     for n in (1, 2, 5, 16, 17, 31, 32, 33, 50, 64):
         for levels in (0, 1, 5, 7, 8, 15, 16, 31, 32, 63):

@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_decoder import random_decoder
 from support.draft_heads import random_head
 from support.kernels import DEVICE
 from support.no_read_back import no_read_back
 from support.static_forwards import kernels, rerun, use_table
 
+from benchmarks.random_policy import random_decoder
 from specvla_kernels.graph_capture import Captures, capture_on, paddings
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.config import DecoderShape

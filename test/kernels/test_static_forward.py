@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_decoder import random_decoder
 from support.kernels import DEVICE, poisoned_empty
 from support.no_read_back import no_read_back
 from support.static_forwards import flash_attention, kernels, rerun
 
+from benchmarks.random_policy import random_decoder
 from specvla_kernels import attention_plan, chain_attention
 from specvla_kernels.graph_capture import Capture, Result
 from specvla_kernels.greedy_choice import greedy_choice

@@ -12,9 +12,9 @@ import pytest
 import torch
 from support.checkpoints import edit_json
 from support.random_qwen_vl import FAST_IDS, SHAPES, Shape, add_nora, add_starvla, add_vla0, write_qwen_vl
-from text_target import TextCodec
 from transformers import LogitsProcessor, LogitsProcessorList, Qwen2_5_VLForConditionalGeneration
 
+from benchmarks.papers.text_target import TextCodec
 from specvla_ros import Engine, EngineSettings, Observation, UserError
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache

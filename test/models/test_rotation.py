@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from random_decoder import random_decoder
 from support.checkpoints import load_openvla, write_checkpoint
 
+from benchmarks.random_policy import random_decoder
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.config import DecoderShape, DecoderVariant

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from random_decoder import random_decoder
 from support.checkpoints import edit_json, write_checkpoint
 
+from benchmarks.random_policy import random_decoder
 from specvla_ros import Engine, EngineSettings, Observation, Policy, UserError
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache

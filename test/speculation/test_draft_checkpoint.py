@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_decoder import random_decoder
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json
 from support.draft_heads import random_head, write_random_head
 
+from benchmarks.random_policy import random_decoder
 from specvla_ros.errors import UserError
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.speculation.drafters.eagle.head import load_draft_head, save_draft_head

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_decoder import random_decoder
 from support.draft_heads import random_head
 from support.no_read_back import no_read_back
 from support.static_forwards import recorded, use_table
 
+from benchmarks.random_policy import random_decoder
 from specvla_kernels import packed_attention
 from specvla_kernels.graph_capture import Captures, paddings
 from specvla_kernels.layout import Span, pack_layout

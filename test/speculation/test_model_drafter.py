@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_decoder import random_decoder
 from support.no_read_back import no_read_back
 from torch import Tensor
 
+from benchmarks.random_policy import random_decoder
 from specvla_ros.engine.batch import Segment, packed_forward
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.models.config import DecoderShape

@@ -23,9 +23,9 @@ def specvla(*arguments: object) -> "CompletedProcess[str]":
     return _typed(_specvla, "specvla", *arguments)
 
 
-def script(path: Path, *arguments: object) -> "CompletedProcess[str]":
-    """Runs a file of Python with arguments, and waits for it."""
-    return _typed(_script, path, *arguments)
+def module(name: str, *arguments: object) -> "CompletedProcess[str]":
+    """Runs `python -m` a module with arguments, and waits for it."""
+    return _typed(_module, name, *arguments)
 
 
 def _typed(main: Callable[[], object], *command: object) -> "CompletedProcess[str]":
@@ -66,6 +66,5 @@ def _specvla() -> None:
     main()
 
 
-def _script() -> None:
-    sys.path.insert(0, str(Path(sys.argv[0]).parent))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+def _module() -> None:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

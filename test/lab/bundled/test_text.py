@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.checkpoints import load_openvla
 from support.gl import needs_gl
-from text_policy import LONGEST_TEXT, main, reasoning
 
+from benchmarks.speculation.text_policy import LONGEST_TEXT, main, reasoning
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Action, DropReason
 from specvla_ros.engine.settings import EngineSettings

@@ -3,9 +3,9 @@
 
 import pytest
 import torch
-from random_decoder import random_decoder
 from support.draft_heads import random_head
 
+from benchmarks.random_policy import random_decoder
 from specvla_kernels.layout import Span, pack_layout
 from specvla_ros.lab.training.batched_forward import draft_features
 from specvla_ros.lab.training.draft_features import Sample

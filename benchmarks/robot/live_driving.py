@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks over topics: policy, driver, guard and simulated arm as processes, in real time on this machine, mode by mode.
+
+python -m benchmarks.robot.live_driving --episodes 2
+
+What `specvla demo --interface pose` does, in each mode on the same starts. Not emulated: the policy answers as fast as
+this machine lets it, beside the simulation and everything else, so it wants a quiet one.
+"""
+
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.harness import Episodes, Out, Seed, Work, finish, of_weights, result_head
+from benchmarks.results_page import RESULTS
+from benchmarks.robot.driving import modes
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.settings.parameter import values_of
+
+_LONGEST_S = 1800.0
+
+
+def main(
+    context: typer.Context,
+    episodes: Episodes = 2,
+    seed: Seed = 0,
+    robots: Annotated[str, typer.Option(help="Comma-separated arms: table, panda, ur5e.")] = "table,panda",
+    work: Work = Path("live-driving-benchmark"),
+    out: Out = RESULTS / "live_driving.json",
+) -> None:
+    """Runs what is missing."""
+    rows = []
+    for robot, mode in product(robots.split(","), modes()):
+        into = work / f"{robot}-{mode}"
+        if not (into / "summary.json").exists():
+            print(f"{robot}, {mode}", file=sys.stderr, flush=True)
+            _demo(robot, mode, into, episodes, seed)
+        rows.append({"robot": robot, "mode": mode} | _figures(into))
+    head = result_head(context) | of_weights(nano_policy())
+    finish(head | {"first_seed": seed, "episodes_per_task": episodes, "rows": rows}, out)
+
+
+def _demo(robot: str, mode: str, into: Path, episodes: int, seed: int) -> None:
+    usual = values_of(EngineSettings())
+    given = {name: value for name, value in values_of(modes()[mode]).items() if value != usual[name]}
+    options = ["--robot", robot, "--interface", "pose", "--episodes", str(episodes), "--seed", str(seed)]
+    options += ["--out", str(into), *(word for name, value in given.items() for word in ("-p", f"{name}:={value}"))]
+    subprocess.run([sys.executable, "-m", "specvla_ros.cli", "demo", *options], check=False, timeout=_LONGEST_S)
+
+
+def _figures(into: Path) -> dict[str, Any]:
+    summary = json.loads((into / "summary.json").read_text(encoding="utf-8"))
+    kept = ("success", "latency_s", "action_rate_hz")
+    return {name: summary[name] for name in kept} | {"refused": summary["context"]["refused"]}
+
+
+if __name__ == "__main__":
+    typer.run(main)

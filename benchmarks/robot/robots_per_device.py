@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many robots one device serves: their frames packed into one forward, one after the other, or an engine each.
+
+python -m benchmarks.robot.robots_per_device
+
+Cameras send a picture each 0.1 s, robot by robot at other moments; a robot follows its last action until the next one.
+What counts is how old the picture is that a robot acts on: at the 95th percentile of its time, of the worst robot. By
+the stage times of devices that are emulated (7 B), and by the clock of this CPU with the policy's own size. Pictures
+are those that the policy saw while it acted alone; what it is served with here moves nothing.
+
+packed: one engine, a request of each robot in flight. in turns: the same engine takes the next robot's picture when the
+one before is answered, as a server that schedules whole requests. an engine each: their ticks alternate on the device.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from math import ceil
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.harness import FRAMES_FIRST_SEED, Out, finish, of_devices, of_weights, result_head
+from benchmarks.results_page import RESULTS
+from benchmarks.saturated import make_engine
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.outcome import Action
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.tally import TickWork
+from specvla_ros.lab.bundled.policies import nano_policy
+from specvla_ros.lab.evaluation.frame_sources import simulation_source
+from specvla_ros.lab.simulation.robot import ACTION_DT_S
+from specvla_ros.lab.simulation.rollout import read_stage_times
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import Target
+from specvla_ros.speculation.settings import DraftSettings, adjusted
+
+DEVICES = ("orin", "rtx5090")
+CPU = "this CPU"
+SECONDS = {"orin": 60.0, "rtx5090": 20.0, CPU: 10.0}  # by the device's clock
+PACKED, TURNS, EACH = "packed", "in turns", "an engine each"
+SHARING = (PACKED, TURNS, EACH)
+PERIOD_S = 0.1
+_NODES = 16
+_FRAMES = 400
+_APART = 37  # pictures between two robots' beginnings
+_NS = 1e-9
+
+
+class Fleet:
+    """Robots whose pictures come by a clock, and what each has been answered.
+
+    Args:
+        robots: how many.
+        frames: of one policy acting alone, in order.
+    """
+
+    def __init__(self, robots: int, frames: Sequence[Observation]) -> None:
+        self.robots = [f"robot_{i}" for i in range(robots)]
+        self._frames = frames
+        self._sent: dict[str, int] = dict.fromkeys(self.robots, -1)
+        self._answers: dict[str, list[tuple[float, float]]] = defaultdict(list)  # (picture's time, action's time)
+
+    def due(self, now_s: float) -> list[Observation]:
+        """The newest picture of each robot that has sent one since it was last asked."""
+        return [self._picture(i, robot, now_s) for i, robot in enumerate(self.robots) if self._is_due(i, robot, now_s)]
+
+    def next_s(self) -> float:
+        """When the next picture comes."""
+        return min((self._sent[robot] + 1) * PERIOD_S + self._phase(i) for i, robot in enumerate(self.robots))
+
+    def answered(self, action: Action, now_s: float) -> None:
+        """Takes an action."""
+        self._answers[action.observation.stream].append((action.observation.stamp_ns * _NS, now_s))
+
+    def figures(self, from_s: float, to_s: float) -> dict[str, float]:
+        """Of all robots between two times."""
+        ages = [_age_at(self._answers[robot], from_s, to_s) for robot in self.robots]
+        inside = [(seen, at) for answers in self._answers.values() for seen, at in answers if from_s <= at <= to_s]
+        latencies = sorted(at - seen for seen, at in inside)
+        return {
+            "age_p95_s": max(worst for worst, _ in ages),
+            "age_mean_s": statistics.fmean(mean for _, mean in ages),
+            "latency_p95_s": latencies[int(0.95 * len(latencies))] if latencies else to_s - from_s,
+            "actions_per_s": len(inside) / (to_s - from_s) / len(self.robots),
+        }
+
+    def _is_due(self, i: int, robot: str, now_s: float) -> bool:
+        return self._newest(i, now_s) > self._sent[robot]
+
+    def _newest(self, i: int, now_s: float) -> int:
+        return int((now_s - self._phase(i)) / PERIOD_S + 1e-9) if now_s >= self._phase(i) else -1
+
+    def _phase(self, i: int) -> float:
+        return PERIOD_S * i / len(self.robots)
+
+    def _picture(self, i: int, robot: str, now_s: float) -> Observation:
+        number = self._sent[robot] = self._newest(i, now_s)
+        taken_s = number * PERIOD_S + self._phase(i)
+        seen = self._frames[(i * _APART + int(taken_s / ACTION_DT_S)) % len(self._frames)]
+        return replace(seen, stamp_ns=int(taken_s / _NS) + 1, stream=robot)
+
+
+def _age_at(answers: Sequence[tuple[float, float]], from_s: float, to_s: float) -> tuple[float, float]:
+    """How old the picture is that a robot acts on: the 95th percentile over time, and the mean."""
+    ages, at, n = [], from_s, 0
+    seen = None
+    while at < to_s:
+        while n < len(answers) and answers[n][1] <= at:
+            seen, n = answers[n][0], n + 1
+        ages.append(at - seen if seen is not None else at)
+        at += 0.005
+    ages.sort()
+    return ages[int(0.95 * len(ages))], statistics.fmean(ages)
+
+
+def serve(
+    fleet: Fleet, engines: Sequence[Engine], sharing: str, seconds: float, spent: Callable[[TickWork, float], float]
+) -> dict[str, float]:
+    """Lets a fleet be served for a while; the first fifth is not counted.
+
+    Args:
+        engines: one, or one for each robot.
+        sharing: of SHARING.
+        seconds: by the device's clock.
+        spent: seconds that a tick takes there, of what it computed and what it took here.
+    """
+    of = dict(zip(fleet.robots, engines, strict=False)) if sharing == EACH else dict.fromkeys(fleet.robots, engines[0])
+    waiting: dict[str, Observation] = {}  # in turns: by robot, the longest waiting first
+    now_s = 0.0
+    while now_s < seconds:
+        for observation in fleet.due(now_s):
+            if sharing == TURNS:
+                waiting[observation.stream] = observation
+            else:
+                of[observation.stream].submit(observation)
+        if sharing == TURNS and waiting and not engines[0].busy:
+            engines[0].submit(waiting.pop(next(iter(waiting))))
+        busy = [engine for engine in engines if engine.busy]
+        if not busy:
+            now_s = max(now_s, fleet.next_s())
+            continue
+        for engine in busy:
+            started = time.perf_counter()
+            outcomes = engine.tick()
+            now_s += spent(engine.last_work, time.perf_counter() - started)
+            for outcome in outcomes:
+                if isinstance(outcome, Action):
+                    fleet.answered(outcome, now_s)
+    return fleet.figures(seconds / 5, seconds)
+
+
+def _settings(mode: str, streams: int) -> EngineSettings:
+    drafts = adjusted(DraftSettings(nodes=_NODES), temporal=True)
+    return EngineSettings(mode, streams=streams, draft=drafts)
+
+
+def _row(
+    policy: Target, frames: Sequence[Observation], mode: str, sharing: str, robots: int, spent: Any, s: float
+) -> Any:
+    count, streams = (robots, 1) if sharing == EACH else (1, robots)
+    engines = [make_engine(policy, _settings(mode, streams)) for _ in range(count)]
+    return {"robots": robots, **serve(Fleet(robots, frames), engines, sharing, s, spent)}
+
+
+def main(
+    context: typer.Context,
+    robots: Annotated[str, typer.Option(help="Sizes of the fleets, ascending.")] = "1,2,3,4,6,8,12,16",
+    share: Annotated[float, typer.Option(help="Of the time that each device is watched for.")] = 1.0,
+    out: Out = RESULTS / "robots_per_device.json",
+) -> None:
+    """Serves fleets of several sizes in every way."""
+    policy = load_target(nano_policy(), device="cpu")
+    counts = [int(each) for each in robots.split(",")]
+    watched = ceil(share * max(SECONDS.values()) / ACTION_DT_S) + _APART * (max(counts) - 1)
+    frames = list(islice(simulation_source(policy, FRAMES_FIRST_SEED), min(_FRAMES, watched)))
+    devices: dict[str, Any] = {}
+    for device in (*DEVICES, CPU):
+        stages = None if device == CPU else read_stage_times(device)
+        spent = (lambda _, here_s: here_s) if stages is None else (lambda work, _, of=stages: of.tick_s(work))
+        row = partial(_row, policy, frames, spent=spent, s=share * SECONDS[device])
+        ways = [(mode, sharing) for mode in ("ar", "spec") for sharing in SHARING]
+        rows = {f"{mode}, {sharing}": [row(mode, sharing, n) for n in counts] for mode, sharing in ways}
+        devices[device] = {"name": stages.name if stages else device, "measured": stages is None, "rows": rows}
+        print(device, {way: [round(each["age_p95_s"], 3) for each in found] for way, found in rows.items()}, flush=True)
+    result = result_head(context) | of_weights(nano_policy()) | of_devices(DEVICES)
+    finish(result | {"period_s": PERIOD_S, "seconds": SECONDS, "devices": devices}, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)

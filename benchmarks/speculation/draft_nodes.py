@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many nodes a draft tree should have where an answer is long: forwards by nodes, and latency on emulated devices.
+
+python -m benchmarks.speculation.draft_nodes --two-actions two-actions
+
+A larger tree saves forwards, and each of them verifies more rows: what that costs is the device's affair. The policies
+are those that write chunks, with what drafts them best, strict (`pipelining.py` says how `two-actions` is trained).
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.harness import FRAMES_FIRST_SEED, Out, finish, of_devices, result_head
+from benchmarks.results_page import RESULTS, weights_digest
+from benchmarks.saturated import make_engine
+from benchmarks.speculation.pipelining import DEVICES_OF_CHUNKS, PLAIN, SPEC, Subject, numbered, subjects_of_chunks
+from specvla_ros.engine.outcome import Action, Outcome
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.lab.evaluation.frame_sources import simulation_source
+from specvla_ros.lab.planning.stage_times import StageTimes
+from specvla_ros.lab.simulation.rollout import read_stage_times
+from specvla_ros.models.checkpoint import load_target
+from specvla_ros.models.observation import Observation
+from specvla_ros.models.target import Target
+
+
+def main(
+    context: typer.Context,
+    policies: Annotated[str, typer.Option(help="Comma-separated, of pipelining.py's.")] = "fast,digits-2,digits",
+    nodes: Annotated[str, typer.Option(help="Of a draft tree, the root included; comma-separated.")] = (
+        "8,12,16,24,32,48,64"
+    ),
+    frames: Annotated[int, typer.Option(help="Of one run, decoded in each row.", min=1)] = 120,
+    two_actions: Annotated[Path, typer.Option(help="Directory of the policy of two actions.")] = Path("two-actions"),
+    out: Out = RESULTS / "draft_nodes.json",
+) -> None:
+    """Decodes the same pictures with trees of every size."""
+    sizes = [int(size) for size in nodes.split(",")]
+    devices = {name: read_stage_times(name) for name in DEVICES_OF_CHUNKS}
+    subjects = subjects_of_chunks(two_actions)
+    chosen = policies.split(",")
+    if unknown := set(chosen) - set(subjects):
+        raise typer.BadParameter(f"there is no policy {', '.join(sorted(unknown))}; known: {', '.join(subjects)}")
+    rows = {name: _policy(subjects[name], frames, sizes, devices) for name in chosen}
+    finish(result_head(context) | of_devices(devices) | {"policies": rows}, out)
+
+
+def _policy(subject: Subject, frames: int, sizes: Sequence[int], devices: Mapping[str, StageTimes]) -> dict[str, Any]:
+    target, plain, spec = load_target(subject.directory, device="cpu"), subject.modes[PLAIN], subject.modes[SPEC]
+    pictures = list(islice(simulation_source(target, FRAMES_FIRST_SEED, engine=plain), frames))
+    of_size = {size: replace(spec, draft=replace(spec.draft, nodes=size)) for size in sizes}
+    return {
+        "weights": weights_digest(subject.directory),
+        "writes": subject.writes,
+        "frames": len(pictures),
+        "plain": _row(target, plain, pictures, devices),
+        "nodes": {size: _row(target, settings, pictures, devices) for size, settings in of_size.items()},
+    }
+
+
+def _row(
+    target: Target, settings: EngineSettings, pictures: Sequence[Observation], devices: Mapping[str, StageTimes]
+) -> dict[str, Any]:
+    """Forwards and latency of an answer, one picture at a time: a device changes times alone."""
+    engine = make_engine(target, settings)
+    seconds, forwards = dict.fromkeys(devices, 0.0), []
+    for picture in numbered(pictures):
+        engine.submit(picture)
+        outcomes: list[Outcome] = []
+        while not outcomes:
+            outcomes = engine.tick()
+            for name, device in devices.items():
+                seconds[name] += device.tick_s(engine.last_work)
+        forwards += [outcome.record.forwards for outcome in outcomes if isinstance(outcome, Action)]
+    return {
+        "forwards_per_action": statistics.fmean(forwards),
+        "latency_s": {name: total / len(forwards) for name, total in seconds.items()},
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

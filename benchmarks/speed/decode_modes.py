@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every decoding mode end to end beside transformers' generate: same weights, same prompt, taking turns in one run.
+
+Ours is the real engine with a frame always waiting. Random weights: time does not depend on their values, but
+acceptance does, so it comes from a named trace. A turn of an engine fills the pipeline first and then times so many
+actions; latency runs from the moment a frame is taken: its picture of 640 x 480 is resized and normalised, on a thread
+beside the ticks (in front of transformers' generate), and it is admitted. Some modes are then compared on quantised
+weights, taking turns with the same modes on weights as they are.
+
+    python -m benchmarks.speed.decode_modes                                  # this CPU: tiny
+    python -m benchmarks.speed.decode_modes --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
+
+What int8 gives a CPU, for short and for long answers:
+
+    python -m benchmarks.speed.decode_modes --sizes 1b --quantization none,w8a8 --formats-only --no-vision --actions 3
+    python -m benchmarks.speed.decode_modes --sizes 1b --quantization none,w8a8 --formats-only --no-vision --actions 1 \
+        --tokens 53 --trace chunks:digits-2 --nodes 12 --repeats 3
+"""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import transformers
+import typer
+
+from benchmarks.acceptance_trace import TRACE_HELP, describe, expected_forwards, trace_drafts, trace_lengths
+from benchmarks.harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head
+from benchmarks.random_policy import (
+    NO_PICTURES,
+    PICTURES,
+    PROMPT,
+    SIZES,
+    TOKENS,
+    RandomPolicy,
+    Size,
+    quantized,
+    random_policy,
+)
+from benchmarks.saturated import Contestant, EngineTurns, compete, mode_settings, weight_bytes
+from benchmarks.transformers_baseline import GenerateTurns
+from specvla_ros.lab.planning.limits import AcceptanceLengths
+from specvla_ros.models.quantization import QUANTIZATIONS
+from specvla_ros.speculation.settings import DraftSettings
+
+CHUNKS = (1, 2, 3)
+BASELINE, COMPILED, PLAIN = "transformers", "transformers, compiled", "ar"
+UNQUANTISED = "none"
+_LOSSLESS = ("ar", "pipeline")
+_QUANTISED_MODES = (PLAIN, "spec", "specpipe")
+_ALONE = (PLAIN, "spec")  # several frames in flight are timed over many actions, a few would do for these
+
+
+def main(
+    context: typer.Context,
+    sizes: Sizes = "tiny",
+    device: Device = "cpu",
+    dtype: Dtype = "",
+    trace: Annotated[str, typer.Option(help=TRACE_HELP)] = "goal",
+    nodes: Annotated[int, typer.Option(help="Of a draft tree, the root included.", min=8)] = 16,
+    quantization: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(QUANTIZATIONS)}.")] = (
+        "none,w8a8,int4,fp8"
+    ),
+    tokens: Annotated[int, typer.Option(help="Of an answer.", min=2)] = TOKENS,
+    formats_only: Annotated[
+        bool, typer.Option("--formats-only", help="Leave out the comparison of all modes; of formats, ar and spec.")
+    ] = False,
+    vision: Annotated[bool, typer.Option(help="Every frame goes through the vision towers.")] = True,
+    actions: Annotated[int, typer.Option(help="Timed in each turn.", min=1)] = 40,
+    repeats: Annotated[int, typer.Option(help="Turns of each contestant.", min=1)] = 5,
+    out: Out = None,
+) -> None:
+    """Rate, latency and memory of every mode, beside transformers' generate."""
+    chosen, formats = dtype_on(device, dtype), _formats(quantization)
+    lengths, draft = trace_lengths(trace, nodes), trace_drafts(trace, nodes)
+    result = result_head(context, chosen, transformers=transformers.__version__) | {
+        "acceptance": describe(lengths),
+        "expected_forwards_per_action": expected_forwards(lengths, draft, tokens),
+        "prompt_rows": PROMPT,
+        "tokens": tokens,
+        "tree_nodes": nodes,
+        "vision": vision,
+        "pictures": PICTURES if vision else NO_PICTURES,
+        "sizes": {},
+    }
+    run = Run(lengths, draft, tokens, actions, repeats)
+    for name in sizes.split(","):
+        with tempfile.TemporaryDirectory() as directory:
+            policy = random_policy(
+                Path(directory),
+                SIZES[name],
+                prompt_rows=PROMPT,
+                tokens=tokens,
+                vision=vision,
+                dtype=chosen,
+                device=device,
+            )
+            measured = {} if formats_only else {"modes": run.modes(policy)}
+            if formats:
+                measured["quantized"] = run.quantized(policy, formats, _ALONE if formats_only else _QUANTISED_MODES)
+            result["sizes"][name] = _shapes(SIZES[name], policy) | measured
+    finish(result, out)
+
+
+def _shapes(size: Size, policy: RandomPolicy) -> dict[str, Any]:
+    llama = size.llama
+    return {
+        "parameters": sum(p.numel() for p in policy.decoder.parameters()),
+        "shapes": {
+            "hidden_size": llama.hidden_size,
+            "layers": llama.num_hidden_layers,
+            "heads": llama.num_attention_heads,
+            "kv_heads": llama.num_key_value_heads,
+            "intermediate_size": llama.intermediate_size,
+            "vocab_size": llama.vocab_size,
+        },
+    }
+
+
+def _formats(quantization: str) -> list[str]:
+    """The formats named, without `none`."""
+    formats = quantization.split(",")
+    unknown = [name for name in formats if name not in QUANTIZATIONS]
+    if unknown:
+        raise typer.BadParameter(f"there is no quantisation '{unknown[0]}'; known: {', '.join(QUANTIZATIONS)}")
+    return [name for name in formats if name != UNQUANTISED]
+
+
+@dataclass(frozen=True)
+class Run:
+    """How contestants are compared.
+
+    Args:
+        lengths: accept lengths of the trace.
+        draft: what drafts.
+        tokens: tokens of an answer.
+        actions: timed in each turn.
+        repeats: turns of each contestant.
+    """
+
+    lengths: AcceptanceLengths
+    draft: DraftSettings
+    tokens: int
+    actions: int
+    repeats: int
+
+    def modes(self, policy: RandomPolicy) -> dict[str, Any]:
+        """Figures of transformers' generate and of every mode."""
+        modes = {"ar": ("ar", 1), "spec": ("spec", 1)}
+        modes |= {
+            f"{mode}, {n} chunks" if n > 1 else mode: (mode, n) for mode in ("pipeline", "specpipe") for n in CHUNKS
+        }
+        generates = {BASELINE: GenerateTurns(policy, compiled=False), COMPILED: GenerateTurns(policy, compiled=True)}
+        engines = {name: self._engine(policy, mode, chunks) for name, (mode, chunks) in modes.items()}
+        rows = self._compete({**generates, **engines})
+        for name, (mode, _) in modes.items():
+            if mode in _LOSSLESS:
+                rows[name]["same_tokens"] = engines[name].tokens == generates[BASELINE].tokens
+        for row in rows.values():
+            for label, other in (("ar", PLAIN), ("transformers", BASELINE)):
+                _add_ratios(row, label, rows[other])
+        return rows
+
+    def quantized(self, policy: RandomPolicy, formats: Sequence[str], modes: Sequence[str]) -> dict[str, Any]:
+        """Figures by format and mode, the first format `none`; or why a format cannot run here.
+
+        Args:
+            policy: with weights as they are.
+            formats: of the decoder's layers, `none` not among them.
+            modes: those compared, plain decoding among them.
+        """
+        policies, skipped = {UNQUANTISED: policy}, {}
+        for name in formats:
+            try:
+                policies[name] = quantized(policy, name)
+                self._engine(policies[name], PLAIN).add_turn(1)
+            except Exception as error:  # some formats only say when they multiply that they cannot
+                policies.pop(name, None)
+                skipped[name] = {"skipped": str(error) or type(error).__name__}
+        rows = self._compete({(name, mode): self._engine(policies[name], mode) for name in policies for mode in modes})
+        for (name, _), row in rows.items():
+            _add_ratios(row, "ar", rows[UNQUANTISED, PLAIN])
+            _add_ratios(row, "ar_of_format", rows[name, PLAIN])
+        return {
+            name: {
+                "layer_bytes": weight_bytes(policies[name].decoder.layers),
+                "modes": {mode: rows[name, mode] for mode in modes},
+            }
+            for name in policies
+        } | skipped
+
+    def _engine(self, policy: RandomPolicy, mode: str, chunks: int = 1) -> EngineTurns:
+        settings = mode_settings(mode, self.lengths, tokens=self.tokens, draft=self.draft, chunks=chunks)
+        return EngineTurns(policy, settings, self.lengths)
+
+    def _compete(self, contestants: Mapping[Any, Contestant]) -> dict[Any, dict[str, Any]]:
+        return compete(contestants, actions=self.actions, repeats=self.repeats)
+
+
+def _add_ratios(row: dict[str, Any], label: str, other: Mapping[str, Any]) -> None:
+    """Rate and latency over those of another row."""
+    if "skipped" not in row:
+        row[f"rate_over_{label}"] = row["action_rate_hz"] / other["action_rate_hz"]
+        row[f"latency_over_{label}"] = row["latency_s"]["mean"] / other["latency_s"]["mean"]
+
+
+if __name__ == "__main__":
+    typer.run(main)

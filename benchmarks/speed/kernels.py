@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels and stages of a packed forward against the roofline, beside what they compete with.
+
+The bound of each is its bytes over the measured bandwidth or its operations over the measured matrix rate, the larger
+of the two. Operands lie in memory, not in a cache. On a CPU there are no kernels: their PyTorch references are timed.
+
+    python -m benchmarks.speed.kernels                                  # this CPU: tiny
+    python -m benchmarks.speed.kernels --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks.harness import ColdTimer, Device, Dtype, Out, Sizes, dtype_on, finish, result_head, take_turns
+from benchmarks.random_policy import SIZES, random_decoder, random_draft_head
+from benchmarks.speed.kernel_cases import (
+    UNQUANTISED,
+    Case,
+    batches,
+    filled_cache,
+    first_layer,
+    forward_cases,
+    kernel_cases,
+    stage_cases,
+)
+from specvla_ros.lab.planning.cost import roofline_seconds, total_bytes, total_operations
+from specvla_ros.lab.planning.device import Device as DeviceLimits
+from specvla_ros.lab.planning.measure import measure_device
+from specvla_ros.models.decoder import PackedDecoder
+
+_MANY_ROWS = 2048  # of a product that is bound by computing
+_MEASURED = 7
+
+
+def main(
+    context: typer.Context,
+    sizes: Sizes = "tiny",
+    device: Device = "cpu",
+    dtype: Dtype = "",
+    repeats: Annotated[int, typer.Option(help="Timed calls of each contestant.", min=1)] = 21,
+    out: Out = None,
+) -> None:
+    """Time, bound and share of it for every kernel and stage."""
+    chosen, timer = dtype_on(device, dtype), ColdTimer(device, repeats)
+    result = result_head(context, chosen) | {"launch_s": timer.launch_seconds(), "sizes": {}}
+    for name in sizes.split(","):
+        with torch.inference_mode():
+            decoder = random_decoder(SIZES[name].llama, dtype=chosen, device=device)
+            found = limits(decoder, device)
+            result["sizes"][name] = {
+                "parameters": sum(p.numel() for p in decoder.parameters()),
+                "limits": found.as_json(),
+                "rows": [row(kind, case, found, timer) for kind, case in cases(decoder)],
+            }
+    finish(result, out)
+
+
+def limits(decoder: PackedDecoder, device: str) -> DeviceLimits:
+    """The device's limits as measured with large products: one rate for any number of rows."""
+    measured = measure_device(decoder.config, device=device, dtype=decoder.dtype, more_rows=(_MANY_ROWS,))
+    sources = dict(measured.sources) | {"int8_tops": f"measured: one product of {_MANY_ROWS} rows"}
+    return replace(measured, tflops_by_rows={}, int8_tops=_int8_tops(decoder, device), sources=sources)
+
+
+def _int8_tops(decoder: PackedDecoder, device: str) -> float:
+    shape = first_layer(decoder).gate_up.weight.shape
+    weight, x = (
+        torch.randint(-127, 128, (rows, shape[1]), dtype=torch.int8, device=device) for rows in (shape[0], _MANY_ROWS)
+    )
+    seconds = take_turns({"int8": lambda: torch._int_mm(x, weight.T)}, _MEASURED, device)["int8"]
+    return 2.0 * _MANY_ROWS * weight.numel() / seconds / 1e12
+
+
+def cases(decoder: PackedDecoder) -> Iterator[tuple[str, Case]]:
+    """Kernels, then stages; a case is made when it is its turn, and its operands are given back after it."""
+    cache, draft_head, packed = filled_cache(decoder), random_draft_head(decoder), batches(decoder)
+    for batch in packed:
+        for case in kernel_cases(decoder, batch, cache):
+            yield "kernel", case
+    for case in forward_cases(decoder, cache):
+        yield "kernel", case
+    for batch in packed:
+        for case in stage_cases(decoder, draft_head, batch, cache):
+            yield "stage", case
+
+
+def row(kind: str, case: Case, limits: DeviceLimits, timer: ColdTimer) -> dict[str, Any]:
+    """A case's bound, and the time and share of it of each contestant."""
+    bound_s = roofline_seconds(case.parts, limits)
+    found: dict[str, float | str] = {name: call for name, call in case.calls.items() if isinstance(call, str)}
+    found |= timer.seconds({name: call for name, call in case.calls.items() if not isinstance(call, str)})
+    return {
+        "kind": kind,
+        "name": case.name,
+        "batch": case.batch,
+        "rows": case.rows,
+        "bytes": total_bytes(case.parts),
+        "operations": total_operations(case.parts),
+        "bound_s": bound_s,
+        "bound_by": _bound_by(case, limits),
+        "contestants": {name: _contestant(name, found[name], bound_s) for name in case.calls},
+    }
+
+
+def _bound_by(case: Case, limits: DeviceLimits) -> str:
+    reading = total_bytes(case.parts) / limits.bytes_per_s()
+    computing = sum(
+        part.operations / limits.operations_per_s(part.arithmetic, part.rows) for part in case.parts if part.operations
+    )
+    return "reading" if reading >= computing else "computing"
+
+
+def _contestant(name: str, found: float | str, bound_s: float) -> dict[str, Any]:
+    if isinstance(found, str):
+        return {"skipped": found}
+    if name == UNQUANTISED:  # the bound is the quantised product's
+        return {"seconds": found}
+    return {"seconds": found, "share_of_bound": bound_s / found}
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times rows through a linear layer: torch's product against specvla_kernels', on this CPU.
+
+python -m benchmarks.speed.linear
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import typer
+from torch import Tensor
+
+from benchmarks.harness import Out, finish, result_head, take_turns
+from specvla_kernels.linear import linear
+
+SHAPES = {"gate and up": (11264, 2048), "output head": (32064, 2048)}  # of a 1B Llama
+ROWS = (1, 2, 5, 16, 64, 290)  # of a decode step, levels of a draft tree, trees, a prompt
+BYTES = 1 << 30  # of all matrices of a shape: more than the caches hold
+TURNS = 7
+
+
+def main(context: typer.Context, out: Out = None) -> None:
+    """Rates of both products, for every shape and number of rows."""
+    cases = [case(name, shape, rows) for name, shape in SHAPES.items() for rows in ROWS]
+    finish(result_head(context) | {"torch": torch.__version__, "cases": cases}, out)
+
+
+@torch.inference_mode()
+def case(name: str, shape: tuple[int, int], rows: int) -> dict[str, object]:
+    """Both products of one shape in turns, over every matrix."""
+    weights = [torch.randn(shape) for _ in range(BYTES // (shape[0] * shape[1] * 4))]
+    x = torch.randn(rows, shape[1])
+
+    def over_all(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], None]:
+        def run() -> None:
+            for weight in weights:
+                product(x, weight)
+
+        return run
+
+    medians = take_turns({"torch": over_all(F.linear), "ours": over_all(linear)}, TURNS, "cpu")
+    size = sum(weight.nbytes for weight in weights)
+    return {
+        "matrix": name,
+        "shape": shape,
+        "rows": rows,
+        "gb_per_s": {name: size / median / 1e9 for name, median in medians.items()},
+        "speedup": medians["torch"] / medians["ours"],
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

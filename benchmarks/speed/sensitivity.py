@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time per action over the answer's length and the prompt's: what each mode is sensitive to (ActionFlow, figure 5).
+
+The real engine with a frame always waiting, vision left out, random weights; acceptance comes from a named trace. The
+longer the answer, the more requests are in flight and the more of them are overtaken; `specpipe, in order` overtakes
+none.
+
+    python -m benchmarks.speed.sensitivity                                  # this CPU: tiny
+    python -m benchmarks.speed.sensitivity --device cuda --sizes 7b         # a GPU: OpenVLA-7B's shapes
+"""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks.acceptance_trace import TRACE_HELP, describe, expected_forwards, trace_drafts, trace_lengths
+from benchmarks.harness import Device, Dtype, Out, Sizes, dtype_on, finish, result_head
+from benchmarks.random_policy import NO_PICTURES, SIZES, TEXT_TOKENS, RandomPolicy, random_codec, random_policy
+from benchmarks.saturated import EngineTurns, compete, mode_settings
+from specvla_ros.lab.planning.limits import AcceptanceLengths
+from specvla_ros.speculation.settings import DraftSettings
+
+IN_ORDER = "specpipe, in order"
+MODES = ("ar", "spec", "pipeline", "specpipe", IN_ORDER)
+
+
+def main(
+    context: typer.Context,
+    sizes: Sizes = "tiny",
+    device: Device = "cpu",
+    dtype: Dtype = "",
+    tokens: Annotated[str, typer.Option(help="Comma-separated: tokens of an action.")] = "7,16,24,32",
+    prompts: Annotated[str, typer.Option(help=f"Comma-separated: rows of the prompt, over {TEXT_TOKENS}.")] = (
+        "64,160,290,512"
+    ),
+    trace: Annotated[str, typer.Option(help=TRACE_HELP)] = "goal",
+    nodes: Annotated[int, typer.Option(help="Of a draft tree, the root included.", min=8)] = 16,
+    actions: Annotated[int, typer.Option(help="Timed in each turn.", min=1)] = 20,
+    repeats: Annotated[int, typer.Option(help="Turns of each mode.", min=1)] = 3,
+    out: Out = None,
+) -> None:
+    """Time per action of every mode, over the lengths of answer and prompt."""
+    chosen = dtype_on(device, dtype)
+    lengths = trace_lengths(trace, nodes)
+    result = result_head(context, chosen) | {
+        "acceptance": describe(lengths),
+        "tree_nodes": nodes,
+        "pictures": NO_PICTURES,
+        "sizes": {},
+    }
+    for name in sizes.split(","):
+        with tempfile.TemporaryDirectory() as directory:
+            policy = random_policy(
+                Path(directory), SIZES[name], prompt_rows=290, tokens=7, vision=False, dtype=chosen, device=device
+            )
+            points = [
+                _point(_reshaped(policy, count, rows), lengths, trace_drafts(trace, nodes), actions, repeats)
+                for count in map(int, tokens.split(","))
+                for rows in map(int, prompts.split(","))
+            ]
+        parameters = sum(p.numel() for p in policy.decoder.parameters())
+        result["sizes"][name] = {"parameters": parameters, "points": points}
+    finish(result, out)
+
+
+def _reshaped(policy: RandomPolicy, tokens: int, rows: int) -> RandomPolicy:
+    """The same weights with another length of answer and prompt."""
+    if rows <= TEXT_TOKENS:
+        raise typer.BadParameter(f"a prompt of {rows} rows is not longer than its {TEXT_TOKENS} of text")
+    decoder = policy.decoder
+    generator = torch.Generator(decoder.device).manual_seed(rows)
+    shape = (rows, decoder.config.hidden_size)
+    embeddings = torch.randn(shape, generator=generator, device=decoder.device, dtype=decoder.dtype)
+    codec = random_codec(policy.model.config.token_vocab_size, tokens)
+    return replace(policy, prompt_rows=rows, embeddings=embeddings, codec=codec)
+
+
+def _point(
+    policy: RandomPolicy, lengths: AcceptanceLengths, draft: DraftSettings, actions: int, repeats: int
+) -> dict[str, Any]:
+    """Every mode at one length of answer and prompt, taking turns."""
+    tokens = policy.action_dim
+    contestants = {}
+    for mode in MODES:
+        name, in_order = mode.partition(",")[0], mode == IN_ORDER
+        settings = mode_settings(name, lengths, tokens=tokens, draft=draft, in_order=in_order)
+        contestants[mode] = EngineTurns(policy, settings, lengths)
+    rows = compete(contestants, actions=actions, repeats=repeats)
+    for row in rows.values():
+        row["seconds_per_action"] = 1 / row["action_rate_hz"]
+    return {
+        "tokens": tokens,
+        "prompt_rows": policy.prompt_rows,
+        "expected_forwards": expected_forwards(lengths, draft, tokens),
+        "same_tokens": contestants["ar"].tokens == contestants["pipeline"].tokens,
+        "modes": rows,
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a GPU machine: it keeps what it found, goes on after a kill, and refuses to time references."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu.report import STEPS
+from specvla_ros.models.settings import QUANTIZATIONS
+
+ROOT = Path(__file__).resolve().parents[3]
+REPORT = [sys.executable, "-m", "benchmarks.gpu.report"]
+TINY = ["--device", "cpu", "--sizes", "tiny"]
+# As on a machine where only the checkout is: nothing says where the packages are.
+BARE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")} | {
+    "OMP_NUM_THREADS": "1"
+}
+
+# All in one process, which has imported torch once.
+EVERY_STEP = """
+import json, sys
+from pathlib import Path
+import torch
+from support import gpu_dry_run
+from benchmarks.gpu import page, steps as gpu_steps
+
+out, steps = Path(sys.argv[1]), {}
+with gpu_dry_run.device():
+    for name, step in gpu_steps.STEPS.items():
+        job = gpu_steps.Job("cuda", "tiny", torch.bfloat16, True, out / f"{name}.json", {}, fake=True)
+        step(job)
+        steps[name] = {"state": "done", "seconds": 0.0, "found": job.found}
+state = {"options": {"device": "cuda", "sizes": "tiny", "dry_run": True}, "steps": steps}
+(out / "report.json").write_text(json.dumps(state))
+(out / "report.html").write_text(page.page(state))
+"""
+# What needs numbers, a compiler for the device, or packages that need not be there.
+LEFT_OUT = {
+    ("modes", "transformers"),
+    ("attention", "FlexAttention"),
+    ("attention", "torch varlen"),
+    ("attention", "flash-attn"),
+    ("soak", "step"),
+    ("vllm", "step"),
+}
+
+
+def report(out: Path, *arguments: str, steps: str) -> subprocess.CompletedProcess[str]:
+    command = [*REPORT, *arguments, "--out", str(out), "--steps", steps, "--budget-s", "300"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=320, env=BARE, cwd=ROOT)
+
+
+def state(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "report.json").read_text())["steps"]
+    return found
+
+
+def test_it_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    command = [*REPORT, *TINY, "--out", str(out), "--steps", "environment,gemm", "--budget-s", "300"]
+    process = subprocess.Popen(command, env=BARE, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+    part = out / "gemm.json"
+    until = time.monotonic() + 200
+    while not (part.exists() and len(json.loads(part.read_text() or "{}")) >= 2):
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = json.loads(part.read_text())
+    assert state(out)["environment"]["state"] == "done" and "gemm" not in state(out)
+    for child in _children_of_step("gemm", out):
+        os.kill(child, signal.SIGKILL)
+
+    done = report(out, *TINY, steps="environment,gemm,tests,vllm")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "environment, at most" not in done.stdout, "what is done is not done again"
+    steps = state(out)
+    assert all(entry["state"] == "done" for entry in steps.values())
+    found = steps["gemm"]["found"]
+    assert len(found) == 4 * 3 and all(found[name] == figures for name, figures in before.items())
+    assert steps["tests"]["found"]["captured"]["failed"] == {}
+    assert "not installed" in steps["vllm"]["found"]["skipped"]
+    assert sorted(path.name for path in out.iterdir()) == ["log.txt", "report.html", "report.json"]
+    page = (out / "report.html").read_text()
+    assert all(title in page for title in ("Matrix products", "Tests on the device", "On a CPU, on references"))
+    assert "http" not in page, "it needs nothing else"
+
+
+def _children_of_step(step: str, out: Path) -> list[int]:
+    """A killed report leaves its step behind."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_text().split("\0")
+            except OSError:
+                continue
+            if str(out / f"{step}.json") in words:
+                found.append(int(entry.name))
+    return found
+
+
+def test_a_gpu_that_is_not_there_is_told_by_the_exit_code(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    done = report(tmp_path / "report", steps="environment,modes")
+    assert done.returncode == 3
+    assert "there is no CUDA GPU" in done.stderr
+    assert "modes" not in state(tmp_path / "report")
+
+
+def test_a_folder_holds_figures_of_one_kind(tmp_path: Path) -> None:
+    (tmp_path / "report").mkdir()
+    kept = {"options": {"device": "cuda", "sizes": "7b", "dry_run": False}, "steps": {}}
+    (tmp_path / "report" / "report.json").write_text(json.dumps(kept))
+    done = report(tmp_path / "report", *TINY, steps="environment")
+    assert done.returncode == 1 and "name another --out" in done.stderr
+
+
+def test_a_dry_run_is_a_report(tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    done = report(out, "--dry-run", "--sizes", "tiny", steps="gemm")
+    assert done.returncode == 0, done.stdout + done.stderr + (out / "log.txt").read_text()
+    products = state(out)["gemm"]["found"]["down 384"]["seconds"]
+    ours = {"bfloat16, fused_linear", "int8, rounded_linear alone", "fp8, rounded_linear alone"}
+    assert {products[name] for name in (*ours, "fp8, torch's product alone")} == {1e-3}, "as the fake events say"
+    assert "A dry run" in (out / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dry_run")
+    environment = BARE | {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("", "kernels", "test"))}
+    command = [sys.executable, "-c", EVERY_STEP, str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def test_a_dry_run_takes_every_steps_gpu_branch(dry_run: Path) -> None:
+    steps = {name: entry["found"] for name, entry in state(dry_run).items()}
+    assert steps.keys() == {step.name for step in STEPS}
+    assert steps["tests"]["captured"]["tests"] > 0 and not steps["tests"]["captured"]["failed"]
+    assert steps["ticks"]["specpipe"]["stages_s"]["draft"] > 0
+    assert {(step, name) for step, found in steps.items() for name, _ in _left_out(found)} <= LEFT_OUT
+    rows = [(name, row) for step in ("modes", "ticks", "graphs", "formats") for name, row in steps[step].items()]
+    captured = {name: row["cuda_graphs"] for name, row in rows if "cuda_graphs" in row}
+    assert {f"{weights}, {mode}" for weights in QUANTIZATIONS for mode in ("ar", "specpipe")} <= captured.keys()
+    assert all(status.endswith(" captured") != name.endswith("eager") for name, status in captured.items())
+
+
+def test_what_a_dry_run_leaves_out_says_why(dry_run: Path) -> None:
+    reasons = {name: why for entry in state(dry_run).values() for name, why in _left_out(entry["found"])}
+    assert "no numbers" in reasons["transformers"]
+    page = (dry_run / "report.html").read_text()
+    assert "its checks need numbers" in page and escape(reasons["transformers"]) in page
+
+
+def _left_out(found: Any, name: str = "step") -> Iterator[tuple[str, str]]:
+    """What has a reason in place of figures, and the reason."""
+    for key, value in found.items() if isinstance(found, dict) else ():
+        if key == "skipped" and isinstance(value, str):
+            yield name, value
+        elif name == "seconds" and isinstance(value, str):
+            yield key, value
+        else:
+            yield from _left_out(value, key)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A few runs of the fault suite: what is promised holds, and its judge sees what would break it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faults.faults import MODES, plan, summary
+from faults.judge import Judge
+from faults.kinds import FAULTS, NONE
+from faults.runs import Job, run_fault
+from faults.timing import Timing
+from support.fault_scene import Scene, Setup
+
+from benchmarks.results_page import SAFETY, safety_page
+from specvla_ros.lab.simulation.commanded_arm import COMMANDS
+from specvla_ros.lab.simulation.motion_record import read_motion_record
+
+pytestmark = pytest.mark.fault
+
+PICTURED_S = tuple((0.2 * np.arange(40)).tolist())
+TIMING = Timing("spec", PICTURED_S, tuple(time_s + 0.3 for time_s in PICTURED_S), 8.0)
+
+
+def run(fault: str, output: str, *, guarded: bool = True, seed: int = 1, **changes):
+    job = Job(fault, "spec", output, "table", 0.25, seed, guarded)
+    return run_fault(job, TIMING, replace(FAULTS[fault], **changes))
+
+
+@pytest.mark.parametrize("output", COMMANDS)
+def test_a_driver_that_is_killed_stops_the_arm_in_time_and_within_limits(output):
+    found = run("kill driver", output)
+    assert found["promised"] and not found["late"]
+    assert not found["beyond"]
+    assert found["stop"] is None or 0 < found["stop"]["time_s"] < 0.2, "None: it stood before the guard knew"
+    assert found["causes"]["driver_silent"] >= 1
+    assert found["recovered_s"] is not None, "started again, it goes on"
+
+
+def test_a_leap_gets_to_the_arm_without_the_guard_alone():
+    assert "speed" in run("commands that leap", "pose", guarded=False)["beyond"]
+    found = run("commands that leap", "pose")
+    assert not found["beyond"] and not found["late"]
+    assert found["left"], "the guard let nothing more through"
+
+
+def test_a_stop_that_does_not_come_is_late():
+    found = run(NONE.name, "pose", noticed=FAULTS["press stop"].noticed)
+    assert found["promised"] and found["late"]
+
+
+def test_the_judge_holds_the_arm_to_the_limits(tmp_path: Path):
+    scene = Scene(Setup("table", "twist", 0.25, TIMING, 1), tmp_path / "record")
+    scene.time.run_until(4.0)
+    scene.close()
+    record, settings = read_motion_record(tmp_path / "record"), scene.settings
+    assert not Judge(record, settings).extremes().beyond
+    tighter = replace(settings.limits, linear_speed=settings.limits.linear_speed / 3)
+    assert Judge(record, replace(settings, limits=tighter)).extremes().beyond == ["speed"]
+    x, y, z = settings.limits.workspace_min
+    smaller = replace(settings.limits, workspace_min=(x, y, z + 0.3))
+    assert Judge(record, replace(settings, limits=smaller)).extremes().beyond == ["workspace"]
+
+
+def test_the_plan_has_each_fault_in_each_mode_by_each_output():
+    names = {"faults": list(FAULTS), "modes": list(MODES), "outputs": list(COMMANDS), "robots": ["table", "panda"]}
+    jobs = list(plan(2000, 10, 0, names=names, speeds=[0.25, 0.1]))
+    kinds = {(job.fault, job.mode, job.output) for job in jobs if job.guarded}
+    of_joints = sum(fault.of_joints for fault in FAULTS.values())
+    assert len(kinds) == (len(FAULTS) - of_joints) * 16 + of_joints * 8
+    assert sum(not job.guarded for job in jobs) == 10
+    assert len({job.key for job in jobs}) == len(jobs)
+
+
+def test_what_is_counted_is_what_was_found():
+    right, wrong = run("press stop", "twist"), run(NONE.name, "twist", noticed=FAULTS["press stop"].noticed)
+    counted = summary([right, wrong | {"beyond": ["speed"]}])
+    assert (counted["runs"], counted["promised"], counted["late"], counted["beyond"]) == (2, 2, 1, 1)
+    (pressed,) = [row for row in counted["faults"] if row["fault"] == "press stop"]
+    assert pressed["late"] == 0 and pressed["cleared"] == 1
+    assert pressed["time_s_max"] == right["stop"]["time_s"]
+
+
+def test_the_page_on_safety_has_the_figures_of_the_result():
+    assert SAFETY.read_text(encoding="utf-8") == safety_page(), "run python -m benchmarks.results_page"

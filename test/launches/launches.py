@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tick of the engine asks of a GPU, counted without one: launches, copies, read-backs, at OpenVLA-7B's shapes.
+
+PYTHONPATH=test python -m launches.launches
+
+The real engine runs on fake CUDA tensors (`support/fake_cuda.py`): what each captured graph holds is counted once, then
+frames are decoded and the host's launches of each tick are counted, a replayed graph as one. Nothing is timed.
+
+Beside each figure the file keeps what was counted first. Where the code launches otherwise than it says,
+`test_launches.py` fails: a launch more is to be avoided, one less is to be written down.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import typer
+from support.fake_cuda import COPY_IN, READ_BACK, REPLAY, WAIT, Launches, fake_cuda
+from torch import nn
+
+from benchmarks.harness import Out, finish, kept_before, result_head
+from benchmarks.random_policy import PROMPT, SIZES, TOKENS, RandomPolicy, Size, frame, random_codec
+from benchmarks.results_page import RESULTS
+from specvla_ros.engine import buckets, cuda_graphs, runner
+from specvla_ros.engine.engine import Engine
+from specvla_ros.engine.outcome import Drop, DropReason
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.engine.verifier import Commit, Prepared, Verifier, VerifyInput
+from specvla_ros.models.config import DecoderShape
+from specvla_ros.models.decoder import PackedDecoder
+from specvla_ros.models.families.openvla.config import OpenVLAConfig
+from specvla_ros.models.families.openvla.model import OpenVLA
+from specvla_ros.models.families.openvla.prompt import PromptTokenizer
+from specvla_ros.models.settings import PromptStyle
+from specvla_ros.speculation.drafters.eagle import drafter as eagle
+from specvla_ros.speculation.drafters.eagle import head as eagle_head
+from specvla_ros.speculation.drafters.eagle.children import WindowMass
+from specvla_ros.speculation.drafters.eagle.head import EagleHead
+from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
+
+_ACCEPTED = 3  # tokens that a verification with a tree commits
+_TICKS = 16
+_STEADY = 6  # the first tick that is counted
+_ACTION = 31900  # an action token
+_DTYPE = torch.bfloat16
+_BINS = AcceptanceSettings("bin_distance", bins=(9,), gripper_bins=0)
+# Sections of a tick, by the method whose work they are.
+_SECTIONS = {
+    "embed": (Engine, "_embed"),
+    "forward and verify": (Engine, "_forward"),
+    "draft": (Engine, "_draft"),
+}
+
+
+def settings_of(mode: str, *, children: str = "top_k", chunks: int = 1, nodes: int = 16) -> EngineSettings:
+    """What is counted."""
+    draft = DraftSettings(head="random", nodes=nodes, children=children, depth=5, top_k=8)
+    return EngineSettings(mode, prefill_chunks=chunks, max_text_tokens=128, draft=draft, acceptance=_BINS)
+
+
+CASES: dict[str, EngineSettings] = {
+    "ar": settings_of("ar"),
+    "spec": settings_of("spec"),
+    "spec, window mass": settings_of("spec", children="window_mass"),
+    "pipeline": settings_of("pipeline"),
+    "specpipe": settings_of("specpipe"),
+    "specpipe, two chunks": settings_of("specpipe", chunks=2),
+}
+
+
+def fake_policy(size: Size) -> RandomPolicy:
+    """A policy on fake memory."""
+    with torch.device("meta"):
+        model = OpenVLA(OpenVLAConfig(size.towers, size.llama, 64, 256, {}, vicuna=False))
+    _on_device(model)
+    pixels = torch.empty(3 * len(size.towers), 224, 224)
+    return RandomPolicy(
+        directory=Path("random"),
+        model=model.eval().requires_grad_(False),
+        image_processor=lambda _: pixels,  # type: ignore[arg-type]
+        prompt=PromptTokenizer(None, style=PromptStyle.OPENVLA, trailing_id=None, vocab_size=size.llama.vocab_size),
+        codec=random_codec(model.config.token_vocab_size, TOKENS),
+        prompt_rows=PROMPT,
+    )
+
+
+def fake_decoder(shape: DecoderShape) -> PackedDecoder:
+    """A decoder on fake memory."""
+    with torch.device("meta"):
+        decoder = PackedDecoder(shape)
+    _on_device(decoder)
+    return decoder.eval().requires_grad_(False)
+
+
+def _on_device(module: nn.Module) -> None:
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            setattr(part, name, nn.Parameter(_empty(parameter), requires_grad=False))
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, _empty(buffer))
+
+
+def _empty(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tuple(like.shape), dtype=_DTYPE, device="cuda")
+
+
+def _head(_: Path, decoder: Any) -> EagleHead:
+    with torch.device("meta"):
+        head = EagleHead(replace(decoder.config, num_hidden_layers=1))
+    _on_device(head)
+    return head.requires_grad_(False)
+
+
+@contextmanager
+def device() -> Iterator[Launches]:
+    """The fake device, with graphs that are recorded in place of captured, and no comparisons of numbers."""
+    answers = _Answers()
+    with ExitStack() as stack:
+        launches = stack.enter_context(fake_cuda(answers))
+
+        def capture_on(_: Any) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+            return lambda run: _record(run, launches)
+
+        nothing = lambda *_, **__: None  # noqa: E731
+        patches: tuple[tuple[Any, str, Any], ...] = (
+            (torch.cuda, "mem_get_info", lambda *_: (1 << 40, 1 << 40)),
+            (cuda_graphs, "capture_on", capture_on),
+            (runner, "check_forward", nothing),
+            (runner, "check_rows", nothing),
+            (runner, "randomize", nothing),
+            (buckets.ForwardSizes, "measured_on", lambda sizes, _: sizes),
+            (eagle, "randomize", nothing),
+            (eagle, "check_rows", nothing),
+            (eagle.EagleDrafter, "_check", nothing),
+            (eagle_head, "load_draft_head", _head),
+            (Verifier, "verify", answers.heard(Verifier.verify)),
+        )
+        for owner, name, instead in patches:
+            stack.enter_context(patch.object(owner, name, instead))
+        for section, (owner, name) in _SECTIONS.items():
+            stack.enter_context(patch.object(owner, name, _in_section(getattr(owner, name), section, launches)))
+        yield launches
+
+
+def _in_section(method: Callable[..., Any], section: str, launches: Launches) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with launches.within(section):
+            return method(*args, **kwargs)
+
+    return run
+
+
+def _record(run: Callable[[], Any], launches: Launches) -> Callable[[], Any]:
+    name = _name_of(run.__self__)  # type: ignore[attr-defined]
+    with launches.within("warm-up"):
+        run()
+    with launches.within(f"graph {name}"):
+        result = run()
+    launches.graphs[name] = launches.sections.pop(f"graph {name}")
+
+    def replay() -> Any:
+        launches.add(REPLAY)
+        return result
+
+    return replay
+
+
+def _name_of(captured: Any) -> str:
+    if isinstance(captured, cuda_graphs.StaticForward):
+        return f"forward of {captured._rows} rows"
+    if isinstance(captured, eagle.StaticKeep):
+        return f"draft keys of {len(captured._hidden)} rows"
+    if isinstance(captured, eagle.StaticDraft):
+        mass = "by window mass" if isinstance(captured._grower._children, WindowMass) else "by top k"
+        return f"draft {mass}, trees {captured._requests}, levels {captured._depth}"
+    return "vision"
+
+
+class _Answers:
+    """What the tick's read-back gives: each request accepts drafts as far as there are some."""
+
+    def __init__(self) -> None:
+        self._groups: list[tuple[int, list[int]]] = []  # of each rule: nodes of a path at most, and drafts accepted
+
+    def heard(self, verify: Callable[..., Any]) -> Callable[..., Any]:
+        """`Verifier.verify`, listened to."""
+
+        def run(
+            verifier: Verifier, result: Any, hidden: Any, parts: Sequence[VerifyInput], prepared: Prepared
+        ) -> list[Commit]:
+            self._groups = [
+                (group.max_depth + 1, [min(_ACCEPTED - 1, parts[index].tree.depth) for index in group.parts])
+                for group in prepared.groups
+            ]
+            commits: list[Commit] = verify(verifier, result, hidden, parts, prepared)
+            return commits
+
+        return run
+
+    def __call__(self, shape: tuple[int, ...]) -> list[Any]:
+        """As `accept_tree` lays paths out, one after the other."""
+        numbers: list[int] = []
+        for steps, accepted in self._groups:
+            for drafts in accepted:
+                count, left = drafts + 1, [0] * (steps - drafts - 1)
+                numbers += [*range(count), *left, *[_ACTION] * count, *left, *[0] * (2 * steps), count]
+        assert shape == (len(numbers),)
+        return numbers
+
+
+@dataclass(frozen=True)
+class Tick:
+    """What the host asked for in one tick.
+
+    Args:
+        begins: whether a prompt began.
+        in_flight: requests after it.
+        nodes: that were verified.
+        launches: of the host, a replayed graph as one; copies and read-backs are not among them.
+        copies: to the device.
+        read_backs: from it.
+        waits: for it, where nothing was read.
+        behind: launches after the read-back.
+        by_section: launches by the part of the tick that asked for them.
+    """
+
+    begins: bool
+    in_flight: int
+    nodes: int
+    launches: int
+    copies: int
+    read_backs: int
+    waits: int
+    behind: int
+    by_section: dict[str, int]
+
+
+def count(mode: str) -> dict[str, Any]:
+    """The launches of a case: of each graph, and of the host in each kind of tick in the steady state."""
+    with device() as launches:
+        engine = Engine(fake_policy(SIZES["7b"]), CASES[mode])
+        engine.runner.graphs.warm_up()
+        status = engine.runner.graphs.status
+        if "off" in status:
+            raise RuntimeError(f"{mode}: {status}")
+        ticks = [tick for _, tick in zip(range(_TICKS), _ticks(engine, launches), strict=False)][_STEADY:]
+    graphs = [
+        {"graph": name, "launches": sum(counts.values()), "by_name": dict(counts.most_common())}
+        for name, counts in launches.graphs.items()
+    ]
+    kinds = [tick for index, tick in enumerate(ticks) if tick not in ticks[:index]]
+    return {"graphs": graphs, "ticks": [asdict(tick) | {"times": ticks.count(tick)} for tick in kinds]}
+
+
+def _ticks(engine: Engine, launches: Launches) -> Iterator[Tick]:
+    stamp_ns = 0
+    while True:
+        if engine.has_room:
+            stamp_ns += 1
+            engine.submit(frame(stamp_ns))
+        launches.clear()
+        outcomes = engine.tick()
+        faults = [each for each in outcomes if isinstance(each, Drop) and each.reason is DropReason.ENGINE_FAULT]
+        if faults:
+            raise RuntimeError(faults[0].detail)
+        no_launch = (COPY_IN, READ_BACK, WAIT)
+        by_section = {
+            section: sum(n for name, n in counts.items() if name not in no_launch)
+            for section, counts in launches.sections.items()
+        }
+        yield Tick(
+            begins=engine.last_work.images > 0,
+            in_flight=engine.in_flight,
+            nodes=engine.last_work.nodes,
+            launches=sum(by_section.values()),
+            copies=launches.total(COPY_IN),
+            read_backs=launches.total(READ_BACK),
+            waits=launches.total(WAIT),
+            behind=launches.behind,
+            by_section=by_section,
+        )
+
+
+def main(context: typer.Context, out: Out = RESULTS / "launches.json") -> None:
+    """Counts every mode's launches at OpenVLA-7B's shapes."""
+    logging.basicConfig(level=logging.ERROR)
+    cases = {mode: count(mode) for mode in CASES}
+    head = result_head(context)
+    first = {"git_revision": head["git_revision"], "cases": cases}
+    finish(head | {"cases": cases, "before": kept_before(out, "cases") or first}, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
