@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specvla_ros.lab.evaluation.statistics import paired_difference
+from specvla_ros.lab.evaluation.paired import paired_difference
 
 Result = dict[str, Any]
 _HEAD = Path(__file__).resolve().parents[1] / "specvla_ros" / "lab" / "bundled" / "nano" / "draft" / "training.json"

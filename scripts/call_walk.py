@@ -33,11 +33,13 @@ class Walk:
     Attributes:
         files: modules in the order in which they are first entered.
         climbs: calls into a module that stands above the caller's, `caller -> function`.
+        callbacks: calls back into a module whose function waits for the caller, `caller -> function`.
         returns: pairs of modules, `caller -> callee`, of calls into a module that was entered and left before.
     """
 
     files: list[str] = field(default_factory=list)
     climbs: list[str] = field(default_factory=list)
+    callbacks: list[str] = field(default_factory=list)
     returns: list[str] = field(default_factory=list)
 
 
@@ -118,17 +120,24 @@ class Code:
                     yield member.target.id, found
             if isinstance(member, FunctionNode):
                 known = self.parameters(Place(of.module, f"{of.name}.{member.name}"))
-                for node in ast.walk(member):
-                    yield from self._assigned(of.module, node, known)
+                for node in _in_order(member):
+                    if isinstance(node, ast.Assign | ast.AnnAssign):
+                        yield from self.learn(of.module, node, known)
 
-    def _assigned(self, module: str, node: ast.AST, known: Mapping[str, Place]) -> Iterator[tuple[str, Place]]:
-        """Attributes that an assignment sets, with the class that it tells."""
-        if not isinstance(node, ast.Assign | ast.AnnAssign):
-            return
+    def learn(
+        self, module: str, node: ast.Assign | ast.AnnAssign, known: dict[str, Place]
+    ) -> Iterator[tuple[str, Place]]:
+        """Adds the classes of the variables that an assignment sets to `known`, and gives those of attributes."""
         annotated = self.annotated(module, node.annotation) if isinstance(node, ast.AnnAssign) else None
-        found = annotated or (self.type_of(module, node.value, known) if node.value else None)
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            if isinstance(target, ast.Attribute) and found:
+        pairs = [(target, node.value) for target in (node.targets if isinstance(node, ast.Assign) else [node.target])]
+        for target, value in pairs:
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs += zip(target.elts, value.elts, strict=False)
+                continue
+            found = annotated or (self.type_of(module, value, known) if value else None)
+            if found and isinstance(target, ast.Name):
+                known[target.id] = found
+            elif found and isinstance(target, ast.Attribute):
                 yield target.attr, found
 
     def parameters(self, function: Place) -> dict[str, Place]:
@@ -178,54 +187,48 @@ class Code:
         return self.method(holder, function.attr) if holder else None
 
     def walk(self, *starts: Place) -> Walk:
-        """Reads from each start in turn.
+        """Reads from each start in turn; the way from one to the next, a message or a callback, counts for nothing.
 
         Raises:
             KeyError: a start is no function of the product.
         """
         found, read = Walk(), set[Place]()
-        current = starts[0].module
         for start in starts:
-            self._enter(start, current, found, read)
-            current = start.module
+            self._enter(start, (), found, read)
         return found
 
-    def _enter(self, place: Place, caller: str, found: Walk, read: set[Place]) -> None:
+    def _enter(self, place: Place, callers: tuple[str, ...], found: Walk, read: set[Place]) -> None:
         if place in read:
             return
         read.add(place)
         node = self.functions[place]
         module = place.module
-        if module != caller or not found.files:
+        if callers and module != callers[-1]:
+            caller = callers[-1]
             if self.floors[module] > self.floors[caller]:
                 found.climbs.append(f"{caller} -> {module}.{place.name}")
-            if module not in found.files:
-                found.files.append(module)
-            elif (back := f"{caller} -> {module}") not in found.returns:
+            if module in callers:
+                found.callbacks.append(f"{caller} -> {module}.{place.name}")
+            if module in found.files and (back := f"{caller} -> {module}") not in found.returns:
                 found.returns.append(back)
+        if module not in found.files:
+            found.files.append(module)
         known = self.parameters(place)
         for call in _in_order(node):
             if isinstance(call, ast.Call):
-                self._follow(place.module, call, known, found, read)
+                self._follow((*callers, module), call, known, found, read)
             elif isinstance(call, ast.Assign | ast.AnnAssign):
-                _learn(self, place.module, call, known)
+                for _ in self.learn(place.module, call, known):
+                    pass
 
-    def _follow(self, module: str, call: ast.Call, known: dict[str, Place], found: Walk, read: set[Place]) -> None:
-        called = self.called(module, call.func, known)
+    def _follow(
+        self, callers: tuple[str, ...], call: ast.Call, known: Mapping[str, Place], found: Walk, read: set[Place]
+    ) -> None:
+        called = self.called(callers[-1], call.func, known)
         if called in self.classes and called is not None:
-            made = self.method(called, "__init__") or self.method(called, "__post_init__")
-            called = made
+            called = self.method(called, "__init__") or self.method(called, "__post_init__")
         if called in self.functions and called is not None:
-            self._enter(called, module, found, read)
-
-
-def _learn(code: Code, module: str, node: ast.Assign | ast.AnnAssign, known: dict[str, Place]) -> None:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    annotated = code.annotated(module, node.annotation) if isinstance(node, ast.AnnAssign) else None
-    found = annotated or (code.type_of(module, node.value, known) if node.value else None)
-    for target in targets:
-        if isinstance(target, ast.Name) and found:
-            known[target.id] = found
+            self._enter(called, callers, found, read)
 
 
 def _in_order(node: ast.AST) -> Iterator[ast.AST]:

@@ -4,6 +4,7 @@
 
 python scripts/count_structure.py                      # this checkout
 python scripts/count_structure.py --root DIR --json    # another one, for a comparison
+python scripts/count_structure.py --walks              # what a reader meets from a function on
 python scripts/count_structure.py --trace              # also runs the policy node on one image (needs ROS 2)
 
 The product is specvla_ros and specvla_kernels. A room is a first-level folder or module of specvla_ros, or
@@ -20,12 +21,14 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from call_walk import Code, Place
 
 PACKAGE, KERNELS, LAB = "specvla_ros", "specvla_kernels", "lab"
 # From the top down; imports go down, or stay on a floor. Rooms without a floor may be imported by all others.
@@ -43,6 +46,29 @@ FLOORS = (
 )
 ALONE = "control"  # neither imports nor is below any room with a floor
 LAB_ENTRY = f"{PACKAGE}.cli.laboratory"  # the one module outside of the laboratory that may import it
+
+# What a reader follows, from its first function; several where a message, a thread or a callback lies between.
+WALKS: Mapping[str, Sequence[str]] = {
+    "image to submitted frame": (
+        "ros.policy.inputs:ImageInput._receive",
+        "ros.policy.inputs:ObservationInput._add_frame",
+        "ros.policy.robot:RobotPart._on_frames",
+    ),
+    "tick": ("engine.engine:Engine.tick",),
+    "outcome to action": ("ros.policy.robot:RobotPart.take_outcome",),
+    "action to motion command": ("ros.driver.node:DriverNode._on_action", "ros.driver.node:DriverNode._step"),
+    "motion command to robot": ("control.guard.guard:Guard.command", "ros.guard.node:GuardNode._tick"),
+    "draft tree": (
+        "speculation.drafters.eagle.drafter:EagleDrafter.draft",
+        "engine.verifier:Verifier.prepare",
+        "engine.verifier:Verifier.verify",
+    ),
+    "checkpoint to OpenVLA": ("models.families.openvla.target:load_openvla",),
+    "checkpoint to Qwen-VL": ("models.families.qwen_vl.target:load_qwen_vl",),
+    "checkpoint to StarVLA": ("models.families.starvla.target:load_starvla",),
+    "checkpoint to pi0-FAST": ("models.families.pi0_fast.target:load_pi0_fast",),
+    "checkpoint to MiniVLA": ("models.families.minivla.target:load_minivla",),
+}
 
 Graph = Mapping[str, set[str]]
 
@@ -210,6 +236,19 @@ def count(root: Path) -> dict[str, Any]:
     }
 
 
+def walks(root: Path) -> dict[str, dict[str, Any]]:
+    """What is met on each of `WALKS`: files, and calls that go up, back to a caller, or to a file that was left."""
+    modules = product(root)
+    code = Code({name: module.tree for name, module in modules.items()}, imports(modules))
+    found = {}
+    for name, starts in WALKS.items():
+        places = [Place(f"{PACKAGE}.{start.partition(':')[0]}", start.partition(":")[2]) for start in starts]
+        walk = code.walk(*places)
+        kinds = {"climbs": walk.climbs, "callbacks": walk.callbacks, "returns": walk.returns}
+        found[name] = {"files": len(walk.files)} | kinds
+    return found
+
+
 def _lines_of(folder: Path) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
 
@@ -301,6 +340,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="a checkout")
     parser.add_argument("--trace", action="store_true", help="count the files between image message and action")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--walks", action="store_true", help="follow calls through the product, see WALKS")
     parser.add_argument("--run-node", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run_node:
@@ -308,9 +348,22 @@ def main() -> None:
         return
     root = options.root.resolve()
     counts = count(root)
+    if options.walks:
+        _print_walks(walks(root), as_json=options.json)
+        return
     if options.trace:
         counts["files_from_image_to_action"] = trace(root)
     print(json.dumps(counts, indent=2) if options.json else "\n".join(_lines(counts)))
+
+
+def _print_walks(found: Mapping[str, Mapping[str, Any]], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    print(f"{'':26}{'files':>8}{'climbs':>8}{'callbacks':>11}{'returns':>9}")
+    for name, walk in found.items():
+        climbs, callbacks, returns = (len(walk[kind]) for kind in ("climbs", "callbacks", "returns"))
+        print(f"{name:26}{walk['files']:>8}{climbs:>8}{callbacks:>11}{returns:>9}")
 
 
 def _lines(counts: Mapping[str, Any]) -> Iterable[str]:

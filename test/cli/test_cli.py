@@ -401,7 +401,7 @@ def without_simulator_and_plots(code: str, *arguments: object) -> "subprocess.Co
 STRUCTURE = Path(__file__).resolve().parents[2] / "scripts" / "count_structure.py"
 GUARDED = STRUCTURE.parents[1] / "config" / "guard.yaml"
 NODES = {
-    "policy": f"import runpy; sys.argv[1:] = ['--run-node']; runpy.run_path({str(STRUCTURE)!r}, run_name='__main__')",
+    "policy": f"import runpy; sys.path.insert(0, {str(STRUCTURE.parent)!r}); sys.argv[1:] = ['--run-node']; runpy.run_path({str(STRUCTURE)!r}, run_name='__main__')",
     "driver": "from specvla_ros.ros.driver.node import DriverNode as Node",
     "guard": "from specvla_ros.ros.guard.node import GuardNode as Node",
     "task": "from specvla_ros.ros.task.node import TaskNode as Node",
@@ -413,7 +413,7 @@ def test_a_robots_nodes_need_no_extra(node: str) -> None:
     """The policy's answers an image, the others are made."""
     pytest.importorskip("rclpy")
     lacking = "sys.modules.update(dict.fromkeys(('rosbags', 'rich', 'typer'))); "
-    arguments = "['--ros-args', '--params-file', sys.argv[1], '-p', 'black_box_dir:=']"
+    arguments = "['--ros-args', '--params-file', sys.argv[1], '-p', \"black_box_dir:=''\"]"
     made = "" if node == "policy" else f"; import rclpy; rclpy.init(args={arguments}); Node().close()"
     done = without_simulator_and_plots(lacking + NODES[node] + made, GUARDED)
     assert done.returncode == 0, done.stderr

@@ -154,7 +154,7 @@ def out_of_memory_at_the_third() -> Capture:
 
 
 def probable(change: Callable[[torch.Tensor], torch.Tensor]) -> Capture:
-    return ends_as(lambda trees: replace(trees, log_probs=change(trees.log_probs)))
+    return ends_as(lambda trees: trees._replace(log_probs=change(trees.log_probs)))
 
 
 def hidden(change: Callable[[torch.Tensor], torch.Tensor]) -> Capture:

@@ -27,7 +27,7 @@ from specvla_kernels.expand_tree import (
     expand_tree_reference,
     expand_tree_triton,
 )
-from specvla_kernels.finish_tree import finish_tree_reference, finish_tree_triton
+from specvla_kernels.finish_tree import GrownTrees, finish_tree_reference, finish_tree_triton
 
 pytest.importorskip("triton")
 
@@ -110,9 +110,9 @@ def same_trees(considered: Considered, generator: torch.Generator, k: int, level
     arguments: dict[str, Any] = dict(k=k, levels=levels, max_nodes=max_nodes)
     expected = finish_tree_reference(considered, roots, nodes, **arguments)
     for finish in (finish_tree_triton, finish_tree_reference):
-        numbers, log_probs, valid = (torch.full_like(each, 7) for each in expected)
-        finish(considered, roots, nodes, **arguments, out=(numbers, log_probs, valid))
-        for ours, other in zip((numbers, log_probs, valid), expected, strict=True):
+        found = GrownTrees(*(torch.full_like(each, 7) for each in expected))
+        finish(considered, roots, nodes, **arguments, out=found)
+        for ours, other in zip(found, expected, strict=True):
             assert ours.equal(other)
 
 

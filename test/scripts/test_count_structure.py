@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The structure of the product: how it is counted, and what of it must hold."""
 
+import ast
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+from call_walk import Code, Place
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "count_structure.py"
 
@@ -85,3 +88,46 @@ def test_no_import_climbs_and_none_goes_in_a_circle() -> None:
     found = counts()
     assert found["climbing_arrows"] == found["imports_into_lab"] == []
     assert found["circles_of_modules"] == found["circles_of_rooms"] == []
+
+
+WALKED = {
+    "a": (
+        "from pkg.b import Low, helper\n"
+        "class High:\n"
+        "    def __init__(self, low: Low | None):\n"
+        "        self.low = low\n"
+        "    def go(self):\n"
+        "        other = Low()\n"
+        "        helper(other.up())\n"
+        "        return self.low.again()\n"
+        "    def back(self): ...\n"
+    ),
+    "b": (
+        "from pkg.c import deep\n"
+        "class Low:\n"
+        "    def __init__(self): deep()\n"
+        "    def up(self):\n"
+        "        from pkg.a import High\n"
+        "        High(None).back()\n"
+        "    def again(self): return deep()\n"
+        "def helper(value): return value\n"
+    ),
+    "c": "def deep(): ...\n",
+}
+
+
+def test_a_walk_meets_files_in_order_and_counts_calls_that_go_up_or_back() -> None:
+    trees = {f"pkg.{name}": ast.parse(text) for name, text in WALKED.items()}
+    imports: dict[str, set[str]] = {"pkg.a": {"pkg.b"}, "pkg.b": {"pkg.c"}, "pkg.c": set()}
+    walk = Code(trees, imports).walk(Place("pkg.a", "High.go"))
+    assert walk.files == ["pkg.a", "pkg.b", "pkg.c"]
+    assert walk.climbs == walk.callbacks == ["pkg.b -> pkg.a.High.__init__", "pkg.b -> pkg.a.High.back"]
+    assert walk.returns == ["pkg.a -> pkg.b", "pkg.b -> pkg.a"]
+
+
+def test_a_reader_goes_down_and_seldom_back() -> None:
+    found: dict[str, dict[str, list[str]]] = counts("--walks")  # type: ignore[assignment]
+    for name, walk in found.items():
+        assert walk["climbs"] == walk["callbacks"] == [], name
+        # A tick calls scheduler, runner, verifier and drafters in turn, and the scheduler again.
+        assert len(walk["returns"]) <= (13 if name == "tick" else 10), name

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from specvla_ros.errors import UserError
-from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, drafter
+from specvla_ros.speculation.drafters.registry import DraftContext, Drafter
+from specvla_ros.speculation.settings import DRAFTERS
 
 if TYPE_CHECKING:
     from specvla_ros.models.codecs.codec import Codec
@@ -23,7 +24,7 @@ def answer_ids(codec: Codec, least: int) -> range | None:
     return ids if ids is not None and len(ids) >= least else None
 
 
-@drafter("head", order=90)
+@DRAFTERS.register("head", order=90)
 def _head(context: DraftContext) -> Drafter | None:
     directory = context.settings.head_directory(context.target.directory)
     if directory is None or not (context.settings.head or directory.is_dir()):
