@@ -401,7 +401,8 @@ def without_simulator_and_plots(code: str, *arguments: object) -> "subprocess.Co
 STRUCTURE = Path(__file__).resolve().parents[2] / "scripts" / "count_structure.py"
 GUARDED = STRUCTURE.parents[1] / "config" / "guard.yaml"
 NODES = {
-    "policy": f"import runpy; sys.path.insert(0, {str(STRUCTURE.parent)!r}); sys.argv[1:] = ['--run-node']; runpy.run_path({str(STRUCTURE)!r}, run_name='__main__')",
+    "policy": f"import runpy; sys.path.insert(0, {str(STRUCTURE.parent)!r}); sys.argv[1:] = ['--run-node']; "
+    f"runpy.run_path({str(STRUCTURE)!r}, run_name='__main__')",
     "driver": "from specvla_ros.ros.driver.node import DriverNode as Node",
     "guard": "from specvla_ros.ros.guard.node import GuardNode as Node",
     "task": "from specvla_ros.ros.task.node import TaskNode as Node",

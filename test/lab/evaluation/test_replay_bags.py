@@ -95,7 +95,13 @@ def test_a_killed_worker_changes_nothing(
     assert there.total.mean_abs_error == here.total.mean_abs_error
 
 
-@pytest.mark.parametrize("where", ({}, {"workers": 2, "ray": "local"}), ids=("processes", "ray"))
+@pytest.mark.parametrize(
+    "where",
+    (
+        pytest.param({}, id="processes"),
+        pytest.param({"workers": 2, "ray": "local"}, id="ray", marks=pytest.mark.nightly),
+    ),
+)
 def test_workers_that_share_an_engine_answer_alike_though_it_is_killed(
     settings: ReplaySettings,
     folder: Path,

@@ -108,7 +108,13 @@ def test_killed_simulation_goes_on_where_it_stopped(policy, tmp_path):
 
 
 @needs_gl
-@pytest.mark.parametrize("where", ({"workers": 2}, {"workers": 2, "ray": "local"}), ids=("processes", "ray"))
+@pytest.mark.parametrize(
+    "where",
+    (
+        pytest.param({"workers": 2}, id="processes"),
+        pytest.param({"workers": 2, "ray": "local"}, id="ray", marks=pytest.mark.nightly),
+    ),
+)
 def test_a_killed_worker_changes_no_episode_and_each_is_counted_once(policy, tmp_path, where, monkeypatch, request):
     if "ray" in where:
         request.getfixturevalue("cluster")
@@ -123,7 +129,13 @@ def test_a_killed_worker_changes_no_episode_and_each_is_counted_once(policy, tmp
 
 
 @needs_gl
-@pytest.mark.parametrize("where", ({}, {"workers": 2, "ray": "local"}), ids=("processes", "ray"))
+@pytest.mark.parametrize(
+    "where",
+    (
+        pytest.param({}, id="processes"),
+        pytest.param({"workers": 2, "ray": "local"}, id="ray", marks=pytest.mark.nightly),
+    ),
+)
 def test_workers_that_share_an_engine_see_the_same_episodes_though_it_is_killed(
     policy, tmp_path, where, monkeypatch, request
 ):

@@ -142,7 +142,13 @@ def test_the_disk_is_bounded_and_an_epoch_holds_every_sample_once(
     assert orders[0] != orders[1]
 
 
-@pytest.mark.parametrize("where", ({"workers": 2}, {"workers": 2, "ray": "local"}), ids=("processes", "ray"))
+@pytest.mark.parametrize(
+    "where",
+    (
+        pytest.param({"workers": 2}, id="processes"),
+        pytest.param({"workers": 2, "ray": "local"}, id="ray", marks=pytest.mark.nightly),
+    ),
+)
 def test_workers_make_the_shards_of_one_process_though_one_is_killed(
     policy: OpenVLATarget,
     tmp_path: Path,
