@@ -70,7 +70,7 @@ colcon: build $(COLCON)  ## Build the package as a colcon workspace does: plainl
 # A cache for each set of flags: in one, each run would throw away what the other has found.
 mypy: build $(TESTING)
 	@$(BIN)/mypy --cache-dir .mypy_cache/test --allow-untyped-defs --no-warn-unused-ignores test & tests=$$!; \
-	    $(BIN)/mypy && $(BIN)/mypy benchmarks scripts/count_structure.py; ours=$$?; wait $$tests && [ $$ours = 0 ]
+	    $(BIN)/mypy && $(BIN)/mypy benchmarks scripts/count_structure.py scripts/call_walk.py scripts/colcon_build.py; ours=$$?; wait $$tests && [ $$ours = 0 ]
 
 format: $(TESTING)  ## Format the code
 	@$(BIN)/ruff check --fix .
