@@ -4,10 +4,14 @@
 Its commands import their libraries when they run, and say which extra brings what is missing.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import typer
+if TYPE_CHECKING:
+    import typer  # `doctor` asks here too, without it
 
 _COMMANDS = ("demo", "recordings", "experiments", "training", "plan")
 

@@ -433,6 +433,14 @@ def test_without_the_commands_libraries_doctor_runs_and_the_others_say_what_they
     assert other.returncode == 1 and "pip install -r requirements/lab.txt" in other.stderr
 
 
+def test_commands_load_without_the_laboratorys_libraries_and_say_which_extra_they_want(tmp_path: Path) -> None:
+    main = "sys.modules['rosbags'] = None; from specvla_ros.cli.entry import main; main()"
+    assert without_simulator_and_plots(main, "serve", "--help").returncode == 0
+    done = without_simulator_and_plots(main, "replay", tmp_path, "--out", tmp_path / "out")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "'rosbags" in done.stderr and "the extra specvla_ros[lab]" in done.stderr
+
+
 def test_a_robot_replays_without_plots(tmp_path: Path) -> None:
     command = ("replay", write_bag(tmp_path / "bag", episode(3)), "--out", tmp_path / "out", "--device", "cpu")
     main = "from specvla_ros.cli.app import main; main()"

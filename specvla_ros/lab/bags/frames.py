@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The frames of a bag: which topics are read, and each image with its instruction and its recorded action."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specvla_ros.errors import UserError
-from specvla_ros.lab.bags.reader import Bag, BagMessage, Topic
 from specvla_ros.messages.image_message import stamp_ns
 from specvla_ros.messages.state_message import JOINT_STATE
 from specvla_ros.messages.synchronizer import TOLERANCE_S, Matched, Synchronizer, Unmatched
+
+if TYPE_CHECKING:
+    # What is read of a bag is declared to the commands where rosbags, which the reader needs, may be missing.
+    from specvla_ros.lab.bags.reader import Bag, BagMessage, Topic
 
 RAW_IMAGE = "sensor_msgs/msg/Image"
 COMPRESSED_IMAGE = "sensor_msgs/msg/CompressedImage"
