@@ -58,6 +58,7 @@ def test_formats_are_compared_alone_for_longer_answers(tmp_path: Path):
         assert found["modes"]["ar"]["rate_over_ar_of_format"] == 1 and found["modes"]["ar"]["pictures_s"] > 0
 
 
+@pytest.mark.nightly
 def test_modes_take_the_forwards_that_their_trace_leaves_them(tmp_path: Path):
     weights = ["--quantization", "none,w8a8,int4,fp8"]
     result = run("benchmarks.speed.decode_modes", tmp_path / "out.json", "--actions", 3, "--repeats", 1, *weights)
@@ -83,6 +84,7 @@ def test_modes_take_the_forwards_that_their_trace_leaves_them(tmp_path: Path):
     assert "needs a CUDA GPU" in quantized["fp8"]["skipped"]
 
 
+@pytest.mark.nightly
 def test_formats_are_held_against_float32(tmp_path: Path):
     formats = run("benchmarks.robot.formats", tmp_path / "out.json", "--pictures", 12, "--episodes", 1)["formats"]
     assert list(formats) == list(QUANTIZATIONS)
@@ -150,6 +152,7 @@ def test_fly_compares_every_row_with_plain_decoding(tmp_path: Path):
     assert list(result["goals"]["time"]["ratios"]) == ["5"]
 
 
+@pytest.mark.nightly
 def test_robots_that_share_a_forward_wait_less_than_those_that_take_turns(tmp_path: Path):
     result = run("benchmarks.robot.robots_per_device", tmp_path / "out.json", "--robots", "1,3", "--share", 0.06)
     for device in ("orin", "rtx5090"):  # by the emulated clock, the same wherever it runs

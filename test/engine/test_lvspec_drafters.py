@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from support.draft_heads import policy_with_random_head
 from support.draft_models import FOLDER, with_model, write_draft_model
 from support.lvspec_reading import plain_reading
+from support.nightly import nightly_but
 from support.pipelines import poisoned
 from support.random_qwen_vl import SHAPES, add_vla0, write_qwen_vl
 from torch import Tensor
@@ -49,7 +50,9 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["one picture", "three pictures"])
+@pytest.fixture(
+    scope="module", params=nightly_but(lambda pictures: pictures == "one picture", ["one picture", "three pictures"])
+)
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
     directory = tmp_path_factory.mktemp("writer")
     make = of_one_picture if request.param == "one picture" else of_three_pictures

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.lvspec_reading import plain_reading
+from support.nightly import nightly_but
 from support.paths import ORACLES, needs
 from support.verifications import TreeCase, make_tree, one_hot, verify_tree
 
@@ -85,7 +86,7 @@ def test_recorded_chains_branches_and_figure_5() -> None:
     assert ties < 50 < len(_recorded()) - 200
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", nightly_but(lambda seed: seed == 0, range(3)))
 def test_random_chains_are_judged_as_the_equations_say(seed: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = []
@@ -162,7 +163,7 @@ def random_tree(rng: np.random.Generator) -> DraftTree:
     return DraftTree(parents, tokens, choices, rng.normal(size=(n, 5)), rng.normal(size=(int(rng.integers(1, 9)), 5)))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", nightly_but(lambda seed: seed == 0, range(3)))
 def test_random_branch_sets_commit_what_their_longest_branch_does_alone(seed: int) -> None:
     rng = np.random.default_rng(100 + seed)
     lengths, parted, told_apart = [], 0, 0

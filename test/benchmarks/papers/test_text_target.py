@@ -42,6 +42,7 @@ def small(tmp_path: Path) -> Path:
 
 
 @needs(ORACLE)
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["ar", "spec"])
 @pytest.mark.parametrize("number", [0, 3, 7])
 def test_smollm_writes_what_transformers_does_wherever_the_margin_allows(

@@ -129,6 +129,7 @@ def test_a_killed_worker_changes_no_episode_and_each_is_counted_once(policy, tmp
 
 
 @needs_gl
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "where",
     (

@@ -146,9 +146,10 @@ def test_the_disk_is_bounded_and_an_epoch_holds_every_sample_once(
     "where",
     (
         pytest.param({"workers": 2}, id="processes"),
-        pytest.param({"workers": 2, "ray": "local"}, id="ray", marks=pytest.mark.nightly),
+        pytest.param({"workers": 2, "ray": "local"}, id="ray"),
     ),
 )
+@pytest.mark.nightly
 def test_workers_make_the_shards_of_one_process_though_one_is_killed(
     policy: OpenVLATarget,
     tmp_path: Path,
@@ -301,6 +302,7 @@ def test_frames_are_counted_over_all_bags(tmp_path: Path) -> None:
         check_frames([tmp_path], 256)
 
 
+@pytest.mark.nightly
 def test_a_killed_command_goes_on(tmp_path: Path) -> None:
     target, data, out = tmp_path / "target", tmp_path / "bags", tmp_path / "head"
     write_random_checkpoint(target, seed=4, hidden_size=64, layers=1)
