@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real-time vision-language-action policies on ROS 2.
+"""Real-time vision-language-action policies on ROS 2; `Policy` runs one without ROS (docs/python.md).
 
-`Policy` runs one without ROS: see docs/python.md. Importing this package costs no torch; what is named here is
-imported when it is first used.
+Importing this package costs no torch: the names below are imported when they are first used.
 """
 
 from importlib import import_module

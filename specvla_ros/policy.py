@@ -28,11 +28,7 @@ Images = np.ndarray | Mapping[str, np.ndarray]
 
 
 class NoActionError(Exception):
-    """A frame ended without an action.
-
-    Attributes:
-        drop: the frame, the reason, and details in words.
-    """
+    """A frame ended without an action; `drop` says why."""
 
     def __init__(self, drop: Drop) -> None:
         super().__init__(f"{drop.reason.value}: {drop.detail}" if drop.detail else drop.reason.value)
@@ -44,10 +40,6 @@ class Policy:
 
     Args:
         target: the model with its codec, see `specvla_ros.models.checkpoint.load_target`.
-        settings: how the engine decodes.
-
-    Attributes:
-        engine: what decodes.
 
     Raises:
         UserError: the settings do not fit the target or the device's memory.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a draft head reads in its next forward over several requests of equally many rows: input rows and layout."""
+"""Input rows and layout of a draft head's next forward, over several requests of equally many rows."""
 
 from dataclasses import dataclass
 
@@ -20,10 +20,8 @@ class DraftSlots:
         slots: int64 [requests], slots of the head's keys and values.
         prefix_lens: int64 [requests], committed rows of the slots.
         rows: int64 [requests], how many of these are new.
-        max_depths: int64 [requests], of the trees; no position is counted beyond them, so that every one exists.
-        slot_rows: of a slot.
-        cos: [positions, dim], RoPE's cosines.
-        sin: like cos.
+        max_depths: int64 [requests], of the trees; no position lies beyond them, so that every one exists.
+        cos, sin: [positions, dim], RoPE's tables.
     """
 
     slots: Tensor
@@ -41,11 +39,9 @@ class DraftRows:
 
     Args:
         inputs: [requests, n, 2 hidden], each row's embedding and state.
-        positions: int64 [requests * n].
-        kv_rows: int64 [requests * n], see PackedLayout.
+        positions, kv_rows: int64 [requests * n], as in PackedLayout.
         ancestors: int64 [requests * n], of trees; 0 of chains.
-        cos: [requests * n, dim], of the positions.
-        sin: like cos.
+        cos, sin: [requests * n, dim], of the positions.
         ends: int64 [requests], the row of each request's last committed token; of chains.
     """
 
@@ -62,7 +58,6 @@ def chain_rows(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tens
     """The newest committed rows of each request.
 
     Args:
-        where: the requests.
         following: [requests, n, hidden], embeddings; the first `rows` of each request count. The others are computed
             too, into rows of its slot that are not committed.
         hidden: like following, states.
@@ -84,12 +79,9 @@ def beam_rows(
 ) -> DraftRows:
     """All beams of the trees so far, after the committed rows.
 
-    The head is one layer, read from memory once per forward however many rows there are: earlier beams are computed
-    again.
+    Earlier beams are computed again: reading the head's one layer from memory takes longer than any number of rows.
 
     Args:
-        where: the requests.
-        beam: the newest.
         embeddings: [vocab, hidden].
         scale: of the embeddings, a number of their dtype.
         states: [requests, width, hidden], after the nodes of the beam before, at which the newest beam's parents point;
@@ -188,16 +180,9 @@ def beam_rows_triton(
 
 def _empty_rows(where: DraftSlots, states: Tensor, n: int) -> DraftRows:
     requests, size = states.shape[0], states.shape[2]
-    whole, turned = where.slots.new_empty(3, requests * n), (requests * n, where.cos.shape[1])
-    return DraftRows(
-        states.new_empty(requests, n, 2 * size),
-        whole[0],
-        whole[1],
-        whole[2],
-        where.cos.new_empty(turned),
-        where.sin.new_empty(turned),
-        where.slots.new_empty(requests),
-    )
+    inputs, whole = states.new_empty(requests, n, 2 * size), where.slots.new_empty(3, requests * n)
+    cos, sin = (table.new_empty(requests * n, table.shape[1]) for table in (where.cos, where.sin))
+    return DraftRows(inputs, *whole.unbind(), cos, sin, ends=where.slots.new_empty(requests))
 
 
 def _pointers(where: DraftSlots, made: DraftRows, tiles: Tensor) -> tuple[Tensor, ...]:

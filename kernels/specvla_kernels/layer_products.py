@@ -2,8 +2,8 @@
 """The products of a decoder layer and of a vision tower's block, each with what stands around it, in few launches.
 
 Few rows: norm, product, gate and residual are one launch, 6 a layer with rope_write_kv and the attention. Many rows:
-the libraries' products, with fused norms and gates between them, 9 a layer. Weights of 8 bits: norm and gate round what
-they give, the products scale, add bias and residual, 10 a layer for any rows.
+the libraries' products, with fused norms and gates between them, 9 a layer. Weights of 8 bits: norm and gate round
+their results, the products scale and add bias and residual, 10 a layer for any rows.
 """
 
 from collections.abc import Callable
@@ -28,12 +28,11 @@ Matrix = Tensor | Rounded | Callable[[Tensor], Tensor]
 
 
 def normed_product(x: Tensor, norm: RowNorm | None, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
-    """The product of normed rows.
+    """The product of normed rows, and the bias.
 
     Args:
         x: [n_rows, in_features].
         norm: None: the rows are multiplied as they are.
-        matrix: weight or product.
         bias: [out_features].
     """
     if isinstance(matrix, Rounded):
@@ -55,7 +54,6 @@ def product_to_add(x: Tensor, matrix: Matrix, residual: Tensor) -> tuple[Tensor,
 
     Args:
         x: [n_rows, in_features].
-        matrix: weight or product.
         residual: [n_rows, out_features].
 
     Returns:
@@ -78,7 +76,6 @@ def gated_mlp(x: Tensor, added: Tensor | None, norm: RowNorm, gate_up: Matrix, d
         added: like x; None: zero.
         norm: of the sum.
         gate_up: to [n_rows, 2 * width].
-        down: [n_rows, width] to [n_rows, hidden].
         gate: see `gated_unit`.
     """
     if isinstance(gate_up, Rounded) and isinstance(down, Rounded):
@@ -97,7 +94,7 @@ def gated_mlp(x: Tensor, added: Tensor | None, norm: RowNorm, gate_up: Matrix, d
 
 
 def _sum(x: Tensor, matrix: Matrix, residual: Tensor, *, owned: bool) -> Tensor:
-    """The residual with the rows' product added; in place where nobody else has it."""
+    """The residual plus the rows' product; in place where the residual is owned."""
     if isinstance(matrix, Tensor) and has_kernels(x):
         fused = partial(fused_linear_triton, x, matrix, residual=residual)
         if is_fused(fused, lambda: residual + F.linear(x, matrix), x, matrix, "residual"):
@@ -126,12 +123,7 @@ def gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def scaled_sum(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor | None, residual: Tensor) -> Tensor:
-    """The sum residual + scale * (x W^T + bias), x being [n_rows, in_features].
-
-    Args:
-        scale: [out_features]; None: 1.
-        residual: [n_rows, out_features].
-    """
+    """The sum residual + scale * (x W^T + bias), x being [n_rows, in_features]; a scale of None is 1."""
 
     def apart() -> Tensor:
         product = linear(x, weight, bias)

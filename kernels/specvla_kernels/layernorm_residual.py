@@ -13,11 +13,9 @@ def layernorm_residual(
     """The sum residual + scale * x, and its LayerNorm (arXiv 1607.06450).
 
     Args:
-        x: [n_rows, dim], what half a block adds.
-        residual: like x.
+        x, residual: [n_rows, dim].
         scale: [dim], LayerScale's (arXiv 2103.17239); None: 1.
         weight, bias: [dim].
-        eps: added to the variance.
 
     Returns:
         The norm and the sum, [n_rows, dim], dtype of x. The sum is rounded to it before the norm, which is computed in

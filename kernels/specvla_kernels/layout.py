@@ -52,11 +52,7 @@ class Ancestry:
 
     @staticmethod
     def on_device(parents: Tensor, levels: int) -> "Ancestry":
-        """From parents [n] that only the device knows, without reading them back; or of several trees, [trees, n].
-
-        Args:
-            levels: no node is deeper than this.
-        """
+        """From parents [n] or [trees, n] that only the device knows, at most `levels` deep, without a read-back."""
         one = torch.ones_like(parents)
         ancestors, depths, above = one << torch.arange(parents.shape[-1], device=parents.device), one - 1, parents
         for _ in range(levels):
@@ -82,8 +78,7 @@ class PackedLayout:
         kv_rows: int64 [n_rows], where each row's keys and values go, see `Span.first_kv_row`.
         ancestors: int64 [n_rows], bit j set: node j of the same segment is an ancestor or the node itself.
             0 for the rows of causal chains; all bits for rows that see all of their chain, however long it is.
-        plans: of the attention kernel, by group and key heads, made when first asked for; a captured forward brings its
-            own.
+        plans: of the attention kernel, by group and key heads, made on demand; a captured forward brings its own.
     """
 
     spans: tuple[Span, ...]
@@ -94,14 +89,11 @@ class PackedLayout:
 
     def attention_plan(self, heads: int, kv_heads: int, slot_rows: int) -> AttentionPlan:
         """The attention kernel's work in this forward, the same object for every layer."""
-        group = heads // kv_heads
-        key = group, kv_heads
-        if key not in self.plans:
-            device = self.ancestors.device
-            self.plans[key] = plan_attention(
-                self.spans, group=group, kv_heads=kv_heads, slot_rows=slot_rows, device=device
-            )
-        return self.plans[key]
+        group, device = heads // kv_heads, self.ancestors.device
+        if (group, kv_heads) not in self.plans:
+            plan = plan_attention(self.spans, group=group, kv_heads=kv_heads, slot_rows=slot_rows, device=device)
+            self.plans[group, kv_heads] = plan
+        return self.plans[group, kv_heads]
 
     @cached_property
     def masks(self) -> tuple[Tensor | None, ...]:
@@ -127,12 +119,10 @@ def pack_layout(
     device: torch.device,
     first_positions: Tensor | None = None,
 ) -> PackedLayout:
-    """Lays segments side by side.
+    """Lays segments side by side; nothing is read back from the device.
 
     Args:
         parts: each segment's place, and its ancestry if it is a tree; spans in packed order.
-        slot_rows: rows per slot of the KV cache.
-        device: where the layout goes; nothing is read back from it.
         first_positions: int64 [axes, n_rows], RoPE positions where they do not count up with the slot's rows: a chain's
             own, and those of a tree's root in each of its rows.
     """

@@ -16,7 +16,6 @@ class RowNorm:
 
     Args:
         weight: [hidden], any floating dtype.
-        eps: added to the mean square.
         unit_offset: the weight is added to 1 (Gemma).
     """
 
@@ -31,16 +30,9 @@ def rmsnorm(x: Tensor, norm: RowNorm) -> Tensor:
 
 
 def rmsnorm_residual(x: Tensor, residual: Tensor, norm: RowNorm) -> tuple[Tensor, Tensor]:
-    """The sum of both, and its norm.
+    """The norm of the sum of both, and the sum: [n_rows, hidden], dtype of x.
 
-    Args:
-        x: [n_rows, hidden], what a layer's half adds.
-        residual: like x.
-        norm: of the sum.
-
-    Returns:
-        The norm and the sum, [n_rows, hidden], dtype of x. The sum is rounded to it before the norm, which is computed
-        in float32, or in float64 for float64.
+    The sum is rounded to it before the norm, which is computed in float32, or in float64 for float64.
     """
     return (rmsnorm_residual_triton if has_kernels(x) else rmsnorm_residual_reference)(x, residual, norm)
 

@@ -16,13 +16,10 @@ def rope_write_kv(
 
     Args:
         q: [n_rows, heads, head_dim].
-        k: [n_rows, kv_heads, head_dim].
-        v: [n_rows, kv_heads, head_dim].
-        cos: float32 [n_rows, head_dim / 2], of each row's position.
-        sin: like cos.
+        k, v: [n_rows, kv_heads, head_dim].
+        cos, sin: float32 [n_rows, head_dim / 2], of each row's position.
         kv_rows: int64 [n_rows], destination rows, all different.
-        k_cache: [slots, slot_rows, kv_heads, head_dim], one layer's keys, written in place.
-        v_cache: like k_cache, for the values.
+        k_cache, v_cache: [slots, slot_rows, kv_heads, head_dim], one layer's, written in place.
 
     Returns:
         The rotated q, dtype of q. The rotation is computed in float32, or in float64 for float64.

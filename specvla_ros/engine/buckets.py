@@ -54,10 +54,9 @@ class ForwardSizes:
         return ForwardSizes(settings.slots, settings.tree_nodes, tuple(prompts), settings.chunks)
 
     def measured_on(self, decoder: Decoder) -> "ForwardSizes":
-        """With the sizes that are worth it on this device: where a tile of its products ends; on a CPU it is as it was.
+        """With the sizes where a tile of the device's products ends; unchanged on a CPU.
 
-        Args:
-            decoder: whose products are timed.
+        The decoder's products are timed.
         """
         if decoder.device.type != "cuda":
             return self
@@ -90,7 +89,8 @@ class ForwardSizes:
     def chunk_rows(self, length: int) -> int:
         """Rows of each chunk of a prompt but the last.
 
-        Where sizes were measured, a chunk takes what its forward would be padded with beside the trees of the others.
+        With measured sizes, a chunk takes the rows that its forward would be padded with beside the trees of the
+        others.
         """
         rows = even_rows(length, self.forwards)
         if self.measured:
@@ -98,11 +98,7 @@ class ForwardSizes:
         return rows
 
     def bucket(self, lengths: Sequence[int]) -> Bucket | None:
-        """The bucket of a forward; None for one that the settings cannot lead to.
-
-        Args:
-            lengths: rows of each segment.
-        """
+        """The bucket of a forward with segments of these lengths; None: the settings cannot lead to it."""
         longest = self._longest(max(lengths))
         if len(lengths) > self.segments or not longest:
             return None
@@ -125,7 +121,7 @@ class ForwardSizes:
         return (self.slots - 1) * self.nodes
 
     def _longest(self, length: int) -> int:
-        """What attention is tiled for in a forward whose longest segment has so many rows; 0: there is none such."""
+        """The rows that attention is tiled for if the longest segment has so many; 0: there is none such."""
         return next((limit for limit in (self.nodes, self.chunks[-1]) if length <= limit), 0)
 
 
@@ -135,11 +131,7 @@ def even_rows(length: int, forwards: int) -> int:
 
 
 def worth_capturing(seconds: Mapping[int, float]) -> tuple[int, ...]:
-    """The sizes that are faster than every larger one, ascending; what is padded to another takes no longer there.
-
-    Args:
-        seconds: of a forward's products, by rows.
-    """
+    """The sizes, by their seconds, that are faster than every larger one, ascending."""
     found: list[int] = []
     least = float("inf")
     for rows in sorted(seconds, reverse=True):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards and vision of fixed size, on memory that stays where it is, so that CUDA graphs can capture them.
 
-Each captured one is compared with the same work run eagerly; which there are is said in `buckets.py`.
+Each captured one is compared with the same work run eagerly.
 """
 
 import logging
@@ -35,10 +35,6 @@ _log = logging.getLogger(__name__)
 class Graphs:
     """Captures an engine's work and says how that went.
 
-    Args:
-        store: of keys or values, on the device.
-        parts: of a tick that are captured.
-
     Attributes:
         status: for diagnostics; empty where there is no GPU.
         warm: whether it was warmed up, with whatever result.
@@ -54,8 +50,8 @@ class Graphs:
     def warm_up(self) -> None:
         """Captures every part and compares it with the same work without capture.
 
-        No request may be in flight: every slot is written to. What cannot be captured, or comes out otherwise, is
-        logged and said in `status`, and runs without capture; the others stay captured.
+        No request may be in flight: every slot is written to. A part that cannot be captured, or differs, is logged and
+        said in `status`, and runs eagerly; the others stay captured.
         """
         self.warm = True
         for each in self._parts:
@@ -84,7 +80,7 @@ _COLUMNS = 5  # of HostInputs, beside the positions
 
 @dataclass(frozen=True)
 class HostInputs:
-    """What the host says of a forward, in one piece of memory, so that one copy sends it.
+    """The host's numbers of a forward, in one piece of memory, so that one copy sends it.
 
     Args:
         all: int64 [n], the whole piece.
@@ -114,18 +110,7 @@ class HostInputs:
         chain, table = memory[columns * width :].view(torch.int32).tensor_split([_CHAIN_WIDTH])
         numbers = memory[: columns * width].view(columns, width)[:, :rows]
         positions = numbers[:axes] if axes > 1 else numbers[0]
-        kv_rows, ancestors, wanted, ids, depths = numbers[axes:].unbind()
-        return HostInputs(
-            memory,
-            positions,
-            kv_rows,
-            ancestors,
-            wanted,
-            ids,
-            depths,
-            chain.view(2, 2),
-            table.view(-1, _TILE_WIDTH),
-        )
+        return HostInputs(memory, positions, *numbers[axes:].unbind(), chain.view(2, 2), table.view(-1, _TILE_WIDTH))
 
     @staticmethod
     def size(rows: int, tiles: int, axes: int) -> int:
@@ -133,10 +118,9 @@ class HostInputs:
 
 
 def logits_memory(decoder: Decoder, sizes: ForwardSizes) -> Tensor:
-    """[n, vocab], for the logits of any forward: one piece of memory, which is large where the vocabulary is."""
-    return decoder.logits(
-        torch.zeros(sizes.wanted, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
-    )
+    """[n, vocab], shared memory for the logits of any forward: it is large where the vocabulary is."""
+    hidden = torch.zeros(sizes.wanted, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
+    return decoder.logits(hidden)
 
 
 class StaticForward:
@@ -146,19 +130,13 @@ class StaticForward:
     sink row.
 
     Args:
-        decoder: the target's decoder.
         cache: keys and values; a slot's last row must be left alone.
-        bucket: size of the forward.
         segments: maximum number of segments in one forward.
         logits: [n, vocab], memory for those of at most n wanted rows, which other buckets may write to as well.
-        capture: makes the forward repeatable.
         flash: flash-attn computes the longest segment, which is a causal chain.
 
     Attributes:
         replay: runs the last forward once more.
-
-    Raises:
-        Exception: whatever the capture raises.
     """
 
     def __init__(
@@ -194,11 +172,8 @@ class StaticForward:
     def __call__(self, segments: Sequence[Segment]) -> ForwardResult:
         """What `packed_forward` gives, to rounding; nothing is read back, and the next forward overwrites it.
 
-        Args:
-            segments: that fit the bucket; at least one.
-
         Raises:
-            ValueError: they do not fit their slots, or each other, or the bucket.
+            ValueError: the segments do not fit their slots, or each other, or the bucket.
         """
         spans = spans_of(segments, self._cache.slot_rows - 1)
         n, wanted = spans[-1].stop, sum(segment.wanted for segment in segments)
@@ -248,17 +223,13 @@ class StaticForward:
         self._numbers.all.copy_(memory, non_blocking=True)
 
     def _fill(self, segments: Sequence[Segment], spans: Sequence[Span]) -> None:
-        """Adds what the device alone knows, in one launch: embeddings, tokens and who descends from whom."""
+        """Adds what only the device knows, in one launch: embeddings, tokens and ancestry."""
         numbers = self._numbers
         places: list[Tensor] = []
         known: list[Tensor] = []
         for segment, span in zip(segments, spans, strict=True):
             rows = slice(span.start, span.stop)
-            if segment.inputs.is_floating_point():
-                places.append(self._embeddings[rows])
-                known.append(segment.inputs)
-                continue
-            places.append(numbers.ids[rows])
+            places.append((self._embeddings if segment.inputs.is_floating_point() else numbers.ids)[rows])
             known.append(segment.inputs)
             if segment.ancestry is not None and len(segment) > 1:
                 places += [numbers.depths[rows], numbers.ancestors[rows]]
@@ -279,15 +250,7 @@ def _most_tiles(bucket: Bucket, segments: int, plan: AttentionPlan) -> int:
 
 
 class StaticVision:
-    """The embeddings of an image: its pixels are copied in, and the towers run as they were captured.
-
-    Args:
-        model: whose towers and projector run.
-        capture: makes them repeatable.
-
-    Raises:
-        Exception: whatever the capture raises.
-    """
+    """The embeddings of an image: its pixels are copied in, and the towers run as they were captured."""
 
     def __init__(self, model: VisionModel, capture: Capture) -> None:
         self._model = model
@@ -316,13 +279,9 @@ class StaticVision:
 
 
 def check_forward(static: StaticForward, decoder: Decoder, cache: KVCache, segments: list[Segment]) -> None:
-    """Compares the hidden states of one forward; waits for the device.
+    """Compares the hidden states of one captured forward with the eager one; waits for the device.
 
-    Args:
-        static: the captured forward.
-        decoder: whose layers it runs.
-        cache: filled at random, and in no request's use.
-        segments: of the forward.
+    The KV cache is filled at random, and in no request's use.
 
     Raises:
         RuntimeError: they are not finite, or differ.
@@ -331,12 +290,8 @@ def check_forward(static: StaticForward, decoder: Decoder, cache: KVCache, segme
     what = f"a captured forward of {len(expected)} rows"
     found = static(segments)
     check_rows(found.hidden, expected, what=what)
-    check_rows(
-        found.logits,
-        decoder.logits(found.hidden[wanted_rows(segments, spans_of(segments, cache.slot_rows))]),
-        what=f"logits of {what}",
-        dtype=decoder.dtype,
-    )
+    logits = decoder.logits(found.hidden[wanted_rows(segments, spans_of(segments, cache.slot_rows))])
+    check_rows(found.logits, logits, what=f"logits of {what}", dtype=decoder.dtype)
 
 
 def check_segments(bucket: Bucket, sizes: ForwardSizes, decoder: Decoder, cache: KVCache) -> list[Segment]:

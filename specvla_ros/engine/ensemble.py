@@ -3,7 +3,7 @@
 
 As VLA-0's evaluation does it (NVlabs/vla0, `--ensemble_prediction`): the newest answer counts fully, each of those
 before it half, whatever their age; the gripper then goes to the nearer end of its range. There every answer is one
-action after the one before; here the pictures' stamps say how many actions lie between them.
+action after the one before; here the images' stamps say how many actions lie between them.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,8 @@ class ChunkEnsemble:
     """Remembers the newest answers of each robot's instruction epoch, as they were decoded.
 
     Args:
-        codec: of the policy.
         answers: that are averaged, the newest included; 0 or 1: none.
-        step_s: seconds that an action takes; 0: an action has passed from answer to answer, whenever they came.
+        step_s: seconds that an action takes; 0: every answer is one action after the one before.
 
     Raises:
         UserError: the policy's answers hold one action each, which never overlap.
@@ -46,7 +45,6 @@ class ChunkEnsemble:
         self._older: dict[str, list[Action]] = {}  # by stream
 
     def forget(self, stream: str | None = None) -> None:
-        """As before the first answer of a stream; None: of all."""
         self._older = {} if stream is None else {name: each for name, each in self._older.items() if name != stream}
 
     def averaged(self, outcomes: Sequence[Outcome]) -> list[Outcome]:

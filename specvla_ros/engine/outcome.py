@@ -49,13 +49,7 @@ class Freshness:
     def problem(
         self, stamp_ns: int, now_ns: int, too_old: DropReason = DropReason.STALE
     ) -> tuple[DropReason, str] | None:
-        """Why an image must not be answered, or an answer must not go out; None: it may.
-
-        Args:
-            stamp_ns: the image's stamp.
-            now_ns: time on the stamps' clock.
-            too_old: the reason if it is older than the limit.
-        """
+        """Why an image must not be answered, or an answer must not go out; None: it may."""
         age_s = (now_ns - stamp_ns) * 1e-9
         if -age_s > self.max_future_s:
             return DropReason.BAD_STAMP, f"stamped {-age_s:.3f} s ahead of the node's clock{_other_clock(age_s)}"
@@ -113,10 +107,9 @@ class DecodeRecord:
 
 @dataclass(frozen=True)
 class Action:
-    """The answer to one observation.
+    """The answer to one observation, whose stamp travels with it.
 
     Args:
-        observation: what it answers; the stamp travels with it.
         names: one per dimension.
         actions: float64 [horizon, dims], un-normalised; displacements per `dt_s` of the training data.
         tokens: the action tokens, one per value for bins.
@@ -138,8 +131,7 @@ class Action:
     @property
     def values(self) -> np.ndarray:
         """float64 [dims], the first action."""
-        first: np.ndarray = self.actions[0]
-        return first
+        return self.actions[0]
 
 
 @dataclass(frozen=True)
@@ -161,9 +153,7 @@ class DropCounter:
     counts: dict[DropReason, int] = field(default_factory=lambda: dict.fromkeys(DropReason, 0))
 
     def add(self, reason: DropReason) -> None:
-        """Counts one dropped frame."""
         self.counts[reason] += 1
 
     def by_name(self) -> dict[str, int]:
-        """The counts with plain strings as keys, in the enum's order."""
         return {reason.value: count for reason, count in self.counts.items()}

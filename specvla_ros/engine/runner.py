@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a tick: vision for the request that begins, then one packed forward of the batch; captured or eager.
 
-The only place that knows which: sizes that were captured as CUDA graphs are replayed, all others run eagerly.
+Sizes that were captured as CUDA graphs are replayed, all others run eagerly; nobody else knows which.
 """
 
 import time
@@ -32,19 +32,7 @@ from specvla_ros.models.target import Decoder, ForwardResult, Target, VisionMode
 
 
 class Runner:
-    """The target's side of a tick.
-
-    Args:
-        target: the policy.
-        cache: keys and values of the requests in flight.
-        settings: how the engine decodes.
-        others: what is captured beside vision and forwards.
-
-    Attributes:
-        vision: image embeddings.
-        forwards: packed forwards.
-        graphs: the CUDA graphs of all of these.
-    """
+    """The target's side of a tick. `others` are captured beside vision and forwards."""
 
     def __init__(self, target: Target, cache: KVCache, settings: EngineSettings, others: Sequence[Capturable]) -> None:
         if target.decoder.device.type == "cuda":
@@ -75,10 +63,7 @@ class Runner:
             raise ValueError(f"a prompt of {request.layout.rows} rows has {len(request.prompt)} embeddings")
 
     def run(self, batch: Batch) -> ForwardResult:
-        """Computes a batch whose prompts are embedded; its shares get their hidden states.
-
-        Args:
-            batch: at least one share.
+        """Computes a batch whose prompts are embedded; its shares, at least one, get their hidden states.
 
         Returns:
             Logits and choices of the nodes of all verified trees, shares in order; the next run overwrites them, and
@@ -102,14 +87,7 @@ class Runner:
 
 
 class Forwards:
-    """Runs packed forwards over one KV cache.
-
-    Args:
-        decoder: the target.
-        cache: keys and values of the requests in flight.
-        sizes: of the forwards that will come.
-        causal: each row of a prompt sees only earlier ones.
-    """
+    """Runs packed forwards over one KV cache; `causal`: each row of a prompt sees only earlier ones."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, sizes: ForwardSizes, *, causal: bool = True) -> None:
         self._decoder = decoder
@@ -161,29 +139,23 @@ class Forwards:
 
     @property
     def attention(self) -> str:
-        """For diagnostics: what flash-attn is used for; empty where it is not installed, or has nothing to do."""
+        """For diagnostics: where flash-attn is used; empty where it is not installed or not needed."""
         said = Counter(self._flash.values())
         counts = ", ".join(f"{what} in {n} sizes of forward" for what, n in said.items())
         return f"flash-attn {version()}, used where it is faster: {counts}" if counts else ""
 
     def release(self) -> None:
-        """See Capturable."""
         self._captured, self._flash = {}, {}
 
 
 class Vision:
-    """Runs a model's vision towers and projector.
-
-    Args:
-        model: whose.
-    """
+    """Runs a model's vision towers and projector."""
 
     def __init__(self, model: VisionModel) -> None:
         self._model = model
         self._captured: StaticVision | None = None
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """`VisionModel.image_embeddings` of pixels in the host's memory."""
         return (self._captured or self._model.image_embeddings)(pixels)
 
     def capture(self, captures: Captures) -> None:
@@ -192,16 +164,12 @@ class Vision:
             return
         with captures.attempt("vision"):
             static = StaticVision(self._model, captures.capture)
-            self._check(static)
+            pixels = torch.randn(self._model.pixel_shape, generator=torch.Generator().manual_seed(0))
+            check_rows(static(pixels), self._model.image_embeddings(pixels), what="the captured vision")
             self._captured = static
 
     def release(self) -> None:
-        """See Capturable."""
         self._captured = None
-
-    def _check(self, static: StaticVision) -> None:
-        pixels = torch.randn(self._model.pixel_shape, generator=torch.Generator().manual_seed(0))
-        check_rows(static(pixels), self._model.image_embeddings(pixels), what="the captured vision")
 
 
 class StageClock:
@@ -219,13 +187,11 @@ class StageClock:
         self._measured = False
 
     def start(self) -> None:
-        """Marks the beginning of the work."""
         self._started, self._measured = time.perf_counter(), False
         if self._events is not None:
             self._events[0].record()
 
     def stop(self) -> None:
-        """Marks the end of the work."""
         self._measured = True
         self._elapsed_s = time.perf_counter() - self._started
         if self._events is not None:
