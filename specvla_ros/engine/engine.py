@@ -13,10 +13,9 @@ import torch
 
 from specvla_kernels.device import device_fault, operators_on
 from specvla_ros.engine.batch import Batch
-from specvla_ros.engine.ensemble import ChunkEnsemble
 from specvla_ros.engine.kv_cache import allocate_cache
 from specvla_ros.engine.mailbox import Mailbox, Pictures, pictures_of
-from specvla_ros.engine.outcome import Drop, DropReason, Outcome
+from specvla_ros.engine.outcome import ChunkEnsemble, Drop, DropReason, Outcome
 from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Scheduler
 from specvla_ros.engine.settings import EngineSettings

@@ -43,22 +43,11 @@ class KVCache(SlotPool):
     the answer's tokens and the drafted nodes of one forward.
     """
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        slots: int,
-        slot_rows: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, shape: tuple[int, int, int, int, int], *, dtype: torch.dtype, device: torch.device) -> None:
+        _, slots, self.slot_rows, _, _ = shape
         super().__init__(slots)
-        shape = (layers, slots, slot_rows, kv_heads, head_dim)
         self.keys: Tensor = torch.empty(shape, dtype=dtype, device=device)
-        self.values: Tensor = torch.empty(shape, dtype=dtype, device=device)
-        self.slot_rows = slot_rows
+        self.values: Tensor = torch.empty_like(self.keys)
 
     @property
     def sink_row(self) -> int:
@@ -72,15 +61,8 @@ class KVCache(SlotPool):
 def new_cache(decoder: Decoder, *, slots: int, slot_rows: int) -> KVCache:
     """A KV cache in the decoder's shape."""
     config = decoder.config
-    return KVCache(
-        layers=config.num_hidden_layers,
-        slots=slots,
-        slot_rows=slot_rows,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        dtype=decoder.dtype,
-        device=decoder.device,
-    )
+    shape = (config.num_hidden_layers, slots, slot_rows, config.num_key_value_heads, config.head_dim)
+    return KVCache(shape, dtype=decoder.dtype, device=decoder.device)
 
 
 def allocate_cache(target: Target, settings: EngineSettings, answer_tokens: int) -> KVCache:

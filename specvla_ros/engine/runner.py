@@ -4,6 +4,7 @@
 Sizes that were captured as CUDA graphs are replayed, all others run eagerly; nobody else knows which.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -12,15 +13,13 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.chain_attention import takes, version
-from specvla_kernels.graph_capture import Capturable, Capture, Captures, check_rows, randomize
+from specvla_kernels.graph_capture import Capturable, Capture, Captures, capture_on, check_rows, randomize
 from specvla_kernels.product_contest import seconds
 from specvla_ros.engine.batch import Batch, Segment, packed_forward
 from specvla_ros.engine.cuda_graphs import (
     Bucket,
     ForwardSizes,
-    Graphs,
     StaticForward,
-    StaticVision,
     check_forward,
     check_segments,
     logits_memory,
@@ -29,6 +28,8 @@ from specvla_ros.engine.kv_cache import KVCache
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.target import Decoder, ForwardResult, Target, VisionModel
+
+_log = logging.getLogger(__name__)
 
 
 class Runner:
@@ -84,6 +85,47 @@ class Runner:
     def vision_s(self) -> float:
         """Seconds of the vision tower since the last call. Call after a read-back."""
         return self._clock.read_s()
+
+
+class Graphs:
+    """Captures an engine's work and says how that went.
+
+    Attributes:
+        status: for diagnostics; empty where there is no GPU.
+        warm: whether it was warmed up, with whatever result.
+    """
+
+    def __init__(self, store: Tensor, parts: Sequence[Capturable]) -> None:
+        self._store = store
+        self._parts = parts
+        self.status = "off: not warmed up" if store.is_cuda else ""
+        self.warm = False
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Captures every part and compares it with the same work without capture.
+
+        No request may be in flight: every slot is written to. A part that cannot be captured, or differs, is logged and
+        said in `status`, and runs eagerly; the others stay captured.
+        """
+        self.warm = True
+        for each in self._parts:
+            each.release()
+        try:
+            capture = capture_on(self._store)
+        except RuntimeError as error:
+            self.status = f"off: {error}"
+            _log.warning("decoding without CUDA graphs, so that launches may limit it: %s", error)
+            return
+        if capture is None:
+            return
+        captures = Captures(capture)
+        for each in self._parts:
+            with captures.group(type(each).__name__.lower()):
+                each.capture(captures)
+        self.status = captures.summary()
+        if captures.failed:
+            _log.warning("decoding partly without CUDA graphs, so that launches may limit it: %s", self.status)
 
 
 class Forwards:
@@ -170,6 +212,35 @@ class Vision:
 
     def release(self) -> None:
         self._captured = None
+
+
+class StaticVision:
+    """The embeddings of an image: its pixels are copied in, and the towers run as they were captured."""
+
+    def __init__(self, model: VisionModel, capture: Capture) -> None:
+        self._model = model
+        decoder = model.decoder
+        # NaN shows in a result that does not come from pixels copied in later.
+        self._pixels = torch.full(model.pixel_shape, torch.nan, dtype=decoder.dtype, device=decoder.device)
+        self._replay = capture(self._run)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """What `VisionModel.image_embeddings` gives; the host does not wait for the device.
+
+        Args:
+            pixels: [3 * towers, size, size], normalised, in the host's memory; best pinned and in the decoder's dtype.
+
+        Returns:
+            [image_tokens, hidden]; the next image overwrites it.
+        """
+        if self._pixels.is_cuda and (pixels.dtype != self._pixels.dtype or not pixels.is_pinned()):
+            # New memory each time: the copy may still be under way when the next image comes.
+            pixels = torch.empty(pixels.shape, dtype=self._pixels.dtype, pin_memory=True).copy_(pixels)
+        self._pixels.copy_(pixels, non_blocking=True)
+        return self._replay()
+
+    def _run(self) -> Tensor:
+        return self._model.image_embeddings(self._pixels)
 
 
 class StageClock:
