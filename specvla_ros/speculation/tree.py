@@ -17,8 +17,7 @@ class Tree:
     Args:
         tokens: int64 [n].
         ancestry: of the n nodes; only the root's parent is -1.
-        log_probs: float32 [n], the draft's log-probability of the path to the node; 0 at the root; -inf where the
-            source of the draft knows none.
+        log_probs: float32 [n], the draft's log-probability of the path to the node; 0 at the root; -inf if unknown.
         valid: bool [n]; False marks padding, which is never accepted. The root is valid.
         relaxable: bool [n]; False: the node is accepted only if it is the target's own choice, whatever the rule.
         depth: no node is deeper; known to the host.
@@ -40,12 +39,9 @@ class Tree:
         return replace(_single(root.device), tokens=root.reshape(1))
 
     def joined_with(self, other: "Tree") -> "Tree":
-        """Both trees' drafted nodes below this one's root, without reading either.
+        """Both trees' drafted nodes below their common root, without reading either.
 
         A token that both hold is there twice; it is then accepted once.
-
-        Args:
-            other: of the same root.
         """
         if len(other) == 1:
             return self

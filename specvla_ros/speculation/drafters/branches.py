@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 class Branches:
     """Chains that begin at the root, with common beginnings joined.
 
-    Args:
-        tokens: one per node.
-        parents: of each node, as an index into these nodes; -1: the root.
+    `parents`: of each node, as an index into these nodes; -1: the root.
     """
 
     tokens: tuple[int, ...]
@@ -30,12 +28,11 @@ class Branches:
 
     @staticmethod
     def from_chains(chains: Sequence[Sequence[int]], *, max_depth: int, max_nodes: int) -> Branches:
-        """Joins chains.
+        """Joins chains of drafted tokens, the first after the root.
 
         Args:
-            chains: drafted tokens, the first after the root.
             max_depth: tokens taken of each chain.
-            max_nodes: in all; what comes last is left out.
+            max_nodes: in all; the last tokens are left out.
         """
         nodes: dict[tuple[int, int], int] = {}
         for chain in chains:
@@ -55,7 +52,6 @@ class Branches:
         """Joins chains that grow together: where nodes run out, all of them end at the same depth, or one before.
 
         Args:
-            chains: drafted tokens, the first after the root.
             max_depth: tokens taken of each chain.
             max_nodes: in all.
             paces: tokens that each chain grows by in its turn, and so its share of the nodes; by default one.
@@ -76,20 +72,16 @@ class Branches:
 
     @property
     def depth(self) -> int:
-        """Nodes on the longest branch."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 1)
         return max(depths, default=0)
 
     def tree(self, root: Tensor, *, relaxable: bool) -> Tree:
-        """The branches below a root.
+        """The branches below a root, int64 [] or [1].
 
-        Nothing is known of their probability: their log_probs are -inf, the last in a tie.
-
-        Args:
-            root: int64 [] or [1], its token.
-            relaxable: whether they may be accepted where they are not the target's own choice.
+        Their probability is unknown: their log_probs are -inf, the last in a tie. `relaxable`: whether they may be
+        accepted where they are not the target's own choice.
         """
         import torch
 

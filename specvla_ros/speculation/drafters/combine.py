@@ -23,13 +23,10 @@ from specvla_ros.speculation.tree import Tree
 
 
 class Drafters:
-    """Grows the tree that a request's next forward verifies.
+    """Grows the tree that a request's next forward verifies, with all drafters.
 
     Args:
-        target: the policy.
         settings: None: nothing is drafted, as plain decoding wants it.
-        codec: of the answers.
-        slots: maximum of requests in flight.
         slot_rows: maximum of committed rows of a slot.
         chunk_step_s: seconds that one action of a chunk takes; 0: unknown.
 
@@ -68,7 +65,6 @@ class Drafters:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of what drafts."""
         return tuple(self.by_name)
 
     @property
@@ -88,7 +84,7 @@ class Drafters:
         return [_joined(mine) for mine in trees]
 
     def draft_prompt(self, prompt: DraftPrompt) -> Tree:
-        """What a prompt's own forward may verify; see `Drafter.draft_prompt`."""
+        """The tree that a prompt's own forward may verify."""
         left = self._nodes
         trees = [self._prompt_end]
         for drafter in self.by_name.values():
@@ -99,27 +95,22 @@ class Drafters:
         return _joined(trees)
 
     def set_tolerance(self, bins: tuple[int, ...]) -> None:
-        """Tells every drafter what acceptance tolerates, in bins per action token."""
         for drafter in self.by_name.values():
             drafter.set_tolerance(bins)
 
     def observe(self, answer: FinishedAnswer) -> None:
-        """Gives every drafter a finished answer."""
         for drafter in self.by_name.values():
             drafter.observe(answer)
 
     def forget(self, stream: str | None = None) -> None:
-        """Lets every drafter forget the earlier answers of a stream; None: of all."""
         for drafter in self.by_name.values():
             drafter.forget(stream)
 
     def capture(self, captures: Captures) -> None:
-        """See Capturable."""
         for drafter in self.by_name.values():
             drafter.capture(captures)
 
     def release(self) -> None:
-        """See Capturable."""
         for drafter in self.by_name.values():
             drafter.release()
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftModelSettings:
-    """Which model drafts, and how much."""
+    """Settings of the draft model."""
 
     directory: str = parameter(
         "",
@@ -52,7 +52,7 @@ class DraftModelSettings:
 
 @dataclass
 class _Slot:
-    """What a slot of the draft model's KV cache holds.
+    """The contents of a slot of the draft model's KV cache.
 
     Attributes:
         layout: of the draft model's own prompt; None: not read yet.
@@ -70,19 +70,17 @@ class ModelDrafter(Drafter):
 
     It sees what the target sees: the image goes through its own vision, and image and prompt through its own prefill,
     in the first forward of a request's first draft. It keeps a KV slot per request beside the target's. After a
-    verification the slot is rolled back to what was committed: rows of drafted tokens that were accepted stay, those
-    after them are overwritten. Which ones is known once the drafted tokens are read back: one copy per draft, of
-    tokens that have long been computed.
+    verification the slot is rolled back to what was committed: rows of accepted drafts stay, those after them are
+    overwritten. The host knows which once the drafted tokens are read back: one copy per draft, of tokens that have
+    long been computed.
 
     Args:
         model: of the target's vocabulary.
         tokens: maximum of a chain (K).
-        slots: maximum of requests in flight.
         slot_rows: maximum of rows of a slot: prompt, answer and chain.
         lookup: tokens that prompt lookup drafts for a forward of the model, see `ChainDecoder`; 0: none.
 
     Attributes:
-        chains: the model's decoder over the drafter's own keys and values.
         images: that went through the model's vision.
     """
 
@@ -97,7 +95,6 @@ class ModelDrafter(Drafter):
 
     @property
     def work(self) -> DraftWork:
-        """Forwards of the model, rows that they read, and images."""
         return DraftWork(model_forwards=self.chains.forwards, model_rows=self.chains.rows, model_images=self.images)
 
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
@@ -198,7 +195,7 @@ def _model(context: DraftContext) -> Drafter | None:
 
 
 def _load(own: DraftModelSettings, target: Target) -> Target:
-    """On the target's device and, where a checkpoint can be loaded in it, in its precision.
+    """Loads it on the target's device and, where a checkpoint can be loaded in it, in its precision.
 
     Raises:
         UserError: it cannot be loaded.
@@ -220,7 +217,7 @@ def _load(own: DraftModelSettings, target: Target) -> Target:
 
 
 def check_vocabulary(model: Target, target: Target) -> None:
-    """Whether a token id means the same to both; a checkpoint without tokenizer is taken at its sizes.
+    """Checks that a token id means the same to both; a checkpoint without tokenizer is taken at its sizes.
 
     Raises:
         UserError: it does not.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam of drafters: what one must give, and how it is registered.
+"""The interface of drafters, their registration, and all of them together: one tree per request.
 
 A drafter is one file: a class and a function that makes it, registered by name. Its own parameters are a frozen
 dataclass in that file; the function returns None where they do not ask for it. Another package adds one with an entry
@@ -30,7 +30,7 @@ drafter = DRAFTERS.register
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What a drafter is made from.
+    """Input to the function that makes a drafter.
 
     Args:
         settings: size of the trees, and own settings of every drafter.
@@ -58,11 +58,9 @@ class DraftWork:
     """Forwards for drafting, added up.
 
     Args:
-        head_forwards: of the draft head.
         self_forwards: of the target, for drafting.
         self_rows: committed rows that the first of them read in each draft; the others read one per request.
-        model_forwards: of the draft model.
-        model_rows: rows that these read, prompts included.
+        model_rows: rows that the draft model's forwards read, prompts included.
         model_images: that went through the draft model's vision.
     """
 
@@ -77,7 +75,6 @@ class DraftWork:
         return DraftWork(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     def since(self, before: DraftWork) -> DraftWork:
-        """What was added."""
         return DraftWork(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
 
 
@@ -90,16 +87,16 @@ def _no_rows() -> Tensor:
 
 @dataclass(frozen=True)
 class NewRows:
-    """Rows of a slot committed since the last draft, where the forward left them: nothing is moved before it is read.
+    """Rows of a slot committed since the last draft, where the forward left them, gathered lazily.
 
     First come rows whose following rows are known, as those of a prompt, then rows that a tree's nodes wrote.
 
     Args:
         known_hidden: [k, hidden], the target's last hidden states at the first rows.
-        known_following: [k, hidden], embedding of what comes after each.
+        known_following: [k, hidden], embedding of the token after each.
         states: [n, hidden], last hidden states of a forward; that of other requests' rows too.
         nodes: rows of `states`, for the rows behind the known ones.
-        tokens: what comes after each of those.
+        tokens: the token after each of those.
         embed: token ids to embeddings; needed where there are tokens.
     """
 
@@ -120,7 +117,7 @@ class NewRows:
 
     @cached_property
     def following(self) -> Tensor:
-        """[rows, hidden], embedding of what comes after each row."""
+        """[rows, hidden], embedding of the token after each row."""
         return self._joined(self.known_following, self.tokens, self.embed)
 
     def _joined(self, known: Tensor, numbers: tuple[int, ...], found: Callable[[Tensor], Tensor] | None) -> Tensor:
@@ -150,19 +147,17 @@ class DraftInput:
     """One request, with the rows committed since the last draft.
 
     Args:
-        slot: its KV slot.
         prefix_len: committed rows of the slot.
-        new: the last of these, committed since the last draft; what comes after the last is the root.
+        new: the last of these, committed since the last draft; after the last one comes the root.
         root: int64 [], the last committed token, whose keys and values are not written yet.
         max_depth: of the tree: one less than the tokens still missing.
         position: action tokens committed so far, the root included: the dimension of the first drafted token.
         epoch: the instruction epoch.
-        layout: the rows of the prompt; None: unknown, for drafters that look at nothing of it.
+        layout: the rows of the prompt; None: unknown, for drafters that do not read it.
         answer: ids of the answer so far.
         mid_prompt: these rows are a chunk of the prompt that does not end it; nothing is drafted yet.
         in_text: the answer may still be text, which comes before the action.
-        observation: what is answered, for drafters that look at it themselves; None: they cannot.
-        stream: of which robot.
+        observation: what is answered, for drafters that look at it themselves.
     """
 
     slot: int
@@ -186,7 +181,6 @@ class DraftInput:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """Ids of the prompt."""
         return () if self.layout is None else self.layout.ids
 
 
@@ -195,11 +189,9 @@ class DraftPrompt:
     """A prompt whose own forward may verify a draft.
 
     Args:
-        epoch: the instruction epoch.
         max_depth: tokens of the longest answer.
         in_text: the answer may begin with text.
-        stamp_ns: of the image.
-        stream: of which robot; what its answers were is drafted for it alone.
+        stream: of which robot; only its own earlier answers are drafted.
     """
 
     epoch: int
@@ -211,15 +203,7 @@ class DraftPrompt:
 
 @dataclass(frozen=True)
 class FinishedAnswer:
-    """An answer that stands for an action, as drafters learn from it.
-
-    Args:
-        epoch: the instruction epoch.
-        tokens: the whole answer.
-        action: the action tokens in which it ends.
-        stamp_ns: of its image.
-        stream: of which robot.
-    """
+    """An answer that stands for an action: all its tokens, and the action tokens in which it ends."""
 
     epoch: int
     tokens: tuple[int, ...]
@@ -229,7 +213,7 @@ class FinishedAnswer:
 
 
 class Drafter(Protocol):
-    """Drafts a tree per request. `draft` must be given; what a drafter does not need, it takes from here."""
+    """Drafts a tree per request. Only `draft` is required; the other methods have defaults."""
 
     @property
     def work(self) -> DraftWork:
@@ -248,17 +232,16 @@ class Drafter(Protocol):
         """
 
     def draft_prompt(self, prompt: DraftPrompt, root: Tensor, nodes: int) -> Tree | None:
-        """What a prompt's own forward may verify, without hidden states; None: nothing.
+        """A tree that a prompt's own forward may verify, without hidden states; None: nothing.
 
         Args:
-            prompt: what is answered.
             root: int64 [1], of the tree; it stands for the prompt's last row, its token is not read.
             nodes: maximum, the root included.
         """
         return None
 
     def set_tolerance(self, bins: tuple[int, ...]) -> None:
-        """Takes what acceptance tolerates, in bins per action token."""
+        """Takes the tolerance of acceptance, in bins per action token."""
         return
 
     def observe(self, answer: FinishedAnswer) -> None:

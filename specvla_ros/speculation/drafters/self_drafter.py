@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING
 
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import parameter
-from specvla_ros.speculation.drafters.registry import (
-    DraftContext,
-    Drafter,
-    DraftInput,
-    DraftWork,
-    NewRows,
-    drafter,
-)
+from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, DraftInput, DraftWork, NewRows, drafter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,13 +18,12 @@ if TYPE_CHECKING:
     from specvla_ros.speculation.drafters.chains import Chain
     from specvla_ros.speculation.tree import Tree
 
-
 KEEPS = ("uniform", "similarity")
 
 
 @dataclass(frozen=True)
 class SelfDraftSettings:
-    """What the target drafts for itself."""
+    """Settings of drafting with the target itself."""
 
     tokens: int = parameter(
         0,
@@ -61,13 +53,12 @@ class SelfDraftSettings:
 class SelfDrafter(Drafter):
     """Decodes greedily with the target over a prompt from which most of the image is left out.
 
-    From SpecVLM (arXiv 2508.16201), whose draft model is given a tenth of the video's tokens, of all its pictures
+    From SpecVLM (arXiv 2508.16201), whose draft model is given a tenth of the video's tokens, of all its images
     together, in their order and at consecutive positions, as here. Rows with several RoPE positions (M-RoPE) keep
-    theirs, which SpecVLM's published code does without. Which tokens, SpecVLM decides in two stages: those that the
-    prompt's text attends to most, averaged over heads and layers, and others at even distances. LVSpec (arXiv
-    2604.05650, section 4 and appendix C) takes those at even distances alone: `evenly_spaced_rows`. No attention
-    weights leave the kernels here; what comes near the first stage is `most_similar_rows`, by the last hidden states of
-    the prefill.
+    theirs, unlike in SpecVLM's published code. SpecVLM chooses tokens in two stages: those that the prompt's text
+    attends to most, averaged over heads and layers, and others at even distances. LVSpec (arXiv 2604.05650, section 4
+    and appendix C) takes those at even distances alone: `evenly_spaced_rows`. No attention weights leave the kernels
+    here; `most_similar_rows`, by the last hidden states of the prefill, comes near the first stage.
 
     A drafted token costs a forward of the whole target. Keys and values are the drafter's own: one slot per request as
     in the target's KV cache, shorter by the image rows that are left out.
@@ -78,13 +69,10 @@ class SelfDrafter(Drafter):
         image_share: share of these rows that is kept; at least one is.
         keep: which ones, a name in `KEPT_ROWS`.
         tokens: maximum of a chain, 1 to 63.
-        slots: maximum of requests in flight.
         slot_rows: maximum of committed rows of a slot of the target's KV cache.
 
     Attributes:
-        kept_image_tokens: image rows that the drafter sees.
-        chains: the target over the drafter's own keys and values.
-        fed_rows: rows of what was committed that its forwards read; what they drafted is not counted.
+        fed_rows: rows of what was committed that its forwards read; drafted rows are not counted.
     """
 
     def __init__(
@@ -112,7 +100,6 @@ class SelfDrafter(Drafter):
 
     @property
     def work(self) -> DraftWork:
-        """Forwards of the target, and rows that the first of each draft read."""
         return DraftWork(self_forwards=self.chains.forwards, self_rows=self.fed_rows)
 
     def draft(
@@ -120,13 +107,8 @@ class SelfDrafter(Drafter):
     ) -> list[Tree]:
         """Reads what was committed and goes on from there; one forward per token, for all requests together.
 
-        Args:
-            inputs: one per request, of different slots; a request's first holds its whole prompt, or a chunk of it.
-            nodes: maximum of each chain, its root included; by default what the drafter's tokens take.
-            last: makes no difference.
-
-        Returns:
-            A chain per request, its root included; no longer than the request's depth.
+        A request's first input holds its whole prompt, or a chunk of it. `nodes`: by default what the drafter's tokens
+        take.
 
         Raises:
             ValueError: a request's first input lacks rows of the prompt.
@@ -157,7 +139,7 @@ class SelfDrafter(Drafter):
         return Chain(request.slot, request.root, wanted, start=start, inputs=rows.embeddings, positions=rows.positions)
 
     def _joined(self, request: DraftInput) -> DraftInput:
-        """A request with the earlier chunks of its prompt: which image rows are kept may be known at its end only."""
+        """A request with the earlier chunks of its prompt: only its end tells which image rows are kept."""
         import torch
 
         chunks = [] if request.begins else self._chunks.pop(request.slot, [])
@@ -215,7 +197,6 @@ class _Rows:
     positions: Tensor | None
 
     def and_then(self, others: _Rows) -> _Rows:
-        """Both, one after the other."""
         import torch
 
         positions = None
@@ -234,14 +215,6 @@ def evenly_spaced_rows(image: Tensor, text: Tensor, kept: int) -> Tensor:
     """Image rows at even distances, the first and the last among them: row floor(i (n - 1) / (kept - 1)) of n.
 
     LVSpec says "uniformly" and gives no formula; SpecVLM's published code spaces rows like this.
-
-    Args:
-        image: [n, hidden], last hidden states of the image's rows; only their number counts.
-        text: [m, hidden], those of the text after it; not looked at.
-        kept: rows to keep, at most n; 1: the first.
-
-    Returns:
-        int64 [kept], ascending.
     """
     import torch
 
@@ -249,18 +222,10 @@ def evenly_spaced_rows(image: Tensor, text: Tensor, kept: int) -> Tensor:
 
 
 def most_similar_rows(image: Tensor, text: Tensor, kept: int) -> Tensor:
-    """The image rows whose last hidden states are most like those of the prompt's text.
+    """Int64 [kept], ascending: the image rows whose last hidden states are most like those of the prompt's text.
 
     Cosine similarity, averaged over the text's rows; LVSpec (arXiv 2604.05650) tells by the same measure which drafted
-    tokens depend on the image.
-
-    Args:
-        image: [n, hidden], last hidden states of the image's rows.
-        text: [m, hidden], those of the text after it.
-        kept: rows to keep, at most n.
-
-    Returns:
-        int64 [kept], ascending.
+    tokens depend on the image. `image` is [n, hidden], `text`, which comes after it, [m, hidden].
     """
     import torch.nn.functional as F
 

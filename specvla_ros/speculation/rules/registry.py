@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam of acceptance rules: how one is registered, and how the settings' choice is made.
+"""Registration of acceptance rules, and how the settings' choice is made.
 
 A rule is one file: a class with `accept` (see AcceptanceRule) and a function that makes it, registered under the name
 that `acceptance.rule` then takes. Its own parameters are a frozen dataclass in that file. Another package adds one with
@@ -23,7 +23,7 @@ rule = RULES.register
 
 @dataclass(frozen=True)
 class RuleContext:
-    """What a rule is made from.
+    """Input to the function that makes a rule.
 
     Args:
         settings: own settings of every rule, and the tolerance.
@@ -41,8 +41,7 @@ class RuleContext:
 
     def rule(self, name: str) -> AcceptanceRule:
         """Another rule, for one that is made of others."""
-        made: AcceptanceRule = RULES.entries()[name].make(self)
-        return made
+        return RULES.entries()[name].make(self)
 
 
 def make_rule(settings: AcceptanceSettings, target: Target) -> AcceptanceRule:

@@ -34,9 +34,9 @@ class WindowMass:
     """Action tokens that between them cover most of the draft's probability, each with its tolerance.
 
     Under relaxation neighbouring bins cover the same target: the likeliest k bins are mostly one guess. Here the first
-    child is the likeliest bin; what its window [b - r, b + r] covers is taken away, and so on. Siblings are at least
-    r + 1 bins apart, and a child's score is the log of the mass that it alone covers: the draft's estimate that this
-    sibling will be the accepted one. With r = 0 these are the k likeliest bins.
+    child is the likeliest bin; the mass that its window [b - r, b + r] covers is taken away, and so on. Siblings are at
+    least r + 1 bins apart, and a child's score is the log of the mass that it alone covers: the draft's estimate that
+    this sibling will be the accepted one. With r = 0 these are the k likeliest bins.
 
     A child is not put where its window holds most mass. Where the draft is sure, every window around its guess holds
     nearly all of the mass, and the one that catches a little more of the tails is off by up to r bins, always to the
@@ -44,7 +44,6 @@ class WindowMass:
 
     Args:
         k: children per node.
-        actions: ids of action tokens.
         bins: int64 [dimensions + 1], r per action dimension; the last is for every dimension beyond.
         text: whether children may be text; where they may, in dimension `IN_TEXT`, they are the k likeliest tokens.
     """
@@ -72,12 +71,9 @@ class WindowMass:
         return tokens[:, 0], scores[:, 0]
 
     def candidates(self, rows: Tensor, dimensions: Tensor, *, normalised: bool) -> Candidates:
-        """What the children are chosen from.
+        """The candidates for children, of rows [trees, beam, vocab] and their dimensions, int64 [trees].
 
-        Args:
-            rows: [trees, beam, vocab], logits of the actions' ids alone, or log-probabilities of the vocabulary.
-            dimensions: int64 [trees], of the children.
-            normalised: whether they are log-probabilities.
+        Rows are logits of the actions' ids alone, or, `normalised`, log-probabilities of the vocabulary.
         """
         likeliest = rows.topk(self.k, dim=-1) if self.text else None
         first, stop = self.actions.first, self.actions.stop

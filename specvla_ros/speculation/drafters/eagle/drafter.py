@@ -26,18 +26,11 @@ class EagleDrafter(Drafter):
     """Feeds the head what was committed, and grows trees after it.
 
     Args:
-        head: the draft head.
         decoder: the target, whose embeddings and output head it shares.
-        settings: size of the trees.
-        slots: maximum of requests in flight.
         slot_rows: maximum of committed rows of a slot.
         children: how a node's children are chosen; by default the likeliest.
         ids: the only ones that an answer has, see TreeGrower; None: it may have any.
         captured_depth: maximum depth of the trees that `capture` is for.
-
-    Attributes:
-        committed_rows: maximum of a slot.
-        forwards: of the head since it was made.
     """
 
     def __init__(
@@ -75,11 +68,9 @@ class EagleDrafter(Drafter):
 
     @property
     def work(self) -> DraftWork:
-        """Forwards of the head."""
         return DraftWork(head_forwards=self.forwards)
 
     def set_tolerance(self, bins: tuple[int, ...]) -> None:
-        """Gives it to the windows of the children."""
         if self._window is not None:
             self._window.tolerate(bins)
 
@@ -88,10 +79,7 @@ class EagleDrafter(Drafter):
     ) -> list[Tree]:
         """Feeds the head what was committed and grows the next trees.
 
-        Args:
-            inputs: one per request, of different slots.
-            nodes: of each tree, the root included; by default, and at most, those of the settings.
-            last: makes no difference.
+        `nodes`: of each tree, the root included; by default, and at most, those of the settings.
         """
         limits = nodes if nodes is not None else [self._settings.nodes] * len(inputs)
         sizes = {
@@ -120,7 +108,7 @@ class EagleDrafter(Drafter):
         return [next(trees) if request.slot in sizes else Tree.from_root(request.root) for request in inputs]
 
     def capture(self, captures: Captures) -> None:
-        """See Capturable: a draft for every number of requests and every depth, and what a prompt leaves.
+        """See Capturable: a draft for every number of requests and every depth, and the prompt's keys.
 
         Every slot is written to.
         """
@@ -138,7 +126,6 @@ class EagleDrafter(Drafter):
                     self._captured[requests, depth] = static
 
     def release(self) -> None:
-        """See Capturable."""
         self._captured = {}
         self._kept = {}
 
@@ -153,7 +140,7 @@ class EagleDrafter(Drafter):
         check_trees(found, expected, dtype=self._decoder.dtype, what=what)
 
     def _checked_keep(self, static: StaticKeep, rows: int) -> StaticKeep:
-        """Compares the keys and values that it writes with those that the same work writes launch by launch."""
+        """Compares the keys and values that it writes with those that the same work writes eagerly."""
         n = min(rows, self.committed_rows)
         shape = (2, max(1, n - 1), self._grower.hidden_size)
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(rows))
@@ -188,7 +175,6 @@ class EagleDrafter(Drafter):
         """The head over the newly committed rows and the masks behind them.
 
         Args:
-            inputs: the requests.
             depths: of the trees that will grow, by slot; the others have no masks.
 
         Returns:

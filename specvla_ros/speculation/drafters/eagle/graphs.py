@@ -20,13 +20,8 @@ class StaticDraft:
     """Feeds the head the newest committed rows of some requests and grows their trees, as it was captured.
 
     Args:
-        grower: the head and its keys and values.
         requests: number of trees.
         depth: of the deepest tree.
-        capture: makes it repeatable.
-
-    Raises:
-        Exception: whatever the capture raises.
     """
 
     def __init__(self, grower: TreeGrower, *, requests: int, depth: int, capture: Capture) -> None:
@@ -48,11 +43,9 @@ class StaticDraft:
         self._replay = capture(self._run)
 
     def __call__(self, inputs: Sequence[DraftInput], nodes: Sequence[int]) -> GrownTrees:
-        """What `TreeGrower.grow` gives, to rounding; nothing is read back, and the next call overwrites it.
+        """`TreeGrower.grow`, to rounding; nothing is read back, and the next call overwrites it.
 
-        Args:
-            inputs: one per request, each of one to `MAX_ROWS` rows, that nodes wrote.
-            nodes: maximum of each tree, the root included.
+        Each input has one to `MAX_ROWS` rows, that nodes wrote. `nodes`: maximum of each tree, the root included.
         """
         new = [request.new for request in inputs]
         states, rows = _of_one_forward(new)
@@ -89,21 +82,12 @@ def _of_one_forward(several: Sequence[NewRows]) -> tuple[Tensor, list[list[int]]
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> list[int]:
-    """`MAX_ROWS` numbers of each request; what is beyond its own rows is computed, and not read."""
+    """`MAX_ROWS` numbers of each request; those beyond its own rows are computed, and not read."""
     return [number for mine in rows for number in (*mine, *[0] * (MAX_ROWS - len(mine)))]
 
 
 class StaticKeep:
-    """Keeps keys and values of committed rows, at most so many, as it was captured.
-
-    Args:
-        grower: the head and its keys and values.
-        rows: maximum.
-        capture: makes it repeatable.
-
-    Raises:
-        Exception: whatever the capture raises.
-    """
+    """Keeps keys and values of committed rows, at most `rows`, as it was captured."""
 
     def __init__(self, grower: TreeGrower, rows: int, capture: Capture) -> None:
         self._grower = grower
@@ -120,10 +104,7 @@ class StaticKeep:
     ) -> None:
         """See `TreeGrower.keep`; nothing is read back.
 
-        Args:
-            following: parts [n, hidden], one after the other.
-            hidden: like following.
-            places: of the rows, see `TreeGrower.places`.
+        `following` and `hidden` are parts [n, hidden]; `places` as `TreeGrower.places` gives them.
         """
         sizes = [len(each) for each in hidden]
         n = sum(sizes)
@@ -143,14 +124,7 @@ _UNLIKELY = -50.0  # in place of -inf, which has no distance
 
 
 def check_inputs(decoder: PackedDecoder, requests: int, depth: int, *, prefix_len: int) -> list[DraftInput]:
-    """Requests with random rows, of different numbers, each of a depth less than the one before.
-
-    Args:
-        decoder: the target.
-        requests: number of requests; they have the first slots.
-        depth: of the deepest tree.
-        prefix_len: committed rows of each slot, at least one.
-    """
+    """Requests in the first slots with random rows, of different numbers, each less deep than the one before."""
     generator = torch.Generator().manual_seed(requests)
     config, device = decoder.config, decoder.device
     states = torch.randn(requests * MAX_ROWS, config.hidden_size, generator=generator).to(device, decoder.dtype)

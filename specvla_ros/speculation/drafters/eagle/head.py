@@ -71,24 +71,18 @@ class EagleHead(nn.Module):
 
         Args:
             fused: [n_rows, hidden], of `fuse`, or masks.
-            layout: where the segments lie.
             rotation: cosines and sines of the rows, see `PackedDecoder.rotation`.
-            keys: [slots, slot_rows, kv_heads, head_dim], written in place.
-            values: like keys.
+            keys, values: [slots, slot_rows, kv_heads, head_dim], written in place.
 
         Returns:
             [n_rows, hidden], the state after each row, as the head predicts it.
         """
-        out: Tensor = self.layer(fused, *rotation, layout, keys, values)
-        return out
+        return self.layer(fused, *rotation, layout, keys, values)
 
     def keep(
         self, fused: Tensor, kv_rows: Tensor, rotation: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
     ) -> None:
-        """Writes the rows' keys and values as `forward` does, and computes nothing else: one layer has no more to keep.
-
-        Args as in `forward` and `PackedLayout`.
-        """
+        """Writes the rows' keys and values as `forward` does, and computes nothing else."""
         self.layer.write_kv(fused, *rotation, kv_rows, keys, values)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
@@ -117,8 +111,8 @@ class EagleHead(nn.Module):
 def load_draft_head(directory: Path, decoder: PackedDecoder) -> EagleHead:
     """Loads a draft head for a target, in the target's dtype and on its device.
 
-    Reads model.safetensors, or pytorch_model.bin as SpecVLA publishes it. The embeddings that such a file carries are
-    not read: they are the target's.
+    Reads model.safetensors, or pytorch_model.bin as SpecVLA publishes it. The embeddings in such a file are not read:
+    they are the target's.
 
     Raises:
         UserError: a file is missing or damaged, or the head was made for another target.

@@ -22,12 +22,7 @@ from specvla_ros.speculation.tree import Tree
 
 
 def split_trees(grown: GrownTrees, sizes: list[tuple[int, int]]) -> list[Tree]:
-    """Trees one by one.
-
-    Args:
-        grown: the trees.
-        sizes: number of nodes and depth of each tree.
-    """
+    """Trees one by one, each of its number of nodes and its depth."""
     trees = []
     for i, (n, depth) in enumerate(sizes):
         tokens, *ancestry = grown.numbers[:, i, :n].unbind()
@@ -51,10 +46,8 @@ class TreeGrowth:
     """
 
     def __init__(self, roots: Tensor, max_depths: Tensor, *, k: int, levels: int) -> None:
-        self._roots = roots
-        self._max_depths = max_depths
-        self._k = k
-        self._levels = levels
+        self._roots, self._max_depths = roots, max_depths
+        self._k, self._levels = k, levels
         self._considered: Considered | None = None
         self._count = 0
         self.level = 0
@@ -62,25 +55,18 @@ class TreeGrowth:
 
     @property
     def beam_tokens(self) -> Tensor:
-        """int64 [trees, beam], tokens of the beam."""
+        """int64 [trees, beam]."""
         return self._roots[:, None] if self.beam is None else self.beam.tokens
 
     def expand(self, tokens: Tensor, scores: Tensor) -> None:
-        """Considers children that are chosen, and makes the best of them the next beam.
+        """Considers children [trees, beam, k] that are chosen, and makes the best of them the next beam.
 
-        Args:
-            tokens: int64 [trees, beam, k].
-            scores: [trees, beam, k], log-probability of each child given its parent; NaN counts as impossible.
+        Scores are the log-probability of each child given its parent; NaN counts as impossible.
         """
         self.consider(Candidates(self._max_depths, chosen=(tokens, scores)), scores.dtype)
 
     def consider(self, candidates: Candidates, dtype: torch.dtype) -> None:
-        """Considers the children of the beam, and makes the best of them the next beam.
-
-        Args:
-            candidates: what they are chosen from.
-            dtype: of scores.
-        """
+        """Considers the children of the beam, with scores of a dtype, and makes the best of them the next beam."""
         if self._considered is None:
             entries = (len(self._roots), self._k + (self._levels - 1) * self._k**2)
             parents, tokens = (torch.empty(entries, dtype=torch.int64, device=self._roots.device) for _ in range(2))
@@ -102,10 +88,8 @@ class TreeGrowth:
     def finish(self, nodes: Tensor, max_nodes: int, out: GrownTrees | None = None) -> GrownTrees:
         """The best of everything considered, in the order of depth; see `finish_tree`.
 
-        Args:
-            nodes: int64 [trees], maximum of each finished tree, the root included.
-            max_nodes: of any tree; known to the host.
-            out: where they are written; None: in memory of their own.
+        `nodes`: int64 [trees], maximum of each finished tree, the root included; `max_nodes`: of any tree, for the
+        host.
         """
         assert self._considered is not None
         considered = self._considered.first(self._count)
@@ -113,13 +97,7 @@ class TreeGrowth:
 
 
 def tree_size(depth: int, k: int, max_nodes: int) -> int:
-    """Number of nodes of a finished tree, the root included, where the best k nodes of each depth have k children.
-
-    Args:
-        depth: of the tree, at least one.
-        k: children per node, and nodes of a beam.
-        max_nodes: limit of the tree.
-    """
+    """Number of nodes of a finished tree, the root included, where the best k nodes of each depth have k children."""
     return min(max_nodes, 1 + k + (depth - 1) * k * k)
 
 
@@ -144,7 +122,7 @@ class DraftStart:
 
     @staticmethod
     def columns(inputs: Sequence[DraftInput], nodes: Sequence[int], *, roots: Sequence[int]) -> list[tuple[int, ...]]:
-        """What `TreeGrower.start` takes: for each of its `COLUMNS` a number per request."""
+        """The input of `TreeGrower.start`: for each of its `COLUMNS` a number per request."""
         return [
             tuple(request.slot for request in inputs),
             tuple(request.prefix_len for request in inputs),
@@ -160,23 +138,18 @@ class TreeGrower:
     """The head with its keys and values, one slot per request as in the target's KV cache.
 
     Args:
-        head: the draft head.
         decoder: the target, whose embeddings and output head it shares.
         k: children per node, and nodes of a beam.
         nodes: maximum of a tree, the root included.
-        slots: maximum of requests in flight.
         slot_rows: rows of a slot, those of the nodes that the head runs over included.
-        children: how a node's children are chosen; what it calls a token is counted from the first of the ids.
+        children: how a node's children are chosen; its tokens are counted from the first of the ids.
         ids: the only ones that may come, where the answer has no others: the rest of the output head is not read, and
-            each node's probability is spread over them alone. It is the draft's estimate of what the target says next,
-            and that the target says one of these is known; in the whole vocabulary's probability every node would pay
-            once more, with each level, for what the draft believes of ids that never come. None: the whole vocabulary,
-            as published.
+            each node's probability is spread over them alone, since the target is known to say one of them. Spread over
+            the whole vocabulary, every node would pay, with each level, for ids that never come. None: the whole
+            vocabulary, as published.
 
     Attributes:
-        keys: [slots, slot_rows, kv_heads, head_dim].
-        values: like keys.
-        hidden_size: size of a state.
+        keys, values: [slots, slot_rows, kv_heads, head_dim].
         parallel_depth: tokens that one forward drafts.
     """
 
@@ -192,13 +165,9 @@ class TreeGrower:
         children: Children,
         ids: range | None = None,
     ) -> None:
-        self._head = head
-        self._decoder = decoder
-        self._k = k
-        self._nodes = nodes
-        self._children = children
-        self._ids = ids
-        self._slot_rows = slot_rows
+        self._head, self._decoder = head, decoder
+        self._k, self._nodes, self._slot_rows = k, nodes, slot_rows
+        self._children, self._ids = children, ids
         self._plans: dict[tuple[int, int, bool], AttentionPlan] = {}
         config = head.config
         self.hidden_size = config.hidden_size
@@ -215,12 +184,7 @@ class TreeGrower:
         return DraftStart(where, nodes, dimensions, roots)
 
     def start_of(self, inputs: Sequence[DraftInput], nodes: Sequence[int]) -> DraftStart:
-        """Copies the requests' numbers to the roots' device.
-
-        Args:
-            inputs: one per request.
-            nodes: maximum of each tree.
-        """
+        """Copies the requests' numbers, and the maximum nodes of each tree, to the roots' device."""
         roots = torch.stack([request.root for request in inputs])
         columns = to_device(DraftStart.columns(inputs, nodes, roots=[0] * len(inputs)), roots.device)
         spans = tuple((request.slot, request.prefix_len) for request in inputs)
@@ -231,17 +195,13 @@ class TreeGrower:
         return self._head.mask_rows[: depth - 1]
 
     def fuse(self, following: Tensor, hidden: Tensor) -> Tensor:
-        """See EagleHead."""
         return self._head.fuse(following, hidden)
 
     def forward(self, fused: Tensor, layout: PackedLayout) -> Tensor:
         """The head over packed rows; see EagleHead."""
-        rotation = self._decoder.rotation(layout.positions)
-        out: Tensor = self._head(fused, layout, rotation, self.keys, self.values)
-        return out
+        return self._head(fused, layout, self._decoder.rotation(layout.positions), self.keys, self.values)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """int64 [...] to the target's embeddings [..., hidden]."""
         return self._decoder.embed_tokens(tokens)
 
     @property
@@ -260,12 +220,9 @@ class TreeGrower:
         return positions, rows
 
     def keep(self, following: Tensor, hidden: Tensor, places: Tensor) -> None:
-        """Keeps what the head knows of committed rows, for later forwards; nothing is predicted.
+        """Keeps keys and values of committed rows, for later forwards; nothing is predicted.
 
-        Args:
-            following: [n, hidden], as in EagleHead.
-            hidden: like following.
-            places: int64 [2, n], as `places` gives them.
+        `following` and `hidden` as in EagleHead; `places`: int64 [2, n], as `places` gives them.
         """
         rotation = self._decoder.rotation(places[0])
         self._head.keep(self.fuse(following, hidden), places[1], rotation, self.keys, self.values)
@@ -318,7 +275,6 @@ class TreeGrower:
         """Trees after committed rows that the head has seen.
 
         Args:
-            start: the requests.
             predicted: [trees, n, hidden], the head's states after the last committed rows; of a parallel head also
                 after each of the tree's masks.
             depth: of the deepest tree, at least one.
@@ -356,14 +312,12 @@ class TreeGrower:
         plans = {(plan.group, self.keys.shape[2]): plan}
         layout = PackedLayout(spans, rows.positions, rows.kv_rows, rows.ancestors, plans)
         fused = self._head.project(rows.inputs.flatten(0, 1))
-        out: Tensor = self._head(fused, layout, (rows.cos, rows.sin), self.keys, self.values)
-        return out
+        return self._head(fused, layout, (rows.cos, rows.sin), self.keys, self.values)
 
     def _chain_layout(self, start: DraftStart, first_rows: Tensor, offsets: Tensor) -> PackedLayout:
         """The same number of rows for each request.
 
         Args:
-            start: the requests.
             first_rows: int64 [requests], row of the slot that each begins at.
             offsets: int64 [requests, n], positions counted from there.
         """
