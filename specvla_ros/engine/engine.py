@@ -25,8 +25,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout, Target
-from specvla_ros.speculation.drafters.combine import Drafters
-from specvla_ros.speculation.drafters.registry import DraftPrompt
+from specvla_ros.speculation.drafters.registry import Drafters, DraftPrompt
 from specvla_ros.speculation.rules.registry import bins_of, make_rule
 from specvla_ros.speculation.settings import AcceptanceSettings
 from specvla_ros.speculation.tree import Tree
