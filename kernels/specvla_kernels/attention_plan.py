@@ -85,11 +85,7 @@ class AttentionPlan:
         return torch.zeros(len(self.tiles) * self.kv_heads, dtype=torch.int32, device=self.tiles.device)
 
     def table(self, spans: Sequence[Span]) -> Tensor:
-        """`tiles` for another forward of the same bucket, on the host.
-
-        Raises:
-            ValueError: it needs more tiles than the plan has.
-        """
+        """`tiles` for another forward of the same bucket, on the host; raises ValueError where it has too few tiles."""
         rows = _tile_rows(spans, self.block_m // self.group)
         surplus = len(self.tiles) - len(rows)
         if surplus < 0:
@@ -113,12 +109,9 @@ def plan_attention(
 
     Args:
         spans: its segments; for a bucket, the longest that it holds.
-        group: query heads per key head.
+        group: query heads per key head; ValueError where no tile holds them.
         capacity: tiles at least.
         programs: wanted in one launch; 0: two per multiprocessor of the device.
-
-    Raises:
-        ValueError: a group that no tile holds.
     """
     if group > _LARGEST_TILE:
         raise ValueError(f"{group} query heads share a key head, a tile holds {_LARGEST_TILE}")

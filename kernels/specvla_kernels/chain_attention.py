@@ -20,11 +20,9 @@ PACKAGE = "flash-attn"
 
 @dataclass(frozen=True)
 class Chain:
-    """Where the chain lies, on the device.
+    """Where the chain lies, on the device, and bounds of its rows and keys.
 
-    Args:
-        ends: int32 [2, 2], first and one past the last: of its packed rows, and of its keys counted through all slots.
-        most_rows, most_keys: of any chain that may stand there.
+    `ends` is int32 [2, 2], first and one past the last: of its packed rows, and of its keys counted through all slots.
     """
 
     ends: Tensor
@@ -33,15 +31,9 @@ class Chain:
 
 
 def attend_chain(q: Tensor, k_cache: Tensor, v_cache: Tensor, chain: Chain) -> Tensor:
-    """What `packed_attention` gives for the chain's rows, in float16 or bfloat16; the others are not written.
+    """`packed_attention` of the chain's rows alone, in float16 or bfloat16; the last row sees the last key.
 
-    Args:
-        q: [n_rows, heads, head_dim], rotated.
-        k_cache, v_cache: [slots, slot_rows, kv_heads, head_dim], one layer.
-        chain: causal, the last row sees the last key.
-
-    Returns:
-        [n_rows, heads, head_dim].
+    Shapes as there; other rows of the result are not written.
     """
     attend = varlen_kernel()
     assert attend is not None

@@ -131,9 +131,7 @@ class Comparison:
     def where_near(trees: Trees, wanted: Tensor, near: Tensor, apart: Tensor, dimensions: Tensor) -> "Comparison":
         """For tokens that are no bins: `apart` where two are near, elsewhere a difference counts 1.
 
-        Args:
-            near: bool [requests, n], whether the token may stand for the wanted one; not read at the root.
-            apart, dimensions: int64 [requests, n], read where near.
+        `near` says whether a token may stand for the wanted one and is not read at the root; all are [requests, n].
         """
         drafted = trees.parents >= 0
         near = near & drafted
@@ -149,10 +147,8 @@ class Comparison:
 def compare_drafts(trees: Trees, first: int, stop: int, bins: int) -> Comparison:
     """Compares every node with the target.
 
-    Args:
-        first: lowest action id, the highest value.
-        stop: one past the highest action id.
-        bins: number of distinct values; the ids `first` and `first + 1` decode alike.
+    Action ids are those from `first`, the highest value, to below `stop`; `bins` is the number of distinct values: the
+    ids `first` and `first + 1` decode alike.
     """
     run = compare_drafts_triton if has_kernels(trees.log_probs) else compare_drafts_reference
     return run(trees, first, stop, bins)

@@ -144,16 +144,8 @@ def _laid_out(
 
 def chain_rows_triton(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tensor) -> DraftRows:
     """`chain_rows` as one launch."""
-    requests, n, size = hidden.shape
-    made = _empty_rows(where, hidden, n)
-    none = where.slots
-    _draft_rows[(requests * n, -(-size // _BLOCK))](
-        following, hidden, hidden, none, none, none, *_pointers(where, made, tiles),
-        hidden.stride(0), n, 0, where.slot_rows, len(tiles) // requests, 1.0,
-        SIZE=size, DIM=where.cos.shape[1], K=1, CHAIN=True, BLOCK=min(_BLOCK, power_of_two(size)),
-        BLOCK_DIM=power_of_two(where.cos.shape[1]), num_warps=4,
-    )  # fmt: skip
-    return made
+    sources = (following, hidden, hidden, where.slots, where.slots, where.slots)
+    return _launch(where, sources, tiles, hidden.shape[1], n_before=0, scale=1.0, k=1, chain=True)
 
 
 def beam_rows_triton(
@@ -166,31 +158,28 @@ def beam_rows_triton(
     tiles: Tensor,
 ) -> DraftRows:
     """`beam_rows` as one launch."""
-    requests, k = beam.tokens.shape
-    n, size = beam.ancestors.shape[1], states.shape[2]
-    made = _empty_rows(where, states, n)
+    n, k = beam.ancestors.shape[1], beam.tokens.shape[1]
+    sources = (embeddings, states, states if before is None else before, beam.tokens, beam.parents, beam.ancestors)
+    return _launch(where, sources, tiles, n, n_before=n - k, scale=scale, k=k, chain=False)
+
+
+def _launch(
+    where: DraftSlots, sources: tuple[Tensor, ...], tiles: Tensor, n: int,
+    *, n_before: int, scale: float, k: int, chain: bool,
+) -> DraftRows:  # fmt: skip
+    states, dim = sources[1], where.cos.shape[1]
+    requests, _, size = states.shape
+    inputs, whole = states.new_empty(requests, n, 2 * size), where.slots.new_empty(3, requests * n)
+    cos, sin = (table.new_empty(requests * n, dim) for table in (where.cos, where.sin))
+    made = DraftRows(inputs, *whole.unbind(), cos, sin, ends=where.slots.new_empty(requests))
     _draft_rows[(requests * n, -(-size // _BLOCK))](
-        embeddings, states, states if before is None else before, beam.tokens, beam.parents, beam.ancestors,
-        *_pointers(where, made, tiles), states.stride(0), n, n - k, where.slot_rows, len(tiles) // requests, scale,
-        SIZE=size, DIM=where.cos.shape[1], K=k, CHAIN=False, BLOCK=min(_BLOCK, power_of_two(size)),
-        BLOCK_DIM=power_of_two(where.cos.shape[1]), num_warps=4,
+        *sources, where.slots, where.prefix_lens, where.rows, where.max_depths, where.cos, where.sin,
+        made.inputs, made.positions, made.kv_rows, made.ancestors, made.cos, made.sin, made.ends, tiles,
+        states.stride(0), n, n_before, where.slot_rows, len(tiles) // requests, scale,
+        SIZE=size, DIM=dim, K=k, CHAIN=chain, BLOCK=min(_BLOCK, power_of_two(size)),
+        BLOCK_DIM=power_of_two(dim), num_warps=4,
     )  # fmt: skip
     return made
-
-
-def _empty_rows(where: DraftSlots, states: Tensor, n: int) -> DraftRows:
-    requests, size = states.shape[0], states.shape[2]
-    inputs, whole = states.new_empty(requests, n, 2 * size), where.slots.new_empty(3, requests * n)
-    cos, sin = (table.new_empty(requests * n, table.shape[1]) for table in (where.cos, where.sin))
-    return DraftRows(inputs, *whole.unbind(), cos, sin, ends=where.slots.new_empty(requests))
-
-
-def _pointers(where: DraftSlots, made: DraftRows, tiles: Tensor) -> tuple[Tensor, ...]:
-    """In the kernel's order."""
-    return (
-        where.slots, where.prefix_lens, where.rows, where.max_depths, where.cos, where.sin,
-        made.inputs, made.positions, made.kv_rows, made.ancestors, made.cos, made.sin, made.ends, tiles,
-    )  # fmt: skip
 
 
 @jit(

@@ -47,12 +47,8 @@ def finish_tree(
         considered: k children of the root, then k children of each of k nodes per level.
         roots: int64 [trees], tokens.
         nodes: int64 [trees], maximum of each finished tree, the root included; at least 1.
-        levels: that were considered.
-        max_nodes: of any tree, known to the host; 64 at most.
+        max_nodes: of any tree, known to the host, 64 at most: n = min(max_nodes, 1 + what was considered).
         out: memory of the result; None: it is new.
-
-    Returns:
-        The trees; n = min(max_nodes, 1 + what was considered).
     """
     run = finish_tree_triton if has_kernels(considered.scores) else finish_tree_reference
     return run(considered, roots, nodes, k=k, levels=levels, max_nodes=max_nodes, out=out)

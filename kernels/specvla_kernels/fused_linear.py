@@ -30,18 +30,16 @@ def fused_linear_reference(
 ) -> Tensor:
     """The sum residual + scale * activation(norm(x) W^T + bias), each part if it is given.
 
+    The kernel rounds once, at the end; this reference after every part.
+
     Args:
         x: [n_rows, in_features].
         weight: [out_features, in_features], contiguous, dtype of x.
         bias: [out_features].
         activation: `gelu`, the exact one; or one of `GATES`: the weight's first half of rows is the gate, the second
-            what it is multiplied with.
+            what it is multiplied with, and the result's width half of out_features.
         scale: [width], of the columns (LayerScale).
         residual: [n_rows, width], added last.
-
-    Returns:
-        [n_rows, width], dtype of x; width is out_features, or half of them with a gate. The kernel rounds once, at the
-        end; the reference after every part.
     """
     out = linear(x if norm is None else rmsnorm_reference(x, norm), weight)
     if bias is not None:

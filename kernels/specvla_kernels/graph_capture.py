@@ -21,12 +21,9 @@ _PART = 8  # above 512 rows a size is at most an eighth larger than the power of
 
 
 def padded_rows(rows: int, measured: Sequence[int] = ()) -> int:
-    """The smallest size that is captured for so many rows.
+    """The smallest size that is captured for so many rows: one of `measured` (ascending, above a tile) if there is.
 
     Up to a tile, and beyond the last measured size, sizes are powers of two, then multiples of a tile or an eighth.
-
-    Args:
-        measured: sizes above a tile that were found on the device, ascending.
     """
     power = 1 << (rows - 1).bit_length()
     step = min(power, max(TILE_ROWS, power // _PART))
@@ -53,12 +50,8 @@ def randomize(keys: Tensor, values: Tensor) -> None:
 def check_rows(found: Tensor, expected: Tensor, *, what: str, dtype: torch.dtype | None = None) -> None:
     """Compares results [n, size] row by row; waits for the device.
 
-    Args:
-        what: the captured work, for the error.
-        dtype: that it is computed in; None: that of what is expected.
-
-    Raises:
-        RuntimeError: they are not finite, or differ by more than rounding.
+    Raises RuntimeError, naming the work, where they are not finite, or differ by more than rounding. `dtype`: that the
+    work is computed in; None: that of what is expected.
     """
     tolerance = _TOLERANCES.get(dtype or expected.dtype, _EXACT)
     expected = expected.double()
@@ -79,12 +72,7 @@ class Capture(Protocol):
 
 
 class Captures:
-    """What was captured of an engine's work, and what was not.
-
-    Attributes:
-        count: of captures that are used.
-        failed: what runs eagerly, by the reason.
-    """
+    """What was captured of an engine's work, and, by the reason, what runs eagerly."""
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
@@ -123,11 +111,7 @@ class Capturable(Protocol):
     """Work that runs captured or eagerly, or that takes too long the first time to happen in a tick."""
 
     def capture(self, captures: Captures) -> None:
-        """Captures it, each size as an attempt, and compares the result with the eager one.
-
-        Raises:
-            Exception: whatever goes wrong outside of the attempts.
-        """
+        """Captures it, each size as an attempt, and compares the result with the eager one."""
 
     def release(self) -> None:
         """Forgets what was captured: it runs eagerly again."""
@@ -137,10 +121,8 @@ def capture_on(store: Tensor) -> Capture | None:
     """How work on a store of keys or values is captured; None on a CPU, where nothing is gained.
 
     Graphs of one capture live as long as any of them: with a graph, torch drops the workspace of cuBLAS that all graphs
-    of the same stream use (pytorch/pytorch#193402).
-
-    Raises:
-        RuntimeError: the operators do not run as kernels there, and so read spans on the host.
+    of the same stream use (pytorch/pytorch#193402). Raises RuntimeError where the operators run as references, which
+    read spans on the host.
     """
     if not store.is_cuda:
         return None
@@ -151,12 +133,12 @@ def capture_on(store: Tensor) -> Capture | None:
 
 def _cuda_graphs(device: torch.device) -> Capture:
     """Captures that share the memory of intermediate results: only one of them runs at a time."""
-    memory = _GraphMemory(device)
+    memory = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
     kept: list[torch.cuda.CUDAGraph] = []  # also those that came out wrong: see capture_on
 
     def capture(run: Callable[[], Result]) -> Callable[[], Result]:
         nonlocal memory
-        current, side, pool = torch.cuda.current_stream(device), memory.stream, memory.pool
+        current, (side, pool) = torch.cuda.current_stream(device), memory
         side.wait_stream(current)
         # The outer context brings the current stream back if the capture cannot be ended.
         with torch.cuda.stream(side):
@@ -170,26 +152,19 @@ def _cuda_graphs(device: torch.device) -> Capture:
                     result = run()
             except Exception:
                 _end_allocation(device, pool)
-                memory = _GraphMemory(device)  # of a stream and a pool whose capture broke, nothing is known
+                # Of a stream and a pool whose capture broke, nothing is known.
+                memory = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
                 raise
         current.wait_stream(side)
 
         def replay() -> Result:
-            kept[place].replay()
+            kept[place].replay()  # so that each replay keeps all graphs
             return result
 
         place = len(kept) - 1
         return replay
 
     return capture
-
-
-class _GraphMemory:
-    """Where graphs are captured: a stream, and the pool of what is in between."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
 
 
 def _end_allocation(device: torch.device, pool: Any) -> None:

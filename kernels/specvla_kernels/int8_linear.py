@@ -30,15 +30,12 @@ def int8_linear(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
     Integers add up exactly, so a row's result does not depend, to the last bit, on the rows beside it. torchao 0.18 has
     the same product, but prints the activations, which waits for the device in every layer (pytorch/ao#4872), and falls
-    back to float32 for 16 rows and fewer.
+    back to float32 for 16 rows and fewer. Scaled in float32, or in float64 for float64.
 
     Args:
         x: [n_rows, in_features], any floating dtype; a row with a NaN or infinity gives nothing finite.
         weight: int8 [out_features, in_features], contiguous; both multiples of 8 on CUDA.
         scales: float32 [out_features], one step of each of the weight's rows; float64 in float64.
-
-    Returns:
-        [n_rows, out_features], dtype of x; scaled in float32, or in float64 for float64.
     """
     rows = round_rows(x, torch.int8)
     values = F.pad(rows.values, (0, 0, 0, max(0, _LEAST_ROWS - len(x)))) if x.is_cuda else rows.values
@@ -47,13 +44,7 @@ def int8_linear(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 class PackedInt8:
-    """A weight packed for a CPU; called with x it gives `int8_linear` of x. A row depends on no other.
-
-    Args:
-        sums: products with the weight, by one of this processor's instructions.
-        scales: float32 [out_features], one step of each of the weight's rows.
-        weights: its elements.
-    """
+    """A weight packed for a CPU, with its scales; a call gives `int8_linear`. A row depends on no other."""
 
     def __init__(self, sums: Sums, scales: Tensor, weights: int) -> None:
         self._sums, self._scales = sums, scales

@@ -33,11 +33,7 @@ class Ancestry:
 
     @staticmethod
     def from_parents(parents: Sequence[int], device: torch.device | str = "cpu") -> "Ancestry":
-        """From parents known on the host.
-
-        Raises:
-            ValueError: a parent is not before its node, no nodes, or more than 64.
-        """
+        """From 1 to 64 parents known on the host; raises ValueError where one is not before its node."""
         n = len(parents)
         if not 0 < n <= MAX_TREE_NODES:
             raise ValueError(f"a tree holds 1 to {MAX_TREE_NODES} nodes, got {n}")

@@ -36,8 +36,7 @@ def is_fused(
 
     Args:
         apart: the same result by other launches.
-        x: [n_rows, in_features].
-        weight: [out_features, in_features].
+        x, weight: [n_rows, in_features] and [out_features, in_features].
         kind: what stands around the product.
         most_rows: above, it is never fused.
     """

@@ -64,8 +64,7 @@ def rmsnorm_residual_triton(x: Tensor, residual: Tensor, norm: RowNorm) -> tuple
 def _launch(x: Tensor, residual: Tensor | None, norm: RowNorm) -> tuple[Tensor, Tensor]:
     n_rows, hidden = x.shape
     normed = x.new_empty(n_rows, hidden)
-    total = x if residual is None else x.new_empty(n_rows, hidden)
-    carried = x if residual is None else residual
+    total, carried = (x, x) if residual is None else (x.new_empty(n_rows, hidden), residual)
     _rmsnorm_residual[(n_rows,)](
         x, carried, norm.weight, normed, total, x.stride(0), carried.stride(0), norm.eps,
         RESIDUAL=residual is not None, UNIT_OFFSET=norm.unit_offset,
