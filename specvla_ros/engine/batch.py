@@ -8,6 +8,7 @@ node; a verification is a tree of drafted tokens.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +26,9 @@ from specvla_ros.speculation.drafters.registry import DraftInput, FinishedAnswer
 
 @dataclass(frozen=True)
 class Segment:
-    """One request's share of a packed forward.
+    """One request's share of a packed forward; raises ValueError where its parts do not fit each other.
 
     Args:
-        slot: the request's KV slot.
         prefix_len: rows already committed in the slot.
         inputs: embeddings [n, hidden], or int64 token ids [n].
         ancestry: None for a chain; of a tree, -1 marks a node that follows the prefix directly (the root).
@@ -37,9 +37,6 @@ class Segment:
         positions: int64 [axes, n], RoPE positions of a chain's rows, or those of a tree's root in each of its rows, for
             a model whose rows have several; None: they count up with the slot's rows.
         sees_all: of a chain: every row sees all of it (the prompt of a prefix language model).
-
-    Raises:
-        ValueError: no nodes, an ancestry or positions that do not fit them, wanted out of range.
     """
 
     slot: int
@@ -69,9 +66,8 @@ class Segment:
 class PackedBatch:
     """Segments side by side, ready for one forward.
 
-    Args:
-        embeddings: [n_rows, hidden], the segments' inputs in order.
-        wanted_rows: int64 [n_wanted], the rows whose logits are computed, segments in order.
+    `embeddings` [n_rows, hidden]; `wanted_rows` int64 [n_wanted], the rows whose logits are computed, segments in
+    order.
     """
 
     embeddings: Tensor
@@ -82,8 +78,7 @@ class PackedBatch:
 def spans_of(segments: Sequence[Segment], slot_rows: int) -> list[Span]:
     """Where the segments lie, side by side.
 
-    Raises:
-        ValueError: two segments of a slot that do not follow each other, or one that does not fit its slot.
+    Raises ValueError where two segments of a slot do not follow each other, or one does not fit its slot.
     """
     ends: dict[int, int] = {}
     spans: list[Span] = []
@@ -103,22 +98,14 @@ def spans_of(segments: Sequence[Segment], slot_rows: int) -> list[Span]:
 
 def wanted_rows(segments: Sequence[Segment], spans: Sequence[Span]) -> list[int]:
     """The packed rows whose logits are wanted, segments in order."""
-    return [
-        row
-        for segment, span in zip(segments, spans, strict=True)
-        for row in range(span.stop - segment.wanted, span.stop)
-    ]
+    pairs = zip(segments, spans, strict=True)
+    return [row for segment, span in pairs for row in range(span.stop - segment.wanted, span.stop)]
 
 
 def pack(segments: Sequence[Segment], slot_rows: int, embed: Callable[[Tensor], Tensor]) -> PackedBatch:
     """Concatenates segments; a slot's second segment is a tree that begins where its first, a chain, ends.
 
-    Args:
-        slot_rows: rows per slot of the KV cache they are to be written to.
-        embed: token ids [n] to embeddings [n, hidden].
-
-    Raises:
-        ValueError: two segments of a slot that do not follow each other, or one that does not fit its slot.
+    `embed` takes token ids [n] to embeddings [n, hidden]. Raises ValueError as `spans_of` does.
     """
     spans = spans_of(segments, slot_rows)
     parts = [(span, segment.ancestry) for span, segment in zip(spans, segments, strict=True)]
@@ -151,10 +138,8 @@ def first_positions(segment: Segment, span: Span, axes: int) -> np.ndarray:
 def packed_forward(decoder: Decoder, segments: Sequence[Segment], cache: KVCache) -> ForwardResult:
     """Runs any mix of prefills, chunks, decode steps and trees; writes their keys and values to the KV cache.
 
-    Each segment gets what it would get alone, to rounding.
-
-    Returns:
-        Logits of each segment's last `wanted` nodes, and hidden states of all nodes, segments in order.
+    Each segment gets what it would get alone, to rounding: logits of its last `wanted` nodes, and hidden states of all
+    nodes, segments in order.
     """
     batch = pack(segments, cache.slot_rows, decoder.embed_tokens)
     return decoder(batch.embeddings, batch.layout, batch.wanted_rows, cache.keys, cache.values)
@@ -237,19 +222,8 @@ class ScheduledRequest:
         """Input to a drafter for a chunk that does not end the prompt; nothing grows from it."""
         request = self.request
         start, stop = request.prefix_len - self.prompt_rows, request.prefix_len
-        return DraftInput(
-            slot=request.slot,
-            prefix_len=stop,
-            new=NewRows(self.hidden, request.prompt[start + 1 : stop + 1]),
-            root=request.tree.tokens[0],
-            max_depth=0,
-            position=0,
-            epoch=request.observation.epoch,
-            layout=request.layout,
-            mid_prompt=True,
-            observation=request.observation,
-            stream=request.observation.stream,
-        )
+        new = NewRows(self.hidden, request.prompt[start + 1 : stop + 1])
+        return self._input(new, request.tree.tokens[0], max_depth=0, position=0, mid_prompt=True)
 
     def draft_input(self, commit: Commit, embed: Callable[[Tensor], Tensor]) -> DraftInput:
         """Input to a drafter for the rows that a commit has made final."""
@@ -264,20 +238,19 @@ class ScheduledRequest:
             tokens=commit.tokens,
             embed=embed,
         )
-        return DraftInput(
-            slot=request.slot,
-            prefix_len=request.prefix_len,
-            new=new,
-            root=commit.tokens_on_device[-1],
+        return self._input(
+            new,
+            commit.tokens_on_device[-1],
             max_depth=codec.remaining(request.tokens) - 1,
             position=codec.position(request.tokens),
-            epoch=request.observation.epoch,
-            layout=request.layout,
             answer=tuple(request.tokens),
             in_text=codec.in_text(request.tokens),
-            observation=request.observation,
-            stream=request.observation.stream,
         )
+
+    def _input(self, new: NewRows, root: Tensor, **others: Any) -> DraftInput:
+        request, seen = self.request, self.request.observation
+        others |= dict(epoch=seen.epoch, layout=request.layout, observation=seen, stream=seen.stream)
+        return DraftInput(request.slot, request.prefix_len, new, root, **others)
 
     @property
     def hidden(self) -> Tensor:

@@ -159,10 +159,9 @@ def worth_capturing(seconds: Mapping[int, float]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class HostInputs:
-    """The host's numbers of a forward, in one piece of memory, so that one copy sends it.
+    """The host's numbers of a forward, in one piece of memory `all`, so that one copy sends it.
 
     Args:
-        all: int64 [n], the whole piece.
         positions: int64 [rows], or [axes, rows] where there are several, as in PackedLayout.
         kv_rows, ancestors: int64 [rows], as there.
         wanted: int64 [rows], of which the first are read.
@@ -249,10 +248,9 @@ class StaticForward:
         self.replay = capture(self._run)
 
     def __call__(self, segments: Sequence[Segment]) -> ForwardResult:
-        """What `packed_forward` gives, to rounding; nothing is read back, and the next forward overwrites it.
+        """`packed_forward`, to rounding; nothing is read back, and the next forward overwrites the result.
 
-        Raises:
-            ValueError: the segments do not fit their slots, or each other, or the bucket.
+        Raises ValueError where the segments do not fit their slots, or each other, or the bucket.
         """
         spans = spans_of(segments, self._cache.slot_rows - 1)
         n, wanted = spans[-1].stop, sum(segment.wanted for segment in segments)
@@ -329,12 +327,9 @@ def _most_tiles(bucket: Bucket, segments: int, plan: AttentionPlan) -> int:
 
 
 def check_forward(static: StaticForward, decoder: Decoder, cache: KVCache, segments: list[Segment]) -> None:
-    """Compares the hidden states of one captured forward with the eager one; waits for the device.
+    """Compares one captured forward with the eager one; waits for the device.
 
-    The KV cache is filled at random, and in no request's use.
-
-    Raises:
-        RuntimeError: they are not finite, or differ.
+    The KV cache is filled at random, and in no request's use. Raises RuntimeError where they are not finite, or differ.
     """
     expected = packed_forward(decoder, segments, cache).hidden
     what = f"a captured forward of {len(expected)} rows"

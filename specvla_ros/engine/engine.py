@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Decodes the newest observations. One thread may use it; `submit` may be called from any.
 
+    Raises UserError where the settings do not fit the target or the device's memory, here and in `switch`.
+
     Args:
         target: the policy that decides every token.
         now_ns: the clock of the observations' stamps; needed for the staleness limit.
@@ -45,9 +47,6 @@ class Engine:
         scheduler: the requests in flight.
         mailbox: the newest observation of each robot.
         last_work: the work of the last tick.
-
-    Raises:
-        UserError: the settings do not fit the target or the device's memory.
     """
 
     def __init__(self, target: Target, settings: EngineSettings, now_ns: Callable[[], int] | None = None) -> None:
@@ -81,9 +80,6 @@ class Engine:
             budget_s: in which its frames should be answered, from their arrival on: of several that wait, that with
                 the earliest deadline is begun.
             priority: streams of a higher one come first, whatever the budgets.
-
-        Raises:
-            UserError: there are as many as decode.streams says.
         """
         if not self.mailbox.open(stream, budget_s=budget_s, priority=priority):
             raise UserError(
@@ -171,8 +167,7 @@ class Engine:
     def set_acceptance(self, settings: AcceptanceSettings) -> None:
         """Takes another acceptance rule from the next frame on; those in flight finish with theirs.
 
-        Raises:
-            UserError: it does not fit the policy; the old one stays.
+        Raises UserError where it does not fit the policy; the old one stays.
         """
         rule, bins = make_rule(settings, self.target), bins_of(settings, self.target)
         self.verifier.set_rule(rule)
@@ -185,8 +180,7 @@ class Engine:
     def switch(self, settings: EngineSettings) -> list[Drop]:
         """Decodes with other settings from the next tick on; what is in flight is dropped, what waits is kept.
 
-        Raises:
-            UserError: the settings do not fit the policy or the device's memory; it goes on as before.
+        If it raises, the engine goes on as before.
         """
         before, graphs = self.scheduler, self.runner.graphs
         self._set_up(settings)
@@ -197,8 +191,7 @@ class Engine:
     def warm_up(self) -> None:
         """Decodes one black image and captures CUDA graphs, so that the first real image needs no preparation.
 
-        Raises:
-            UserError: the policy does not get through it, with the reason.
+        Raises UserError, with the reason, where the policy does not get through it.
         """
         now_ns, self.mailbox.now_ns = self.mailbox.now_ns, None
         try:
@@ -213,11 +206,7 @@ class Engine:
         self.runner.graphs.warm_up()
 
     def check_instruction(self, instruction: str) -> None:
-        """Checks that the policy can be given this instruction.
-
-        Raises:
-            UserError: it is empty, or its prompt is longer than a slot holds.
-        """
+        """Raises UserError for an instruction that is empty, or whose prompt is longer than a slot holds."""
         self._prompt_layout(replace(self.target.blank_observation(), instruction=instruction, prompt_ids=None))
 
     def describe(self) -> dict[str, Any]:
@@ -329,11 +318,7 @@ class Engine:
         return layout
 
     def _set_up(self, settings: EngineSettings) -> None:
-        """Loads and allocates what the settings need; nothing of the engine changes if that fails.
-
-        Raises:
-            UserError: they do not fit the target or the device's memory.
-        """
+        """Loads and allocates what the settings need; nothing of the engine changes if that fails."""
         target = self.target
         if target.action_head:
             settings.check_action_head()

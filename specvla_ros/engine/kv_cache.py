@@ -51,10 +51,7 @@ class KVCache(SlotPool):
 
     @property
     def sink_row(self) -> int:
-        """The last row of the last slot, counted through all slots; nobody may keep anything in it.
-
-        A forward of fixed size writes its surplus rows there.
-        """
+        """The last row of all slots, for the surplus rows of a forward of fixed size; nobody keeps anything in it."""
         return self.slots * self.slot_rows - 1
 
 
@@ -68,8 +65,8 @@ def new_cache(decoder: Decoder, *, slots: int, slot_rows: int) -> KVCache:
 def allocate_cache(target: Target, settings: EngineSettings, answer_tokens: int) -> KVCache:
     """Slots with rows for the prompt, the longest answer, and the nodes that are verified after them.
 
-    Raises:
-        UserError: a slot would be longer than the model's positions, or the slots do not fit the device's memory.
+    Raises UserError where a slot would be longer than the model's positions, or the slots do not fit the device's
+    memory.
     """
     scratch = settings.draft.nodes if settings.drafts else 0
     rows = target.image_tokens + settings.max_text_tokens + answer_tokens + scratch + _SINK_ROWS

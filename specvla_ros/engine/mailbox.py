@@ -46,11 +46,7 @@ class Pictures:
             self._compute = None
 
     def pixels(self) -> Pixels:
-        """Tensors in the host's memory, as the target's vision tower reads them.
-
-        Raises:
-            Exception: whatever computing them raised.
-        """
+        """Tensors in the host's memory, as the target's vision tower reads them; raises what computing them raised."""
         self.prepare()
         if self._error is not None:
             raise self._error
@@ -107,11 +103,8 @@ class _Stream:
 class Mailbox:
     """Holds the newest observation of each stream until a slot is free. Any thread may submit.
 
-    Args:
-        now_ns: the clock of the observations' stamps; None switches the staleness limit off.
-
-    Attributes:
-        limit: streams that may be there at once.
+    `now_ns` is the clock of the observations' stamps; None switches the staleness limit off. At most `limit` streams
+    may be there at once.
     """
 
     def __init__(self, now_ns: Callable[[], int] | None) -> None:
@@ -171,17 +164,15 @@ class Mailbox:
         return [Drop(superseded.observation, DropReason.SUPERSEDED)] if superseded is not None else []
 
     def next(self, room: Callable[[str], bool] = lambda _: True) -> Waiting | None:
-        """What would be taken now, if it is not too old; `room`: whether a frame of a stream may be begun."""
+        """The observation that would be taken now, if it is not too old."""
         with self._lock:
             stream = self._first(room)
             return stream.waiting if stream is not None else None
 
     def take(self, max_age_s: float, room: Callable[[str], bool] = lambda _: True) -> Waiting | Drop | None:
-        """The observation whose turn it is, dropped if it is older than a limit; None: none may be begun.
+        """The observation whose turn it is, dropped if it is older than a limit (0: none); None: none may be begun.
 
-        Args:
-            max_age_s: the limit; 0: none.
-            room: whether a frame of a stream may be begun.
+        `room`: whether a frame of a stream may be begun.
         """
         with self._lock:
             stream = self._first(room)

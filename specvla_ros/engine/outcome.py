@@ -47,9 +47,7 @@ class DropReason(str, Enum):
 class Freshness:
     """Which stamps an image may have: as it comes, when it begins, when its action is ready and when that goes out.
 
-    Args:
-        max_age_s: limit of the age; 0: none.
-        max_future_s: limit of how far the stamp may lie ahead of the clock.
+    `max_age_s` limits the age, 0: not; `max_future_s`, how far the stamp may lie ahead of the clock.
     """
 
     max_age_s: float

@@ -48,12 +48,7 @@ class Runner:
         self.graphs = Graphs(cache.keys, (self.forwards, self.vision, *others))
 
     def embed(self, request: Request) -> None:
-        """Computes a request's prompt: images and words.
-
-        Raises:
-            ValueError: it has other rows than it was laid out with.
-            Exception: whatever went wrong where its pictures were prepared.
-        """
+        """Computes a request's prompt, images and words; raises ValueError if its rows are not those laid out."""
         pictures, request.pictures = request.pictures, None
         self._clock.start()
         prepared = (pictures.pixels(),) if pictures is not None else ()
@@ -66,9 +61,8 @@ class Runner:
     def run(self, batch: Batch) -> ForwardResult:
         """Computes a batch whose prompts are embedded; its shares, at least one, get their hidden states.
 
-        Returns:
-            Logits and choices of the nodes of all verified trees, shares in order; the next run overwrites them, and
-            the shares' hidden states too.
+        Returns logits and choices of the nodes of all verified trees, shares in order; the next run overwrites all of
+        them.
         """
         segments = [share.segments() for share in batch.shares]
         result = self.forwards([segment for mine in segments for segment in mine])
@@ -225,13 +219,10 @@ class StaticVision:
         self._replay = capture(self._run)
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """What `VisionModel.image_embeddings` gives; the host does not wait for the device.
+        """`VisionModel.image_embeddings`, [image_tokens, hidden]; the host does not wait, the next image overwrites it.
 
-        Args:
-            pixels: [3 * towers, size, size], normalised, in the host's memory; best pinned and in the decoder's dtype.
-
-        Returns:
-            [image_tokens, hidden]; the next image overwrites it.
+        The pixels, [3 * towers, size, size], normalised, are in the host's memory; best pinned and in the decoder's
+        dtype.
         """
         if self._pixels.is_cuda and (pixels.dtype != self._pixels.dtype or not pixels.is_pinned()):
             # New memory each time: the copy may still be under way when the next image comes.

@@ -30,11 +30,8 @@ _MEMORY = 0.9  # of the mean number of forwards per request: about the last ten 
 class Scheduler:
     """Keeps requests in the order in which their frames were begun: of one robot, the order of their stamps.
 
-    Robots share the forwards and nothing else: instructions, overtaking, flushes and faults are per robot.
-
-    Args:
-        codec: when an answer is complete, and which action it stands for.
-        root: the tree of a request that has committed nothing, one node.
+    Robots share the forwards and nothing else: instructions, overtaking, flushes and faults are per robot. `root` is
+    the tree of a request that has committed nothing, one node.
     """
 
     def __init__(self, settings: EngineSettings, mailbox: Mailbox, slots: SlotPool, codec: Codec, root: Tree) -> None:
@@ -84,10 +81,7 @@ class Scheduler:
         return Batch([ScheduledRequest.next_share(request) for request in self.requests], admitted)
 
     def begin(self, batch: Batch, layout: PromptLayout, chunk_rows: int) -> None:
-        """Makes the frame that a batch admitted a request, with a share of the forward.
-
-        `chunk_rows`: rows of each chunk of the prompt but the last.
-        """
+        """Makes the frame that a batch admitted a request, with a share of the forward."""
         assert batch.admitted is not None
         observation, batch.started_ns = batch.admitted.observation, time.monotonic_ns()
         slot = self._slots.take()

@@ -22,11 +22,7 @@ MAX_STREAMS = 256
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How the engine decodes.
-
-    Raises:
-        UserError: a value is out of range.
-    """
+    """How the engine decodes. Raises UserError where a value is out of range."""
 
     ROS_PREFIX: ClassVar[str] = "decode."
 
@@ -115,11 +111,7 @@ class EngineSettings:
         check(self)
 
     def check_action_head(self) -> None:
-        """Checks that an output head of action tokens alone can write these answers.
-
-        Raises:
-            UserError: text may come before the actions.
-        """
+        """Raises UserError where text may come before the actions: an action head gives no logits to text."""
         if self.max_reasoning_tokens:
             raise UserError(
                 f"model.action_head gives no logits to text, but decode.max_reasoning_tokens is "
@@ -170,7 +162,8 @@ def engine_settings_from(
 ) -> EngineSettings:
     """Settings as the command line and Python callers give them.
 
-    Later ones win: the file, the tolerance, the assignments and keywords, the mode.
+    Later ones win: the file, the tolerance, the assignments and keywords, the mode. Raises UserError for a file or
+    tolerance that cannot be read, an unknown name, a value out of range.
 
     Args:
         mode: value of decode.mode; empty: not given.
@@ -179,9 +172,6 @@ def engine_settings_from(
         assignments: `name:=value`, with YAML's values.
         params_file: a ROS parameter file; only its decode.*, draft.* and acceptance.* are taken.
         keywords: parameters with underscores for dots (draft_nodes=16), or a field of EngineSettings.
-
-    Raises:
-        UserError: a file or tolerance that cannot be read, an unknown name, a value out of range.
     """
     in_file = merge_parameters([params_file], {}, node="policy") if params_file is not None else {}
     values: dict[str, Any] = {name: value for name, value in in_file.items() if name.startswith(_FILE_PREFIXES)}

@@ -88,12 +88,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The host's numbers of a forward's requests, uploaded.
-
-    Args:
-        groups: of requests that share a rule.
-        seen: bool [requests, vocab], the ids of each up to its root; None: decoding does not look at them.
-    """
+    """The host's numbers of a forward's requests, uploaded; `seen`: bool [requests, vocab], the ids up to each root."""
 
     groups: list[Group]
     seen: Tensor | None = None
@@ -151,10 +146,8 @@ class Verifier:
     ) -> list[Commit]:
         """Chooses every request's path and moves its keys and values.
 
-        Args:
-            result: of the forward; logits and choices of the nodes of all trees, requests in order.
-            hidden: [nodes, hidden], last hidden states of each request's tree.
-            parts: as they were prepared.
+        The result has logits and choices of the nodes of all trees, requests in order; `hidden`, [nodes, hidden], the
+        last hidden states of each request's tree.
         """
         if not parts:
             return []

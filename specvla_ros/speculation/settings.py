@@ -38,11 +38,7 @@ _MAX_BINS = 254
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """Where drafted tokens come from.
-
-    Raises:
-        UserError: a value is out of range, or two do not fit together.
-    """
+    """Where drafted tokens come from. Raises UserError where a value is out of range, or two do not fit together."""
 
     ROS_PREFIX: ClassVar[str] = "draft."
 
@@ -91,11 +87,7 @@ class DraftSettings:
 
 @dataclass(frozen=True)
 class AcceptanceSettings:
-    """Which drafted tokens are accepted.
-
-    Raises:
-        UserError: a value is out of range, or two do not fit together.
-    """
+    """Which drafted tokens are accepted. Raises UserError as DraftSettings does."""
 
     ROS_PREFIX: ClassVar[str] = "acceptance."
 
@@ -160,8 +152,7 @@ Settings = TypeVar("Settings", DraftSettings, AcceptanceSettings)
 def adjusted(settings: Settings, **values: Any) -> Settings:
     """The same settings with other values, by the parameter's name without prefix: `temporal=True` is draft.temporal.
 
-    Raises:
-        UserError: there is no such parameter, or a value is out of range.
+    Raises UserError where there is no such parameter, or a value is out of range.
     """
     paths = {declared.name.removeprefix(settings.ROS_PREFIX): declared.path for declared in walk(settings)}
     changes: dict[str, Any] = {}
@@ -199,11 +190,7 @@ class Tolerance:
 
     @staticmethod
     def parse(text: str) -> "Tolerance":
-        """Reads one; `0` and `strict` are none.
-
-        Raises:
-            UserError: it cannot be read.
-        """
+        """Reads one; `0` and `strict` are none. Raises UserError for any other text that is no tolerance."""
         if text.strip() in _STRICT:
             return Tolerance()
         found: dict[str, float] = {}

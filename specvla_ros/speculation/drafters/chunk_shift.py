@@ -25,7 +25,6 @@ import numpy as np
 
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import parameter
-from specvla_ros.speculation.drafters.branches import Branches
 from specvla_ros.speculation.drafters.prompt_lookup import common_prefix
 from specvla_ros.speculation.drafters.registry import (
     DraftContext,
@@ -35,13 +34,13 @@ from specvla_ros.speculation.drafters.registry import (
     FinishedAnswer,
     drafter,
 )
+from specvla_ros.speculation.tree import Branches, Tree
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from specvla_ros.models.codecs.codec import Codec, SaysNumbers
     from specvla_ros.models.target import Target
-    from specvla_ros.speculation.tree import Tree
 
 ANSWERS_FILE = "earlier_answers.npz"
 """In a checkpoint's directory."""
@@ -255,11 +254,7 @@ class EarlierAnswers:
 
 
 def save_answers(path: Path, answers: Sequence[Sequence[int]]) -> None:
-    """Writes answers to a file, at once or not at all.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Writes answers to a file, at once or not at all; raises UserError where it cannot be written."""
     tokens = np.array([token for answer in answers for token in answer], dtype=np.int32)
     lengths = np.array([len(answer) for answer in answers], dtype=np.int32)
     partial = path.with_name(f"{path.name}.partial")
@@ -273,11 +268,7 @@ def save_answers(path: Path, answers: Sequence[Sequence[int]]) -> None:
 
 
 def load_answers(path: Path, vocab_size: int) -> EarlierAnswers:
-    """Reads what `save_answers` wrote.
-
-    Raises:
-        UserError: the file is missing or damaged, or of a policy with another vocabulary.
-    """
+    """Reads a file of `save_answers`; raises UserError if it is missing, damaged, or of another vocabulary."""
     again = "make it with `specvla collect-answers`"
     try:
         with np.load(path, allow_pickle=False) as file:

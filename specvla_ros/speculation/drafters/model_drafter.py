@@ -52,12 +52,9 @@ class DraftModelSettings:
 
 @dataclass
 class _Slot:
-    """The contents of a slot of the draft model's KV cache.
+    """The contents of a slot of the draft model's KV cache: its own prompt, and the rows of `answer` after it.
 
-    Attributes:
-        layout: of the draft model's own prompt; None: not read yet.
-        answer: tokens whose rows come after it.
-        drafted: what was drafted after these; the rows of all but the last are there too.
+    `drafted` was drafted after these; the rows of all but the last are there too.
     """
 
     layout: PromptLayout | None = None
@@ -87,8 +84,7 @@ class ModelDrafter(Drafter):
     def __init__(self, model: Target, *, tokens: int, slots: int, slot_rows: int, lookup: int = 0) -> None:
         from specvla_ros.speculation.drafters.chains import ChainDecoder
 
-        self._model = model
-        self._tokens = tokens
+        self._model, self._tokens = model, tokens
         self._slots: dict[int, _Slot] = {}
         self.chains = ChainDecoder(model.decoder, slots=slots, slot_rows=slot_rows, lookup=lookup)
         self.images = 0
@@ -195,11 +191,7 @@ def _model(context: DraftContext) -> Drafter | None:
 
 
 def _load(own: DraftModelSettings, target: Target) -> Target:
-    """Loads it on the target's device and, where a checkpoint can be loaded in it, in its precision.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
+    """Loads it on the target's device and, where a checkpoint can be loaded in it, in its precision."""
     from specvla_ros.models.checkpoint import DTYPES, load_target
 
     dtype = str(target.decoder.dtype).removeprefix("torch.")
@@ -217,10 +209,9 @@ def _load(own: DraftModelSettings, target: Target) -> Target:
 
 
 def check_vocabulary(model: Target, target: Target) -> None:
-    """Checks that a token id means the same to both; a checkpoint without tokenizer is taken at its sizes.
+    """Raises UserError where a token id does not mean the same to both.
 
-    Raises:
-        UserError: it does not.
+    A checkpoint without tokenizer is taken at its sizes.
     """
     refused = f"draft.model {model.directory} cannot draft for {target.directory}: "
     sizes = [each.decoder.config.vocab_size for each in (model, target)]

@@ -6,14 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from specvla_ros.settings.parameter import parameter
-from specvla_ros.speculation.drafters.branches import Branches
 from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, DraftInput, drafter
-
-if TYPE_CHECKING:
-    from specvla_ros.speculation.tree import Tree
+from specvla_ros.speculation.tree import Branches, Tree
 
 _LONGEST = 3
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specvla_ros.errors import UserError
 from specvla_ros.speculation.settings import DRAFT_FOLDER, DRAFTERS
+from specvla_ros.speculation.tree import Tree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from specvla_ros.models.observation import Observation
     from specvla_ros.models.target import PromptLayout, Target
     from specvla_ros.speculation.settings import DraftSettings
-    from specvla_ros.speculation.tree import Tree
 
 drafter = DRAFTERS.register
 
@@ -34,8 +34,6 @@ class DraftContext:
     """Input to the function that makes a drafter.
 
     Args:
-        settings: size of the trees, and own settings of every drafter.
-        target: the policy.
         slots: maximum of requests in flight.
         slot_rows: maximum of committed rows of a slot.
         chunk_step_s: seconds that one action of a chunk takes; 0: unknown.
@@ -50,7 +48,6 @@ class DraftContext:
     codec: Codec
 
     def own(self, name: str) -> Any:
-        """A drafter's own settings."""
         return self.settings.drafters[name]
 
 
@@ -187,13 +184,7 @@ class DraftInput:
 
 @dataclass(frozen=True)
 class DraftPrompt:
-    """A prompt whose own forward may verify a draft.
-
-    Args:
-        max_depth: tokens of the longest answer.
-        in_text: the answer may begin with text.
-        stream: of which robot; only its own earlier answers are drafted.
-    """
+    """A prompt whose own forward may verify a draft of at most `max_depth` tokens, those of the longest answer."""
 
     epoch: int
     max_depth: int
@@ -235,9 +226,7 @@ class Drafter(Protocol):
     def draft_prompt(self, prompt: DraftPrompt, root: Tensor, nodes: int) -> Tree | None:
         """A tree that a prompt's own forward may verify, without hidden states; None: nothing.
 
-        Args:
-            root: int64 [1], of the tree; it stands for the prompt's last row, its token is not read.
-            nodes: maximum, the root included.
+        Its root, int64 [1], stands for the prompt's last row, and its token is not read; `nodes` includes the root.
         """
         return None
 
@@ -263,18 +252,10 @@ class Drafter(Protocol):
 
 
 class Drafters:
-    """Grows the tree that a request's next forward verifies, with all drafters.
+    """Grows the tree that a request's next forward verifies, with all drafters; without settings, none.
 
-    Args:
-        settings: None: nothing is drafted, as plain decoding wants it.
-        slot_rows: maximum of committed rows of a slot.
-        chunk_step_s: seconds that one action of a chunk takes; 0: unknown.
-
-    Attributes:
-        by_name: the drafters that the settings ask for, in the order in which they take nodes.
-
-    Raises:
-        UserError: nothing to draft with, or a drafter does not fit the target.
+    Arguments as in DraftContext. Raises UserError where there is nothing to draft with, or a drafter does not fit the
+    target. `by_name` has the drafters that the settings ask for, in the order in which they take nodes.
     """
 
     def __init__(
@@ -288,8 +269,6 @@ class Drafters:
         chunk_step_s: float,
     ) -> None:
         import torch
-
-        from specvla_ros.speculation.tree import Tree
 
         self.by_name: dict[str, Drafter] = {}
         self._prompt_end = Tree.from_root(torch.zeros(1, dtype=torch.int64, device=target.decoder.device))
@@ -318,8 +297,6 @@ class Drafters:
 
     def draft(self, inputs: Sequence[DraftInput]) -> list[Tree]:
         """One tree per request, of at most `draft.nodes` nodes."""
-        from specvla_ros.speculation.tree import Tree
-
         left = [self._nodes] * len(inputs)
         trees = [[Tree.from_root(request.root)] for request in inputs]
         for i, drafter in enumerate(self.by_name.values(), start=1):
@@ -363,4 +340,4 @@ class Drafters:
 
 def _joined(trees: Sequence[Tree]) -> Tree:
     """One tree of all; those that know probabilities come last in the drafters' order, and first here."""
-    return reduce(lambda joined, tree: joined.joined_with(tree), reversed(trees))
+    return reduce(Tree.joined_with, reversed(trees))

@@ -88,9 +88,7 @@ class SelfDrafter(Drafter):
     ) -> None:
         from specvla_ros.speculation.drafters.chains import ChainDecoder
 
-        self._decoder = decoder
-        self._rows_to_keep = KEPT_ROWS[keep]
-        self._tokens = tokens
+        self._decoder, self._rows_to_keep, self._tokens = decoder, KEPT_ROWS[keep], tokens
         self.kept_image_tokens = min(image_tokens, max(1, round(image_share * image_tokens)))
         self._dropped = image_tokens - self.kept_image_tokens
         self.chains = ChainDecoder(decoder, slots=slots, slot_rows=slot_rows - self._dropped + tokens)
@@ -107,11 +105,8 @@ class SelfDrafter(Drafter):
     ) -> list[Tree]:
         """Reads what was committed and goes on from there; one forward per token, for all requests together.
 
-        A request's first input holds its whole prompt, or a chunk of it. `nodes`: by default what the drafter's tokens
-        take.
-
-        Raises:
-            ValueError: a request's first input lacks rows of the prompt.
+        A request's first input holds its whole prompt, or a chunk of it, else ValueError. `nodes`: by default what the
+        drafter's tokens take.
         """
         limits = nodes if nodes is not None else [self._tokens + 1] * len(inputs)
         chains = [self._begin(request, limit - 1) for request, limit in zip(inputs, limits, strict=True)]

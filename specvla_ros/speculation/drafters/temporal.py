@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specvla_ros.settings.parameter import parameter
-from specvla_ros.speculation.drafters.branches import Branches
 from specvla_ros.speculation.drafters.registry import (
     DraftContext,
     Drafter,
@@ -17,12 +16,12 @@ from specvla_ros.speculation.drafters.registry import (
     FinishedAnswer,
     drafter,
 )
+from specvla_ros.speculation.tree import Branches, Tree
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from specvla_ros.models.codecs.codec import ActionIds
-    from specvla_ros.speculation.tree import Tree
 
 _FEWEST, _LONGEST = 2, 3  # tokens by which a place in the answer before is found again
 

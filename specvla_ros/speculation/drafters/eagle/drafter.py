@@ -50,26 +50,17 @@ class EagleDrafter(Drafter):
         ids: range | None = None,
         captured_depth: int = 0,
     ) -> None:
-        self._decoder = decoder
-        self._settings = settings
+        self._decoder, self._settings, self._slots = decoder, settings, slots
         self._window = children if isinstance(children, WindowMass) else None
         self._captured_depth = captured_depth
         self.committed_rows = slot_rows
         self.forwards = 0
-        self._slots = slots
         self._slot_rows = slot_rows + max(settings.beam_nodes, MAX_ROWS + settings.depth)
         self._captured: dict[tuple[int, int], StaticDraft] = {}  # by number of trees that grow, and depth
         self._kept: dict[int, StaticKeep] = {}  # by number of rows
-        self._grower = TreeGrower(
-            head,
-            decoder,
-            k=settings.top_k,
-            nodes=settings.nodes,
-            slots=slots,
-            slot_rows=self._slot_rows,
-            children=children or TopK(settings.top_k),
-            ids=ids,
-        )
+        chosen = children or TopK(settings.top_k)
+        sizes = dict(k=settings.top_k, nodes=settings.nodes, slots=slots, slot_rows=self._slot_rows)
+        self._grower = TreeGrower(head, decoder, children=chosen, ids=ids, **sizes)
 
     @property
     def work(self) -> DraftWork:
@@ -131,8 +122,7 @@ class EagleDrafter(Drafter):
                     self._captured[requests, depth] = static
 
     def release(self) -> None:
-        self._captured = {}
-        self._kept = {}
+        self._captured, self._kept = {}, {}
 
     def _check(self, static: "StaticDraft", requests: int, depth: int) -> None:
         """Compares a captured draft with the same work launch by launch, and with a draft of other shapes."""
@@ -177,18 +167,14 @@ class EagleDrafter(Drafter):
         self._grower.keep(torch.cat(following), torch.cat(hidden), to_device(places, self._decoder.device))
 
     def _feed(self, inputs: Sequence[DraftInput], depths: Mapping[int, int] | None = None) -> dict[int, Tensor]:
-        """The head over the newly committed rows and the masks behind them.
+        """The head over the newly committed rows and the masks behind them, of trees that grow to `depths`, by slot.
 
-        Args:
-            depths: of the trees that will grow, by slot; the others have no masks.
-
-        Returns:
-            By slot, the states [1 + masks, hidden] after the last committed row and each mask.
+        Returns by slot the states [1 + masks, hidden] after the last committed row and each mask.
         """
         if not inputs:
             return {}
         following = torch.cat([request.new.following for request in inputs])
-        fused = self._grower.fuse(following, torch.cat([request.new.hidden for request in inputs]))
+        fused = self._grower.head.fuse(following, torch.cat([request.new.hidden for request in inputs]))
         parts: list[tuple[Span, Ancestry | None]] = []
         packed: list[Tensor] = []
         wanted: list[int] = []  # states of each request
@@ -223,17 +209,10 @@ def _before_newest(request: DraftInput, left: int) -> DraftInput:
 
 
 class StaticDraft:
-    """Feeds the head the newest committed rows of some requests and grows their trees, as it was captured.
-
-    Args:
-        requests: number of trees.
-        depth: of the deepest tree.
-    """
+    """Feeds the head the newest committed rows of some requests and grows their trees, as it was captured."""
 
     def __init__(self, grower: TreeGrower, *, requests: int, depth: int, capture: Capture) -> None:
-        self._grower = grower
-        self._requests = requests
-        self._depth = depth
+        self._grower, self._depth = grower, depth
         device, rows = grower.keys.device, requests * MAX_ROWS
         # What the host says, in one piece, so that one copy sends it. One committed row each, in a slot that is there:
         # the capture runs too.
@@ -270,7 +249,7 @@ class StaticDraft:
         return self._grow(self._trees)
 
     def _grow(self, out: GrownTrees | None) -> GrownTrees:
-        following = self._grower.embed(self._tokens)
+        following = self._grower.decoder.embed_tokens(self._tokens)
         predicted = self._grower.predict(self._start, following, self._hidden, self._depth)
         return self._grower.grow(self._start, predicted, self._depth, out)
 
@@ -336,26 +315,17 @@ def check_inputs(decoder: PackedDecoder, requests: int, depth: int, *, prefix_le
         rows = min(prefix_len, 1 + (slot + depth) % MAX_ROWS)
         tokens = torch.randint(config.vocab_size, (rows,), generator=generator)
         nodes = range(slot * MAX_ROWS, slot * MAX_ROWS + rows)
-        inputs.append(
-            DraftInput(
-                slot=slot,
-                prefix_len=prefix_len,
-                new=NewRows(
-                    states=states, nodes=tuple(nodes), tokens=tuple(tokens.tolist()), embed=decoder.embed_tokens
-                ),
-                root=tokens[-1].to(device),
-                max_depth=max(1, depth - slot),
-                position=1,
-            )
-        )
+        ids = tuple(tokens.tolist())
+        new = NewRows(states=states, nodes=tuple(nodes), tokens=ids, embed=decoder.embed_tokens)
+        root = tokens[-1].to(device)
+        inputs.append(DraftInput(slot, prefix_len, new, root, max_depth=max(1, depth - slot), position=1))
     return inputs
 
 
 def check_trees(found: GrownTrees, expected: GrownTrees, *, what: str, dtype: torch.dtype) -> None:
     """Compares roots, and how the draft's probability is spread over a tree; which of two like nodes it holds is open.
 
-    Raises:
-        RuntimeError: they differ by more than rounding, or nothing was drafted.
+    Raises RuntimeError where they differ by more than rounding, or nothing was drafted.
     """
     if not bool((expected.log_probs[:, 1:] > -torch.inf).any(dim=1).all()):
         raise RuntimeError(f"{what} has no drafts")

@@ -52,11 +52,9 @@ class EagleHead(nn.Module):
             self.register_buffer("mask_rows", masks, persistent=False)
 
     def fuse(self, following: Tensor, hidden: Tensor) -> Tensor:
-        """The layer's input.
+        """The layer's input, from the embedding of the token after each row and the target's state at it.
 
-        Args:
-            following: [..., hidden], embedding of the token after each row.
-            hidden: [..., hidden], the target's state at each row, or the head's own where the target has none yet.
+        The state is the head's own where the target has none yet; all are [..., hidden].
         """
         return self.project(torch.cat((following, hidden), dim=-1))
 
@@ -67,15 +65,12 @@ class EagleHead(nn.Module):
     def forward(
         self, fused: Tensor, layout: PackedLayout, rotation: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
     ) -> Tensor:
-        """One packed forward.
+        """One packed forward: [n_rows, hidden], the state after each row, as the head predicts it.
 
         Args:
             fused: [n_rows, hidden], of `fuse`, or masks.
             rotation: cosines and sines of the rows, see `PackedDecoder.rotation`.
             keys, values: [slots, slot_rows, kv_heads, head_dim], written in place.
-
-        Returns:
-            [n_rows, hidden], the state after each row, as the head predicts it.
         """
         return self.layer(fused, *rotation, layout, keys, values)
 
@@ -112,10 +107,7 @@ def load_draft_head(directory: Path, decoder: PackedDecoder) -> EagleHead:
     """Loads a draft head for a target, in the target's dtype and on its device.
 
     Reads model.safetensors, or pytorch_model.bin as SpecVLA publishes it. The embeddings in such a file are not read:
-    they are the target's.
-
-    Raises:
-        UserError: a file is missing or damaged, or the head was made for another target.
+    they are the target's. Raises UserError where a file is missing or damaged, or the head was made for another target.
     """
     if not directory.is_dir():
         raise UserError(f"draft.head: {directory} does not exist; give the folder that holds the head's config.json")

@@ -38,7 +38,6 @@ class TreeGrowth:
         roots: int64 [trees], the last committed tokens.
         max_depths: int64 [trees]; a tree that has reached its own grows no further.
         k: children per node, and nodes of a beam.
-        levels: maximum.
 
     Attributes:
         beam: the best nodes of the newest depth, whose children are considered next; None: the root.
@@ -57,13 +56,6 @@ class TreeGrowth:
     def beam_tokens(self) -> Tensor:
         """int64 [trees, beam]."""
         return self._roots[:, None] if self.beam is None else self.beam.tokens
-
-    def expand(self, tokens: Tensor, scores: Tensor) -> None:
-        """Considers children [trees, beam, k] that are chosen, and makes the best of them the next beam.
-
-        Scores are the log-probability of each child given its parent; NaN counts as impossible.
-        """
-        self.consider(Candidates(self._max_depths, chosen=(tokens, scores)), scores.dtype)
 
     def consider(self, candidates: Candidates, dtype: torch.dtype) -> None:
         """Considers the children of the beam, with scores of a dtype, and makes the best of them the next beam."""
@@ -109,7 +101,6 @@ class DraftStart:
         where: the requests' rows of the head's keys and values.
         nodes: int64 [requests], maximum of the trees' nodes, the root included.
         dimensions: int64 [requests], the action dimension of the first drafted tokens; IN_TEXT where they may be text.
-        roots: int64 [requests], the last committed tokens.
         spans: slot and prefix_len of each request once more, on the host; empty where nothing may depend on them.
     """
 
@@ -123,15 +114,9 @@ class DraftStart:
     @staticmethod
     def columns(inputs: Sequence[DraftInput], nodes: Sequence[int], *, roots: Sequence[int]) -> list[tuple[int, ...]]:
         """The input of `TreeGrower.start`: for each of its `COLUMNS` a number per request."""
-        return [
-            tuple(request.slot for request in inputs),
-            tuple(request.prefix_len for request in inputs),
-            tuple(len(request.new) for request in inputs),
-            tuple(request.max_depth for request in inputs),
-            tuple(nodes),
-            tuple(IN_TEXT if request.in_text else request.position for request in inputs),
-            tuple(roots),
-        ]
+        rows = [(each.slot, each.prefix_len, len(each.new), each.max_depth) for each in inputs]
+        dimensions = [IN_TEXT if each.in_text else each.position for each in inputs]
+        return [*zip(*rows, strict=True), tuple(nodes), tuple(dimensions), tuple(roots)]
 
 
 class TreeGrower:
@@ -165,7 +150,7 @@ class TreeGrower:
         children: Children,
         ids: range | None = None,
     ) -> None:
-        self._head, self._decoder = head, decoder
+        self.head, self.decoder = head, decoder
         self._k, self._nodes, self._slot_rows = k, nodes, slot_rows
         self._children, self._ids = children, ids
         self._plans: dict[tuple[int, int, bool], AttentionPlan] = {}
@@ -179,7 +164,7 @@ class TreeGrower:
     def start(self, columns: Tensor) -> DraftStart:
         """From int64 [COLUMNS, requests], as `DraftStart.columns` gives them."""
         slots, prefix_lens, rows, max_depths, nodes, dimensions, roots = columns.unbind()
-        cos, sin = self._decoder.rotations(self.keys.device)
+        cos, sin = self.decoder.rotations(self.keys.device)
         where = DraftSlots(slots, prefix_lens, rows, max_depths, self._slot_rows, cos, sin)
         return DraftStart(where, nodes, dimensions, roots)
 
@@ -192,17 +177,11 @@ class TreeGrower:
 
     def masks(self, depth: int) -> Tensor:
         """[n, hidden], the rows behind the last committed one for a tree so deep; none of a head that grows levels."""
-        return self._head.mask_rows[: depth - 1]
-
-    def fuse(self, following: Tensor, hidden: Tensor) -> Tensor:
-        return self._head.fuse(following, hidden)
+        return self.head.mask_rows[: depth - 1]
 
     def forward(self, fused: Tensor, layout: PackedLayout) -> Tensor:
         """The head over packed rows; see EagleHead."""
-        return self._head(fused, layout, self._decoder.rotation(layout.positions), self.keys, self.values)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self._decoder.embed_tokens(tokens)
+        return self.head(fused, layout, self.decoder.rotation(layout.positions), self.keys, self.values)
 
     @property
     def spare_row(self) -> int:
@@ -224,17 +203,16 @@ class TreeGrower:
 
         `following` and `hidden` as in EagleHead; `places`: int64 [2, n], as `places` gives them.
         """
-        rotation = self._decoder.rotation(places[0])
-        self._head.keep(self.fuse(following, hidden), places[1], rotation, self.keys, self.values)
+        rotation = self.decoder.rotation(places[0])
+        self.head.keep(self.head.fuse(following, hidden), places[1], rotation, self.keys, self.values)
 
     def predict(self, start: DraftStart, following: Tensor, hidden: Tensor, depth: int) -> Tensor:
         """The head over each request's newest committed rows, and the masks behind them.
 
         Args:
-            start: the requests, `rows` of each; without spans, which are those of trees.
-            following: [trees, n, hidden], as in EagleHead; the first `rows` of each request count. The others are
-                computed too, into rows of its slot that are not committed.
-            hidden: like following.
+            start: without spans, which are those of trees.
+            following, hidden: [trees, n, hidden], as in EagleHead; the first `rows` of each request count. The others
+                are computed too, into rows of its slot that are not committed.
             depth: of the deepest tree.
 
         Returns:
@@ -252,7 +230,7 @@ class TreeGrower:
         place = torch.arange(n + later, device=following.device).expand(trees, -1)
         new = start.where.rows[:, None]
         order = torch.where(place < new, place, torch.where(place < new + later, n + place - new, place - later))
-        fused = torch.cat((self.fuse(following, hidden), masks.expand(trees, -1, -1)), dim=1)
+        fused = torch.cat((self.head.fuse(following, hidden), masks.expand(trees, -1, -1)), dim=1)
         fused = fused.gather(1, order[:, :, None].expand(-1, -1, size))
         # No position beyond a tree's own depth: it may not exist.
         deepest = new + start.where.max_depths[:, None].clamp(min=1, max=1 + later) - 2
@@ -272,13 +250,10 @@ class TreeGrower:
         )
 
     def grow(self, start: DraftStart, predicted: Tensor, depth: int, out: GrownTrees | None = None) -> GrownTrees:
-        """Trees after committed rows that the head has seen.
+        """Trees after committed rows that the head has seen, written to `out` (see `memory`) or memory of their own.
 
-        Args:
-            predicted: [trees, n, hidden], the head's states after the last committed rows; of a parallel head also
-                after each of the tree's masks.
-            depth: of the deepest tree, at least one.
-            out: where they are written, see `memory`; None: in memory of their own.
+        `predicted`, [trees, n, hidden], are the head's states after the last committed rows; of a parallel head also
+        after each of the tree's masks. `depth`: of the deepest tree, at least one.
         """
         growth = TreeGrowth(start.roots, start.where.max_depths, k=self._k, levels=depth)
         if self.parallel_depth > 1:
@@ -289,7 +264,7 @@ class TreeGrower:
 
     def _expand_levels(self, growth: TreeGrowth, start: DraftStart, states: Tensor, depth: int) -> None:
         """A forward of the head per level, over the beam that the level before has left."""
-        where, embed, inputs = start.where, self._decoder.embed_tokens, None
+        where, embed, inputs = start.where, self.decoder.embed_tokens, None
         for _ in range(depth):
             if growth.beam is not None:
                 trees, n = growth.beam.ancestors.shape
@@ -311,15 +286,13 @@ class TreeGrower:
         spans = tuple(Span(slot, i * n, n, prefix, is_tree=True) for i, (slot, prefix) in enumerate(start.spans))
         plans = {(plan.group, self.keys.shape[2]): plan}
         layout = PackedLayout(spans, rows.positions, rows.kv_rows, rows.ancestors, plans)
-        fused = self._head.project(rows.inputs.flatten(0, 1))
-        return self._head(fused, layout, (rows.cos, rows.sin), self.keys, self.values)
+        fused = self.head.project(rows.inputs.flatten(0, 1))
+        return self.head(fused, layout, (rows.cos, rows.sin), self.keys, self.values)
 
     def _chain_layout(self, start: DraftStart, first_rows: Tensor, offsets: Tensor) -> PackedLayout:
         """The same number of rows for each request.
 
-        Args:
-            first_rows: int64 [requests], row of the slot that each begins at.
-            offsets: int64 [requests, n], positions counted from there.
+        Each begins at `first_rows` [requests] of its slot; `offsets` [requests, n] are positions counted from there.
         """
         requests, n = offsets.shape
         begin = start.where.slots * self._slot_rows + first_rows
@@ -337,7 +310,7 @@ class TreeGrower:
 
     def _logits(self, states: Tensor) -> Tensor:
         """[trees, n, ids] after states [trees, n, hidden]."""
-        return self._decoder.logits(states.flatten(0, 1), self._ids).view(*states.shape[:2], -1)
+        return self.decoder.logits(states.flatten(0, 1), self._ids).view(*states.shape[:2], -1)
 
     def _consider(self, growth: TreeGrowth, logits: Tensor, dimensions: Tensor) -> None:
         """The next level, from logits [trees, beam, ids] and the first level's action dimension, int64 [trees]."""
@@ -366,7 +339,7 @@ class TreeGrower:
             kv_heads = self.keys.shape[2]
             self._plans[key] = plan_attention(
                 [Span(0, i * n, n, 0, is_tree) for i in range(requests)],
-                group=self._head.config.num_attention_heads // kv_heads,
+                group=self.head.config.num_attention_heads // kv_heads,
                 kv_heads=kv_heads,
                 slot_rows=self._slot_rows,
                 device=self.keys.device,
