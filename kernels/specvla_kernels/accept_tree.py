@@ -27,7 +27,8 @@ def accept_tree(trees: Trees, comparison: Comparison, accept_mask: Tensor, reaso
     Returns:
         int64 [requests, 4 * (max_depth + 1) + 1]: the path's nodes from the root, padded with NO_NODE; the token
         committed after each, the last one the target's own, padded with NO_TOKEN; each token's distance from the
-        target's choice; its reason (TARGET for the last); and the number of nodes, which is also that of tokens.
+        target's choice and its reason (TARGET for the last), padded with 0; and the number of nodes, which is also that
+        of tokens.
     """
     run = accept_tree_triton if has_kernels(trees.log_probs) else accept_tree_reference
     return run(trees, comparison, accept_mask, reasons, max_depth)

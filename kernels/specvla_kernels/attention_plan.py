@@ -20,11 +20,9 @@ _PROGRAMS_PER_PROCESSOR = 2  # resident ones that hide each other's waits
 
 @dataclass(frozen=True)
 class Span:
-    """Where one segment lies in the packed batch and in its KV slot.
+    """Where one segment lies in the packed batch, `length` rows from `start`, and in its KV slot.
 
     Args:
-        start: its first row in the packed batch.
-        length: its number of rows (nodes).
         prefix_len: committed rows of the slot; node j writes its keys and values to row `prefix_len + j`.
             `-length` for rows that see nothing; see `idle`.
         is_tree: True: node i sees the prefix and the nodes in `ancestors[start + i]`. False: a chain, causal.
@@ -103,15 +101,11 @@ def plan_attention(
     capacity: int = 0,
     programs: int = 0,
 ) -> AttentionPlan:
-    """Cuts a packed forward into tiles, and their keys into as many shares as fill the device.
+    """Cuts a packed forward into tiles, at least `capacity`, and their keys into as many shares as fill the device.
 
-    Nothing but the table depends on prefix lengths, so segments of the same lengths always make the same launch.
-
-    Args:
-        spans: its segments; for a bucket, the longest that it holds.
-        group: query heads per key head; ValueError where no tile holds them.
-        capacity: tiles at least.
-        programs: wanted in one launch; 0: two per multiprocessor of the device.
+    Nothing but the table depends on prefix lengths, so segments of the same lengths always make the same launch. For a
+    bucket, the spans are the longest that it holds. `programs` are wanted in one launch; 0: two per multiprocessor.
+    Raises ValueError where no tile holds `group`, the query heads per key head.
     """
     if group > _LARGEST_TILE:
         raise ValueError(f"{group} query heads share a key head, a tile holds {_LARGEST_TILE}")

@@ -17,8 +17,7 @@ def commit_kv(keys: Tensor, values: Tensor, slots: Tensor, first_rows: Tensor, n
 
     Args:
         keys, values: [layers, slots, slot_rows, kv_heads, head_dim] of the same strides, written in place.
-        slots: int64 [requests], all different.
-        first_rows: int64 [requests], the row of each root's keys and values.
+        slots, first_rows: int64 [requests], all different slots, and the row of each root's keys and values.
         nodes: int64 [requests, n], each path, ascending, the root first: nodes[i] >= i; then negative numbers
             (NO_NODE). A request without a path moves nothing.
     """

@@ -16,19 +16,18 @@ MIN_NODES = 16  # one compilation for all smaller trees
 
 @dataclass(frozen=True)
 class Trees:
-    """The trees of several requests after their forward, padded to the same number of nodes.
+    """The trees of several requests after their forward, padded to the same number of nodes, 64 at most.
 
-    Padding has a parent and no ancestors, not even itself; the rest of it is not read.
+    Padding has a parent and no ancestors, not even itself; the rest of it is not read. All are [requests, n].
 
     Args:
-        tokens: int64 [requests, n], n at most 64; node 0 is the root.
-        parents: int64 [requests, n]; only the root's is -1.
-        depths: int64 [requests, n].
-        ancestors: int64 [requests, n]; bit j set: node j is an ancestor or the node itself.
-        log_probs: float32 [requests, n], the draft's log-probability of the path to the node.
-        valid: bool [requests, n]; False: never accepted.
-        relaxable: bool [requests, n]; False: accepted only if it is the target's own choice.
-        choices: int64 [requests, n], the target's greedy choice after each node; NO_TOKEN where its logits hold a NaN.
+        tokens: int64; node 0 is the root.
+        parents, depths: int64; only the root's parent is -1.
+        ancestors: int64; bit j set: node j is an ancestor or the node itself.
+        log_probs: float32, the draft's log-probability of the path to the node.
+        valid: bool; False: never accepted.
+        relaxable: bool; False: accepted only if it is the target's own choice.
+        choices: int64, the target's greedy choice after each node; NO_TOKEN where its logits hold a NaN.
         positions: int64 [requests], where each answer so far stands; of bins, the action dimension of the next token.
     """
 
@@ -74,12 +73,9 @@ class Nodes(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedTrees:
-    """The trees of several requests after their forward, as packed.
+    """The trees of several requests after their forward, as packed: `choices` of all nodes, `positions` by request.
 
-    Args:
-        choices: int64 [all nodes], as in `Trees`.
-        positions: int64 [requests], likewise.
-        rows: int64 [requests, n], each node's place among all; padding has a place after the last. None: one request.
+    `rows`, int64 [requests, n], is each node's place among all; padding has a place after the last. None: one request.
     """
 
     nodes: Nodes
@@ -112,14 +108,14 @@ class PackedTrees:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Each node's token beside the target's choice after the node's parent.
+    """Each node's token beside the target's choice after the node's parent, [requests, n].
 
     Args:
-        wanted: int64 [requests, n], that choice; NO_TOKEN at the root.
-        exact: bool [requests, n], whether the token is the target's choice.
-        distances: int64 [requests, n], bins between the two; 0 at the root. Two texts that differ are 1 apart; a text
-            and an action, as many bins as there are.
-        dimensions: int64 [requests, n], the action dimension of the token where both are action tokens, else -1.
+        wanted: int64, that choice; NO_TOKEN at the root.
+        exact: bool, whether the token is the target's choice.
+        distances: int64, bins between the two; 0 at the root. Two texts that differ are 1 apart; a text and an action,
+            as many bins as there are.
+        dimensions: int64, the action dimension of the token where both are action tokens, else -1.
     """
 
     wanted: Tensor

@@ -14,13 +14,12 @@ _BLOCK = 1024  # elements of a row that a program moves: 8 per thread
 
 @dataclass(frozen=True)
 class DraftSlots:
-    """Where the requests' rows lie, and the tables that all forwards share.
+    """Where the requests' rows lie, int64 [requests], and the tables that all forwards share.
 
     Args:
-        slots: int64 [requests], slots of the head's keys and values.
-        prefix_lens: int64 [requests], committed rows of the slots.
-        rows: int64 [requests], how many of these are new.
-        max_depths: int64 [requests], of the trees; no position lies beyond them, so that every one exists.
+        slots: of the head's keys and values.
+        prefix_lens, rows: committed rows of the slots, and how many of these are new.
+        max_depths: of the trees; no position lies beyond them, so that every one exists.
         cos, sin: [positions, dim], RoPE's tables.
     """
 
@@ -39,8 +38,7 @@ class DraftRows:
 
     Args:
         inputs: [requests, n, 2 hidden], each row's embedding and state.
-        positions, kv_rows: int64 [requests * n], as in PackedLayout.
-        ancestors: int64 [requests * n], of trees; 0 of chains.
+        positions, kv_rows, ancestors: int64 [requests * n], as in PackedLayout; ancestors are 0 of chains.
         cos, sin: [requests * n, dim], of the positions.
         ends: int64 [requests], the row of each request's last committed token; of chains.
     """
@@ -57,12 +55,9 @@ class DraftRows:
 def chain_rows(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tensor) -> DraftRows:
     """The newest committed rows of each request.
 
-    Args:
-        following: [requests, n, hidden], embeddings; the first `rows` of each request count. The others are computed
-            too, into rows of its slot that are not committed.
-        hidden: like following, states.
-        tiles: int32 [tiles, 6], the attention's table (see AttentionPlan), equally many per request: slots and first
-            rows are written into it.
+    `following` and `hidden`, embeddings and states, are [requests, n, hidden]; the first `rows` of each request count.
+    The others are computed too, into rows of its slot that are not committed. Slots and first rows are written into
+    `tiles`, int32 [tiles, 6], the attention's table (see AttentionPlan), equally many per request.
     """
     run = chain_rows_triton if has_kernels(hidden) else chain_rows_reference
     return run(where, following, hidden, tiles)
@@ -82,8 +77,7 @@ def beam_rows(
     Earlier beams are computed again: reading the head's one layer from memory takes longer than any number of rows.
 
     Args:
-        embeddings: [vocab, hidden].
-        scale: of the embeddings, a number of their dtype.
+        embeddings: [vocab, hidden]; `scale` is a number of their dtype.
         states: [requests, width, hidden], after the nodes of the beam before, at which the newest beam's parents point;
             the last dimension is contiguous.
         before: [requests, n, 2 hidden], the earlier beams' inputs; None: there are none.

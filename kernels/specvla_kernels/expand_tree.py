@@ -15,15 +15,11 @@ MAX_COLUMNS = 1 << 10  # of a row that the kernel holds; of more, the likeliest 
 
 @dataclass(frozen=True)
 class Window:
-    """How many of a row's ids stand for the same action, near enough.
+    """How many of a row's ids stand for the same action, near enough, of so many distinct values in `bins`.
 
     Column 0 is the highest value, the last column the lowest; where there is one id more than values, columns 0 and 1
-    are the same value.
-
-    Args:
-        bins: distinct values.
-        tolerances: int64 [dimensions + 1], bins that a token may be off per action dimension; the last is for all
-            beyond.
+    are the same value. `tolerances`, int64 [dimensions + 1], are the bins that a token may be off per action dimension;
+    the last is for all beyond.
     """
 
     bins: int
@@ -56,12 +52,9 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Considered:
-    """Every child that some trees have considered, in order; entry i has number i + 1, the root number 0.
+    """Every child that some trees have considered, in order, [trees, n]; entry i has number i + 1, the root 0.
 
-    Args:
-        tokens: int64 [trees, n].
-        scores: [trees, n], log-probability of the path; -inf: impossible, or beyond the tree's own depth.
-        parents: int64 [trees, n], numbers.
+    `scores` are log-probabilities of the path; -inf: impossible, or beyond the tree's own depth. `parents` are numbers.
     """
 
     tokens: Tensor
@@ -74,12 +67,11 @@ class Considered:
 
 @dataclass(frozen=True)
 class Beam:
-    """The best nodes of a level, whose children are considered next.
+    """The best nodes of a level, whose children are considered next, [trees, k].
 
     Args:
-        tokens, scores: [trees, k].
-        parents: int64 [trees, k], index of each one's parent in the beam before; 0 in the first, after the root.
-        numbers: int64 [trees, k], see Considered.
+        parents: int64, index of each one's parent in the beam before; 0 in the first, after the root.
+        numbers: int64, see Considered.
         ancestors: int64 [trees, n], of the nodes of all beams so far, this one last; bit j set: node j is an ancestor
             or the node itself.
     """
@@ -111,7 +103,6 @@ def expand_tree(
         beam: None: the root alone.
         considered: entries from `offset` on are written.
         max_depths: int64 [trees]; a tree that has reached its own grows no further.
-        k: children per node, and nodes of a beam.
         level: of the children; 0 right after the root.
         last: whether no beam is wanted; None is returned then.
     """

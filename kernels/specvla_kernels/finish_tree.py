@@ -16,11 +16,9 @@ _ENTRIES = 1 << 10  # that a program holds at once: more would not fit its regis
 class GrownTrees(NamedTuple):
     """Finished trees side by side; unused nodes come last.
 
-    Args:
-        numbers: int64 [4, trees, n]: tokens, and the parents, depths and ancestors of Ancestry; 0 for unused nodes.
-            Node 0 is the root, of parent -1.
-        log_probs: [trees, n]; 0 of the root, -inf for unused nodes.
-        valid: bool [trees, n]; whether it is above -inf.
+    `numbers`, int64 [4, trees, n], are tokens, and the parents, depths and ancestors of Ancestry; 0 for unused nodes.
+    Node 0 is the root, of parent -1. `log_probs` are 0 of the root and -inf for unused nodes; `valid`, whether they are
+    above -inf.
     """
 
     numbers: Tensor

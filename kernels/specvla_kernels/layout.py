@@ -16,12 +16,10 @@ MAX_TREE_NODES = 64  # a node's ancestors are the bits of one int64
 
 @dataclass(frozen=True)
 class Ancestry:
-    """Who descends from whom; parents come before their children.
+    """Who descends from whom, int64 [n]; parents come before their children.
 
-    Args:
-        parents: int64 [n]; -1 for a node that follows the slot's committed rows directly.
-        depths: int64 [n]; 0 where the parent is -1.
-        ancestors: int64 [n]; bit j set: node j is an ancestor or the node itself.
+    `parents` are -1, and `depths` 0, for nodes that follow the slot's committed rows directly; bit j of `ancestors`:
+    node j is an ancestor or the node itself.
     """
 
     parents: Tensor
@@ -115,12 +113,10 @@ def pack_layout(
     device: torch.device,
     first_positions: Tensor | None = None,
 ) -> PackedLayout:
-    """Lays segments side by side; nothing is read back from the device.
+    """Lays segments, in packed order, each with its ancestry if it is a tree; nothing is read back.
 
-    Args:
-        parts: each segment's place, and its ancestry if it is a tree; spans in packed order.
-        first_positions: int64 [axes, n_rows], RoPE positions where they do not count up with the slot's rows: a chain's
-            own, and those of a tree's root in each of its rows.
+    `first_positions`, int64 [axes, n_rows], are RoPE positions that do not count up with the slot's rows: a chain's
+    own, and those of a tree's root in each of its rows.
     """
     positions: list[Tensor] = []
     kv_rows: list[Tensor] = []

@@ -29,11 +29,8 @@ def packed_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: Packed
     split, as in Flash-Decoding, and merged by the last program of a tile to be done (as in Stream-K, arXiv 2301.03598).
 
     Args:
-        q: [n_rows, heads, head_dim], rotated.
+        q: [n_rows, heads, head_dim], rotated; the result has its shape and dtype.
         k_cache, v_cache: [slots, slot_rows, kv_heads, head_dim], one layer; heads is a multiple of kv_heads.
-
-    Returns:
-        [n_rows, heads, head_dim], dtype of q.
     """
     if has_kernels(q):
         plan = layout.attention_plan(q.shape[1], k_cache.shape[2], k_cache.shape[1])

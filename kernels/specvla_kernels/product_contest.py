@@ -34,11 +34,8 @@ def is_fused(
 ) -> bool:
     """Whether to run the fused launch; times both where `timing` is on and this shape has not been timed yet.
 
-    Args:
-        apart: the same result by other launches.
-        x, weight: [n_rows, in_features] and [out_features, in_features].
-        kind: what stands around the product.
-        most_rows: above, it is never fused.
+    `kind` says what stands around the product of x, [n_rows, in_features], and the weight; above `most_rows` it is
+    never fused.
     """
     wanted = _forced.get()
     if wanted is not None:

@@ -12,11 +12,9 @@ from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 
 @dataclass(frozen=True)
 class RowNorm:
-    """RMSNorm (arXiv 1910.07467) of rows: x / sqrt(mean(x^2) + eps) * weight.
+    """RMSNorm (arXiv 1910.07467) of rows: x / sqrt(mean(x^2) + eps) * weight [hidden].
 
-    Args:
-        weight: [hidden], any floating dtype.
-        unit_offset: the weight is added to 1 (Gemma).
+    With `unit_offset` the weight is added to 1 (Gemma).
     """
 
     weight: Tensor

@@ -25,11 +25,9 @@ _TILES = {16: (32, 256, 4, 4), 32: (32, 256, 3, 4), 64: (64, 128, 3, 4), 128: (1
 
 @dataclass(frozen=True)
 class Rounded:
-    """Rows in steps of their own: rows of activations, or a weight's.
+    """Rows of activations or of a weight in steps of their own.
 
-    Args:
-        values: int8 or float8_e4m3fn [n_rows, width], contiguous.
-        steps: float32 [n_rows], the size of one step; float64 in float64.
+    `values` are int8 or float8_e4m3fn [n_rows, width], contiguous; `steps` float32 [n_rows], float64 in float64.
     """
 
     values: Tensor

@@ -35,7 +35,6 @@ class Verification:
 
     Args:
         trees: the drafts, and the target's greedy choice after each node; padded to n nodes.
-        max_depth: no node is deeper.
         logits: float32 [rows, vocab], the target's, of all trees' nodes; see `of_nodes`.
         rows: int64 [requests, n], each node's row of the logits; padding has any. None: one request, its rows in order.
         hidden: [requests, n, hidden], the target's last hidden states, after the final norm, for rules that need them.
@@ -125,7 +124,7 @@ def accept(rule: AcceptanceRule, verification: Verification) -> Tensor:
     """Commits the longest path of each request that the rule allows; see `accept_tree` for ties and the result.
 
     The published Spec-VLA code takes the first of the longest paths, even where an exact sibling of its last token
-    exists. Shapes depend on the trees' shapes alone and nothing is read back.
+    exists.
     """
     accepted = rule.accept(verification)
     comparison = accepted.comparison or verification.comparison

@@ -178,10 +178,7 @@ _EXAMPLE = "write it as 2mm,1.1deg, or 2mm, or 1deg, or 5bins"
 class Tolerance:
     """How far an action token may be from the target's own choice; of two, the one with more mm is the larger.
 
-    Args:
-        mm: of x, y, z; 0: strict.
-        degrees: of roll, pitch, yaw; 0: strict.
-        bins: of every moving dimension, in place of the others.
+    `mm` of x, y, z and `degrees` of roll, pitch, yaw, or `bins` of every moving dimension; 0: strict.
     """
 
     mm: float = 0.0

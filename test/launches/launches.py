@@ -39,8 +39,8 @@ from specvla_ros.models.families.openvla.prompt import PromptTokenizer
 from specvla_ros.models.settings import PromptStyle
 from specvla_ros.speculation.drafters.eagle import drafter as eagle
 from specvla_ros.speculation.drafters.eagle import head as eagle_head
-from specvla_ros.speculation.drafters.eagle.children import WindowMass
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
+from specvla_ros.speculation.drafters.eagle.tree_growth import WindowMass
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 _ACCEPTED = 3  # tokens that a verification with a tree commits

@@ -12,8 +12,14 @@ from support.growth import expand
 from specvla_kernels.layout import Ancestry
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import ActionIds
-from specvla_ros.speculation.drafters.eagle.children import Children, TopK, WindowMass
-from specvla_ros.speculation.drafters.eagle.tree_growth import TreeGrowth, split_trees, tree_size
+from specvla_ros.speculation.drafters.eagle.tree_growth import (
+    Children,
+    TopK,
+    TreeGrowth,
+    WindowMass,
+    split_trees,
+    tree_size,
+)
 from specvla_ros.speculation.drafters.prompt_lookup import look_up
 from specvla_ros.speculation.drafters.registry import FinishedAnswer
 from specvla_ros.speculation.drafters.temporal import TemporalDrafter

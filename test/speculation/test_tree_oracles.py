@@ -12,10 +12,9 @@ from support.paths import ORACLES, needs
 
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.speculation.drafters.eagle.children import TopK
 from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
-from specvla_ros.speculation.drafters.eagle.tree_growth import TreeGrowth, split_trees, tree_size
+from specvla_ros.speculation.drafters.eagle.tree_growth import TopK, TreeGrowth, split_trees, tree_size
 from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree

@@ -189,10 +189,7 @@ def _shifted(actions: np.ndarray, passed: int) -> np.ndarray:
 
 
 def _as_begun(shifted: np.ndarray, begun: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Chunks [horizon, dims] that go on from a beginning: as far off as its newest numbers are, and holding these.
-
-    `shifted` is the chunk before; `begun` [n] the first numbers of the new one, action by action.
-    """
+    """Chunks [horizon, dims] that go on from their first numbers [n]: as far off as the newest, and holding these."""
     dims, n = shifted.shape[1], len(begun)
     newest = shifted.copy().reshape(-1)
     newest[:n] = begun
@@ -207,9 +204,9 @@ def _as_begun(shifted: np.ndarray, begun: np.ndarray) -> tuple[np.ndarray, np.nd
 class EarlierAnswers:
     """Earlier answers of a policy, to look up how the one that is being written may go on.
 
-    After REST (arXiv 2311.08252): the draft is what followed the longest match of the last tokens, found without a
-    forward. REST drafts the most frequent continuations as a tree; here, where answers have places, it is the one at
-    the nearest place. The index holds all places in the answers, sorted by the tokens before them.
+    After REST (arXiv 2311.08252), whose draft is a tree of what most often followed the longest match of the last
+    tokens; here it is what followed the match at the nearest place. The index holds all places in the answers, sorted
+    by the tokens before them.
     """
 
     def __init__(self, answers: Sequence[Sequence[int]]) -> None:

@@ -75,10 +75,7 @@ class ModelDrafter(Drafter):
         model: of the target's vocabulary.
         tokens: maximum of a chain (K).
         slot_rows: maximum of rows of a slot: prompt, answer and chain.
-        lookup: tokens that prompt lookup drafts for a forward of the model, see `ChainDecoder`; 0: none.
-
-    Attributes:
-        images: that went through the model's vision.
+        lookup: see `ChainDecoder`; 0: none.
     """
 
     def __init__(self, model: Target, *, tokens: int, slots: int, slot_rows: int, lookup: int = 0) -> None:

@@ -37,7 +37,7 @@ class DraftContext:
         slots: maximum of requests in flight.
         slot_rows: maximum of committed rows of a slot.
         chunk_step_s: seconds that one action of a chunk takes; 0: unknown.
-        codec: of the answers: the policy's, with as much text as may come.
+        codec: the policy's, with as much text as may come.
     """
 
     settings: DraftSettings
@@ -55,11 +55,8 @@ class DraftContext:
 class DraftWork:
     """Forwards for drafting, added up.
 
-    Args:
-        self_forwards: of the target, for drafting.
-        self_rows: committed rows that the first of them read in each draft; the others read one per request.
-        model_rows: rows that the draft model's forwards read, prompts included.
-        model_images: that went through the draft model's vision.
+    `self_rows` are the committed rows that the target's first forward read in each draft; the others read one per
+    request. `model_rows` are all that the draft model's forwards read, prompts included.
     """
 
     head_forwards: int = 0
@@ -93,8 +90,7 @@ class NewRows:
         known_hidden: [k, hidden], the target's last hidden states at the first rows.
         known_following: [k, hidden], embedding of the token after each.
         states: [n, hidden], last hidden states of a forward; that of other requests' rows too.
-        nodes: rows of `states`, for the rows behind the known ones.
-        tokens: the token after each of those.
+        nodes, tokens: rows of `states`, for the rows behind the known ones, and the token after each.
         embed: token ids to embeddings; needed where there are tokens.
     """
 
@@ -150,9 +146,7 @@ class DraftInput:
         root: int64 [], the last committed token, whose keys and values are not written yet.
         max_depth: of the tree: one less than the tokens still missing.
         position: action tokens committed so far, the root included: the dimension of the first drafted token.
-        epoch: the instruction epoch.
         layout: the rows of the prompt; None: unknown, for drafters that do not read it.
-        answer: ids of the answer so far.
         mid_prompt: these rows are a chunk of the prompt that does not end it; nothing is drafted yet.
         in_text: the answer may still be text, which comes before the action.
         observation: what is answered, for drafters that look at it themselves.
@@ -213,14 +207,10 @@ class Drafter(Protocol):
         return DraftWork()
 
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
-        """One tree per request; called once per tick, whether or not anything may be drafted.
+        """One tree per request, of different slots; called once per tick, whether or not anything may be drafted.
 
-        The next call may overwrite them.
-
-        Args:
-            inputs: the requests, of different slots.
-            nodes: maximum of each tree, the root included.
-            last: whether no drafter comes after this one; others leave nodes to it.
+        The next call may overwrite them. `nodes`: maximum of each tree, the root included. `last`: whether no drafter
+        comes after this one; others leave nodes to it.
         """
 
     def draft_prompt(self, prompt: DraftPrompt, root: Tensor, nodes: int) -> Tree | None:

@@ -65,10 +65,8 @@ class SelfDrafter(Drafter):
 
     Args:
         decoder: the target; the first row of its prompts is text.
-        image_tokens: rows of the prompt that the images take.
         image_share: share of these rows that is kept; at least one is.
         keep: which ones, a name in `KEPT_ROWS`.
-        tokens: maximum of a chain, 1 to 63.
         slot_rows: maximum of committed rows of a slot of the target's KV cache.
 
     Attributes:
@@ -186,7 +184,7 @@ class SelfDrafter(Drafter):
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows that the drafter reads: [n, hidden], and RoPE positions [axes, n] where they do not count up."""
+    """Rows that the drafter reads: [n, hidden], and RoPE positions [axes, n] unless they count up."""
 
     embeddings: Tensor
     positions: Tensor | None

@@ -16,9 +16,16 @@ from specvla_kernels.finish_tree import GrownTrees
 from specvla_kernels.graph_capture import Capture, Captures, check_rows, padded_rows, paddings, randomize
 from specvla_kernels.layout import Ancestry, Span, pack_layout
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.speculation.drafters.eagle.children import Children, TopK, WindowMass
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
-from specvla_ros.speculation.drafters.eagle.tree_growth import DraftStart, TreeGrower, split_trees, tree_size
+from specvla_ros.speculation.drafters.eagle.tree_growth import (
+    Children,
+    DraftStart,
+    TopK,
+    TreeGrower,
+    WindowMass,
+    split_trees,
+    tree_size,
+)
 from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftWork, NewRows
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
@@ -34,7 +41,7 @@ class EagleDrafter(Drafter):
         decoder: the target, whose embeddings and output head it shares.
         slot_rows: maximum of committed rows of a slot.
         children: how a node's children are chosen; by default the likeliest.
-        ids: the only ones that an answer has, see TreeGrower; None: it may have any.
+        ids: the only ones that an answer has, see TreeGrower.
         captured_depth: maximum depth of the trees that `capture` is for.
     """
 
@@ -73,10 +80,7 @@ class EagleDrafter(Drafter):
     def draft(
         self, inputs: Sequence[DraftInput], nodes: Sequence[int] | None = None, *, last: bool = True
     ) -> list[Tree]:
-        """Feeds the head what was committed and grows the next trees.
-
-        `nodes`: of each tree, the root included; by default, and at most, those of the settings.
-        """
+        """Feeds the head what was committed and grows the next trees; by default of the settings' nodes."""
         limits = nodes if nodes is not None else [self._settings.nodes] * len(inputs)
         sizes = {
             request.slot: (min(request.max_depth, self._settings.depth), limit)
@@ -104,10 +108,7 @@ class EagleDrafter(Drafter):
         return [next(trees) if request.slot in sizes else Tree.from_root(request.root) for request in inputs]
 
     def capture(self, captures: Captures) -> None:
-        """See Capturable: a draft for every number of requests and every depth, and the prompt's keys.
-
-        Every slot is written to.
-        """
+        """See Capturable: drafts of every number of requests and depth, and prompts' keys. Every slot is written to."""
         if self._settings.nodes == 1:  # nothing ever grows
             return
         randomize(self._grower.keys, self._grower.values)
@@ -167,10 +168,7 @@ class EagleDrafter(Drafter):
         self._grower.keep(torch.cat(following), torch.cat(hidden), to_device(places, self._decoder.device))
 
     def _feed(self, inputs: Sequence[DraftInput], depths: Mapping[int, int] | None = None) -> dict[int, Tensor]:
-        """The head over the newly committed rows and the masks behind them, of trees that grow to `depths`, by slot.
-
-        Returns by slot the states [1 + masks, hidden] after the last committed row and each mask.
-        """
+        """By slot, the head's states [1 + masks, hidden] after the last committed row and each mask of a tree."""
         if not inputs:
             return {}
         following = torch.cat([request.new.following for request in inputs])
@@ -287,10 +285,7 @@ class StaticKeep:
     def __call__(
         self, following: Sequence[Tensor], hidden: Sequence[Tensor], places: tuple[list[int], list[int]]
     ) -> None:
-        """See `TreeGrower.keep`; nothing is read back.
-
-        `following` and `hidden` are parts [n, hidden]; `places` as `TreeGrower.places` gives them.
-        """
+        """See `TreeGrower.keep`, of parts [n, hidden] and the places of all; nothing is read back."""
         sizes = [len(each) for each in hidden]
         n = sum(sizes)
         # What no request has goes where nobody looks.

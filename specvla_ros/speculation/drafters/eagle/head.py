@@ -52,10 +52,7 @@ class EagleHead(nn.Module):
             self.register_buffer("mask_rows", masks, persistent=False)
 
     def fuse(self, following: Tensor, hidden: Tensor) -> Tensor:
-        """The layer's input, from the embedding of the token after each row and the target's state at it.
-
-        The state is the head's own where the target has none yet; all are [..., hidden].
-        """
+        """The layer's input, [..., hidden]: the next token's embedding with the target's, or the head's own, state."""
         return self.project(torch.cat((following, hidden), dim=-1))
 
     def project(self, both: Tensor) -> Tensor:

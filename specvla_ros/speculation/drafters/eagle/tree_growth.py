@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4), grown for all requests at once."""
+"""The dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4): which children it considers, and how it grows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -11,14 +11,88 @@ from torch import Tensor
 from specvla_kernels.attention_plan import AttentionPlan, plan_attention
 from specvla_kernels.device import to_device
 from specvla_kernels.draft_rows import DraftRows, DraftSlots, beam_rows, chain_rows
-from specvla_kernels.expand_tree import Beam, Candidates, Considered, expand_tree
+from specvla_kernels.expand_tree import Beam, Candidates, Considered, Window, choose_children, expand_tree
 from specvla_kernels.finish_tree import GrownTrees, finish_tree
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
+from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.speculation.drafters.eagle.children import IN_TEXT, Children, TopK, WindowMass
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.tree import Tree
+
+IN_TEXT = -(1 << 20)
+"""Below 0, however deep a tree grows from it: in place of an action dimension where the child may be text."""
+
+# From log-probabilities [b, vocab] and the children's action dimensions, int64 [b], to tokens and scores, both [b, k].
+Children = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The k likeliest tokens, scored by their log-probability (EAGLE-2); tokens and scores are [b, k]."""
+
+    k: int
+
+    def __call__(self, log_probs: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
+        best = log_probs.topk(self.k, dim=-1)
+        return best.indices, best.values
+
+
+@dataclass(frozen=True)
+class WindowMass:
+    """Action tokens that between them cover most of the draft's probability, each with its tolerance.
+
+    Under relaxation neighbouring bins cover the same target: the likeliest k bins are mostly one guess. Here the first
+    child is the likeliest bin; the mass that its window [b - r, b + r] covers is taken away, and so on. Siblings are at
+    least r + 1 bins apart, and a child's score is the log of the mass that it alone covers: the draft's estimate that
+    this sibling will be the accepted one. With r = 0 these are the k likeliest bins.
+
+    A child is not put where its window holds most mass. Where the draft is sure, every window around its guess holds
+    nearly all of the mass, and the one that catches a little more of the tails is off by up to r bins, always to the
+    same side: accepted, and wrong. The nano policy then hardly ever lifted a cube.
+
+    Args:
+        bins: int64 [dimensions + 1], r per action dimension; the last is for every dimension beyond.
+        text: whether children may be text; where they may, in dimension `IN_TEXT`, they are the k likeliest tokens.
+    """
+
+    k: int
+    actions: ActionIds
+    bins: Tensor
+    text: bool = False
+
+    @staticmethod
+    def from_actions(
+        k: int, actions: ActionIds, dimensions: int, device: torch.device, *, text: bool = False
+    ) -> "WindowMass":
+        """Without tolerance in any of the action's dimensions."""
+        return WindowMass(k, actions, torch.zeros(dimensions + 1, dtype=torch.int64, device=device), text)
+
+    def tolerate(self, bins: Sequence[int]) -> None:
+        """Takes another r per action dimension, 0 beyond them, in the same memory: a captured draft reads it."""
+        self.bins.copy_(torch.tensor([*bins] + [0] * (len(self.bins) - len(bins))))
+
+    def __call__(self, log_probs: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and scores [b, k]; -inf where no mass is left."""
+        candidates = self.candidates(log_probs[:, None], dimensions, normalised=True)
+        tokens, scores = choose_children(candidates, self.k)
+        return tokens[:, 0], scores[:, 0]
+
+    def candidates(self, rows: Tensor, dimensions: Tensor, *, normalised: bool) -> Candidates:
+        """Candidates from logits of the actions' ids, or `normalised` log-probabilities of the vocabulary.
+
+        `rows` are [trees, beam, vocab], their dimensions int64 [trees].
+        """
+        likeliest = rows.topk(self.k, dim=-1) if self.text else None
+        first, stop = self.actions.first, self.actions.stop
+        return Candidates(
+            dimensions,
+            rows[..., first:stop],
+            first_id=first,
+            normalised=normalised,
+            window=Window(self.actions.bins, self.bins),
+            chosen=None if likeliest is None else (likeliest.indices, likeliest.values),
+        )
 
 
 def split_trees(grown: GrownTrees, sizes: list[tuple[int, int]]) -> list[Tree]:
@@ -34,14 +108,9 @@ def split_trees(grown: GrownTrees, sizes: list[tuple[int, int]]) -> list[Tree]:
 class TreeGrowth:
     """Some trees while they grow, depth by depth, on the device; the host knows all shapes.
 
-    Args:
-        roots: int64 [trees], the last committed tokens.
-        max_depths: int64 [trees]; a tree that has reached its own grows no further.
-        k: children per node, and nodes of a beam.
-
-    Attributes:
-        beam: the best nodes of the newest depth, whose children are considered next; None: the root.
-        level: of these children.
+    A tree that has reached its own of `max_depths`, int64 [trees], grows no further. `k` counts the children per node
+    and the nodes of a beam: the best of the newest depth, whose children, at `level`, are considered next; None: the
+    root.
     """
 
     def __init__(self, roots: Tensor, max_depths: Tensor, *, k: int, levels: int) -> None:
@@ -78,11 +147,7 @@ class TreeGrowth:
         self.level += 1
 
     def finish(self, nodes: Tensor, max_nodes: int, out: GrownTrees | None = None) -> GrownTrees:
-        """The best of everything considered, in the order of depth; see `finish_tree`.
-
-        `nodes`: int64 [trees], maximum of each finished tree, the root included; `max_nodes`: of any tree, for the
-        host.
-        """
+        """The best of everything considered, in the order of depth; see `finish_tree`."""
         assert self._considered is not None
         considered = self._considered.first(self._count)
         return finish_tree(considered, self._roots, nodes, k=self._k, levels=self.level, max_nodes=max_nodes, out=out)
@@ -120,7 +185,7 @@ class DraftStart:
 
 
 class TreeGrower:
-    """The head with its keys and values, one slot per request as in the target's KV cache.
+    """The head with its keys and values, [slots, slot_rows, kv_heads, head_dim] with one slot per request.
 
     Args:
         decoder: the target, whose embeddings and output head it shares.
@@ -132,10 +197,6 @@ class TreeGrower:
             each node's probability is spread over them alone, since the target is known to say one of them. Spread over
             the whole vocabulary, every node would pay, with each level, for ids that never come. None: the whole
             vocabulary, as published.
-
-    Attributes:
-        keys, values: [slots, slot_rows, kv_heads, head_dim].
-        parallel_depth: tokens that one forward drafts.
     """
 
     def __init__(
@@ -199,24 +260,16 @@ class TreeGrower:
         return positions, rows
 
     def keep(self, following: Tensor, hidden: Tensor, places: Tensor) -> None:
-        """Keeps keys and values of committed rows, for later forwards; nothing is predicted.
-
-        `following` and `hidden` as in EagleHead; `places`: int64 [2, n], as `places` gives them.
-        """
+        """Keeps keys and values of committed rows, at `places` (int64 [2, n]); nothing is predicted."""
         rotation = self.decoder.rotation(places[0])
         self.head.keep(self.head.fuse(following, hidden), places[1], rotation, self.keys, self.values)
 
     def predict(self, start: DraftStart, following: Tensor, hidden: Tensor, depth: int) -> Tensor:
-        """The head over each request's newest committed rows, and the masks behind them.
+        """[trees, 1 + masks, hidden], the head's states after each request's newest committed row and its masks.
 
-        Args:
-            start: without spans, which are those of trees.
-            following, hidden: [trees, n, hidden], as in EagleHead; the first `rows` of each request count. The others
-                are computed too, into rows of its slot that are not committed.
-            depth: of the deepest tree.
-
-        Returns:
-            [trees, 1 + masks, hidden], the head's states after each request's last row and its masks.
+        `following` and `hidden` are [trees, n, hidden], as in EagleHead; the first `rows` of each request count. The
+        others are computed too, into rows of its slot that are not committed. `start` has no spans, which are those of
+        trees.
         """
         assert not start.spans
         trees, n, size = following.shape
@@ -290,10 +343,7 @@ class TreeGrower:
         return self.head(fused, layout, (rows.cos, rows.sin), self.keys, self.values)
 
     def _chain_layout(self, start: DraftStart, first_rows: Tensor, offsets: Tensor) -> PackedLayout:
-        """The same number of rows for each request.
-
-        Each begins at `first_rows` [requests] of its slot; `offsets` [requests, n] are positions counted from there.
-        """
+        """The same number of rows for each request, at `first_rows` [requests] plus `offsets` [requests, n]."""
         requests, n = offsets.shape
         begin = start.where.slots * self._slot_rows + first_rows
         plan = self._plan(requests, n, is_tree=False)
