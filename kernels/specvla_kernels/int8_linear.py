@@ -7,8 +7,7 @@ float32's bytes.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 
 import torch
@@ -116,22 +115,16 @@ def _by_fbgemm_in_halves(weight: Tensor) -> Sums:
 def _fbgemm(weight: Tensor) -> Callable[[Tensor, float, int], Tensor]:
     """Products of float32 rows that hold whole numbers; called with them, their scale and their zero."""
     ones, zeros = torch.ones(len(weight), dtype=torch.float64), torch.zeros(len(weight), dtype=torch.int64)
-    with _engine("fbgemm"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # quantised tensors are deprecated, packed weights have no other way in
-        packed = torch.ops.quantized.linear_prepack(torch._make_per_channel_quantized_tensor(weight, ones, zeros, 0))
-    multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-    return lambda rows, scale, zero: multiply(rows, scale, zero, packed)
-
-
-@contextmanager
-def _engine(name: str) -> Iterator[None]:
-    """Selects torch's quantised library to pack for; each weight then stays with it."""
-    before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = name
+    before, torch.backends.quantized.engine = torch.backends.quantized.engine, "fbgemm"  # which the weight stays with
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # quantised tensors are deprecated, packed weights have no other way in
+            rows = torch._make_per_channel_quantized_tensor(weight, ones, zeros, 0)
+            packed = torch.ops.quantized.linear_prepack(rows)
     finally:
         torch.backends.quantized.engine = before
+    multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+    return lambda rows, scale, zero: multiply(rows, scale, zero, packed)
 
 
 def _is_exact(pack: Callable[[Tensor], Sums]) -> bool:

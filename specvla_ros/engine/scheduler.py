@@ -136,8 +136,8 @@ class Scheduler:
         for request in reversed(self.requests):
             oldest[request.observation.stream] = request.observation.stamp_ns
         self._held.sort(key=lambda action: action.observation.stamp_ns)
-        held, self._held = self._held, []
-        ended, self._drops = [*self._drops], []
+        ended: list[Outcome] = [*self._drops]
+        held, self._held, self._drops = self._held, [], []
         for action in held:
             seen, max_age_s = action.observation, self.settings.max_image_age_s
             if seen.stamp_ns >= oldest.get(seen.stream, math.inf):
