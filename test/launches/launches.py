@@ -129,7 +129,7 @@ def device() -> Iterator[Launches]:
         nothing = lambda *_, **__: None  # noqa: E731
         patches: tuple[tuple[Any, str, Any], ...] = (
             (torch.cuda, "mem_get_info", lambda *_: (1 << 40, 1 << 40)),
-            (cuda_graphs, "capture_on", capture_on),
+            (runner, "capture_on", capture_on),
             (runner, "check_forward", nothing),
             (runner, "check_rows", nothing),
             (runner, "randomize", nothing),
@@ -177,7 +177,7 @@ def _name_of(captured: Any) -> str:
         return f"draft keys of {len(captured._hidden)} rows"
     if isinstance(captured, eagle.StaticDraft):
         mass = "by window mass" if isinstance(captured._grower._children, WindowMass) else "by top k"
-        return f"draft {mass}, trees {captured._requests}, levels {captured._depth}"
+        return f"draft {mass}, trees {len(captured._tokens)}, levels {captured._depth}"
     return "vision"
 
 
