@@ -163,9 +163,10 @@ def _launch(
 ) -> DraftRows:  # fmt: skip
     states, dim = sources[1], where.cos.shape[1]
     requests, _, size = states.shape
-    inputs, whole = states.new_empty(requests, n, 2 * size), where.slots.new_empty(3, requests * n)
+    positions, kv_rows, ancestors = where.slots.new_empty(3, requests * n).unbind()
     cos, sin = (table.new_empty(requests * n, dim) for table in (where.cos, where.sin))
-    made = DraftRows(inputs, *whole.unbind(), cos, sin, ends=where.slots.new_empty(requests))
+    inputs, ends = states.new_empty(requests, n, 2 * size), where.slots.new_empty(requests)
+    made = DraftRows(inputs, positions, kv_rows, ancestors, cos, sin, ends)
     _draft_rows[(requests * n, -(-size // _BLOCK))](
         *sources, where.slots, where.prefix_lens, where.rows, where.max_depths, where.cos, where.sin,
         made.inputs, made.positions, made.kv_rows, made.ancestors, made.cos, made.sin, made.ends, tiles,

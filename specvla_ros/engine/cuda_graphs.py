@@ -188,7 +188,9 @@ class HostInputs:
         chain, table = memory[columns * width :].view(torch.int32).tensor_split([_CHAIN_WIDTH])
         numbers = memory[: columns * width].view(columns, width)[:, :rows]
         positions = numbers[:axes] if axes > 1 else numbers[0]
-        return HostInputs(memory, positions, *numbers[axes:].unbind(), chain.view(2, 2), table.view(-1, _TILE_WIDTH))
+        kv_rows, ancestors, wanted, ids, depths = numbers[axes:].unbind()
+        tiles = table.view(-1, _TILE_WIDTH)
+        return HostInputs(memory, positions, kv_rows, ancestors, wanted, ids, depths, chain.view(2, 2), tiles)
 
     @staticmethod
     def size(rows: int, tiles: int, axes: int) -> int:
