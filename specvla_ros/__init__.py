@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real-time vision-language-action policies on ROS 2.
-
-`Policy` runs one without ROS: see docs/python.md. Importing this package costs no torch; what is named here is
-imported when it is first used.
-"""
+"""Real-time VLA policies on ROS 2; `Policy` runs one without ROS. Importing this package costs no torch."""
 
 from importlib import import_module
 from pkgutil import extend_path

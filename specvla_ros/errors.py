@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that a user can mend."""
+"""Errors that a user can fix."""
 
 _SHOWN_CHARACTERS = 80
 # The extras of setup.cfg that a robot does without, and their packages as they are imported.
@@ -20,11 +20,9 @@ class UserError(Exception):
 
 
 def missing_package(error: ModuleNotFoundError, requirements: str = "") -> UserError:
-    """What a user does about a Python package that is not installed.
+    """The error for a Python package that is not installed.
 
-    Args:
-        error: the failed import.
-        requirements: the file in requirements/ that has the package; empty: by the package's name.
+    `requirements`: the file in requirements/ that has the package; empty: by the package's name.
     """
     package = str(error.name).partition(".")[0]
     extra = next((extra for extra, packages in _EXTRAS.items() if package in packages), "")

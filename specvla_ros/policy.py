@@ -28,11 +28,7 @@ Images = np.ndarray | Mapping[str, np.ndarray]
 
 
 class NoActionError(Exception):
-    """A frame ended without an action.
-
-    Attributes:
-        drop: the frame, the reason, and details in words.
-    """
+    """A frame ended without an action; `drop` says why."""
 
     def __init__(self, drop: Drop) -> None:
         super().__init__(f"{drop.reason.value}: {drop.detail}" if drop.detail else drop.reason.value)
@@ -42,15 +38,7 @@ class NoActionError(Exception):
 class Policy:
     """A loaded and warmed-up policy. One thread at a time may use it.
 
-    Args:
-        target: the model with its codec, see `specvla_ros.models.checkpoint.load_target`.
-        settings: how the engine decodes.
-
-    Attributes:
-        engine: what decodes.
-
-    Raises:
-        UserError: the settings do not fit the target or the device's memory.
+    Raises UserError where the settings do not fit the target or the device's memory.
     """
 
     def __init__(self, target: Target, settings: EngineSettings) -> None:
@@ -69,10 +57,9 @@ class Policy:
         progress: Progress | None = None,
         **parameters: Any,
     ) -> "Policy":
-        """Loads a checkpoint.
+        """Loads a checkpoint in Hugging Face format; raises UserError, saying what to do, for a wrong argument.
 
         Args:
-            directory: a checkpoint in Hugging Face format.
             mode: `ar`, `spec`, `pipeline` or `specpipe`; empty: that of `params_file`, or `ar`.
             tolerance: how far an accepted token may be from the target's own choice, such as `5mm,3deg` or `5bins`;
                 empty: not at all.
@@ -80,9 +67,6 @@ class Policy:
             progress: called with what is being done and the fraction that is done.
             parameters: keywords of `load_target` (`device`, `dtype`, …), and parameters of docs/reference/parameters.md
                 with underscores for dots (`draft_nodes=16`).
-
-        Raises:
-            UserError: something given is wrong; the message says what to do.
         """
         model = {field.name: parameters.pop(field.name) for field in fields(ModelSettings) if field.name in parameters}
         settings = engine_settings_from(
@@ -110,15 +94,13 @@ class Policy:
     ) -> Action:
         """Decodes the action for one moment.
 
+        Raises UserError where the image or the instruction cannot be used, NoActionError where the policy gave no valid
+        action.
+
         Args:
             image: uint8 [height, width, 3], RGB, of the only camera; or one such array per camera name.
-            instruction: the task in words.
             state: float [dims], the robot's state, for policies that read it.
             stamp_ns: nanoseconds, greater than those before; None: the time of the call.
-
-        Raises:
-            UserError: the image or the instruction cannot be used.
-            NoActionError: the policy gave no valid action.
         """
         self._check_free()
         outcome = self.engine.act(self._observation(image, instruction, state, stamp_ns))
@@ -148,10 +130,8 @@ class Stream:
     """Frames to actions, by a thread of its own; see `Policy.stream`.
 
     Iterating gives actions as they finish, oldest frame first, until `finish` was called and nothing is left. In the
-    pipelined modes a frame that a newer one overtakes ends without an action, unless decode.in_order is set.
-
-    Attributes:
-        drops: frames that ended without an action, counted by reason.
+    pipelined modes a frame that a newer one overtakes ends without an action, unless decode.in_order is set; `drops`
+    counts such frames by reason.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -179,8 +159,7 @@ class Stream:
     ) -> None:
         """Hands a frame over and returns at once; one that still waits is dropped for it. Arguments as in `Policy.act`.
 
-        Raises:
-            UserError: the image cannot be used, or the stream is closed.
+        Raises UserError where the image cannot be used, or the stream is closed.
         """
         if not self._taking or self.closed:
             raise UserError("the stream takes no more frames: open another one")

@@ -20,18 +20,15 @@ def accept_tree(trees: Trees, comparison: Comparison, accept_mask: Tensor, reaso
     target's choice, or one after a NaN: it ends there, with NO_TOKEN as its last token.
 
     Args:
-        trees: the drafts.
-        comparison: of the same trees.
         accept_mask: bool [requests, n, n] or [requests, 1, n]; row e, column j: on a path that ends at node e, node j
-            may be committed. Read where j is an ancestor of e, or e itself; not at the root.
+            may be committed. Read only where j is e or an ancestor of e, and not at the root.
         reasons: int64 [requests, n], why each node is accepted.
-        max_depth: no node is deeper.
 
     Returns:
-        int64 [requests, 4 * (max_depth + 1) + 1]: the path's nodes, the root first, then NO_NODE; the token committed
-        after each of them, the last one the target's own; each token's distance from the target's choice; its reason
-        (TARGET for the last); and the number of nodes, which is also that of tokens. Beyond the path's end the tokens
-        are NO_TOKEN, distances and reasons 0.
+        int64 [requests, 4 * (max_depth + 1) + 1]: the path's nodes from the root, padded with NO_NODE; the token
+        committed after each, the last one the target's own, padded with NO_TOKEN; each token's distance from the
+        target's choice and its reason (TARGET for the last), padded with 0; and the number of nodes, which is also that
+        of tokens.
     """
     run = accept_tree_triton if has_kernels(trees.log_probs) else accept_tree_reference
     return run(trees, comparison, accept_mask, reasons, max_depth)

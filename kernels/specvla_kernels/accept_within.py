@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance by distance alone: comparison, tolerance and the walk of the path in one launch, for trees as they lie."""
+"""Acceptance by distance alone: comparison, tolerance and the walk of the path in one launch."""
 
 from dataclasses import dataclass
 
@@ -13,13 +13,11 @@ from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 
 @dataclass(frozen=True)
 class Within:
-    """Which drafts are accepted, and what that is called.
+    """Which drafts are accepted, and the reason reported for exact and near ones.
 
     Args:
-        tolerances: int64 [dimensions + 2], bins from the target's choice that are accepted in each action dimension,
-            then for all beyond, then for what has no dimension; None: the target's own choice alone.
-        exact: the reason of a token that is the target's choice.
-        near: the reason of another one.
+        tolerances: int64 [dimensions + 2], accepted bins from the target's choice per action dimension, then for all
+            dimensions beyond, then for tokens without a dimension; None: the target's own choice alone.
     """
 
     tolerances: Tensor | None
@@ -28,16 +26,9 @@ class Within:
 
 
 def accept_within(trees: PackedTrees, within: Within, ids: tuple[int, int, int], max_depth: int) -> Tensor:
-    """`accept_tree` for a rule that accepts what is the target's choice, or near it, wherever it is on a path.
+    """`accept_tree` for a rule that accepts the target's choice, or tokens near it, anywhere on a path.
 
-    Args:
-        trees: the drafts.
-        within: the rule.
-        ids: first, stop and bins, as `compare_drafts` takes them.
-        max_depth: no node is deeper.
-
-    Returns:
-        As `accept_tree`.
+    `ids` are first, stop and bins, as `compare_drafts` takes them.
     """
     run = accept_within_triton if has_kernels(trees.nodes.log_probs) else accept_within_reference
     return run(trees, within, ids, max_depth)

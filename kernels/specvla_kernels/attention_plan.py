@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which program of the attention kernel computes what: a table on the device, so that a launch fits a CUDA graph."""
+"""A table on the device of what each program of the attention kernel computes, so that a launch fits a CUDA graph."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +20,9 @@ _PROGRAMS_PER_PROCESSOR = 2  # resident ones that hide each other's waits
 
 @dataclass(frozen=True)
 class Span:
-    """Where one segment lies in the packed batch and in its KV slot.
+    """Where one segment lies in the packed batch, `length` rows from `start`, and in its KV slot.
 
     Args:
-        slot: its KV slot.
-        start: its first row in the packed batch.
-        length: its number of rows (nodes).
         prefix_len: committed rows of the slot; node j writes its keys and values to row `prefix_len + j`.
             `-length` for rows that see nothing; see `idle`.
         is_tree: True: node i sees the prefix and the nodes in `ancestors[start + i]`. False: a chain, causal.
@@ -46,11 +43,10 @@ class Span:
 
     @property
     def stop(self) -> int:
-        """One past its last row in the packed batch."""
         return self.start + self.length
 
     def first_kv_row(self, slot_rows: int) -> int:
-        """The row of node 0's keys and values, counted through all slots of `slot_rows` rows; the others follow it."""
+        """The row of node 0's keys and values, counted through all slots."""
         return self.slot * slot_rows + self.prefix_len
 
 
@@ -59,17 +55,16 @@ class AttentionPlan:
     """The attention of one packed forward, cut into tiles of queries; all layers share it.
 
     A tile is some nodes of one segment times the query heads that share a key head. The table alone says what a launch
-    does, its shape says how large the launch is: another table in the same memory is a captured launch's next forward.
+    does, its shape how large the launch is: a new table in the same memory serves a captured launch's next forward.
 
     Args:
         tiles: int32 [n_tiles, 6], per tile: the segment's slot, prefix_len, start (packed row), length (rows), whether
             its rows' ancestors are read (1: a tree, or rows that see all) or it is causal (0), and the tile's first
             node. A length of 0: no work.
         group: query heads per key head.
-        kv_heads: key heads.
         block_m: rows of a tile, a power of two: nodes times `group`, and what is left over is idle.
-        splits: equal shares that each tile's keys are cut into, merged by log-sum-exp; 1: not cut.
-        chain: the one chain that has no tiles, since flash-attn computes it; None: there is none such.
+        splits: equal shares of each tile's keys, merged by log-sum-exp.
+        chain: the chain without tiles, which flash-attn computes.
     """
 
     tiles: Tensor
@@ -81,18 +76,14 @@ class AttentionPlan:
 
     @cached_property
     def arrivals(self) -> Tensor:
-        """int32 [n_tiles * kv_heads], how many shares of each tile are done; 0 before a launch, and again after it.
+        """int32 [n_tiles * kv_heads], finished shares of each tile; 0 before and after each launch.
 
-        The layers of one forward follow each other on one stream, so that they share it; forwards do not.
+        The layers of one forward run in order on one stream and share it; forwards do not.
         """
         return torch.zeros(len(self.tiles) * self.kv_heads, dtype=torch.int32, device=self.tiles.device)
 
     def table(self, spans: Sequence[Span]) -> Tensor:
-        """What `tiles` would hold for another forward of the same bucket, on the host: to be uploaded with the rest.
-
-        Raises:
-            ValueError: it needs more tiles than the plan has.
-        """
+        """`tiles` for another forward of the same bucket, on the host; raises ValueError where it has too few tiles."""
         rows = _tile_rows(spans, self.block_m // self.group)
         surplus = len(self.tiles) - len(rows)
         if surplus < 0:
@@ -110,21 +101,11 @@ def plan_attention(
     capacity: int = 0,
     programs: int = 0,
 ) -> AttentionPlan:
-    """Cuts a packed forward into tiles, and their keys into as many shares as fill the device.
+    """Cuts a packed forward into tiles, at least `capacity`, and their keys into as many shares as fill the device.
 
-    Nothing but the table depends on prefix lengths, so segments of the same lengths always make the same launch.
-
-    Args:
-        spans: its segments; for a bucket, the longest that it holds.
-        group: query heads per key head.
-        kv_heads: key heads.
-        slot_rows: rows per slot of the KV cache.
-        device: where the kernel runs.
-        capacity: tiles at least.
-        programs: wanted in one launch; 0: two per multiprocessor of the device.
-
-    Raises:
-        ValueError: a group that no tile holds.
+    Nothing but the table depends on prefix lengths, so segments of the same lengths always make the same launch. For a
+    bucket, the spans are the longest that it holds. `programs` are wanted in one launch; 0: two per multiprocessor.
+    Raises ValueError where no tile holds `group`, the query heads per key head.
     """
     if group > _LARGEST_TILE:
         raise ValueError(f"{group} query heads share a key head, a tile holds {_LARGEST_TILE}")

@@ -13,14 +13,11 @@ _BLOCK = 2048  # elements that a program holds, keys or values: 16 per thread
 def commit_kv(keys: Tensor, values: Tensor, slots: Tensor, first_rows: Tensor, nodes: Tensor) -> None:
     """Moves each request's path: row `first_row + nodes[i]` of its slot becomes row `first_row + i`.
 
-    Rotated keys need no new rotation: a node's position is its depth, and so is its index on the path. Nothing is read
-    back.
+    Rotated keys need no new rotation: a node's position is its depth, and so is its index on the path.
 
     Args:
-        keys: [layers, slots, slot_rows, kv_heads, head_dim], written in place.
-        values: like keys, of the same strides.
-        slots: int64 [requests], all different.
-        first_rows: int64 [requests], the row of each root's keys and values.
+        keys, values: [layers, slots, slot_rows, kv_heads, head_dim] of the same strides, written in place.
+        slots, first_rows: int64 [requests], all different slots, and the row of each root's keys and values.
         nodes: int64 [requests, n], each path, ascending, the root first: nodes[i] >= i; then negative numbers
             (NO_NODE). A request without a path moves nothing.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each drafted token compares with the target's own choice: the same, how many bins off, in which dimension."""
+"""Compares each drafted token with the target's own choice: equal, how many bins off, in which dimension."""
 
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -16,19 +16,18 @@ MIN_NODES = 16  # one compilation for all smaller trees
 
 @dataclass(frozen=True)
 class Trees:
-    """The trees of several requests after their forward, padded to the same number of nodes.
+    """The trees of several requests after their forward, padded to the same number of nodes, 64 at most.
 
-    Padding has a parent and no ancestors, not even itself; the rest of it is not looked at.
+    Padding has a parent and no ancestors, not even itself; the rest of it is not read. All are [requests, n].
 
     Args:
-        tokens: int64 [requests, n], drafted tokens; node 0 is the root. n is 64 at most.
-        parents: int64 [requests, n]; only the root's is -1.
-        depths: int64 [requests, n].
-        ancestors: int64 [requests, n]; bit j set: node j is an ancestor or the node itself.
-        log_probs: float32 [requests, n], the draft's log-probability of the path to the node.
-        valid: bool [requests, n]; False: never accepted.
-        relaxable: bool [requests, n]; False: accepted only if it is the target's own choice.
-        choices: int64 [requests, n], the target's greedy choice after each node; NO_TOKEN where its logits hold a NaN.
+        tokens: int64; node 0 is the root.
+        parents, depths: int64; only the root's parent is -1.
+        ancestors: int64; bit j set: node j is an ancestor or the node itself.
+        log_probs: float32, the draft's log-probability of the path to the node.
+        valid: bool; False: never accepted.
+        relaxable: bool; False: accepted only if it is the target's own choice.
+        choices: int64, the target's greedy choice after each node; NO_TOKEN where its logits hold a NaN.
         positions: int64 [requests], where each answer so far stands; of bins, the action dimension of the next token.
     """
 
@@ -61,7 +60,7 @@ class Trees:
 
 
 class Nodes(NamedTuple):
-    """Nodes of trees, one tree after the other: columns [nodes] as in `Trees`, which count nodes within their tree."""
+    """The nodes of several trees in a row: columns [nodes] as in `Trees`, with indices within their tree."""
 
     tokens: Tensor
     parents: Tensor
@@ -74,14 +73,9 @@ class Nodes(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedTrees:
-    """The trees of several requests after their forward, as they lie there.
+    """The trees of several requests after their forward, as packed: `choices` of all nodes, `positions` by request.
 
-    Args:
-        nodes: of all trees.
-        choices: int64 [nodes of all], as in `Trees`.
-        positions: int64 [requests], likewise.
-        rows: int64 [requests, n], each node's place among all; what pads a request has a place after the last. None:
-            one request.
+    `rows`, int64 [requests, n], is each node's place among all; padding has a place after the last. None: one request.
     """
 
     nodes: Nodes
@@ -91,45 +85,37 @@ class PackedTrees:
 
     @property
     def requests(self) -> int:
-        """How many trees there are."""
         return self.positions.shape[0]
 
     @property
     def max_nodes(self) -> int:
-        """Of a tree."""
         return (self.choices if self.rows is None else self.rows).shape[-1]
 
     def padded(self) -> Trees:
-        """The trees side by side."""
         if self.rows is None:
             nodes = Nodes(*(column[None] for column in self.nodes))
             return Trees(*nodes, self.choices[None], self.positions)
         last = len(self.choices) - 1
         there, rows = self.rows <= last, self.rows.clamp(max=last)
         nodes = Nodes(*(column[rows] for column in self.nodes))
-        return Trees(
-            tokens=nodes.tokens,
+        nodes = nodes._replace(
             parents=torch.where(there, nodes.parents, 0),
-            depths=nodes.depths,
             ancestors=torch.where(there, nodes.ancestors, 0),
-            log_probs=nodes.log_probs,
             valid=nodes.valid & there,
-            relaxable=nodes.relaxable,
-            choices=self.choices[rows],
-            positions=self.positions,
         )
+        return Trees(*nodes, self.choices[rows], self.positions)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Each node's token beside the target's choice after the node's parent.
+    """Each node's token beside the target's choice after the node's parent, [requests, n].
 
     Args:
-        wanted: int64 [requests, n], that choice; NO_TOKEN at the root.
-        exact: bool [requests, n], whether the token is the target's choice.
-        distances: int64 [requests, n], bins between the two; 0 at the root. Where both are text a difference counts 1;
-            where one of them is, as many bins as there are.
-        dimensions: int64 [requests, n], the action dimension of the token where both are action tokens, else -1.
+        wanted: int64, that choice; NO_TOKEN at the root.
+        exact: bool, whether the token is the target's choice.
+        distances: int64, bins between the two; 0 at the root. Two texts that differ are 1 apart; a text and an action,
+            as many bins as there are.
+        dimensions: int64, the action dimension of the token where both are action tokens, else -1.
     """
 
     wanted: Tensor
@@ -139,14 +125,9 @@ class Comparison:
 
     @staticmethod
     def where_near(trees: Trees, wanted: Tensor, near: Tensor, apart: Tensor, dimensions: Tensor) -> "Comparison":
-        """Of tokens that are no bins: distances where two are near, elsewhere a difference counts 1.
+        """For tokens that are no bins: `apart` where two are near, elsewhere a difference counts 1.
 
-        Args:
-            trees: the drafts.
-            wanted: `trees.wanted`.
-            near: bool [requests, n], whether the token may stand for the wanted one; not looked at at the root.
-            apart: int64 [requests, n], how far they are then apart.
-            dimensions: int64 [requests, n], and in which dimension.
+        `near` says whether a token may stand for the wanted one and is not read at the root; all are [requests, n].
         """
         drafted = trees.parents >= 0
         near = near & drafted
@@ -162,11 +143,8 @@ class Comparison:
 def compare_drafts(trees: Trees, first: int, stop: int, bins: int) -> Comparison:
     """Compares every node with the target.
 
-    Args:
-        trees: the drafts.
-        first: lowest action id, the highest value.
-        stop: one past the highest action id.
-        bins: number of distinct values; the ids `first` and `first + 1` decode alike.
+    Action ids are those from `first`, the highest value, to below `stop`; `bins` is the number of distinct values: the
+    ids `first` and `first + 1` decode alike.
     """
     run = compare_drafts_triton if has_kernels(trees.log_probs) else compare_drafts_reference
     return run(trees, first, stop, bins)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs the operators, Triton or PyTorch, and how the host's numbers reach the device."""
+"""Where the operators run, Triton or PyTorch, and how the host's numbers reach the device."""
 
 import logging
 import os
@@ -23,13 +23,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the kernels hold no 
 
 
 class _Annotations:
-    """Enough of Triton's language for a kernel's signature to be read."""
+    """Enough of Triton's language to read a kernel's signature."""
 
     constexpr = int
 
 
 def _left_alone(kernel: Any = None, **options: Any) -> Any:
-    """In place of `triton.jit`, which is also called with options alone."""
+    """Replaces `triton.jit`, which is also called with options alone."""
     return kernel if kernel is not None else _left_alone
 
 
@@ -41,16 +41,13 @@ def _wanted() -> bool:
 def triton_fault(version: str) -> str:
     """Why a version of Triton cannot be used; empty where it can."""
     found = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    least = ".".join(map(str, LEAST_TRITON))
-    return (
-        ""
-        if found >= LEAST_TRITON
-        else f"Triton {version} is older than {least}: install the one of torch 2.6 or later"
-    )
+    if found >= LEAST_TRITON:
+        return ""
+    return f"Triton {version} is older than {'.'.join(map(str, LEAST_TRITON))}: install the one of torch 2.6 or later"
 
 
 def build_fault() -> str:
-    """What Triton lacks to build the launchers of its kernels, which it does on the machine; empty: nothing."""
+    """What Triton lacks to build the launchers of its kernels on this machine; empty: nothing."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if not compiler or not shutil.which(compiler.split()[0]):
         return "Triton finds no C compiler: apt install gcc, or set CC"
@@ -102,7 +99,7 @@ def why_no_kernels(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def operators_on(device: torch.device, dtype: torch.dtype) -> str:
-    """What the operators run as on a GPU, in words; empty on a CPU."""
+    """Names what runs the operators on a GPU; empty on a CPU."""
     if device.type != "cuda":
         return ""
     why = why_no_kernels(device, dtype)
@@ -139,7 +136,6 @@ def try_product(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def _trial_fault(device: torch.device, dtype: torch.dtype) -> str:
-    """Why a product does not come out right; empty where it does."""
     try:
         with torch.cuda.device(device):
             found, expected = try_product(device, dtype)
@@ -153,7 +149,7 @@ def _trial_fault(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def device_fault(device: torch.device) -> str:
-    """Why a device computes no more, with what to do; empty where it does, as a CPU always does. Waits for it.
+    """Why a device computes no more, with what to do; empty where it does. Waits for the device.
 
     After an illegal access, a time-out of the driver or the loss of the GPU nothing runs on CUDA in this process again.
     """
@@ -174,24 +170,19 @@ def device_fault(device: torch.device) -> str:
 
 
 def blocks(least: int, most: int) -> list[int]:
-    """Sides of blocks, powers of two: from the least to the one that holds the most."""
+    """Block sizes, powers of two, from the least to the one that holds the most."""
     return [1 << bits for bits in range(least.bit_length() - 1, power_of_two(most, least).bit_length())]
 
 
 def power_of_two(n: int, least: int = 1) -> int:
-    """The smallest power of two that is not below n, nor below another one: the sides of a kernel's blocks."""
+    """The smallest power of two that is not below n, nor below `least`: the sides of a kernel's blocks."""
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
 def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A tensor of numbers that the host knows.
+    """A tensor of numbers that the host knows, nested as `torch.tensor` takes them.
 
-    A copy from memory that is not pinned makes the host wait until the GPU has done all that it was given.
-
-    Args:
-        numbers: nested as `torch.tensor` takes them.
-        device: where they go.
-        dtype: of the tensor.
+    The memory is pinned: a copy from other memory makes the host wait until the GPU has done all that it was given.
     """
     tensor = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)

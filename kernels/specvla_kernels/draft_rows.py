@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a draft head reads in its next forward over several requests of equally many rows: input rows and layout."""
+"""Input rows and layout of a draft head's next forward, over several requests of equally many rows."""
 
 from dataclasses import dataclass
 
@@ -14,16 +14,13 @@ _BLOCK = 1024  # elements of a row that a program moves: 8 per thread
 
 @dataclass(frozen=True)
 class DraftSlots:
-    """Where the requests' rows lie, and the tables that all forwards share.
+    """Where the requests' rows lie, int64 [requests], and the tables that all forwards share.
 
     Args:
-        slots: int64 [requests], slots of the head's keys and values.
-        prefix_lens: int64 [requests], committed rows of the slots.
-        rows: int64 [requests], how many of these are new.
-        max_depths: int64 [requests], of the trees; no position is counted beyond them, so that every one exists.
-        slot_rows: of a slot.
-        cos: [positions, dim], RoPE's cosines.
-        sin: like cos.
+        slots: of the head's keys and values.
+        prefix_lens, rows: committed rows of the slots, and how many of these are new.
+        max_depths: of the trees; no position lies beyond them, so that every one exists.
+        cos, sin: [positions, dim], RoPE's tables.
     """
 
     slots: Tensor
@@ -41,11 +38,8 @@ class DraftRows:
 
     Args:
         inputs: [requests, n, 2 hidden], each row's embedding and state.
-        positions: int64 [requests * n].
-        kv_rows: int64 [requests * n], see PackedLayout.
-        ancestors: int64 [requests * n], of trees; 0 of chains.
-        cos: [requests * n, dim], of the positions.
-        sin: like cos.
+        positions, kv_rows, ancestors: int64 [requests * n], as in PackedLayout; ancestors are 0 of chains.
+        cos, sin: [requests * n, dim], of the positions.
         ends: int64 [requests], the row of each request's last committed token; of chains.
     """
 
@@ -61,13 +55,9 @@ class DraftRows:
 def chain_rows(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tensor) -> DraftRows:
     """The newest committed rows of each request.
 
-    Args:
-        where: the requests.
-        following: [requests, n, hidden], embeddings; the first `rows` of each request count. The others are computed
-            too, into rows of its slot that are not committed.
-        hidden: like following, states.
-        tiles: int32 [tiles, 6], the attention's table (see AttentionPlan), equally many per request: slots and first
-            rows are written into it.
+    `following` and `hidden`, embeddings and states, are [requests, n, hidden]; the first `rows` of each request count.
+    The others are computed too, into rows of its slot that are not committed. Slots and first rows are written into
+    `tiles`, int32 [tiles, 6], the attention's table (see AttentionPlan), equally many per request.
     """
     run = chain_rows_triton if has_kernels(hidden) else chain_rows_reference
     return run(where, following, hidden, tiles)
@@ -84,14 +74,10 @@ def beam_rows(
 ) -> DraftRows:
     """All beams of the trees so far, after the committed rows.
 
-    The head is one layer, read from memory once per forward however many rows there are: earlier beams are computed
-    again.
+    Earlier beams are computed again: reading the head's one layer from memory takes longer than any number of rows.
 
     Args:
-        where: the requests.
-        beam: the newest.
-        embeddings: [vocab, hidden].
-        scale: of the embeddings, a number of their dtype.
+        embeddings: [vocab, hidden]; `scale` is a number of their dtype.
         states: [requests, width, hidden], after the nodes of the beam before, at which the newest beam's parents point;
             the last dimension is contiguous.
         before: [requests, n, 2 hidden], the earlier beams' inputs; None: there are none.
@@ -152,16 +138,8 @@ def _laid_out(
 
 def chain_rows_triton(where: DraftSlots, following: Tensor, hidden: Tensor, tiles: Tensor) -> DraftRows:
     """`chain_rows` as one launch."""
-    requests, n, size = hidden.shape
-    made = _empty_rows(where, hidden, n)
-    none = where.slots
-    _draft_rows[(requests * n, -(-size // _BLOCK))](
-        following, hidden, hidden, none, none, none, *_pointers(where, made, tiles),
-        hidden.stride(0), n, 0, where.slot_rows, len(tiles) // requests, 1.0,
-        SIZE=size, DIM=where.cos.shape[1], K=1, CHAIN=True, BLOCK=min(_BLOCK, power_of_two(size)),
-        BLOCK_DIM=power_of_two(where.cos.shape[1]), num_warps=4,
-    )  # fmt: skip
-    return made
+    sources = (following, hidden, hidden, where.slots, where.slots, where.slots)
+    return _launch(where, sources, tiles, hidden.shape[1], n_before=0, scale=1.0, k=1, chain=True)
 
 
 def beam_rows_triton(
@@ -174,38 +152,29 @@ def beam_rows_triton(
     tiles: Tensor,
 ) -> DraftRows:
     """`beam_rows` as one launch."""
-    requests, k = beam.tokens.shape
-    n, size = beam.ancestors.shape[1], states.shape[2]
-    made = _empty_rows(where, states, n)
+    n, k = beam.ancestors.shape[1], beam.tokens.shape[1]
+    sources = (embeddings, states, states if before is None else before, beam.tokens, beam.parents, beam.ancestors)
+    return _launch(where, sources, tiles, n, n_before=n - k, scale=scale, k=k, chain=False)
+
+
+def _launch(
+    where: DraftSlots, sources: tuple[Tensor, ...], tiles: Tensor, n: int,
+    *, n_before: int, scale: float, k: int, chain: bool,
+) -> DraftRows:  # fmt: skip
+    states, dim = sources[1], where.cos.shape[1]
+    requests, _, size = states.shape
+    positions, kv_rows, ancestors = where.slots.new_empty(3, requests * n).unbind()
+    cos, sin = (table.new_empty(requests * n, dim) for table in (where.cos, where.sin))
+    inputs, ends = states.new_empty(requests, n, 2 * size), where.slots.new_empty(requests)
+    made = DraftRows(inputs, positions, kv_rows, ancestors, cos, sin, ends)
     _draft_rows[(requests * n, -(-size // _BLOCK))](
-        embeddings, states, states if before is None else before, beam.tokens, beam.parents, beam.ancestors,
-        *_pointers(where, made, tiles), states.stride(0), n, n - k, where.slot_rows, len(tiles) // requests, scale,
-        SIZE=size, DIM=where.cos.shape[1], K=k, CHAIN=False, BLOCK=min(_BLOCK, power_of_two(size)),
-        BLOCK_DIM=power_of_two(where.cos.shape[1]), num_warps=4,
+        *sources, where.slots, where.prefix_lens, where.rows, where.max_depths, where.cos, where.sin,
+        made.inputs, made.positions, made.kv_rows, made.ancestors, made.cos, made.sin, made.ends, tiles,
+        states.stride(0), n, n_before, where.slot_rows, len(tiles) // requests, scale,
+        SIZE=size, DIM=dim, K=k, CHAIN=chain, BLOCK=min(_BLOCK, power_of_two(size)),
+        BLOCK_DIM=power_of_two(dim), num_warps=4,
     )  # fmt: skip
     return made
-
-
-def _empty_rows(where: DraftSlots, states: Tensor, n: int) -> DraftRows:
-    requests, size = states.shape[0], states.shape[2]
-    whole, turned = where.slots.new_empty(3, requests * n), (requests * n, where.cos.shape[1])
-    return DraftRows(
-        states.new_empty(requests, n, 2 * size),
-        whole[0],
-        whole[1],
-        whole[2],
-        where.cos.new_empty(turned),
-        where.sin.new_empty(turned),
-        where.slots.new_empty(requests),
-    )
-
-
-def _pointers(where: DraftSlots, made: DraftRows, tiles: Tensor) -> tuple[Tensor, ...]:
-    """In the kernel's order."""
-    return (
-        where.slots, where.prefix_lens, where.rows, where.max_depths, where.cos, where.sin,
-        made.inputs, made.positions, made.kv_rows, made.ancestors, made.cos, made.sin, made.ends, tiles,
-    )  # fmt: skip
 
 
 @jit(

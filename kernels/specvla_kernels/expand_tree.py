@@ -15,15 +15,11 @@ MAX_COLUMNS = 1 << 10  # of a row that the kernel holds; of more, the likeliest 
 
 @dataclass(frozen=True)
 class Window:
-    """How many of a row's ids stand for the same action, near enough.
+    """How many of a row's ids stand for the same action, near enough, of so many distinct values in `bins`.
 
     Column 0 is the highest value, the last column the lowest; where there is one id more than values, columns 0 and 1
-    are the same value.
-
-    Args:
-        bins: distinct values.
-        tolerances: int64 [dimensions + 1], how many bins off a token may be, per action dimension; the last is for
-            every dimension beyond.
+    are the same value. `tolerances`, int64 [dimensions + 1], are the bins that a token may be off per action dimension;
+    the last is for all beyond.
     """
 
     bins: int
@@ -37,14 +33,13 @@ class Candidates:
     Args:
         dimensions: int64 [trees], the action dimension of the first level's children, the next level's is one more;
             below 0 where they may be text.
-        rows: [trees, beam, columns], of ids that follow each other: logits, which these ids share all probability of,
-            or log-probabilities. The last dimension is contiguous.
+        rows: [trees, beam, columns], of consecutive ids: logits, to be normalised over these ids alone, or
+            log-probabilities. The last dimension is contiguous.
         first_id: of column 0.
         normalised: whether the rows are log-probabilities.
-        window: chooses by the mass of windows (`WindowMass` in specvla_ros.speculation.drafters.eagle.children); None:
-            the likeliest.
-        chosen: tokens, int64, and log-probabilities, both [trees, beam, k], that are the children where the rows do
-            not say them: in dimensions below 0, or everywhere without rows. The last dimension is contiguous.
+        window: chooses by the mass of windows (`WindowMass` of the EAGLE drafter); None: the likeliest.
+        chosen: tokens, int64, and log-probabilities, both [trees, beam, k], of the children that the rows do not give:
+            in dimensions below 0, or everywhere without rows. The last dimension is contiguous.
     """
 
     dimensions: Tensor
@@ -57,12 +52,9 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Considered:
-    """Every child that some trees have considered, in the order it was; entry i has number i + 1, the root number 0.
+    """Every child that some trees have considered, in order, [trees, n]; entry i has number i + 1, the root 0.
 
-    Args:
-        tokens: int64 [trees, n].
-        scores: [trees, n], log-probability of the path; -inf: impossible, or beyond the tree's own depth.
-        parents: int64 [trees, n], numbers.
+    `scores` are log-probabilities of the path; -inf: impossible, or beyond the tree's own depth. `parents` are numbers.
     """
 
     tokens: Tensor
@@ -70,21 +62,18 @@ class Considered:
     parents: Tensor
 
     def first(self, n: int) -> "Considered":
-        """The first n entries."""
         return Considered(self.tokens[:, :n], self.scores[:, :n], self.parents[:, :n])
 
 
 @dataclass(frozen=True)
 class Beam:
-    """The best nodes of a level, whose children are considered next.
+    """The best nodes of a level, whose children are considered next, [trees, k].
 
     Args:
-        tokens: int64 [trees, k].
-        parents: int64 [trees, k], index of each one's parent in the beam before; 0 in the first, after the root.
-        scores: [trees, k].
-        numbers: int64 [trees, k], see Considered.
-        ancestors: int64 [trees, n], of the nodes of all beams so far, one after the other, this one last; bit j set:
-            node j is an ancestor or the node itself.
+        parents: int64, index of each one's parent in the beam before; 0 in the first, after the root.
+        numbers: int64, see Considered.
+        ancestors: int64 [trees, n], of the nodes of all beams so far, this one last; bit j set: node j is an ancestor
+            or the node itself.
     """
 
     tokens: Tensor
@@ -111,17 +100,11 @@ def expand_tree(
     as impossible. A child's score is never above its parent's, however the sum of a window's mass was rounded.
 
     Args:
-        candidates: what the children are chosen from.
         beam: None: the root alone.
-        considered: of n entries; those from `offset` on are written.
+        considered: entries from `offset` on are written.
         max_depths: int64 [trees]; a tree that has reached its own grows no further.
-        k: children per node, and nodes of a beam.
         level: of the children; 0 right after the root.
-        offset: entries so far.
-        last: whether no beam is wanted.
-
-    Returns:
-        The next beam; None after the last level.
+        last: whether no beam is wanted; None is returned then.
     """
     x = candidates.rows if candidates.chosen is None else candidates.chosen[1]
     assert x is not None
@@ -151,12 +134,9 @@ def expand_tree_reference(
         parents = beam.numbers[:, :, None].expand(-1, -1, k).flatten(1)
     totals = torch.where(level < max_depths[:, None], totals, -torch.inf)
     written = slice(offset, offset + width * k)
-    for memory, column in (
-        (considered.tokens, tokens.flatten(1)),
-        (considered.scores, totals),
-        (considered.parents, parents),
-    ):
-        memory[:, written] = column
+    considered.tokens[:, written] = tokens.flatten(1)
+    considered.scores[:, written] = totals
+    considered.parents[:, written] = parents
     return None if last else best_of(considered, beam, k=k, offset=offset, width=width)
 
 
@@ -200,15 +180,7 @@ def _by_mass(log_probs: Tensor, window: Window, dimensions: Tensor, k: int) -> t
 
 
 def best_of(considered: Considered, beam: Beam | None, *, k: int, offset: int, width: int) -> Beam:
-    """The next beam in PyTorch: the best k of the entries from `offset` on.
-
-    Args:
-        considered: with the children of the beam's `width` nodes.
-        beam: None: the root alone.
-        k: children per node.
-        offset: entries before.
-        width: nodes of the beam.
-    """
+    """The next beam in PyTorch: the best k of the entries from `offset` on, children of the beam's `width` nodes."""
     level = slice(offset, offset + width * k)
     scores = considered.scores[:, level]
     order = torch.arange(k, device=scores.device).expand(len(scores), k)

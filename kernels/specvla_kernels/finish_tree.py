@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The finished draft trees of several requests: the best of everything that was considered."""
+"""The finished draft trees of several requests: the best of all considered children."""
 
 from typing import NamedTuple
 
@@ -14,13 +14,11 @@ _ENTRIES = 1 << 10  # that a program holds at once: more would not fit its regis
 
 
 class GrownTrees(NamedTuple):
-    """Finished trees side by side; what a tree does not fill comes last.
+    """Finished trees side by side; unused nodes come last.
 
-    Args:
-        numbers: int64 [4, trees, n]: tokens, and the parents, depths and ancestors of Ancestry; 0 where nothing is.
-            Node 0 is the root, of parent -1.
-        log_probs: [trees, n]; 0 of the root, -inf where nothing is.
-        valid: bool [trees, n]; whether it is above -inf.
+    `numbers`, int64 [4, trees, n], are tokens, and the parents, depths and ancestors of Ancestry; 0 for unused nodes.
+    Node 0 is the root, of parent -1. `log_probs` are 0 of the root and -inf for unused nodes; `valid`, whether they are
+    above -inf.
     """
 
     numbers: Tensor
@@ -40,20 +38,15 @@ def finish_tree(
 ) -> GrownTrees:
     """The best of everything considered, in the order of depth; a parent comes with its child.
 
-    A child's score is never above its parent's, and where they are equal, as in low precision, the first that was
-    considered is better: a child without its parent, as the published code can choose it, cannot be.
+    A child's score is never above its parent's, and of equal ones, as in low precision, the first considered wins: a
+    child without its parent, as the published code can choose it, cannot occur.
 
     Args:
         considered: k children of the root, then k children of each of k nodes per level.
         roots: int64 [trees], tokens.
         nodes: int64 [trees], maximum of each finished tree, the root included; at least 1.
-        k: children per node.
-        levels: that were considered.
-        max_nodes: of any tree; known to the host. 64 at most.
-        out: memory of what is returned; None: it is new.
-
-    Returns:
-        The trees; n = min(max_nodes, 1 + what was considered).
+        max_nodes: of any tree, known to the host, 64 at most: n = min(max_nodes, 1 + what was considered).
+        out: memory of the result; None: it is new.
     """
     run = finish_tree_triton if has_kernels(considered.scores) else finish_tree_reference
     return run(considered, roots, nodes, k=k, levels=levels, max_nodes=max_nodes, out=out)
@@ -83,14 +76,8 @@ def finish_tree_reference(
     above = torch.where(there, node_of.gather(1, parents.gather(1, chosen)), 0)
     ancestry = Ancestry.on_device(torch.cat((torch.full_like(roots, -1), above), dim=1), levels)
     of_root = torch.ones_like(roots, dtype=torch.bool)
-    numbers = torch.stack(
-        (
-            torch.cat((roots, tokens.gather(1, chosen)), dim=1),
-            ancestry.parents,
-            ancestry.depths,
-            ancestry.ancestors,
-        )
-    )
+    tokens = torch.cat((roots, tokens.gather(1, chosen)), dim=1)
+    numbers = torch.stack((tokens, ancestry.parents, ancestry.depths, ancestry.ancestors))
     log_probs = torch.where(there, scores.gather(1, chosen), -torch.inf)
     log_probs = torch.cat((torch.zeros_like(roots, dtype=scores.dtype), log_probs), dim=1)
     numbers = torch.where(torch.cat((of_root, there), dim=1), numbers, 0)

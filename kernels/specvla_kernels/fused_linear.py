@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer with what stands in front of it and behind it, in one launch.
+"""A linear layer with the norm before it and the activation, scale and residual after it, in one launch.
 
 Few rows are bound by reading the weight; every launch around the product then costs time in which nothing is read.
 """
@@ -30,19 +30,16 @@ def fused_linear_reference(
 ) -> Tensor:
     """The sum residual + scale * activation(norm(x) W^T + bias), each part if it is given.
 
+    The kernel rounds once, at the end; this reference after every part.
+
     Args:
         x: [n_rows, in_features].
         weight: [out_features, in_features], contiguous, dtype of x.
-        norm: of the rows of x.
         bias: [out_features].
         activation: `gelu`, the exact one; or one of `GATES`: the weight's first half of rows is the gate, the second
-            what it is multiplied with.
+            what it is multiplied with, and the result's width half of out_features.
         scale: [width], of the columns (LayerScale).
         residual: [n_rows, width], added last.
-
-    Returns:
-        [n_rows, width], dtype of x; width is out_features, or half of them behind a gate. The kernel rounds once, at
-        the end; this one behind every part.
     """
     out = linear(x if norm is None else rmsnorm_reference(x, norm), weight)
     if bias is not None:
@@ -66,7 +63,7 @@ def fused_linear_triton(
 ) -> Tensor:
     """`fused_linear_reference` as one launch, a program per tile of the result.
 
-    The norm's scale of a row is applied to the result, since its sum of squares is known behind the last column. In
+    The norm's scale of a row is applied to the result, since its sum of squares is known after the last column. In
     float16 the rows times the norm's weight must therefore not overflow.
     """
     n_rows, in_features = x.shape

@@ -16,14 +16,9 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": par
 
 
 def gated_unit(gate_up: Tensor, gate: str = "silu") -> Tensor:
-    """An activation of the first half of the columns times the second half: SwiGLU, GeGLU (arXiv 2002.05202).
+    """Applies a gate, one of `GATES`, to the first half of the columns, times the second (GLU, arXiv 2002.05202).
 
-    Args:
-        gate_up: [n_rows, 2 * width], the product of the fused matrix.
-        gate: the activation, one of `GATES`.
-
-    Returns:
-        [n_rows, width], dtype of gate_up; computed in float32, or in float64 for float64.
+    [n_rows, 2 * width] to [n_rows, width]; computed in float32, or in float64 for float64.
     """
     return (gated_unit_triton if has_kernels(gate_up) else gated_unit_reference)(gate_up, gate)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of anything that runs on memory that stays where it is, each compared with the eager run."""
+"""CUDA graphs of work on memory that stays in place, each compared with the eager run."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,12 +21,9 @@ _PART = 8  # above 512 rows a size is at most an eighth larger than the power of
 
 
 def padded_rows(rows: int, measured: Sequence[int] = ()) -> int:
-    """The smallest size that is captured for so many rows.
+    """The smallest size that is captured for so many rows: one of `measured` (ascending, above a tile) if there is.
 
-    Args:
-        rows: at least one.
-        measured: sizes above a tile, ascending, that were found on the device. Up to a tile, and beyond the last of
-            them, sizes are powers of two, then multiples of a tile or an eighth.
+    Up to a tile, and beyond the last measured size, sizes are powers of two, then multiples of a tile or an eighth.
     """
     power = 1 << (rows - 1).bit_length()
     step = min(power, max(TILE_ROWS, power // _PART))
@@ -35,7 +32,7 @@ def padded_rows(rows: int, measured: Sequence[int] = ()) -> int:
 
 
 def paddings(low: int, high: int, measured: Sequence[int] = ()) -> Iterator[int]:
-    """The sizes for so many rows to so many, ascending."""
+    """The sizes that `padded_rows` gives for `low` to `high` rows, ascending."""
     rows = padded_rows(low, measured)
     yield rows
     while rows < high:
@@ -44,23 +41,17 @@ def paddings(low: int, high: int, measured: Sequence[int] = ()) -> Iterator[int]
 
 
 def randomize(keys: Tensor, values: Tensor) -> None:
-    """Gives every row of an unused store finite keys and values, for the work of a check to look at."""
+    """Fills an unused store with finite keys and values, for a check to read."""
     generator = torch.Generator(keys.device).manual_seed(0)
     for store in (keys, values):
         store.normal_(generator=generator)
 
 
 def check_rows(found: Tensor, expected: Tensor, *, what: str, dtype: torch.dtype | None = None) -> None:
-    """Compares results row by row; waits for the device.
+    """Compares results [n, size] row by row; waits for the device.
 
-    Args:
-        found: [n, size], of captured work.
-        expected: like found, without capture.
-        what: the captured work, for the error.
-        dtype: that it is computed in; None: that of what is expected.
-
-    Raises:
-        RuntimeError: they are not finite, or differ by more than rounding.
+    Raises RuntimeError, naming the work, where they are not finite, or differ by more than rounding. `dtype`: that the
+    work is computed in; None: that of what is expected.
     """
     tolerance = _TOLERANCES.get(dtype or expected.dtype, _EXACT)
     expected = expected.double()
@@ -77,20 +68,11 @@ class Capture(Protocol):
     """Makes work repeatable that reads and writes the same memory whenever it runs."""
 
     def __call__(self, run: Callable[[], Result]) -> Callable[[], Result]:
-        """What does it again and gives the result, whose memory is the same each time too."""
+        """Returns a replay of the work; its result, too, has the same memory each time."""
 
 
 class Captures:
-    """What was captured of an engine's work, and what was not.
-
-    Args:
-        capture: makes work repeatable.
-
-    Attributes:
-        capture: the same.
-        count: of captures that are used.
-        failed: by the reason, what runs as it comes.
-    """
+    """What was captured of an engine's work, and, by the reason, what runs eagerly."""
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
@@ -99,61 +81,48 @@ class Captures:
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
-        """One capture and its comparison: whatever goes wrong is noted, and the others go on.
-
-        Args:
-            what: the work, for the reader of diagnostics.
-        """
+        """One capture and its comparison: a failure is noted, and the others go on."""
         with self.group(what):
             yield
             self.count += 1
 
     @contextmanager
     def group(self, what: str) -> Iterator[None]:
-        """Several attempts and what they need: what goes wrong between them is noted too."""
+        """Several attempts and what they need: a failure between them is noted too."""
         try:
             yield
         except Exception as error:  # it runs without a graph too, only slower
             self.failed.setdefault(_reason(error), []).append(what)
 
     def summary(self) -> str:
-        """In words: how many there are, and what runs as it comes and why."""
+        """In words: how many there are, and what runs eagerly and why."""
         eager = [f"{', '.join(names)} ({reason})" for reason, names in self.failed.items()]
         return "; ".join([f"{self.count} captured", *([f"eager: {', '.join(eager)}"] if eager else [])])
 
 
 def _reason(error: BaseException) -> str:
-    """What came first, since an error while capturing makes the end of the capture fail too; in one line."""
+    """The first error in one line: an error while capturing makes the end of the capture fail too."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 class Capturable(Protocol):
-    """Work that runs captured, or as it comes; or what else takes too long to be met in a tick first."""
+    """Work that runs captured or eagerly, or that takes too long the first time to happen in a tick."""
 
     def capture(self, captures: Captures) -> None:
-        """Captures it, each size as an attempt, and compares the result with that of the same work without capture.
-
-        Raises:
-            Exception: whatever goes wrong outside of the attempts.
-        """
+        """Captures it, each size as an attempt, and compares the result with the eager one."""
 
     def release(self) -> None:
-        """Forgets what was captured: it runs as it comes again."""
+        """Forgets what was captured: it runs eagerly again."""
 
 
 def capture_on(store: Tensor) -> Capture | None:
-    """How work on such a store is captured; None on a CPU, where nothing is gained.
+    """How work on a store of keys or values is captured; None on a CPU, where nothing is gained.
 
-    What one of these has captured lives as long as any of it: with a graph, torch drops the workspace of cuBLAS that
-    all graphs of the same stream use (pytorch/pytorch#193402).
-
-    Args:
-        store: of keys or values.
-
-    Raises:
-        RuntimeError: the operators do not run as kernels there, and so read spans on the host.
+    Graphs of one capture live as long as any of them: with a graph, torch drops the workspace of cuBLAS that all graphs
+    of the same stream use (pytorch/pytorch#193402). Raises RuntimeError where the operators run as references, which
+    read spans on the host.
     """
     if not store.is_cuda:
         return None
@@ -163,13 +132,13 @@ def capture_on(store: Tensor) -> Capture | None:
 
 
 def _cuda_graphs(device: torch.device) -> Capture:
-    """Captures that share the memory of what is in between: only one of them runs at a time."""
-    memory = _GraphMemory(device)
+    """Captures that share the memory of intermediate results: only one of them runs at a time."""
+    memory = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
     kept: list[torch.cuda.CUDAGraph] = []  # also those that came out wrong: see capture_on
 
     def capture(run: Callable[[], Result]) -> Callable[[], Result]:
         nonlocal memory
-        current, side, pool = torch.cuda.current_stream(device), memory.stream, memory.pool
+        current, (side, pool) = torch.cuda.current_stream(device), memory
         side.wait_stream(current)
         # The outer context brings the current stream back if the capture cannot be ended.
         with torch.cuda.stream(side):
@@ -183,12 +152,13 @@ def _cuda_graphs(device: torch.device) -> Capture:
                     result = run()
             except Exception:
                 _end_allocation(device, pool)
-                memory = _GraphMemory(device)  # of a stream and a pool whose capture broke, nothing is known
+                # Of a stream and a pool whose capture broke, nothing is known.
+                memory = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
                 raise
         current.wait_stream(side)
 
         def replay() -> Result:
-            kept[place].replay()
+            kept[place].replay()  # so that each replay keeps all graphs
             return result
 
         place = len(kept) - 1
@@ -197,26 +167,17 @@ def _cuda_graphs(device: torch.device) -> Capture:
     return capture
 
 
-class _GraphMemory:
-    """Where graphs are captured: a stream, and the pool of what is in between."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
-
-
 def _end_allocation(device: torch.device, pool: Any) -> None:
     """Tells the allocator that a failed capture is over.
 
-    Not every torch does so itself, and an assertion then fails the next time that memory is short
-    (pytorch/pytorch#180395).
+    Not every torch does so, and an assertion then fails the next time that memory is short (pytorch/pytorch#180395).
     """
     with suppress(AttributeError, RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
 def side_by_side(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> list[Tensor]:
-    """Results of work that does not depend on each other: in a capture on a stream each, else one after the other."""
+    """Results of independent work: in a capture on a stream each, else one after the other."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return [call() for call in calls]
     current = torch.cuda.current_stream(device)

@@ -11,13 +11,9 @@ _BLOCK = 4096  # logits that a program has in hand: 16 per thread
 
 
 def greedy_choice(logits: Tensor) -> Tensor:
-    """The most likely token of each row; the lowest id wins a tie, on every device.
+    """The most likely token of each row of logits, float32 or float64 [n, vocab]: int64 [n].
 
-    Args:
-        logits: float32 [n, vocab], or float64; contiguous rows.
-
-    Returns:
-        int64 [n]; NO_TOKEN for a row with a NaN.
+    The lowest id wins a tie, on every device; NO_TOKEN for a row with a NaN. Rows are contiguous.
     """
     return greedy_choice_triton(logits) if has_kernels(logits) else greedy_choice_reference(logits)
 

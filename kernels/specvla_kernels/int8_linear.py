@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A linear layer whose weights and activations are both int8 (W8A8), by torch's own products.
 
-On a CPU torch's product of two int8 matrices is fast only where the processor has instructions for it, and slower than
-float32 elsewhere. The packed products that come with torch, FBGEMM's and oneDNN's, read a weight once for all rows, in
-a quarter of float32's bytes.
+On a CPU torch's product of two int8 matrices is fast only with special instructions, and slower than float32 without.
+The packed products that come with torch, FBGEMM's and oneDNN's, read a weight once for all rows, in a quarter of
+float32's bytes.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 
 import torch
@@ -28,17 +27,14 @@ Sums = Callable[[Tensor], Tensor]
 def int8_linear(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """The product x W^T with every row of x rounded to int8 by a scale of its own (arXiv 2208.07339, vector-wise).
 
-    Integers add up exactly, so that a row's result does not depend, to the last bit, on the rows beside it.
-    torchao 0.18 has the same product, but prints the activations to look for a word in them, which waits for the
-    device in every layer (pytorch/ao#4872), and falls back to float32 for 16 rows and fewer: nothing is read back here.
+    Integers add up exactly, so a row's result does not depend, to the last bit, on the rows beside it. torchao 0.18 has
+    the same product, but prints the activations, which waits for the device in every layer (pytorch/ao#4872), and falls
+    back to float32 for 16 rows and fewer. Scaled in float32, or in float64 for float64.
 
     Args:
         x: [n_rows, in_features], any floating dtype; a row with a NaN or infinity gives nothing finite.
         weight: int8 [out_features, in_features], contiguous; both multiples of 8 on CUDA.
-        scales: float32 [out_features], what one step of each of the weight's rows stands for; float64 in float64.
-
-    Returns:
-        [n_rows, out_features], dtype of x; scaled in float32, or in float64 for float64.
+        scales: float32 [out_features], one step of each of the weight's rows; float64 in float64.
     """
     rows = round_rows(x, torch.int8)
     values = F.pad(rows.values, (0, 0, 0, max(0, _LEAST_ROWS - len(x)))) if x.is_cuda else rows.values
@@ -47,44 +43,22 @@ def int8_linear(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 class PackedInt8:
-    """A weight, packed for a CPU.
-
-    Args:
-        sums: the products with it, by one of this processor's.
-        scales: float32 [out_features], what one step of each of the weight's rows stands for.
-        weights: its elements.
-    """
+    """A weight packed for a CPU, with its scales; a call gives `int8_linear`. A row depends on no other."""
 
     def __init__(self, sums: Sums, scales: Tensor, weights: int) -> None:
-        self._sums = sums
-        self._scales = scales
-        self._nbytes = weights + scales.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """Of the weight and its scales."""
-        return self._nbytes
+        self._sums, self._scales = sums, scales
+        self.nbytes = weights + scales.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`int8_linear` with this weight.
-
-        Args:
-            x: [n_rows, in_features], any floating dtype.
-
-        Returns:
-            [n_rows, out_features], dtype of x. A row depends on no other.
-        """
         rows = round_rows(x, torch.int8)
         sums = self._sums(rows.values).to(rows.steps.dtype)
         return sums.mul_(rows.steps[:, None]).mul_(self._scales).to(x.dtype)
 
 
 def pack_int8(weight: Tensor, scales: Tensor) -> PackedInt8 | None:
-    """Packs a weight; None where no product of torch's for packed ones is exact on this processor.
+    """Packs an int8 weight [out_features, in_features] with float32 scales [out_features], in the host's memory.
 
-    Args:
-        weight: int8 [out_features, in_features], in the host's memory.
-        scales: float32 [out_features].
+    None where no packed product of torch's is exact on this processor.
     """
     pack = packed_product()
     return PackedInt8(pack(weight), scales, weight.numel()) if pack is not None else None
@@ -94,8 +68,8 @@ def pack_int8(weight: Tensor, scales: Tensor) -> PackedInt8 | None:
 def packed_product() -> Callable[[Tensor], Sums] | None:
     """The first that gives exact sums here, the fastest of few rows first; None: none does.
 
-    Tried with the largest values there are: without instructions for them (VNNI), FBGEMM adds products in pairs, in 16
-    bits, and says nothing where they do not fit.
+    Tried with the largest values: without instructions for them (VNNI), FBGEMM adds products in pairs, in 16 bits, and
+    overflows silently.
     """
     for pack in (_by_fbgemm, _by_onednn, _by_fbgemm_in_halves):
         try:
@@ -113,10 +87,9 @@ def _by_onednn(weight: Tensor) -> Sums:
 
     def sums(rounded: Tensor) -> Tensor:
         shifted = (rounded.to(torch.int16) + _ZERO).to(torch.uint8)
-        product: Tensor = torch.ops.onednn.qlinear_pointwise(
+        return torch.ops.onednn.qlinear_pointwise(
             shifted, 1.0, _ZERO, packed, ones, zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
-        return product
 
     return sums
 
@@ -142,22 +115,16 @@ def _by_fbgemm_in_halves(weight: Tensor) -> Sums:
 def _fbgemm(weight: Tensor) -> Callable[[Tensor, float, int], Tensor]:
     """Products of float32 rows that hold whole numbers; called with them, their scale and their zero."""
     ones, zeros = torch.ones(len(weight), dtype=torch.float64), torch.zeros(len(weight), dtype=torch.int64)
-    with _engine("fbgemm"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # quantised tensors are deprecated, packed weights have no other way in
-        packed = torch.ops.quantized.linear_prepack(torch._make_per_channel_quantized_tensor(weight, ones, zeros, 0))
-    multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-    return lambda rows, scale, zero: multiply(rows, scale, zero, packed)
-
-
-@contextmanager
-def _engine(name: str) -> Iterator[None]:
-    """Packs for one of torch's quantised libraries; each weight then goes to the one that it was packed for."""
-    before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = name
+    before, torch.backends.quantized.engine = torch.backends.quantized.engine, "fbgemm"  # which the weight stays with
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # quantised tensors are deprecated, packed weights have no other way in
+            rows = torch._make_per_channel_quantized_tensor(weight, ones, zeros, 0)
+            packed = torch.ops.quantized.linear_prepack(rows)
     finally:
         torch.backends.quantized.engine = before
+    multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+    return lambda rows, scale, zero: multiply(rows, scale, zero, packed)
 
 
 def _is_exact(pack: Callable[[Tensor], Sums]) -> bool:

@@ -2,8 +2,8 @@
 """The products of a decoder layer and of a vision tower's block, each with what stands around it, in few launches.
 
 Few rows: norm, product, gate and residual are one launch, 6 a layer with rope_write_kv and the attention. Many rows:
-the libraries' products, with fused norms and gates between them, 9 a layer. Weights of 8 bits: norm and gate round what
-they give, the products scale, add bias and residual, 10 a layer for any rows.
+the libraries' products, with fused norms and gates between them, 9 a layer. Weights of 8 bits: norm and gate round
+their results, the products scale and add bias and residual, 10 a layer for any rows.
 """
 
 from collections.abc import Callable
@@ -28,14 +28,7 @@ Matrix = Tensor | Rounded | Callable[[Tensor], Tensor]
 
 
 def normed_product(x: Tensor, norm: RowNorm | None, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
-    """The product of normed rows.
-
-    Args:
-        x: [n_rows, in_features].
-        norm: None: the rows are multiplied as they are.
-        matrix: weight or product.
-        bias: [out_features].
-    """
+    """The product of rows [n_rows, in_features], normed if a norm is given, and the bias."""
     if isinstance(matrix, Rounded):
         rounded = round_rows(x, matrix.values.dtype, norm=norm)
         return rounded_linear(rounded, matrix, x.dtype, bias=bias)
@@ -51,35 +44,21 @@ def normed_product(x: Tensor, norm: RowNorm | None, matrix: Matrix, bias: Tensor
 
 
 def product_to_add(x: Tensor, matrix: Matrix, residual: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The residual and the product of the rows: their sum, or both apart for the next norm to add.
+    """The residual [n_rows, out_features] and the product of the rows, for the next norm to add.
 
-    Args:
-        x: [n_rows, in_features].
-        matrix: weight or product.
-        residual: [n_rows, out_features].
-
-    Returns:
-        The residual, and what is still to be added to it; None: nothing is.
+    The second is None where the first is their sum already.
     """
     if isinstance(matrix, Rounded):
         return rounded_linear(round_rows(x, matrix.values.dtype), matrix, x.dtype, residual=residual), None
-    if isinstance(matrix, Tensor) and has_kernels(x):
-        fused = partial(fused_linear_triton, x, matrix, residual=residual)
-        if is_fused(fused, lambda: residual + F.linear(x, matrix), x, matrix, "residual"):
-            return fused(), None
+    if (total := _fused_sum(x, matrix, residual)) is not None:
+        return total, None
     return residual, _product(x, matrix)
 
 
 def gated_mlp(x: Tensor, added: Tensor | None, norm: RowNorm, gate_up: Matrix, down: Matrix, gate: str) -> Tensor:
-    """S + down(gate(gate_up(norm(s)))) of the sum s of both.
+    """S + down(gate(gate_up(norm(s)))) of the sum s of x and what is added, both [n_rows, hidden].
 
-    Args:
-        x: [n_rows, hidden].
-        added: like x; None: zero.
-        norm: of the sum.
-        gate_up: to [n_rows, 2 * width].
-        down: [n_rows, width] to [n_rows, hidden].
-        gate: see `gated_unit`.
+    `gate_up` leads to [n_rows, 2 * width]; None is added for zero.
     """
     if isinstance(gate_up, Rounded) and isinstance(down, Rounded):
         total = x if added is None else x + added
@@ -97,14 +76,19 @@ def gated_mlp(x: Tensor, added: Tensor | None, norm: RowNorm, gate_up: Matrix, d
 
 
 def _sum(x: Tensor, matrix: Matrix, residual: Tensor, *, owned: bool) -> Tensor:
-    """The residual with the rows' product added; in place where nobody else has it."""
-    if isinstance(matrix, Tensor) and has_kernels(x):
-        fused = partial(fused_linear_triton, x, matrix, residual=residual)
-        if is_fused(fused, lambda: residual + F.linear(x, matrix), x, matrix, "residual"):
-            return fused()
-        if owned and not torch.is_grad_enabled():
-            return residual.addmm_(x, matrix.T)
+    """The residual plus the rows' product; in place where the residual is owned."""
+    if (total := _fused_sum(x, matrix, residual)) is not None:
+        return total
+    if owned and isinstance(matrix, Tensor) and has_kernels(x) and not torch.is_grad_enabled():
+        return residual.addmm_(x, matrix.T)
     return residual + _product(x, matrix)
+
+
+def _fused_sum(x: Tensor, matrix: Matrix, residual: Tensor) -> Tensor | None:
+    if not isinstance(matrix, Tensor) or not has_kernels(x):
+        return None
+    fused = partial(fused_linear_triton, x, matrix, residual=residual)
+    return fused() if is_fused(fused, lambda: residual + F.linear(x, matrix), x, matrix, "residual") else None
 
 
 def _product(x: Tensor, matrix: Matrix) -> Tensor:
@@ -126,12 +110,7 @@ def gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def scaled_sum(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor | None, residual: Tensor) -> Tensor:
-    """The sum residual + scale * (x W^T + bias), x being [n_rows, in_features].
-
-    Args:
-        scale: [out_features]; None: 1.
-        residual: [n_rows, out_features].
-    """
+    """The sum residual + scale * (x W^T + bias), x being [n_rows, in_features]; a scale of None is 1."""
 
     def apart() -> Tensor:
         product = linear(x, weight, bias)

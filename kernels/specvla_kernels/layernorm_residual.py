@@ -10,18 +10,10 @@ from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 def layernorm_residual(
     x: Tensor, residual: Tensor, scale: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The sum residual + scale * x, and its LayerNorm (arXiv 1607.06450).
+    """The LayerNorm (arXiv 1607.06450) of the sum residual + scale * x, and the sum: [n_rows, dim], dtype of x.
 
-    Args:
-        x: [n_rows, dim], what half a block adds.
-        residual: like x.
-        scale: [dim], LayerScale's (arXiv 2103.17239); None: 1.
-        weight, bias: [dim].
-        eps: added to the variance.
-
-    Returns:
-        The norm and the sum, [n_rows, dim], dtype of x. The sum is rounded to it before the norm, which is computed in
-        float32, or in float64 for float64.
+    The sum is rounded to it before the norm, which is computed in float32, or in float64 for float64. `scale`, of
+    LayerScale (arXiv 2103.17239), weight and bias are [dim].
     """
     run = layernorm_residual_triton if has_kernels(x) else layernorm_residual_reference
     return run(x, residual, scale, weight, bias, eps)

@@ -16,12 +16,10 @@ MAX_TREE_NODES = 64  # a node's ancestors are the bits of one int64
 
 @dataclass(frozen=True)
 class Ancestry:
-    """Who descends from whom; parents come before their children.
+    """Who descends from whom, int64 [n]; parents come before their children.
 
-    Args:
-        parents: int64 [n]; -1 for a node that follows the slot's committed rows directly.
-        depths: int64 [n]; 0 where the parent is -1.
-        ancestors: int64 [n]; bit j set: node j is an ancestor or the node itself.
+    `parents` are -1, and `depths` 0, for nodes that follow the slot's committed rows directly; bit j of `ancestors`:
+    node j is an ancestor or the node itself.
     """
 
     parents: Tensor
@@ -33,11 +31,7 @@ class Ancestry:
 
     @staticmethod
     def from_parents(parents: Sequence[int], device: torch.device | str = "cpu") -> "Ancestry":
-        """From parents known on the host.
-
-        Raises:
-            ValueError: a parent is not before its node, no nodes, or more than 64.
-        """
+        """From 1 to 64 parents known on the host; raises ValueError where one is not before its node."""
         n = len(parents)
         if not 0 < n <= MAX_TREE_NODES:
             raise ValueError(f"a tree holds 1 to {MAX_TREE_NODES} nodes, got {n}")
@@ -52,11 +46,7 @@ class Ancestry:
 
     @staticmethod
     def on_device(parents: Tensor, levels: int) -> "Ancestry":
-        """From parents [n] that only the device knows, without reading them back; or of several trees, [trees, n].
-
-        Args:
-            levels: no node is deeper than this.
-        """
+        """From parents [n] or [trees, n] that only the device knows, at most `levels` deep, without a read-back."""
         one = torch.ones_like(parents)
         ancestors, depths, above = one << torch.arange(parents.shape[-1], device=parents.device), one - 1, parents
         for _ in range(levels):
@@ -82,8 +72,7 @@ class PackedLayout:
         kv_rows: int64 [n_rows], where each row's keys and values go, see `Span.first_kv_row`.
         ancestors: int64 [n_rows], bit j set: node j of the same segment is an ancestor or the node itself.
             0 for the rows of causal chains; all bits for rows that see all of their chain, however long it is.
-        plans: of the attention kernel, by group and key heads, made when first asked for; a captured forward brings its
-            own.
+        plans: of the attention kernel, by group and key heads, made on demand; a captured forward brings its own.
     """
 
     spans: tuple[Span, ...]
@@ -94,14 +83,11 @@ class PackedLayout:
 
     def attention_plan(self, heads: int, kv_heads: int, slot_rows: int) -> AttentionPlan:
         """The attention kernel's work in this forward, the same object for every layer."""
-        group = heads // kv_heads
-        key = group, kv_heads
-        if key not in self.plans:
-            device = self.ancestors.device
-            self.plans[key] = plan_attention(
-                self.spans, group=group, kv_heads=kv_heads, slot_rows=slot_rows, device=device
-            )
-        return self.plans[key]
+        group, device = heads // kv_heads, self.ancestors.device
+        if (group, kv_heads) not in self.plans:
+            plan = plan_attention(self.spans, group=group, kv_heads=kv_heads, slot_rows=slot_rows, device=device)
+            self.plans[group, kv_heads] = plan
+        return self.plans[group, kv_heads]
 
     @cached_property
     def masks(self) -> tuple[Tensor | None, ...]:
@@ -127,14 +113,10 @@ def pack_layout(
     device: torch.device,
     first_positions: Tensor | None = None,
 ) -> PackedLayout:
-    """Lays segments side by side.
+    """Lays segments, in packed order, each with its ancestry if it is a tree; nothing is read back.
 
-    Args:
-        parts: each segment's place, and its ancestry if it is a tree; spans in packed order.
-        slot_rows: rows per slot of the KV cache.
-        device: where the layout goes; nothing is read back from it.
-        first_positions: int64 [axes, n_rows], RoPE positions where they do not count up with the slot's rows: a chain's
-            own, and those of a tree's root in each of its rows.
+    `first_positions`, int64 [axes, n_rows], are RoPE positions that do not count up with the slot's rows: a chain's
+    own, and those of a tree's root in each of its rows.
     """
     positions: list[Tensor] = []
     kv_rows: list[Tensor] = []

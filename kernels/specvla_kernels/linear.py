@@ -10,29 +10,19 @@ _LARGE = 1 << 20  # elements of a weight from which on oneDNN, which first looks
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product x W^T, and the bias.
+    """The product x W^T, and the bias: [..., in_features] to [..., out_features], contiguous; so is the weight.
 
-    On a CPU, in float32, MKL is slow for few rows, and on a processor that is not Intel's for many too. A decode step
-    multiplies one, and MKL's matrix-vector product runs on one core, however many threads there are: a batched product
-    over equal shares of the weight's rows, one per thread, reads them in parallel. More rows go to oneDNN where the
-    weight is large, and have no gradient; of a small one, a few rows are faster with the weight as the left matrix:
-    (W x^T)^T. The figures are those of benchmarks/speed/linear.py. Other dtypes have other products, which need none
-    of that.
-
-    Args:
-        x: [..., in_features].
-        weight: [out_features, in_features], contiguous.
-        bias: [out_features].
-
-    Returns:
-        [..., out_features], contiguous.
+    On a CPU, in float32, MKL is slow for few rows, and on a processor that is not Intel's for many too. Its
+    matrix-vector product, a decode step's, runs on one core: a batched product over equal shares of the weight's rows,
+    one per thread, reads them in parallel. More rows go to oneDNN where the weight is large, and have no gradient; of a
+    small one, a few rows are faster with the weight as the left matrix: (W x^T)^T. The figures are those of
+    benchmarks/speed/linear.py.
     """
     n_rows = x.shape[:-1].numel()
     if x.is_cuda or x.dtype != torch.float32 or not n_rows:
         return F.linear(x, weight, bias)
     if n_rows > 1 and weight.numel() >= _LARGE and _has_onednn() and not torch.is_grad_enabled():
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return product
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     if x.ndim != 2 or bias is not None:
         return F.linear(x, weight, bias)
     shares, (out_features, in_features) = torch.get_num_threads(), weight.shape

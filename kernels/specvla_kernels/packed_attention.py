@@ -21,21 +21,16 @@ _STEPS = {16: (64, 16 << 10), 32: (64, 16 << 10), 64: (32, 8 << 10)}
 def packed_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: PackedLayout) -> Tensor:
     """Each row attends to its slot's committed prefix and to its own segment: causally in a chain, ancestors in a tree.
 
-    In a chain of a prefix language model each row attends to the whole chain (`Span.sees_all`). Segments never see each
-    other. The keys and values of the rows themselves are already in the KV cache (`rope_write_kv`). Softmax in float32,
-    scale 1 / sqrt(head_dim). Rows that no segment has written are not read, whatever they hold.
+    In a chain of a prefix language model each row attends to the whole chain (`Span.sees_all`). The keys and values of
+    the rows themselves are already in the KV cache (`rope_write_kv`). Softmax in float32, scale 1 / sqrt(head_dim).
+    Rows that no segment has written are not read, whatever they hold.
 
     The kernel is FlashAttention-2's (arXiv 2307.08691) online softmax; where a forward has few tiles their keys are
     split, as in Flash-Decoding, and merged by the last program of a tile to be done (as in Stream-K, arXiv 2301.03598).
 
     Args:
-        q: [n_rows, heads, head_dim], rotated.
-        k_cache: [slots, slot_rows, kv_heads, head_dim], one layer; heads is a multiple of kv_heads.
-        v_cache: like k_cache.
-        layout: of this packed forward.
-
-    Returns:
-        [n_rows, heads, head_dim], dtype of q.
+        q: [n_rows, heads, head_dim], rotated; the result has its shape and dtype.
+        k_cache, v_cache: [slots, slot_rows, kv_heads, head_dim], one layer; heads is a multiple of kv_heads.
     """
     if has_kernels(q):
         plan = layout.attention_plan(q.shape[1], k_cache.shape[2], k_cache.shape[1])
@@ -68,13 +63,7 @@ def packed_attention_reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, layo
 def packed_attention_triton(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, ancestors: Tensor, plan: AttentionPlan, out: Tensor | None = None
 ) -> Tensor:
-    """`packed_attention` as one launch; reads nothing back.
-
-    Args:
-        ancestors: int64 [n_rows], as in PackedLayout.
-        plan: of this packed forward.
-        out: [n_rows, heads, head_dim], where rows are written that have tiles; None: in memory of their own.
-    """
+    """`packed_attention` as one launch; of `out`, if given, it writes the rows that have tiles."""
     (n_rows, heads, dim), kv_heads = q.shape, k_cache.shape[2]
     n_tiles, splits, block_d = len(plan.tiles), plan.splits, power_of_two(dim, 16)
     out = q.new_empty(n_rows, heads, dim) if out is None else out

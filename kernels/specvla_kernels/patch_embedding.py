@@ -11,16 +11,9 @@ _TILE = 32, 32, 64  # patches, columns, depth: 256 patches of 1024 columns are 2
 
 
 def patch_embedding(image: Tensor, weight: Tensor, bias: Tensor, positions: Tensor) -> Tensor:
-    """Each patch's product with the weight, plus bias and position.
+    """Each patch's product with the weight, plus bias [dim] and position [patches, dim]: [patches, dim].
 
-    Args:
-        image: [3, size, size], contiguous; whole patches, row by row.
-        weight: [dim, 3, patch, patch], contiguous.
-        bias: [dim].
-        positions: [patches, dim].
-
-    Returns:
-        [patches, dim], dtype of the image.
+    The image is [3, size, size], the weight [dim, 3, patch, patch], both contiguous; whole patches, row by row.
     """
     run = patch_embedding_triton if has_kernels(image) else patch_embedding_reference
     return run(image, weight, bias, positions)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a product and what stands around it run as our one launch, or as the libraries' product and other kernels.
+"""Chooses between our fused launch of a product and the libraries' product with other kernels.
 
-Decided here alone. While an engine warms up, each shape is timed both ways on the device, once; whatever was not timed
-runs as our launch where its rows are few and its dtype has tensor cores for it: the same in every run.
+Decided here alone. While an engine warms up, each shape is timed both ways on the device, once; a shape that was not
+timed runs as our launch where its rows are few and its dtype has tensor cores for it: the same in every run.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,13 +34,8 @@ def is_fused(
 ) -> bool:
     """Whether to run the fused launch; times both where `timing` is on and this shape has not been timed yet.
 
-    Args:
-        fused: our launch.
-        apart: the same result by other launches.
-        x: [n_rows, in_features].
-        weight: [out_features, in_features].
-        kind: what stands around the product.
-        most_rows: above, it is never fused.
+    `kind` says what stands around the product of x, [n_rows, in_features], and the weight; above `most_rows` it is
+    never fused.
     """
     wanted = _forced.get()
     if wanted is not None:
@@ -55,7 +50,7 @@ def is_fused(
 
 @contextmanager
 def timing() -> Iterator[None]:
-    """Times the shapes that are met inside; every later forward of the process goes by what was found."""
+    """Times the shapes that are met inside; later forwards of the process use the results."""
     before = _timing.set(True)
     try:
         yield
@@ -74,12 +69,12 @@ def forced(fused: bool) -> Iterator[None]:
 
 
 def decisions() -> dict[_Key, bool]:
-    """What was found so far: by device, dtype, rows, weight's shape and kind, whether our launch was the faster."""
+    """The results so far: by device, dtype, rows, weight's shape and kind, whether our launch was faster."""
     return dict(_faster)
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, in the middle of several, with a cold cache as in a forward; waits for the device."""
+    """Median seconds of a call, with a cold cache as in a forward; waits for the device."""
     call()  # compiles, and allocates workspaces
     # What empties the cache also keeps the device busy until the call has been launched.
     cold = torch.empty(_CACHE_BYTES, dtype=torch.int8, device=device)

@@ -12,12 +12,9 @@ from specvla_kernels.device import has_kernels, jit, power_of_two, tl
 
 @dataclass(frozen=True)
 class RowNorm:
-    """RMSNorm (arXiv 1910.07467) of rows: x / sqrt(mean(x^2) + eps) * weight.
+    """RMSNorm (arXiv 1910.07467) of rows: x / sqrt(mean(x^2) + eps) * weight [hidden].
 
-    Args:
-        weight: [hidden], any floating dtype.
-        eps: added to the mean square.
-        unit_offset: the weight is added to 1 (Gemma).
+    With `unit_offset` the weight is added to 1 (Gemma).
     """
 
     weight: Tensor
@@ -31,16 +28,9 @@ def rmsnorm(x: Tensor, norm: RowNorm) -> Tensor:
 
 
 def rmsnorm_residual(x: Tensor, residual: Tensor, norm: RowNorm) -> tuple[Tensor, Tensor]:
-    """The sum of both, and its norm.
+    """The norm of the sum of both, and the sum: [n_rows, hidden], dtype of x.
 
-    Args:
-        x: [n_rows, hidden], what a layer's half adds.
-        residual: like x.
-        norm: of the sum.
-
-    Returns:
-        The norm and the sum, [n_rows, hidden], dtype of x. The sum is rounded to it before the norm, which is computed
-        in float32, or in float64 for float64.
+    The sum is rounded to it before the norm, which is computed in float32, or in float64 for float64.
     """
     return (rmsnorm_residual_triton if has_kernels(x) else rmsnorm_residual_reference)(x, residual, norm)
 
@@ -72,8 +62,7 @@ def rmsnorm_residual_triton(x: Tensor, residual: Tensor, norm: RowNorm) -> tuple
 def _launch(x: Tensor, residual: Tensor | None, norm: RowNorm) -> tuple[Tensor, Tensor]:
     n_rows, hidden = x.shape
     normed = x.new_empty(n_rows, hidden)
-    total = x if residual is None else x.new_empty(n_rows, hidden)
-    carried = x if residual is None else residual
+    total, carried = (x, x) if residual is None else (x.new_empty(n_rows, hidden), residual)
     _rmsnorm_residual[(n_rows,)](
         x, carried, norm.weight, normed, total, x.stride(0), carried.stride(0), norm.eps,
         RESIDUAL=residual is not None, UNIT_OFFSET=norm.unit_offset,

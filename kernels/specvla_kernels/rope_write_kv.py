@@ -14,18 +14,13 @@ def rope_write_kv(
 ) -> Tensor:
     """Rotates q and k by position (RoFormer eq. 34, Llama's half-split layout) and writes k and v to the KV cache.
 
-    Args:
-        q: [n_rows, heads, head_dim].
-        k: [n_rows, kv_heads, head_dim].
-        v: [n_rows, kv_heads, head_dim].
-        cos: float32 [n_rows, head_dim / 2], of each row's position.
-        sin: like cos.
-        kv_rows: int64 [n_rows], destination rows, all different.
-        k_cache: [slots, slot_rows, kv_heads, head_dim], one layer's keys, written in place.
-        v_cache: like k_cache, for the values.
+    Returns the rotated q, dtype of q. The rotation is computed in float32, or in float64 for float64.
 
-    Returns:
-        The rotated q, dtype of q. The rotation is computed in float32, or in float64 for float64.
+    Args:
+        q, k, v: [n_rows, heads or kv_heads, head_dim].
+        cos, sin: float32 [n_rows, head_dim / 2], of each row's position.
+        kv_rows: int64 [n_rows], destination rows, all different.
+        k_cache, v_cache: [slots, slot_rows, kv_heads, head_dim], one layer's, written in place.
     """
     run = rope_write_kv_triton if has_kernels(q) else rope_write_kv_reference
     return run(q, k, v, cos, sin, kv_rows, k_cache, v_cache)

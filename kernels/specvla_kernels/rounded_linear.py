@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers whose weights and activations are int8 or float8: rounded rows, and their product in units.
+"""Linear layers whose weights and activations are int8 or float8: rounded rows, and their product.
 
 A row is rounded by a scale of its own, so that its result does not depend on the rows beside it (arXiv 2208.07339,
 vector-wise). Rounding is part of the launch that makes the rows, and scaling part of the product's.
@@ -25,11 +25,9 @@ _TILES = {16: (32, 256, 4, 4), 32: (32, 256, 3, 4), 64: (64, 128, 3, 4), 128: (1
 
 @dataclass(frozen=True)
 class Rounded:
-    """Rows in steps of their own: rows of activations, or a weight's.
+    """Rows of activations or of a weight in steps of their own.
 
-    Args:
-        values: int8 or float8_e4m3fn [n_rows, width], contiguous.
-        steps: float32 [n_rows], what one step stands for; float64 in float64.
+    `values` are int8 or float8_e4m3fn [n_rows, width], contiguous; `steps` float32 [n_rows], float64 in float64.
     """
 
     values: Tensor
@@ -37,13 +35,9 @@ class Rounded:
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, *, norm: RowNorm | None = None, gate: str = "") -> Rounded:
-    """Rows as they are, normed, or gated, rounded.
+    """Rows as they are, normed, or gated, rounded to int8 (half to even) or float8_e4m3fn.
 
-    Args:
-        x: [n_rows, width], or [n_rows, 2 * width] with a gate; a row with a NaN or infinity gives nothing finite.
-        dtype: int8, halves to the even one, or float8_e4m3fn.
-        norm: of the rows.
-        gate: see `gated_unit`.
+    A row of x, [n_rows, width], or [n_rows, 2 * width] with a gate, that holds a NaN or infinity gives nothing finite.
     """
     run = round_rows_triton if has_kernels(x) else round_rows_reference
     return run(x, dtype, norm=norm, gate=gate)
@@ -52,21 +46,13 @@ def round_rows(x: Tensor, dtype: torch.dtype, *, norm: RowNorm | None = None, ga
 def rounded_linear(
     x: Rounded, weight: Rounded, dtype: torch.dtype, *, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """The sum residual + x W^T + bias; sums of int8 are exact, those of float8 are float32.
-
-    Args:
-        x: [n_rows, in_features].
-        weight: [out_features, in_features].
-        dtype: of the result.
-        bias: [out_features].
-        residual: [n_rows, out_features].
-    """
+    """The sum residual + x W^T + bias; sums of int8 are exact, those of float8 are float32."""
     run = rounded_linear_triton if has_kernels(x.steps) else rounded_linear_reference
     return run(x, weight, dtype, bias=bias, residual=residual)
 
 
 def round_weight(weight: Tensor, dtype: torch.dtype) -> Rounded:
-    """`round_rows` of a weight, some rows at a time: what that takes is not a second weight."""
+    """`round_rows` of a weight, some rows at a time, so that no second weight is in memory."""
     parts = [round_rows(rows, dtype) for rows in weight.split(_WEIGHT_ROWS)]
     return Rounded(torch.cat([part.values for part in parts]), torch.cat([part.steps for part in parts]))
 

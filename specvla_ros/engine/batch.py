@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one tick computes: the requests' shares, and the engine's one primitive, segments in a packed forward.
+"""The requests' shares of one tick, and the engine's one primitive: segments in a packed forward.
 
-Everything the model computes is one call on a list of segments. A prefill is a chain of prompt embeddings, whole or a
-chunk after a committed prefix; a decode step is a tree of one node; a verification is a tree of drafted tokens.
+A prefill is a chain of prompt embeddings, whole or a chunk after a committed prefix; a decode step is a tree of one
+node; a verification is a tree of drafted tokens.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,22 +26,17 @@ from specvla_ros.speculation.drafters.registry import DraftInput, FinishedAnswer
 
 @dataclass(frozen=True)
 class Segment:
-    """One request's share of a packed forward.
+    """One request's share of a packed forward; raises ValueError where its parts do not fit each other.
 
     Args:
-        slot: the request's KV slot.
         prefix_len: rows already committed in the slot.
         inputs: embeddings [n, hidden], or int64 token ids [n].
-        ancestry: None for a chain. For a tree: who descends from whom; -1 for a node that follows the prefix directly
-            (the root).
+        ancestry: None for a chain; of a tree, -1 marks a node that follows the prefix directly (the root).
         wanted: how many of the last nodes need logits: 0 for a chunk that does not end the prompt, 1 for the end of a
             prefill, n for a tree.
         positions: int64 [axes, n], RoPE positions of a chain's rows, or those of a tree's root in each of its rows, for
             a model whose rows have several; None: they count up with the slot's rows.
         sees_all: of a chain: every row sees all of it (the prompt of a prefix language model).
-
-    Raises:
-        ValueError: no nodes, an ancestry or positions that do not fit them, wanted out of range.
     """
 
     slot: int
@@ -70,10 +66,8 @@ class Segment:
 class PackedBatch:
     """Segments side by side, ready for one forward.
 
-    Args:
-        embeddings: [n_rows, hidden], the segments' inputs in order.
-        layout: where each segment lies in the rows and in the KV cache.
-        wanted_rows: int64 [n_wanted], the rows whose logits are computed, segments in order.
+    `embeddings` [n_rows, hidden]; `wanted_rows` int64 [n_wanted], the rows whose logits are computed, segments in
+    order.
     """
 
     embeddings: Tensor
@@ -84,12 +78,7 @@ class PackedBatch:
 def spans_of(segments: Sequence[Segment], slot_rows: int) -> list[Span]:
     """Where the segments lie, side by side.
 
-    Args:
-        segments: as in `pack`.
-        slot_rows: of a slot that they may be written to.
-
-    Raises:
-        ValueError: two segments of a slot that do not follow each other, or one that does not fit its slot.
+    Raises ValueError where two segments of a slot do not follow each other, or one does not fit its slot.
     """
     ends: dict[int, int] = {}
     spans: list[Span] = []
@@ -98,11 +87,10 @@ def spans_of(segments: Sequence[Segment], slot_rows: int) -> list[Span]:
         n, prefix_len = len(segment), segment.prefix_len
         if ends.get(segment.slot, prefix_len) != prefix_len:
             raise ValueError(f"two segments of slot {segment.slot} do not follow each other")
-        # Behind a tree there is no one place to go on from.
-        ends[segment.slot] = prefix_len + n if segment.ancestry is None else -1
+        is_tree = segment.ancestry is not None
+        ends[segment.slot] = -1 if is_tree else prefix_len + n  # nothing can follow a tree
         if prefix_len + n > slot_rows:
             raise ValueError(f"{prefix_len} committed rows and {n} nodes do not fit a slot of {slot_rows} rows")
-        is_tree = segment.ancestry is not None
         spans.append(Span(segment.slot, start, n, prefix_len, is_tree=is_tree, sees_all=segment.sees_all))
         start += n
     return spans
@@ -110,23 +98,14 @@ def spans_of(segments: Sequence[Segment], slot_rows: int) -> list[Span]:
 
 def wanted_rows(segments: Sequence[Segment], spans: Sequence[Span]) -> list[int]:
     """The packed rows whose logits are wanted, segments in order."""
-    return [
-        row
-        for segment, span in zip(segments, spans, strict=True)
-        for row in range(span.stop - segment.wanted, span.stop)
-    ]
+    pairs = zip(segments, spans, strict=True)
+    return [row for segment, span in pairs for row in range(span.stop - segment.wanted, span.stop)]
 
 
 def pack(segments: Sequence[Segment], slot_rows: int, embed: Callable[[Tensor], Tensor]) -> PackedBatch:
-    """Concatenates segments.
+    """Concatenates segments; a slot's second segment is a tree that begins where its first, a chain, ends.
 
-    Args:
-        segments: at least one. A slot's second segment is a tree that begins where its first, a chain, ends.
-        slot_rows: rows per slot of the KV cache they are to be written to.
-        embed: token ids [n] to embeddings [n, hidden].
-
-    Raises:
-        ValueError: two segments of a slot that do not follow each other, or one that does not fit its slot.
+    `embed` takes token ids [n] to embeddings [n, hidden]. Raises ValueError as `spans_of` does.
     """
     spans = spans_of(segments, slot_rows)
     parts = [(span, segment.ancestry) for span, segment in zip(spans, segments, strict=True)]
@@ -149,7 +128,7 @@ def _first_positions(segments: Sequence[Segment], spans: Sequence[Span], device:
 
 
 def first_positions(segment: Segment, span: Span, axes: int) -> np.ndarray:
-    """A segment's own, or those that count up with the slot's rows: int64 [axes, n], see `Segment.positions`."""
+    """The segment's own positions, or those that count up with the slot's rows: int64 [axes, n]."""
     if segment.positions is not None:
         return segment.positions
     rows = np.zeros(span.length, np.int64) if span.is_tree else np.arange(span.length)
@@ -159,10 +138,8 @@ def first_positions(segment: Segment, span: Span, axes: int) -> np.ndarray:
 def packed_forward(decoder: Decoder, segments: Sequence[Segment], cache: KVCache) -> ForwardResult:
     """Runs any mix of prefills, chunks, decode steps and trees; writes their keys and values to the KV cache.
 
-    Each segment gets what it would get alone, to rounding.
-
-    Returns:
-        Logits of each segment's last `wanted` nodes, and hidden states of all nodes, segments in order.
+    Each segment gets what it would get alone, to rounding: logits of its last `wanted` nodes, and hidden states of all
+    nodes, segments in order.
     """
     batch = pack(segments, cache.slot_rows, decoder.embed_tokens)
     return decoder(batch.embeddings, batch.layout, batch.wanted_rows, cache.keys, cache.values)
@@ -173,9 +150,7 @@ class ScheduledRequest:
     """One request's share of a forward: a chunk of its prompt, the prompt's end with a drafted tree, or a tree.
 
     Attributes:
-        request: whose rows they are.
-        prompt_rows: number of prompt rows among them; 0 after the prompt.
-        ends_prompt: whether the prompt's last row is one of them.
+        prompt_rows: number of prompt rows in it; 0 after the prompt.
         states: [n, hidden], last hidden states of the forward, valid until the next one.
         rows: its own of these.
     """
@@ -188,23 +163,20 @@ class ScheduledRequest:
 
     @staticmethod
     def next_share(request: Request) -> "ScheduledRequest":
-        """What a request gets of the next forward."""
         left = max(0, request.layout.rows - request.prefix_len)
         rows = min(left, request.chunk_rows)
         return ScheduledRequest(request, rows, ends_prompt=0 < left == rows)
 
     @property
     def begins(self) -> bool:
-        """Whether the prompt begins with it."""
         return self.request.prefix_len == 0
 
     @property
     def verifies(self) -> bool:
-        """Whether tokens come of it; not of a chunk that does not end the prompt."""
+        """Whether the share yields tokens, unlike a chunk that does not end the prompt."""
         return self.ends_prompt or not self.prompt_rows
 
     def segments(self) -> list[Segment]:
-        """Its part of the packed batch."""
         request = self.request
         tree, start = request.tree, request.prefix_len
         n = len(tree)
@@ -227,7 +199,7 @@ class ScheduledRequest:
         return [chain, Segment(request.slot, stop, tree.tokens[1:], drafted, wanted=n - 1, positions=positions)]
 
     def keep_visual(self) -> None:
-        """Keeps the hidden states of the image's rows, for rules that look at them."""
+        """Keeps the hidden states of the image's rows, for rules that read them."""
         begin = self.request.prefix_len
         for rows in self.request.layout.visual_rows:
             start, stop = max(0, rows.start - begin), min(self.prompt_rows, rows.stop - begin)
@@ -235,7 +207,6 @@ class ScheduledRequest:
                 self.request.visual.append(self.hidden[start:stop].clone())  # the next forward overwrites them
 
     def verify_input(self) -> VerifyInput:
-        """What the verifier needs of its tree."""
         request = self.request
         return VerifyInput(
             tree=request.tree,
@@ -248,30 +219,14 @@ class ScheduledRequest:
         )
 
     def chunk_input(self) -> DraftInput:
-        """What a drafter needs of a chunk that does not end the prompt; nothing grows from it."""
+        """Input to a drafter for a chunk that does not end the prompt; nothing grows from it."""
         request = self.request
         start, stop = request.prefix_len - self.prompt_rows, request.prefix_len
-        return DraftInput(
-            slot=request.slot,
-            prefix_len=stop,
-            new=NewRows(self.hidden, request.prompt[start + 1 : stop + 1]),
-            root=request.tree.tokens[0],
-            max_depth=0,
-            position=0,
-            epoch=request.observation.epoch,
-            layout=request.layout,
-            mid_prompt=True,
-            observation=request.observation,
-            stream=request.observation.stream,
-        )
+        new = NewRows(self.hidden, request.prompt[start + 1 : stop + 1])
+        return self._input(new, request.tree.tokens[0], max_depth=0, position=0, mid_prompt=True)
 
     def draft_input(self, commit: Commit, embed: Callable[[Tensor], Tensor]) -> DraftInput:
-        """What a drafter needs of the rows that a commit has made final.
-
-        Args:
-            commit: what this share commits.
-            embed: token ids to embeddings.
-        """
+        """Input to a drafter for the rows that a commit has made final."""
         request, codec = self.request, self.request.codec
         known = max(0, self.prompt_rows - 1)  # behind the prompt's last row comes the answer
         root = self.rows.stop - len(request.tree)
@@ -283,20 +238,19 @@ class ScheduledRequest:
             tokens=commit.tokens,
             embed=embed,
         )
-        return DraftInput(
-            slot=request.slot,
-            prefix_len=request.prefix_len,
-            new=new,
-            root=commit.tokens_on_device[-1],
+        return self._input(
+            new,
+            commit.tokens_on_device[-1],
             max_depth=codec.remaining(request.tokens) - 1,
             position=codec.position(request.tokens),
-            epoch=request.observation.epoch,
-            layout=request.layout,
             answer=tuple(request.tokens),
             in_text=codec.in_text(request.tokens),
-            observation=request.observation,
-            stream=request.observation.stream,
         )
+
+    def _input(self, new: NewRows, root: Tensor, **others: Any) -> DraftInput:
+        request, seen = self.request, self.request.observation
+        others |= dict(epoch=seen.epoch, layout=request.layout, observation=seen, stream=seen.stream)
+        return DraftInput(request.slot, request.prefix_len, new, root, **others)
 
     @property
     def hidden(self) -> Tensor:
@@ -305,18 +259,17 @@ class ScheduledRequest:
 
     @property
     def tree_hidden(self) -> Tensor:
-        """[nodes, hidden], last hidden states of the tree's nodes."""
         return self.hidden[-len(self.request.tree) :]
 
 
 @dataclass
 class Batch:
-    """What one tick computes.
+    """The work of one tick.
 
     Attributes:
         shares: each request's share of the forward, oldest frame first.
         admitted: the frame that begins with this tick, until `Scheduler.begin` makes a request of it.
-        finished: answers that were completed by it and stand for an action.
+        finished: completed answers that stand for an action.
         started_ns: `time.monotonic_ns()` when the tick began; a frame that begins with it has waited until then.
         vision_s: seconds of the vision tower in this tick, known after the read-back.
     """
@@ -329,10 +282,8 @@ class Batch:
 
     @property
     def verified(self) -> list[ScheduledRequest]:
-        """The shares whose trees are verified."""
         return [share for share in self.shares if share.verifies]
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the tick began."""
         return (time.monotonic_ns() - self.started_ns) * 1e-9

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards and vision of fixed size, on memory that stays where it is, so that CUDA graphs can capture them.
+"""Forwards of fixed size, on memory that stays in place, so that CUDA graphs can capture them.
 
-Each captured one is compared with the same work run eagerly; which there are is said in `buckets.py`.
+Buckets are few enough sizes to capture them all, near enough to the real ones to waste little. Each captured forward is
+compared with the same work run eagerly.
 """
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -15,79 +16,152 @@ from torch import Tensor
 from specvla_kernels.attention_plan import AttentionPlan, plan_attention
 from specvla_kernels.chain_attention import Chain
 from specvla_kernels.device import copy_together
-from specvla_kernels.graph_capture import (
-    Capturable,
-    Capture,
-    Captures,
-    capture_on,
-    check_rows,
-)
+from specvla_kernels.graph_capture import TILE_ROWS, Capture, check_rows, padded_rows, paddings
 from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
+from specvla_kernels.product_contest import seconds
 from specvla_ros.engine.batch import Segment, first_positions, packed_forward, spans_of, wanted_rows
-from specvla_ros.engine.buckets import Bucket, ForwardSizes
 from specvla_ros.engine.kv_cache import KVCache
-from specvla_ros.models.target import Decoder, ForwardResult, VisionModel
+from specvla_ros.engine.settings import EngineSettings
+from specvla_ros.models.target import Decoder, ForwardResult, Target
 
-_log = logging.getLogger(__name__)
-
-
-class Graphs:
-    """Captures an engine's work and says how that went.
-
-    Args:
-        store: of keys or values, on the device.
-        parts: of a tick that are captured.
-
-    Attributes:
-        status: for diagnostics; empty where there is no GPU.
-        warm: whether it was warmed up, with whatever result.
-    """
-
-    def __init__(self, store: Tensor, parts: Sequence[Capturable]) -> None:
-        self._store = store
-        self._parts = parts
-        self.status = "off: not warmed up" if store.is_cuda else ""
-        self.warm = False
-
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Captures every part and compares it with the same work without capture.
-
-        No request may be in flight: every slot is written to. What cannot be captured, or comes out otherwise, is
-        logged and said in `status`, and runs without capture; the others stay captured.
-        """
-        self.warm = True
-        for each in self._parts:
-            each.release()
-        try:
-            capture = capture_on(self._store)
-        except RuntimeError as error:
-            self.status = f"off: {error}"
-            _log.warning("decoding without CUDA graphs, so that launches may limit it: %s", error)
-            return
-        if capture is None:
-            return
-        captures = Captures(capture)
-        for each in self._parts:
-            with captures.group(type(each).__name__.lower()):
-                each.capture(captures)
-        self.status = captures.summary()
-        if captures.failed:
-            _log.warning("decoding partly without CUDA graphs, so that launches may limit it: %s", self.status)
-
-
+_STEP = 16  # rows of the smallest tile that a product may end with
+_AS_FAST = 0.99
 _TILE_WIDTH = 6  # numbers of a tile in AttentionPlan
 _CHAIN_WIDTH = 4  # of a Chain's ends
 _COLUMNS = 5  # of HostInputs, beside the positions
 
 
-@dataclass(frozen=True)
-class HostInputs:
-    """What the host says of a forward, in one piece of memory, so that one copy sends it.
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """One size of forward.
 
     Args:
-        all: int64 [n], the whole piece.
+        rows: rows of the forward, those that no segment has included.
+        longest: maximum of rows in a segment; decides the attention's tiles.
+    """
+
+    rows: int
+    longest: int
+
+
+@dataclass(frozen=True)
+class ForwardSizes:
+    """Which forwards an engine's settings can lead to.
+
+    Args:
+        slots: maximum of requests in flight; at most one of them has rows of its prompt in a forward.
+        nodes: maximum in a tree, the root included; also of what is verified after a prompt.
+        prompts: lengths that a prompt may have, in rows; at least one.
+        forwards: that a prompt is spread over.
+        measured: sizes that were found on the device, see `measured_on`; empty: they go by a rule.
+    """
+
+    slots: int
+    nodes: int
+    prompts: tuple[int, ...]
+    forwards: int = 1
+    measured: tuple[int, ...] = ()
+
+    @staticmethod
+    def from_settings(policy: Target, settings: EngineSettings) -> "ForwardSizes":
+        """Those of a policy whose prompts may have any length that a slot has rows for."""
+        prompts = range(policy.image_tokens + 1, policy.image_tokens + settings.max_text_tokens + 1)
+        return ForwardSizes(settings.slots, settings.tree_nodes, tuple(prompts), settings.chunks)
+
+    def measured_on(self, decoder: Decoder) -> "ForwardSizes":
+        """With the sizes where a tile of the device's products ends; unchanged on a CPU.
+
+        The decoder's products are timed.
+        """
+        if decoder.device.type != "cuda":
+            return self
+        most = max(bucket.rows for bucket in replace(self, measured=()).buckets())
+        # Above one tile, where weights are not all that is waited for.
+        tried = range(TILE_ROWS + _STEP, most + 1, _STEP)
+        x = torch.randn(most, decoder.config.hidden_size, device=decoder.device).to(decoder.dtype)
+        times = {rows: seconds(partial(decoder.products, x[:rows]), decoder.device) for rows in tried}
+        return replace(self, measured=worth_capturing(times))
+
+    @property
+    def segments(self) -> int:
+        """Of one forward at most: a tree of each request, and the end of a prompt in front of the newest one's."""
+        return self.slots + 1
+
+    @property
+    def wanted(self) -> int:
+        """Rows of one forward at most whose logits are wanted: all nodes of all trees."""
+        return self.slots * self.nodes
+
+    @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """Rows of a prompt that a forward may carry, ascending."""
+        found = set()
+        for length in self.prompts:
+            rows = self.chunk_rows(length)
+            found |= {rows, length % rows or rows}
+        return tuple(sorted(found))
+
+    def chunk_rows(self, length: int) -> int:
+        """Rows of each chunk of a prompt but the last.
+
+        With measured sizes, a chunk takes the rows that its forward would be padded with beside the trees of the
+        others.
+        """
+        rows = even_rows(length, self.forwards)
+        if self.measured:
+            rows = min(length, padded_rows(rows + self._others, self.measured) - self._others)
+        return rows
+
+    def bucket(self, lengths: Sequence[int]) -> Bucket | None:
+        """The bucket of a forward with segments of these lengths; None: the settings cannot lead to it."""
+        longest = self._longest(max(lengths))
+        if len(lengths) > self.segments or not longest:
+            return None
+        rows = padded_rows(sum(lengths), self.measured)
+        return Bucket(rows, min(longest, rows))
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Every bucket that a forward of these settings can have, ascending."""
+        others, measured = self._others, self.measured
+        ranges = [(1, others + self.nodes, self.nodes)]
+        ranges += [(rows, rows + others + self.nodes - 1, self._longest(rows)) for rows in self.chunks]
+        found = {
+            Bucket(rows, min(longest, rows)) for low, high, longest in ranges for rows in paddings(low, high, measured)
+        }
+        return tuple(sorted(found))
+
+    @property
+    def _others(self) -> int:
+        """Rows of the other requests' trees at most, beside a prompt."""
+        return (self.slots - 1) * self.nodes
+
+    def _longest(self, length: int) -> int:
+        """The rows that attention is tiled for if the longest segment has so many; 0: there is none such."""
+        return next((limit for limit in (self.nodes, self.chunks[-1]) if length <= limit), 0)
+
+
+def even_rows(length: int, forwards: int) -> int:
+    """Rows of each chunk but the last of a prompt that is spread evenly."""
+    return -(-length // forwards)
+
+
+def worth_capturing(seconds: Mapping[int, float]) -> tuple[int, ...]:
+    """The sizes, by their seconds, that are faster than every larger one, ascending."""
+    found: list[int] = []
+    least = float("inf")
+    for rows in sorted(seconds, reverse=True):
+        if seconds[rows] < _AS_FAST * least:
+            found.append(rows)
+        least = min(least, seconds[rows])
+    return tuple(reversed(found))
+
+
+@dataclass(frozen=True)
+class HostInputs:
+    """The host's numbers of a forward, in one piece of memory `all`, so that one copy sends it.
+
+    Args:
         positions: int64 [rows], or [axes, rows] where there are several, as in PackedLayout.
         kv_rows, ancestors: int64 [rows], as there.
         wanted: int64 [rows], of which the first are read.
@@ -115,17 +189,8 @@ class HostInputs:
         numbers = memory[: columns * width].view(columns, width)[:, :rows]
         positions = numbers[:axes] if axes > 1 else numbers[0]
         kv_rows, ancestors, wanted, ids, depths = numbers[axes:].unbind()
-        return HostInputs(
-            memory,
-            positions,
-            kv_rows,
-            ancestors,
-            wanted,
-            ids,
-            depths,
-            chain.view(2, 2),
-            table.view(-1, _TILE_WIDTH),
-        )
+        tiles = table.view(-1, _TILE_WIDTH)
+        return HostInputs(memory, positions, kv_rows, ancestors, wanted, ids, depths, chain.view(2, 2), tiles)
 
     @staticmethod
     def size(rows: int, tiles: int, axes: int) -> int:
@@ -133,10 +198,9 @@ class HostInputs:
 
 
 def logits_memory(decoder: Decoder, sizes: ForwardSizes) -> Tensor:
-    """[n, vocab], for the logits of any forward: one piece of memory, which is large where the vocabulary is."""
-    return decoder.logits(
-        torch.zeros(sizes.wanted, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
-    )
+    """[n, vocab], shared memory for the logits of any forward: it is large where the vocabulary is."""
+    hidden = torch.zeros(sizes.wanted, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
+    return decoder.logits(hidden)
 
 
 class StaticForward:
@@ -146,19 +210,13 @@ class StaticForward:
     sink row.
 
     Args:
-        decoder: the target's decoder.
         cache: keys and values; a slot's last row must be left alone.
-        bucket: size of the forward.
         segments: maximum number of segments in one forward.
         logits: [n, vocab], memory for those of at most n wanted rows, which other buckets may write to as well.
-        capture: makes the forward repeatable.
         flash: flash-attn computes the longest segment, which is a causal chain.
 
     Attributes:
         replay: runs the last forward once more.
-
-    Raises:
-        Exception: whatever the capture raises.
     """
 
     def __init__(
@@ -192,13 +250,9 @@ class StaticForward:
         self.replay = capture(self._run)
 
     def __call__(self, segments: Sequence[Segment]) -> ForwardResult:
-        """What `packed_forward` gives, to rounding; nothing is read back, and the next forward overwrites it.
+        """`packed_forward`, to rounding; nothing is read back, and the next forward overwrites the result.
 
-        Args:
-            segments: that fit the bucket; at least one.
-
-        Raises:
-            ValueError: they do not fit their slots, or each other, or the bucket.
+        Raises ValueError where the segments do not fit their slots, or each other, or the bucket.
         """
         spans = spans_of(segments, self._cache.slot_rows - 1)
         n, wanted = spans[-1].stop, sum(segment.wanted for segment in segments)
@@ -248,17 +302,13 @@ class StaticForward:
         self._numbers.all.copy_(memory, non_blocking=True)
 
     def _fill(self, segments: Sequence[Segment], spans: Sequence[Span]) -> None:
-        """Adds what the device alone knows, in one launch: embeddings, tokens and who descends from whom."""
+        """Adds what only the device knows, in one launch: embeddings, tokens and ancestry."""
         numbers = self._numbers
         places: list[Tensor] = []
         known: list[Tensor] = []
         for segment, span in zip(segments, spans, strict=True):
             rows = slice(span.start, span.stop)
-            if segment.inputs.is_floating_point():
-                places.append(self._embeddings[rows])
-                known.append(segment.inputs)
-                continue
-            places.append(numbers.ids[rows])
+            places.append((self._embeddings if segment.inputs.is_floating_point() else numbers.ids)[rows])
             known.append(segment.inputs)
             if segment.ancestry is not None and len(segment) > 1:
                 places += [numbers.depths[rows], numbers.ancestors[rows]]
@@ -278,65 +328,17 @@ def _most_tiles(bucket: Bucket, segments: int, plan: AttentionPlan) -> int:
     return parts + (bucket.rows - parts) // (plan.block_m // plan.group)
 
 
-class StaticVision:
-    """The embeddings of an image: its pixels are copied in, and the towers run as they were captured.
-
-    Args:
-        model: whose towers and projector run.
-        capture: makes them repeatable.
-
-    Raises:
-        Exception: whatever the capture raises.
-    """
-
-    def __init__(self, model: VisionModel, capture: Capture) -> None:
-        self._model = model
-        decoder = model.decoder
-        # NaN shows in a result that does not come from pixels copied in later.
-        self._pixels = torch.full(model.pixel_shape, torch.nan, dtype=decoder.dtype, device=decoder.device)
-        self._replay = capture(self._run)
-
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """What `VisionModel.image_embeddings` gives; the host does not wait for the device.
-
-        Args:
-            pixels: [3 * towers, size, size], normalised, in the host's memory; best pinned and in the decoder's dtype.
-
-        Returns:
-            [image_tokens, hidden]; the next image overwrites it.
-        """
-        if self._pixels.is_cuda and (pixels.dtype != self._pixels.dtype or not pixels.is_pinned()):
-            # New memory each time: the copy may still be under way when the next image comes.
-            pixels = torch.empty(pixels.shape, dtype=self._pixels.dtype, pin_memory=True).copy_(pixels)
-        self._pixels.copy_(pixels, non_blocking=True)
-        return self._replay()
-
-    def _run(self) -> Tensor:
-        return self._model.image_embeddings(self._pixels)
-
-
 def check_forward(static: StaticForward, decoder: Decoder, cache: KVCache, segments: list[Segment]) -> None:
-    """Compares the hidden states of one forward; waits for the device.
+    """Compares one captured forward with the eager one; waits for the device.
 
-    Args:
-        static: the captured forward.
-        decoder: whose layers it runs.
-        cache: filled at random, and in no request's use.
-        segments: of the forward.
-
-    Raises:
-        RuntimeError: they are not finite, or differ.
+    The KV cache is filled at random, and in no request's use. Raises RuntimeError where they are not finite, or differ.
     """
     expected = packed_forward(decoder, segments, cache).hidden
     what = f"a captured forward of {len(expected)} rows"
     found = static(segments)
     check_rows(found.hidden, expected, what=what)
-    check_rows(
-        found.logits,
-        decoder.logits(found.hidden[wanted_rows(segments, spans_of(segments, cache.slot_rows))]),
-        what=f"logits of {what}",
-        dtype=decoder.dtype,
-    )
+    logits = decoder.logits(found.hidden[wanted_rows(segments, spans_of(segments, cache.slot_rows))])
+    check_rows(found.logits, logits, what=f"logits of {what}", dtype=decoder.dtype)
 
 
 def check_segments(bucket: Bucket, sizes: ForwardSizes, decoder: Decoder, cache: KVCache) -> list[Segment]:

@@ -13,10 +13,9 @@ import torch
 
 from specvla_kernels.device import device_fault, operators_on
 from specvla_ros.engine.batch import Batch
-from specvla_ros.engine.ensemble import ChunkEnsemble
 from specvla_ros.engine.kv_cache import allocate_cache
 from specvla_ros.engine.mailbox import Mailbox, Pictures, pictures_of
-from specvla_ros.engine.outcome import Drop, DropReason, Outcome
+from specvla_ros.engine.outcome import ChunkEnsemble, Drop, DropReason, Outcome
 from specvla_ros.engine.runner import Runner
 from specvla_ros.engine.scheduler import Scheduler
 from specvla_ros.engine.settings import EngineSettings
@@ -26,8 +25,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.target import PromptLayout, Target
-from specvla_ros.speculation.drafters.combine import Drafters
-from specvla_ros.speculation.drafters.registry import DraftPrompt
+from specvla_ros.speculation.drafters.registry import Drafters, DraftPrompt
 from specvla_ros.speculation.rules.registry import bins_of, make_rule
 from specvla_ros.speculation.settings import AcceptanceSettings
 from specvla_ros.speculation.tree import Tree
@@ -38,22 +36,17 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Decodes the newest observations. One thread may use it; `submit` may be called from any.
 
+    Raises UserError where the settings do not fit the target or the device's memory, here and in `switch`.
+
     Args:
         target: the policy that decides every token.
-        settings: how to decode.
         now_ns: the clock of the observations' stamps; needed for the staleness limit.
 
     Attributes:
         settings: how it decodes; with mode `ar` or `pipeline` where nothing can draft and that is allowed.
-        cache: keys and values.
         scheduler: the requests in flight.
-        runner: vision and forwards.
-        verifier: which drafts are committed.
-        drafter: grows the trees.
-        mailbox: the newest observation.
-
-    Raises:
-        UserError: the settings do not fit the target or the device's memory.
+        mailbox: the newest observation of each robot.
+        last_work: the work of the last tick.
     """
 
     def __init__(self, target: Target, settings: EngineSettings, now_ns: Callable[[], int] | None = None) -> None:
@@ -61,15 +54,10 @@ class Engine:
             raise UserError("max_image_age_s needs the clock of the stamps; set it to 0 to decode recorded images")
         self.target = target
         self.mailbox = Mailbox(now_ns)
-        self._work = TickWork()
+        self.last_work = TickWork()
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="pictures")
         self._lost = ""  # why the device computes no more
         self._set_up(settings)
-
-    @property
-    def last_work(self) -> TickWork:
-        """What the last tick computed."""
-        return self._work
 
     @property
     def busy(self) -> bool:
@@ -78,25 +66,20 @@ class Engine:
 
     @property
     def in_flight(self) -> int:
-        """Number of requests in flight."""
         return len(self.scheduler.requests)
 
     @property
     def has_room(self) -> bool:
-        """Whether an observation of the only robot, submitted now, would be admitted by the next tick."""
+        """Whether the next tick would admit an observation of the only robot."""
         return self.scheduler.room_for("")
 
     def open(self, stream: str, *, budget_s: float = 0.0, priority: int = 0) -> None:
-        """Takes a robot in, or gives one that is there another budget; without it, its first observation does.
+        """Registers a robot, or updates one already registered. Optional: its first observation registers a robot.
 
         Args:
-            stream: its name.
             budget_s: in which its frames should be answered, from their arrival on: of several that wait, that with
                 the earliest deadline is begun.
             priority: streams of a higher one come first, whatever the budgets.
-
-        Raises:
-            UserError: there are as many as decode.streams says.
         """
         if not self.mailbox.open(stream, budget_s=budget_s, priority=priority):
             raise UserError(
@@ -104,34 +87,26 @@ class Engine:
             )
 
     def close(self, stream: str, *, before_epoch: float = math.inf) -> list[Drop]:
-        """Lets a robot go: drops what waits and is in flight, and gives its place to another.
+        """Lets a robot go: drops its frames, and gives its place to another.
 
-        Args:
-            stream: its name.
-            before_epoch: epoch whose frames stay, since the robot came back meanwhile, and the place with one that
-                waits; by default none do.
+        `before_epoch`: epoch whose frames stay, since the robot came back meanwhile, and the place with one that waits.
         """
         self.drafter.forget(stream)
         self._ensemble.forget(stream)
-        reason = DropReason.EPOCH_CHANGED
-        flushed = self.scheduler.flush(reason, before_epoch, stream)
-        return flushed + self.mailbox.close(stream, reason, before_epoch)
+        flushed = self.scheduler.flush(DropReason.EPOCH_CHANGED, before_epoch, stream)
+        return flushed + self.mailbox.close(stream, DropReason.EPOCH_CHANGED, before_epoch)
 
     def submit(self, observation: Observation, pictures: Pictures | None = None) -> list[Drop]:
-        """Puts the newest observation of its stream before the engine; one that still waited is dropped for it.
+        """Submits the newest observation of its stream; one that still waited is dropped for it.
 
         Where the next tick may begin it, its images are resized and normalised here, on the caller's thread.
-
-        Args:
-            observation: what is seen.
-            pictures: its own, of `pictures_of`; None: they are made here.
+        `pictures`: its own, of `pictures_of`; None: they are made here.
         """
         drops = self.mailbox.submit(observation, pictures or pictures_of(self.target, observation))
         self._prepare_next()
         return drops
 
     def act(self, observation: Observation) -> Outcome:
-        """Decodes one observation to its end."""
         outcomes: list[Outcome] = list(self.submit(observation))
         while not any(outcome.observation is observation for outcome in outcomes):
             outcomes += self.tick()
@@ -141,10 +116,10 @@ class Engine:
     def tick(self) -> list[Outcome]:
         """One packed forward and what surrounds it.
 
-        A fault drops the requests in flight and is reported as their reason; the engine goes on. Where the device is
-        lost, every frame is dropped as it comes, and the device is asked for nothing.
+        A fault drops the requests in flight and is reported as their reason; the engine goes on. Once the device is
+        lost, every frame is dropped as it comes, and the device is not used again.
         """
-        self._work = TickWork()
+        self.last_work = TickWork()
         if self._lost:
             return self._drop_all(self._lost)
         try:
@@ -178,10 +153,7 @@ class Engine:
     ) -> list[Drop]:
         """Drops what waits and what is in flight, at once.
 
-        Args:
-            reason: the drops' reason.
-            before_epoch: epoch whose frames stay; by default none do.
-            stream: of this robot alone; None: of all.
+        `before_epoch`: epoch whose frames stay. `stream`: of this robot alone; None: of all.
         """
         return self.scheduler.flush(reason, before_epoch, stream) + self.mailbox.drop(reason, before_epoch, stream)
 
@@ -195,8 +167,7 @@ class Engine:
     def set_acceptance(self, settings: AcceptanceSettings) -> None:
         """Takes another acceptance rule from the next frame on; those in flight finish with theirs.
 
-        Raises:
-            UserError: it does not fit the policy; the old one stays.
+        Raises UserError where it does not fit the policy; the old one stays.
         """
         rule, bins = make_rule(settings, self.target), bins_of(settings, self.target)
         self.verifier.set_rule(rule)
@@ -204,14 +175,12 @@ class Engine:
         self._change_settings(replace(self.settings, acceptance=settings))
 
     def set_max_image_age(self, seconds: float) -> None:
-        """Takes another staleness limit; 0: none."""
         self._change_settings(replace(self.settings, max_image_age_s=seconds))
 
     def switch(self, settings: EngineSettings) -> list[Drop]:
-        """Decodes otherwise from the next tick on; what is in flight is dropped, what waits is kept.
+        """Decodes with other settings from the next tick on; what is in flight is dropped, what waits is kept.
 
-        Raises:
-            UserError: the settings do not fit the policy or the device's memory; it goes on as before.
+        If it raises, the engine goes on as before.
         """
         before, graphs = self.scheduler, self.runner.graphs
         self._set_up(settings)
@@ -220,10 +189,9 @@ class Engine:
         return before.flush(DropReason.MODE_CHANGED)
 
     def warm_up(self) -> None:
-        """Decodes one black image and captures CUDA graphs, so that the first real one finds everything ready.
+        """Decodes one black image and captures CUDA graphs, so that the first real image needs no preparation.
 
-        Raises:
-            UserError: the policy does not get through it, with the reason.
+        Raises UserError, with the reason, where the policy does not get through it.
         """
         now_ns, self.mailbox.now_ns = self.mailbox.now_ns, None
         try:
@@ -238,11 +206,7 @@ class Engine:
         self.runner.graphs.warm_up()
 
     def check_instruction(self, instruction: str) -> None:
-        """Whether the policy can be asked this.
-
-        Raises:
-            UserError: it is empty, or its prompt is longer than a slot holds.
-        """
+        """Raises UserError for an instruction that is empty, or whose prompt is longer than a slot holds."""
         self._prompt_layout(replace(self.target.blank_observation(), instruction=instruction, prompt_ids=None))
 
     def describe(self) -> dict[str, Any]:
@@ -264,18 +228,21 @@ class Engine:
 
     def _prepare_next(self) -> None:
         """Prepares the pictures of the frame that is begun next, if that may be soon: until then a newer may come."""
-        waiting = self.mailbox.next(self.scheduler.room_soon)
-        if waiting is not None and waiting.pictures is not None and not waiting.pictures.begun:
-            waiting.pictures.prepare()
+        if (pictures := self._unprepared()) is not None:
+            pictures.prepare()
 
     def _prepare_ahead(self) -> None:
         """The same on a thread beside the tick, for a frame that has waited since before it."""
-        waiting = self.mailbox.next(self.scheduler.room_soon)
-        if waiting is not None and waiting.pictures is not None and not waiting.pictures.begun:
+        if self._unprepared() is not None:
             self._ahead.submit(self._prepare_next)
 
+    def _unprepared(self) -> Pictures | None:
+        waiting = self.mailbox.next(self.scheduler.room_soon)
+        pictures = waiting.pictures if waiting is not None else None
+        return pictures if pictures is not None and not pictures.begun else None
+
     def _lay_out(self, batch: Batch) -> None:
-        """Lays out the prompt of the frame that begins, and drafts what the end of a prompt verifies with it."""
+        """Lays out the prompt of the frame that begins, and drafts the tree that the end of a prompt verifies."""
         if batch.admitted is not None:
             try:
                 layout = self._prompt_layout(batch.admitted.observation)
@@ -294,7 +261,7 @@ class Engine:
                 )
 
     def _embed(self, batch: Batch) -> None:
-        """Computes the prompts that begin. One that cannot be costs its own frame, and no other robot's."""
+        """Computes the prompts that begin. One that fails costs its own frame, and no other robot's."""
         for share in [share for share in batch.shares if share.begins]:
             try:
                 self.runner.embed(share.request)
@@ -305,7 +272,7 @@ class Engine:
                 self.scheduler.fail(batch, share, f"{type(error).__name__}: {error}")
 
     def _forward(self, batch: Batch) -> list[Commit]:
-        self._work = _work_of(batch)
+        self.last_work = _work_of(batch)
         for share in batch.shares:
             if share.begins:
                 share.request.rule = self.verifier.rule
@@ -338,8 +305,8 @@ class Engine:
         for request in going_on:
             request.tree = trees.get(request.slot, request.tree)
         drafted = self.drafter.work.since(before)
-        head_prompts = self._work.prompts if drafted.head_forwards else 0.0
-        self._work = replace(self._work, drafting=drafted, head_prompts=head_prompts)
+        head_prompts = self.last_work.prompts if drafted.head_forwards else 0.0
+        self.last_work = replace(self.last_work, drafting=drafted, head_prompts=head_prompts)
 
     def _prompt_layout(self, observation: Observation) -> PromptLayout:
         layout = self.target.prompt_layout(observation)
@@ -351,11 +318,7 @@ class Engine:
         return layout
 
     def _set_up(self, settings: EngineSettings) -> None:
-        """Loads and allocates what the settings need; nothing of the engine changes if that fails.
-
-        Raises:
-            UserError: they do not fit the target or the device's memory.
-        """
+        """Loads and allocates what the settings need; nothing of the engine changes if that fails."""
         target = self.target
         if target.action_head:
             settings.check_action_head()
@@ -394,7 +357,7 @@ class Engine:
 
 
 def _remedy(drop: Drop) -> str:
-    """What to do about the fault of a first frame, where that is known."""
+    """Advice about the fault of a first frame, where there is some."""
     if "out of memory" not in drop.detail:
         return ""
     return (
@@ -415,7 +378,7 @@ def _work_of(batch: Batch) -> TickWork:
 def _make_drafter(
     target: Target, settings: EngineSettings, codec: Codec, slot_rows: int, step_s: float
 ) -> tuple[Drafters, str]:
-    """What drafts; nothing, with the reason, where nothing can be had and the user allowed to go on without."""
+    """The drafters; none, with the reason, where none can be had and the user allowed to go on without."""
     make = partial(Drafters, target, codec=codec, slots=settings.slots, slot_rows=slot_rows, chunk_step_s=step_s)
     if not settings.drafts:
         return make(None), ""

@@ -14,11 +14,7 @@ _GIB = 1 << 30
 
 
 class SlotPool:
-    """Which slots are free. Requests finish out of order, so this is a free list and no ring.
-
-    Args:
-        slots: number of slots, held and free.
-    """
+    """Which slots are free. Requests finish out of order, so this is a free list and no ring."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -26,7 +22,6 @@ class SlotPool:
 
     @property
     def free_slots(self) -> int:
-        """Number of slots that no request holds."""
         return len(self._free)
 
     def take(self) -> int | None:
@@ -34,87 +29,44 @@ class SlotPool:
         return self._free.pop() if self._free else None
 
     def give_back(self, slot: int) -> None:
-        """Frees a slot; its rows are simply overwritten by the next request.
-
-        Raises:
-            ValueError: nobody holds it.
-        """
+        """Frees a slot; its rows are simply overwritten by the next request."""
         if slot in self._free or not 0 <= slot < self.slots:
             raise ValueError(f"slot {slot} is not held")
         self._free.append(slot)
 
 
 class KVCache(SlotPool):
-    """Keys and values of the requests in flight.
+    """Keys and values of the requests in flight, [layers, slots, slot_rows, kv_heads, head_dim]; keys are rotated.
 
     A request keeps its slot to its end, unlike in ActionFlow, whose ring buffer shifts rows; within the slot, the rows
-    of an accepted path move to the end of the committed prefix (`specvla_kernels.commit_kv`).
-
-    Args:
-        layers, slots, slot_rows, kv_heads, head_dim: its shape. A slot holds the prompt, the answer's tokens and the
-            drafted nodes of one forward.
-
-    Attributes:
-        keys: [layers, slots, slot_rows, kv_heads, head_dim], rotated.
-        values: like keys.
+    of an accepted path move to the end of the committed prefix (`specvla_kernels.commit_kv`). A slot holds the prompt,
+    the answer's tokens and the drafted nodes of one forward.
     """
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        slots: int,
-        slot_rows: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, shape: tuple[int, int, int, int, int], *, dtype: torch.dtype, device: torch.device) -> None:
+        _, slots, self.slot_rows, _, _ = shape
         super().__init__(slots)
-        shape = (layers, slots, slot_rows, kv_heads, head_dim)
         self.keys: Tensor = torch.empty(shape, dtype=dtype, device=device)
-        self.values: Tensor = torch.empty(shape, dtype=dtype, device=device)
-        self.slot_rows = slot_rows
+        self.values: Tensor = torch.empty_like(self.keys)
 
     @property
     def sink_row(self) -> int:
-        """The last row of the last slot, counted through all slots.
-
-        A forward of fixed size writes there what its surplus rows have; nobody may keep anything in it.
-        """
+        """The last row of all slots, for the surplus rows of a forward of fixed size; nobody keeps anything in it."""
         return self.slots * self.slot_rows - 1
 
 
 def new_cache(decoder: Decoder, *, slots: int, slot_rows: int) -> KVCache:
-    """A KV cache in the decoder's shape.
-
-    Args:
-        decoder: the target's decoder.
-        slots: maximum number of requests in flight.
-        slot_rows: rows per request: prompt, answer tokens and drafted nodes.
-    """
+    """A KV cache in the decoder's shape."""
     config = decoder.config
-    return KVCache(
-        layers=config.num_hidden_layers,
-        slots=slots,
-        slot_rows=slot_rows,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        dtype=decoder.dtype,
-        device=decoder.device,
-    )
+    shape = (config.num_hidden_layers, slots, slot_rows, config.num_key_value_heads, config.head_dim)
+    return KVCache(shape, dtype=decoder.dtype, device=decoder.device)
 
 
 def allocate_cache(target: Target, settings: EngineSettings, answer_tokens: int) -> KVCache:
-    """Slots with rows for the prompt, the answer, and the nodes that are verified after them.
+    """Slots with rows for the prompt, the longest answer, and the nodes that are verified after them.
 
-    Args:
-        target: the policy.
-        settings: how the engine decodes.
-        answer_tokens: length of the longest answer.
-
-    Raises:
-        UserError: a slot would be longer than the model's positions, or the slots do not fit the device's memory.
+    Raises UserError where a slot would be longer than the model's positions, or the slots do not fit the device's
+    memory.
     """
     scratch = settings.draft.nodes if settings.drafts else 0
     rows = target.image_tokens + settings.max_text_tokens + answer_tokens + scratch + _SINK_ROWS

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where observations wait for a slot: the newest of each robot, which of them is begun next, and their pixels.
 
-Resizing a camera image takes milliseconds of a processor, in which a device would have nothing to do if a tick waited
-for it. So a frame that the next tick may begin is prepared where it is submitted; one that has to wait is left as it
-is, since a newer one may take its place, and prepared during the tick that may make room for it. What is not ready when
-a tick begins the frame is computed there.
+Resizing a camera image takes milliseconds during which the device would idle if a tick waited for it. So a frame that
+the next tick may begin is prepared where it is submitted. One that has to wait is prepared during the tick that may
+make room for it, since a newer one may replace it. What is not ready when a tick begins the frame is computed there.
 """
 
 import math
@@ -22,11 +21,7 @@ from specvla_ros.models.target import Pixels, PreparesPictures, Target
 
 
 class Pictures:
-    """What the vision tower reads of one observation, computed once, by the first thread that needs it.
-
-    Args:
-        compute: gives it.
-    """
+    """The vision tower's input of one observation, computed once, by the first thread that needs it."""
 
     def __init__(self, compute: Callable[[], Pixels]) -> None:
         self._compute: Callable[[], Pixels] | None = compute
@@ -40,7 +35,7 @@ class Pictures:
         return self._compute is None or self._lock.locked()
 
     def prepare(self) -> None:
-        """Computes them, unless that is done already; waits for a thread that does. Errors are kept for `pixels`."""
+        """Computes them, or waits for a thread that does. Errors are kept for `pixels`."""
         with self._lock:
             if self._compute is None:
                 return
@@ -51,11 +46,7 @@ class Pictures:
             self._compute = None
 
     def pixels(self) -> Pixels:
-        """Tensors in the host's memory, as the target's vision tower reads them.
-
-        Raises:
-            Exception: whatever computing them raised.
-        """
+        """Tensors in the host's memory, as the target's vision tower reads them; raises what computing them raised."""
         self.prepare()
         if self._error is not None:
             raise self._error
@@ -70,7 +61,7 @@ def pictures_of(target: Target, observation: Observation) -> Pictures | None:
 
 
 def _sendable(pixels: Tensor, target: Target) -> Tensor:
-    """In the decoder's dtype, and in memory from which a GPU fetches it while the host goes on."""
+    """In the decoder's dtype, and pinned for a GPU so that the host does not wait for the copy."""
     decoder = target.decoder
     if decoder.device.type != "cuda":
         return pixels.to(decoder.dtype)
@@ -79,7 +70,7 @@ def _sendable(pixels: Tensor, target: Target) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """An observation, and its pictures as the policy reads them: prepared or not; None: they come with its prompt."""
+    """An observation, and its pictures; None: they come with its prompt."""
 
     observation: Observation
     pictures: Pictures | None = None
@@ -93,7 +84,6 @@ class _Stream:
         budget_s: in which its frames should be answered, from their arrival on.
         priority: streams of a higher one are begun first, whatever the budgets.
         last_stamp_ns: stamp of the last observation taken in; only newer ones are.
-        waiting: the newest observation.
         since_ns: `time.monotonic_ns()` since which one waits. A newer one takes the place of an older one and keeps
             its turn, so that a fast camera neither gains nor loses by its rate.
     """
@@ -106,18 +96,15 @@ class _Stream:
 
     @property
     def turn(self) -> tuple[int, float]:
-        """The smallest is begun next: by deadline, on this machine's clock alone, whatever the robots' clocks say."""
+        """The smallest is begun next: by deadline, on this machine's clock alone."""
         return -self.priority, self.since_ns + self.budget_s * 1e9
 
 
 class Mailbox:
     """Holds the newest observation of each stream until a slot is free. Any thread may submit.
 
-    Args:
-        now_ns: the clock of the observations' stamps; None switches the staleness limit off.
-
-    Attributes:
-        limit: streams that may be there at once.
+    `now_ns` is the clock of the observations' stamps; None switches the staleness limit off. At most `limit` streams
+    may be there at once.
     """
 
     def __init__(self, now_ns: Callable[[], int] | None) -> None:
@@ -128,11 +115,9 @@ class Mailbox:
 
     @property
     def waiting(self) -> bool:
-        """Whether an observation waits."""
         return any(stream.waiting is not None for stream in [*self._streams.values()])
 
     def waits(self, name: str) -> bool:
-        """Whether an observation of a stream waits."""
         stream = self._streams.get(name)
         return stream is not None and stream.waiting is not None
 
@@ -143,7 +128,6 @@ class Mailbox:
 
     @property
     def last_stamp_ns(self) -> int:
-        """The newest stamp of an observation taken in."""
         return max((stream.last_stamp_ns for stream in [*self._streams.values()]), default=0)
 
     def open(self, name: str, *, budget_s: float, priority: int) -> bool:
@@ -180,21 +164,15 @@ class Mailbox:
         return [Drop(superseded.observation, DropReason.SUPERSEDED)] if superseded is not None else []
 
     def next(self, room: Callable[[str], bool] = lambda _: True) -> Waiting | None:
-        """What would be taken now, if it is not too old; None: nothing.
-
-        Args:
-            room: whether a frame of a stream may be begun.
-        """
+        """The observation that would be taken now, if it is not too old."""
         with self._lock:
             stream = self._first(room)
             return stream.waiting if stream is not None else None
 
     def take(self, max_age_s: float, room: Callable[[str], bool] = lambda _: True) -> Waiting | Drop | None:
-        """The observation whose turn it is, dropped if it is older than a limit; None: none may be begun.
+        """The observation whose turn it is, dropped if it is older than a limit (0: none); None: none may be begun.
 
-        Args:
-            max_age_s: the limit; 0: none.
-            room: whether a frame of a stream may be begun.
+        `room`: whether a frame of a stream may be begun.
         """
         with self._lock:
             stream = self._first(room)
@@ -212,13 +190,7 @@ class Mailbox:
         return Drop(observation, *problem) if problem is not None else None
 
     def drop(self, reason: DropReason, before_epoch: float = math.inf, only: str | None = None) -> list[Drop]:
-        """Drops the observations that wait, if they are of an earlier epoch.
-
-        Args:
-            reason: the drops' reason.
-            before_epoch: epoch whose frames stay.
-            only: of this stream; None: of all.
-        """
+        """Drops the waiting observations of earlier epochs than `before_epoch`; `only`: of this stream."""
         void = []
         with self._lock:
             for name, stream in self._streams.items():

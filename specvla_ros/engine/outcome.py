@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a frame ends: in an action, or dropped for a reason."""
+"""How a frame ends: in an action, or dropped for a reason; and the average of actions for the same time."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specvla_ros.control.convention import ACTION_NAMES
+from specvla_ros.errors import UserError
 from specvla_ros.models.observation import Observation
 
+if TYPE_CHECKING:
+    from specvla_ros.models.codecs.codec import Codec  # torch comes with it
+
 _DAY_S = 86_400.0
+_OLDER = 0.5
+_GRIPPER = ACTION_NAMES[-1]
 
 
 class DropReason(str, Enum):
@@ -38,9 +47,7 @@ class DropReason(str, Enum):
 class Freshness:
     """Which stamps an image may have: as it comes, when it begins, when its action is ready and when that goes out.
 
-    Args:
-        max_age_s: limit of the age; 0: none.
-        max_future_s: limit of how far the stamp may lie ahead of the clock.
+    `max_age_s` limits the age, 0: not; `max_future_s`, how far the stamp may lie ahead of the clock.
     """
 
     max_age_s: float
@@ -49,13 +56,7 @@ class Freshness:
     def problem(
         self, stamp_ns: int, now_ns: int, too_old: DropReason = DropReason.STALE
     ) -> tuple[DropReason, str] | None:
-        """Why an image must not be answered, or an answer must not go out; None: it may.
-
-        Args:
-            stamp_ns: the image's stamp.
-            now_ns: time on the stamps' clock.
-            too_old: the reason if it is older than the limit.
-        """
+        """Why an image must not be answered, or an answer must not go out; None: it may."""
         age_s = (now_ns - stamp_ns) * 1e-9
         if -age_s > self.max_future_s:
             return DropReason.BAD_STAMP, f"stamped {-age_s:.3f} s ahead of the node's clock{_other_clock(age_s)}"
@@ -113,10 +114,9 @@ class DecodeRecord:
 
 @dataclass(frozen=True)
 class Action:
-    """The answer to one observation.
+    """The answer to one observation, whose stamp travels with it.
 
     Args:
-        observation: what it answers; the stamp travels with it.
         names: one per dimension.
         actions: float64 [horizon, dims], un-normalised; displacements per `dt_s` of the training data.
         tokens: the action tokens, one per value for bins.
@@ -138,8 +138,7 @@ class Action:
     @property
     def values(self) -> np.ndarray:
         """float64 [dims], the first action."""
-        first: np.ndarray = self.actions[0]
-        return first
+        return self.actions[0]
 
 
 @dataclass(frozen=True)
@@ -161,9 +160,67 @@ class DropCounter:
     counts: dict[DropReason, int] = field(default_factory=lambda: dict.fromkeys(DropReason, 0))
 
     def add(self, reason: DropReason) -> None:
-        """Counts one dropped frame."""
         self.counts[reason] += 1
 
     def by_name(self) -> dict[str, int]:
-        """The counts with plain strings as keys, in the enum's order."""
         return {reason.value: count for reason, count in self.counts.items()}
+
+
+class ChunkEnsemble:
+    """Averages the chunks of actions that several answers of a robot's instruction epoch give for the same time.
+
+    As VLA-0's evaluation does it (NVlabs/vla0, `--ensemble_prediction`): the newest answer counts fully, each of those
+    before it half, whatever their age; the gripper then goes to the nearer end of its range. There every answer is one
+    action after the one before; here the images' stamps say how many actions lie between them.
+
+    Args:
+        answers: that are averaged, the newest included; 0 or 1: none.
+        step_s: seconds that an action takes; 0: every answer is one action after the one before.
+
+    Raises:
+        UserError: the policy's answers hold one action each, which never overlap.
+    """
+
+    def __init__(self, codec: "Codec", answers: int, step_s: float) -> None:
+        if answers > 1 and codec.horizon < 2:
+            raise UserError(
+                "decode.ensemble is for policies that answer with several actions; this one gives a single one: set it "
+                "to 0"
+            )
+        self._answers, self._step_s = answers, step_s
+        self._gripper: tuple[int, float, float] | None = None
+        if answers > 1 and _GRIPPER in codec.names:
+            column, (low, high) = codec.names.index(_GRIPPER), codec.action_range
+            self._gripper = column, float(low[column]), float(high[column])
+        self._older: dict[str, list[Action]] = {}  # by stream
+
+    def forget(self, stream: str | None = None) -> None:
+        self._older = {} if stream is None else {name: each for name, each in self._older.items() if name != stream}
+
+    def averaged(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """The outcomes, oldest frame first; each action averaged with those before it."""
+        if self._answers < 2:
+            return list(outcomes)
+        return [self._average(outcome) if isinstance(outcome, Action) else outcome for outcome in outcomes]
+
+    def _average(self, action: Action) -> Action:
+        epoch, stamp_ns = action.observation.epoch, action.observation.stamp_ns
+        stream = action.observation.stream
+        older = [each for each in self._older.get(stream, ()) if each.observation.epoch == epoch]
+        total, weight = action.actions.copy(), np.ones(len(action.actions))
+        for back, before in enumerate(reversed(older), start=1):
+            rest = before.actions[self._passed(stamp_ns - before.observation.stamp_ns, back) :][: len(total)]
+            total[: len(rest)] += _OLDER * rest
+            weight[: len(rest)] += _OLDER
+        self._older[stream] = [*older, action][-(self._answers - 1) :]
+        return replace(action, actions=self._grasping(total / weight[:, None]))
+
+    def _passed(self, ns: int, back: int) -> int:
+        return round(ns * 1e-9 / self._step_s) if self._step_s else back
+
+    def _grasping(self, actions: np.ndarray) -> np.ndarray:
+        """A gripper between open and closed holds nothing."""
+        if self._gripper is not None:
+            column, low, high = self._gripper
+            actions[:, column] = np.where(actions[:, column] > (low + high) / 2, high, low)
+        return actions

@@ -22,16 +22,11 @@ class Request:
     """The state that a request carries between ticks; equal only to itself.
 
     Attributes:
-        observation: what it answers.
-        slot: its KV slot.
-        layout: the rows of its prompt.
-        chunk_rows: those of each of the prompt's chunks but the last.
+        chunk_rows: rows of each of the prompt's chunks but the last.
         wait_s: seconds from receipt to admission.
-        codec: how its answer ends.
         tree: what the next forward verifies. Its root is the last committed token, whose keys and values are not
             written yet; after a prompt it is the prompt's last row, and its token is not read.
-        acceptance: name of its acceptance rule.
-        rule: that rule, which it keeps to its end; set by the engine in the tick that begins the prompt.
+        rule: its acceptance rule to its end; set by the engine in the tick that begins the prompt.
         pictures: its images as the policy reads them, until the prompt is computed; None: they come with it.
         prompt: [prompt rows, hidden], embeddings; set by the runner in that tick.
         prefix_len: committed rows of the slot.
@@ -69,7 +64,6 @@ class Request:
 
     @property
     def prefilling(self) -> bool:
-        """Whether rows of the prompt are still missing."""
         return self.prefix_len < self.layout.rows
 
     @property
@@ -83,7 +77,6 @@ class Request:
         self.tokens_per_forward.append(0)
 
     def commit(self, commit: Commit) -> None:
-        """Makes a forward's rows and tokens final."""
         count = len(commit.nodes)
         if not self.prefilling or len(self.tree) > 1:
             self.accept_lengths.append(count - 1)
@@ -95,7 +88,7 @@ class Request:
         self.tokens_per_forward.append(count)
 
     def cut(self, length: int) -> None:
-        """Leaves out what was drafted beyond the answer's end."""
+        """Drops tokens drafted beyond the answer's end."""
         beyond = len(self.tokens) - length
         if beyond > 0:
             del self.tokens[length:], self.bins_off[length:], self.why[length:]
@@ -112,11 +105,9 @@ class Request:
             self.decode_s += tick_s
 
     def timings(self) -> StageTimings:
-        """Seconds spent in each stage so far."""
         return StageTimings(self.wait_s, self.vision_s, self.prefill_s, self.decode_s)
 
     def record(self, mode: str, in_flight: int) -> DecodeRecord:
-        """How it was decoded."""
         return DecodeRecord(
             mode=mode,
             acceptance=self.acceptance,

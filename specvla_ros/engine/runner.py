@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a tick: vision for the request that begins, then one packed forward of the batch; captured or eager.
 
-The only place that knows which: sizes that were captured as CUDA graphs are replayed, all others run eagerly.
+Sizes that were captured as CUDA graphs are replayed, all others run eagerly; nobody else knows which.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -12,15 +13,13 @@ import torch
 from torch import Tensor
 
 from specvla_kernels.chain_attention import takes, version
-from specvla_kernels.graph_capture import Capturable, Capture, Captures, check_rows, randomize
+from specvla_kernels.graph_capture import Capturable, Capture, Captures, capture_on, check_rows, randomize
 from specvla_kernels.product_contest import seconds
 from specvla_ros.engine.batch import Batch, Segment, packed_forward
 from specvla_ros.engine.cuda_graphs import (
     Bucket,
     ForwardSizes,
-    Graphs,
     StaticForward,
-    StaticVision,
     check_forward,
     check_segments,
     logits_memory,
@@ -30,21 +29,11 @@ from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.target import Decoder, ForwardResult, Target, VisionModel
 
+_log = logging.getLogger(__name__)
+
 
 class Runner:
-    """The target's side of a tick.
-
-    Args:
-        target: the policy.
-        cache: keys and values of the requests in flight.
-        settings: how the engine decodes.
-        others: what is captured beside vision and forwards.
-
-    Attributes:
-        vision: image embeddings.
-        forwards: packed forwards.
-        graphs: the CUDA graphs of all of these.
-    """
+    """The target's side of a tick. `others` are captured beside vision and forwards."""
 
     def __init__(self, target: Target, cache: KVCache, settings: EngineSettings, others: Sequence[Capturable]) -> None:
         if target.decoder.device.type == "cuda":
@@ -59,12 +48,7 @@ class Runner:
         self.graphs = Graphs(cache.keys, (self.forwards, self.vision, *others))
 
     def embed(self, request: Request) -> None:
-        """Computes a request's prompt: images and words.
-
-        Raises:
-            ValueError: it has other rows than it was laid out with.
-            Exception: whatever went wrong where its pictures were prepared.
-        """
+        """Computes a request's prompt, images and words; raises ValueError if its rows are not those laid out."""
         pictures, request.pictures = request.pictures, None
         self._clock.start()
         prepared = (pictures.pixels(),) if pictures is not None else ()
@@ -75,14 +59,10 @@ class Runner:
             raise ValueError(f"a prompt of {request.layout.rows} rows has {len(request.prompt)} embeddings")
 
     def run(self, batch: Batch) -> ForwardResult:
-        """Computes a batch whose prompts are embedded; its shares get their hidden states.
+        """Computes a batch whose prompts are embedded; its shares, at least one, get their hidden states.
 
-        Args:
-            batch: at least one share.
-
-        Returns:
-            Logits and choices of the nodes of all verified trees, shares in order; the next run overwrites them, and
-            the shares' hidden states too.
+        Returns logits and choices of the nodes of all verified trees, shares in order; the next run overwrites all of
+        them.
         """
         segments = [share.segments() for share in batch.shares]
         result = self.forwards([segment for mine in segments for segment in mine])
@@ -101,15 +81,49 @@ class Runner:
         return self._clock.read_s()
 
 
-class Forwards:
-    """Runs packed forwards over one KV cache.
+class Graphs:
+    """Captures an engine's work and says how that went.
 
-    Args:
-        decoder: the target.
-        cache: keys and values of the requests in flight.
-        sizes: of the forwards that will come.
-        causal: each row of a prompt sees only earlier ones.
+    Attributes:
+        status: for diagnostics; empty where there is no GPU.
+        warm: whether it was warmed up, with whatever result.
     """
+
+    def __init__(self, store: Tensor, parts: Sequence[Capturable]) -> None:
+        self._store = store
+        self._parts = parts
+        self.status = "off: not warmed up" if store.is_cuda else ""
+        self.warm = False
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Captures every part and compares it with the same work without capture.
+
+        No request may be in flight: every slot is written to. A part that cannot be captured, or differs, is logged and
+        said in `status`, and runs eagerly; the others stay captured.
+        """
+        self.warm = True
+        for each in self._parts:
+            each.release()
+        try:
+            capture = capture_on(self._store)
+        except RuntimeError as error:
+            self.status = f"off: {error}"
+            _log.warning("decoding without CUDA graphs, so that launches may limit it: %s", error)
+            return
+        if capture is None:
+            return
+        captures = Captures(capture)
+        for each in self._parts:
+            with captures.group(type(each).__name__.lower()):
+                each.capture(captures)
+        self.status = captures.summary()
+        if captures.failed:
+            _log.warning("decoding partly without CUDA graphs, so that launches may limit it: %s", self.status)
+
+
+class Forwards:
+    """Runs packed forwards over one KV cache; `causal`: each row of a prompt sees only earlier ones."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, sizes: ForwardSizes, *, causal: bool = True) -> None:
         self._decoder = decoder
@@ -161,29 +175,23 @@ class Forwards:
 
     @property
     def attention(self) -> str:
-        """For diagnostics: what flash-attn is used for; empty where it is not installed, or has nothing to do."""
+        """For diagnostics: where flash-attn is used; empty where it is not installed or not needed."""
         said = Counter(self._flash.values())
         counts = ", ".join(f"{what} in {n} sizes of forward" for what, n in said.items())
         return f"flash-attn {version()}, used where it is faster: {counts}" if counts else ""
 
     def release(self) -> None:
-        """See Capturable."""
         self._captured, self._flash = {}, {}
 
 
 class Vision:
-    """Runs a model's vision towers and projector.
-
-    Args:
-        model: whose.
-    """
+    """Runs a model's vision towers and projector."""
 
     def __init__(self, model: VisionModel) -> None:
         self._model = model
         self._captured: StaticVision | None = None
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """`VisionModel.image_embeddings` of pixels in the host's memory."""
         return (self._captured or self._model.image_embeddings)(pixels)
 
     def capture(self, captures: Captures) -> None:
@@ -192,16 +200,38 @@ class Vision:
             return
         with captures.attempt("vision"):
             static = StaticVision(self._model, captures.capture)
-            self._check(static)
+            pixels = torch.randn(self._model.pixel_shape, generator=torch.Generator().manual_seed(0))
+            check_rows(static(pixels), self._model.image_embeddings(pixels), what="the captured vision")
             self._captured = static
 
     def release(self) -> None:
-        """See Capturable."""
         self._captured = None
 
-    def _check(self, static: StaticVision) -> None:
-        pixels = torch.randn(self._model.pixel_shape, generator=torch.Generator().manual_seed(0))
-        check_rows(static(pixels), self._model.image_embeddings(pixels), what="the captured vision")
+
+class StaticVision:
+    """The embeddings of an image: its pixels are copied in, and the towers run as they were captured."""
+
+    def __init__(self, model: VisionModel, capture: Capture) -> None:
+        self._model = model
+        decoder = model.decoder
+        # NaN shows in a result that does not come from pixels copied in later.
+        self._pixels = torch.full(model.pixel_shape, torch.nan, dtype=decoder.dtype, device=decoder.device)
+        self._replay = capture(self._run)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """`VisionModel.image_embeddings`, [image_tokens, hidden]; the host does not wait, the next image overwrites it.
+
+        The pixels, [3 * towers, size, size], normalised, are in the host's memory; best pinned and in the decoder's
+        dtype.
+        """
+        if self._pixels.is_cuda and (pixels.dtype != self._pixels.dtype or not pixels.is_pinned()):
+            # New memory each time: the copy may still be under way when the next image comes.
+            pixels = torch.empty(pixels.shape, dtype=self._pixels.dtype, pin_memory=True).copy_(pixels)
+        self._pixels.copy_(pixels, non_blocking=True)
+        return self._replay()
+
+    def _run(self) -> Tensor:
+        return self._model.image_embeddings(self._pixels)
 
 
 class StageClock:
@@ -219,13 +249,11 @@ class StageClock:
         self._measured = False
 
     def start(self) -> None:
-        """Marks the beginning of the work."""
         self._started, self._measured = time.perf_counter(), False
         if self._events is not None:
             self._events[0].record()
 
     def stop(self) -> None:
-        """Marks the end of the work."""
         self._measured = True
         self._elapsed_s = time.perf_counter() - self._started
         if self._events is not None:

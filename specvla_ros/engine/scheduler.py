@@ -30,30 +30,14 @@ _MEMORY = 0.9  # of the mean number of forwards per request: about the last ten 
 class Scheduler:
     """Keeps requests in the order in which their frames were begun: of one robot, the order of their stamps.
 
-    Robots share the forwards and nothing else: what one of them is asked, overtakes, flushes or breaks is its own.
-
-    Args:
-        settings: how the engine decodes.
-        mailbox: where the newest observation of each robot waits.
-        slots: the KV slots that requests hold.
-        codec: when an answer is complete, and which action it stands for.
-        root: the tree of a request that has committed nothing, one node.
+    Robots share the forwards and nothing else: instructions, overtaking, flushes and faults are per robot. `root` is
+    the tree of a request that has committed nothing, one node.
     """
 
-    def __init__(
-        self,
-        settings: EngineSettings,
-        mailbox: Mailbox,
-        slots: SlotPool,
-        codec: Codec,
-        root: Tree,
-    ) -> None:
+    def __init__(self, settings: EngineSettings, mailbox: Mailbox, slots: SlotPool, codec: Codec, root: Tree) -> None:
         self.settings = settings
         self.requests: list[Request] = []
-        self._mailbox = mailbox
-        self._slots = slots
-        self._codec = codec
-        self._root = root
+        self._mailbox, self._slots, self._codec, self._root = mailbox, slots, codec, root
         self._forwards = 0.0  # per finished request, mean; 0: none yet
         self._fewest_forwards = 0  # of the last finished requests, about
         self._held: list[Action] = []
@@ -63,8 +47,8 @@ class Scheduler:
     def target_in_flight(self) -> int:
         """Requests of a robot to keep in flight: as many as are finished at the rate at which its prompts can begin.
 
-        More would only wait longer for the same rate; how many it takes is learnt from the requests that finished.
-        Robots begin their prompts by turns.
+        More would only wait longer for the same rate; the number is learnt from the requests that finished. Robots take
+        turns to begin their prompts.
         """
         most = self.settings.slots_per_stream
         prompts = self.settings.chunks * max(1, len(self._mailbox.streams))
@@ -77,9 +61,9 @@ class Scheduler:
         return bool(self._slots.free_slots) and len(self._of(stream)) < self.target_in_flight and not prefilling
 
     def room_soon(self, stream: str) -> bool:
-        """Whether the tick after the one under way may begin a prompt of a robot. An estimate, for any thread to ask.
+        """Estimates, for any thread, whether the tick after the one under way may begin a prompt of a robot.
 
-        Requests differ in the forwards that they take: one may end that has had as many as the shortest of late.
+        Requests differ in the forwards that they take: one may end after as many as the shortest of late.
         """
         if self.room_for(stream):
             return True
@@ -97,13 +81,7 @@ class Scheduler:
         return Batch([ScheduledRequest.next_share(request) for request in self.requests], admitted)
 
     def begin(self, batch: Batch, layout: PromptLayout, chunk_rows: int) -> None:
-        """Makes the frame that a batch admitted a request, with a share of the forward.
-
-        Args:
-            batch: that `schedule` made.
-            layout: the rows of the frame's prompt.
-            chunk_rows: those of each of its chunks but the last.
-        """
+        """Makes the frame that a batch admitted a request, with a share of the forward."""
         assert batch.admitted is not None
         observation, batch.started_ns = batch.admitted.observation, time.monotonic_ns()
         slot = self._slots.take()
@@ -130,12 +108,7 @@ class Scheduler:
         batch.admitted = None
 
     def commit(self, batch: Batch, commits: Sequence[Commit]) -> None:
-        """Makes a forward's rows and tokens final, oldest frame first; `batch.finished` gets the completed actions.
-
-        Args:
-            batch: that went through the model.
-            commits: one for each of its shares that verifies.
-        """
+        """Makes a forward's rows and tokens final, oldest frame first; `batch.finished` gets the completed actions."""
         for share, commit in zip(batch.verified, commits, strict=True):
             request = share.request
             if NOT_A_NUMBER in commit.tokens:
@@ -157,29 +130,26 @@ class Scheduler:
     def release(self) -> list[Outcome]:
         """What may leave now: drops, then actions, oldest first.
 
-        The age is looked at again: a stopped process, a slow policy or a clock that jumped ages what is in flight.
+        The age is checked again: a stopped process, a slow policy or a clock that jumped ages what is in flight.
         """
         oldest: dict[str, int] = {}  # by stream
         for request in reversed(self.requests):
             oldest[request.observation.stream] = request.observation.stamp_ns
         self._held.sort(key=lambda action: action.observation.stamp_ns)
-        ready = [each for each in self._held if _stamp(each) < oldest.get(each.observation.stream, math.inf)]
-        self._held = [each for each in self._held if _stamp(each) >= oldest.get(each.observation.stream, math.inf)]
-        drops, self._drops = self._drops, []
-        ended: list[Outcome] = [*drops]
-        for action in ready:
-            max_age_s = self.settings.max_image_age_s
-            too_old = self._mailbox.dropped_for_age(action.observation, max_age_s, DropReason.TOO_OLD)
-            ended.append(too_old or action)
+        ended: list[Outcome] = [*self._drops]
+        held, self._held, self._drops = self._held, [], []
+        for action in held:
+            seen, max_age_s = action.observation, self.settings.max_image_age_s
+            if seen.stamp_ns >= oldest.get(seen.stream, math.inf):
+                self._held.append(action)
+            else:
+                ended.append(self._mailbox.dropped_for_age(seen, max_age_s, DropReason.TOO_OLD) or action)
         return ended
 
     def flush(self, reason: DropReason, before_epoch: float = math.inf, stream: str | None = None) -> list[Drop]:
-        """Drops everything of earlier epochs in flight, actions that wait for older ones included.
+        """Drops everything of epochs before `before_epoch` in flight, actions that wait for older ones included.
 
-        Args:
-            reason: the drops' reason.
-            before_epoch: epoch whose frames stay.
-            stream: of this robot alone; None: of all.
+        `stream`: of this robot alone; None: of all.
         """
 
         def void(observation: Observation) -> bool:
@@ -193,16 +163,14 @@ class Scheduler:
         return [Drop(observation, reason) for observation in dropped]
 
     def fail(self, batch: Batch, share: ScheduledRequest, detail: str) -> None:
-        """Takes a request out of a batch, and out of flight, that could not be computed; the others go on."""
+        """Takes a request that could not be computed out of a batch, and out of flight; the others go on."""
         batch.shares.remove(share)
         self._drop(share.request, DropReason.ENGINE_FAULT, detail)
 
     def _admit(self) -> Waiting | None:
-        waiting = self._mailbox.take(self.settings.max_image_age_s, self.room_for)
-        while isinstance(waiting, Drop):
-            self._drops.append(waiting)
-            waiting = self._mailbox.take(self.settings.max_image_age_s, self.room_for)
-        return waiting
+        while isinstance(taken := self._mailbox.take(self.settings.max_image_age_s, self.room_for), Drop):
+            self._drops.append(taken)
+        return taken
 
     def _completes(self, request: Request, commit: Commit) -> bool:
         """Makes a request's tokens final; True when its answer is complete."""
@@ -246,7 +214,7 @@ class Scheduler:
                 self._drop(older, DropReason.OVERTAKEN)
 
     def _drop_overtaken(self) -> None:
-        """Takes out what a newer request has caught up with: it would be overtaken, or finish in the same forward."""
+        """Drops requests that a newer one has caught up with: they would finish in the same forward, or later."""
         if self.settings.in_order:
             return
         furthest: dict[str, int] = {}  # by stream
@@ -267,7 +235,3 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         self.requests.remove(request)
         self._slots.give_back(request.slot)
-
-
-def _stamp(action: Action) -> int:
-    return action.observation.stamp_ns

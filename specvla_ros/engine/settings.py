@@ -22,11 +22,7 @@ MAX_STREAMS = 256
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How the engine decodes.
-
-    Raises:
-        UserError: a value is out of range.
-    """
+    """How the engine decodes. Raises UserError where a value is out of range."""
 
     ROS_PREFIX: ClassVar[str] = "decode."
 
@@ -64,11 +60,7 @@ class EngineSettings:
     )
     # A KV slot has rows for it after those of the image.
     max_text_tokens: int = parameter(
-        128,
-        "Longest prompt text; a longer instruction is refused.",
-        unit="tokens",
-        minimum=1,
-        maximum=4096,
+        128, "Longest prompt text; a longer instruction is refused.", unit="tokens", minimum=1, maximum=4096
     )
     max_reasoning_tokens: int = parameter(
         0,
@@ -119,11 +111,7 @@ class EngineSettings:
         check(self)
 
     def check_action_head(self) -> None:
-        """Whether an output head of action tokens alone can write these answers.
-
-        Raises:
-            UserError: text may come before the actions.
-        """
+        """Raises UserError where text may come before the actions: an action head gives no logits to text."""
         if self.max_reasoning_tokens:
             raise UserError(
                 f"model.action_head gives no logits to text, but decode.max_reasoning_tokens is "
@@ -132,7 +120,7 @@ class EngineSettings:
 
     @property
     def followed_preset(self) -> str:
-        """The preset's name, and the values that are others than its own; empty: none."""
+        """The preset's name, and the values that differ from its own; empty: none."""
         if self.preset == _NO_PRESET:
             return ""
         values = values_of(self)
@@ -141,7 +129,6 @@ class EngineSettings:
 
     @property
     def drafts(self) -> bool:
-        """Whether the mode verifies drafts."""
         return self.mode in _DRAFTING
 
     @property
@@ -151,17 +138,14 @@ class EngineSettings:
 
     @property
     def slots_per_stream(self) -> int:
-        """Maximum of requests of one stream in flight."""
         return self.max_in_flight or _SLOTS[self.mode] if self.mode in _PIPELINED else 1
 
     @property
     def slots(self) -> int:
-        """Maximum of requests in flight."""
         return self.streams * self.slots_per_stream
 
     @property
     def chunks(self) -> int:
-        """Forwards over which a prompt is spread."""
         return self.prefill_chunks if self.mode in _PIPELINED else 1
 
 
@@ -178,28 +162,22 @@ def engine_settings_from(
 ) -> EngineSettings:
     """Settings as the command line and Python callers give them.
 
-    Later ones win: the file, the tolerance, the assignments and keywords, the mode.
+    Later ones win: the file, the tolerance, the assignments and keywords, the mode. Raises UserError for a file or
+    tolerance that cannot be read, an unknown name, a value out of range.
 
     Args:
         mode: value of decode.mode; empty: not given.
         tolerance: such as 2mm,1.1deg or 5bins, accepted by bin_distance unless another rule is set; 0 or strict: none.
             Empty: not given.
         assignments: `name:=value`, with YAML's values.
-        params_file: a ROS parameter file; of what is in it only decode.*, draft.* and acceptance.* are taken.
-        keywords: parameters with underscores for dots (draft_nodes=16), or a field of EngineSettings
-            (prefill_chunks=2).
-
-    Raises:
-        UserError: a file or tolerance that cannot be read, an unknown name, a value out of range.
+        params_file: a ROS parameter file; only its decode.*, draft.* and acceptance.* are taken.
+        keywords: parameters with underscores for dots (draft_nodes=16), or a field of EngineSettings.
     """
     in_file = merge_parameters([params_file], {}, node="policy") if params_file is not None else {}
     values: dict[str, Any] = {name: value for name, value in in_file.items() if name.startswith(_FILE_PREFIXES)}
     if tolerance:
-        accepted = Tolerance.parse(tolerance).acceptance
-        values |= {
-            f"{accepted.ROS_PREFIX}{name}": getattr(accepted, name)
-            for name in ("rule", "bins", "tolerance_m", "tolerance_rad")
-        }
+        accepted, names = Tolerance.parse(tolerance).acceptance, ("rule", "bins", "tolerance_m", "tolerance_rad")
+        values |= {f"{accepted.ROS_PREFIX}{name}": getattr(accepted, name) for name in names}
     values |= read_assignments(assignments)
     known = {declared.name.replace(".", "_"): declared.name for declared in walk(EngineSettings())}
     for keyword, value in keywords.items():

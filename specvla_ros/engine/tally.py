@@ -14,14 +14,13 @@ from specvla_ros.speculation.drafters.registry import DraftWork
 
 @dataclass(frozen=True)
 class TickWork:
-    """The work of one tick, from which its time on another device can be told.
+    """The work of one tick, from which its time on another device can be predicted.
 
     Args:
         images: that went through the vision tower.
         prompts: in the forward; a chunk counts for its share of its prompt.
         trees: requests in the forward whose prompt is through.
         nodes: of their trees.
-        drafting: forwards for drafting.
         head_prompts: prompts that the draft head was fed with; a chunk counts for its share.
     """
 
@@ -38,7 +37,6 @@ class DecodeTally:
     """Counts over actions.
 
     Attributes:
-        actions: decoded.
         forwards: packed forwards that carried them, prefill included.
         accepted: verification forwards by (place of the first drafted token in the answer, accept length).
         tokens: committed by verification forwards.
@@ -54,7 +52,6 @@ class DecodeTally:
     why: Counter[int] = field(default_factory=Counter)
 
     def add(self, record: DecodeRecord) -> None:
-        """Counts one action."""
         self.actions += 1
         self.forwards += record.forwards
         first = len(record.tokens_per_forward) - len(record.accept_lengths)
@@ -74,7 +71,6 @@ class DecodeTally:
 
     @property
     def forwards_per_action(self) -> float:
-        """Prefill included; 0 of none."""
         return self.forwards / self.actions if self.actions else 0.0
 
     def by_length(self) -> dict[int, float]:
@@ -105,7 +101,6 @@ class DecodeTally:
 
     @staticmethod
     def of_json(raw: dict[str, Any]) -> "DecodeTally":
-        """The inverse of `as_json`."""
         pairs = {
             name: Counter({(int(a), int(b)): n for key, n in raw[name].items() for a, b in [key.split(",")]})
             for name in ("accepted", "bins_off")
@@ -115,7 +110,6 @@ class DecodeTally:
 
     @staticmethod
     def sum(tallies: Iterable["DecodeTally"]) -> "DecodeTally":
-        """All of them together."""
         total = DecodeTally()
         for each in tallies:
             total.actions += each.actions

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that drives an engine: what is called for, a tick while there is work, and what comes out handed over.
+"""The thread that drives an engine: calls between ticks, a tick while there is work, and the outcomes handed over.
 
 Importing this costs no torch: an engine may be loaded on the thread.
 """
@@ -41,7 +41,6 @@ class EngineThread:
         on_outcome: called with each action and each dropped frame, on the thread or on that of `submit`.
         on_fault: called on the thread, in the handler of an unexpected exception, with its traceback.
         on_end: called last on the thread.
-        name: of the thread.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def submit(self, observation: Observation) -> None:
-        """Puts the newest observation of its stream before the engine; one that still waited is dropped for it."""
+        """Submits the newest observation of its stream; one that still waited is dropped for it."""
         self._loaded.result()
         assert self._engine is not None, "the thread has ended"
         self._hand_over(self._engine.submit(observation))
@@ -77,7 +76,7 @@ class EngineThread:
             self._wake.notify()
 
     def call(self, call: Call) -> None:
-        """Has something done with the engine; outcomes that it returns are handed over."""
+        """Runs a call with the engine; outcomes that it returns are handed over."""
         with self._wake:
             self._calls.append(call)
             self._wake.notify()
@@ -89,14 +88,11 @@ class EngineThread:
             self._wake.notify()
 
     def end(self, last: Call = lambda _: None, timeout_s: float | None = None) -> bool:
-        """Ends the thread after the tick under way and the calls before this one.
+        """Ends the thread after the tick under way and the calls before this one; True if it has ended.
 
         Args:
             last: the last of them.
             timeout_s: after which it is no longer waited for; None: never.
-
-        Returns:
-            Whether it has ended.
         """
         with self._wake:
             self._calls.append(last)
@@ -132,7 +128,7 @@ class EngineThread:
                 self._guarded(self._tick, engine)
 
     def _guarded(self, call: Call, engine: Engine) -> None:
-        """The engine turns the faults of a tick into drops; the thread also survives those of everything around it."""
+        """The engine turns the faults of a tick into drops; the thread also survives those around it."""
         try:
             self._hand_over(call(engine) or ())
         except Exception:
@@ -148,7 +144,7 @@ class EngineThread:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What became of an observation."""
+    """The outcome of an observation."""
 
     outcome: Outcome
     seconds: float  # of the ticks meanwhile
@@ -162,11 +158,11 @@ class _Waiting:
 
 
 class SharedEngine(EngineThread):
-    """An engine that many ask at once: what waits is packed into each forward, and each asks for its own outcome.
+    """An engine that many callers share: what waits is packed into each forward, and each gets its own outcome.
 
     Args:
         engine: a warm one.
-        tick_time: seconds that a tick counts for, of its work and those that it took here.
+        tick_time: seconds that a tick counts for, from its work and its seconds here.
     """
 
     def __init__(
@@ -181,7 +177,7 @@ class SharedEngine(EngineThread):
         )
 
     def prepared(self, observation: Observation) -> Pictures | None:
-        """The pictures of an observation as the policy reads them; takes some milliseconds of the caller's thread."""
+        """The prepared pictures of an observation; takes some milliseconds of the caller's thread."""
         from specvla_ros.engine.mailbox import pictures_of  # imports torch
 
         self._loaded.result()
@@ -192,12 +188,7 @@ class SharedEngine(EngineThread):
         return pictures
 
     def decode(self, observation: Observation, pictures: Pictures | None = None) -> Future[Decoded]:
-        """What will become of an observation.
-
-        Args:
-            observation: what is seen.
-            pictures: what `prepared` gave for it; None: the engine's thread prepares them.
-        """
+        """Decodes an observation; without the pictures of `prepared`, the engine's thread prepares them."""
         future: Future[Decoded] = Future()
 
         def begin(engine: Engine) -> Sequence[Outcome]:
@@ -208,11 +199,11 @@ class SharedEngine(EngineThread):
         return future
 
     def close(self, stream: str) -> None:
-        """Lets a robot go; what it waited for ends as a drop."""
+        """Lets a robot go; its waiting observation ends as a drop."""
         self.call(lambda engine: engine.close(stream))
 
     def stop(self) -> None:
-        """Ends the thread after the tick under way; whoever waits gets a drop."""
+        """Ends the thread after the tick under way; waiting callers get a drop."""
         self.end(lambda engine: engine.flush())
 
     def _tick(self, engine: Engine) -> Sequence[Outcome]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a forward's logits to what each request commits: its tokens, and its keys and values in their final rows."""
+"""Turns a forward's logits into what each request commits: its tokens, and its keys and values in their final rows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,9 +32,7 @@ class VerifyInput:
     Args:
         tree: drafted tokens; its root may be the prompt's last row.
         position: where the answer so far stands; see `Codec.position`.
-        slot: the request's KV slot.
         root_row: the slot's row of the root.
-        rule: decides which drafts are accepted.
         visual: last hidden states of the image's rows, [n, hidden] for each chunk of the prompt, those of this forward
             added by it; empty where the rule does not need them.
         ids: of prompt and answer up to the root.
@@ -51,7 +49,7 @@ class VerifyInput:
 
 @dataclass(frozen=True)
 class Commit:
-    """What one request commits: the path's nodes, and the token after each of them.
+    """The nodes of one request's path, and the token after each of them.
 
     Args:
         nodes: the nodes whose keys and values join the slot's prefix, the root first.
@@ -70,15 +68,12 @@ class Commit:
 
 @dataclass(frozen=True)
 class Group:
-    """The requests of a forward that share a rule, and what the host knows of them, uploaded.
+    """The requests of a forward that share a rule, with the host's numbers uploaded.
 
     Args:
         parts: their indices among the requests of the forward.
-        rule: theirs.
         max_depth: of their trees.
-        positions: int64 [requests].
-        slots: int64 [requests], all different.
-        root_rows: int64 [requests].
+        positions, slots, root_rows: int64 [requests]; slots are all different.
         rows: int64 [requests, n], each node's row among all trees' nodes; padding has the row after the last.
     """
 
@@ -93,12 +88,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the host knows of a forward's requests, uploaded.
-
-    Args:
-        groups: of requests that share a rule.
-        seen: bool [requests, vocab], the ids of each up to its root; None: decoding does not look at them.
-    """
+    """The host's numbers of a forward's requests, uploaded; `seen`: bool [requests, vocab], the ids up to each root."""
 
     groups: list[Group]
     seen: Tensor | None = None
@@ -109,10 +99,7 @@ class Verifier:
 
     Args:
         rule: of the requests that begin next.
-        actions: ids of action tokens.
-        cache: keys and values.
-        max_nodes: of a tree.
-        max_depth: of a tree.
+        max_nodes, max_depth: of a tree.
         generation: what is done to logits before the largest is taken.
         vocab_size: of the logits.
         distances: how far apart tokens are; None: as ids of actions are.
@@ -131,23 +118,18 @@ class Verifier:
         distances: TokenDistances | None = None,
     ) -> None:
         self.rule = rule
-        self._distances = distances
-        self._generation = generation
-        self._vocab_size = vocab_size
-        self._actions = actions
-        self._cache = cache
-        self._max_nodes = max_nodes
-        self._max_depth = max_depth
+        self._actions, self._distances, self._cache = actions, distances, cache
+        self._generation, self._vocab_size = generation, vocab_size
+        self._max_nodes, self._max_depth = max_nodes, max_depth
 
     def set_rule(self, rule: AcceptanceRule) -> None:
         """Takes another rule for the requests that begin from now on; those in flight keep theirs."""
         self.rule = rule
 
     def prepare(self, parts: Sequence[VerifyInput]) -> Prepared:
-        """Uploads what the host knows before the forward; a copy after it would wait for it.
+        """Uploads the host's numbers before the forward; a copy after it would wait for it.
 
-        Args:
-            parts: the requests, of different slots, in the order of their logits.
+        The requests have different slots and the order of their logits.
         """
         starts = [*accumulate((len(part.tree) for part in parts), initial=0)]
         by_rule: dict[int, list[int]] = {}
@@ -164,11 +146,8 @@ class Verifier:
     ) -> list[Commit]:
         """Chooses every request's path and moves its keys and values.
 
-        Args:
-            result: of the forward; logits and choices of the nodes of all trees, requests in order.
-            hidden: [nodes, hidden], last hidden states of each request's tree.
-            parts: as they were prepared.
-            prepared: what `prepare` made of them.
+        The result has logits and choices of the nodes of all trees, requests in order; `hidden`, [nodes, hidden], the
+        last hidden states of each request's tree.
         """
         if not parts:
             return []
@@ -195,7 +174,7 @@ class Verifier:
     def capture(self, captures: Captures) -> None:
         """See Capturable: compiles the operators for every size that a tree may have, which serves every rule.
 
-        Met in a tick, a compilation would take as long as many ticks. Nothing is captured and nothing moves.
+        In a tick, a compilation would take as long as many ticks. Nothing is captured and nothing moves.
         """
         device = self._cache.keys.device
         first = torch.zeros(1, dtype=torch.int64, device=device)
@@ -214,7 +193,7 @@ class Verifier:
                 commit_kv(self._cache.keys, self._cache.values, first, first, path[:, :length])
 
     def release(self) -> None:
-        """See Capturable: what is compiled stays."""
+        """See Capturable: compiled operators stay."""
 
     def _group(self, parts: Sequence[VerifyInput], indices: Sequence[int], starts: Sequence[int]) -> Group:
         mine = [parts[index] for index in indices]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which drafted tokens a verification commits: what a rule sees, what it answers, and the walk down the tree."""
+"""Which drafted tokens a verification commits: a rule's input and output, and the walk down the tree."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -35,12 +35,9 @@ class Verification:
 
     Args:
         trees: the drafts, and the target's greedy choice after each node; padded to n nodes.
-        actions: ids of action tokens.
-        max_depth: no node is deeper.
         logits: float32 [rows, vocab], the target's, of all trees' nodes; see `of_nodes`.
         rows: int64 [requests, n], each node's row of the logits; padding has any. None: one request, its rows in order.
-        hidden: [requests, n, hidden], the target's last hidden states, after the final norm; None where the rule does
-            not need them.
+        hidden: [requests, n, hidden], the target's last hidden states, after the final norm, for rules that need them.
         visual: [requests, image_tokens, hidden], those of the image's rows; likewise.
         distances: how far apart tokens are; None: as ids of actions are.
     """
@@ -76,19 +73,19 @@ class Verification:
         return self.trees.on_path
 
     def of_nodes(self, values: Tensor) -> Tensor:
-        """What was computed for each row of the logits, by request and node: [rows, …] to [requests, n, …]."""
+        """Values of each row of the logits, by request and node: [rows, …] to [requests, n, …]."""
         return values[None] if self.rows is None else values[self.rows]
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What a rule accepts.
+    """The decision of a rule.
 
     Args:
         mask: bool [requests, n, n] or [requests, 1, n]; row e, column j: on a path that ends at node e, node j may be
             committed. Read where j is an ancestor of e, or e itself; not at the root.
         reasons: int64 [requests, n], an AcceptReason for each node that is accepted.
-        comparison: what the rule looked at, and so what is reported; None: `Verification.comparison`.
+        comparison: the comparison that the rule used, which is reported; None: `Verification.comparison`.
     """
 
     mask: Tensor
@@ -113,14 +110,14 @@ class AcceptanceRule(Protocol):
 
 @runtime_checkable
 class ByDistance(Protocol):
-    """A rule that looks at each token's distance alone may say which it accepts: its verification is one launch then.
+    """A rule by each token's distance alone may declare which it accepts: its verification is one launch then.
 
     It takes bins' distances, as `ActionIds` counts them; `accept` says the same for all others.
     """
 
     @property
     def within(self) -> Within:
-        """What it accepts."""
+        """The bounds of what it accepts."""
 
 
 def accept(rule: AcceptanceRule, verification: Verification) -> Tensor:
@@ -128,8 +125,6 @@ def accept(rule: AcceptanceRule, verification: Verification) -> Tensor:
 
     The published Spec-VLA code takes the first of the longest paths, even where an exact sibling of its last token
     exists.
-
-    Shapes depend on the trees' shapes alone and nothing is read back.
     """
     accepted = rule.accept(verification)
     comparison = accepted.comparison or verification.comparison

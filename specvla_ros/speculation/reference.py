@@ -13,7 +13,6 @@ class Node:
     """A drafted token.
 
     Args:
-        token: its id.
         parent: index of the node that it follows, which comes before it; -1: the root, the answer's last token.
         log_prob: the draft's log-probability of the path that ends with it.
     """
@@ -53,7 +52,6 @@ def decode(
         target: from the answer so far and a tree to the target's choices, after the root and after each node.
         rule: from a drafted token, the target's choice there and the position in the answer to the distance of
             the two; None: not accepted.
-        length: tokens of an answer.
 
     Returns:
         The tokens that each forward commits; the last forward's are cut at the answer's end.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of speculation; without torch, so that a node can check them before anything is loaded.
 
-What one rule or one drafter alone needs is declared in its own file, and is here as a group by its name.
+Settings of one rule or drafter are declared in its own file, and are here as a group by its name.
 """
 
 import math
@@ -38,11 +38,7 @@ _MAX_BINS = 254
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """Where drafted tokens come from.
-
-    Raises:
-        UserError: a value is out of range, or two do not fit together.
-    """
+    """Where drafted tokens come from. Raises UserError where a value is out of range, or two do not fit together."""
 
     ROS_PREFIX: ClassVar[str] = "draft."
 
@@ -91,11 +87,7 @@ class DraftSettings:
 
 @dataclass(frozen=True)
 class AcceptanceSettings:
-    """Which drafted tokens are accepted.
-
-    Raises:
-        UserError: a value is out of range, or two do not fit together.
-    """
+    """Which drafted tokens are accepted. Raises UserError as DraftSettings does."""
 
     ROS_PREFIX: ClassVar[str] = "acceptance."
 
@@ -158,14 +150,9 @@ Settings = TypeVar("Settings", DraftSettings, AcceptanceSettings)
 
 
 def adjusted(settings: Settings, **values: Any) -> Settings:
-    """The same settings with other values.
+    """The same settings with other values, by the parameter's name without prefix: `temporal=True` is draft.temporal.
 
-    Args:
-        settings: of drafting or acceptance.
-        values: by the parameter's name without prefix: `temporal=True` is draft.temporal.
-
-    Raises:
-        UserError: there is no such parameter, or a value is out of range.
+    Raises UserError where there is no such parameter, or a value is out of range.
     """
     paths = {declared.name.removeprefix(settings.ROS_PREFIX): declared.path for declared in walk(settings)}
     changes: dict[str, Any] = {}
@@ -191,10 +178,7 @@ _EXAMPLE = "write it as 2mm,1.1deg, or 2mm, or 1deg, or 5bins"
 class Tolerance:
     """How far an action token may be from the target's own choice; of two, the one with more mm is the larger.
 
-    Args:
-        mm: of x, y, z; 0: strict.
-        degrees: of roll, pitch, yaw; 0: strict.
-        bins: of every moving dimension, in place of the others.
+    `mm` of x, y, z and `degrees` of roll, pitch, yaw, or `bins` of every moving dimension; 0: strict.
     """
 
     mm: float = 0.0
@@ -203,11 +187,7 @@ class Tolerance:
 
     @staticmethod
     def parse(text: str) -> "Tolerance":
-        """Reads one; `0` and `strict` are none.
-
-        Raises:
-            UserError: it cannot be read.
-        """
+        """Reads one; `0` and `strict` are none. Raises UserError for any other text that is no tolerance."""
         if text.strip() in _STRICT:
             return Tolerance()
         found: dict[str, float] = {}
@@ -227,7 +207,6 @@ class Tolerance:
 
     @property
     def acceptance(self) -> AcceptanceSettings:
-        """As the engine takes it."""
         if self == Tolerance():
             return AcceptanceSettings()
         if self.bins:
@@ -243,8 +222,8 @@ class Tolerance:
 def _spec_vla(r: int) -> dict[str, Any]:
     """Spec-VLA, section 5.1 and table 4: r bins for every token, the gripper's too; 50 nodes, top-8.
 
-    Its tree depth is 4 in the text and 5 in the table, as its code counts the root's children as depth 0. Which ids are
-    drafted the text does not say; its code takes the likeliest of all.
+    Its tree depth is 4 in the text and 5 in the table, as its code counts the root's children as depth 0. The text does
+    not say which ids are drafted; its code takes the likeliest of all.
     """
     tree = {"draft.top_k": 8, "draft.depth": 5, "draft.nodes": 50}
     children = {"draft.children": "top_k", "draft.whole_vocabulary": True}
@@ -255,7 +234,7 @@ def _spec_vla(r: int) -> dict[str, Any]:
 def _fly(k: int) -> dict[str, Any]:
     """FLy: W = 6, theta = 0.3, and a chain of K tokens of a draft model, which prompt lookup drafts for in turn.
 
-    How many tokens a lookup drafts the text does not say; 10 are prompt lookup decoding's own.
+    The text does not say how many tokens a lookup drafts; 10 are prompt lookup decoding's own.
     """
     numbers = {"acceptance.fly_theta": 0.3, "acceptance.fly_window": 6, "acceptance.fly_entropy": "paper"}
     return {"acceptance.rule": "fly", **numbers, **_chain(k), "draft.model_lookup_tokens": 10}
@@ -265,8 +244,8 @@ def _lvspec() -> dict[str, Any]:
     """LVSpec, section 4: lambda = 0.7, N = 10, K = 10, and a position shift without bound.
 
     Its two drafters, a smaller model (Std.-SD) and the target itself (Self-SD), see a tenth of the image's tokens, at
-    even distances. Which of the two drafts, and where the smaller model lies, is said beside the preset; the one that
-    `draft.model` loads sees the whole image.
+    even distances. The drafter, and where the smaller model lies, are set beside the preset; the one that `draft.model`
+    loads sees the whole image.
     """
     numbers = {"acceptance.lvspec_loose_share": 0.7, "acceptance.lvspec_top_n": 10, "acceptance.lvspec_shift": 63}
     pruned = {"draft.self_image_share": 0.1, "draft.self_keep": "uniform"}

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft tree: drafted tokens and their ancestry, on the device."""
+"""The draft tree: drafted tokens and their ancestry, on the device; and chains that the host knows, as one."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-from specvla_kernels.layout import Ancestry
+    from specvla_kernels.layout import Ancestry
 
 
 @dataclass(frozen=True)
@@ -17,8 +22,7 @@ class Tree:
     Args:
         tokens: int64 [n].
         ancestry: of the n nodes; only the root's parent is -1.
-        log_probs: float32 [n], the draft's log-probability of the path to the node; 0 at the root; -inf where the
-            source of the draft knows none.
+        log_probs: float32 [n], the draft's log-probability of the path to the node; 0 at the root; -inf if unknown.
         valid: bool [n]; False marks padding, which is never accepted. The root is valid.
         relaxable: bool [n]; False: the node is accepted only if it is the target's own choice, whatever the rule.
         depth: no node is deeper; known to the host.
@@ -35,18 +39,19 @@ class Tree:
         return self.tokens.shape[0]
 
     @staticmethod
-    def from_root(root: Tensor) -> "Tree":
+    def from_root(root: Tensor) -> Tree:
         """The tree of a plain decode step: int64 [] or [1] to one node."""
         return replace(_single(root.device), tokens=root.reshape(1))
 
-    def joined_with(self, other: "Tree") -> "Tree":
-        """Both trees' drafted nodes below this one's root, without reading either.
+    def joined_with(self, other: Tree) -> Tree:
+        """Both trees' drafted nodes below their common root, without reading either.
 
         A token that both hold is there twice; it is then accepted once.
-
-        Args:
-            other: of the same root.
         """
+        import torch
+
+        from specvla_kernels.layout import Ancestry
+
         if len(other) == 1:
             return self
         if len(self) == 1:
@@ -69,7 +74,91 @@ class Tree:
 
 @cache  # nothing but its token differs: a tree of one node launches nothing
 def _single(device: torch.device) -> Tree:
+    import torch
+
+    from specvla_kernels.layout import Ancestry
+
     none = torch.zeros(1, dtype=torch.int64, device=device)
     yes = torch.ones(1, dtype=torch.bool, device=device)
     ancestry = Ancestry(torch.full_like(none, -1), none, torch.ones_like(none))
     return Tree(none, ancestry, torch.zeros(1, device=device), valid=yes, relaxable=yes, depth=0)
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Chains that begin at the root, with common beginnings joined.
+
+    `parents`: of each node, as an index into these nodes; -1: the root.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @staticmethod
+    def from_chains(chains: Sequence[Sequence[int]], *, max_depth: int, max_nodes: int) -> Branches:
+        """Joins chains, each cut to `max_depth` tokens; beyond `max_nodes` in all, the last tokens are left out."""
+        nodes: dict[tuple[int, int], int] = {}
+        for chain in chains:
+            node = -1
+            for token in chain[:max_depth]:
+                if (node, token) not in nodes:
+                    if len(nodes) >= max_nodes:
+                        break
+                    nodes[node, token] = len(nodes)
+                node = nodes[node, token]
+        return Branches(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes))
+
+    @staticmethod
+    def level_by_level(
+        chains: Sequence[Sequence[int]], *, max_depth: int, max_nodes: int, paces: Sequence[int] = ()
+    ) -> Branches:
+        """Joins chains that grow together: where nodes run out, all of them end at the same depth, or one before.
+
+        `paces` are the tokens that each chain grows by in its turn, and so its share of the nodes; by default one.
+        """
+        nodes: dict[tuple[int, int], int] = {}
+        ends, grown, growing = [-1] * len(chains), [0] * len(chains), True
+        while growing and len(nodes) < max_nodes:
+            growing = False
+            for i, chain in enumerate(chains):
+                for token in chain[grown[i] : min(grown[i] + (paces[i] if paces else 1), max_depth)]:
+                    node = (ends[i], token)
+                    if node not in nodes and len(nodes) >= max_nodes:
+                        break
+                    ends[i] = nodes.setdefault(node, len(nodes))
+                    grown[i] += 1
+                    growing = True
+        return Branches(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes))
+
+    @property
+    def depth(self) -> int:
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 1)
+        return max(depths, default=0)
+
+    def tree(self, root: Tensor, *, relaxable: bool) -> Tree:
+        """The branches below a root, int64 [] or [1].
+
+        Their probability is unknown: their log_probs are -inf, the last in a tie. `relaxable`: whether they may be
+        accepted where they are not the target's own choice.
+        """
+        import torch
+
+        from specvla_kernels.device import to_device
+        from specvla_kernels.layout import Ancestry
+
+        if not len(self):
+            return Tree.from_root(root)
+        tokens = torch.cat((root.reshape(1), to_device(self.tokens, root.device)))
+        return Tree(
+            tokens=tokens,
+            ancestry=Ancestry.from_parents((-1, *(parent + 1 for parent in self.parents)), tokens.device),
+            log_probs=torch.full_like(tokens, -torch.inf, dtype=torch.float32),
+            valid=torch.ones_like(tokens, dtype=torch.bool),
+            relaxable=torch.full_like(tokens, relaxable, dtype=torch.bool),
+            depth=self.depth,
+        )

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specvla_kernels.graph_capture import padded_rows
-from specvla_ros.engine import buckets
+from specvla_ros.engine import cuda_graphs as buckets
 from specvla_ros.engine.batch import ScheduledRequest
-from specvla_ros.engine.buckets import Bucket, ForwardSizes
+from specvla_ros.engine.cuda_graphs import Bucket, ForwardSizes
 from specvla_ros.engine.request import Request
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.target import PromptLayout

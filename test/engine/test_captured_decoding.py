@@ -23,21 +23,19 @@ from support.static_forwards import flash_attention, pooled, recorded, use_table
 from benchmarks.random_policy import random_decoder
 from specvla_kernels import chain_attention
 from specvla_kernels.graph_capture import Capture, Captures, paddings
-from specvla_ros.engine import cuda_graphs as graphs
 from specvla_ros.engine import runner as forwards
+from specvla_ros.engine import runner as graphs
 from specvla_ros.engine.batch import Segment, packed_forward
-from specvla_ros.engine.buckets import ForwardSizes
-from specvla_ros.engine.cuda_graphs import StaticForward, StaticVision
+from specvla_ros.engine.cuda_graphs import ForwardSizes, StaticForward
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Drop, Outcome
-from specvla_ros.engine.runner import Forwards
+from specvla_ros.engine.runner import Forwards, StaticVision
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.families.openvla.target import OpenVLATarget
 from specvla_ros.models.observation import Observation
-from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
-from specvla_ros.speculation.drafters.eagle.graphs import StaticDraft, StaticKeep
+from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter, StaticDraft, StaticKeep
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings, adjusted
 
 SMALL_TREE = adjusted(DraftSettings(nodes=8, top_k=3, depth=3), temporal=True)

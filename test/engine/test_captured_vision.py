@@ -16,13 +16,12 @@ from support.static_forwards import recorded
 
 from benchmarks.random_policy import random_decoder
 from specvla_kernels.graph_capture import Capture, capture_on
-from specvla_ros.engine import cuda_graphs as graphs
-from specvla_ros.engine.buckets import ForwardSizes
-from specvla_ros.engine.cuda_graphs import Graphs, StaticVision
+from specvla_ros.engine import runner as graphs
+from specvla_ros.engine.cuda_graphs import ForwardSizes
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.kv_cache import new_cache
 from specvla_ros.engine.outcome import Action, Outcome
-from specvla_ros.engine.runner import Forwards, Vision
+from specvla_ros.engine.runner import Forwards, Graphs, StaticVision, Vision
 from specvla_ros.engine.settings import EngineSettings
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.families.openvla.target import OpenVLATarget

@@ -71,9 +71,7 @@ def test_the_64th_node_keeps_its_own_bit() -> None:
 
 
 def test_a_slot_is_given_back_once() -> None:
-    cache = KVCache(
-        layers=1, slots=2, slot_rows=4, kv_heads=1, head_dim=2, dtype=torch.float32, device=torch.device("cpu")
-    )
+    cache = KVCache((1, 2, 4, 1, 2), dtype=torch.float32, device=torch.device("cpu"))
     slots = [cache.take(), cache.take()]
     assert sorted(slots) == [0, 1]  # type: ignore[type-var]
     assert cache.take() is None

@@ -47,9 +47,7 @@ def test_every_size_that_a_tree_may_have_is_compiled_and_nothing_moves(
     monkeypatch.setattr(accept_tree, "accept_tree_reference", accept)
     monkeypatch.setattr(compare_drafts, "compare_drafts_reference", compare)
     monkeypatch.setattr(verifier, "commit_kv", commit)
-    cache = KVCache(
-        layers=2, slots=2, slot_rows=80, kv_heads=1, head_dim=2, dtype=torch.float32, device=torch.device("cpu")
-    )
+    cache = KVCache((2, 2, 80, 1, 2), dtype=torch.float32, device=torch.device("cpu"))
     for store in (cache.keys, cache.values):
         store.normal_()
     before = cache.keys.clone(), cache.values.clone()
@@ -84,9 +82,7 @@ def test_blocks_reach_from_the_least_to_what_holds_the_most() -> None:
 def test_a_verification_is_a_known_number_of_launches(
     rule: AcceptanceRule, requests: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = KVCache(
-        layers=1, slots=4, slot_rows=40, kv_heads=1, head_dim=2, dtype=torch.float32, device=torch.device("cpu")
-    )
+    cache = KVCache((1, 4, 40, 1, 2), dtype=torch.float32, device=torch.device("cpu"))
     made = Verifier(rule, ACTIONS, cache, max_nodes=16, max_depth=7)
     tree = make_tree([13] * 8, range(-1, 7))
     parts = [VerifyInput(tree, 1, slot, 20, rule) for slot in range(requests)]

@@ -16,8 +16,8 @@ from benchmarks.random_policy import random_decoder
 from specvla_kernels.graph_capture import Captures, capture_on, paddings
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.config import DecoderShape
-from specvla_ros.speculation.drafters.eagle.children import WindowMass
 from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
+from specvla_ros.speculation.drafters.eagle.tree_growth import WindowMass
 from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
 from specvla_ros.speculation.settings import DraftSettings
 

@@ -19,10 +19,9 @@ from specvla_kernels.graph_capture import Capture, Result
 from specvla_kernels.greedy_choice import greedy_choice
 from specvla_kernels.layout import Ancestry
 from specvla_ros.engine.batch import Segment, packed_forward
-from specvla_ros.engine.buckets import Bucket, ForwardSizes
-from specvla_ros.engine.cuda_graphs import Graphs, StaticForward, logits_memory
+from specvla_ros.engine.cuda_graphs import Bucket, ForwardSizes, StaticForward, logits_memory
 from specvla_ros.engine.kv_cache import KVCache, new_cache
-from specvla_ros.engine.runner import Forwards
+from specvla_ros.engine.runner import Forwards, Graphs
 from specvla_ros.models.config import DecoderShape
 
 pytest.importorskip("triton")

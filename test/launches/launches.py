@@ -26,7 +26,7 @@ from torch import nn
 from benchmarks.harness import Out, finish, kept_before, result_head
 from benchmarks.random_policy import PROMPT, SIZES, TOKENS, RandomPolicy, Size, frame, random_codec
 from benchmarks.results_page import RESULTS
-from specvla_ros.engine import buckets, cuda_graphs, runner
+from specvla_ros.engine import cuda_graphs, runner
 from specvla_ros.engine.engine import Engine
 from specvla_ros.engine.outcome import Drop, DropReason
 from specvla_ros.engine.settings import EngineSettings
@@ -39,8 +39,8 @@ from specvla_ros.models.families.openvla.prompt import PromptTokenizer
 from specvla_ros.models.settings import PromptStyle
 from specvla_ros.speculation.drafters.eagle import drafter as eagle
 from specvla_ros.speculation.drafters.eagle import head as eagle_head
-from specvla_ros.speculation.drafters.eagle.children import WindowMass
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
+from specvla_ros.speculation.drafters.eagle.tree_growth import WindowMass
 from specvla_ros.speculation.settings import AcceptanceSettings, DraftSettings
 
 _ACCEPTED = 3  # tokens that a verification with a tree commits
@@ -129,11 +129,11 @@ def device() -> Iterator[Launches]:
         nothing = lambda *_, **__: None  # noqa: E731
         patches: tuple[tuple[Any, str, Any], ...] = (
             (torch.cuda, "mem_get_info", lambda *_: (1 << 40, 1 << 40)),
-            (cuda_graphs, "capture_on", capture_on),
+            (runner, "capture_on", capture_on),
             (runner, "check_forward", nothing),
             (runner, "check_rows", nothing),
             (runner, "randomize", nothing),
-            (buckets.ForwardSizes, "measured_on", lambda sizes, _: sizes),
+            (cuda_graphs.ForwardSizes, "measured_on", lambda sizes, _: sizes),
             (eagle, "randomize", nothing),
             (eagle, "check_rows", nothing),
             (eagle.EagleDrafter, "_check", nothing),
@@ -177,7 +177,7 @@ def _name_of(captured: Any) -> str:
         return f"draft keys of {len(captured._hidden)} rows"
     if isinstance(captured, eagle.StaticDraft):
         mass = "by window mass" if isinstance(captured._grower._children, WindowMass) else "by top k"
-        return f"draft {mass}, trees {captured._requests}, levels {captured._depth}"
+        return f"draft {mass}, trees {len(captured._tokens)}, levels {captured._depth}"
     return "vision"
 
 

@@ -21,9 +21,9 @@ from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, Bi
 from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.speculation.drafters.eagle import answer_ids
-from specvla_ros.speculation.drafters.eagle.children import WindowMass
 from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
+from specvla_ros.speculation.drafters.eagle.tree_growth import WindowMass
 from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree

@@ -7,18 +7,24 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.growth import expand
 
 from specvla_kernels.layout import Ancestry
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import ActionIds
-from specvla_ros.speculation.drafters.branches import Branches
-from specvla_ros.speculation.drafters.eagle.children import Children, TopK, WindowMass
-from specvla_ros.speculation.drafters.eagle.tree_growth import TreeGrowth, split_trees, tree_size
+from specvla_ros.speculation.drafters.eagle.tree_growth import (
+    Children,
+    TopK,
+    TreeGrowth,
+    WindowMass,
+    split_trees,
+    tree_size,
+)
 from specvla_ros.speculation.drafters.prompt_lookup import look_up
 from specvla_ros.speculation.drafters.registry import FinishedAnswer
 from specvla_ros.speculation.drafters.temporal import TemporalDrafter
 from specvla_ros.speculation.settings import DraftSettings, adjusted
-from specvla_ros.speculation.tree import Tree
+from specvla_ros.speculation.tree import Branches, Tree
 
 ACTIONS = ActionIds(first=10, stop=26, bins=15)  # ids 10 and 11 decode alike
 VOCAB = 30
@@ -36,7 +42,7 @@ def growth_of(levels: int, k: int) -> TreeGrowth:
 
 def grow(growth: TreeGrowth, children: Children, rows: torch.Tensor, level: int, shift: int = 0) -> None:
     tokens, scores = children(rows, torch.full((len(rows),), level))
-    growth.expand(tokens[None] + shift, scores[None])
+    expand(growth, tokens[None] + shift, scores[None])
 
 
 def finished(growth: TreeGrowth, *, levels: int, k: int, nodes: int) -> Tree:
@@ -124,8 +130,8 @@ def test_a_grown_tree_is_a_tree_of_the_best(data: st.DataObject, k: int, levels:
 
 def test_no_child_is_kept_without_its_parent_though_rounding_ranks_it_higher() -> None:
     growth = growth_of(2, 1)
-    growth.expand(torch.tensor([[[20]]]), torch.tensor([[[-0.5]]]))
-    growth.expand(torch.tensor([[[21]]]), torch.tensor([[[1e-6]]]))
+    expand(growth, torch.tensor([[[20]]]), torch.tensor([[[-0.5]]]))
+    expand(growth, torch.tensor([[[21]]]), torch.tensor([[[1e-6]]]))
     tree = finished(growth, levels=2, k=1, nodes=2)
     assert tree.tokens.tolist() == [3, 20]
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.growth import expand
 from support.paths import ORACLES, needs
 
 from specvla_ros.models.config import DecoderShape
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.speculation.drafters.eagle.children import TopK
 from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
-from specvla_ros.speculation.drafters.eagle.tree_growth import TreeGrowth, split_trees, tree_size
+from specvla_ros.speculation.drafters.eagle.tree_growth import TopK, TreeGrowth, split_trees, tree_size
 from specvla_ros.speculation.drafters.registry import DraftInput, NewRows
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
@@ -51,7 +51,7 @@ def test_the_same_nodes_are_kept_as_in_the_published_code() -> None:
                 assert growth.beam_tokens[0].tolist() == recorded[f"{key}_step{step}_tokens"].tolist()
                 log_probs = torch.from_numpy(recorded[f"{key}_step{step}_logprobs"])
             tokens, scores = TopK(case["top_k"])(log_probs, torch.tensor([step]))
-            growth.expand(tokens[None], scores[None])
+            expand(growth, tokens[None], scores[None])
         nodes = case["total_tokens_arg"]
         kept = tree_size(levels, case["top_k"], nodes)
         (tree,) = split_trees(growth.finish(torch.tensor([nodes]), nodes), [(kept, levels)])

@@ -8,7 +8,7 @@ import pytest
 from support.static_forwards import recorded, use_table
 
 from specvla_kernels.graph_capture import Capture
-from specvla_ros.engine import cuda_graphs as graphs
+from specvla_ros.engine import runner
 
 Run = Callable[[], Any]
 
@@ -25,7 +25,7 @@ def capture_with(monkeypatch: pytest.MonkeyPatch, capture: Capture = recorded, *
         return (capture if isinstance(getattr(run, "__self__", None), of) else recorded)(run)
 
     use_table(monkeypatch)
-    monkeypatch.setattr(graphs, "capture_on", lambda _: chosen)
+    monkeypatch.setattr(runner, "capture_on", lambda _: chosen)
 
 
 def refuses(run: Run) -> Run:

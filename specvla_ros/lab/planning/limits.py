@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from specvla_ros.engine.batch import Batch
-from specvla_ros.engine.buckets import even_rows
+from specvla_ros.engine.cuda_graphs import even_rows
 from specvla_ros.engine.kv_cache import SlotPool
 from specvla_ros.engine.mailbox import Mailbox
 from specvla_ros.engine.outcome import Action

@@ -20,8 +20,6 @@ class Chain:
     """One request's chain while it grows.
 
     Attributes:
-        slot: its slot.
-        root: int64 [], the last committed token.
         wanted: tokens it will have.
         start: the slot's row that `inputs` begin at.
         inputs: [n, hidden], embeddings that the next forward reads; the next token is the one after the last.
@@ -31,7 +29,6 @@ class Chain:
         both_ways: of `inputs`, how many at the beginning see each other both ways (the prompt of a prefix language
             model).
         tokens: int64 [], one each.
-        gains: [], log-probability of each token given those before it.
     """
 
     slot: int
@@ -82,33 +79,25 @@ class Chain:
 class ChainDecoder:
     """Decodes chains greedily, a forward per token for all of them together.
 
-    With `lookup` a forward also verifies what prompt lookup has for the next tokens, and gives as many as are the
-    decoder's own choice, and one more (FLy, multi-level acceleration): the same tokens in fewer forwards, whose choices
-    are then read back one by one.
+    With `lookup`, a maximum of tokens, a forward also verifies the next tokens that prompt lookup finds, and gives as
+    many as are the decoder's own choice, and one more (FLy, multi-level acceleration): the same tokens in fewer
+    forwards, whose choices are then read back one by one.
 
     Args:
-        decoder: of the draft.
-        slots: maximum of requests in flight.
         slot_rows: rows of a slot: prompt, answer and the longest chain.
-        lookup: maximum of tokens looked up for a forward; 0: none.
 
     Attributes:
-        keys: [layers, slots, slot_rows, kv_heads, head_dim]; what lies after a chain's `start` is overwritten.
-        values: like keys.
-        forwards: since this was made.
-        rows: that these forwards read.
+        keys, values: [layers, slots, slot_rows, kv_heads, head_dim]; rows after a chain's `start` are overwritten.
+        forwards, rows: since this was made, and the rows that they read.
     """
 
     def __init__(self, decoder: Decoder, *, slots: int, slot_rows: int, lookup: int = 0) -> None:
-        self._decoder = decoder
-        self._slot_rows = slot_rows
-        self._lookup = lookup
+        self._decoder, self._slot_rows, self._lookup = decoder, slot_rows, lookup
         config = decoder.config
         shape = (config.num_hidden_layers, slots, slot_rows, config.num_key_value_heads, config.head_dim)
         self.keys = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
         self.values = torch.empty_like(self.keys)
-        self.forwards = 0
-        self.rows = 0
+        self.forwards = self.rows = 0
 
     def grow(self, chains: Sequence[Chain]) -> None:
         """Gives each chain the tokens that it wants; without lookup nothing is read back."""
@@ -139,11 +128,7 @@ class ChainDecoder:
             start += len(guess) + 1
 
     def _choices(self, chains: Sequence[Chain], guesses: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """What follows each chain's inputs and each token guessed after them.
-
-        Returns:
-            The choices, int64 [n]; their log-probabilities, [n]; their embeddings, [n, hidden].
-        """
+        """Ids, log-probabilities and embeddings of what follows each chain's inputs and each guessed token."""
         result = self._forward(chains, guesses)
         # NaN logits give no choice; the chain ends there, but the next forward needs a token that exists.
         chosen = greedy_choice(result.logits).clamp(min=0)

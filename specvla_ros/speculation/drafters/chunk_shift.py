@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts the chunk of actions before, shifted by the actions that have passed since: no forward, no training.
+"""Drafts the previous chunk of actions, shifted by the actions that have passed since: no forward, no training.
 
-A policy that answers each picture with a chunk of actions says most of them again a picture later, one or more steps
+A policy that answers each image with a chunk of actions says most of them again an image later, one or more steps
 further on. The chunk before, without what has passed and encoded anew, is therefore close to the next answer. Ours:
 nothing published drafts across the overlap of chunks. Verified strictly, it changes no token.
 
-Where an answer says its numbers one after the other, those that are committed say more of the rest: as far as they are
-off the chunk before, the numbers behind them are likely off as well; and where the arm holds still, they go on as they
-are, which needs no chunk before. All three guesses are drafted side by side; of a number that none of them begins as it
-is begun, so is every other next digit.
-
-Beside them goes what an earlier answer of the policy said behind the same tokens, where a file of them is there
-(`EarlierAnswers`): it knows how chunks go on whose beginning the chunk before did not foresee, and the first of an
-episode.
+Where an answer says its numbers in order, the committed ones predict the rest: as far as they are off the chunk before,
+the numbers after them are likely off as well; and where the arm holds still, they repeat, which needs no chunk before.
+All three guesses are drafted side by side; where none of them begins a number as the answer did, so is every other next
+digit. Beside them goes the continuation of an earlier answer with the same tokens, from a file of them
+(`EarlierAnswers`): it knows chunks whose beginning the chunk before did not foresee, and the first of an episode.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ import numpy as np
 
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import parameter
-from specvla_ros.speculation.drafters.branches import Branches
 from specvla_ros.speculation.drafters.prompt_lookup import common_prefix
 from specvla_ros.speculation.drafters.registry import (
     DraftContext,
@@ -38,13 +34,13 @@ from specvla_ros.speculation.drafters.registry import (
     FinishedAnswer,
     drafter,
 )
+from specvla_ros.speculation.tree import Branches, Tree
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from specvla_ros.models.codecs.codec import Codec, SaysNumbers
     from specvla_ros.models.target import Target
-    from specvla_ros.speculation.tree import Tree
 
 ANSWERS_FILE = "earlier_answers.npz"
 """In a checkpoint's directory."""
@@ -55,7 +51,7 @@ _EARLIER_PACE = 2  # the earlier answer's share of the nodes, against one for ea
 
 @dataclass(frozen=True)
 class ChunkShiftSettings:
-    """Whether the chunk before is drafted."""
+    """Settings of drafting the previous chunk."""
 
     enabled: bool = parameter(
         False,
@@ -73,7 +69,7 @@ class ChunkShiftSettings:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """An answer that was finished: its actions [horizon, dims], and the tokens before and behind theirs."""
+    """A finished answer: its actions [horizon, dims], and the tokens before and behind theirs."""
 
     epoch: int
     stamp_ns: int
@@ -89,8 +85,7 @@ class ChunkShiftDrafter(Drafter):
     Its drafts are never relaxed: accepted because it is near, a chunk would be followed for ever.
 
     Args:
-        codec: of the policy.
-        step_s: seconds that an action takes; 0: an action has passed from picture to picture, whenever they came.
+        step_s: seconds that an action takes; 0: an action has passed from image to image, whenever they came.
         earlier: answers of the policy from before; None: none are looked up.
     """
 
@@ -120,11 +115,10 @@ class ChunkShiftDrafter(Drafter):
         )
 
     def forget(self, stream: str | None = None) -> None:
-        """As before the first answer."""
         self._last = {} if stream is None else {name: each for name, each in self._last.items() if name != stream}
 
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
-        """A chain for each guess: what it has behind the place that the request's answer has reached."""
+        """A chain for each guess: its tokens behind the place that the request's answer has reached."""
         trees = []
         for request, limit in zip(inputs, nodes, strict=True):
             stamp_ns = request.observation.stamp_ns if request.observation is not None else 0
@@ -148,13 +142,7 @@ class ChunkShiftDrafter(Drafter):
         return branches.tree(root, relaxable=False) if len(branches) else None
 
     def answer(self, epoch: int, stamp_ns: int, stream: str = "") -> tuple[int, ...]:
-        """The whole answer that is drafted for a picture; empty: none.
-
-        Args:
-            epoch: of the picture.
-            stamp_ns: its stamp.
-            stream: of which robot.
-        """
+        """The whole answer that is drafted for an image; empty: none."""
         last = self._last.get(stream)
         if last is None or last.epoch != epoch:
             return ()
@@ -201,12 +189,7 @@ def _shifted(actions: np.ndarray, passed: int) -> np.ndarray:
 
 
 def _as_begun(shifted: np.ndarray, begun: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Chunks that go on from a beginning: as far off as its newest numbers are, and holding these.
-
-    Args:
-        shifted: float64 [horizon, dims], the chunk before.
-        begun: float64 [n], the first numbers of the new one, action by action.
-    """
+    """Chunks [horizon, dims] that go on from their first numbers [n]: as far off as the newest, and holding these."""
     dims, n = shifted.shape[1], len(begun)
     newest = shifted.copy().reshape(-1)
     newest[:n] = begun
@@ -219,14 +202,11 @@ def _as_begun(shifted: np.ndarray, begun: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 class EarlierAnswers:
-    """Earlier answers of a policy, in which is looked up how the one that is being written may go on.
+    """Earlier answers of a policy, to look up how the one that is being written may go on.
 
-    After REST (arXiv 2311.08252): the draft is what followed the longest match of the last tokens, found without a
-    forward. REST drafts the most frequent continuations as a tree; here, where answers have places, it is the one at
-    the nearest place. The index holds all places in the answers, sorted by the tokens before them.
-
-    Args:
-        answers: token ids.
+    After REST (arXiv 2311.08252), whose draft is a tree of what most often followed the longest match of the last
+    tokens; here it is what followed the match at the nearest place. The index holds all places in the answers, sorted
+    by the tokens before them.
     """
 
     def __init__(self, answers: Sequence[Sequence[int]]) -> None:
@@ -239,11 +219,7 @@ class EarlierAnswers:
         self._sorted = np.argsort(self._ranks(), kind="stable")
 
     def going_on(self, answer: Sequence[int]) -> tuple[int, ...]:
-        """How an earlier answer went on to its end; empty: none has the last token.
-
-        Args:
-            answer: ids of the answer so far.
-        """
+        """How an earlier answer went on to its end; empty: none has the last token."""
         last = tuple(reversed(answer[-_LONGEST:]))
         at = bisect_left(self._sorted, last, key=self._before)
         beside = self._sorted[max(0, at - 1) : at + 1]
@@ -275,11 +251,7 @@ class EarlierAnswers:
 
 
 def save_answers(path: Path, answers: Sequence[Sequence[int]]) -> None:
-    """Writes answers to a file, at once or not at all.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Writes answers to a file, at once or not at all; raises UserError where it cannot be written."""
     tokens = np.array([token for answer in answers for token in answer], dtype=np.int32)
     lengths = np.array([len(answer) for answer in answers], dtype=np.int32)
     partial = path.with_name(f"{path.name}.partial")
@@ -293,11 +265,7 @@ def save_answers(path: Path, answers: Sequence[Sequence[int]]) -> None:
 
 
 def load_answers(path: Path, vocab_size: int) -> EarlierAnswers:
-    """Reads what `save_answers` wrote.
-
-    Raises:
-        UserError: the file is missing or damaged, or of a policy with another vocabulary.
-    """
+    """Reads a file of `save_answers`; raises UserError if it is missing, damaged, or of another vocabulary."""
     again = "make it with `specvla collect-answers`"
     try:
         with np.load(path, allow_pickle=False) as file:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftModelSettings:
-    """Which model drafts, and how much."""
+    """Settings of the draft model."""
 
     directory: str = parameter(
         "",
@@ -52,12 +52,9 @@ class DraftModelSettings:
 
 @dataclass
 class _Slot:
-    """What a slot of the draft model's KV cache holds.
+    """The contents of a slot of the draft model's KV cache: its own prompt, and the rows of `answer` after it.
 
-    Attributes:
-        layout: of the draft model's own prompt; None: not read yet.
-        answer: tokens whose rows come after it.
-        drafted: what was drafted after these; the rows of all but the last are there too.
+    `drafted` was drafted after these; the rows of all but the last are there too.
     """
 
     layout: PromptLayout | None = None
@@ -70,34 +67,27 @@ class ModelDrafter(Drafter):
 
     It sees what the target sees: the image goes through its own vision, and image and prompt through its own prefill,
     in the first forward of a request's first draft. It keeps a KV slot per request beside the target's. After a
-    verification the slot is rolled back to what was committed: rows of drafted tokens that were accepted stay, those
-    after them are overwritten. Which ones is known once the drafted tokens are read back: one copy per draft, of
-    tokens that have long been computed.
+    verification the slot is rolled back to what was committed: rows of accepted drafts stay, those after them are
+    overwritten. The host knows which once the drafted tokens are read back: one copy per draft, of tokens that have
+    long been computed.
 
     Args:
         model: of the target's vocabulary.
         tokens: maximum of a chain (K).
-        slots: maximum of requests in flight.
         slot_rows: maximum of rows of a slot: prompt, answer and chain.
-        lookup: tokens that prompt lookup drafts for a forward of the model, see `ChainDecoder`; 0: none.
-
-    Attributes:
-        chains: the model's decoder over the drafter's own keys and values.
-        images: that went through the model's vision.
+        lookup: see `ChainDecoder`; 0: none.
     """
 
     def __init__(self, model: Target, *, tokens: int, slots: int, slot_rows: int, lookup: int = 0) -> None:
         from specvla_ros.speculation.drafters.chains import ChainDecoder
 
-        self._model = model
-        self._tokens = tokens
+        self._model, self._tokens = model, tokens
         self._slots: dict[int, _Slot] = {}
         self.chains = ChainDecoder(model.decoder, slots=slots, slot_rows=slot_rows, lookup=lookup)
         self.images = 0
 
     @property
     def work(self) -> DraftWork:
-        """Forwards of the model, rows that they read, and images."""
         return DraftWork(model_forwards=self.chains.forwards, model_rows=self.chains.rows, model_images=self.images)
 
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
@@ -198,11 +188,7 @@ def _model(context: DraftContext) -> Drafter | None:
 
 
 def _load(own: DraftModelSettings, target: Target) -> Target:
-    """On the target's device and, where a checkpoint can be loaded in it, in its precision.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
+    """Loads it on the target's device and, where a checkpoint can be loaded in it, in its precision."""
     from specvla_ros.models.checkpoint import DTYPES, load_target
 
     dtype = str(target.decoder.dtype).removeprefix("torch.")
@@ -220,10 +206,9 @@ def _load(own: DraftModelSettings, target: Target) -> Target:
 
 
 def check_vocabulary(model: Target, target: Target) -> None:
-    """Whether a token id means the same to both; a checkpoint without tokenizer is taken at its sizes.
+    """Raises UserError where a token id does not mean the same to both.
 
-    Raises:
-        UserError: it does not.
+    A checkpoint without tokenizer is taken at its sizes.
     """
     refused = f"draft.model {model.directory} cannot draft for {target.directory}: "
     sizes = [each.decoder.config.vocab_size for each in (model, target)]

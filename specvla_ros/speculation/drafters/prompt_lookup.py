@@ -6,21 +6,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from specvla_ros.settings.parameter import parameter
-from specvla_ros.speculation.drafters.branches import Branches
 from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, DraftInput, drafter
-
-if TYPE_CHECKING:
-    from specvla_ros.speculation.tree import Tree
+from specvla_ros.speculation.tree import Branches, Tree
 
 _LONGEST = 3
 
 
 @dataclass(frozen=True)
 class PromptLookupSettings:
-    """What is looked up."""
+    """Settings of prompt lookup."""
 
     tokens: int = parameter(
         0,
@@ -33,26 +29,19 @@ class PromptLookupSettings:
 
 
 class PromptLookup(Drafter):
-    """Drafts what followed the last tokens where they stood before, in the prompt or the answer.
-
-    Args:
-        tokens: maximum per draft.
-    """
+    """Drafts what followed the last tokens where they stood before, in the prompt or the answer."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
 
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
-        """A chain per request."""
-        return [
-            self._chain(request, limit - 1).tree(request.root, relaxable=True)
-            for request, limit in zip(inputs, nodes, strict=True)
-        ]
-
-    def _chain(self, request: DraftInput, max_nodes: int) -> Branches:
-        context = (*request.prompt, *request.answer)
-        found = look_up(context, context, self._tokens)
-        return Branches.from_chains([found], max_depth=request.max_depth, max_nodes=max_nodes)
+        trees = []
+        for request, limit in zip(inputs, nodes, strict=True):
+            text = (*request.prompt, *request.answer)
+            chains = [look_up(text, text, self._tokens)]
+            branches = Branches.from_chains(chains, max_depth=request.max_depth, max_nodes=limit - 1)
+            trees.append(branches.tree(request.root, relaxable=True))
+        return trees
 
 
 @drafter("prompt_lookup", settings=PromptLookupSettings, order=20)
@@ -64,13 +53,7 @@ def _prompt_lookup(context: DraftContext) -> Drafter | None:
 def look_up(text: Sequence[int], tail: Sequence[int], tokens: int) -> tuple[int, ...]:
     """What follows the most recent occurrence in a text of another's last tokens; the longest match of up to three.
 
-    Args:
-        text: ids to look in: prompt and answer so far, or an earlier answer.
-        tail: ids whose end is looked up; may be the text itself.
-        tokens: maximum of drafted tokens.
-
-    Returns:
-        Nothing where the last token is new.
+    Empty where the last token is new. `tail`, whose end is looked up, may be the text itself.
     """
     for length in range(min(_LONGEST, len(tail)), 0, -1):
         pattern = tuple(tail[-length:])
@@ -81,5 +64,5 @@ def look_up(text: Sequence[int], tail: Sequence[int], tokens: int) -> tuple[int,
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of what two sequences have in common at their beginning."""
+    """Length of the common beginning of two sequences."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam of drafters: what one must give, and how it is registered.
+"""The interface of drafters, their registration, and all of them together: one tree per request.
 
 A drafter is one file: a class and a function that makes it, registered by name. Its own parameters are a frozen
 dataclass in that file; the function returns None where they do not ask for it. Another package adds one with an entry
@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, reduce
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specvla_ros.speculation.settings import DRAFTERS
+from specvla_ros.errors import UserError
+from specvla_ros.speculation.settings import DRAFT_FOLDER, DRAFTERS
+from specvla_ros.speculation.tree import Tree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,22 +25,19 @@ if TYPE_CHECKING:
     from specvla_ros.models.observation import Observation
     from specvla_ros.models.target import PromptLayout, Target
     from specvla_ros.speculation.settings import DraftSettings
-    from specvla_ros.speculation.tree import Tree
 
 drafter = DRAFTERS.register
 
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What a drafter is made from.
+    """Input to the function that makes a drafter.
 
     Args:
-        settings: size of the trees, and own settings of every drafter.
-        target: the policy.
         slots: maximum of requests in flight.
         slot_rows: maximum of committed rows of a slot.
         chunk_step_s: seconds that one action of a chunk takes; 0: unknown.
-        codec: of the answers: the policy's, with as much text as may come.
+        codec: the policy's, with as much text as may come.
     """
 
     settings: DraftSettings
@@ -49,7 +48,6 @@ class DraftContext:
     codec: Codec
 
     def own(self, name: str) -> Any:
-        """A drafter's own settings."""
         return self.settings.drafters[name]
 
 
@@ -57,13 +55,8 @@ class DraftContext:
 class DraftWork:
     """Forwards for drafting, added up.
 
-    Args:
-        head_forwards: of the draft head.
-        self_forwards: of the target, for drafting.
-        self_rows: committed rows that the first of them read in each draft; the others read one per request.
-        model_forwards: of the draft model.
-        model_rows: rows that these read, prompts included.
-        model_images: that went through the draft model's vision.
+    `self_rows` are the committed rows that the target's first forward read in each draft; the others read one per
+    request. `model_rows` are all that the draft model's forwards read, prompts included.
     """
 
     head_forwards: int = 0
@@ -77,7 +70,6 @@ class DraftWork:
         return DraftWork(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     def since(self, before: DraftWork) -> DraftWork:
-        """What was added."""
         return DraftWork(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
 
 
@@ -90,16 +82,15 @@ def _no_rows() -> Tensor:
 
 @dataclass(frozen=True)
 class NewRows:
-    """Rows of a slot committed since the last draft, where the forward left them: nothing is moved before it is read.
+    """Rows of a slot committed since the last draft, where the forward left them, gathered lazily.
 
     First come rows whose following rows are known, as those of a prompt, then rows that a tree's nodes wrote.
 
     Args:
         known_hidden: [k, hidden], the target's last hidden states at the first rows.
-        known_following: [k, hidden], embedding of what comes after each.
+        known_following: [k, hidden], embedding of the token after each.
         states: [n, hidden], last hidden states of a forward; that of other requests' rows too.
-        nodes: rows of `states`, for the rows behind the known ones.
-        tokens: what comes after each of those.
+        nodes, tokens: rows of `states`, for the rows behind the known ones, and the token after each.
         embed: token ids to embeddings; needed where there are tokens.
     """
 
@@ -120,7 +111,7 @@ class NewRows:
 
     @cached_property
     def following(self) -> Tensor:
-        """[rows, hidden], embedding of what comes after each row."""
+        """[rows, hidden], embedding of the token after each row."""
         return self._joined(self.known_following, self.tokens, self.embed)
 
     def _joined(self, known: Tensor, numbers: tuple[int, ...], found: Callable[[Tensor], Tensor] | None) -> Tensor:
@@ -150,19 +141,15 @@ class DraftInput:
     """One request, with the rows committed since the last draft.
 
     Args:
-        slot: its KV slot.
         prefix_len: committed rows of the slot.
-        new: the last of these, committed since the last draft; what comes after the last is the root.
+        new: the last of these, committed since the last draft; after the last one comes the root.
         root: int64 [], the last committed token, whose keys and values are not written yet.
         max_depth: of the tree: one less than the tokens still missing.
         position: action tokens committed so far, the root included: the dimension of the first drafted token.
-        epoch: the instruction epoch.
-        layout: the rows of the prompt; None: unknown, for drafters that look at nothing of it.
-        answer: ids of the answer so far.
+        layout: the rows of the prompt; None: unknown, for drafters that do not read it.
         mid_prompt: these rows are a chunk of the prompt that does not end it; nothing is drafted yet.
         in_text: the answer may still be text, which comes before the action.
-        observation: what is answered, for drafters that look at it themselves; None: they cannot.
-        stream: of which robot.
+        observation: what is answered, for drafters that look at it themselves.
     """
 
     slot: int
@@ -186,21 +173,12 @@ class DraftInput:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """Ids of the prompt."""
         return () if self.layout is None else self.layout.ids
 
 
 @dataclass(frozen=True)
 class DraftPrompt:
-    """A prompt whose own forward may verify a draft.
-
-    Args:
-        epoch: the instruction epoch.
-        max_depth: tokens of the longest answer.
-        in_text: the answer may begin with text.
-        stamp_ns: of the image.
-        stream: of which robot; what its answers were is drafted for it alone.
-    """
+    """A prompt whose own forward may verify a draft of at most `max_depth` tokens, those of the longest answer."""
 
     epoch: int
     max_depth: int
@@ -211,15 +189,7 @@ class DraftPrompt:
 
 @dataclass(frozen=True)
 class FinishedAnswer:
-    """An answer that stands for an action, as drafters learn from it.
-
-    Args:
-        epoch: the instruction epoch.
-        tokens: the whole answer.
-        action: the action tokens in which it ends.
-        stamp_ns: of its image.
-        stream: of which robot.
-    """
+    """An answer that stands for an action: all its tokens, and the action tokens in which it ends."""
 
     epoch: int
     tokens: tuple[int, ...]
@@ -229,7 +199,7 @@ class FinishedAnswer:
 
 
 class Drafter(Protocol):
-    """Drafts a tree per request. `draft` must be given; what a drafter does not need, it takes from here."""
+    """Drafts a tree per request. Only `draft` is required; the other methods have defaults."""
 
     @property
     def work(self) -> DraftWork:
@@ -237,28 +207,21 @@ class Drafter(Protocol):
         return DraftWork()
 
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
-        """One tree per request; called once per tick, whether or not anything may be drafted.
+        """One tree per request, of different slots; called once per tick, whether or not anything may be drafted.
 
-        The next call may overwrite them.
-
-        Args:
-            inputs: the requests, of different slots.
-            nodes: maximum of each tree, the root included.
-            last: whether no drafter comes after this one; others leave nodes to it.
+        The next call may overwrite them. `nodes`: maximum of each tree, the root included. `last`: whether no drafter
+        comes after this one; others leave nodes to it.
         """
 
     def draft_prompt(self, prompt: DraftPrompt, root: Tensor, nodes: int) -> Tree | None:
-        """What a prompt's own forward may verify, without hidden states; None: nothing.
+        """A tree that a prompt's own forward may verify, without hidden states; None: nothing.
 
-        Args:
-            prompt: what is answered.
-            root: int64 [1], of the tree; it stands for the prompt's last row, its token is not read.
-            nodes: maximum, the root included.
+        Its root, int64 [1], stands for the prompt's last row, and its token is not read; `nodes` includes the root.
         """
         return None
 
     def set_tolerance(self, bins: tuple[int, ...]) -> None:
-        """Takes what acceptance tolerates, in bins per action token."""
+        """Takes the tolerance of acceptance, in bins per action token."""
         return
 
     def observe(self, answer: FinishedAnswer) -> None:
@@ -276,3 +239,95 @@ class Drafter(Protocol):
     def release(self) -> None:
         """See Capturable."""
         return
+
+
+class Drafters:
+    """Grows the tree that a request's next forward verifies, with all drafters; without settings, none.
+
+    Arguments as in DraftContext. Raises UserError where there is nothing to draft with, or a drafter does not fit the
+    target. `by_name` has the drafters that the settings ask for, in the order in which they take nodes.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        settings: DraftSettings | None,
+        *,
+        codec: Codec,
+        slots: int,
+        slot_rows: int,
+        chunk_step_s: float,
+    ) -> None:
+        import torch
+
+        self.by_name: dict[str, Drafter] = {}
+        self._prompt_end = Tree.from_root(torch.zeros(1, dtype=torch.int64, device=target.decoder.device))
+        self._nodes = settings.nodes if settings is not None else 1
+        if settings is None:
+            return
+        context = DraftContext(settings, target, slots, slot_rows, chunk_step_s, codec)
+        made = {name: entry.make(context) for name, entry in DRAFTERS.entries().items()}
+        self.by_name = {name: drafter for name, drafter in made.items() if drafter is not None}
+        if not self.by_name:
+            raise UserError(
+                f"decode.mode spec has nothing to draft with: {target.directory / DRAFT_FOLDER} is not there; set "
+                "draft.head to a draft head's directory (specvla train-draft makes one), or draft.model to that of a "
+                "smaller policy, or draft.temporal to true; a policy that writes text may also draft for itself "
+                "(draft.self_tokens)"
+            )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(self.by_name)
+
+    @property
+    def work(self) -> DraftWork:
+        """Forwards for drafting so far."""
+        return sum((drafter.work for drafter in self.by_name.values()), start=DraftWork())
+
+    def draft(self, inputs: Sequence[DraftInput]) -> list[Tree]:
+        """One tree per request, of at most `draft.nodes` nodes."""
+        left = [self._nodes] * len(inputs)
+        trees = [[Tree.from_root(request.root)] for request in inputs]
+        for i, drafter in enumerate(self.by_name.values(), start=1):
+            drafted = drafter.draft(inputs, left, last=i == len(self.by_name))
+            for mine, tree in zip(trees, drafted, strict=True):
+                mine.append(tree)
+            left = [nodes - len(tree) + 1 for nodes, tree in zip(left, drafted, strict=True)]
+        return [_joined(mine) for mine in trees]
+
+    def draft_prompt(self, prompt: DraftPrompt) -> Tree:
+        """The tree that a prompt's own forward may verify."""
+        left = self._nodes
+        trees = [self._prompt_end]
+        for drafter in self.by_name.values():
+            tree = drafter.draft_prompt(prompt, self._prompt_end.tokens, left)
+            if tree is not None:
+                trees.append(tree)
+                left -= len(tree) - 1
+        return _joined(trees)
+
+    def set_tolerance(self, bins: tuple[int, ...]) -> None:
+        for drafter in self.by_name.values():
+            drafter.set_tolerance(bins)
+
+    def observe(self, answer: FinishedAnswer) -> None:
+        for drafter in self.by_name.values():
+            drafter.observe(answer)
+
+    def forget(self, stream: str | None = None) -> None:
+        for drafter in self.by_name.values():
+            drafter.forget(stream)
+
+    def capture(self, captures: Captures) -> None:
+        for drafter in self.by_name.values():
+            drafter.capture(captures)
+
+    def release(self) -> None:
+        for drafter in self.by_name.values():
+            drafter.release()
+
+
+def _joined(trees: Sequence[Tree]) -> Tree:
+    """One tree of all; those that know probabilities come last in the drafters' order, and first here."""
+    return reduce(Tree.joined_with, reversed(trees))

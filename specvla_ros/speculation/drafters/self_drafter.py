@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING
 
 from specvla_ros.errors import UserError
 from specvla_ros.settings.parameter import parameter
-from specvla_ros.speculation.drafters.registry import (
-    DraftContext,
-    Drafter,
-    DraftInput,
-    DraftWork,
-    NewRows,
-    drafter,
-)
+from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, DraftInput, DraftWork, NewRows, drafter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,13 +18,12 @@ if TYPE_CHECKING:
     from specvla_ros.speculation.drafters.chains import Chain
     from specvla_ros.speculation.tree import Tree
 
-
 KEEPS = ("uniform", "similarity")
 
 
 @dataclass(frozen=True)
 class SelfDraftSettings:
-    """What the target drafts for itself."""
+    """Settings of drafting with the target itself."""
 
     tokens: int = parameter(
         0,
@@ -61,30 +53,24 @@ class SelfDraftSettings:
 class SelfDrafter(Drafter):
     """Decodes greedily with the target over a prompt from which most of the image is left out.
 
-    From SpecVLM (arXiv 2508.16201), whose draft model is given a tenth of the video's tokens, of all its pictures
+    From SpecVLM (arXiv 2508.16201), whose draft model is given a tenth of the video's tokens, of all its images
     together, in their order and at consecutive positions, as here. Rows with several RoPE positions (M-RoPE) keep
-    theirs, which SpecVLM's published code does without. Which tokens, SpecVLM decides in two stages: those that the
-    prompt's text attends to most, averaged over heads and layers, and others at even distances. LVSpec (arXiv
-    2604.05650, section 4 and appendix C) takes those at even distances alone: `evenly_spaced_rows`. No attention
-    weights leave the kernels here; what comes near the first stage is `most_similar_rows`, by the last hidden states of
-    the prefill.
+    theirs, unlike in SpecVLM's published code. SpecVLM chooses tokens in two stages: those that the prompt's text
+    attends to most, averaged over heads and layers, and others at even distances. LVSpec (arXiv 2604.05650, section 4
+    and appendix C) takes those at even distances alone: `evenly_spaced_rows`. No attention weights leave the kernels
+    here; `most_similar_rows`, by the last hidden states of the prefill, comes near the first stage.
 
     A drafted token costs a forward of the whole target. Keys and values are the drafter's own: one slot per request as
     in the target's KV cache, shorter by the image rows that are left out.
 
     Args:
         decoder: the target; the first row of its prompts is text.
-        image_tokens: rows of the prompt that the images take.
         image_share: share of these rows that is kept; at least one is.
         keep: which ones, a name in `KEPT_ROWS`.
-        tokens: maximum of a chain, 1 to 63.
-        slots: maximum of requests in flight.
         slot_rows: maximum of committed rows of a slot of the target's KV cache.
 
     Attributes:
-        kept_image_tokens: image rows that the drafter sees.
-        chains: the target over the drafter's own keys and values.
-        fed_rows: rows of what was committed that its forwards read; what they drafted is not counted.
+        fed_rows: rows of what was committed that its forwards read; drafted rows are not counted.
     """
 
     def __init__(
@@ -100,9 +86,7 @@ class SelfDrafter(Drafter):
     ) -> None:
         from specvla_ros.speculation.drafters.chains import ChainDecoder
 
-        self._decoder = decoder
-        self._rows_to_keep = KEPT_ROWS[keep]
-        self._tokens = tokens
+        self._decoder, self._rows_to_keep, self._tokens = decoder, KEPT_ROWS[keep], tokens
         self.kept_image_tokens = min(image_tokens, max(1, round(image_share * image_tokens)))
         self._dropped = image_tokens - self.kept_image_tokens
         self.chains = ChainDecoder(decoder, slots=slots, slot_rows=slot_rows - self._dropped + tokens)
@@ -112,7 +96,6 @@ class SelfDrafter(Drafter):
 
     @property
     def work(self) -> DraftWork:
-        """Forwards of the target, and rows that the first of each draft read."""
         return DraftWork(self_forwards=self.chains.forwards, self_rows=self.fed_rows)
 
     def draft(
@@ -120,16 +103,8 @@ class SelfDrafter(Drafter):
     ) -> list[Tree]:
         """Reads what was committed and goes on from there; one forward per token, for all requests together.
 
-        Args:
-            inputs: one per request, of different slots; a request's first holds its whole prompt, or a chunk of it.
-            nodes: maximum of each chain, its root included; by default what the drafter's tokens take.
-            last: makes no difference.
-
-        Returns:
-            A chain per request, its root included; no longer than the request's depth.
-
-        Raises:
-            ValueError: a request's first input lacks rows of the prompt.
+        A request's first input holds its whole prompt, or a chunk of it, else ValueError. `nodes`: by default what the
+        drafter's tokens take.
         """
         limits = nodes if nodes is not None else [self._tokens + 1] * len(inputs)
         chains = [self._begin(request, limit - 1) for request, limit in zip(inputs, limits, strict=True)]
@@ -157,7 +132,7 @@ class SelfDrafter(Drafter):
         return Chain(request.slot, request.root, wanted, start=start, inputs=rows.embeddings, positions=rows.positions)
 
     def _joined(self, request: DraftInput) -> DraftInput:
-        """A request with the earlier chunks of its prompt: which image rows are kept may be known at its end only."""
+        """A request with the earlier chunks of its prompt: only its end tells which image rows are kept."""
         import torch
 
         chunks = [] if request.begins else self._chunks.pop(request.slot, [])
@@ -209,13 +184,12 @@ class SelfDrafter(Drafter):
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows that the drafter reads: [n, hidden], and RoPE positions [axes, n] where they do not count up."""
+    """Rows that the drafter reads: [n, hidden], and RoPE positions [axes, n] unless they count up."""
 
     embeddings: Tensor
     positions: Tensor | None
 
     def and_then(self, others: _Rows) -> _Rows:
-        """Both, one after the other."""
         import torch
 
         positions = None
@@ -234,14 +208,6 @@ def evenly_spaced_rows(image: Tensor, text: Tensor, kept: int) -> Tensor:
     """Image rows at even distances, the first and the last among them: row floor(i (n - 1) / (kept - 1)) of n.
 
     LVSpec says "uniformly" and gives no formula; SpecVLM's published code spaces rows like this.
-
-    Args:
-        image: [n, hidden], last hidden states of the image's rows; only their number counts.
-        text: [m, hidden], those of the text after it; not looked at.
-        kept: rows to keep, at most n; 1: the first.
-
-    Returns:
-        int64 [kept], ascending.
     """
     import torch
 
@@ -249,18 +215,10 @@ def evenly_spaced_rows(image: Tensor, text: Tensor, kept: int) -> Tensor:
 
 
 def most_similar_rows(image: Tensor, text: Tensor, kept: int) -> Tensor:
-    """The image rows whose last hidden states are most like those of the prompt's text.
+    """Int64 [kept], ascending: the image rows whose last hidden states are most like those of the prompt's text.
 
     Cosine similarity, averaged over the text's rows; LVSpec (arXiv 2604.05650) tells by the same measure which drafted
-    tokens depend on the image.
-
-    Args:
-        image: [n, hidden], last hidden states of the image's rows.
-        text: [m, hidden], those of the text after it.
-        kept: rows to keep, at most n.
-
-    Returns:
-        int64 [kept], ascending.
+    tokens depend on the image. `image` is [n, hidden], `text`, which comes after it, [m, hidden].
     """
     import torch.nn.functional as F
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specvla_ros.settings.parameter import parameter
-from specvla_ros.speculation.drafters.branches import Branches
 from specvla_ros.speculation.drafters.registry import (
     DraftContext,
     Drafter,
@@ -17,20 +16,19 @@ from specvla_ros.speculation.drafters.registry import (
     FinishedAnswer,
     drafter,
 )
+from specvla_ros.speculation.tree import Branches, Tree
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from specvla_ros.models.codecs.codec import ActionIds
-    from specvla_ros.speculation.tree import Tree
-
 
 _FEWEST, _LONGEST = 2, 3  # tokens by which a place in the answer before is found again
 
 
 @dataclass(frozen=True)
 class TemporalSettings:
-    """Whether the previous action is drafted."""
+    """Settings of drafting the previous action."""
 
     enabled: bool = parameter(False, "Draft the previous action too, held and extrapolated.", name="temporal")
 
@@ -57,9 +55,6 @@ class TemporalDrafter(Drafter):
 
     These drafts are never relaxed: the last action is near the next one by its nature, and accepted because it is near
     it would be repeated for ever.
-
-    Args:
-        actions: ids of action tokens.
     """
 
     def __init__(self, actions: ActionIds) -> None:
@@ -67,17 +62,14 @@ class TemporalDrafter(Drafter):
         self._of: dict[str, _Memory] = {}  # by stream
 
     def observe(self, answer: FinishedAnswer) -> None:
-        """Takes a finished answer and the action that it ends in."""
         known = self._of.get(answer.stream, _NOTHING)
         before = known.last if answer.epoch == known.epoch else ()
         self._of[answer.stream] = _Memory(answer.epoch, answer.action, before, answer.tokens)
 
     def forget(self, stream: str | None = None) -> None:
-        """As before the first action."""
         self._of = {} if stream is None else {name: each for name, each in self._of.items() if name != stream}
 
     def draft(self, inputs: Sequence[DraftInput], nodes: Sequence[int], *, last: bool) -> list[Tree]:
-        """What the last answer suggests for each request."""
         trees = []
         for request, limit in zip(inputs, nodes, strict=True):
             if request.in_text:
@@ -101,18 +93,13 @@ class TemporalDrafter(Drafter):
         """What followed in the last answer from the place that this one has reached.
 
         In whatever epoch that was: another instruction's text has the same form.
-
-        Args:
-            answer: this answer's tokens so far.
-            tokens: maximum of drafted tokens.
-            stream: of which robot.
         """
         before = self._of.get(stream, _NOTHING).answer
         at = resume(before, answer)
         return before[at : at + tokens]
 
     def chains(self, epoch: int, position: int, stream: str = "") -> list[tuple[int, ...]]:
-        """What the action tokens from dimension `position` on might be: held, then extrapolated where that differs."""
+        """The action tokens from dimension `position` on: held, then extrapolated where that differs."""
         known = self._of.get(stream, _NOTHING)
         if not known.last or epoch != known.epoch:
             return []

@@ -41,21 +41,19 @@ class BinDistance:
 
     @cached_property
     def tolerances(self) -> Tensor:
-        """int64 [dimensions + 2]: each r, 0 for all beyond, and for what has no dimension -1, which nothing is near."""
+        """int64 [dimensions + 2]: each r, 0 for all beyond, -1 for tokens without a dimension, which never match."""
         import torch
 
         return torch.tensor((*self.bins, 0, -1), device=self.device)
 
     @property
     def within(self) -> Within:
-        """The same, of bins."""
         from specvla_kernels.accept_within import Within
         from specvla_ros.speculation.accept import AcceptReason
 
         return Within(self.tolerances, exact=int(AcceptReason.EXACT), near=int(AcceptReason.NEAR))
 
     def accept(self, verification: Verification) -> Acceptance:
-        """Exact tokens, and action tokens within the tolerance of their dimension."""
         import torch
 
         from specvla_ros.speculation.accept import Acceptance, AcceptReason

@@ -23,10 +23,7 @@ class Composite:
     Both actions: the action rule, strict where the codec knows no distance between them. Both text: strict if one of
     them holds a digit, else the text rule. One of each is never accepted: the target alone decides where the text ends.
 
-    Args:
-        action: for action tokens.
-        text: for text.
-        numbers: bool [vocab], ids whose text holds a digit; where the model is, or each verification copies it there.
+    `numbers`: bool [vocab], ids whose text holds a digit; where the model is, or each verification copies it there.
     """
 
     action: AcceptanceRule
@@ -35,16 +32,13 @@ class Composite:
 
     @property
     def needs_hidden(self) -> bool:
-        """Whether one of the rules does."""
         return self.action.needs_hidden or self.text.needs_hidden
 
     @property
     def needs_visual(self) -> bool:
-        """Whether one of the rules does."""
         return self.action.needs_visual or self.text.needs_visual
 
     def accept(self, verification: Verification) -> Acceptance:
-        """Column by column, what the rule of its class accepts."""
         import torch
 
         from specvla_ros.speculation.accept import Acceptance, AcceptReason

@@ -64,7 +64,6 @@ class Fly:
     needs_visual: ClassVar[bool] = False
 
     def accept(self, verification: Verification) -> Acceptance:
-        """Exact tokens, and mismatches that are excused on the path in question."""
         import torch
 
         from specvla_ros.speculation.accept import Acceptance, AcceptReason
@@ -97,5 +96,4 @@ class Fly:
 
 @rule("fly", settings=Fly, order=20)
 def _fly(context: RuleContext) -> Fly:
-    made: Fly = context.own("fly")
-    return made
+    return context.own("fly")

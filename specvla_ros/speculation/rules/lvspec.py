@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from specvla_ros.speculation.accept import Acceptance, Verification
 
-
 _WHOLE_BRANCH = 63  # no branch is longer
 _ROUNDING = 1e-9  # 0.58 of 50 tokens is less than 29 in binary
 
@@ -64,11 +63,7 @@ class LVSpec:
     needs_visual: ClassVar[bool] = True
 
     def accept(self, verification: Verification) -> Acceptance:
-        """Paths all of whose tokens one branch accepts; a path is accepted as a whole or not at all.
-
-        Raises:
-            ValueError: the verification has no states of the image.
-        """
+        """Paths all of whose tokens one branch accepts; a path is accepted as a whole or not at all."""
         import torch
 
         from specvla_ros.speculation.accept import Acceptance, AcceptReason
@@ -108,9 +103,7 @@ class LVSpec:
 def _branches(on_path: Tensor, sound: Tensor) -> Tensor:
     """Bool [requests, branch, j]: the nodes of each branch, in the row of its leaf; all other rows are empty.
 
-    Args:
-        on_path: bool [requests, e, j].
-        sound: bool [requests, n], the root and the drafted nodes that may be accepted; a branch ends before another.
+    `sound`: bool [requests, n], the root and the drafted nodes that may be accepted; a branch ends before another.
     """
     reached = _count(on_path, ~sound[:, :, None]).squeeze(2) == 0
     below = _count(on_path.mT, reached[:, :, None]).squeeze(2)  # the node itself included
@@ -124,5 +117,4 @@ def _count(these: Tensor, those: Tensor) -> Tensor:
 
 @rule("lvspec", settings=LVSpec, order=30)
 def _lvspec(context: RuleContext) -> LVSpec:
-    made: LVSpec = context.own("lvspec")
-    return made
+    return context.own("lvspec")

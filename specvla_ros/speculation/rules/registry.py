@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam of acceptance rules: how one is registered, and how the settings' choice is made.
+"""Registration of acceptance rules, and how the settings' choice is made.
 
 A rule is one file: a class with `accept` (see AcceptanceRule) and a function that makes it, registered under the name
 that `acceptance.rule` then takes. Its own parameters are a frozen dataclass in that file. Another package adds one with
@@ -23,44 +23,28 @@ rule = RULES.register
 
 @dataclass(frozen=True)
 class RuleContext:
-    """What a rule is made from.
-
-    Args:
-        settings: own settings of every rule, and the tolerance.
-        bins: tolerance in bins per action token.
-        target: the policy.
-    """
+    """Input to the function that makes a rule; `bins` is the tolerance per action token."""
 
     settings: AcceptanceSettings
     bins: tuple[int, ...]
     target: Target
 
     def own(self, name: str) -> Any:
-        """A rule's own settings."""
         return self.settings.rules[name]
 
     def rule(self, name: str) -> AcceptanceRule:
         """Another rule, for one that is made of others."""
-        made: AcceptanceRule = RULES.entries()[name].make(self)
-        return made
+        return RULES.entries()[name].make(self)
 
 
 def make_rule(settings: AcceptanceSettings, target: Target) -> AcceptanceRule:
-    """The rule that settings describe for a policy.
-
-    Raises:
-        UserError: the tolerance does not fit the policy's action statistics.
-    """
+    """The rule that settings describe for a policy; raises UserError as `bins_of` does."""
     bins = bins_of(settings, target)  # whatever the rule: drafting may count on the tolerance
     return RuleContext(settings, bins, target).rule(settings.rule)
 
 
 def bins_of(settings: AcceptanceSettings, target: Target) -> tuple[int, ...]:
-    """Tolerance in bins per action token.
-
-    Raises:
-        UserError: it does not fit the policy's action statistics.
-    """
+    """Tolerance in bins per action token; raises UserError if it does not fit the policy's action statistics."""
     codec = target.codec
     if settings.tolerance_m or settings.tolerance_rad:
         return codec.bins_within(

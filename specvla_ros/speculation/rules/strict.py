@@ -15,21 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Strict:
-    """Accepts what the target would have chosen itself."""
+    """Accepts the target's own choice alone."""
 
     needs_hidden: ClassVar[bool] = False
     needs_visual: ClassVar[bool] = False
 
     @property
     def within(self) -> Within:
-        """The target's own choice alone."""
         from specvla_kernels.accept_within import Within
         from specvla_ros.speculation.accept import AcceptReason
 
         return Within(None, exact=int(AcceptReason.EXACT), near=int(AcceptReason.NEAR))
 
     def accept(self, verification: Verification) -> Acceptance:
-        """Exact tokens only."""
         import torch
 
         from specvla_ros.speculation.accept import Acceptance, AcceptReason

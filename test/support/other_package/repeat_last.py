@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specvla_ros.settings.parameter import parameter
-from specvla_ros.speculation.drafters.branches import Branches
 from specvla_ros.speculation.drafters.registry import DraftContext, Drafter, DraftInput, drafter
-from specvla_ros.speculation.tree import Tree
+from specvla_ros.speculation.tree import Branches, Tree
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 def answer_ids(codec: Codec, least: int) -> range | None:
     """The only ids that an answer has; None: it may have any, or there are less than `least`.
 
-    The codec knows which may come next; where no text may come at an answer's beginning it never may, and then these
-    are the same ones to the end.
+    Where no text may come at its beginning it never may, and the legal ids are the same to the end.
     """
     ids = None if codec.in_text(()) else codec.legal_ids(())
     return ids if ids is not None and len(ids) >= least else None
@@ -32,9 +31,9 @@ def _head(context: DraftContext) -> Drafter | None:
     import torch
 
     from specvla_ros.models.quantization import is_packed, quantize_layer
-    from specvla_ros.speculation.drafters.eagle.children import WindowMass
     from specvla_ros.speculation.drafters.eagle.drafter import EagleDrafter
     from specvla_ros.speculation.drafters.eagle.head import load_draft_head
+    from specvla_ros.speculation.drafters.eagle.tree_growth import WindowMass
 
     settings, codec = context.settings, context.codec
     decoder = cast("PackedDecoder", context.target.decoder)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The EAGLE draft head as a drafter: it keeps its own keys and values, and grows a tree per request."""
+"""The EAGLE draft head as a drafter: it keeps its own keys and values, and grows a tree per request.
+
+Where CUDA graphs can capture the work, it runs on memory that stays in place (`StaticDraft`, `StaticKeep`).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,36 +11,38 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specvla_kernels.device import to_device
+from specvla_kernels.device import copy_together, to_device
 from specvla_kernels.finish_tree import GrownTrees
-from specvla_kernels.graph_capture import Captures, check_rows, padded_rows, paddings, randomize
+from specvla_kernels.graph_capture import Capture, Captures, check_rows, padded_rows, paddings, randomize
 from specvla_kernels.layout import Ancestry, Span, pack_layout
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.speculation.drafters.eagle.children import Children, TopK, WindowMass
-from specvla_ros.speculation.drafters.eagle.graphs import MAX_ROWS, StaticDraft, StaticKeep, check_inputs, check_trees
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
-from specvla_ros.speculation.drafters.eagle.tree_growth import TreeGrower, split_trees, tree_size
-from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftWork
+from specvla_ros.speculation.drafters.eagle.tree_growth import (
+    Children,
+    DraftStart,
+    TopK,
+    TreeGrower,
+    WindowMass,
+    split_trees,
+    tree_size,
+)
+from specvla_ros.speculation.drafters.registry import Drafter, DraftInput, DraftWork, NewRows
 from specvla_ros.speculation.settings import DraftSettings
 from specvla_ros.speculation.tree import Tree
+
+MAX_ROWS = 8  # of a request in a captured draft: what OpenVLA's actions commit at once; more are kept before
+_UNLIKELY = -50.0  # in place of -inf, which has no distance
 
 
 class EagleDrafter(Drafter):
     """Feeds the head what was committed, and grows trees after it.
 
     Args:
-        head: the draft head.
         decoder: the target, whose embeddings and output head it shares.
-        settings: size of the trees.
-        slots: maximum of requests in flight.
         slot_rows: maximum of committed rows of a slot.
         children: how a node's children are chosen; by default the likeliest.
-        ids: the only ones that an answer has, see TreeGrower; None: it may have any.
+        ids: the only ones that an answer has, see TreeGrower.
         captured_depth: maximum depth of the trees that `capture` is for.
-
-    Attributes:
-        committed_rows: maximum of a slot.
-        forwards: of the head since it was made.
     """
 
     def __init__(
@@ -52,47 +57,30 @@ class EagleDrafter(Drafter):
         ids: range | None = None,
         captured_depth: int = 0,
     ) -> None:
-        self._decoder = decoder
-        self._settings = settings
+        self._decoder, self._settings, self._slots = decoder, settings, slots
         self._window = children if isinstance(children, WindowMass) else None
         self._captured_depth = captured_depth
         self.committed_rows = slot_rows
         self.forwards = 0
-        self._slots = slots
         self._slot_rows = slot_rows + max(settings.beam_nodes, MAX_ROWS + settings.depth)
         self._captured: dict[tuple[int, int], StaticDraft] = {}  # by number of trees that grow, and depth
         self._kept: dict[int, StaticKeep] = {}  # by number of rows
-        self._grower = TreeGrower(
-            head,
-            decoder,
-            k=settings.top_k,
-            nodes=settings.nodes,
-            slots=slots,
-            slot_rows=self._slot_rows,
-            children=children or TopK(settings.top_k),
-            ids=ids,
-        )
+        chosen = children or TopK(settings.top_k)
+        sizes = dict(k=settings.top_k, nodes=settings.nodes, slots=slots, slot_rows=self._slot_rows)
+        self._grower = TreeGrower(head, decoder, children=chosen, ids=ids, **sizes)
 
     @property
     def work(self) -> DraftWork:
-        """Forwards of the head."""
         return DraftWork(head_forwards=self.forwards)
 
     def set_tolerance(self, bins: tuple[int, ...]) -> None:
-        """Gives it to the windows of the children."""
         if self._window is not None:
             self._window.tolerate(bins)
 
     def draft(
         self, inputs: Sequence[DraftInput], nodes: Sequence[int] | None = None, *, last: bool = True
     ) -> list[Tree]:
-        """Feeds the head what was committed and grows the next trees.
-
-        Args:
-            inputs: one per request, of different slots.
-            nodes: of each tree, the root included; by default, and at most, those of the settings.
-            last: makes no difference.
-        """
+        """Feeds the head what was committed and grows the next trees; by default of the settings' nodes."""
         limits = nodes if nodes is not None else [self._settings.nodes] * len(inputs)
         sizes = {
             request.slot: (min(request.max_depth, self._settings.depth), limit)
@@ -120,10 +108,7 @@ class EagleDrafter(Drafter):
         return [next(trees) if request.slot in sizes else Tree.from_root(request.root) for request in inputs]
 
     def capture(self, captures: Captures) -> None:
-        """See Capturable: a draft for every number of requests and every depth, and what a prompt leaves.
-
-        Every slot is written to.
-        """
+        """See Capturable: drafts of every number of requests and depth, and prompts' keys. Every slot is written to."""
         if self._settings.nodes == 1:  # nothing ever grows
             return
         randomize(self._grower.keys, self._grower.values)
@@ -138,11 +123,9 @@ class EagleDrafter(Drafter):
                     self._captured[requests, depth] = static
 
     def release(self) -> None:
-        """See Capturable."""
-        self._captured = {}
-        self._kept = {}
+        self._captured, self._kept = {}, {}
 
-    def _check(self, static: StaticDraft, requests: int, depth: int) -> None:
+    def _check(self, static: "StaticDraft", requests: int, depth: int) -> None:
         """Compares a captured draft with the same work launch by launch, and with a draft of other shapes."""
         inputs = check_inputs(self._decoder, requests, depth, prefix_len=max(1, self.committed_rows // 2))
         nodes = [self._settings.nodes] * requests
@@ -152,8 +135,8 @@ class EagleDrafter(Drafter):
         check_trees(found, static.again(), dtype=torch.float32, what=what)
         check_trees(found, expected, dtype=self._decoder.dtype, what=what)
 
-    def _checked_keep(self, static: StaticKeep, rows: int) -> StaticKeep:
-        """Compares the keys and values that it writes with those that the same work writes launch by launch."""
+    def _checked_keep(self, static: "StaticKeep", rows: int) -> "StaticKeep":
+        """Compares the keys and values that it writes with those that the same work writes eagerly."""
         n = min(rows, self.committed_rows)
         shape = (2, max(1, n - 1), self._grower.hidden_size)
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(rows))
@@ -185,19 +168,11 @@ class EagleDrafter(Drafter):
         self._grower.keep(torch.cat(following), torch.cat(hidden), to_device(places, self._decoder.device))
 
     def _feed(self, inputs: Sequence[DraftInput], depths: Mapping[int, int] | None = None) -> dict[int, Tensor]:
-        """The head over the newly committed rows and the masks behind them.
-
-        Args:
-            inputs: the requests.
-            depths: of the trees that will grow, by slot; the others have no masks.
-
-        Returns:
-            By slot, the states [1 + masks, hidden] after the last committed row and each mask.
-        """
+        """By slot, the head's states [1 + masks, hidden] after the last committed row and each mask of a tree."""
         if not inputs:
             return {}
         following = torch.cat([request.new.following for request in inputs])
-        fused = self._grower.fuse(following, torch.cat([request.new.hidden for request in inputs]))
+        fused = self._grower.head.fuse(following, torch.cat([request.new.hidden for request in inputs]))
         parts: list[tuple[Span, Ancestry | None]] = []
         packed: list[Tensor] = []
         wanted: list[int] = []  # states of each request
@@ -229,3 +204,127 @@ def _before_newest(request: DraftInput, left: int) -> DraftInput:
     """Without its newest rows, at most `left`, of those that nodes wrote."""
     before = request.new.before_newest(left)
     return replace(request, new=before, prefix_len=request.prefix_len - len(request.new) + len(before))
+
+
+class StaticDraft:
+    """Feeds the head the newest committed rows of some requests and grows their trees, as it was captured."""
+
+    def __init__(self, grower: TreeGrower, *, requests: int, depth: int, capture: Capture) -> None:
+        self._grower, self._depth = grower, depth
+        device, rows = grower.keys.device, requests * MAX_ROWS
+        # What the host says, in one piece, so that one copy sends it. One committed row each, in a slot that is there:
+        # the capture runs too.
+        self._memory = torch.ones(DraftStart.COLUMNS * requests + 2 * rows, dtype=torch.int64, device=device)
+        self._memory[:requests] = 0
+        columns, self._nodes, tokens = self._memory.split((DraftStart.COLUMNS * requests, rows, rows))
+        self._start = grower.start(columns.view(-1, requests))
+        self._tokens = tokens.view(requests, MAX_ROWS)
+        self._hidden = torch.zeros(requests, MAX_ROWS, grower.hidden_size, dtype=grower.keys.dtype, device=device)
+        # Not of the graphs' own memory: what one graph gives may lie where an earlier one, that of the next forward,
+        # keeps what is in between, and the trees are verified behind that.
+        self._trees = grower.memory(requests, depth)
+        self._replay = capture(self._run)
+
+    def __call__(self, inputs: Sequence[DraftInput], nodes: Sequence[int]) -> GrownTrees:
+        """`TreeGrower.grow`, to rounding; nothing is read back, and the next call overwrites it.
+
+        Each input has one to `MAX_ROWS` rows, that nodes wrote. `nodes`: maximum of each tree, the root included.
+        """
+        new = [request.new for request in inputs]
+        states, rows = _of_one_forward(new)
+        columns = DraftStart.columns(inputs, nodes, roots=[each.tokens[-1] for each in new])
+        numbers = [*sum(columns, ()), *_padded(rows), *_padded([each.tokens for each in new])]
+        pinned = self._memory.is_cuda
+        self._memory.copy_(torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned), non_blocking=True)
+        torch.index_select(states, 0, self._nodes, out=self._hidden.view(-1, self._hidden.shape[-1]))
+        return self._replay()
+
+    def again(self) -> GrownTrees:
+        """The last draft once more, launch by launch, in memory of its own."""
+        return self._grow(None)
+
+    def _run(self) -> GrownTrees:
+        return self._grow(self._trees)
+
+    def _grow(self, out: GrownTrees | None) -> GrownTrees:
+        following = self._grower.decoder.embed_tokens(self._tokens)
+        predicted = self._grower.predict(self._start, following, self._hidden, self._depth)
+        return self._grower.grow(self._start, predicted, self._depth, out)
+
+
+def _of_one_forward(several: Sequence[NewRows]) -> tuple[Tensor, list[list[int]]]:
+    """The states [n, hidden] that nodes of several requests are rows of, and these rows, request by request."""
+    forwards = list({id(each.states): each.states for each in several}.values())
+    starts: dict[int, int] = {}
+    start = 0
+    for states in forwards:
+        starts[id(states)] = start
+        start += len(states)
+    rows = [[starts[id(each.states)] + node for node in each.nodes] for each in several]
+    return forwards[0] if len(forwards) == 1 else torch.cat(forwards), rows
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> list[int]:
+    """`MAX_ROWS` numbers of each request; those beyond its own rows are computed, and not read."""
+    return [number for mine in rows for number in (*mine, *[0] * (MAX_ROWS - len(mine)))]
+
+
+class StaticKeep:
+    """Keeps keys and values of committed rows, at most `rows`, as it was captured."""
+
+    def __init__(self, grower: TreeGrower, rows: int, capture: Capture) -> None:
+        self._grower = grower
+        self._spare = (0, grower.spare_row)
+        device = grower.keys.device
+        self._places = torch.zeros((2, rows), dtype=torch.int64, device=device)
+        self._places[1] = grower.spare_row
+        self._following = torch.zeros(rows, grower.hidden_size, dtype=grower.keys.dtype, device=device)
+        self._hidden = torch.zeros_like(self._following)
+        self._replay = capture(self._run)
+
+    def __call__(
+        self, following: Sequence[Tensor], hidden: Sequence[Tensor], places: tuple[list[int], list[int]]
+    ) -> None:
+        """See `TreeGrower.keep`, of parts [n, hidden] and the places of all; nothing is read back."""
+        sizes = [len(each) for each in hidden]
+        n = sum(sizes)
+        # What no request has goes where nobody looks.
+        padded = [column + [spare] * (len(self._hidden) - n) for column, spare in zip(places, self._spare, strict=True)]
+        self._places.copy_(torch.tensor(padded, pin_memory=self._places.is_cuda), non_blocking=True)
+        ours = [memory[:n].split(sizes) for memory in (self._following, self._hidden)]
+        copy_together([*ours[0], *ours[1]], [*following, *hidden])
+        self._replay()
+
+    def _run(self) -> Tensor:
+        self._grower.keep(self._following, self._hidden, self._places)
+        return self._hidden
+
+
+def check_inputs(decoder: PackedDecoder, requests: int, depth: int, *, prefix_len: int) -> list[DraftInput]:
+    """Requests in the first slots with random rows, of different numbers, each less deep than the one before."""
+    generator = torch.Generator().manual_seed(requests)
+    config, device = decoder.config, decoder.device
+    states = torch.randn(requests * MAX_ROWS, config.hidden_size, generator=generator).to(device, decoder.dtype)
+    inputs = []
+    for slot in range(requests):
+        rows = min(prefix_len, 1 + (slot + depth) % MAX_ROWS)
+        tokens = torch.randint(config.vocab_size, (rows,), generator=generator)
+        nodes = range(slot * MAX_ROWS, slot * MAX_ROWS + rows)
+        ids = tuple(tokens.tolist())
+        new = NewRows(states=states, nodes=tuple(nodes), tokens=ids, embed=decoder.embed_tokens)
+        root = tokens[-1].to(device)
+        inputs.append(DraftInput(slot, prefix_len, new, root, max_depth=max(1, depth - slot), position=1))
+    return inputs
+
+
+def check_trees(found: GrownTrees, expected: GrownTrees, *, what: str, dtype: torch.dtype) -> None:
+    """Compares roots, and how the draft's probability is spread over a tree; which of two like nodes it holds is open.
+
+    Raises RuntimeError where they differ by more than rounding, or nothing was drafted.
+    """
+    if not bool((expected.log_probs[:, 1:] > -torch.inf).any(dim=1).all()):
+        raise RuntimeError(f"{what} has no drafts")
+    if not found.numbers[0, :, 0].equal(expected.numbers[0, :, 0]):
+        raise RuntimeError(f"{what} has other roots")
+    ours, others = (each.log_probs.clamp(min=_UNLIKELY).sort(dim=1).values for each in (found, expected))
+    check_rows(ours, others, what=what, dtype=dtype)

@@ -52,12 +52,7 @@ class EagleHead(nn.Module):
             self.register_buffer("mask_rows", masks, persistent=False)
 
     def fuse(self, following: Tensor, hidden: Tensor) -> Tensor:
-        """The layer's input.
-
-        Args:
-            following: [..., hidden], embedding of the token after each row.
-            hidden: [..., hidden], the target's state at each row, or the head's own where the target has none yet.
-        """
+        """The layer's input, [..., hidden]: the next token's embedding with the target's, or the head's own, state."""
         return self.project(torch.cat((following, hidden), dim=-1))
 
     def project(self, both: Tensor) -> Tensor:
@@ -67,28 +62,19 @@ class EagleHead(nn.Module):
     def forward(
         self, fused: Tensor, layout: PackedLayout, rotation: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
     ) -> Tensor:
-        """One packed forward.
+        """One packed forward: [n_rows, hidden], the state after each row, as the head predicts it.
 
         Args:
             fused: [n_rows, hidden], of `fuse`, or masks.
-            layout: where the segments lie.
             rotation: cosines and sines of the rows, see `PackedDecoder.rotation`.
-            keys: [slots, slot_rows, kv_heads, head_dim], written in place.
-            values: like keys.
-
-        Returns:
-            [n_rows, hidden], the state after each row, as the head predicts it.
+            keys, values: [slots, slot_rows, kv_heads, head_dim], written in place.
         """
-        out: Tensor = self.layer(fused, *rotation, layout, keys, values)
-        return out
+        return self.layer(fused, *rotation, layout, keys, values)
 
     def keep(
         self, fused: Tensor, kv_rows: Tensor, rotation: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
     ) -> None:
-        """Writes the rows' keys and values as `forward` does, and computes nothing else: one layer has no more to keep.
-
-        Args as in `forward` and `PackedLayout`.
-        """
+        """Writes the rows' keys and values as `forward` does, and computes nothing else."""
         self.layer.write_kv(fused, *rotation, kv_rows, keys, values)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
@@ -117,11 +103,8 @@ class EagleHead(nn.Module):
 def load_draft_head(directory: Path, decoder: PackedDecoder) -> EagleHead:
     """Loads a draft head for a target, in the target's dtype and on its device.
 
-    Reads model.safetensors, or pytorch_model.bin as SpecVLA publishes it. The embeddings that such a file carries are
-    not read: they are the target's.
-
-    Raises:
-        UserError: a file is missing or damaged, or the head was made for another target.
+    Reads model.safetensors, or pytorch_model.bin as SpecVLA publishes it. The embeddings in such a file are not read:
+    they are the target's. Raises UserError where a file is missing or damaged, or the head was made for another target.
     """
     if not directory.is_dir():
         raise UserError(f"draft.head: {directory} does not exist; give the folder that holds the head's config.json")

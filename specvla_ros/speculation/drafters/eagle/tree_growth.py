@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4), grown for all requests at once."""
+"""The dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4): which children it considers, and how it grows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -11,23 +11,92 @@ from torch import Tensor
 from specvla_kernels.attention_plan import AttentionPlan, plan_attention
 from specvla_kernels.device import to_device
 from specvla_kernels.draft_rows import DraftRows, DraftSlots, beam_rows, chain_rows
-from specvla_kernels.expand_tree import Beam, Candidates, Considered, expand_tree
+from specvla_kernels.expand_tree import Beam, Candidates, Considered, Window, choose_children, expand_tree
 from specvla_kernels.finish_tree import GrownTrees, finish_tree
 from specvla_kernels.layout import Ancestry, PackedLayout, Span
+from specvla_ros.models.codecs.codec import ActionIds
 from specvla_ros.models.decoder import PackedDecoder
-from specvla_ros.speculation.drafters.eagle.children import IN_TEXT, Children, TopK, WindowMass
 from specvla_ros.speculation.drafters.eagle.head import EagleHead
 from specvla_ros.speculation.drafters.registry import DraftInput
 from specvla_ros.speculation.tree import Tree
 
+IN_TEXT = -(1 << 20)
+"""Below 0, however deep a tree grows from it: in place of an action dimension where the child may be text."""
 
-def split_trees(grown: GrownTrees, sizes: list[tuple[int, int]]) -> list[Tree]:
-    """Trees one by one.
+# From log-probabilities [b, vocab] and the children's action dimensions, int64 [b], to tokens and scores, both [b, k].
+Children = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The k likeliest tokens, scored by their log-probability (EAGLE-2); tokens and scores are [b, k]."""
+
+    k: int
+
+    def __call__(self, log_probs: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
+        best = log_probs.topk(self.k, dim=-1)
+        return best.indices, best.values
+
+
+@dataclass(frozen=True)
+class WindowMass:
+    """Action tokens that between them cover most of the draft's probability, each with its tolerance.
+
+    Under relaxation neighbouring bins cover the same target: the likeliest k bins are mostly one guess. Here the first
+    child is the likeliest bin; the mass that its window [b - r, b + r] covers is taken away, and so on. Siblings are at
+    least r + 1 bins apart, and a child's score is the log of the mass that it alone covers: the draft's estimate that
+    this sibling will be the accepted one. With r = 0 these are the k likeliest bins.
+
+    A child is not put where its window holds most mass. Where the draft is sure, every window around its guess holds
+    nearly all of the mass, and the one that catches a little more of the tails is off by up to r bins, always to the
+    same side: accepted, and wrong. The nano policy then hardly ever lifted a cube.
 
     Args:
-        grown: the trees.
-        sizes: number of nodes and depth of each tree.
+        bins: int64 [dimensions + 1], r per action dimension; the last is for every dimension beyond.
+        text: whether children may be text; where they may, in dimension `IN_TEXT`, they are the k likeliest tokens.
     """
+
+    k: int
+    actions: ActionIds
+    bins: Tensor
+    text: bool = False
+
+    @staticmethod
+    def from_actions(
+        k: int, actions: ActionIds, dimensions: int, device: torch.device, *, text: bool = False
+    ) -> "WindowMass":
+        """Without tolerance in any of the action's dimensions."""
+        return WindowMass(k, actions, torch.zeros(dimensions + 1, dtype=torch.int64, device=device), text)
+
+    def tolerate(self, bins: Sequence[int]) -> None:
+        """Takes another r per action dimension, 0 beyond them, in the same memory: a captured draft reads it."""
+        self.bins.copy_(torch.tensor([*bins] + [0] * (len(self.bins) - len(bins))))
+
+    def __call__(self, log_probs: Tensor, dimensions: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and scores [b, k]; -inf where no mass is left."""
+        candidates = self.candidates(log_probs[:, None], dimensions, normalised=True)
+        tokens, scores = choose_children(candidates, self.k)
+        return tokens[:, 0], scores[:, 0]
+
+    def candidates(self, rows: Tensor, dimensions: Tensor, *, normalised: bool) -> Candidates:
+        """Candidates from logits of the actions' ids, or `normalised` log-probabilities of the vocabulary.
+
+        `rows` are [trees, beam, vocab], their dimensions int64 [trees].
+        """
+        likeliest = rows.topk(self.k, dim=-1) if self.text else None
+        first, stop = self.actions.first, self.actions.stop
+        return Candidates(
+            dimensions,
+            rows[..., first:stop],
+            first_id=first,
+            normalised=normalised,
+            window=Window(self.actions.bins, self.bins),
+            chosen=None if likeliest is None else (likeliest.indices, likeliest.values),
+        )
+
+
+def split_trees(grown: GrownTrees, sizes: list[tuple[int, int]]) -> list[Tree]:
+    """Trees one by one, each of its number of nodes and its depth."""
     trees = []
     for i, (n, depth) in enumerate(sizes):
         tokens, *ancestry = grown.numbers[:, i, :n].unbind()
@@ -39,22 +108,14 @@ def split_trees(grown: GrownTrees, sizes: list[tuple[int, int]]) -> list[Tree]:
 class TreeGrowth:
     """Some trees while they grow, depth by depth, on the device; the host knows all shapes.
 
-    Args:
-        roots: int64 [trees], the last committed tokens.
-        max_depths: int64 [trees]; a tree that has reached its own grows no further.
-        k: children per node, and nodes of a beam.
-        levels: maximum.
-
-    Attributes:
-        beam: the best nodes of the newest depth, whose children are considered next; None: the root.
-        level: of these children.
+    A tree that has reached its own of `max_depths`, int64 [trees], grows no further. `k` counts the children per node
+    and the nodes of a beam: the best of the newest depth, whose children, at `level`, are considered next; None: the
+    root.
     """
 
     def __init__(self, roots: Tensor, max_depths: Tensor, *, k: int, levels: int) -> None:
-        self._roots = roots
-        self._max_depths = max_depths
-        self._k = k
-        self._levels = levels
+        self._roots, self._max_depths = roots, max_depths
+        self._k, self._levels = k, levels
         self._considered: Considered | None = None
         self._count = 0
         self.level = 0
@@ -62,25 +123,11 @@ class TreeGrowth:
 
     @property
     def beam_tokens(self) -> Tensor:
-        """int64 [trees, beam], tokens of the beam."""
+        """int64 [trees, beam]."""
         return self._roots[:, None] if self.beam is None else self.beam.tokens
 
-    def expand(self, tokens: Tensor, scores: Tensor) -> None:
-        """Considers children that are chosen, and makes the best of them the next beam.
-
-        Args:
-            tokens: int64 [trees, beam, k].
-            scores: [trees, beam, k], log-probability of each child given its parent; NaN counts as impossible.
-        """
-        self.consider(Candidates(self._max_depths, chosen=(tokens, scores)), scores.dtype)
-
     def consider(self, candidates: Candidates, dtype: torch.dtype) -> None:
-        """Considers the children of the beam, and makes the best of them the next beam.
-
-        Args:
-            candidates: what they are chosen from.
-            dtype: of scores.
-        """
+        """Considers the children of the beam, with scores of a dtype, and makes the best of them the next beam."""
         if self._considered is None:
             entries = (len(self._roots), self._k + (self._levels - 1) * self._k**2)
             parents, tokens = (torch.empty(entries, dtype=torch.int64, device=self._roots.device) for _ in range(2))
@@ -100,26 +147,14 @@ class TreeGrowth:
         self.level += 1
 
     def finish(self, nodes: Tensor, max_nodes: int, out: GrownTrees | None = None) -> GrownTrees:
-        """The best of everything considered, in the order of depth; see `finish_tree`.
-
-        Args:
-            nodes: int64 [trees], maximum of each finished tree, the root included.
-            max_nodes: of any tree; known to the host.
-            out: where they are written; None: in memory of their own.
-        """
+        """The best of everything considered, in the order of depth; see `finish_tree`."""
         assert self._considered is not None
         considered = self._considered.first(self._count)
         return finish_tree(considered, self._roots, nodes, k=self._k, levels=self.level, max_nodes=max_nodes, out=out)
 
 
 def tree_size(depth: int, k: int, max_nodes: int) -> int:
-    """Number of nodes of a finished tree, the root included, where the best k nodes of each depth have k children.
-
-    Args:
-        depth: of the tree, at least one.
-        k: children per node, and nodes of a beam.
-        max_nodes: limit of the tree.
-    """
+    """Number of nodes of a finished tree, the root included, where the best k nodes of each depth have k children."""
     return min(max_nodes, 1 + k + (depth - 1) * k * k)
 
 
@@ -131,7 +166,6 @@ class DraftStart:
         where: the requests' rows of the head's keys and values.
         nodes: int64 [requests], maximum of the trees' nodes, the root included.
         dimensions: int64 [requests], the action dimension of the first drafted tokens; IN_TEXT where they may be text.
-        roots: int64 [requests], the last committed tokens.
         spans: slot and prefix_len of each request once more, on the host; empty where nothing may depend on them.
     """
 
@@ -144,40 +178,25 @@ class DraftStart:
 
     @staticmethod
     def columns(inputs: Sequence[DraftInput], nodes: Sequence[int], *, roots: Sequence[int]) -> list[tuple[int, ...]]:
-        """What `TreeGrower.start` takes: for each of its `COLUMNS` a number per request."""
-        return [
-            tuple(request.slot for request in inputs),
-            tuple(request.prefix_len for request in inputs),
-            tuple(len(request.new) for request in inputs),
-            tuple(request.max_depth for request in inputs),
-            tuple(nodes),
-            tuple(IN_TEXT if request.in_text else request.position for request in inputs),
-            tuple(roots),
-        ]
+        """The input of `TreeGrower.start`: for each of its `COLUMNS` a number per request."""
+        rows = [(each.slot, each.prefix_len, len(each.new), each.max_depth) for each in inputs]
+        dimensions = [IN_TEXT if each.in_text else each.position for each in inputs]
+        return [*zip(*rows, strict=True), tuple(nodes), tuple(dimensions), tuple(roots)]
 
 
 class TreeGrower:
-    """The head with its keys and values, one slot per request as in the target's KV cache.
+    """The head with its keys and values, [slots, slot_rows, kv_heads, head_dim] with one slot per request.
 
     Args:
-        head: the draft head.
         decoder: the target, whose embeddings and output head it shares.
         k: children per node, and nodes of a beam.
         nodes: maximum of a tree, the root included.
-        slots: maximum of requests in flight.
         slot_rows: rows of a slot, those of the nodes that the head runs over included.
-        children: how a node's children are chosen; what it calls a token is counted from the first of the ids.
+        children: how a node's children are chosen; its tokens are counted from the first of the ids.
         ids: the only ones that may come, where the answer has no others: the rest of the output head is not read, and
-            each node's probability is spread over them alone. It is the draft's estimate of what the target says next,
-            and that the target says one of these is known; in the whole vocabulary's probability every node would pay
-            once more, with each level, for what the draft believes of ids that never come. None: the whole vocabulary,
-            as published.
-
-    Attributes:
-        keys: [slots, slot_rows, kv_heads, head_dim].
-        values: like keys.
-        hidden_size: size of a state.
-        parallel_depth: tokens that one forward drafts.
+            each node's probability is spread over them alone, since the target is known to say one of them. Spread over
+            the whole vocabulary, every node would pay, with each level, for ids that never come. None: the whole
+            vocabulary, as published.
     """
 
     def __init__(
@@ -192,13 +211,9 @@ class TreeGrower:
         children: Children,
         ids: range | None = None,
     ) -> None:
-        self._head = head
-        self._decoder = decoder
-        self._k = k
-        self._nodes = nodes
-        self._children = children
-        self._ids = ids
-        self._slot_rows = slot_rows
+        self.head, self.decoder = head, decoder
+        self._k, self._nodes, self._slot_rows = k, nodes, slot_rows
+        self._children, self._ids = children, ids
         self._plans: dict[tuple[int, int, bool], AttentionPlan] = {}
         config = head.config
         self.hidden_size = config.hidden_size
@@ -210,17 +225,12 @@ class TreeGrower:
     def start(self, columns: Tensor) -> DraftStart:
         """From int64 [COLUMNS, requests], as `DraftStart.columns` gives them."""
         slots, prefix_lens, rows, max_depths, nodes, dimensions, roots = columns.unbind()
-        cos, sin = self._decoder.rotations(self.keys.device)
+        cos, sin = self.decoder.rotations(self.keys.device)
         where = DraftSlots(slots, prefix_lens, rows, max_depths, self._slot_rows, cos, sin)
         return DraftStart(where, nodes, dimensions, roots)
 
     def start_of(self, inputs: Sequence[DraftInput], nodes: Sequence[int]) -> DraftStart:
-        """Copies the requests' numbers to the roots' device.
-
-        Args:
-            inputs: one per request.
-            nodes: maximum of each tree.
-        """
+        """Copies the requests' numbers, and the maximum nodes of each tree, to the roots' device."""
         roots = torch.stack([request.root for request in inputs])
         columns = to_device(DraftStart.columns(inputs, nodes, roots=[0] * len(inputs)), roots.device)
         spans = tuple((request.slot, request.prefix_len) for request in inputs)
@@ -228,21 +238,11 @@ class TreeGrower:
 
     def masks(self, depth: int) -> Tensor:
         """[n, hidden], the rows behind the last committed one for a tree so deep; none of a head that grows levels."""
-        return self._head.mask_rows[: depth - 1]
-
-    def fuse(self, following: Tensor, hidden: Tensor) -> Tensor:
-        """See EagleHead."""
-        return self._head.fuse(following, hidden)
+        return self.head.mask_rows[: depth - 1]
 
     def forward(self, fused: Tensor, layout: PackedLayout) -> Tensor:
         """The head over packed rows; see EagleHead."""
-        rotation = self._decoder.rotation(layout.positions)
-        out: Tensor = self._head(fused, layout, rotation, self.keys, self.values)
-        return out
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """int64 [...] to the target's embeddings [..., hidden]."""
-        return self._decoder.embed_tokens(tokens)
+        return self.head(fused, layout, self.decoder.rotation(layout.positions), self.keys, self.values)
 
     @property
     def spare_row(self) -> int:
@@ -260,28 +260,16 @@ class TreeGrower:
         return positions, rows
 
     def keep(self, following: Tensor, hidden: Tensor, places: Tensor) -> None:
-        """Keeps what the head knows of committed rows, for later forwards; nothing is predicted.
-
-        Args:
-            following: [n, hidden], as in EagleHead.
-            hidden: like following.
-            places: int64 [2, n], as `places` gives them.
-        """
-        rotation = self._decoder.rotation(places[0])
-        self._head.keep(self.fuse(following, hidden), places[1], rotation, self.keys, self.values)
+        """Keeps keys and values of committed rows, at `places` (int64 [2, n]); nothing is predicted."""
+        rotation = self.decoder.rotation(places[0])
+        self.head.keep(self.head.fuse(following, hidden), places[1], rotation, self.keys, self.values)
 
     def predict(self, start: DraftStart, following: Tensor, hidden: Tensor, depth: int) -> Tensor:
-        """The head over each request's newest committed rows, and the masks behind them.
+        """[trees, 1 + masks, hidden], the head's states after each request's newest committed row and its masks.
 
-        Args:
-            start: the requests, `rows` of each; without spans, which are those of trees.
-            following: [trees, n, hidden], as in EagleHead; the first `rows` of each request count. The others are
-                computed too, into rows of its slot that are not committed.
-            hidden: like following.
-            depth: of the deepest tree.
-
-        Returns:
-            [trees, 1 + masks, hidden], the head's states after each request's last row and its masks.
+        `following` and `hidden` are [trees, n, hidden], as in EagleHead; the first `rows` of each request count. The
+        others are computed too, into rows of its slot that are not committed. `start` has no spans, which are those of
+        trees.
         """
         assert not start.spans
         trees, n, size = following.shape
@@ -295,7 +283,7 @@ class TreeGrower:
         place = torch.arange(n + later, device=following.device).expand(trees, -1)
         new = start.where.rows[:, None]
         order = torch.where(place < new, place, torch.where(place < new + later, n + place - new, place - later))
-        fused = torch.cat((self.fuse(following, hidden), masks.expand(trees, -1, -1)), dim=1)
+        fused = torch.cat((self.head.fuse(following, hidden), masks.expand(trees, -1, -1)), dim=1)
         fused = fused.gather(1, order[:, :, None].expand(-1, -1, size))
         # No position beyond a tree's own depth: it may not exist.
         deepest = new + start.where.max_depths[:, None].clamp(min=1, max=1 + later) - 2
@@ -315,14 +303,10 @@ class TreeGrower:
         )
 
     def grow(self, start: DraftStart, predicted: Tensor, depth: int, out: GrownTrees | None = None) -> GrownTrees:
-        """Trees after committed rows that the head has seen.
+        """Trees after committed rows that the head has seen, written to `out` (see `memory`) or memory of their own.
 
-        Args:
-            start: the requests.
-            predicted: [trees, n, hidden], the head's states after the last committed rows; of a parallel head also
-                after each of the tree's masks.
-            depth: of the deepest tree, at least one.
-            out: where they are written, see `memory`; None: in memory of their own.
+        `predicted`, [trees, n, hidden], are the head's states after the last committed rows; of a parallel head also
+        after each of the tree's masks. `depth`: of the deepest tree, at least one.
         """
         growth = TreeGrowth(start.roots, start.where.max_depths, k=self._k, levels=depth)
         if self.parallel_depth > 1:
@@ -333,7 +317,7 @@ class TreeGrower:
 
     def _expand_levels(self, growth: TreeGrowth, start: DraftStart, states: Tensor, depth: int) -> None:
         """A forward of the head per level, over the beam that the level before has left."""
-        where, embed, inputs = start.where, self._decoder.embed_tokens, None
+        where, embed, inputs = start.where, self.decoder.embed_tokens, None
         for _ in range(depth):
             if growth.beam is not None:
                 trees, n = growth.beam.ancestors.shape
@@ -355,18 +339,11 @@ class TreeGrower:
         spans = tuple(Span(slot, i * n, n, prefix, is_tree=True) for i, (slot, prefix) in enumerate(start.spans))
         plans = {(plan.group, self.keys.shape[2]): plan}
         layout = PackedLayout(spans, rows.positions, rows.kv_rows, rows.ancestors, plans)
-        fused = self._head.project(rows.inputs.flatten(0, 1))
-        out: Tensor = self._head(fused, layout, (rows.cos, rows.sin), self.keys, self.values)
-        return out
+        fused = self.head.project(rows.inputs.flatten(0, 1))
+        return self.head(fused, layout, (rows.cos, rows.sin), self.keys, self.values)
 
     def _chain_layout(self, start: DraftStart, first_rows: Tensor, offsets: Tensor) -> PackedLayout:
-        """The same number of rows for each request.
-
-        Args:
-            start: the requests.
-            first_rows: int64 [requests], row of the slot that each begins at.
-            offsets: int64 [requests, n], positions counted from there.
-        """
+        """The same number of rows for each request, at `first_rows` [requests] plus `offsets` [requests, n]."""
         requests, n = offsets.shape
         begin = start.where.slots * self._slot_rows + first_rows
         plan = self._plan(requests, n, is_tree=False)
@@ -383,7 +360,7 @@ class TreeGrower:
 
     def _logits(self, states: Tensor) -> Tensor:
         """[trees, n, ids] after states [trees, n, hidden]."""
-        return self._decoder.logits(states.flatten(0, 1), self._ids).view(*states.shape[:2], -1)
+        return self.decoder.logits(states.flatten(0, 1), self._ids).view(*states.shape[:2], -1)
 
     def _consider(self, growth: TreeGrowth, logits: Tensor, dimensions: Tensor) -> None:
         """The next level, from logits [trees, beam, ids] and the first level's action dimension, int64 [trees]."""
@@ -412,7 +389,7 @@ class TreeGrower:
             kv_heads = self.keys.shape[2]
             self._plans[key] = plan_attention(
                 [Span(0, i * n, n, 0, is_tree) for i in range(requests)],
-                group=self._head.config.num_attention_heads // kv_heads,
+                group=self.head.config.num_attention_heads // kv_heads,
                 kv_heads=kv_heads,
                 slot_rows=self._slot_rows,
                 device=self.keys.device,
