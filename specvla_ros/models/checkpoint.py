@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a checkpoint directory to a target: which family it is of, and on what it runs.
+"""From a checkpoint directory to a target: its family and its device.
 
 A family registers a loader in `TARGETS` under the `model_type` of its config.json. The loader takes the directory and
-the keywords of `load_target`, with `device` and `dtype` resolved; those that it has no use for it gives to
-`refuse_options`.
+the keywords of `load_target`, with `device` and `dtype` resolved; the keywords it does not use go to `refuse_options`.
 """
 
 import os
@@ -41,19 +40,19 @@ def load_target(
 
     Args:
         directory: holds config.json, safetensors weights, preprocessor_config.json and tokenizer.json.
-        device: `auto` takes CUDA where it is there; `cpu`, `cuda` or `cuda:N`.
+        device: `auto` (CUDA if available), `cpu`, `cuda` or `cuda:N`.
         dtype: `float32`, `bfloat16`, `float16`; `auto`: float32 on a CPU, bfloat16 on CUDA.
-        unnorm_key: dataset whose action statistics to use; empty: the only ones there are.
-        center_crop: as the fine-tuned checkpoints need that were trained with image augmentation.
+        unnorm_key: dataset whose action statistics to use; empty: the only one.
+        center_crop: as checkpoints fine-tuned with image augmentation need.
         quantization: of the decoder layers' matrices, see `check_quantization`.
         action_head: compute the logits of action tokens alone, for a policy that answers with nothing else.
-        prompt: how an OpenVLA checkpoint is asked, see `PromptStyle`; `auto`: as its config.json says.
+        prompt: see `PromptStyle`; `auto`: as config.json says.
         cameras: those of the policy's cameras that the robot has, for a policy that can do without some.
-        progress: called with what is being done and the fraction of the tensors read.
+        progress: called with the current step and the fraction of the tensors read.
 
     Raises:
-        UserError: anything about the directory or an argument that does not fit, before weights are read if possible;
-            or the device's memory is too small, with what would fit.
+        UserError: the directory or an argument does not fit, before weights are read if possible; or the device has too
+            little memory, with what would fit.
     """
     directory = Path(directory).expanduser()
     load = _loader(directory)
@@ -89,10 +88,7 @@ def _loader(directory: Path) -> Callable[..., Any]:
 
 
 def _model_type(directory: Path) -> str:
-    """Of a config.json: its model_type; what LeRobot calls type; native Prismatic files describe a `vla` instead.
-
-    A StarVLA run has none, but a config.yaml.
-    """
+    """model_type of config.json; `type` in LeRobot's; native Prismatic files have `vla`, StarVLA runs a config.yaml."""
     run = directory / "config.yaml"
     if not (directory / "config.json").exists() and run.exists() and "\nframework:" in "\n" + run.read_text("utf-8"):
         return "starvla-run"
@@ -128,7 +124,7 @@ def _device(name: str) -> torch.device:
 
 
 def _check_build(device: torch.device) -> None:
-    """Refuses a build of torch that does not compute on this GPU, with the architectures that it was built for."""
+    """Refuses a build of torch that does not compute on this GPU."""
     try:
         torch.zeros(1, device=device).add_(1.0).tolist()
     except torch.OutOfMemoryError:
@@ -151,10 +147,10 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def leave_a_core() -> None:
-    """Leaves one of the CPU's cores to other processes, such as DDS, a camera or a simulator.
+    """Leaves one CPU core to other processes, such as DDS, a camera or a simulator.
 
-    torch's threads wait for each other: one that must share its core slows all of them. On two busy cores a 12 ms
-    action took 190 ms and more before. OMP_NUM_THREADS, if set, has the last word.
+    torch's threads wait for each other, so one that shares its core slows all of them: on two busy cores a 12 ms action
+    took 190 ms and more. OMP_NUM_THREADS, if set, has the last word.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))

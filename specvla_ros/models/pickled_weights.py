@@ -13,10 +13,9 @@ from specvla_ros.errors import UserError
 
 
 def read_pickled(path: Path) -> dict[str, Any]:
-    """The object in a file, its tensors mapped from it where the format allows.
+    """The dictionary in a file, its tensors mapped from it where the format allows.
 
-    Raises:
-        UserError: it is missing, damaged, holds anything but tensors and plain values, or is no dictionary.
+    UserError if it is missing, damaged, holds anything but tensors and plain values, or is no dictionary.
     """
     try:
         value = _load(path)
@@ -40,15 +39,9 @@ def _load(path: Path) -> Any:
 
 
 def copy_weights(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> Iterator[float]:
-    """Copies each wanted tensor from the one of its name; yields the fraction that is done.
+    """Copies each wanted tensor from the given one of its name in the file `path`; yields the fraction that is done.
 
-    Args:
-        given: what the file has.
-        wanted: parameters, by their names in the file.
-        path: of the file, for the message.
-
-    Raises:
-        UserError: one is missing, or has another shape or no floating-point values.
+    UserError if one is missing, or has another shape or no floating-point values.
     """
     for done, (name, tensor) in enumerate(wanted.items(), 1):
         found = given.get(name)
@@ -60,16 +53,7 @@ def copy_weights(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path
 
 
 def tensors_in(value: Any, path: Path, where: str = "") -> dict[str, Tensor]:
-    """The tensors of a state dictionary by name.
-
-    Args:
-        value: what a file has there.
-        path: of the file, for the message.
-        where: its place in the file.
-
-    Raises:
-        UserError: it is none.
-    """
+    """The state dictionary in a value at place `where` of the file `path`; UserError if it is none."""
     if not isinstance(value, dict) or not all(isinstance(each, Tensor) for each in value.values()):
         raise UserError(f"{path} has no named weights{f' as {where}' if where else ''}; download this file again")
     return value

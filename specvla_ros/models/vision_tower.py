@@ -88,10 +88,10 @@ class _PatchEmbedding(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """A ViT up to the block before its last, whose patch features OpenVLA uses.
+    """A ViT up to the block before its last, whose patch features OpenVLA uses. Parameter names are the checkpoint's.
 
     The last block, the final norm and SigLIP's attention pool are in the checkpoints but never computed: they are
-    neither built nor read. Parameter names are the checkpoint's.
+    neither built nor read.
     """
 
     def __init__(self, config: VisionTowerConfig) -> None:
@@ -119,9 +119,9 @@ class VisionTower(nn.Module):
         return features if pixels.ndim == 4 else features[0]
 
     def _fused(self, image: Tensor) -> Tensor:
-        """The same of one image [3, size, size] in 7 launches a block; they have no backward pass.
+        """The same for one image [3, size, size] in 7 launches per block, which have no backward pass.
 
-        Each norm adds what comes before it, and the last matrix what is left over.
+        Each norm adds what comes before it, and the last matrix what is left.
         """
         x = patch_embedding(image, self.patch_embed.proj.weight, _bias(self.patch_embed.proj), self.pos_embed[0])
         prefix = [token[0] for token in (self.cls_token, self.reg_token) if token is not None]

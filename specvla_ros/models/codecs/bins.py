@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions as bins: 256 per dimension at the end of the vocabulary, un-normalised by the training data's quantiles."""
+"""Actions as bins: 256 per dimension at the end of the vocabulary, scaled by the training data's quantiles."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,11 +34,10 @@ class ActionTokenizer:
 
     @property
     def first_id(self) -> int:
-        """The lowest action token; the highest value."""
+        """The lowest action token, and the highest value."""
         return self.vocab_size - len(self.edges)
 
     def is_action(self, token: int) -> bool:
-        """Whether the token stands for a bin. Decoding would silently turn any other into an extreme value."""
         return self.first_id <= token < self.vocab_size
 
     def encode(self, values: np.ndarray) -> np.ndarray:
@@ -60,8 +59,7 @@ class ActionStatistics:
 
     Args:
         unnorm_key: the dataset's name in the checkpoint.
-        low: float64 [action_dim], the 1st percentile of the training actions.
-        high: float64 [action_dim], the 99th.
+        low, high: float64 [action_dim], the 1st and 99th percentile of the training actions.
         mask: bool [action_dim]; False: the dimension is used as it is (a gripper in [0, 1]).
         switches: indices of such dimensions that are 1 above a half, and else 0.
     """
@@ -92,7 +90,7 @@ class ActionStatistics:
 
 
 def select_statistics(norm_stats: Mapping[str, Any], unnorm_key: str, kind: str = "action") -> ActionStatistics:
-    """The statistics of actions, or of another `kind` of vector, under a key; an empty key means the only one there is.
+    """The statistics of actions, or of another `kind` of vector, under a key; an empty key means the only one.
 
     A fine-tuned LIBERO checkpoint may hold `NAME_no_noops` for the suite NAME; that is found too, as in OpenVLA's
     evaluation.
@@ -128,14 +126,14 @@ def select_statistics(norm_stats: Mapping[str, Any], unnorm_key: str, kind: str 
 
 
 def read_statistics(context: CodecContext) -> ActionStatistics:
-    """Those that a checkpoint's codec shall use."""
+    """Those that a checkpoint's codec uses."""
     return checked_statistics(context.directory, context.norm_stats, context.unnorm_key)
 
 
 def checked_statistics(
     path: Path, norm_stats: Mapping[str, Any], unnorm_key: str, kind: str = "action"
 ) -> ActionStatistics:
-    """As `select_statistics`, whose errors then begin with the checkpoint or file that the statistics are from."""
+    """As `select_statistics`; errors begin with the checkpoint or file."""
     try:
         return select_statistics(norm_stats, unnorm_key, kind)
     except UserError as error:
@@ -160,11 +158,11 @@ class BinsCodec:
     Args:
         tokenizer: token ids to normalised values.
         statistics: normalised values to the robot's units.
-        max_text: text tokens that may come before the action, as embodied chain-of-thought policies write them; 0 for
-            OpenVLA, whose first token is an action.
+        max_text: text tokens that may come before the action, as in embodied chain-of-thought; 0 for OpenVLA, whose
+            first token is an action.
         dt_s: see `Codec`.
-        end_ids: the token ids with which a policy that writes text ends its answer; it must then hold one action, whole
-            and at its end. Empty: an answer ends with the last token of the first whole action.
+        end_ids: the token ids with which a policy that writes text ends its answer, which then holds one whole action
+            at its end. Empty: an answer ends with the last token of the first whole action.
     """
 
     tokenizer: ActionTokenizer
@@ -187,7 +185,6 @@ class BinsCodec:
 
     @property
     def dims(self) -> int:
-        """Dimensions of an action, and its tokens."""
         return len(self.statistics.low)
 
     @property
@@ -208,11 +205,6 @@ class BinsCodec:
         return self.max_text + self.dims + bool(self.end_ids)
 
     def with_text(self, max_text: int) -> "BinsCodec":
-        """See `Codec`.
-
-        Raises:
-            UserError: it is 0, and the policy writes text.
-        """
         if self.end_ids and not max_text:
             raise UserError(
                 "this policy writes text before its action: set decode.max_reasoning_tokens to its length, such as 1024"
@@ -249,7 +241,6 @@ class BinsCodec:
         return tuple(tokens[: self._stop(tokens)][: -self.dims])
 
     def _stop(self, tokens: Sequence[int]) -> int:
-        """Length of an answer without its end token."""
         return len(tokens) - (tokens[-1] in self.end_ids)
 
     def problem(self, tokens: Sequence[int]) -> str:
@@ -296,13 +287,11 @@ def _bins(context: CodecContext) -> BinsCodec:
 def tolerance_in_bins(
     statistics: ActionStatistics, values: int, *, metres: float, radians: float, gripper_bins: int
 ) -> tuple[int, ...]:
-    """Physical tolerances as whole bins per dimension, rounded down.
+    """Physical tolerances as whole bins per dimension, rounded down; 0 is strict.
 
     Args:
-        statistics: of the checkpoint; a bin of a dimension is 2 / `values` of half its range.
-        values: bin centres per dimension (255).
-        metres: for x, y, z; 0: strict.
-        radians: for roll, pitch, yaw; 0: strict.
+        values: bin centres per dimension (255); a bin is 2 / `values` of half the dimension's range.
+        metres, radians: for x, y, z; for roll, pitch, yaw.
         gripper_bins: for dimensions that the statistics do not scale.
 
     Raises:
@@ -333,8 +322,7 @@ def tolerance_in_bins(
 def physical_limits(statistics: ActionStatistics, *, metres: float, radians: float) -> list[float | None]:
     """The tolerance of each dimension in its unit; None: the statistics do not scale it, as a gripper's.
 
-    Raises:
-        UserError: the dimensions' units are not known.
+    UserError if the dimensions' units are not known.
     """
     if statistics.names != ACTION_NAMES:
         raise UserError(
@@ -346,20 +334,16 @@ def physical_limits(statistics: ActionStatistics, *, metres: float, radians: flo
 
 
 def _rounded_up(width: float) -> float:
-    """To four digits and not below, so that the number a message names is one that is taken."""
+    """To four digits and not below, so that the number named in a message is accepted."""
     unit = 10.0 ** (math.floor(math.log10(width)) - 3)
     return math.ceil(width / unit) * unit
 
 
 def spread_bins(bins: Sequence[int], mask: Sequence[bool], gripper_bins: int) -> tuple[int, ...]:
-    """One tolerance for all moving dimensions, or one per dimension as given.
+    """One tolerance for all moving dimensions, or one per dimension as given; UserError for another number of them.
 
     Args:
-        bins: one number, or one per dimension.
         mask: which dimensions the statistics scale; the others take `gripper_bins` when one number is given.
-
-    Raises:
-        UserError: neither one number nor one per dimension.
     """
     if len(bins) == 1:
         return tuple(bins[0] if scaled else gripper_bins for scaled in mask)

@@ -45,7 +45,7 @@ class ChunkCodec:
 
     @property
     def action_ids(self) -> ActionIds:
-        """None whose neighbours are close: drafts and rules that count on that leave these alone."""
+        """Empty: drafts and rules that rely on neighbours being close leave these tokens alone."""
         return ActionIds(0, 0, bins=1)
 
     @property
@@ -53,11 +53,6 @@ class ChunkCodec:
         return self.action_ids
 
     def with_text(self: Self, max_text: int) -> Self:
-        """See `Codec`.
-
-        Raises:
-            UserError: it is not 0.
-        """
         if max_text:
             raise UserError(f"this policy writes {self.WRITES} and no text: leave decode.max_reasoning_tokens at 0")
         return self
@@ -69,11 +64,6 @@ class ChunkCodec:
         raise UserError(f"{self.WRITES} have no tolerance in metres and radians: leave it out, for strict acceptance")
 
     def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
-        """See `Codec`.
-
-        Raises:
-            UserError: a tolerance is given.
-        """
         if any(bins):
             raise UserError(f"{self.WRITES} have no bins: leave acceptance.bins at 0, for strict acceptance")
         return ()
@@ -83,12 +73,7 @@ class ChunkCodec:
 
 
 class WrittenChunkCodec(ChunkCodec):
-    """Of answers that an end token ends.
-
-    Attributes:
-        end_ids: the tokens that end an answer, and belong to it.
-        max_tokens: length at which an answer ends whatever it holds.
-    """
+    """For answers that one of `end_ids` ends, which belongs to them; at the latest after `max_tokens`."""
 
     if TYPE_CHECKING:
 
@@ -101,7 +86,7 @@ class WrittenChunkCodec(ChunkCodec):
         return 0
 
     def in_text(self, tokens: Sequence[int]) -> bool:
-        """Always: any token may come next, the end token among them."""
+        """Always: any token may come next, the end token included."""
         return True
 
     def remaining(self, tokens: Sequence[int]) -> int:
@@ -119,14 +104,9 @@ class WrittenChunkCodec(ChunkCodec):
 
 @dataclass(frozen=True)
 class HeadCodec(ChunkCodec):
-    """Of a policy that writes no tokens, whose actions a head gives: see `Target.head`.
+    """For a policy that writes no tokens, whose actions come from a head: see `Target.head`.
 
     An answer ends with its first token, which stands for nothing.
-
-    Args:
-        statistics: smallest and largest usual values.
-        horizon: actions per answer.
-        dt_s: see `Codec`.
     """
 
     WRITES: ClassVar[str] = "actions of a head"
@@ -162,15 +142,9 @@ class HeadCodec(ChunkCodec):
         return ""
 
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
-        """See `Codec`.
-
-        Raises:
-            UserError: always: no token stands for an action.
-        """
         raise UserError("this policy's actions come from a head and not from tokens")
 
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
-        """See `decode`."""
         raise UserError("this policy's actions come from a head and not from tokens")
 
     def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seam between tokens and actions.
 
-A codec knows which token ids stand for actions, when an answer is complete, which ids may come next, what an answer
-means in the robot's units, and how far apart in those units two tokens are. A codec is one file: a class and a function
-that makes it from a `CodecContext`, registered by name; another package adds one with an entry point of the group
-`specvla_ros.codecs`.
+A codec is one file: a class and a function that makes it from a `CodecContext`, registered by name; another package
+adds one with an entry point of the group `specvla_ros.codecs`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +25,7 @@ CODEC_FILE = "processor_config.json"
 
 @dataclass(frozen=True)
 class ActionIds:
-    """Which token ids are actions.
+    """The token ids of actions.
 
     Args:
         first: the lowest action token, the highest value.
@@ -40,11 +38,9 @@ class ActionIds:
     bins: int
 
     def counted_from(self, first: int) -> "ActionIds":
-        """The same tokens where another id is the first."""
         return ActionIds(self.first - first, self.stop - first, self.bins)
 
     def contain(self, tokens: Tensor) -> Tensor:
-        """Bool of the shape of tokens."""
         return (tokens >= self.first) & (tokens < self.stop)
 
     def compare(self, trees: Trees) -> Comparison:
@@ -56,7 +52,7 @@ class TokenDistances(Protocol):
     """How far apart two tokens of an answer are, on the device and without a read-back."""
 
     def contain(self, tokens: Tensor) -> Tensor:
-        """Which tokens stand for actions: bool of the shape of tokens."""
+        """Bool of the shape of tokens: which of them stand for actions."""
 
     def compare(self, trees: Trees) -> Comparison:
         """Each drafted token beside the target's own choice.
@@ -68,22 +64,20 @@ class TokenDistances(Protocol):
 
 @runtime_checkable
 class SaysNumbers(Protocol):
-    """What a codec gives beside, whose answers say one number of an action after the other."""
+    """Optional: a codec whose answers say one number of an action after the other."""
 
     def begun(self, tokens: Sequence[int]) -> np.ndarray:
-        """The numbers that the beginning of an answer says in whole, float64 [n], action by action, in robot units."""
+        """The whole numbers at the beginning of an answer, float64 [n], action by action, in robot units."""
 
     def otherwise(self, drafts: Sequence[Sequence[int]], answer: Sequence[int]) -> list[tuple[int, ...]]:
-        """How the number that an answer has begun may go on to its end, where no draft begins it so; else nothing."""
+        """How the number that an answer has begun may go on to its end; nothing where a draft begins it so."""
 
 
 class Codec(Protocol):
     """Tokens to actions [horizon, dims] and back."""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """One name per dimension of an action."""
-
+    def names(self) -> tuple[str, ...]: ...
     @property
     def unnorm_key(self) -> str:
         """Dataset whose action statistics apply; empty where there is no choice."""
@@ -101,48 +95,39 @@ class Codec(Protocol):
         """Smallest and largest usual actions of the training data, float64 [dims] each, in the robot's units."""
 
     @property
-    def action_ids(self) -> ActionIds:
-        """The token ids of action tokens."""
-
+    def action_ids(self) -> ActionIds: ...
     @property
-    def distances(self) -> TokenDistances:
-        """How far apart two tokens are."""
-
+    def distances(self) -> TokenDistances: ...
     @property
     def max_tokens(self) -> int:
         """Length of the longest answer."""
 
     def with_text(self, max_text: int) -> "Codec":
-        """The same codec for answers in which up to `max_text` tokens of text may come before the actions."""
+        """The same codec with up to `max_text` tokens of text before the actions."""
 
     def position(self, tokens: Sequence[int]) -> int:
-        """Where an answer so far stands, as `distances` go on from it: of bins the index of the next action token."""
+        """Where an answer so far stands, for `distances`: of bins the index of the next action token."""
 
     def in_text(self, tokens: Sequence[int]) -> bool:
         """Whether the next token may be text."""
 
     def remaining(self, tokens: Sequence[int]) -> int:
-        """Maximum number of tokens that may still come."""
+        """Maximum number of tokens still to come."""
 
     def legal_ids(self, tokens: Sequence[int]) -> range | None:
-        """The ids that may come next; None where any id of the vocabulary may."""
+        """The ids that may come next; None: any."""
 
     def end(self, tokens: Sequence[int], known: int) -> int:
-        """Length of the answer if it is complete, else 0.
-
-        Args:
-            tokens: committed so far.
-            known: how many of them did not complete it.
-        """
+        """Length of the answer if it is complete, else 0; the first `known` tokens did not complete it."""
 
     def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """The tokens of a complete answer that stand for its actions."""
 
     def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The tokens of a complete answer that are text, without what ends it."""
+        """The text of a complete answer, without what ends it."""
 
     def problem(self, tokens: Sequence[int]) -> str:
-        """Why a complete answer stands for no action, in words; empty: it does."""
+        """Why a complete answer stands for no action; empty: it does."""
 
     def decode(self, tokens: Sequence[int]) -> np.ndarray:
         """Action tokens to float64 [horizon, dims] in the robot's units."""
@@ -151,31 +136,28 @@ class Codec(Protocol):
         """Actions [horizon, dims] in the robot's units to the nearest action tokens."""
 
     def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
-        """Where a drafted answer goes on from a committed beginning that may differ from its own: an index."""
+        """Index at which a drafted answer continues after a committed beginning that may differ from its own."""
 
     def normalise(self, actions: np.ndarray) -> np.ndarray:
         """Actions [horizon, dims] in the robot's units to the scale of the training data, about [-1, 1]."""
 
     def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
-        """The largest acceptance tolerance, in steps as `bound` takes them, that stays within physical bounds.
+        """The largest acceptance tolerance, in steps as for `bound`, within physical bounds.
 
-        Raises:
-            UserError: the bounds do not fit the policy's actions.
+        UserError if the bounds do not fit the policy's actions.
         """
 
     def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
-        """One tolerance for all moving dimensions, or one per dimension, to one for each step that `bound` takes.
+        """One tolerance for all moving dimensions, or one per dimension, to one per step as for `bound`.
 
-        Raises:
-            UserError: their number does not fit.
+        UserError if their number does not fit.
         """
 
     def bound(self, bins: Sequence[int]) -> np.ndarray:
         """How far an accepted action can be from the target's own: float64 [horizon, dims] in the robot's units.
 
         Args:
-            bins: acceptance tolerances: of bins one per action token, of digits one per number, of FAST one per
-                coefficient.
+            bins: acceptance tolerances, one per action token (bins), number (digits) or coefficient (FAST).
         """
 
 
@@ -184,12 +166,12 @@ class CodecContext:
     """What a codec is made from.
 
     Args:
-        directory: the checkpoint, for files of the codec's own.
+        directory: the checkpoint, for the codec's own files.
         norm_stats: the checkpoint's action statistics by dataset.
-        unnorm_key: the dataset whose statistics apply; empty: the only one there is.
+        unnorm_key: the dataset whose statistics apply; empty: the only one.
         vocab_size: token ids in the vocabulary, padding rows not counted.
         bins: bin edges per action dimension.
-        end_ids: token ids that end an answer, of a policy that writes text before its action; else empty.
+        end_ids: token ids that end an answer, for a policy that writes text before its action.
     """
 
     directory: Path
@@ -201,11 +183,7 @@ class CodecContext:
 
 
 def make_codec(name: str, context: CodecContext) -> Codec:
-    """The codec of a name.
-
-    Raises:
-        UserError: there is none, or the checkpoint does not fit it.
-    """
+    """The codec of a name; UserError if there is none, or the checkpoint does not fit it."""
     known = CODECS.entries()
     if name not in known:
         raise UserError(f"{context.directory}: there is no action codec '{name}'; known: {', '.join(known)}")

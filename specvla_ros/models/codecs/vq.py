@@ -27,13 +27,13 @@ Mlp = tuple[tuple[np.ndarray, np.ndarray], ...]
 
 @dataclass(frozen=True)
 class VqVae:
-    """What turns codes into normalised chunks, and back; float32, as the original computes.
+    """Codes to normalised chunks, and back; float32, as in the original.
 
     Args:
         codebooks: [layers, codes, latent].
         encoder: a chunk to a latent vector.
         decoder: a latent vector to a chunk.
-        horizon: actions of a chunk.
+        horizon: actions per chunk.
         scale: of the decoder's output.
     """
 
@@ -45,7 +45,6 @@ class VqVae:
 
     @property
     def dims(self) -> int:
-        """Values of an action."""
         return len(self.decoder[-1][1]) // self.horizon
 
     def decode(self, codes: Sequence[int]) -> np.ndarray:
@@ -54,7 +53,7 @@ class VqVae:
         return _through(self.decoder, latent).reshape(self.horizon, -1) * np.float32(self.scale)
 
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
-        """Normalised actions [horizon, dims] to the nearest code of each layer, for what the layers before left."""
+        """Normalised actions [horizon, dims] to the code of each layer nearest to the residual of the layers before."""
         left = _through(self.encoder, (actions / self.scale).astype(np.float32).reshape(-1))
         codes = []
         for codebook in self.codebooks:
@@ -75,8 +74,7 @@ def _through(layers: Mlp, values: np.ndarray) -> np.ndarray:
 def read_vq_vae(directory: Path) -> VqVae:
     """From `config.json` and `checkpoints/model.pt`, as vq_bet_official saves it.
 
-    Raises:
-        UserError: a file is missing or damaged, or they do not fit each other.
+    UserError if a file is missing or damaged, or they do not fit each other.
     """
     fields = read_fields(directory / "config.json", missing="copy the VQ-VAE's whole folder", hint="; copy it again")
     horizon, dims = (fields.whole(name, minimum=1, maximum=1 << 10) for name in ("input_dim_h", "input_dim_w"))
@@ -120,7 +118,7 @@ class VqCodec(ChunkCodec):
     """Answers of one code per layer and nothing else. See `Codec`.
 
     The original takes an id that is no code for the first or the last one; here it is refused. Relaxed acceptance has
-    no bound here: neighbouring codes stand for nothing alike.
+    no bound here: neighbouring codes are not similar.
 
     Args:
         vae: codes to normalised chunks.
@@ -142,7 +140,6 @@ class VqCodec(ChunkCodec):
 
     @property
     def ids(self) -> range:
-        """The tokens of codes."""
         return range(self.stop_id - self.vae.codebooks.shape[1], self.stop_id)
 
     @property
