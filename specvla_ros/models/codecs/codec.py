@@ -8,14 +8,17 @@ adds one with an entry point of the group `specvla_ros.codecs`.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
 from specvla_kernels.compare_drafts import Comparison, Trees, compare_drafts
 from specvla_ros.errors import UserError
+from specvla_ros.models.codecs.statistics import ActionStatistics, checked_statistics, spread_bins
 from specvla_ros.settings.registry import Registry
+
+Self = TypeVar("Self", bound="ChunkCodec")
 
 CODECS = Registry("specvla_ros.codecs", [f"specvla_ros.models.codecs.{name}" for name in ("bins", "digits", "fast")])
 CODEC_FOLDER = "action_tokenizer"
@@ -67,7 +70,7 @@ class SaysNumbers(Protocol):
     """Optional: a codec whose answers say one number of an action after the other."""
 
     def begun(self, tokens: Sequence[int]) -> np.ndarray:
-        """The whole numbers at the beginning of an answer, float64 [n], action by action, in robot units."""
+        """The completed numbers at the beginning of an answer, float64 [n], action by action, in robot units."""
 
     def otherwise(self, drafts: Sequence[Sequence[int]], answer: Sequence[int]) -> list[tuple[int, ...]]:
         """How the number that an answer has begun may go on to its end; nothing where a draft begins it so."""
@@ -181,6 +184,10 @@ class CodecContext:
     bins: int
     end_ids: frozenset[int] = frozenset()
 
+    @property
+    def statistics(self) -> ActionStatistics:
+        return checked_statistics(self.directory, self.norm_stats, self.unnorm_key)
+
 
 def make_codec(name: str, context: CodecContext) -> Codec:
     """The codec of a name; UserError if there is none, or the checkpoint does not fit it."""
@@ -189,3 +196,110 @@ def make_codec(name: str, context: CodecContext) -> Codec:
         raise UserError(f"{context.directory}: there is no action codec '{name}'; known: {', '.join(known)}")
     codec: Codec = known[name].make(context)
     return codec
+
+
+class ChunkCodec:
+    """What codecs with action statistics share. See `Codec`.
+
+    As it stands, an answer has `max_tokens` tokens, all of them actions, and relaxed acceptance is refused.
+
+    Attributes:
+        WRITES: what it writes, in words.
+        statistics: normalised values to the robot's units.
+    """
+
+    WRITES: ClassVar[str]
+    if TYPE_CHECKING:  # a field of one, computed by another
+
+        @property
+        def statistics(self) -> ActionStatistics: ...
+        @property
+        def horizon(self) -> int: ...
+        @property
+        def max_tokens(self) -> int: ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.statistics.names
+
+    @property
+    def unnorm_key(self) -> str:
+        return self.statistics.unnorm_key
+
+    @property
+    def action_range(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.statistics.low, self.statistics.high
+
+    @property
+    def action_ids(self) -> ActionIds:
+        """Empty: drafts and rules that rely on neighbours being close leave these tokens alone."""
+        return ActionIds(0, 0, bins=1)
+
+    @property
+    def distances(self) -> TokenDistances:
+        return self.action_ids
+
+    def with_text(self: Self, max_text: int) -> Self:
+        if max_text:
+            raise UserError(f"this policy writes {self.WRITES} and no text: leave decode.max_reasoning_tokens at 0")
+        return self
+
+    def position(self, tokens: Sequence[int]) -> int:
+        return len(tokens)
+
+    def in_text(self, tokens: Sequence[int]) -> bool:
+        return False
+
+    def remaining(self, tokens: Sequence[int]) -> int:
+        return self.max_tokens - len(tokens)
+
+    def legal_ids(self, tokens: Sequence[int]) -> range | None:
+        return None
+
+    def end(self, tokens: Sequence[int], known: int) -> int:
+        return self.max_tokens if len(tokens) >= self.max_tokens else 0
+
+    def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return tuple(tokens)
+
+    def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return ()
+
+    def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
+        return min(len(answer), len(draft))
+
+    def normalise(self, actions: np.ndarray) -> np.ndarray:
+        return self.statistics.normalise(actions)
+
+    def bins_within(self, *, metres: float, radians: float, gripper_bins: int) -> tuple[int, ...]:
+        raise UserError(f"{self.WRITES} have no tolerance in metres and radians: leave it out, for strict acceptance")
+
+    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
+        if any(bins):
+            raise UserError(f"{self.WRITES} have no bins: leave acceptance.bins at 0, for strict acceptance")
+        return ()
+
+    def bound(self, bins: Sequence[int]) -> np.ndarray:
+        return np.zeros((self.horizon, len(self.names)))
+
+
+class WrittenChunkCodec(ChunkCodec):
+    """For answers that one of `end_ids` ends, which belongs to them; at the latest after `max_tokens`."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def end_ids(self) -> frozenset[int]: ...
+
+    def in_text(self, tokens: Sequence[int]) -> bool:
+        """Always: any token may come next, the end token included."""
+        return True
+
+    def end(self, tokens: Sequence[int], known: int) -> int:
+        for n in range(known + 1, len(tokens) + 1):
+            if n == self.max_tokens or tokens[n - 1] in self.end_ids:
+                return n
+        return 0
+
+    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
+        return spread_bins(bins, self.statistics.mask.tolist(), gripper_bins) * self.horizon

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from specvla_kernels.compare_drafts import Comparison, Trees
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics, read_statistics, spread_bins, tolerance_in_bins
-from specvla_ros.models.codecs.chunk import WrittenChunkCodec
-from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER, CODECS, CodecContext
+from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER, CODECS, CodecContext, WrittenChunkCodec
+from specvla_ros.models.codecs.statistics import ActionStatistics, tolerance_in_bins
 from specvla_ros.models.generation import read_end_ids
 from specvla_ros.settings.json_file import read_fields
 
@@ -31,7 +30,8 @@ class PlaceValues:
     """How far two digits are apart in a number's units; see `TokenDistances`.
 
     A digit may stand for another only where it is the number's last: where neither number could go on and still be at
-    most the largest. An earlier digit says nothing of how far apart the numbers will be: `4 …` may become 4 and `5 …` 599.
+    most the largest. An earlier digit does not tell how far apart the numbers will be: `4 …` may become 4 and `5 …`
+    599.
 
     Args:
         digit_ids: the tokens of 0 to 9.
@@ -153,9 +153,6 @@ class DigitsCodec(WrittenChunkCodec):
         units = tolerance_in_bins(self.statistics, self.bins, metres=metres, radians=radians, gripper_bins=gripper_bins)
         return units * self.horizon
 
-    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
-        return spread_bins(bins, self.statistics.mask.tolist(), gripper_bins) * self.horizon
-
     def bound(self, bins: Sequence[int]) -> np.ndarray:
         low, high = self.action_range
         units = np.minimum(bins, _MOST_UNITS).reshape(self.horizon, len(self.names))
@@ -169,9 +166,6 @@ class DigitsCodec(WrittenChunkCodec):
 
     def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(tokens[:-1] if tokens[-1] in self.end_ids else tokens)
-
-    def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        return ()
 
     def problem(self, tokens: Sequence[int]) -> str:
         if tokens[-1] not in self.end_ids:
@@ -253,7 +247,7 @@ def _digits(context: CodecContext) -> DigitsCodec:
         digit_ids=tuple(ids[:-1]),
         space_id=ids[-1],
         end_ids=read_end_ids(context.directory),
-        statistics=read_statistics(context),
+        statistics=context.statistics,
         horizon=fields.whole("time_horizon", minimum=1, maximum=1 << 10),
         bins=fields.whole("bins", minimum=1, maximum=10**6),
         limit=1 << 14,

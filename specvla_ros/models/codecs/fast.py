@@ -12,10 +12,9 @@ from torch import Tensor
 
 from specvla_kernels.compare_drafts import Comparison, Trees
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics, physical_limits, read_statistics, spread_bins
-from specvla_ros.models.codecs.chunk import WrittenChunkCodec
-from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER, CODECS, CodecContext
+from specvla_ros.models.codecs.codec import CODEC_FILE, CODEC_FOLDER, CODECS, CodecContext, WrittenChunkCodec
 from specvla_ros.models.codecs.fast_tokenizer import HALF, FastTokenizer, cosines, read_fast_tokenizer
+from specvla_ros.models.codecs.statistics import ActionStatistics, physical_limits
 from specvla_ros.models.generation import read_end_ids
 from specvla_ros.settings.json_file import Fields, read_fields
 
@@ -147,9 +146,6 @@ class FastCodec(WrittenChunkCodec):
             )
         return steps
 
-    def spread_bins(self, bins: Sequence[int], gripper_bins: int) -> tuple[int, ...]:
-        return spread_bins(bins, self.statistics.mask.tolist(), gripper_bins) * self.horizon
-
     def bound(self, bins: Sequence[int]) -> np.ndarray:
         steps = np.asarray(bins).reshape(self.horizon, len(self.names)) / self.tokenizer.scale
         moved: np.ndarray = np.abs(cosines(self.horizon)).T @ steps * self._half_range
@@ -214,7 +210,7 @@ class FastCodec(WrittenChunkCodec):
 
 
 def check_dims(fields: Fields, statistics: ActionStatistics) -> None:
-    """UserError if a FAST tokenizer's processor_config.json says that it was fitted for another number of dimensions."""
+    """UserError if a FAST tokenizer's processor_config.json says it was fitted for another number of dimensions."""
     dims = fields.whole("action_dim", len(statistics.low), minimum=1, maximum=1 << 10)
     if dims != len(statistics.low):
         raise UserError(
@@ -230,7 +226,7 @@ def _fast(context: CodecContext) -> FastCodec:
     tokenizer = read_fast_tokenizer(folder)
     if tokenizer.vocab_size >= context.vocab_size:
         raise UserError(f"{folder} has {tokenizer.vocab_size} ids, and the policy {context.vocab_size} tokens")
-    statistics = read_statistics(context)
+    statistics = context.statistics
     fields = read_fields(folder / CODEC_FILE, missing="", hint="; copy it again")
     check_dims(fields, statistics)
     horizon = fields.whole("time_horizon", minimum=1, maximum=1 << 10)

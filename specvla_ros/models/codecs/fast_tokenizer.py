@@ -16,8 +16,8 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from tokenizers.trainers import BpeTrainer
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import MAX_VALUE
 from specvla_ros.models.codecs.codec import CODEC_FILE
+from specvla_ros.models.codecs.statistics import MAX_VALUE
 from specvla_ros.models.tokenizer import read_tokenizer
 from specvla_ros.settings.json_file import read_fields
 
@@ -31,8 +31,8 @@ _SURROGATES = range(0xD800, 0xE000)  # code points that are no characters
 class FastTokenizer:
     """The published tokenizer: chunks of normalised actions to ids from 0 to `vocab_size` - 1, and back.
 
-    Chunks that the original repairs (it pads a wrong number of coefficients with zeros, and reads half a character as the
-    coefficient 65533 less its offset) are refused, and so are actions that encoding would lose.
+    Chunks that the original repairs (it pads a wrong number of coefficients with zeros, and reads half a character as
+    the coefficient 65533 less its offset) are refused, and so are actions that encoding would lose.
 
     Args:
         bpe: its byte-level BPE.
@@ -114,7 +114,7 @@ class FastTokenizer:
         return tuple(sum(byte & 0xC0 != 0x80 for byte in token) for token in self.token_bytes)
 
     def save(self, directory: Path, **shape: float | None) -> None:
-        """Writes it as the released tokenizer's files, with a chunk's `time_horizon`, `action_dim` and `dt_s` if given."""
+        """Writes the released tokenizer's files, with a chunk's `time_horizon`, `action_dim` and `dt_s` if given."""
         directory.mkdir(parents=True, exist_ok=True)
         self.bpe.save(str(directory / _TOKENIZER))
         config = {"scale": self.scale, "vocab_size": self.vocab_size, "min_token": self.min_token}

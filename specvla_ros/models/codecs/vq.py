@@ -14,8 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics
-from specvla_ros.models.codecs.chunk import ChunkCodec
+from specvla_ros.models.codecs.codec import ChunkCodec
+from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.config import MAX_WIDTH
 from specvla_ros.models.pickled_weights import read_pickled, tensors_in
 from specvla_ros.settings.json_file import read_fields
@@ -146,26 +146,8 @@ class VqCodec(ChunkCodec):
     def max_tokens(self) -> int:
         return len(self.vae.codebooks)
 
-    def position(self, tokens: Sequence[int]) -> int:
-        return len(tokens)
-
-    def in_text(self, tokens: Sequence[int]) -> bool:
-        return False
-
-    def remaining(self, tokens: Sequence[int]) -> int:
-        return self.max_tokens - len(tokens)
-
     def legal_ids(self, tokens: Sequence[int]) -> range:
         return self.ids
-
-    def end(self, tokens: Sequence[int], known: int) -> int:
-        return self.max_tokens if len(tokens) >= self.max_tokens else 0
-
-    def action_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        return tuple(tokens)
-
-    def text_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        return ()
 
     def problem(self, tokens: Sequence[int]) -> str:
         other = (token for token in tokens if token not in self.ids)
@@ -177,6 +159,3 @@ class VqCodec(ChunkCodec):
 
     def encode(self, actions: np.ndarray) -> tuple[int, ...]:
         return tuple(self.stop_id - 1 - code for code in self.vae.encode(self.normalise(actions)))
-
-    def resume(self, draft: Sequence[int], answer: Sequence[int]) -> int:
-        return min(len(answer), len(draft))

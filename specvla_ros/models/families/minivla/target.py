@@ -16,8 +16,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec, checked_statistics
+from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import Codec
+from specvla_ros.models.codecs.statistics import checked_statistics
 from specvla_ros.models.codecs.vq import VqCodec, read_vq_vae
 from specvla_ros.models.config import DECODERS, folder_beside, only_file, read_checkpoint_json, read_decoder_shape
 from specvla_ros.models.decoder import allocate, empty_model

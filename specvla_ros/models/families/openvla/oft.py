@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics, checked_statistics, select_statistics
 from specvla_ros.models.codecs.chunk import HeadCodec
+from specvla_ros.models.codecs.statistics import ActionStatistics, checked_statistics, select_statistics
 from specvla_ros.models.families.openvla.config import OpenVLAConfig
 from specvla_ros.models.families.openvla.image_processor import ImageProcessor, center_crop
 from specvla_ros.models.families.openvla.model import OpenVLA

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics
+from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.pickled_weights import copy_weights, read_pickled, tensors_in
 
 _EPS = 1e-8

@@ -9,7 +9,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from specvla_ros.errors import UserError, shortened
-from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, checked_statistics
+from specvla_ros.models.codecs.bins import ActionTokenizer
+from specvla_ros.models.codecs.statistics import ActionStatistics, checked_statistics
 from specvla_ros.models.families.openvla.config import OpenVLAConfig
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import PromptStyle

@@ -10,8 +10,9 @@ import torch
 from tokenizers import Tokenizer
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics, ActionTokenizer, BinsCodec
+from specvla_ros.models.codecs.bins import ActionTokenizer, BinsCodec
 from specvla_ros.models.codecs.codec import Codec, CodecContext, make_codec
+from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.families.openvla.config import OpenVLAConfig, read_config
 from specvla_ros.models.families.openvla.image_processor import ImageProcessor, read_image_processor
 from specvla_ros.models.families.openvla.model import OpenVLA, load_model

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics
+from specvla_ros.models.codecs.statistics import ActionStatistics
 from specvla_ros.models.config import DECODERS, MAX_IDS, MAX_LAYERS, MAX_WIDTH, DecoderShape, read_checkpoint_json
 from specvla_ros.settings.json_file import Fields, shown
 

@@ -13,9 +13,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import ActionStatistics, checked_statistics
 from specvla_ros.models.codecs.fast import FastCodec, check_dims
 from specvla_ros.models.codecs.fast_tokenizer import read_fast_tokenizer
+from specvla_ros.models.codecs.statistics import ActionStatistics, checked_statistics
 from specvla_ros.models.config import read_checkpoint_json
 from specvla_ros.models.families.qwen_vl.pictures import resized
 from specvla_ros.models.families.qwen_vl.policy import IMAGE, ChatPolicy, Messages, PolicyContext

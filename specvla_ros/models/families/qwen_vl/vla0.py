@@ -18,8 +18,8 @@ import torch.nn.functional as F
 import yaml
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import MAX_VALUE, ActionStatistics
 from specvla_ros.models.codecs.digits import DigitsCodec
+from specvla_ros.models.codecs.statistics import MAX_VALUE, ActionStatistics
 from specvla_ros.models.families.qwen_vl.pictures import PatchProcessor, resized
 from specvla_ros.models.families.qwen_vl.policy import IMAGE, ChatPolicy, Messages, PolicyContext
 from specvla_ros.models.generation import read_end_ids

@@ -8,7 +8,7 @@ import numpy as np
 import yaml
 
 from specvla_ros.errors import UserError
-from specvla_ros.models.codecs.bins import MAX_VALUE, ActionStatistics
+from specvla_ros.models.codecs.statistics import MAX_VALUE, ActionStatistics
 from specvla_ros.models.config import folder_beside, only_file, read_checkpoint_json
 from specvla_ros.models.observation import ONLY_CAMERA
 from specvla_ros.settings.json_file import Fields, shown
