@@ -6,7 +6,9 @@ the keywords of `load_target`, with `device` and `dtype` resolved; the keywords 
 """
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,15 @@ import torch
 from specvla_ros.errors import UserError
 from specvla_ros.models import settings
 from specvla_ros.models.config import check_directory, read_checkpoint_json
-from specvla_ros.models.memory import explained_shortage
+from specvla_ros.models.quantization import BYTES_PER_WEIGHT, check_quantization
 from specvla_ros.models.target import TARGETS, Target
-from specvla_ros.models.weights import Progress
+from specvla_ros.models.weights import Progress, tensor_sizes
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in settings.DTYPES if name != "auto"}
 _USUAL = settings.ModelSettings()
+_GIB = 1 << 30
+_BESIDE = 1 << 30  # bytes for the KV cache of a few slots, graphs and activations
+_QUANTISED = re.compile(r"\blayers\.\d+\.(self_attn|mlp)\.\w+\.weight$")  # of the decoder, by checkpoint name
 
 
 def load_target(
@@ -144,6 +149,50 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise UserError(f"dtype '{name}' is not known; use auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+@contextmanager
+def explained_shortage(directory: Path, device: torch.device, dtype: torch.dtype, quantization: str) -> Iterator[None]:
+    """Turns a lack of GPU memory while loading into a UserError that says which formats would fit."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    try:
+        yield
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        # A Jetson's allocator raises another class.
+        if device.type != "cuda" or not (isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)):
+            raise
+        raise UserError(_what_would_fit(directory, device, dtype, quantization, free)) from None
+
+
+def _what_would_fit(directory: Path, device: torch.device, dtype: torch.dtype, quantization: str, free: int) -> str:
+    sizes = tensor_sizes(directory)
+    layers = sum(size for name, size in sizes.items() if _QUANTISED.search(name))
+    others = sum(sizes.values()) - layers
+
+    def taken(item: int, kind: str) -> float:
+        return others * item + layers * BYTES_PER_WEIGHT.get(kind, item)
+
+    wanted = str(dtype).removeprefix("torch.") + ("" if quantization == "none" else f" with {quantization} layers")
+    size = taken(dtype.itemsize, quantization)
+    text = (
+        f"{directory}: the weights take {size / _GIB:.1f} GiB in {wanted}, but {device} has {free / _GIB:.1f} GiB free"
+    )
+    fitting = [
+        f"{'dtype bfloat16' if kind == 'none' else f'model.quantization {kind}'} ({size / _GIB:.1f} GiB)"
+        for kind in ("none", *BYTES_PER_WEIGHT)
+        if (size := taken(2, kind)) + _BESIDE <= free and _runs(kind, device)
+    ]
+    if not fitting:
+        return f"{text}, too little for any format: close what else uses the GPU, or take a larger one"
+    return f"{text}: choose {' or '.join(fitting)}, or close what else uses the GPU"
+
+
+def _runs(quantization: str, device: torch.device) -> bool:
+    try:
+        check_quantization(quantization, device, torch.bfloat16)
+    except UserError:
+        return False
+    return True
 
 
 def leave_a_core() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the targets of all families share; a family adds its pixels, prompt and answers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -45,7 +45,7 @@ class VisionLanguageTarget:
         @property
         def cameras(self) -> tuple[str, ...]: ...
         @property
-        def image_tokens(self) -> int: ...
+        def image_processor(self) -> Callable[[np.ndarray], Tensor]: ...
 
     @property
     def decoder(self) -> PackedDecoder:
@@ -76,12 +76,17 @@ class VisionLanguageTarget:
     def head(self) -> ActionHead | None:
         return None
 
+    @property
+    def image_tokens(self) -> int:
+        return len(self.cameras) * int(self.model.config.image_tokens)
+
     def ids(self, observation: Observation) -> tuple[int, ...]:
         """The prompt's text; UserError if the instruction or the state do not fit the policy."""
         raise NotImplementedError
 
     def pixels(self, observation: Observation) -> Pixels:
-        raise NotImplementedError
+        """See `PreparesPictures`; image by image: a captured tower has the size of one."""
+        return tuple(map(self.image_processor, observation.of_cameras(self.cameras).values()))
 
     def prompt_layout(self, observation: Observation) -> PromptLayout:
         observation.of_cameras(self.cameras)

@@ -25,7 +25,7 @@ from specvla_ros.settings.json_file import Fields, shown
 
 @dataclass(frozen=True)
 class OpenVLAConfig:
-    """The whole policy.
+    """The whole policy. `instructions` to `state_dims` are this package's additions to config.json.
 
     Args:
         towers: one tower, or two whose features are joined channel by channel (DINOv2 first).
@@ -33,11 +33,11 @@ class OpenVLAConfig:
         pad_to_multiple_of: rows that pad the vocabulary; the last 256 ids before them are the action tokens.
         action_bins: bin edges per action dimension.
         norm_stats: the checkpoint's dataset statistics by unnorm_key.
-        vicuna: whether its language model is Vicuna: OpenVLA v0.1's and ECoT's, which are asked differently.
-        instructions: all that the policy was taught, where config.json lists them (this package's addition).
-        action_codec: name of its codec, see `specvla_ros.models.codecs` (this package's addition).
-        cameras: those that it is asked with, in their order (this package's addition; not OFT's).
-        state_dims: numbers of the robot's state that its prompt holds as bins (this package's addition).
+        vicuna: its language model is Vicuna: OpenVLA v0.1's and ECoT's, which have other prompts.
+        instructions: all that the policy was taught; empty: any is accepted.
+        action_codec: name of its codec, see `specvla_ros.models.codecs`.
+        cameras: in prompt order (not OFT's).
+        state_dims: numbers of the robot's state in its prompt, as bins.
     """
 
     towers: tuple[VisionTowerConfig, ...]
@@ -58,7 +58,7 @@ class OpenVLAConfig:
 
     @property
     def image_tokens(self) -> int:
-        """Rows that a picture takes in the prompt."""
+        """Prompt rows per image."""
         return self.towers[0].patches
 
 
@@ -85,8 +85,7 @@ _MAX_PIXELS = 4096  # more than any model has, see config.py
 def read_config(directory: Path) -> OpenVLAConfig:
     """Reads config.json, and dataset_statistics.json of a fine-tuned checkpoint in place of its norm_stats.
 
-    Raises:
-        UserError: the directory or a file is missing, or names something this package does not know.
+    UserError if the directory or a file is missing, or names something unknown.
     """
     check_directory(directory)
     raw = read_checkpoint_json(directory / "config.json")
@@ -117,11 +116,7 @@ def read_config(directory: Path) -> OpenVLAConfig:
 
 
 def prismatic_towers(raw: Fields) -> tuple[VisionTowerConfig, ...]:
-    """DINOv2 and SigLIP at 224 pixels, as native Prismatic checkpoints have them, or tiny ones that config.json says.
-
-    Raises:
-        UserError: a number is wrong.
-    """
+    """DINOv2 and SigLIP at 224 pixels, as in native Prismatic checkpoints, or tiny ones as config.json says."""
     ids = ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"]
     return _towers(Fields(raw.raw | {"timm_model_ids": ids, "image_sizes": [224, 224]}, raw.path, raw.prefix, raw.hint))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """VLA-0 (arXiv 2510.13054): an unchanged Qwen2.5-VL that writes its actions as numbers.
 
-Read in NVlabs/vla0: rv_train/models/qwen/model.py, rv_train/configs.py, configs/vla0.yaml and RoboVerse's
+Source: NVlabs/vla0: rv_train/models/qwen/model.py, rv_train/configs.py, configs/vla0.yaml and RoboVerse's
 image_unifier.py. Its checkpoint is the folder `model_last`, which lies beside `dataset_stats.pkl` and `config.yaml`.
 """
 
@@ -20,8 +20,14 @@ import yaml
 from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.digits import DigitsCodec
 from specvla_ros.models.codecs.statistics import MAX_VALUE, ActionStatistics
-from specvla_ros.models.families.qwen_vl.pictures import PatchProcessor, resized
-from specvla_ros.models.families.qwen_vl.policy import IMAGE, ChatPolicy, Messages, PolicyContext
+from specvla_ros.models.families.qwen_vl.policy import (
+    IMAGE,
+    ChatPolicy,
+    Messages,
+    PatchProcessor,
+    PolicyContext,
+    resized,
+)
 from specvla_ros.models.generation import read_end_ids
 from specvla_ros.settings.json_file import Fields, is_number, read_fields, shown
 
@@ -40,7 +46,7 @@ class _Run:
     Args:
         horizon, num_cam, num_bins_actions, add_vision_id, tiled_rgb_imgs: as in MODEL.QWEN.
         height, width: `rgb_img_size`.
-        crop: share of a picture's sides that is kept.
+        crop: share of an image's sides that is kept.
     """
 
     horizon: int = 8
@@ -54,16 +60,12 @@ class _Run:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Height and width of a picture in the prompt, before it is made to fit."""
+        """Height and width of an image in the prompt, before it is made to fit."""
         return self.height, self.width * (self.num_cam if self.tiled_rgb_imgs else 1)
 
 
 def vla0(context: PolicyContext) -> ChatPolicy | None:
-    """The policy, where its statistics of actions are.
-
-    Raises:
-        UserError: a file of it is damaged, or asks for what is not supported.
-    """
+    """The policy, where its statistics of actions are; UserError for damaged files or unsupported values."""
     path = _beside(context.directory, _STATISTICS)
     if path is None:
         return None
@@ -120,7 +122,7 @@ def _system_message(run: _Run, dims: int) -> str:
 
 
 def _end_of_turn(context: PolicyContext, end_ids: frozenset[int]) -> int:
-    """The tokenizer's own end token, which alone it lets through."""
+    """The tokenizer's own end token, the only one that VLA-0 allows."""
     config = read_fields(context.directory / "tokenizer_config.json", missing="copy it from the original", hint="")
     given = config.raw.get("eos_token")
     name = given.get("content") if isinstance(given, dict) else given
@@ -140,14 +142,12 @@ class _Numbers(pickle.Unpickler):
     """Reads plain values and NumPy's arrays, and nothing that could act."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Of NumPy's own three."""
         if module.split(".")[0] == "numpy" and name in ("_reconstruct", "ndarray", "dtype"):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it holds {module}.{name}")
 
 
 def _statistics(path: Path) -> ActionStatistics:
-    """Smallest and largest actions."""
     if path.suffix == ".pkl":
         try:
             with path.open("rb") as file:
@@ -219,9 +219,9 @@ def _sides(qwen: Fields) -> tuple[int, int]:
 
 
 def _cropped(image: np.ndarray, run: _Run) -> np.ndarray:
-    """The middle of a picture, bilinear without antialiasing, aspect ratio not kept: uint8 [height, width, 3].
+    """The middle of an image, bilinear without antialiasing, aspect ratio not kept: uint8 [height, width, 3].
 
-    As its server for robots does it, on whole colours; its LIBERO evaluation computes with fractions and cuts them off,
+    On integer colours, as in its server for robots; its LIBERO evaluation computes with fractions and truncates them,
     which differs by 1 of 255 in some pixels.
     """
     height, width = image.shape[:2]
@@ -236,7 +236,7 @@ def _cropped(image: np.ndarray, run: _Run) -> np.ndarray:
 
 
 def _fitted(sides: tuple[int, int], processor: PatchProcessor) -> tuple[tuple[int, int], ...]:
-    """The sizes that a picture goes through: qwen_vl_utils' own, and its processor's, which is given its pixels."""
+    """The sizes that an image goes through: qwen_vl_utils' own, and then its processor's."""
     first, pixels = processor.fitted(*sides, _LEAST_PIXELS, _MOST_PIXELS), sides[0] * sides[1]
     return first, processor.fitted(*first, pixels, pixels)
 
