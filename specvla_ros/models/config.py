@@ -44,21 +44,13 @@ class VisionTowerConfig:
 
 @dataclass(frozen=True)
 class DecoderVariant:
-    """How a decoder differs from Llama.
+    """How a decoder differs from Llama."""
 
-    Args:
-        qkv_bias: queries, keys and values have a bias (Qwen2).
-        qk_norm: queries and keys are normalised per head, before RoPE (Qwen3).
-        unit_offset_norms: a norm scales by 1 + its weight (Gemma).
-        scaled_embeddings: token embeddings are multiplied by the root of their width (Gemma).
-        gate: activation of the MLP's gate, `silu` or `gelu_tanh` (Gemma).
-    """
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    unit_offset_norms: bool = False
-    scaled_embeddings: bool = False
-    gate: str = "silu"
+    qkv_bias: bool = False  # queries, keys and values have a bias (Qwen2)
+    qk_norm: bool = False  # queries and keys are normalised per head, before RoPE (Qwen3)
+    unit_offset_norms: bool = False  # a norm scales by 1 + its weight (Gemma)
+    scaled_embeddings: bool = False  # token embeddings are multiplied by the root of their width (Gemma)
+    gate: str = "silu"  # activation of the MLP's gate, `silu` or `gelu_tanh` (Gemma)
 
 
 @dataclass(frozen=True)

@@ -38,19 +38,12 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class LoraFactors:
-    """What is added to one weight.
+    """What is added to one weight."""
 
-    Args:
-        down: A, [r, in]; of an embedding [r, vocabulary], of a convolution [r, in, …].
-        up: B, [out, r]; of a convolution [out, r, 1, …].
-        scale: s.
-        embedding: the weight has a row per token, which B A has as a column.
-    """
-
-    down: Tensor
-    up: Tensor
-    scale: float
-    embedding: bool
+    down: Tensor  # A, [r, in]; of an embedding [r, vocabulary], of a convolution [r, in, …]
+    up: Tensor  # B, [out, r]; of a convolution [out, r, 1, …]
+    scale: float  # s
+    embedding: bool  # the weight has a row per token, which B A has as a column
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,17 +59,11 @@ class LoraFactors:
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """An adapter.
+    """An adapter."""
 
-    Args:
-        path: its weights.
-        factors: by the weight's name, see `bare_name`.
-        whole: tensors that replace the base model's (`modules_to_save`, biases).
-    """
-
-    path: Path
-    factors: Mapping[str, LoraFactors]
-    whole: Mapping[str, Tensor]
+    path: Path  # its weights
+    factors: Mapping[str, LoraFactors]  # by the weight's name, see `bare_name`
+    whole: Mapping[str, Tensor]  # tensors that replace the base model's (`modules_to_save`, biases)
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         name = bare_name(name)

@@ -36,17 +36,11 @@ ActionHead = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """The result of one packed forward, segments in order.
+    """The result of one packed forward, segments in order."""
 
-    Args:
-        logits: float32 [n_wanted, vocab], of the wanted rows.
-        hidden: [n_rows, hidden], of all rows, after the final norm.
-        choices: int64 [n_wanted], `greedy_choice` of the logits, where the forward has it already.
-    """
-
-    logits: Tensor
-    hidden: Tensor
-    choices: Tensor | None = None
+    logits: Tensor  # float32 [n_wanted, vocab], of the wanted rows
+    hidden: Tensor  # [n_rows, hidden], of all rows, after the final norm
+    choices: Tensor | None = None  # int64 [n_wanted], `greedy_choice` of the logits, where the forward has it already
 
 
 @dataclass(frozen=True)

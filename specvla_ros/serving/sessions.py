@@ -17,25 +17,15 @@ from specvla_ros.models.observation import Observation
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """Limits for a server's clients.
+    """Limits for a server's clients."""
 
-    Args:
-        sessions: at once; the engine has slots for as many.
-        token: that clients must show; empty: none.
-        budget_s: in which a request should be answered.
-        max_message_bytes: of one request.
-        max_rate_hz: of one session's requests; 0: no limit.
-        idle_s: after which a session over HTTP, which has no goodbye, is closed.
-        message_s: in which the body of a request over HTTP must arrive.
-    """
-
-    sessions: int = 4
-    token: str = ""
-    budget_s: float = 0.5
-    max_message_bytes: int = 32 << 20
-    max_rate_hz: float = 0.0
-    idle_s: float = 60.0
-    message_s: float = 10.0
+    sessions: int = 4  # at once; the engine has slots for as many
+    token: str = ""  # that clients must show; empty: none
+    budget_s: float = 0.5  # in which a request should be answered
+    max_message_bytes: int = 32 << 20  # of one request
+    max_rate_hz: float = 0.0  # of one session's requests; 0: no limit
+    idle_s: float = 60.0  # after which a session over HTTP, which has no goodbye, is closed
+    message_s: float = 10.0  # in which the body of a request over HTTP must arrive
 
 
 class NoRoomError(Exception):

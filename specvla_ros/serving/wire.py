@@ -140,19 +140,12 @@ _PREFIXES = ("observation/", "observation.", "images/", "images.", "image/")
 
 @dataclass(frozen=True)
 class Asked:
-    """A client's request.
+    """A client's request."""
 
-    Args:
-        images: uint8 RGB by the policy's names.
-        state: the robot's; None: the policy reads none.
-        instruction: the task in words.
-        ignored: names of what the policy has no use for, shortened.
-    """
-
-    images: dict[str, np.ndarray]
-    state: np.ndarray | None
-    instruction: str
-    ignored: str
+    images: dict[str, np.ndarray]  # uint8 RGB by the policy's names
+    state: np.ndarray | None  # the robot's; None: the policy reads none
+    instruction: str  # the task in words
+    ignored: str  # names of what the policy has no use for, shortened
 
 
 def read_observation(message: Mapping[str, Any], policy: Target) -> Asked:

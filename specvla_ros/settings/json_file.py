@@ -78,18 +78,12 @@ class Fields:
 
     Every method raises a UserError that names file and field where the value is of another type or out of range, or
     where it is missing and has no default.
-
-    Args:
-        raw: the object.
-        path: its file.
-        prefix: of a field's name in messages, such as `text_config.`.
-        hint: what to do about a wrong or missing field; begins with "; ".
     """
 
-    raw: dict[str, Any]
-    path: Path
-    prefix: str = ""
-    hint: str = ""
+    raw: dict[str, Any]  # the object
+    path: Path  # its file
+    prefix: str = ""  # of a field's name in messages, such as `text_config.`
+    hint: str = ""  # what to do about a wrong or missing field; begins with "; "
 
     def whole(self, name: str, default: Any = _REQUIRED, *, minimum: int = 0, maximum: int = 2**31 - 1) -> int:
         """A whole number without a decimal point."""

@@ -35,7 +35,8 @@ class Parameter:
     Args:
         description: one sentence.
         unit: of its numbers, such as m or tokens.
-        minimum, maximum: of a number; None: no limit.
+        minimum: of a number; None: no limit.
+        maximum: of a number; None: no limit.
         choices: the only values of a string; empty: any. A function, where a registry knows them.
         writable: whether it may change while a node runs.
         name: see the module.
@@ -72,20 +73,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Declared:
-    """A parameter of a tree of settings.
+    """A parameter of a tree of settings."""
 
-    Args:
-        name: full name, such as draft.nodes.
-        path: attributes, and names of groups, from the tree's root to the value.
-        default: the field's own default, whose type is the parameter's.
-        value: in this tree; of a tree of defaults it is the default that counts.
-    """
-
-    name: str
-    path: tuple[str, ...]
+    name: str  # full name, such as draft.nodes
+    path: tuple[str, ...]  # attributes, and names of groups, from the tree's root to the value
     parameter: Parameter
-    default: Any
-    value: Any
+    default: Any  # the field's own default, whose type is the parameter's
+    value: Any  # in this tree; of a tree of defaults it is the default that counts
 
     @property
     def description(self) -> str:

@@ -28,17 +28,11 @@ CODEC_FILE = "processor_config.json"
 
 @dataclass(frozen=True)
 class ActionIds:
-    """The token ids of actions.
+    """The token ids of actions."""
 
-    Args:
-        first: the lowest action token, the highest value.
-        stop: one past the highest, the lowest value.
-        bins: distinct values; the ids `first` and `first + 1` decode alike.
-    """
-
-    first: int
-    stop: int
-    bins: int
+    first: int  # the lowest action token, the highest value
+    stop: int  # one past the highest, the lowest value
+    bins: int  # distinct values; the ids `first` and `first + 1` decode alike
 
     def counted_from(self, first: int) -> "ActionIds":
         return ActionIds(self.first - first, self.stop - first, self.bins)
@@ -166,23 +160,14 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class CodecContext:
-    """What a codec is made from.
+    """What a codec is made from."""
 
-    Args:
-        directory: the checkpoint, for the codec's own files.
-        norm_stats: the checkpoint's action statistics by dataset.
-        unnorm_key: the dataset whose statistics apply; empty: the only one.
-        vocab_size: token ids in the vocabulary, padding rows not counted.
-        bins: bin edges per action dimension.
-        end_ids: token ids that end an answer, for a policy that writes text before its action.
-    """
-
-    directory: Path
-    norm_stats: Mapping[str, Any]
-    unnorm_key: str
-    vocab_size: int
-    bins: int
-    end_ids: frozenset[int] = frozenset()
+    directory: Path  # the checkpoint, for the codec's own files
+    norm_stats: Mapping[str, Any]  # the checkpoint's action statistics by dataset
+    unnorm_key: str  # the dataset whose statistics apply; empty: the only one
+    vocab_size: int  # token ids in the vocabulary, padding rows not counted
+    bins: int  # bin edges per action dimension
+    end_ids: frozenset[int] = frozenset()  # they end the answer of a policy that writes text before its action
 
     @property
     def statistics(self) -> ActionStatistics:

@@ -32,16 +32,11 @@ class PlaceValues:
     A digit may stand for another only where it is the number's last: where neither number could go on and still be at
     most the largest. An earlier digit does not tell how far apart the numbers will be: `4 …` may become 4 and `5 …`
     599.
-
-    Args:
-        digit_ids: the tokens of 0 to 9.
-        space_id: the token between two numbers.
-        largest: number that may be written.
     """
 
-    digit_ids: tuple[int, ...]
-    space_id: int
-    largest: int
+    digit_ids: tuple[int, ...]  # the tokens of 0 to 9
+    space_id: int  # the token between two numbers
+    largest: int  # number that may be written
 
     def contain(self, tokens: Tensor) -> Tensor:
         """Digits and spaces."""
@@ -119,28 +114,18 @@ class DigitsCodec(WrittenChunkCodec):
 
     Relaxed acceptance takes another last digit of a number, see `PlaceValues`: an accepted number is off by at most its
     tolerance in units, and never by more than nine.
-
-    Args:
-        digit_ids: the tokens of 0 to 9.
-        space_id: the token between two numbers.
-        end_ids: the tokens that end an answer, and belong to it.
-        statistics: smallest and largest value of each dimension.
-        horizon: actions per answer.
-        bins: the largest number.
-        limit: length at which an answer ends in any case.
-        dt_s: see `Codec`.
     """
 
     WRITES: ClassVar[str] = "digits"
 
-    digit_ids: tuple[int, ...]
-    space_id: int
-    end_ids: frozenset[int]
-    statistics: ActionStatistics
-    horizon: int
-    bins: int
-    limit: int
-    dt_s: float | None = None
+    digit_ids: tuple[int, ...]  # the tokens of 0 to 9
+    space_id: int  # the token between two numbers
+    end_ids: frozenset[int]  # the tokens that end an answer, and belong to it
+    statistics: ActionStatistics  # smallest and largest value of each dimension
+    horizon: int  # actions per answer
+    bins: int  # the largest number
+    limit: int  # length at which an answer ends in any case
+    dt_s: float | None = None  # see `Codec`
 
     @property
     def distances(self) -> "PlaceValues":

@@ -24,15 +24,11 @@ class CoefficientDistances:
     """How far two FAST tokens are apart, in steps of a coefficient; see `TokenDistances`.
 
     One may stand for the other where both are as many whole characters, and these differ in one place alone.
-
-    Args:
-        first_id: the policy's token of FAST id 0.
-        counts_up: whether its tokens count up from there, or down.
     """
 
     tokenizer: FastTokenizer
-    first_id: int
-    counts_up: bool
+    first_id: int  # the policy's token of FAST id 0
+    counts_up: bool  # whether its tokens count up from there, or down
 
     def contain(self, tokens: Tensor) -> Tensor:
         ids = self._ids(tokens)
@@ -84,30 +80,19 @@ class FastCodec(WrittenChunkCodec):
 
     Relaxed acceptance takes a token whose coefficients differ from those of the target's own in one place, see
     `CoefficientDistances`. The inverse transform is linear, so each action of the chunk then lies within `bound`.
-
-    Args:
-        tokenizer: ids from 0 on to normalised actions.
-        statistics: normalised values to the robot's units.
-        horizon: actions per answer.
-        first_id: the policy's token of FAST id 0.
-        end_ids: the token ids that end an answer, and belong to it.
-        dt_s: see `Codec`.
-        counts_up: the policy's tokens count up from the first, as NORA's do, and not down, as pi0-FAST's.
-        limit: length at which an answer ends in any case; None: where it cannot be a chunk any more.
-        beginning: the tokens with which an answer begins.
     """
 
     WRITES: ClassVar[str] = "FAST tokens"
 
-    tokenizer: FastTokenizer
-    statistics: ActionStatistics
-    horizon: int
-    first_id: int
-    end_ids: frozenset[int]
-    dt_s: float | None = None
-    counts_up: bool = False
-    limit: int | None = None
-    beginning: tuple[int, ...] = ()
+    tokenizer: FastTokenizer  # ids from 0 on to normalised actions
+    statistics: ActionStatistics  # normalised values to the robot's units
+    horizon: int  # actions per answer
+    first_id: int  # the policy's token of FAST id 0
+    end_ids: frozenset[int]  # the token ids that end an answer, and belong to it
+    dt_s: float | None = None  # see `Codec`
+    counts_up: bool = False  # the policy's tokens count up from the first, as NORA's do, and not down, as pi0-FAST's
+    limit: int | None = None  # length at which an answer ends in any case; None: where it cannot be a chunk any more
+    beginning: tuple[int, ...] = ()  # the tokens with which an answer begins
 
     @property
     def distances(self) -> "CoefficientDistances":

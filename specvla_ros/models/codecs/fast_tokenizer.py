@@ -33,16 +33,11 @@ class FastTokenizer:
 
     Chunks that the original repairs (it pads a wrong number of coefficients with zeros, and reads half a character as
     the coefficient 65533 less its offset) are refused, and so are actions that encoding would lose.
-
-    Args:
-        bpe: its byte-level BPE.
-        scale: factor of the coefficients before they are rounded.
-        min_token: the coefficient that is character 0.
     """
 
-    bpe: Tokenizer
-    scale: float
-    min_token: int
+    bpe: Tokenizer  # its byte-level BPE
+    scale: float  # factor of the coefficients before they are rounded
+    min_token: int  # the coefficient that is character 0
 
     @property
     def vocab_size(self) -> int:

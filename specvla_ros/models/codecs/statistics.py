@@ -19,20 +19,13 @@ _METRES = ("x", "y", "z")
 
 @dataclass(frozen=True)
 class ActionStatistics:
-    """The statistics of one dataset.
+    """The statistics of one dataset."""
 
-    Args:
-        unnorm_key: the dataset's name in the checkpoint.
-        low, high: float64 [action_dim], the 1st and 99th percentile of the training actions.
-        mask: bool [action_dim]; False: the dimension is used as it is (a gripper in [0, 1]).
-        switches: indices of such dimensions that are 1 above a half, and else 0.
-    """
-
-    unnorm_key: str
-    low: np.ndarray
-    high: np.ndarray
-    mask: np.ndarray
-    switches: tuple[int, ...] = ()
+    unnorm_key: str  # the dataset's name in the checkpoint
+    low: np.ndarray  # float64 [action_dim], the 1st percentile of the training actions
+    high: np.ndarray  # float64 [action_dim], the 99th
+    mask: np.ndarray  # bool [action_dim]; False: the dimension is used as it is (a gripper in [0, 1])
+    switches: tuple[int, ...] = ()  # indices of such dimensions that are 1 above a half, and else 0
 
     @property
     def names(self) -> tuple[str, ...]:

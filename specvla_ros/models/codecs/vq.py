@@ -27,21 +27,13 @@ Mlp = tuple[tuple[np.ndarray, np.ndarray], ...]
 
 @dataclass(frozen=True)
 class VqVae:
-    """Codes to normalised chunks, and back; float32, as in the original.
+    """Codes to normalised chunks, and back; float32, as in the original."""
 
-    Args:
-        codebooks: [layers, codes, latent].
-        encoder: a chunk to a latent vector.
-        decoder: a latent vector to a chunk.
-        horizon: actions per chunk.
-        scale: of the decoder's output.
-    """
-
-    codebooks: np.ndarray
-    encoder: Mlp
-    decoder: Mlp
-    horizon: int
-    scale: float
+    codebooks: np.ndarray  # [layers, codes, latent]
+    encoder: Mlp  # a chunk to a latent vector
+    decoder: Mlp  # a latent vector to a chunk
+    horizon: int  # actions per chunk
+    scale: float  # of the decoder's output
 
     @property
     def dims(self) -> int:
@@ -119,20 +111,14 @@ class VqCodec(ChunkCodec):
 
     The original takes an id that is no code for the first or the last one; here it is refused. Relaxed acceptance has
     no bound here: neighbouring codes are not similar.
-
-    Args:
-        vae: codes to normalised chunks.
-        statistics: normalised values to the robot's units.
-        stop_id: one past the token of code 0, from which codes count down.
-        dt_s: see `Codec`.
     """
 
     WRITES: ClassVar[str] = "codes of a VQ-VAE"
 
-    vae: VqVae
-    statistics: ActionStatistics
-    stop_id: int
-    dt_s: float | None = None
+    vae: VqVae  # codes to normalised chunks
+    statistics: ActionStatistics  # normalised values to the robot's units
+    stop_id: int  # one past the token of code 0, from which codes count down
+    dt_s: float | None = None  # see `Codec`
 
     @property
     def horizon(self) -> int:

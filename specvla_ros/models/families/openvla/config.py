@@ -25,31 +25,18 @@ from specvla_ros.settings.json_file import Fields, shown
 
 @dataclass(frozen=True)
 class OpenVLAConfig:
-    """The whole policy. `instructions` to `state_dims` are this package's additions to config.json.
+    """The whole policy. `instructions` to `state_dims` are this package's additions to config.json."""
 
-    Args:
-        towers: one tower, or two whose features are joined channel by channel (DINOv2 first).
-        llama: the language model.
-        pad_to_multiple_of: rows that pad the vocabulary; the last 256 ids before them are the action tokens.
-        action_bins: bin edges per action dimension.
-        norm_stats: the checkpoint's dataset statistics by unnorm_key.
-        vicuna: its language model is Vicuna: OpenVLA v0.1's and ECoT's, which have other prompts.
-        instructions: all that the policy was taught; empty: any is accepted.
-        action_codec: name of its codec, see `specvla_ros.models.codecs`.
-        cameras: in prompt order (not OFT's).
-        state_dims: numbers of the robot's state in its prompt, as bins.
-    """
-
-    towers: tuple[VisionTowerConfig, ...]
-    llama: DecoderShape
-    pad_to_multiple_of: int
-    action_bins: int
-    norm_stats: Mapping[str, Any]
-    vicuna: bool
-    instructions: tuple[str, ...] = ()
-    action_codec: str = "bins"
-    cameras: tuple[str, ...] = (ONLY_CAMERA,)
-    state_dims: int = 0
+    towers: tuple[VisionTowerConfig, ...]  # one, or two whose features are joined by channel (DINOv2 first)
+    llama: DecoderShape  # the language model
+    pad_to_multiple_of: int  # rows that pad the vocabulary; the last 256 ids before them are the action tokens
+    action_bins: int  # bin edges per action dimension
+    norm_stats: Mapping[str, Any]  # the checkpoint's dataset statistics by unnorm_key
+    vicuna: bool  # its language model is Vicuna: OpenVLA v0.1's and ECoT's, which have other prompts
+    instructions: tuple[str, ...] = ()  # all that the policy was taught; empty: any is accepted
+    action_codec: str = "bins"  # name of its codec, see `specvla_ros.models.codecs`
+    cameras: tuple[str, ...] = (ONLY_CAMERA,)  # in prompt order (not OFT's)
+    state_dims: int = 0  # numbers of the robot's state in its prompt, as bins
 
     @property
     def token_vocab_size(self) -> int:

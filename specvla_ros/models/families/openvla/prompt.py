@@ -27,21 +27,13 @@ _VICUNA_SYSTEM = (
 
 @dataclass(frozen=True)
 class PromptTokenizer:
-    """The checkpoint's prompt.
+    """The checkpoint's prompt."""
 
-    Args:
-        tokenizer: None when the directory has no tokenizer.json; then only ids can be given.
-        style: the words around the instruction.
-        trailing_id: the token that must end the prompt; None in a vocabulary without a lone space.
-        vocab_size: ids the model has embeddings for.
-        taught: all instructions that the policy was trained on; empty: any is accepted.
-    """
-
-    tokenizer: Tokenizer | None
-    style: PromptStyle
-    trailing_id: int | None
-    vocab_size: int
-    taught: tuple[str, ...] = ()
+    tokenizer: Tokenizer | None  # None when the directory has no tokenizer.json; then only ids can be given
+    style: PromptStyle  # the words around the instruction
+    trailing_id: int | None  # the token that must end the prompt; None in a vocabulary without a lone space
+    vocab_size: int  # ids the model has embeddings for
+    taught: tuple[str, ...] = ()  # all instructions that the policy was trained on; empty: any is accepted
 
     def ids(self, instruction: str) -> tuple[int, ...]:
         """Prompt ids of an instruction, BOS first, the trailing token last.

@@ -49,48 +49,29 @@ _BOUNDS = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": 
 
 @dataclass(frozen=True)
 class Pi0FastConfig:
-    """The whole policy.
+    """The whole policy."""
 
-    Args:
-        decoder: the language model.
-        vision: arguments of transformers' SiglipVisionConfig.
-        cameras: names of all its cameras, in its order.
-        image_size: height and width.
-        state: normalises the robot's state.
-        actions: un-normalises its actions.
-        chunk: actions per answer.
-        prompt_tokens: longest prompt.
-        answer_tokens: length at which an answer ends in any case.
-        skipped_ids: ids at the vocabulary's end that are no FAST tokens.
-        text_tokenizer, action_tokenizer: folders.
-    """
-
-    decoder: DecoderShape
-    vision: Mapping[str, Any]
-    cameras: tuple[str, ...]
-    image_size: tuple[int, int]
-    state: "Normalisation"
-    actions: ActionStatistics
-    chunk: int
-    prompt_tokens: int
-    answer_tokens: int
-    skipped_ids: int
-    text_tokenizer: Path
-    action_tokenizer: Path
+    decoder: DecoderShape  # the language model
+    vision: Mapping[str, Any]  # arguments of transformers' SiglipVisionConfig
+    cameras: tuple[str, ...]  # names of all its cameras, in its order
+    image_size: tuple[int, int]  # height and width
+    state: "Normalisation"  # normalises the robot's state
+    actions: ActionStatistics  # un-normalises its actions
+    chunk: int  # actions per answer
+    prompt_tokens: int  # longest prompt
+    answer_tokens: int  # length at which an answer ends in any case
+    skipped_ids: int  # ids at the vocabulary's end that are no FAST tokens
+    text_tokenizer: Path  # its folder
+    action_tokenizer: Path  # its folder
 
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Of one vector, in float32 as in LeRobot.
+    """Of one vector, in float32 as in LeRobot."""
 
-    Args:
-        mode: MEAN_STD, MIN_MAX, QUANTILES or IDENTITY.
-        first, second: float32 [dims], its two statistics; of IDENTITY only their length counts.
-    """
-
-    mode: str
-    first: np.ndarray
-    second: np.ndarray
+    mode: str  # MEAN_STD, MIN_MAX, QUANTILES or IDENTITY
+    first: np.ndarray  # float32 [dims], mean or lower bound; of IDENTITY only its length counts
+    second: np.ndarray  # float32 [dims], standard deviation or upper bound
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
         """Float [dims] in the robot's units to float32 [dims], about [-1, 1]."""

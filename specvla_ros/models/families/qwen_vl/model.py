@@ -52,19 +52,12 @@ _FAMILIES = {"qwen2_5_vl": _TEXT, "qwen2_5_vl_text": _TEXT, "qwen3_vl_text": _TE
 
 @dataclass(frozen=True)
 class QwenVLConfig:
-    """The whole model.
+    """The whole model."""
 
-    Args:
-        model_type: of QWEN_VL_TYPES.
-        decoder: the language model.
-        vision: transformers' configuration of the vision tower.
-        image_id: the token that stands for an image in a prompt.
-    """
-
-    model_type: str
-    decoder: DecoderShape
-    vision: Any
-    image_id: int
+    model_type: str  # of QWEN_VL_TYPES
+    decoder: DecoderShape  # the language model
+    vision: Any  # transformers' configuration of the vision tower
+    image_id: int  # the token that stands for an image in a prompt
 
 
 def read_config(directory: Path) -> QwenVLConfig:

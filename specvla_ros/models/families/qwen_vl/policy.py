@@ -27,22 +27,15 @@ _MAX_PIXELS = 1 << 26  # of one picture; more than any model has
 
 @dataclass(frozen=True)
 class PatchProcessor:
-    """What preprocessor_config.json prescribes.
+    """What preprocessor_config.json prescribes."""
 
-    Args:
-        patch_size, merge_size, temporal_patch_size: pixels of a patch's side, patches per prompt row along a side, and
-            images per patch: a single one is repeated.
-        min_pixels, max_pixels: an image with fewer or more is resized.
-        mean, std: float32 [3], of colours from 0 to 1.
-    """
-
-    patch_size: int
-    merge_size: int
-    temporal_patch_size: int
-    min_pixels: int
-    max_pixels: int
-    mean: np.ndarray
-    std: np.ndarray
+    patch_size: int  # pixels of a patch's side
+    merge_size: int  # patches per prompt row along a side
+    temporal_patch_size: int  # images per patch: a single one is repeated
+    min_pixels: int  # an image with fewer is resized
+    max_pixels: int  # an image with more is resized
+    mean: np.ndarray  # float32 [3], of colours from 0 to 1
+    std: np.ndarray  # float32 [3]
 
     def fitted(self, height: int, width: int, least: int, most: int) -> tuple[int, int]:
         """The size that an image is given: multiples of `factor`, with so many pixels at least and at most."""
@@ -106,44 +99,27 @@ IMAGE = {"type": "image"}  # in a chat message
 
 @dataclass(frozen=True)
 class PolicyContext:
-    """What a policy is made from.
+    """What a policy is made from."""
 
-    Args:
-        directory: the checkpoint.
-        unnorm_key: the dataset whose action statistics apply; empty: the only one.
-        generation: of its generation_config.json.
-    """
-
-    directory: Path
+    directory: Path  # the checkpoint
     tokenizer: Tokenizer
     processor: PatchProcessor
-    unnorm_key: str
-    generation: GreedyRules
+    unnorm_key: str  # the dataset whose action statistics apply; empty: the only one
+    generation: GreedyRules  # of its generation_config.json
 
 
 @dataclass(frozen=True)
 class ChatPolicy:
-    """A policy with a chat prompt.
+    """A policy with a chat prompt."""
 
-    Args:
-        name: of the policy's family.
-        cameras: in the order of training.
-        picture_sizes: (height, width) of each image in the prompt.
-        pictures: camera images by name to these images, uint8 RGB.
-        messages: the chat before its answer, by instruction.
-        numbers_pictures: the chat template counts the images in words (`add_vision_id`).
-        codec: of its answers.
-        generation: what is done to logits before the largest is taken.
-    """
-
-    name: str
-    cameras: tuple[str, ...]
-    picture_sizes: tuple[tuple[int, int], ...]
-    pictures: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]
-    messages: Callable[[str], Messages]
-    numbers_pictures: bool
-    codec: Codec
-    generation: GreedyRules
+    name: str  # of the policy's family
+    cameras: tuple[str, ...]  # in the order of training
+    picture_sizes: tuple[tuple[int, int], ...]  # (height, width) of each image in the prompt
+    pictures: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]  # camera images by name to these images, uint8 RGB
+    messages: Callable[[str], Messages]  # the chat before its answer, by instruction
+    numbers_pictures: bool  # the chat template counts the images in words (`add_vision_id`)
+    codec: Codec  # of its answers
+    generation: GreedyRules  # what is done to logits before the largest is taken
 
 
 def read_chat(directory: Path, *, numbers_pictures: bool) -> Callable[[Messages], str]:

@@ -108,22 +108,15 @@ def qwen_vl_target(
 
 @dataclass(frozen=True)
 class QwenVLTarget(VisionLanguageTarget):
-    """A checkpoint whose prompt is a chat, with an image's rows in place of its token.
+    """A checkpoint whose prompt is a chat, with an image's rows in place of its token."""
 
-    Args:
-        directory: of the checkpoint; of StarVLA's, the run.
-        chat: messages to a prompt's text, an image being one token.
-        processor: images to patches.
-        image_id: the token that stands for an image.
-    """
-
-    directory: Path
+    directory: Path  # of the checkpoint; of StarVLA's, the run
     model: QwenVL
     tokenizer: Tokenizer
-    chat: Callable[[Messages], str]
-    processor: PatchProcessor
+    chat: Callable[[Messages], str]  # messages to a prompt's text, an image being one token
+    processor: PatchProcessor  # images to patches
     policy: ChatPolicy
-    image_id: int
+    image_id: int  # the token that stands for an image
 
     FAMILY = "qwen-vl"
 

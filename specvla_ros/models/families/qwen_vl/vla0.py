@@ -41,22 +41,16 @@ _LEAST_PIXELS, _MOST_PIXELS = 4 * 28 * 28, 16384 * 28 * 28
 
 @dataclass(frozen=True)
 class _Run:
-    """Of its config.yaml; the defaults are those of configs/vla0.yaml, with which the released policy was trained.
+    """Of its config.yaml; the defaults are those of configs/vla0.yaml, with which the released policy was trained."""
 
-    Args:
-        horizon, num_cam, num_bins_actions, add_vision_id, tiled_rgb_imgs: as in MODEL.QWEN.
-        height, width: `rgb_img_size`.
-        crop: share of an image's sides that is kept.
-    """
-
-    horizon: int = 8
+    horizon: int = 8  # as the four below in MODEL.QWEN
     num_cam: int = 2
     num_bins_actions: int = 1000
     add_vision_id: bool = True
     tiled_rgb_imgs: bool = True
-    height: int = 224
+    height: int = 224  # of `rgb_img_size`
     width: int = 224
-    crop: float = 0.875
+    crop: float = 0.875  # share of an image's sides that is kept
 
     @property
     def tile(self) -> tuple[int, int]:

@@ -39,18 +39,11 @@ _OURS = "specvla"
 
 @dataclass(frozen=True)
 class RobotData:
-    """StarVLA's registry entry of a robot's data, which a run does not repeat.
+    """StarVLA's registry entry of a robot's data, which a run does not repeat."""
 
-    Args:
-        cameras: in the order of training.
-        scaling: of each number of an action: of _SCALINGS.
-        averaged: larger images are scaled by averages (OpenCV's INTER_AREA) instead of Pillow's bilinear filter, as in
-            the evaluation client of these data.
-    """
-
-    cameras: tuple[str, ...]
-    scaling: tuple[str, ...]
-    averaged: bool = False
+    cameras: tuple[str, ...]  # in the order of training
+    scaling: tuple[str, ...]  # of each number of an action: of _SCALINGS
+    averaged: bool = False  # its client scales images by averages (INTER_AREA), not by Pillow's bilinear filter
 
 
 _OXE = RobotData((ONLY_CAMERA,), ("q99",) * 6 + ("binary",), averaged=True)
@@ -73,19 +66,12 @@ _MIXTURES = {
 
 @dataclass(frozen=True)
 class Run:
-    """A training run's folder.
+    """A training run's folder."""
 
-    Args:
-        directory: holds config.yaml and dataset_statistics.json.
-        fields: of config.yaml.
-        vlm: the base model's configuration, tokenizer and processor.
-        weights: of the one checkpoint to run.
-    """
-
-    directory: Path
-    fields: Fields
-    vlm: Path
-    weights: Path
+    directory: Path  # holds config.yaml and dataset_statistics.json
+    fields: Fields  # of config.yaml
+    vlm: Path  # the base model's configuration, tokenizer and processor
+    weights: Path  # of the one checkpoint to run
 
 
 def read_run(directory: Path) -> Run:
