@@ -40,7 +40,7 @@ class Parameter:
         choices: the only values of a string; empty: any. A function, where a registry knows them.
         writable: whether it may change while a node runs.
         name: see the module.
-        presets: by choice, values of other parameters of the tree by their full names, unless they are given.
+        presets: by choice, values of other parameters.
         basic: a robot sets it, so that help and reference show it first.
     """
 
