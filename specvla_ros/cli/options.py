@@ -178,7 +178,6 @@ def _checkpoint(*flags: str) -> inspect.Parameter:
 
 
 def _basic_names() -> str:
-    """Parameters that -p takes and a robot sets, for the help."""
     prefixes = (EngineSettings.ROS_PREFIX, DraftSettings.ROS_PREFIX, AcceptanceSettings.ROS_PREFIX)
     declared = [each for each in walk(EngineSettings()) if each.parameter.basic]
     return ", ".join(each.name for each in declared if each.name.startswith(prefixes))
@@ -192,9 +191,8 @@ def _decoding(name: str, kind: Any, default: object, help: str, *flags: str) -> 
     return _option(name, kind, default, "Decoding", *flags, help=help)
 
 
-_MODE = _choice("mode", MODES) | None
 _DECODING_IN_ANY_MODE = [
-    _decoding("mode", _MODE, None, "How tokens are decoded; short for -p decode.mode:=…"),
+    _decoding("mode", _choice("mode", MODES) | None, None, "How tokens are decoded; short for -p decode.mode:=…"),
     _decoding(
         "tolerance",
         str,

@@ -2,7 +2,7 @@
 """PyTorch's own weight files (.bin, .pt), read with `weights_only`: tensors and plain values, nothing that acts."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,13 @@ def _load(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def copy_weights(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> Iterator[float]:
-    """Copies each wanted tensor from the given one of its name in the file `path`; yields the fraction that is done.
+def copy_weights(
+    given: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    path: Path,
+    progress: Callable[[str, float], None] | None = None,
+) -> None:
+    """Copies each wanted tensor from the given one of its name in the file `path`.
 
     UserError if one is missing, or has another shape or no floating-point values.
     """
@@ -49,7 +54,8 @@ def copy_weights(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path
             has = "no such tensor" if found is None else f"one of shape {list(found.shape)}"
             raise UserError(f"{path}: {name} must have shape {list(tensor.shape)}, and there is {has}")
         tensor.copy_(found)
-        yield done / len(wanted)
+        if progress is not None:
+            progress(f"reading {path.name}", done / len(wanted))
 
 
 def tensors_in(value: Any, path: Path, where: str = "") -> dict[str, Tensor]:

@@ -46,6 +46,17 @@ class ActionStatistics:
         return np.where(self.mask, 2 * (values - self.low) / width - np.isfinite(width), values)
 
 
+def select_key(statistics: Mapping[str, Any], unnorm_key: str, where: str = "this checkpoint") -> str:
+    """The key of a dataset; an empty one means the only one."""
+    known = ", ".join(sorted(statistics)) or "none"
+    if not unnorm_key and len(statistics) != 1:
+        raise UserError(f"{where} has statistics of {len(statistics)} datasets; set unnorm_key to one of: {known}")
+    key = unnorm_key or next(iter(statistics))
+    if key not in statistics:
+        raise UserError(f"unnorm_key '{key}' is not in {where}; it has: {known}")
+    return key
+
+
 def select_statistics(norm_stats: Mapping[str, Any], unnorm_key: str, kind: str = "action") -> ActionStatistics:
     """The statistics of actions, or of another `kind` of vector, under a key; an empty key means the only one.
 
@@ -55,17 +66,9 @@ def select_statistics(norm_stats: Mapping[str, Any], unnorm_key: str, kind: str 
     Raises:
         UserError: no key given and several there, an unknown key, or malformed statistics.
     """
-    known = ", ".join(sorted(norm_stats)) or "none"
-    if not unnorm_key:
-        if len(norm_stats) != 1:
-            raise UserError(
-                f"this checkpoint has statistics of {len(norm_stats)} datasets; set unnorm_key to one of: {known}"
-            )
-        unnorm_key = next(iter(norm_stats))
     if unnorm_key not in norm_stats and f"{unnorm_key}_no_noops" in norm_stats:
         unnorm_key = f"{unnorm_key}_no_noops"
-    if unnorm_key not in norm_stats:
-        raise UserError(f"unnorm_key '{unnorm_key}' is not in this checkpoint; it has: {known}")
+    unnorm_key = select_key(norm_stats, unnorm_key)
     where = f"norm_stats[{shown(unnorm_key)}]['{kind}']"
     statistics = norm_stats[unnorm_key]
     action = statistics.get(kind) if isinstance(statistics, Mapping) else None

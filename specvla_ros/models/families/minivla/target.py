@@ -134,9 +134,7 @@ def _load(directory: Path, model: OpenVLA, progress: Progress | None) -> None:
     given: dict[str, Tensor] = {}
     for part, tensors in parts.items() if isinstance(parts, dict) else ():
         given |= {_renamed(name): tensor for name, tensor in tensors_in(tensors, path, f"model.{part}").items()}
-    for done in copy_weights(given, model.checkpoint_tensors(), path):
-        if progress is not None:
-            progress(f"reading {path.name}", done)
+    copy_weights(given, model.checkpoint_tensors(), path, progress)
 
 
 def _renamed(name: str) -> str:

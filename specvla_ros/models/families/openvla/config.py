@@ -2,7 +2,7 @@
 """What an OpenVLA checkpoint's config.json says, checked."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,8 @@ class OpenVLAConfig:
         return self.towers[0].patches
 
 
-OPENVLA_TYPES = ("openvla", "prismatic")
-
-
 # Model ids that OpenVLA checkpoints name in `timm_model_ids`: (embed_dim, depth, heads, mlp_dim, patch).
 _DINOV2 = {"vit_large_patch14_reg4_dinov2": (1024, 24, 16, 4096, 14)}
-
-
 _SIGLIP = {
     "vit_base_patch16_siglip_224": (768, 12, 12, 3072, 16),
     "vit_base_patch16_siglip_256": (768, 12, 12, 3072, 16),
@@ -63,9 +58,6 @@ _SIGLIP = {
     "vit_so400m_patch14_siglip_224": (1152, 27, 16, 4304, 14),
     "vit_so400m_patch14_siglip_384": (1152, 27, 16, 4304, 14),
 }
-
-
-_MAX_STATE = 1024  # numbers
 _MAX_PIXELS = 4096  # more than any model has, see config.py
 
 
@@ -76,7 +68,7 @@ def read_config(directory: Path) -> OpenVLAConfig:
     """
     check_directory(directory)
     raw = read_checkpoint_json(directory / "config.json")
-    raw.text("model_type", choices=OPENVLA_TYPES)
+    raw.text("model_type", choices=("openvla", "prismatic"))
     check_not_quantised(raw)
     statistics = directory / "dataset_statistics.json"
     fine_tuned = read_checkpoint_json(statistics).raw if statistics.exists() else None
@@ -90,7 +82,7 @@ def read_config(directory: Path) -> OpenVLAConfig:
         instructions=tuple(raw.list_of("instructions", str, "a list of texts", ())),
         action_codec=raw.text("action_codec", "bins"),
         cameras=tuple(raw.list_of("cameras", str, "a list of names", (ONLY_CAMERA,))),
-        state_dims=raw.whole("state_dims", 0, maximum=_MAX_STATE),
+        state_dims=raw.whole("state_dims", 0, maximum=1024),
     )
     if not config.cameras or len({*config.cameras} - {""}) != len(config.cameras):
         raise raw.wrong("cameras", "a list of different names")
@@ -105,7 +97,7 @@ def read_config(directory: Path) -> OpenVLAConfig:
 def prismatic_towers(raw: Fields) -> tuple[VisionTowerConfig, ...]:
     """DINOv2 and SigLIP at 224 pixels, as in native Prismatic checkpoints, or tiny ones as config.json says."""
     ids = ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"]
-    return _towers(Fields(raw.raw | {"timm_model_ids": ids, "image_sizes": [224, 224]}, raw.path, raw.prefix, raw.hint))
+    return _towers(replace(raw, raw=raw.raw | {"timm_model_ids": ids, "image_sizes": [224, 224]}))
 
 
 def _towers(raw: Fields) -> tuple[VisionTowerConfig, ...]:

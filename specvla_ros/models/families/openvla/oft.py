@@ -145,8 +145,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 @torch.no_grad()
 def _fill(module: nn.Module, path: Path, names: dict[str, str]) -> None:
     wanted = {names.get(ours, ours): parameter.detach() for ours, parameter in module.named_parameters()}
-    for _ in copy_weights(_tensors(path), wanted, path):
-        pass  # it yields after each tensor, for progress
+    copy_weights(_tensors(path), wanted, path)
 
 
 @dataclass(frozen=True)

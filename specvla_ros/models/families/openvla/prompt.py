@@ -14,7 +14,13 @@ from specvla_ros.models.codecs.statistics import ActionStatistics, checked_stati
 from specvla_ros.models.families.openvla.config import OpenVLAConfig
 from specvla_ros.models.observation import Observation
 from specvla_ros.models.settings import PromptStyle
-from specvla_ros.models.tokenizer import check_instruction, check_prompt_ids, read_tokenizer, refuse_special_tokens
+from specvla_ros.models.tokenizer import (
+    check_instruction,
+    check_prompt_ids,
+    check_tokenizer,
+    read_tokenizer,
+    refuse_special_tokens,
+)
 
 # OpenVLA was trained with this token, a lone space, before the first action token; without it most tokens change.
 LLAMA_SPACE_ID = 29871
@@ -104,11 +110,7 @@ def read_prompt_tokenizer(
     tokenizer = None
     if path.exists():
         tokenizer = read_tokenizer(path)
-        if tokenizer.get_vocab_size() > vocab_size:
-            raise UserError(
-                f"{path} has {tokenizer.get_vocab_size()} tokens, but the model has embeddings for {vocab_size}: "
-                "it belongs to another checkpoint"
-            )
+        check_tokenizer(tokenizer, path, vocab_size)
     trailing: int | None
     if style is PromptStyle.ECOT:
         trailing = None

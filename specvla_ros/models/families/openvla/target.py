@@ -28,7 +28,6 @@ from specvla_ros.models.observation import Observation
 from specvla_ros.models.quantization import check_quantization
 from specvla_ros.models.settings import ALL_CAMERAS, PromptStyle, refuse_options
 from specvla_ros.models.target import TARGETS, Target
-from specvla_ros.models.tokenizer import check_tokenizer
 from specvla_ros.models.vision_language import VisionLanguageTarget
 from specvla_ros.models.weights import Progress
 
@@ -84,16 +83,13 @@ def _prompts(directory: Path, config: OpenVLAConfig, chosen: str) -> PromptToken
             f"{directory}: config.json names Vicuna, which OpenVLA v0.1 and ECoT have, and does not say which of them "
             "this is; asked as the other it acts wrongly: set model.prompt to vicuna or to ecot"
         )
-    prompts = read_prompt_tokenizer(
+    return read_prompt_tokenizer(
         directory,
         style=PromptStyle.OPENVLA if chosen == "auto" else PromptStyle(chosen),
         token_vocab_size=config.token_vocab_size,
         vocab_size=config.llama.vocab_size,
         taught=config.instructions,
     )
-    if prompts.tokenizer is not None:
-        check_tokenizer(prompts.tokenizer, directory / "tokenizer.json", config.llama.vocab_size)
-    return prompts
 
 
 def _image_processor(directory: Path, config: OpenVLAConfig, *, center_crop: bool) -> ImageProcessor:

@@ -30,10 +30,7 @@ _GEMMA = replace(
     head_dim=256,
     vocab_size=257152,
 )
-_VARIANTS = {
-    "gemma_2b": _GEMMA,
-    "gemma_300m": replace(_GEMMA, hidden_size=1024, intermediate_size=4096),
-}
+_VARIANTS = {"gemma_2b": _GEMMA, "gemma_300m": replace(_GEMMA, hidden_size=1024, intermediate_size=4096)}
 # SigLIP-So400m/14, as PaliGemma has it.
 _VISION: Mapping[str, Any] = {
     "hidden_size": 1152,

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import yaml
 from PIL import Image
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -20,6 +21,7 @@ from specvla_ros.errors import UserError
 from specvla_ros.models.codecs.codec import Codec
 from specvla_ros.models.config import MAX_WIDTH, read_checkpoint_json
 from specvla_ros.models.generation import GreedyRules
+from specvla_ros.settings.json_file import Fields
 
 _COLOURS = "three numbers"
 _MAX_PIXELS = 1 << 26  # of one picture; more than any model has
@@ -153,3 +155,12 @@ def _template(directory: Path) -> str:
         if template:
             return template
     raise UserError(f"{directory} has no chat template: copy chat_template.json from where the weights are from")
+
+
+def read_yaml(path: Path, what: str) -> Fields:
+    """The object in a YAML file; UserError if it cannot be read as the configuration of `what`."""
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read as a {what} configuration ({error}); copy it again") from None
+    return Fields(given if isinstance(given, dict) else {}, path, hint="; compare it with a released run's")

@@ -15,15 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from PIL import Image
 
 from specvla_ros.errors import UserError, missing_package
-from specvla_ros.models.codecs.statistics import MAX_VALUE, ActionStatistics
+from specvla_ros.models.codecs.statistics import MAX_VALUE, ActionStatistics, select_key
 from specvla_ros.models.config import folder_beside, only_file, read_checkpoint_json
 from specvla_ros.models.families.qwen_vl.model import load_model
 from specvla_ros.models.families.qwen_vl.nora import SIDE, has_robot_actions, robot_action_codec, robot_action_policy
-from specvla_ros.models.families.qwen_vl.policy import ChatPolicy, PolicyContext
+from specvla_ros.models.families.qwen_vl.policy import ChatPolicy, PolicyContext, read_yaml
 from specvla_ros.models.families.qwen_vl.target import QwenVLTarget, qwen_vl_target, read_base
 from specvla_ros.models.observation import ONLY_CAMERA
 from specvla_ros.models.settings import refuse_options
@@ -81,7 +80,7 @@ def read_run(directory: Path) -> Run:
         directory: holds config.yaml, dataset_statistics.json and checkpoints/ with one file; vlm/, the base model's
             folder, lies in it or beside it.
     """
-    fields = _read_yaml(directory / "config.yaml")
+    fields = read_yaml(directory / "config.yaml", "StarVLA")
     name = fields.inner("framework").text("name")
     if name.lower() != _FRAMEWORK:
         raise UserError(
@@ -94,14 +93,6 @@ def read_run(directory: Path) -> Run:
     return Run(directory, fields, vlm, only_file(directory / "checkpoints", ".pt", ".safetensors"))
 
 
-def _read_yaml(path: Path) -> Fields:
-    try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read as a StarVLA configuration ({error}); copy it again") from None
-    return Fields(given if isinstance(given, dict) else {}, path, hint="; compare it with a released run's")
-
-
 def robot_and_statistics(run: Run, unnorm_key: str) -> tuple[RobotData, ActionStatistics]:
     """What is known of a run's data, and the statistics of its actions."""
     key, raw = _select(run, unnorm_key)
@@ -112,12 +103,7 @@ def robot_and_statistics(run: Run, unnorm_key: str) -> tuple[RobotData, ActionSt
 def _select(run: Run, unnorm_key: str) -> tuple[str, Fields]:
     """The key of the statistics, and those of its actions."""
     file = read_checkpoint_json(run.directory / "dataset_statistics.json")
-    known = ", ".join(sorted(file.raw)) or "none"
-    if not unnorm_key and len(file.raw) != 1:
-        raise UserError(f"{file.path} has statistics of {len(file.raw)} datasets; set unnorm_key to one of: {known}")
-    key = unnorm_key or next(iter(file.raw))
-    if key not in file.raw:
-        raise UserError(f"unnorm_key '{key}' is not in {file.path}; it has: {known}")
+    key = select_key(file.raw, unnorm_key, str(file.path))
     return key, file.inner(key).inner("action")
 
 
