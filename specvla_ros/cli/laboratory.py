@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import typer  # `doctor` asks here too, without it
 
-_COMMANDS = ("demo", "recordings", "experiments", "training", "plan")
-
 
 def add_laboratory(app: typer.Typer) -> None:
     """Adds the laboratory's commands."""
-    for name in _COMMANDS:
+    for name in ("demo", "recordings", "experiments", "training", "plan"):
         app.add_typer(import_module(f"specvla_ros.lab.cli.{name}").app)
 
 

@@ -2,7 +2,7 @@
 """PyTorch's own weight files (.bin, .pt), read with `weights_only`: tensors and plain values, nothing that acts."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
