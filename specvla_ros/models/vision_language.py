@@ -45,6 +45,8 @@ class VisionLanguageTarget:
         @property
         def cameras(self) -> tuple[str, ...]: ...
         @property
+        def image_tokens(self) -> int: ...
+        @property
         def image_processor(self) -> Callable[[np.ndarray], Tensor]: ...
 
     @property
@@ -75,10 +77,6 @@ class VisionLanguageTarget:
     @property
     def head(self) -> ActionHead | None:
         return None
-
-    @property
-    def image_tokens(self) -> int:
-        return len(self.cameras) * int(self.model.config.image_tokens)
 
     def ids(self, observation: Observation) -> tuple[int, ...]:
         """The prompt's text; UserError if the instruction or the state do not fit the policy."""

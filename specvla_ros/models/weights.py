@@ -31,9 +31,10 @@ _INDICES = tuple(f"{name}.index.json" for name in _SINGLES)
 # given back: a single-file checkpoint would otherwise be in memory twice at the end of the load. 32 MiB in float32.
 _REMAP_VALUES = 8 << 20
 
+_FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # What may be converted to the model's dtype. Integers, booleans and 8-bit floats are quantised weights: without the
 # scales, which lie in tensors of other names, their values mean nothing.
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = tuple(_FORMATS.values())
 # How bitsandbytes, GPTQ, AWQ, compressed-tensors and fp8 checkpoints call what belongs to a quantised weight.
 _SCALES = re.compile(
     r"\.(SCB|weight_format|absmax|quant_map|nested_\w+|quant_state\.\w+|qweight|qzeros|scales|g_idx"
@@ -207,9 +208,6 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is damaged or cut off ({error}); download this file again") from None
-
-
-_FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 @dataclass(frozen=True)

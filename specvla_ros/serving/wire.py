@@ -21,6 +21,7 @@ from PIL import Image
 from specvla_ros.errors import UserError, shortened
 from specvla_ros.models.target import Target
 
+_PREFIXES = ("observation/", "observation.", "images/", "images.", "image/")
 _MAX_ITEMS = 4096  # of a list or an object
 _MAX_DIMS = 8
 _KINDS = "biuf"
@@ -133,9 +134,6 @@ def _array(data: Any, dtype: Any, shape: Any) -> np.ndarray:
         size = len(data) if isinstance(data, bytes) else 0
         raise UserError(f"an array of shape {sides} and {kind.itemsize} bytes each has other bytes than that: {size}")
     return np.frombuffer(data, kind).reshape(sides)
-
-
-_PREFIXES = ("observation/", "observation.", "images/", "images.", "image/")
 
 
 @dataclass(frozen=True)

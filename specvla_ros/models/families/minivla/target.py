@@ -157,6 +157,10 @@ class MiniVLATarget(VisionLanguageTarget):
 
     FAMILY = "minivla"
 
+    @property
+    def image_tokens(self) -> int:
+        return len(self.cameras) * self.model.config.image_tokens
+
     def ids(self, observation: Observation) -> tuple[int, ...]:
         if observation.prompt_ids is not None:
             return tuple(observation.prompt_ids)

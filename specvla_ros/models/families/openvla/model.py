@@ -30,6 +30,7 @@ from specvla_ros.models.families.openvla.config import OpenVLAConfig
 from specvla_ros.models.quantization import ROTATED, check_memory, quantize_layer, rotate_layer, turn_stream
 from specvla_ros.models.weights import Progress, check_weights, load_weights
 
+_TOWERS = ("featurizer", "fused_featurizer")
 _LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
 
@@ -157,9 +158,6 @@ class VisionTower(nn.Module):
 
 def _norm_of_sum(x: Tensor, residual: Tensor, scale: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
     return layernorm_residual(x, residual, scale, norm.weight, norm.bias, norm.eps)
-
-
-_TOWERS = ("featurizer", "fused_featurizer")
 
 
 class Projector(nn.Module):

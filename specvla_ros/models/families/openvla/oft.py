@@ -265,15 +265,18 @@ class OFTTarget(VisionLanguageTarget):
     @property
     def image_tokens(self) -> int:
         """Rows beside the text: images, state, placeholders and </s>."""
-        return super().image_tokens + (self.proprio is not None) + self.values + 1
+        return self._image_rows + (self.proprio is not None) + self.values + 1
+
+    @property
+    def _image_rows(self) -> int:
+        return len(self.cameras) * self.model.config.image_tokens
 
     def ids(self, observation: Observation) -> tuple[int, ...]:
         observation.state_of(self.state_dims)
         return self.prompt.ids_of(observation)
 
     def layout(self, ids: tuple[int, ...]) -> PromptLayout:
-        visual = range(1, 1 + super().image_tokens)
-        return PromptLayout(ids, len(ids) + self.image_tokens, (visual,), causal=False)
+        return PromptLayout(ids, len(ids) + self.image_tokens, (range(1, 1 + self._image_rows),), causal=False)
 
     def pixels(self, observation: Observation) -> Pixels:
         images = observation.of_cameras(self.cameras).values()

@@ -145,6 +145,10 @@ class OpenVLATarget(VisionLanguageTarget):
     def action_head(self) -> bool:
         return self.decoder.head_ids is not None
 
+    @property
+    def image_tokens(self) -> int:
+        return len(self.cameras) * self.model.config.image_tokens
+
     def ids(self, observation: Observation) -> tuple[int, ...]:
         state = observation.state_of(self.state_dims)
         ids = self.prompt.ids_of(observation)

@@ -26,6 +26,8 @@ from specvla_ros.models.tokenizer import check_instruction, check_tokenizer, ref
 from specvla_ros.models.vision_language import VisionLanguageTarget
 from specvla_ros.models.weights import Progress, check_weights, load_weights, tensor_names
 
+_EDGES = np.linspace(-1, 1, 257)[:-1]  # of the state's bins, as openpi's tokenizer has them
+_BEGINNING, _END = "Action: ", "|"
 _PREFIX = "model.paligemma_with_expert.paligemma."
 _HEAD = f"{_PREFIX}lm_head.weight"
 _EMBEDDINGS = f"{_PREFIX}model.language_model.embed_tokens.weight"
@@ -93,10 +95,6 @@ def _tensors(model: PaliGemma, names: frozenset[str]) -> dict[str, Tensor]:
     if _HEAD in names:
         tensors[_HEAD] = tensors.pop(_EMBEDDINGS)
     return tensors
-
-
-_EDGES = np.linspace(-1, 1, 257)[:-1]  # of the state's bins, as openpi's tokenizer has them
-_BEGINNING, _END = "Action: ", "|"
 
 
 @TARGETS.register(MODEL_TYPE)

@@ -24,6 +24,7 @@ from specvla_ros.models.weights import Progress, check_weights, load_weights, te
 
 QWEN_VL_TYPES = ("qwen2_5_vl", "qwen3_vl")
 
+_UNUSED = r"(.+\.)?lm_head\.weight|.+\.inv_freq"
 # transformers' Qwen2_5_VLTextConfig.
 _TEXT = replace(
     DECODERS["qwen2"],
@@ -94,9 +95,6 @@ def _vision_config(kind: str, fields: dict[str, Any], path: Path) -> Any:
         return (Qwen2_5_VLVisionConfig if kind == "qwen2_5_vl" else Qwen3VLVisionConfig)(**fields)
     except Exception as error:  # its checks raise several kinds, none of them its own
         raise UserError(f"{path}: vision_config cannot be read ({error}); compare it with a released one") from None
-
-
-_UNUSED = r"(.+\.)?lm_head\.weight|.+\.inv_freq"
 
 
 class QwenVL(nn.Module):

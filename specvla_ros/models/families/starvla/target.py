@@ -30,6 +30,9 @@ from specvla_ros.models.target import TARGETS
 from specvla_ros.models.weights import Progress
 from specvla_ros.settings.json_file import Fields, shown
 
+_HORIZON = 16  # QwenFastDefaultConfig's future_action_window_size, and the present one
+_PREFIX = "qwen_vl_interface.model."  # of a tensor's name
+_PLACE = "{instruction}"
 _FRAMEWORK = "qwenfast"  # its code asks for QwenFast, papers and cards say QwenFAST
 _SCALED_BY = {"q99": ("q01", "q99"), "min_max": ("min", "max")}  # the range that becomes -1 to 1
 _SCALINGS = (*_SCALED_BY, "binary", "none")
@@ -153,11 +156,6 @@ def _statistics(key: str, raw: Fields, robot: RobotData) -> ActionStatistics:
     mask = np.array([scaling in _SCALED_BY for scaling in robot.scaling])
     switches = tuple(i for i, scaling in enumerate(robot.scaling) if scaling == "binary")
     return ActionStatistics(key, low, high, mask, switches)
-
-
-_HORIZON = 16  # QwenFastDefaultConfig's future_action_window_size, and the present one
-_PREFIX = "qwen_vl_interface.model."  # of a tensor's name
-_PLACE = "{instruction}"
 
 
 @TARGETS.register("starvla-run")
